@@ -1,0 +1,77 @@
+"""What the engine asks of an attention implementation.
+
+A step calls `plan` once and `run` once per layer with the plan, so that work which depends only on lengths and tables
+is not repeated in every layer. Prefill chunks, decodes and the rows of a query recomputation are one case: rows of
+queries, grouped by sequence, each of which attends the cached entries up to its own index.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvllm.attention.cache import PagedKVCache
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """The rows of one step. All tensors are int32 on the cache's device.
+
+    query_starts: `[S + 1]`, rows of sequence s are `query_starts[s] : query_starts[s + 1]`, each at least one.
+    query_index: `[T]`, the index in its sequence's cache of the newest entry a row attends (its own entry): row i
+        attends entries `0 .. query_index[i]`. Ascending within a sequence. It is an index into the cache, not a
+        position: after a compaction the two differ.
+    block_tables: `[S, max_blocks]`, entry j of sequence s is in block `block_tables[s, j // block_size]`; columns
+        beyond what `query_index` reaches are arbitrary.
+    """
+
+    query_starts: torch.Tensor
+    query_index: torch.Tensor
+    block_tables: torch.Tensor
+
+
+class AttentionBackend(ABC):
+    """Attention and data movement over one `PagedKVCache`."""
+
+    name: str
+
+    def __init__(self, cache: PagedKVCache, num_query_heads: int, scale: float) -> None:
+        self.cache = cache
+        self.num_query_heads = num_query_heads
+        self.scale = scale
+
+    @abstractmethod
+    def plan(self, batch: AttentionBatch) -> Any:
+        """Prepare what all layers share. The result is passed to `run` unchanged."""
+
+    @abstractmethod
+    def run(self, layer: int, queries: torch.Tensor, plan: Any) -> torch.Tensor:
+        """Causal attention of `queries` `[T, query_heads, head_dim]` over the paged cache -> the same shape.
+
+        Query head h reads KV head `h // (query_heads // kv_heads)`. Softmax and accumulation in float32. The output
+        of a row depends on that row and its sequence's cache alone, bit for bit, whatever else is in the batch.
+        """
+
+    @abstractmethod
+    def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        """Write `keys`, `values` `[T, kv_heads, head_dim]` (may be strided views) at int64 `slots` `[T]`; a negative
+        slot is skipped."""
+
+    @abstractmethod
+    def copy_blocks(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
+        """Copy whole blocks, all layers, keys and values: int64 `[n]` ids. No id is both source and destination."""
+
+    @abstractmethod
+    def compact(self, kept: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor) -> None:
+        """Move surviving entries to the front of a region, bit for bit, in every layer.
+
+        kept: int64 `[layers, S, kv_heads, K]`, offsets into the source region (slot `sources[s, o // block_size]`,
+            row `o % block_size`), strictly ascending; entry j goes to offset j of the destination region. A ragged
+            batch pads the end of a row with -1.
+        sources: int64 `[S, source_blocks]`; destinations: int64 `[S, destination_blocks]`. A row may be padded at its
+            end by any id that `kept` does not reach. In place means `destinations[s]` is a prefix of `sources[s]`;
+            otherwise the two are disjoint. Regions of different sequences do not share destination blocks.
+        """

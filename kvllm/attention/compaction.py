@@ -1,0 +1,34 @@
+"""From the entries kept of each window to the entries kept of a region, and what the region's tail does."""
+
+from __future__ import annotations
+
+import torch
+
+
+def region_indices(kept: torch.Tensor, window: int, overlap: int, tail: int) -> torch.Tensor:
+    """Offsets that survive in one sequence's region.
+
+    Args:
+        kept: int64 `[layers, windows, kv_heads, retain]`, ascending offsets within each window, buffer included.
+        window: entries of a window.
+        overlap: entries that neighbouring windows share; they are kept or dropped as a part of the later window.
+        tail: entries between the last window and the end of the region; they move up behind it.
+
+    Returns:
+        int64 `[layers, kv_heads, entries]`, strictly ascending offsets in the region.
+    """
+    num_windows, retain = kept.shape[1], kept.shape[3]
+    stride = window - overlap
+    parts = [kept[:, i, :, : retain - overlap] + i * stride for i in range(num_windows - 1)]
+    parts.append(kept[:, -1] + (num_windows - 1) * stride)
+    if tail:
+        end = (num_windows - 1) * stride + window
+        behind = torch.arange(end, end + tail, device=kept.device)
+        parts.append(behind.expand(kept.shape[0], kept.shape[2], tail))
+    return torch.cat(parts, dim=-1)
+
+
+def pad(rows: list[torch.Tensor]) -> torch.Tensor:
+    """Stack `[..., entries]` tensors of different lengths over a new second dimension, filled with -1."""
+    longest = max(row.shape[-1] for row in rows)
+    return torch.stack([torch.nn.functional.pad(row, (0, longest - row.shape[-1]), value=-1) for row in rows], dim=1)

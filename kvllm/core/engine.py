@@ -1,0 +1,214 @@
+"""Requests in, outputs out: what stands between the API and the scheduler."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping
+from collections.abc import Sequence as Sequences
+from typing import TYPE_CHECKING, Any
+
+from kvllm.config import EngineConfig
+from kvllm.core.protocol import SampledToken
+from kvllm.core.scheduler import Scheduler
+from kvllm.core.sequence import Sequence
+from kvllm.errors import RequestError
+from kvllm.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
+from kvllm.sampling_params import SamplingParams
+from kvllm.stats import EngineStats
+
+if TYPE_CHECKING:
+    from kvllm.tokenizer import Tokenizer
+    from kvllm.worker.executor import Executor
+
+Prompt = str | Sequences[int] | Mapping[str, Any]
+
+
+class _Request:
+    """A request in flight: what its caller sees, and the sequences that still run."""
+
+    def __init__(self, output: RequestOutput, sampling: SamplingParams) -> None:
+        self.output = output
+        self.sampling = sampling
+        self.sequences: dict[int, Sequence] = {}  # by index of the completion
+        self.texts: list[Any] = []  # one incremental decoder for each completion, if there is a tokenizer
+
+
+class LLMEngine:
+    """Adds requests, steps all of them together, reports what each has produced.
+
+    tokenizer: None if the checkpoint has none; then prompts are token ids and outputs carry no text.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        *,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...] = (),
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        self.config = config
+        self.executor = executor
+        self.vocab_size = vocab_size
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.tokenizer = tokenizer
+        self.stats = EngineStats(num_blocks=config.num_blocks)
+        self.scheduler = Scheduler(config, self.stats)
+        self._requests: dict[str, _Request] = {}
+        self._next_seq_id = 0
+        self._seeds = random.Random(config.seed)
+
+    def add_request(self, request_id: str, prompt: Prompt, sampling_params: SamplingParams) -> None:
+        """Queue a request.
+
+        Args:
+            request_id: unique among unfinished requests.
+            prompt: text, token ids, or a dict with one of `prompt` and `prompt_token_ids`.
+
+        Raises:
+            RequestError: the request can't be served. Nothing else is affected.
+        """
+        if request_id in self._requests:
+            raise RequestError(f"request_id={request_id!r} is in use by an unfinished request: choose another")
+        text, token_ids = self._tokens_of(prompt)
+        self._check(token_ids, sampling_params)
+        output = RequestOutput(
+            request_id=request_id,
+            prompt=text,
+            prompt_token_ids=token_ids,
+            outputs=[
+                CompletionOutput(index, "", [], None if sampling_params.logprobs is None else 0.0)
+                for index in range(sampling_params.n)
+            ],
+            finished=False,
+            metrics=RequestMetrics(arrival_time=time.monotonic()),
+        )
+        for completion in output.outputs:
+            completion.logprobs = None if sampling_params.logprobs is None else []
+        request = _Request(output, sampling_params)
+        request.sequences[0] = self._queue(request_id, token_ids, sampling_params)
+        if self.tokenizer is not None:
+            request.texts = [self.tokenizer.decoder(sampling_params) for _ in output.outputs]
+        self._requests[request_id] = request
+
+    def abort(self, request_id: str) -> None:
+        """End a request now; what it has produced is dropped. Unknown or finished ids are ignored."""
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            for seq in request.sequences.values():
+                self.scheduler.finish(seq)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._requests)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step.
+
+        Returns:
+            The requests that got tokens. An output object belongs to its request and grows with it: copy what must not
+            change.
+        """
+        plan = self.scheduler.schedule()
+        sampled = self.scheduler.update(plan, self.executor.execute(plan))
+        now = time.monotonic()
+        touched: dict[str, RequestOutput] = {}
+        for seq, token in sampled:
+            request = self._requests[seq.request_id]
+            request.sequences.setdefault(seq.index, seq)
+            self._receive(request, seq, token, now)
+            touched[seq.request_id] = request.output
+        self.stats.output_tokens += len(sampled)
+        if not self.scheduler.has_unfinished:
+            self.scheduler.check()
+        return list(touched.values())
+
+    def close(self) -> None:
+        self.executor.close()
+
+    # Into the engine
+
+    def _tokens_of(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            known = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
+            if not known:
+                raise RequestError(
+                    f"a prompt given as a dict needs the key 'prompt' or 'prompt_token_ids', this one has {sorted(prompt)}"
+                )
+            prompt = prompt[known[0]]
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError("the checkpoint has no tokenizer: give the prompt as {'prompt_token_ids': [...]}")
+            return prompt, self.tokenizer.encode(prompt)
+        if isinstance(prompt, Sequences) and all(type(token_id) is int for token_id in prompt):
+            return None, list(prompt)
+        raise RequestError(
+            f"a prompt is a string, a list of token ids or a dict with one of them, not {type(prompt).__name__}"
+        )
+
+    def _check(self, token_ids: list[int], sampling: SamplingParams) -> None:
+        longest = self.config.max_model_len - 1
+        if not token_ids:
+            raise RequestError("the prompt is empty: it needs at least one token")
+        if len(token_ids) > longest:
+            raise RequestError(
+                f"the prompt has {len(token_ids)} tokens; max_model_len={self.config.max_model_len} allows {longest} and "
+                f"one generated token: shorten the prompt or raise max_model_len"
+            )
+        outside = [token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size]
+        if outside:
+            raise RequestError(f"token id {outside[0]} is not in the vocabulary: allowed are 0 to {self.vocab_size - 1}")
+        if sampling.n > self.config.max_num_seqs:
+            raise RequestError(f"n={sampling.n} completions of a prompt run together: raise max_num_seqs={self.config.max_num_seqs}")
+        if sampling.stop and self.tokenizer is None:
+            raise RequestError(f"stop={sampling.stop!r} needs text, and the checkpoint has no tokenizer: use stop_token_ids")
+
+    def _queue(self, request_id: str, token_ids: list[int], sampling: SamplingParams) -> Sequence:
+        compression = self.config.compression
+        max_length = self.config.max_model_len
+        if sampling.max_tokens is not None:
+            max_length = min(max_length, len(token_ids) + sampling.max_tokens)
+        seq = Sequence(
+            self._next_seq_id,
+            request_id,
+            token_ids[:],
+            sampling,
+            seed=self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed,
+            max_length=max_length,
+            forks=sampling.n - 1,
+            tail_start=0 if compression and compression.compress_prompt else None,
+        )
+        self.scheduler.add(seq)
+        self._next_seq_id += sampling.n
+        return seq
+
+    # Out of the engine
+
+    def _receive(self, request: _Request, seq: Sequence, token: SampledToken, now: float) -> None:
+        """Account for one sampled token, and end its sequence and request if it was the last."""
+        output, completion = request.output, request.output.outputs[seq.index]
+        if output.metrics.first_token_time is None:
+            output.metrics.first_token_time = now
+        completion.token_ids.append(token.token_id)
+        if completion.logprobs is not None:
+            self._add_logprobs(completion, token)
+        reason, stopped_by = self._finish_reason(request, seq, completion, token.token_id)
+        if reason is None:
+            return
+        completion.finish_reason, completion.stop_reason = reason, stopped_by
+        self.scheduler.finish(seq)
+        del request.sequences[seq.index]
+        output.metrics.preemptions += seq.preemptions
+        output.metrics.evicted_entries += seq.evicted
+        output.metrics.num_cached_tokens = max(output.metrics.num_cached_tokens, seq.cache_hits)
+        if not request.sequences:
+            output.finished = True
+            output.metrics.finished_time = now
+            del self._requests[output.request_id]
+
+    def _finish_reason(
+        self, request: _Request, seq: Sequence, completion: CompletionOutput, token_id: int
+    ) -> tuple[FinishReason | None, int | str | None]:
+        """Why the sequence ends with this token, if it does. Extends the completion's text."""
+        ...

@@ -1,0 +1,68 @@
+"""Chained content hashes of full, never compressed blocks, and the least recently used order of those nobody owns."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+
+
+def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """Identity of a block: its tokens and, through `parent`, all tokens before them. 128 bits: equal means equal."""
+    return hashlib.blake2b(array("q", token_ids).tobytes(), key=parent, digest_size=16).digest()
+
+
+class PrefixCache:
+    """Which block holds which content. A block is idle when it is cached and no sequence owns it."""
+
+    def __init__(self) -> None:
+        self._block_of: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._hash_of
+
+    @property
+    def num_idle(self) -> int:
+        return len(self._idle)
+
+    def is_idle(self, block: int) -> bool:
+        return block in self._idle
+
+    def match(self, hashes: Sequence[bytes]) -> list[int]:
+        """Blocks of the longest known prefix."""
+        blocks = []
+        for digest in hashes:
+            block = self._block_of.get(digest)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def insert(self, digest: bytes, block: int) -> None:
+        """Offer a full block to later sequences; the first block with this content stays."""
+        if digest not in self._block_of:
+            self._block_of[digest] = block
+            self._hash_of[block] = digest
+
+    def remove(self, block: int) -> None:
+        """The block's content is about to change, or stops being a prefix of anything."""
+        digest = self._hash_of.pop(block, None)
+        if digest is not None:
+            del self._block_of[digest]
+            self._idle.pop(block, None)
+
+    def set_idle(self, block: int) -> None:
+        """The last owner let go; the block is now the most recently used."""
+        self._idle[block] = None
+
+    def set_owned(self, block: int) -> None:
+        self._idle.pop(block, None)
+
+    def evict(self) -> int:
+        """Take the least recently used idle block."""
+        block = next(iter(self._idle))
+        self.remove(block)
+        return block

@@ -1,0 +1,101 @@
+"""StepPlan and StepResult: the only words between the core and its workers.
+
+A plan says what changed since the last one, so its size follows the batch and not the context. Every rank receives the
+same bytes and executes the parts in this order: `forgotten`, `started`, `compressions`, `copies`, then `scheduled`.
+Compressions come before the forward pass, so the blocks that they empty may already be used by it.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct, msgpack
+
+from kvllm.sampling_params import SamplingParams
+
+
+class SequenceStart(Struct, array_like=True, frozen=True):
+    """A sequence that the workers do not know (new, or preempted and now resumed).
+
+    token_ids: all tokens known so far; the first `prompt_length` of them are the prompt.
+    cached_length: entries already in its blocks (prefix cache hit).
+    """
+
+    seq_id: int
+    token_ids: list[int]
+    prompt_length: int
+    cached_length: int
+    sampling: SamplingParams
+    seed: int
+
+
+class Fork(Struct, array_like=True, frozen=True):
+    """A new sequence that shares all blocks of the one it is attached to, and samples its own first token."""
+
+    seq_id: int
+    seed: int
+
+
+class ScheduledSequence(Struct, array_like=True, frozen=True):
+    """One sequence in the forward pass.
+
+    num_tokens: query rows, taken from the first token that is not computed yet.
+    new_blocks: block ids appended to its block table before the pass.
+    new_tokens: tokens that the workers do not know yet (a decode: the one sampled last).
+    samples: whether the last row's logits are sampled.
+    """
+
+    seq_id: int
+    num_tokens: int
+    new_blocks: list[int]
+    new_tokens: list[int]
+    samples: bool
+    forks: list[Fork] = []
+
+
+class CompressionJob(Struct, array_like=True, frozen=True):
+    """Compress `num_windows` consecutive windows that begin at block `first_block` of a sequence's table.
+
+    The `region_blocks` blocks from there on (the windows and, in exact mode, the tail behind them) are replaced in the
+    table by `destinations`. In place when `destinations` is a prefix of the region, else copied and the sources kept.
+    """
+
+    seq_id: int
+    first_block: int
+    num_windows: int
+    region_blocks: int
+    destinations: list[int]
+
+
+class BlockCopy(Struct, array_like=True, frozen=True):
+    """Copy on write: block `index` of a sequence's table becomes `destination`, a copy of what it was."""
+
+    seq_id: int
+    index: int
+    destination: int
+
+
+class StepPlan(Struct, array_like=True):
+    forgotten: list[int] = []
+    started: list[SequenceStart] = []
+    compressions: list[CompressionJob] = []
+    copies: list[BlockCopy] = []
+    scheduled: list[ScheduledSequence] = []
+
+
+class SampledToken(Struct, array_like=True, frozen=True):
+    """logprob, rank (1 = most likely) and top_logprobs are filled when the request asked for logprobs."""
+
+    token_id: int
+    logprob: float | None = None
+    rank: int | None = None
+    top_logprobs: list[tuple[int, float]] | None = None
+
+
+class StepResult(Struct, array_like=True):
+    """One token for each scheduled sequence that samples, in plan order, each followed by those of its forks."""
+
+    tokens: list[SampledToken] = []
+
+
+encode = msgpack.Encoder().encode
+decode_plan = msgpack.Decoder(StepPlan).decode
+decode_result = msgpack.Decoder(StepResult).decode

@@ -1,0 +1,315 @@
+"""Continuous batching over a block pool: what runs in the next step, what is compressed before it, what has to wait."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from kvllm.config import EngineConfig
+from kvllm.core.block_manager import BlockManager
+from kvllm.core.compression_policy import Compression
+from kvllm.core.protocol import (
+    BlockCopy,
+    CompressionJob,
+    Fork,
+    SampledToken,
+    ScheduledSequence,
+    SequenceStart,
+    StepPlan,
+    StepResult,
+)
+from kvllm.core.sequence import Sequence
+from kvllm.errors import RequestError
+from kvllm.stats import EngineStats
+
+
+class Scheduler:
+    """Plans one step at a time; `schedule` and `update` alternate.
+
+    `running` is ordered by age (sequence id). Preemption takes the youngest, and what it takes goes to the front of
+    `waiting`, so the oldest sequence always advances. A step's cost follows the running batch, never the queue.
+    """
+
+    def __init__(self, config: EngineConfig, stats: EngineStats) -> None:
+        self.config = config
+        self.stats = stats
+        self.blocks = BlockManager(config.num_blocks, config.block_size, config.enable_prefix_caching)
+        self.waiting: OrderedDict[int, Sequence] = OrderedDict()
+        self.running: list[Sequence] = []
+        self.compression = Compression(config.compression, config.block_size) if config.compression else None
+        if self.compression and not self.compression.windows.dropped:
+            self.compression = None  # retention 100%
+        self._watermark = int(config.watermark * config.num_blocks)
+        self._forgotten: list[int] = []
+        self._scheduled: list[Sequence] = []
+        self._decode_steps = 0
+
+    # Requests
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence.
+
+        Raises:
+            RequestError: it could not finish even with the whole pool to itself.
+        """
+        entries = seq.max_length - 1  # the last token is never stored
+        needed = self._peak_blocks(seq, entries)
+        if needed > self.config.num_blocks:
+            raise RequestError(
+                f"a prompt of {seq.prompt_length} tokens with output up to {seq.max_length} tokens in all needs {needed} "
+                f"KV blocks of {self.config.block_size} tokens, the pool has {self.config.num_blocks}: "
+                f"shorten the prompt, lower max_tokens, or give the pool more memory"
+            )
+        self.waiting[seq.seq_id] = seq
+
+    def finish(self, seq: Sequence) -> None:
+        """Drop a sequence that ended or was aborted, wherever it is, and let its blocks go."""
+        if self.waiting.pop(seq.seq_id, None) is None:
+            self.running.remove(seq)
+            self._forgotten.append(seq.seq_id)
+        self.blocks.release(seq)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    # Planning
+
+    def schedule(self) -> StepPlan:
+        """The next step. It may schedule nothing when a lone sequence had to be preempted; the one after will."""
+        plan = StepPlan(forgotten=self._forgotten)
+        self._forgotten = []
+        if self.compression:
+            self._compress_due(plan, self.compression)
+        budget, preempted = self._schedule_running(plan)
+        if not preempted:
+            self._admit(plan, budget)
+        self._decode_steps += any(not seq.is_prefilling for seq in self._scheduled)
+        self._record(plan)
+        return plan
+
+    def _record(self, plan: StepPlan) -> None:
+        if not plan.scheduled:
+            return
+        stats = self.stats
+        stats.record_step(running=len(plan.scheduled), blocks=self.blocks.num_owned)
+        if self.compression and plan.compressions:
+            windows = sum(job.num_windows for job in plan.compressions)
+            stats.compression_events += 1
+            stats.windows_compressed += windows
+            stats.entries_evicted += windows * self.compression.windows.dropped
+            stats.blocks_released += sum(job.region_blocks - len(job.destinations) for job in plan.compressions)
+
+    def _schedule_running(self, plan: StepPlan) -> tuple[int, bool]:
+        """Give each running sequence its decode or its next prefill chunk, oldest first."""
+        budget = self.config.max_num_batched_tokens
+        running_before = len(self.running)
+        position = 0
+        while position < len(self.running) and budget > 0:
+            seq = self.running[position]
+            num_tokens = self._chunk(seq, budget)
+            if not self._make_room(plan, seq, num_tokens):
+                break
+            self._append(plan, seq, num_tokens)
+            budget -= num_tokens
+            position += 1
+        return budget, len(self.running) < running_before
+
+    def _make_room(self, plan: StepPlan, seq: Sequence, num_tokens: int) -> bool:
+        """Preempt from the youngest on until `seq` can grow. False if that reached `seq` itself."""
+        while self.blocks.blocks_to_append(seq, num_tokens) > self.blocks.num_available:
+            if self.running == [seq] and self.compression and self._compress_trailing(plan, self.compression, seq):
+                continue
+            victim = self.running[-1]
+            self._preempt(plan, victim)
+            if victim is seq:
+                return False
+        return True
+
+    def _append(self, plan: StepPlan, seq: Sequence, num_tokens: int) -> None:
+        """Put `num_tokens` of a sequence that the workers know into the plan."""
+        new_blocks, replaced = self.blocks.append(seq, num_tokens)
+        if replaced is not None:
+            plan.copies.append(BlockCopy(seq.seq_id, replaced, seq.block_table[replaced]))
+        self._plan_tokens(plan, seq, num_tokens, new_blocks)
+
+    def _plan_tokens(self, plan: StepPlan, seq: Sequence, num_tokens: int, new_blocks: list[int]) -> None:
+        samples = num_tokens == seq.num_uncomputed
+        forks = []
+        if samples and seq.forks_pending:
+            # A fork's seed differs in its upper half, so that requests with neighbouring seeds stay apart.
+            forks = [Fork(seq.seq_id + i, seq.seed ^ (i << 32)) for i in range(1, seq.forks_pending + 1)]
+        new_tokens = seq.token_ids[seq.known_tokens :]
+        seq.known_tokens = seq.num_tokens
+        plan.scheduled.append(ScheduledSequence(seq.seq_id, num_tokens, new_blocks, new_tokens, samples, forks))
+        self._scheduled.append(seq)
+
+    def _admit(self, plan: StepPlan, budget: int) -> None:
+        """Start waiting sequences in order while their whole prefill fits into the pool above the watermark."""
+        slots = self.config.max_num_seqs - len(self.running) - sum(seq.forks_pending for seq in self.running)
+        while self.waiting and budget > 0:
+            seq = next(iter(self.waiting.values()))
+            slots -= 1 + seq.forks_pending
+            if slots < 0:
+                return
+            hits = self.blocks.match_prefix(seq, self._longest_hit(seq))
+            needed = self.blocks.blocks_to_admit(self._peak_entries(seq), hits)
+            watermark = self._watermark if self.running else 0
+            if needed > self.blocks.num_available - watermark:
+                return
+            del self.waiting[seq.seq_id]
+            self.running.append(seq)
+            budget -= self._start(plan, seq, hits, budget)
+
+    def _start(self, plan: StepPlan, seq: Sequence, hits: list[int], budget: int) -> int:
+        """Admit a sequence: own the cached prefix, allocate its prefill, plan the first chunk. Returns its tokens."""
+        self.blocks.share(seq, hits)
+        seq.advance(len(hits) * self.config.block_size)
+        seq.hashed_blocks = len(hits)
+        seq.cache_hits += seq.logical_length
+        num_tokens = self._chunk(seq, budget)
+        self.blocks.append(seq, num_tokens if self._refills_compressed(seq) else seq.num_uncomputed)
+        plan.started.append(
+            SequenceStart(seq.seq_id, seq.token_ids[:], seq.prompt_length, seq.cached_length, seq.sampling, seq.seed)
+        )
+        seq.known_tokens = seq.num_tokens
+        self._plan_tokens(plan, seq, num_tokens, seq.block_table[:])
+        return num_tokens
+
+    def _preempt(self, plan: StepPlan, seq: Sequence) -> None:
+        """Take everything from a running sequence; it will be recomputed from its tokens."""
+        self.running.remove(seq)
+        self.blocks.release(seq)
+        plan.compressions = [job for job in plan.compressions if job.seq_id != seq.seq_id]
+        plan.forgotten.append(seq.seq_id)
+        seq.refill_length = seq.num_tokens
+        seq.preemptions += 1
+        seq.reset()
+        self.waiting[seq.seq_id] = seq
+        self.waiting.move_to_end(seq.seq_id, last=False)
+        self.stats.preemptions += 1
+
+    # Prefill arithmetic
+
+    def _chunk(self, seq: Sequence, budget: int) -> int:
+        """Tokens of the next chunk: what is left, what the budget allows, and never past a point of compression."""
+        num_tokens = min(seq.num_uncomputed, budget)
+        if self.compression is None or not seq.is_prefilling:
+            return num_tokens
+        prompt_left = max(0, seq.prompt_length - seq.logical_length)
+        if prompt_left and self.compression.config.compress_prompt:
+            return min(num_tokens, prompt_left)
+        tail = 0 if prompt_left else seq.uncompressed_tail
+        window_end = self.compression.windows.next_end(seq.cached_length + prompt_left, tail)
+        return min(num_tokens, window_end - seq.cached_length)
+
+    def _refills_compressed(self, seq: Sequence) -> bool:
+        """Whether a preempted sequence's output is compressed on its way in, window by window."""
+        return self.compression is not None and seq.num_generated > 0
+
+    def _longest_hit(self, seq: Sequence) -> int:
+        """Tokens that may come from the prefix cache: the last one is always computed, for its logits, and output that
+        is compressed on the way in is computed in the course of that."""
+        longest = seq.num_tokens - 1
+        return min(longest, seq.prompt_length) if self._refills_compressed(seq) else longest
+
+    def _peak_entries(self, seq: Sequence) -> int:
+        """Most entries that the prefill of `seq` holds at once."""
+        if not self._refills_compressed(seq):
+            return seq.num_tokens
+        return self._peak_blocks(seq, seq.num_tokens) * self.config.block_size
+
+    def _peak_blocks(self, seq: Sequence, entries: int) -> int:
+        if self.compression is None:
+            return self.blocks.blocks_for(entries)
+        return self.compression.windows.peak_blocks(seq.prompt_length, entries, seq.tail_start)
+
+    # Compression
+
+    def _compress_due(self, plan: StepPlan, compression: Compression) -> None:
+        """Compress what was just prefilled, and what the policy names."""
+        decoding = []
+        for seq in self.running:
+            if seq.logical_length <= self._compressed_at_once(seq):
+                if seq.logical_length >= seq.prompt_length:
+                    self._compress_complete(plan, compression, seq)
+            else:
+                decoding.append(seq)
+        for seq in compression.policy.select(decoding, compression.windows, self._decode_steps):
+            self._compress_trailing(plan, compression, seq)
+
+    def _compressed_at_once(self, seq: Sequence) -> int:
+        """Logical length up to which complete windows wait for no policy: output that a preempted sequence computes
+        again, and a prompt that may be compressed. The prompt's windows are compressed when all of it is computed."""
+        return max(seq.refill_length, seq.prompt_length if seq.tail_start < seq.prompt_length else 0)
+
+    def _compress_complete(self, plan: StepPlan, compression: Compression, seq: Sequence) -> None:
+        """Compress every complete window of the uncompressed tail."""
+        cached, tail = seq.cached_length, seq.uncompressed_tail
+        if count := compression.windows.count(cached, tail):
+            self._compress(plan, compression, seq, compression.windows.first_start(cached, tail), count)
+
+    def _compress_trailing(self, plan: StepPlan, compression: Compression, seq: Sequence) -> bool:
+        """Compress the last full blocks of a sequence. False if they are no eligible window, or cannot be copied."""
+        windows = compression.windows
+        if not windows.is_eligible(seq.cached_length, seq.uncompressed_tail):
+            return False
+        full_blocks = seq.cached_length // self.config.block_size
+        return self._compress(plan, compression, seq, (full_blocks - windows.blocks) * self.config.block_size, 1)
+
+    def _compress(self, plan: StepPlan, compression: Compression, seq: Sequence, start: int, count: int) -> bool:
+        """Plan the compression of `count` windows from cache index `start` on. The blocks it empties are free at once.
+
+        A region with a shared block needs fresh blocks for its survivors: without them the sequence is skipped.
+        """
+        cached, tail = compression.windows.after(seq.cached_length, start, count)
+        end = compression.windows.end(start, count)
+        kept = end - start - (seq.cached_length - cached)
+        first = start // self.config.block_size
+        if kept % self.config.block_size == 0:
+            region, keep = (end - start) // self.config.block_size, kept // self.config.block_size
+        else:  # the entries behind the windows move up
+            region, keep = len(seq.block_table) - first, self.blocks.blocks_for(cached) - first
+        if self.blocks.blocks_to_compact(seq, first, region, keep) > self.blocks.num_available:
+            return False
+        destinations = self.blocks.compact(seq, first, region, keep)
+        seq.compacted(seq.cached_length - cached, tail)
+        plan.compressions.append(CompressionJob(seq.seq_id, first, count, region, destinations))
+        return True
+
+    # After a step
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[tuple[Sequence, SampledToken]]:
+        """Account for an executed plan: entries stored, tokens sampled, forks made. The caller ends what is finished."""
+        tokens = iter(result.tokens)
+        sampled = []
+        for seq, scheduled in zip(self._scheduled, plan.scheduled, strict=True):
+            seq.advance(scheduled.num_tokens)
+            self.blocks.cache_full_blocks(seq)
+            if not scheduled.samples:
+                continue
+            sequences = [seq, *self._fork(seq, scheduled.forks)]
+            for each in sequences:
+                token = next(tokens)
+                each.token_ids.append(token.token_id)
+                sampled.append((each, token))
+        self._scheduled = []
+        return sampled
+
+    def _fork(self, parent: Sequence, forks: list[Fork]) -> list[Sequence]:
+        """Let the other completions of a request branch off: they share all blocks computed so far."""
+        children = []
+        for index, fork in enumerate(forks, start=1):
+            child = parent.fork(fork.seq_id, index, fork.seed)
+            self.blocks.fork(child)
+            children.append(child)
+        if children:
+            position = self.running.index(parent) + 1
+            self.running[position:position] = children
+            parent.forks_pending = 0
+        return children
+
+    def check(self) -> None:
+        """Raise RuntimeError if the accounting of blocks is not consistent."""
+        self.blocks.check(self.running)
+        if any(seq.block_table for seq in self.waiting.values()):
+            raise RuntimeError("a waiting sequence owns blocks")

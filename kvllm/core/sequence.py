@@ -1,0 +1,122 @@
+"""One running text: its tokens, its block table, and three lengths that compression pulls apart."""
+
+from __future__ import annotations
+
+from kvllm.sampling_params import SamplingParams
+
+
+class Sequence:
+    """State of one sequence in the scheduler.
+
+    logical_length: tokens computed so far, and so the position of the next one, whatever was evicted.
+    cached_length: entries in the cache; less than `logical_length` once a window was compressed.
+    uncompressed_tail: entries at the end of the cache that no compression has ever covered and that one may cover.
+    """
+
+    __slots__ = (
+        "seq_id", "request_id", "index", "token_ids", "prompt_length", "max_length", "sampling", "seed",
+        "logical_length", "cached_length", "uncompressed_tail", "tail_start", "block_table", "block_hashes",
+        "hashed_blocks", "refill_length", "forks_pending", "known_tokens", "preemptions", "evicted", "cache_hits",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        seq_id: int,
+        request_id: str,
+        token_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        seed: int = 0,
+        max_length: int,
+        index: int = 0,
+        forks: int = 0,
+        tail_start: int | None = None,
+    ) -> None:
+        """
+        index: which of the request's `n` completions this is.
+        max_length: tokens (prompt included) at which the sequence ends at the latest.
+        forks: completions that branch off when the prompt is computed.
+        tail_start: first position that counts towards the uncompressed tail (default: the prompt is protected).
+        """
+        self.seq_id = seq_id
+        self.request_id = request_id
+        self.index = index
+        self.token_ids = token_ids
+        self.prompt_length = len(token_ids)
+        self.max_length = max_length
+        self.sampling = sampling
+        self.seed = seed
+        self.forks_pending = forks
+        self.tail_start = self.prompt_length if tail_start is None else tail_start
+        self.block_hashes: list[bytes] = []
+        self.refill_length = 0
+        self.preemptions = 0
+        self.evicted = 0
+        self.cache_hits = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything cached; the blocks must have been released."""
+        self.block_table: list[int] = []
+        self.logical_length = 0
+        self.cached_length = 0
+        self.uncompressed_tail = 0
+        self.hashed_blocks = 0
+        self.known_tokens = 0  # tokens the workers were told of
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.prompt_length
+
+    @property
+    def num_uncomputed(self) -> int:
+        """1 while decoding: the token sampled last."""
+        return len(self.token_ids) - self.logical_length
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Computing its prompt, or after a preemption its prompt and earlier output."""
+        return self.logical_length < max(self.prompt_length, self.refill_length)
+
+    @property
+    def was_compacted(self) -> bool:
+        return self.cached_length != self.logical_length
+
+    def advance(self, num_tokens: int) -> None:
+        """`num_tokens` more tokens are computed and their entries stored."""
+        before = max(self.logical_length, self.tail_start)
+        self.logical_length += num_tokens
+        self.cached_length += num_tokens
+        self.uncompressed_tail += max(0, self.logical_length - before)
+
+    def compacted(self, dropped: int, uncompressed_tail: int) -> None:
+        """`dropped` entries were evicted; `uncompressed_tail` were behind the last window."""
+        self.cached_length -= dropped
+        self.evicted += dropped
+        self.uncompressed_tail = uncompressed_tail
+
+    def fork(self, seq_id: int, index: int, seed: int) -> Sequence:
+        """A twin that shares the cached entries. The caller shares the blocks."""
+        child = Sequence(
+            seq_id,
+            self.request_id,
+            self.token_ids[: self.prompt_length],
+            self.sampling,
+            seed=seed,
+            max_length=self.max_length,
+            index=index,
+            tail_start=self.tail_start,
+        )
+        child.block_table = list(self.block_table)
+        child.block_hashes = list(self.block_hashes)
+        child.hashed_blocks = self.hashed_blocks
+        child.logical_length = self.logical_length
+        child.cached_length = self.cached_length
+        child.uncompressed_tail = self.uncompressed_tail
+        child.known_tokens = self.known_tokens
+        child.cache_hits = self.cache_hits
+        return child

@@ -1,0 +1,23 @@
+"""Every error a user can cause. Each message says what was given, what is allowed, and what to do."""
+
+from __future__ import annotations
+
+
+class KvLLMError(Exception):
+    """Base of all errors raised on purpose by this package."""
+
+
+class ConfigError(KvLLMError, ValueError):
+    """An engine, compression or sampling option has a value that cannot work."""
+
+
+class CheckpointError(KvLLMError, ValueError):
+    """The model directory is missing, incomplete, of an unknown architecture, or does not fit its own config."""
+
+
+class RequestError(KvLLMError, ValueError):
+    """One request cannot be served. Other requests are not affected."""
+
+
+class OutOfBlocksError(KvLLMError, RuntimeError):
+    """The block pool was asked for more blocks than it has: the scheduler must check before it allocates."""

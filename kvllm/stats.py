@@ -1,0 +1,37 @@
+"""What the engine counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct
+
+
+class EngineStats(Struct):
+    """Counters since the engine started.
+
+    steps: forward passes. output_tokens: tokens sampled. preemptions: sequences that lost their cache and were queued
+    again. compression_events: steps that compressed. windows_compressed, entries_evicted: summed over sequences (an
+    entry is one token's keys and values over all layers). blocks_released: blocks by which block tables shrank.
+    num_blocks: size of the pool. peak_blocks: most blocks owned by sequences at once.
+    timeline: for each step (running sequences, blocks in use).
+    """
+
+    num_blocks: int
+    steps: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+    compression_events: int = 0
+    windows_compressed: int = 0
+    entries_evicted: int = 0
+    blocks_released: int = 0
+    peak_blocks: int = 0
+    timeline: list[tuple[int, int]] = []
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
+
+    def record_step(self, *, running: int, blocks: int) -> None:
+        self.steps += 1
+        self.peak_blocks = max(self.peak_blocks, blocks)
+        self.timeline.append((running, blocks))

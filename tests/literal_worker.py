@@ -1,0 +1,144 @@
+"""A worker that executes plans literally, entry by entry, on a cache that stores what each entry stands for.
+
+It shares no code with the real worker. An entry is (position, digest of all tokens up to it), so a wrong prefix hit, a
+lost copy on write, a slot written twice or a misplaced survivor shows at once.
+"""
+
+from __future__ import annotations
+
+import random
+
+from kvllm.config import EngineConfig
+from kvllm.core.compression_policy import Compression
+from kvllm.core.protocol import SampledToken, StepPlan, StepResult, decode_plan, encode
+from kvllm.core.sequence import Sequence
+
+Entry = tuple[int, int]
+
+
+class LiteralSequence:
+    def __init__(self, tokens: list[int], prompt_length: int, cached: int) -> None:
+        self.tokens = tokens
+        self.prompt_length = prompt_length
+        self.table: list[int] = []
+        self.logical = cached
+        self.cached = cached
+
+    def entry(self, position: int) -> Entry:
+        digest = 0
+        for token in self.tokens[: position + 1]:
+            digest = hash((digest, token))
+        return position, digest
+
+
+class LiteralWorker:
+    """vocab: sampled tokens are below it; few of them make equal prefixes likely."""
+
+    def __init__(self, config: EngineConfig, vocab: int = 2, seed: int = 0) -> None:
+        self.config = config
+        self.vocab = vocab
+        self.compression = Compression(config.compression, config.block_size) if config.compression else None
+        self.cache: dict[int, Entry] = {}
+        self.sequences: dict[int, LiteralSequence] = {}
+        self.random = random.Random(seed)
+
+    def slot(self, seq: LiteralSequence, index: int) -> int:
+        block, offset = divmod(index, self.config.block_size)
+        return seq.table[block] * self.config.block_size + offset
+
+    def entries(self, seq: LiteralSequence) -> list[Entry]:
+        return [self.cache[self.slot(seq, index)] for index in range(seq.cached)]
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        plan = decode_plan(encode(plan))
+        for seq_id in plan.forgotten:
+            del self.sequences[seq_id]
+        for start in plan.started:
+            assert start.seq_id not in self.sequences
+            self.sequences[start.seq_id] = LiteralSequence(start.token_ids, start.prompt_length, start.cached_length)
+        assert len({job.seq_id for job in plan.compressions}) == len(plan.compressions)
+        for job in plan.compressions:
+            self._compress(self.sequences[job.seq_id], job)
+        for copy in plan.copies:
+            self._copy(self.sequences[copy.seq_id], copy.index, copy.destination)
+        return self._forward(plan)
+
+    def _compress(self, seq: LiteralSequence, job) -> None:
+        windows = self.compression.windows
+        size = self.config.block_size
+        start = job.first_block * size
+        region_end = min(seq.cached, (job.first_block + job.region_blocks) * size)
+        survivors: list[int] = []
+        for i in range(job.num_windows):
+            window = range(start + i * windows.stride, start + i * windows.stride + windows.size)
+            buffer = list(window[windows.size - self.compression.config.buffer :])
+            chosen = sorted(self.random.sample(list(window[: windows.size - len(buffer)]), windows.retain - len(buffer)))
+            survivors += chosen if i < job.num_windows - 1 and windows.overlap else chosen + buffer
+        survivors += range(windows.end(start, job.num_windows), region_end)
+        before = seq.logical - seq.cached
+        kept = [self.cache[self.slot(seq, index)] for index in survivors]
+        window_part = [self.cache[self.slot(seq, index)] for index in range(start, region_end)]
+        assert [position for position, _ in window_part] == list(range(start + before, region_end + before)), (
+            "a window holds an entry that was compressed before"
+        )
+        if not self.compression.config.compress_prompt:
+            assert window_part[0][0] >= seq.prompt_length, "the prompt is protected"
+        sources = seq.table[job.first_block : job.first_block + job.region_blocks]
+        in_place = job.destinations == sources[: len(job.destinations)]
+        assert in_place or not set(sources) & set(job.destinations)
+        seq.table[job.first_block : job.first_block + job.region_blocks] = job.destinations
+        for j, entry in enumerate(kept):
+            self.cache[self.slot(seq, start + j)] = entry
+        seq.cached -= job.num_windows * windows.dropped
+
+    def _copy(self, seq: LiteralSequence, index: int, destination: int) -> None:
+        size = self.config.block_size
+        source, seq.table[index] = seq.table[index], destination
+        for offset in range(size):
+            if source * size + offset in self.cache:
+                self.cache[destination * size + offset] = self.cache[source * size + offset]
+
+    def _forward(self, plan: StepPlan) -> StepResult:
+        tokens = []
+        assert sum(item.num_tokens for item in plan.scheduled) <= self.config.max_num_batched_tokens
+        for item in plan.scheduled:
+            seq = self.sequences[item.seq_id]
+            seq.tokens += item.new_tokens
+            seq.table += item.new_blocks
+            for _ in range(item.num_tokens):
+                self.cache[self.slot(seq, seq.cached)] = seq.entry(seq.logical)
+                seq.cached += 1
+                seq.logical += 1
+        for item in plan.scheduled:  # every write of the step is done: nobody wrote over somebody else's entries
+            seq = self.sequences[item.seq_id]
+            self._check_entries(seq)
+            assert item.samples == (seq.logical == len(seq.tokens))
+            if not item.samples:
+                continue
+            tokens.append(self._sample(item.seq_id, seq))
+            for fork in item.forks:
+                child = LiteralSequence(list(seq.tokens), seq.prompt_length, seq.cached)
+                child.logical = seq.logical
+                child.table = list(seq.table)
+                self.sequences[fork.seq_id] = child
+                tokens.append(self._sample(fork.seq_id, child))
+        return StepResult(tokens)
+
+    def _sample(self, seq_id: int, seq: LiteralSequence) -> SampledToken:
+        return SampledToken(hash((seq_id, tuple(seq.tokens))) % self.vocab)
+
+    def _check_entries(self, seq: LiteralSequence) -> None:
+        entries = self.entries(seq)
+        positions = [position for position, _ in entries]
+        assert positions == sorted(set(positions)), "survivors are not in ascending order"
+        assert positions[-1] == seq.logical - 1
+        assert entries == [seq.entry(position) for position in positions], "an entry belongs to another text"
+        if self.compression is None:
+            assert positions == list(range(seq.logical))
+        elif not self.compression.config.compress_prompt:
+            assert positions[: seq.prompt_length] == list(range(min(seq.prompt_length, seq.logical)))
+
+    def check_agrees(self, seq: Sequence) -> None:
+        """The scheduler's idea of a running sequence is the worker's."""
+        mine = self.sequences[seq.seq_id]
+        assert (mine.logical, mine.cached) == (seq.logical_length, seq.cached_length)

@@ -1,0 +1,306 @@
+"""The scheduler and the block manager: invariants under any order of events, and the promises made in the design."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvllm.config import METHODS, POLICIES, CompressionConfig, EngineConfig
+from kvllm.core import compression_policy
+from kvllm.core.scheduler import Scheduler
+from kvllm.core.sequence import Sequence
+from kvllm.errors import RequestError
+from kvllm.sampling_params import SamplingParams
+from kvllm.stats import EngineStats
+from tests.literal_worker import LiteralWorker
+
+GREEDY = SamplingParams(temperature=0)
+
+
+class Harness:
+    """A scheduler with a literal worker, driven the way the engine drives it."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.scheduler = Scheduler(config, EngineStats(num_blocks=config.num_blocks))
+        self.worker = LiteralWorker(config)
+        self.live: dict[int, Sequence] = {}
+        self.finished: dict[int, list[int]] = {}
+        self.next_id = 0
+        self.plans = []
+
+    def add(self, prompt: list[int], max_tokens: int, n: int = 1) -> int:
+        compression = self.config.compression
+        seq = Sequence(
+            self.next_id,
+            str(self.next_id),
+            list(prompt),
+            GREEDY,
+            max_length=len(prompt) + max_tokens,
+            forks=n - 1,
+            tail_start=0 if compression and compression.compress_prompt else None,
+        )
+        self.scheduler.add(seq)
+        self.live[seq.seq_id] = seq
+        self.next_id += n
+        return seq.seq_id
+
+    def step(self) -> None:
+        plan = self.scheduler.schedule()
+        self.plans.append(plan)
+        assert self.scheduler.blocks.num_owned <= self.config.num_blocks
+        for seq, _ in self.scheduler.update(plan, self.worker.execute(plan)):
+            self.live.setdefault(seq.seq_id, seq)
+            if seq.num_tokens >= seq.max_length:
+                self.finish(seq.seq_id)
+        for seq in self.scheduler.running:
+            self.worker.check_agrees(seq)
+
+    def finish(self, seq_id: int) -> None:
+        seq = self.live.pop(seq_id)
+        self.finished[seq_id] = seq.token_ids[:]
+        self.scheduler.finish(seq)
+
+    def run(self, limit: int = 100_000) -> None:
+        for _ in range(limit):
+            if not self.scheduler.has_unfinished:
+                return
+            self.step()
+        raise AssertionError(f"not finished after {limit} steps")
+
+
+def engine_config(num_blocks: int, **options) -> EngineConfig:
+    defaults = {"block_size": 4, "max_model_len": 4096, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    return EngineConfig(num_blocks=num_blocks, **(defaults | options))
+
+
+@st.composite
+def configs(draw) -> EngineConfig:
+    block_size = draw(st.sampled_from([1, 2, 4, 8]))
+    compression = None
+    if draw(st.booleans()):
+        policy = draw(st.sampled_from(POLICIES)) if block_size == 1 else "periodic"
+        window_blocks = draw(st.integers(2, 4)) * (4 if block_size == 1 else 1)
+        window = window_blocks * block_size
+        retain = draw(st.integers(1, window))
+        buffer = draw(st.integers(0, min(retain, window - 1)))
+        compression = CompressionConfig(
+            policy=policy,
+            period=draw(st.integers(1, 6)),
+            max_sequences=draw(st.integers(1, 3)),
+            window_blocks=window_blocks,
+            retain_tokens=retain,
+            buffer=buffer,
+            compress_prompt=draw(st.booleans()),
+        )
+    max_num_seqs = draw(st.integers(1, 6))
+    return EngineConfig(
+        num_blocks=draw(st.integers(4, 48)),
+        block_size=block_size,
+        max_model_len=512,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=draw(st.integers(max_num_seqs, 24)),
+        enable_prefix_caching=draw(st.booleans()),
+        watermark=draw(st.sampled_from([0.0, 0.01, 0.2])),
+        compression=compression,
+    )
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Add, step, fork, compress, preempt, abort and finish in any order; every step is executed literally."""
+
+    @initialize(config=configs())
+    def start(self, config: EngineConfig) -> None:
+        self.harness = Harness(config)
+
+    @rule(
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=24),
+        max_tokens=st.integers(1, 48),
+        n=st.sampled_from([1, 1, 1, 2, 3]),
+    )
+    def add(self, prompt: list[int], max_tokens: int, n: int) -> None:
+        n = min(n, self.harness.config.max_num_seqs)
+        try:
+            self.harness.add(prompt, max_tokens, n)
+        except RequestError:
+            alone = Harness(self.harness.config).scheduler.blocks
+            assert alone.blocks_for(len(prompt) + max_tokens - 1) > alone.num_blocks
+
+    @precondition(lambda self: self.harness.finished)
+    @rule(data=st.data(), max_tokens=st.integers(1, 8))
+    def add_what_was_generated(self, data, max_tokens: int) -> None:
+        """A later turn: the prompt is an earlier prompt and its output, whose blocks may be cached."""
+        earlier = self.harness.finished[data.draw(st.sampled_from(sorted(self.harness.finished)))]
+        self.add(earlier[: data.draw(st.integers(1, len(earlier)))], max_tokens, 1)
+
+    @precondition(lambda self: self.harness.scheduler.has_unfinished)
+    @rule(count=st.integers(1, 12))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            if self.harness.scheduler.has_unfinished:
+                self.harness.step()
+
+    @precondition(lambda self: self.harness.live)
+    @rule(data=st.data())
+    def abort(self, data) -> None:
+        self.harness.finish(data.draw(st.sampled_from(sorted(self.harness.live))))
+
+    @invariant()
+    def blocks_are_accounted_for(self) -> None:
+        if hasattr(self, "harness"):
+            self.harness.scheduler.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "harness"):
+            self.harness.run()
+            assert self.harness.scheduler.blocks.num_owned == 0
+
+
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=300, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestSchedulerMachine = SchedulerMachine.TestCase
+
+
+def test_config_names_what_exists() -> None:
+    assert set(POLICIES) == set(compression_policy.POLICIES)
+    from kvllm.attention.compression import METHODS as implemented
+
+    assert set(METHODS) == set(implemented)
+
+
+def test_a_lone_sequence_longer_than_the_pool_finishes_by_compression() -> None:
+    compression = CompressionConfig(period=10**6, window_blocks=3, retain_blocks=1, buffer=1)
+    harness = Harness(engine_config(20, compression=compression))
+    seq_id = harness.add([1] * 10, 150)  # 40 blocks without compression
+    harness.run()
+    assert len(harness.finished[seq_id]) == 160
+    assert harness.scheduler.stats.peak_blocks <= 20
+
+
+def test_a_resumed_sequence_that_fits_only_compressed_is_compressed_on_the_way_in() -> None:
+    compression = CompressionConfig(period=10**6, window_blocks=3, retain_blocks=1, buffer=1)
+    harness = Harness(engine_config(24, compression=compression, max_num_seqs=2))
+    for _ in range(2):
+        harness.add([1] * 10, 150)
+    harness.run()
+    stats = harness.scheduler.stats
+    assert stats.preemptions > 0 and stats.windows_compressed > 0
+    assert [len(tokens) for tokens in harness.finished.values()] == [160, 160]
+
+
+def test_a_request_that_can_never_fit_is_refused_with_the_numbers() -> None:
+    harness = Harness(engine_config(10))
+    with pytest.raises(RequestError, match=r"prompt of 30 tokens.*needs 13 KV blocks of 4 tokens, the pool has 10"):
+        harness.add([0] * 30, 20)
+    harness.add([0] * 30, 11)  # exactly the pool: the last token is never stored
+    harness.run()
+
+
+def test_preemption_takes_the_youngest_and_the_oldest_is_never_preempted() -> None:
+    harness = Harness(engine_config(24, watermark=0.0))
+    for _ in range(6):
+        harness.add([0, 1, 1, 0], 40)
+    oldest = harness.live[0]
+    harness.run()
+    assert harness.scheduler.stats.preemptions > 0
+    assert oldest.preemptions == 0
+
+
+def test_the_same_requests_give_the_same_plans() -> None:
+    def plans():
+        compression = CompressionConfig(period=4, window_blocks=2, buffer=1, max_sequences=2)
+        harness = Harness(engine_config(30, compression=compression))
+        for i in range(12):
+            harness.add([i % 2, 1, 0] * (1 + i % 5), 30 + i)
+        harness.run()
+        return harness.plans
+
+    assert plans() == plans()
+
+
+def test_every_eligible_sequence_is_compressed_eventually() -> None:
+    compression = CompressionConfig(period=3, max_sequences=1, window_blocks=2, buffer=1)
+    harness = Harness(engine_config(400, compression=compression))
+    sequences = [harness.live[harness.add([i], 200)] for i in range(8)]
+    harness.run()
+    assert all(seq.evicted > 0 for seq in sequences)
+
+
+def test_the_clock_counts_decode_steps_only() -> None:
+    compression = CompressionConfig(period=5, window_blocks=2, buffer=1)
+    harness = Harness(engine_config(100, compression=compression, max_num_batched_tokens=8))
+    harness.add([0, 1] * 20, 30)  # five prefill steps
+    events = []
+    while harness.scheduler.has_unfinished:
+        harness.step()
+        if harness.plans[-1].compressions:
+            events.append(len(harness.plans) - 5)  # compressed before this step, after as many decodes less one
+    assert events == [11, 21]  # after decodes 10 and 20; after 15 its tail is shorter than a window
+
+
+def test_retention_of_everything_is_no_compression() -> None:
+    def plans(compression):
+        harness = Harness(engine_config(30, compression=compression))
+        for i in range(4):
+            harness.add([i % 2] * 9, 60)
+        harness.run()
+        return harness.plans
+
+    everything = CompressionConfig(period=2, window_blocks=2, retain_blocks=2, buffer=1)
+    assert plans(everything) == plans(None)
+
+
+def test_a_long_queue_does_not_slow_a_step() -> None:
+    def seconds_per_step(waiting: int) -> float:
+        harness = Harness(engine_config(1000, max_num_seqs=4))
+        for _ in range(waiting):
+            harness.add([0, 1], 1000)
+        best = float("inf")
+        for _ in range(50):
+            begin = time.perf_counter()
+            harness.scheduler.update(plan := harness.scheduler.schedule(), harness.worker.execute(plan))
+            best = min(best, time.perf_counter() - begin)
+        return best
+
+    # A scan of the queue would cost hundreds of times a step of four sequences; the bound leaves room for noise.
+    assert seconds_per_step(100_000) < 20 * seconds_per_step(8)
+
+
+def test_completions_of_one_prompt_share_its_blocks() -> None:
+    harness = Harness(engine_config(100, enable_prefix_caching=False))
+    harness.add([0, 1, 0, 1, 0, 1], 4, n=3)
+    harness.step()
+    assert len(harness.scheduler.running) == 3
+    assert harness.scheduler.blocks.num_owned == 2
+    harness.step()
+    assert harness.scheduler.blocks.num_owned == 4  # the partial second block was copied twice
+    assert len(harness.plans[-1].copies) == 2
+    harness.run()
+    assert len(harness.finished) == 3
+
+
+def test_a_prefix_hit_shares_blocks_and_computes_the_last_token() -> None:
+    harness = Harness(engine_config(100))
+    prompt = [0, 1, 1, 0, 1, 0, 0, 1]
+    harness.add(prompt, 2)
+    harness.run()
+    harness.add(prompt, 2)
+    harness.step()
+    (start,) = harness.plans[-1].started
+    assert start.cached_length == 4  # of two full blocks, the second holds the last token
+    harness.run()
+
+
+def test_generated_blocks_are_found_again() -> None:
+    harness = Harness(engine_config(100))
+    first = harness.add([0, 1, 1], 10)
+    harness.run()
+    harness.add(harness.finished[first], 2)
+    harness.step()
+    assert harness.plans[-1].started[0].cached_length == 12
+    harness.run()
