@@ -37,7 +37,7 @@ class LiteralWorker:
     def __init__(self, config: EngineConfig, vocab: int = 2, seed: int = 0) -> None:
         self.config = config
         self.vocab = vocab
-        self.compression = Compression(config.compression, config.block_size) if config.compression else None
+        self.compression = Compression.of(config)
         self.cache: dict[int, Entry] = {}
         self.sequences: dict[int, LiteralSequence] = {}
         self.random = random.Random(seed)

@@ -125,7 +125,8 @@ class BlockManager:
         else:
             destinations = region[:keep]
             if self.prefix_cache:
-                pass
+                for block in region:
+                    self.prefix_cache.remove(block)
             self._release(region[keep:])
         seq.block_table[first : first + count] = destinations
         return destinations

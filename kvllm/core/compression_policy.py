@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Sequences
 
-from kvllm.config import CompressionConfig
+from kvllm.config import CompressionConfig, EngineConfig, require
 from kvllm.core.sequence import Sequence
 
 
@@ -101,8 +101,8 @@ class CompressionPolicy(ABC):
 class PeriodicPolicy(CompressionPolicy):
     """Kara's schedule (paper, section 4.3 and Alg. 1): every `period` decode steps at most `max_sequences` sequences.
 
-    The first event is not before more than a window's length of steps. Of the eligible sequences those with the longest
-    uncompressed tail go first (`order="most_uncompressed"`): one that was served drops back, so none starves.
+    The first event is not before more than a window's length of steps. Of the eligible sequences those that stored most
+    since they were last served go first (`order="most_uncompressed"`), so none starves.
     """
 
     _last_event = 0
@@ -114,7 +114,7 @@ class PeriodicPolicy(CompressionPolicy):
         self._last_event = decode_steps
         eligible = [seq for seq in decoding if windows.is_eligible(seq.cached_length, seq.uncompressed_tail)]
         if self.config.order == "most_uncompressed":
-            eligible.sort(key=lambda seq: (-seq.uncompressed_tail, seq.seq_id))
+            eligible.sort(key=lambda seq: (seq.carried_tail - seq.uncompressed_tail, seq.seq_id))
         return eligible[: self.config.max_sequences]
 
 
@@ -139,9 +139,33 @@ class Compression:
     def __init__(self, config: CompressionConfig, block_size: int) -> None:
         self.config = config
         self.policy = POLICIES[config.policy](config)
-        self.windows = Windows(
-            block_size,
-            config.window_blocks,
-            config.retained(block_size),
-            config.buffer if self.policy.overlap else 0,
-        )
+        overlap = config.buffer if self.policy.overlap else 0
+        self.windows = Windows(block_size, config.window_blocks, config.retained(block_size), overlap)
+
+    @staticmethod
+    def of(config: EngineConfig) -> Compression | None:
+        """None if nothing is ever dropped: compression off, or retention 100%."""
+        if config.compression is None:
+            return None
+        compression = Compression(config.compression, config.block_size)
+        return compression if compression.windows.dropped else None
+
+
+def peak_blocks(config: EngineConfig, compression: Compression | None, prompt: int, total: int) -> int:
+    """Most blocks that a sequence alone needs to reach `total` entries, `prompt` of them its prompt."""
+    if compression is None:
+        return -(-total // config.block_size)
+    tail_start = 0 if compression.config.compress_prompt else prompt
+    return compression.windows.peak_blocks(prompt, total, tail_start)
+
+
+def check_pool(config: EngineConfig) -> None:
+    """Raises ConfigError unless a sequence of `max_model_len`, compressed if that is on, fits into the pool."""
+    blocks = peak_blocks(config, Compression.of(config), 1, config.max_model_len - 1)
+    require(
+        blocks <= config.num_blocks,
+        "max_model_len",
+        config.max_model_len,
+        f"a sequence of that length needs {blocks} KV blocks of {config.block_size} tokens and the pool has "
+        f"{config.num_blocks}: lower max_model_len, or raise kv_cache_memory_bytes or num_gpu_blocks_override",
+    )

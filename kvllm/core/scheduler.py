@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 from kvllm.config import EngineConfig
 from kvllm.core.block_manager import BlockManager
-from kvllm.core.compression_policy import Compression
+from kvllm.core.compression_policy import Compression, peak_blocks
 from kvllm.core.protocol import (
     BlockCopy,
     CompressionJob,
@@ -35,9 +35,7 @@ class Scheduler:
         self.blocks = BlockManager(config.num_blocks, config.block_size, config.enable_prefix_caching)
         self.waiting: OrderedDict[int, Sequence] = OrderedDict()
         self.running: list[Sequence] = []
-        self.compression = Compression(config.compression, config.block_size) if config.compression else None
-        if self.compression and not self.compression.windows.dropped:
-            self.compression = None  # retention 100%
+        self.compression = Compression.of(config)
         self._watermark = int(config.watermark * config.num_blocks)
         self._forgotten: list[int] = []
         self._scheduled: list[Sequence] = []
@@ -219,9 +217,7 @@ class Scheduler:
         return self._peak_blocks(seq, seq.num_tokens) * self.config.block_size
 
     def _peak_blocks(self, seq: Sequence, entries: int) -> int:
-        if self.compression is None:
-            return self.blocks.blocks_for(entries)
-        return self.compression.windows.peak_blocks(seq.prompt_length, entries, seq.tail_start)
+        return peak_blocks(self.config, self.compression, seq.prompt_length, entries)
 
     # Compression
 

@@ -11,11 +11,12 @@ class Sequence:
     logical_length: tokens computed so far, and so the position of the next one, whatever was evicted.
     cached_length: entries in the cache; less than `logical_length` once a window was compressed.
     uncompressed_tail: entries at the end of the cache that no compression has ever covered and that one may cover.
+    carried_tail: how many of those were there already at the last compression.
     """
 
     __slots__ = (
         "seq_id", "request_id", "index", "token_ids", "prompt_length", "max_length", "sampling", "seed",
-        "logical_length", "cached_length", "uncompressed_tail", "tail_start", "block_table", "block_hashes",
+        "logical_length", "cached_length", "uncompressed_tail", "carried_tail", "tail_start", "block_table", "block_hashes",
         "hashed_blocks", "refill_length", "forks_pending", "known_tokens", "preemptions", "evicted", "cache_hits",
     )  # fmt: skip
 
@@ -61,6 +62,7 @@ class Sequence:
         self.logical_length = 0
         self.cached_length = 0
         self.uncompressed_tail = 0
+        self.carried_tail = 0
         self.hashed_blocks = 0
         self.known_tokens = 0  # tokens the workers were told of
 
@@ -98,6 +100,7 @@ class Sequence:
         self.cached_length -= dropped
         self.evicted += dropped
         self.uncompressed_tail = uncompressed_tail
+        self.carried_tail = uncompressed_tail
 
     def fork(self, seq_id: int, index: int, seed: int) -> Sequence:
         """A twin that shares the cached entries. The caller shares the blocks."""
@@ -117,6 +120,7 @@ class Sequence:
         child.logical_length = self.logical_length
         child.cached_length = self.cached_length
         child.uncompressed_tail = self.uncompressed_tail
+        child.carried_tail = self.carried_tail
         child.known_tokens = self.known_tokens
         child.cache_hits = self.cache_hits
         return child

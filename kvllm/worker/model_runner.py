@@ -40,10 +40,15 @@ class ModelRunner:
         max_blocks = -(-config.max_model_len // config.block_size)
         self.tables = BlockTables(config.max_num_seqs, max_blocks)
         self.compressor = None
-        if config.compression is not None:
-            windows = Compression(config.compression, config.block_size).windows
+        if compression := Compression.of(config):
             self.compressor = Compressor(
-                model, cache, backend, self.tables, config.compression, windows, config.max_num_batched_tokens
+                model,
+                cache,
+                backend,
+                self.tables,
+                compression.config,
+                compression.windows,
+                config.max_num_batched_tokens,
             )
 
     @torch.inference_mode()
