@@ -1,0 +1,74 @@
+"""What a request gives back. Names follow vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvllm.errors import KvLLMError
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(slots=True)
+class Logprob:
+    """Natural log of a token's probability before any penalty, temperature or filter; rank 1 is the most likely."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One completion of a prompt.
+
+    logprobs: one dict for each of `token_ids`, from token id to Logprob: the sampled token and the most likely ones.
+    finish_reason: "stop" (end of sequence or a stop condition), "length", "abort", or None while it is running.
+    stop_reason: the stop string or token id that ended it; None for the end of sequence.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Times are in seconds, all from the same clock.
+
+    num_cached_tokens: prompt tokens that came from the prefix cache.
+    preemptions: times that a sequence of the request lost its blocks and was computed again.
+    evicted_entries: KV entries dropped by compression, summed over the request's sequences.
+    """
+
+    arrival_time: float = 0.0
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_cached_tokens: int = 0
+    preemptions: int = 0
+    evicted_entries: int = 0
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The state of one request: its `n` completions so far.
+
+    prompt: None when the prompt was given as token ids.
+    error: set when this request alone could not be served; `finished` is True then.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    error: KvLLMError | None = None
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)

@@ -1,0 +1,101 @@
+"""What one request asks of the sampler and of the stopping rules. Names and defaults are those of vLLM."""
+
+from __future__ import annotations
+
+import math
+
+from msgspec import Struct
+from msgspec.structs import force_setattr
+
+from kvllm.config import check_types, require
+
+# Below this temperature the draw is the argmax: dividing by it would only overflow.
+GREEDY_TEMPERATURE = 1e-5
+MAX_LOGPROBS = 20
+
+
+class SamplingParams(Struct, frozen=True, kw_only=True, array_like=True):
+    """Sampling options of one request. Keywords only; a wrong value raises ConfigError when constructed.
+
+    n: completions of the prompt.
+    temperature: 0 is greedy.
+    top_p: keep the most probable tokens whose probabilities reach this sum.
+    top_k: keep this many of the most probable tokens; 0 or -1 keeps all.
+    min_p: keep tokens at least this probable, relative to the most probable one.
+    seed: makes the request's tokens reproducible, whatever else runs beside it; None or -1 lets the engine choose.
+    max_tokens: most tokens generated; None for as many as the model's length allows.
+    min_tokens: the end of sequence, `stop_token_ids` and `stop` have no effect before this many tokens.
+    stop: a string or strings that end the output (stored as a list).
+    stop_token_ids: further token ids that end the output.
+    ignore_eos: do not stop at the end-of-sequence token.
+    repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or the output.
+    presence_penalty, frequency_penalty: subtracted from the logit of an output token once, or per occurrence.
+    logprobs: also report this many most likely tokens at each position, and the log probability of the one sampled.
+    skip_special_tokens: leave special tokens out of the text.
+    include_stop_str_in_output: keep the stop string at the end of the text.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        self._normalize()
+        self._check_filters()
+        self._check_penalties()
+        self._check_lengths()
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_TEMPERATURE
+
+    def _normalize(self) -> None:
+        """One spelling of each meaning: a list for `stop` and `stop_token_ids`, 0 for no top_k, None for no seed."""
+        stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+        force_setattr(self, "stop", stop)
+        force_setattr(self, "stop_token_ids", list(self.stop_token_ids or []))
+        force_setattr(self, "top_k", 0 if self.top_k == -1 else self.top_k)
+        force_setattr(self, "seed", None if self.seed == -1 else self.seed)
+
+    def _check_filters(self) -> None:
+        require(0 <= self.temperature < math.inf, "temperature", self.temperature, "a finite number, at least 0")
+        require(0 < self.top_p <= 1, "top_p", self.top_p, "greater than 0 and at most 1")
+        require(self.top_k >= 0, "top_k", self.top_k, "at least 1, or 0 (or -1) to keep all tokens")
+        require(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
+        seed_fits = self.seed is None or -(2**63) <= self.seed < 2**63
+        require(seed_fits, "seed", self.seed, "an integer of 64 bits, or None")
+        require(self.n >= 1, "n", self.n, "at least 1")
+        greedy_repeats = self.greedy and self.n > 1
+        require(not greedy_repeats, "n", self.n, "1 with temperature 0, as all completions would be the same")
+
+    def _check_penalties(self) -> None:
+        for field in ("presence_penalty", "frequency_penalty"):
+            require(-2 <= getattr(self, field) <= 2, field, getattr(self, field), "between -2 and 2")
+        penalty = self.repetition_penalty
+        require(0 < penalty < math.inf, "repetition_penalty", penalty, "a finite number, greater than 0")
+
+    def _check_lengths(self) -> None:
+        most = math.inf if self.max_tokens is None else self.max_tokens
+        require(most >= 1, "max_tokens", self.max_tokens, "at least 1, or None for no limit but the model's")
+        require(self.min_tokens >= 0, "min_tokens", self.min_tokens, "at least 0")
+        require(self.min_tokens <= most, "min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}")
+        require("" not in (self.stop or []), "stop", self.stop, "strings of at least one character")
+        negative = any(token_id < 0 for token_id in self.stop_token_ids or [])
+        require(not negative, "stop_token_ids", self.stop_token_ids, "token ids, at least 0")
+        logprobs_fit = self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS
+        require(logprobs_fit, "logprobs", self.logprobs, f"between 0 and {MAX_LOGPROBS}, or None")
