@@ -172,6 +172,6 @@ class BlockManager:
                 raise RuntimeError(f"block {block} must be exactly one of free, cached and owned")
         for seq in sequences:
             if len(seq.block_table) < self.blocks_for(seq.cached_length):
-                raise RuntimeError(f"sequence {seq.seq_id} has {seq.cached_length} entries in {len(seq.block_table)} blocks")
+                raise RuntimeError(f"{len(seq.block_table)} blocks cannot hold {seq.cached_length} entries")
             if len(set(seq.block_table)) != len(seq.block_table):
                 raise RuntimeError(f"the block table of sequence {seq.seq_id} names a block twice")

@@ -105,7 +105,9 @@ class PeriodicPolicy(CompressionPolicy):
     since they were last served go first (`order="most_uncompressed"`), so none starves.
     """
 
-    _last_event = 0
+    def __init__(self, config: CompressionConfig) -> None:
+        super().__init__(config)
+        self._last_event = 0
 
     def select(self, decoding: Sequences[Sequence], windows: Windows, decode_steps: int) -> list[Sequence]:
         due = decode_steps > windows.size and decode_steps % self.config.period == 0

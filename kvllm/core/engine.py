@@ -12,8 +12,9 @@ from kvllm.config import EngineConfig
 from kvllm.core.protocol import SampledToken
 from kvllm.core.scheduler import Scheduler
 from kvllm.core.sequence import Sequence
+from kvllm.core.text import CompletionText
 from kvllm.errors import RequestError
-from kvllm.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
+from kvllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from kvllm.sampling_params import SamplingParams
 from kvllm.stats import EngineStats
 
@@ -27,11 +28,10 @@ Prompt = str | Sequences[int] | Mapping[str, Any]
 class _Request:
     """A request in flight: what its caller sees, and the sequences that still run."""
 
-    def __init__(self, output: RequestOutput, sampling: SamplingParams) -> None:
+    def __init__(self, output: RequestOutput) -> None:
         self.output = output
-        self.sampling = sampling
         self.sequences: dict[int, Sequence] = {}  # by index of the completion
-        self.texts: list[Any] = []  # one incremental decoder for each completion, if there is a tokenizer
+        self.texts: list[CompletionText] = []  # one for each completion, if there is a tokenizer
 
 
 class LLMEngine:
@@ -60,15 +60,21 @@ class LLMEngine:
         self._next_seq_id = 0
         self._seeds = random.Random(config.seed)
 
-    def add_request(self, request_id: str, prompt: Prompt, sampling_params: SamplingParams) -> None:
+    def add_request(
+        self, request_id: str, prompt: Prompt, sampling_params: SamplingParams, *, stream: bool = True
+    ) -> RequestOutput:
         """Queue a request.
 
         Args:
             request_id: unique among unfinished requests.
             prompt: text, token ids, or a dict with one of `prompt` and `prompt_token_ids`.
+            stream: keep the text current at every step; otherwise it is set when a completion ends.
+
+        Returns:
+            The output, still empty: the object that `step` returns as it grows.
 
         Raises:
-            RequestError: the request can't be served. Nothing else is affected.
+            RequestError: the request cannot be served. Nothing else is affected.
         """
         if request_id in self._requests:
             raise RequestError(f"request_id={request_id!r} is in use by an unfinished request: choose another")
@@ -78,20 +84,16 @@ class LLMEngine:
             request_id=request_id,
             prompt=text,
             prompt_token_ids=token_ids,
-            outputs=[
-                CompletionOutput(index, "", [], None if sampling_params.logprobs is None else 0.0)
-                for index in range(sampling_params.n)
-            ],
+            outputs=[_empty_completion(index, sampling_params) for index in range(sampling_params.n)],
             finished=False,
             metrics=RequestMetrics(arrival_time=time.monotonic()),
         )
-        for completion in output.outputs:
-            completion.logprobs = None if sampling_params.logprobs is None else []
-        request = _Request(output, sampling_params)
+        request = _Request(output)
         request.sequences[0] = self._queue(request_id, token_ids, sampling_params)
         if self.tokenizer is not None:
-            request.texts = [self.tokenizer.decoder(sampling_params) for _ in output.outputs]
+            request.texts = [CompletionText(self.tokenizer, sampling_params, stream) for _ in output.outputs]
         self._requests[request_id] = request
+        return output
 
     def abort(self, request_id: str) -> None:
         """End a request now; what it has produced is dropped. Unknown or finished ids are ignored."""
@@ -113,10 +115,11 @@ class LLMEngine:
         plan = self.scheduler.schedule()
         sampled = self.scheduler.update(plan, self.executor.execute(plan))
         now = time.monotonic()
-        touched: dict[str, RequestOutput] = {}
+        for seq, _ in sampled:  # forks appear here first, and their request must not end before all are known
+            self._requests[seq.request_id].sequences[seq.index] = seq
+        touched = {}
         for seq, token in sampled:
             request = self._requests[seq.request_id]
-            request.sequences.setdefault(seq.index, seq)
             self._receive(request, seq, token, now)
             touched[seq.request_id] = request.output
         self.stats.output_tokens += len(sampled)
@@ -134,7 +137,7 @@ class LLMEngine:
             known = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
             if not known:
                 raise RequestError(
-                    f"a prompt given as a dict needs the key 'prompt' or 'prompt_token_ids', this one has {sorted(prompt)}"
+                    f"a prompt given as a dict needs 'prompt' or 'prompt_token_ids', this one has {sorted(prompt)}"
                 )
             prompt = prompt[known[0]]
         if isinstance(prompt, str):
@@ -153,16 +156,18 @@ class LLMEngine:
             raise RequestError("the prompt is empty: it needs at least one token")
         if len(token_ids) > longest:
             raise RequestError(
-                f"the prompt has {len(token_ids)} tokens; max_model_len={self.config.max_model_len} allows {longest} and "
-                f"one generated token: shorten the prompt or raise max_model_len"
+                f"the prompt has {len(token_ids)} tokens; max_model_len={self.config.max_model_len} allows {longest} "
+                f"and one generated token: shorten the prompt or raise max_model_len"
             )
         outside = [token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size]
         if outside:
-            raise RequestError(f"token id {outside[0]} is not in the vocabulary: allowed are 0 to {self.vocab_size - 1}")
+            largest = self.vocab_size - 1
+            raise RequestError(f"token id {outside[0]} is not in the vocabulary: allowed are 0 to {largest}")
         if sampling.n > self.config.max_num_seqs:
-            raise RequestError(f"n={sampling.n} completions of a prompt run together: raise max_num_seqs={self.config.max_num_seqs}")
+            most = self.config.max_num_seqs
+            raise RequestError(f"n={sampling.n} completions of a prompt run together: raise max_num_seqs={most}")
         if sampling.stop and self.tokenizer is None:
-            raise RequestError(f"stop={sampling.stop!r} needs text, and the checkpoint has no tokenizer: use stop_token_ids")
+            raise RequestError(f"stop={sampling.stop!r} needs a tokenizer, and there is none: use stop_token_ids")
 
     def _queue(self, request_id: str, token_ids: list[int], sampling: SamplingParams) -> Sequence:
         compression = self.config.compression
@@ -193,10 +198,10 @@ class LLMEngine:
         completion.token_ids.append(token.token_id)
         if completion.logprobs is not None:
             self._add_logprobs(completion, token)
-        reason, stopped_by = self._finish_reason(request, seq, completion, token.token_id)
-        if reason is None:
+        text = request.texts[seq.index] if request.texts else None
+        self._extend(completion, text, seq, token.token_id)
+        if completion.finish_reason is None:
             return
-        completion.finish_reason, completion.stop_reason = reason, stopped_by
         self.scheduler.finish(seq)
         del request.sequences[seq.index]
         output.metrics.preemptions += seq.preemptions
@@ -207,8 +212,44 @@ class LLMEngine:
             output.metrics.finished_time = now
             del self._requests[output.request_id]
 
-    def _finish_reason(
-        self, request: _Request, seq: Sequence, completion: CompletionOutput, token_id: int
-    ) -> tuple[FinishReason | None, int | str | None]:
-        """Why the sequence ends with this token, if it does. Extends the completion's text."""
-        ...
+    def _extend(self, completion: CompletionOutput, text: CompletionText | None, seq: Sequence, token_id: int) -> None:
+        """Add a token to the text, and find out whether it ends the completion."""
+        sampling = seq.sampling
+        armed = seq.num_generated >= sampling.min_tokens
+        ends = armed and not sampling.ignore_eos and token_id in self.eos_token_ids
+        stops = armed and token_id in (sampling.stop_token_ids or ())
+        if ends or stops:
+            completion.finish_reason = "stop"
+            completion.stop_reason = token_id if stops else None
+        elif seq.num_tokens >= seq.max_length:
+            completion.finish_reason = "length"
+        if text is None:
+            return
+        stop = None
+        if not (ends or stops) or sampling.include_stop_str_in_output:
+            piece, stop = text.push(token_id)
+            completion.text += piece
+        if stop is not None:
+            completion.finish_reason, completion.stop_reason = "stop", stop
+        elif completion.finish_reason is not None:
+            completion.text += text.finish()
+
+    def _add_logprobs(self, completion: CompletionOutput, token: SampledToken) -> None:
+        assert completion.logprobs is not None and completion.cumulative_logprob is not None
+        assert token.logprob is not None and token.top_logprobs is not None
+        entries = {
+            token_id: Logprob(logprob, rank, self._decode(token_id))
+            for rank, (token_id, logprob) in enumerate(token.top_logprobs, start=1)
+        }
+        entries.setdefault(token.token_id, Logprob(token.logprob, token.rank, self._decode(token.token_id)))
+        completion.logprobs.append(entries)
+        completion.cumulative_logprob += token.logprob
+
+    def _decode(self, token_id: int) -> str | None:
+        return None if self.tokenizer is None else self.tokenizer.decode([token_id])
+
+
+def _empty_completion(index: int, sampling: SamplingParams) -> CompletionOutput:
+    if sampling.logprobs is None:
+        return CompletionOutput(index, "", [])
+    return CompletionOutput(index, "", [], cumulative_logprob=0.0, logprobs=[])

@@ -53,8 +53,8 @@ class Scheduler:
         needed = self._peak_blocks(seq, entries)
         if needed > self.config.num_blocks:
             raise RequestError(
-                f"a prompt of {seq.prompt_length} tokens with output up to {seq.max_length} tokens in all needs {needed} "
-                f"KV blocks of {self.config.block_size} tokens, the pool has {self.config.num_blocks}: "
+                f"a prompt of {seq.prompt_length} tokens with output up to {seq.max_length} tokens in all needs "
+                f"{needed} KV blocks of {self.config.block_size} tokens, the pool has {self.config.num_blocks}: "
                 f"shorten the prompt, lower max_tokens, or give the pool more memory"
             )
         self.waiting[seq.seq_id] = seq
@@ -142,7 +142,9 @@ class Scheduler:
         self._scheduled.append(seq)
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
-        """Start waiting sequences in order while their whole prefill fits into the pool above the watermark."""
+        """Start waiting sequences in order while their whole prefill fits into the pool, and leaves the running ones the
+        room that they are about to need."""
+        growth = sum(self._growth(seq) for seq in self.running)
         slots = self.config.max_num_seqs - len(self.running) - sum(seq.forks_pending for seq in self.running)
         while self.waiting and budget > 0:
             seq = next(iter(self.waiting.values()))
@@ -151,12 +153,14 @@ class Scheduler:
                 return
             hits = self.blocks.match_prefix(seq, self._longest_hit(seq))
             needed = self.blocks.blocks_to_admit(self._peak_entries(seq), hits)
-            watermark = self._watermark if self.running else 0
-            if needed > self.blocks.num_available - watermark:
+            # Windows of different sequences are at different points: half of the growth still to come is needed at once.
+            spare = self._watermark + growth // 2 if self.running else 0
+            if needed > self.blocks.num_available - spare:
                 return
             del self.waiting[seq.seq_id]
             self.running.append(seq)
             budget -= self._start(plan, seq, hits, budget)
+            growth += self._growth(seq)
 
     def _start(self, plan: StepPlan, seq: Sequence, hits: list[int], budget: int) -> int:
         """Admit a sequence: own the cached prefix, allocate its prefill, plan the first chunk. Returns its tokens."""
@@ -185,6 +189,19 @@ class Scheduler:
         self.waiting[seq.seq_id] = seq
         self.waiting.move_to_end(seq.seq_id, last=False)
         self.stats.preemptions += 1
+
+    def _growth(self, seq: Sequence) -> int:
+        """Blocks that a sequence will add to its table before it has a window to compress.
+
+        Without compression growth has no such end, and admission counts on preemption alone, as other engines do.
+        """
+        if self.compression is None:
+            return 0
+        logical = max(seq.logical_length, seq.prompt_length)
+        cached = seq.cached_length + logical - seq.logical_length
+        window_end = cached - seq.uncompressed_tail + self.compression.windows.size
+        target = min(window_end, cached + seq.max_length - 1 - logical)
+        return max(0, self.blocks.blocks_for(target) - len(seq.block_table))
 
     # Prefill arithmetic
 
@@ -275,7 +292,7 @@ class Scheduler:
     # After a step
 
     def update(self, plan: StepPlan, result: StepResult) -> list[tuple[Sequence, SampledToken]]:
-        """Account for an executed plan: entries stored, tokens sampled, forks made. The caller ends what is finished."""
+        """Account for an executed plan: entries stored, tokens sampled, forks made. The caller ends what finished."""
         tokens = iter(result.tokens)
         sampled = []
         for seq, scheduled in zip(self._scheduled, plan.scheduled, strict=True):

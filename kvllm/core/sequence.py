@@ -15,9 +15,28 @@ class Sequence:
     """
 
     __slots__ = (
-        "seq_id", "request_id", "index", "token_ids", "prompt_length", "max_length", "sampling", "seed",
-        "logical_length", "cached_length", "uncompressed_tail", "carried_tail", "tail_start", "block_table", "block_hashes",
-        "hashed_blocks", "refill_length", "forks_pending", "known_tokens", "preemptions", "evicted", "cache_hits",
+        "block_hashes",
+        "block_table",
+        "cache_hits",
+        "cached_length",
+        "carried_tail",
+        "evicted",
+        "forks_pending",
+        "hashed_blocks",
+        "index",
+        "known_tokens",
+        "logical_length",
+        "max_length",
+        "preemptions",
+        "prompt_length",
+        "refill_length",
+        "request_id",
+        "sampling",
+        "seed",
+        "seq_id",
+        "tail_start",
+        "token_ids",
+        "uncompressed_tail",
     )  # fmt: skip
 
     def __init__(
