@@ -95,8 +95,8 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
             self.buffer <= retained,
             "buffer",
             self.buffer,
-            f"at most what a window keeps, {retained} entries ({field}={value}, block_size={block_size}): lower buffer, "
-            f"or raise {field}, window_blocks or block_size",
+            f"at most what a window keeps, {retained} entries ({field}={value}, block_size={block_size}): "
+            f"lower buffer, or raise {field}, window_blocks or block_size",
         )
         if self.policy == "standalone":
             require(block_size == 1, "block_size", block_size, 'policy="standalone" moves by single entries: use 1')

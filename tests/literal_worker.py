@@ -72,7 +72,9 @@ class LiteralWorker:
         for i in range(job.num_windows):
             window = range(start + i * windows.stride, start + i * windows.stride + windows.size)
             buffer = list(window[windows.size - self.compression.config.buffer :])
-            chosen = sorted(self.random.sample(list(window[: windows.size - len(buffer)]), windows.retain - len(buffer)))
+            chosen = sorted(
+                self.random.sample(list(window[: windows.size - len(buffer)]), windows.retain - len(buffer))
+            )
             survivors += chosen if i < job.num_windows - 1 and windows.overlap else chosen + buffer
         survivors += range(windows.end(start, job.num_windows), region_end)
         before = seq.logical - seq.cached

@@ -78,9 +78,7 @@ def as_in_vectors(history: list, events: list) -> np.ndarray:
 @pytest.mark.parametrize(("name", "order"), [("small", "most_uncompressed"), ("small_queue", "queue")])
 def test_small_engine(load_vectors, name: str, order: str) -> None:
     vectors, _ = load_vectors("periodic_policy")
-    compression = CompressionConfig(
-        period=4, max_sequences=1, window_blocks=3, retain_tokens=9, buffer=2, order=order
-    )
+    compression = CompressionConfig(period=4, max_sequences=1, window_blocks=3, retain_tokens=9, buffer=2, order=order)
     events, history = run(compression, 8, [(10, 400), (3, 260), (17, 120), (0, 400)])
     expected = vectors[f"{name}_events"]
     assert events == expected[: len(events)].tolist()
@@ -193,7 +191,11 @@ def test_wrong_options_are_named(options: dict, message: str) -> None:
     ("options", "block_size", "message"),
     [
         ({"buffer": 32}, 16, r"buffer=32 is not allowed: at most what a window keeps, 16 entries"),
-        ({"buffer": 48}, 16, r"buffer=48 is not allowed: less than the window: a window of 3 blocks of 16 has 48 entries"),
+        (
+            {"buffer": 48},
+            16,
+            r"buffer=48 is not allowed: less than the window: a window of 3 blocks of 16 has 48 entries",
+        ),
         ({"retain_tokens": 0}, 256, r"retain_tokens=0 is not allowed: between 1 and 768"),
         ({"retain_tokens": 769}, 256, r"retain_tokens=769 is not allowed: between 1 and 768"),
         ({"policy": "standalone", "window_blocks": 99}, 256, r"block_size=256 is not allowed: policy=\"standalone\""),

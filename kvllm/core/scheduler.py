@@ -222,10 +222,10 @@ class Scheduler:
         return self.compression is not None and seq.num_generated > 0
 
     def _longest_hit(self, seq: Sequence) -> int:
-        """Tokens that may come from the prefix cache: the last one is always computed, for its logits, and output that
-        is compressed on the way in is computed in the course of that."""
-        longest = seq.num_tokens - 1
-        return min(longest, seq.prompt_length) if self._refills_compressed(seq) else longest
+        """Tokens that may come from the prefix cache: the last one is always computed, for its logits. Where output is
+        compressed on the way in, the last one of the prompt is, so that a chunk ends there and the prompt is compressed
+        first, if it may be."""
+        return (seq.prompt_length if self._refills_compressed(seq) else seq.num_tokens) - 1
 
     def _peak_entries(self, seq: Sequence) -> int:
         """Most entries that the prefill of `seq` holds at once."""

@@ -14,5 +14,6 @@ class Executor(ABC):
     def execute(self, plan: StepPlan) -> StepResult:
         """Send the encoded plan to every rank and return the result of rank 0."""
 
+    @abstractmethod
     def close(self) -> None:
         """Release workers and memory. Idempotent."""

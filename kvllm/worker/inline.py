@@ -17,3 +17,6 @@ class InlineExecutor(Executor):
     def execute(self, plan: StepPlan) -> StepResult:
         result = self.runner.execute(decode_plan(encode(plan)))
         return decode_result(encode(result))
+
+    def close(self) -> None:
+        """Nothing to do: memory goes with the object."""

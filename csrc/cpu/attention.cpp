@@ -1,0 +1,232 @@
+#include <atomic>
+#include <vector>
+
+#include "ops.h"
+
+namespace kvllm {
+namespace {
+
+// Consecutive rows of one sequence, with the query heads of one KV head.
+struct Task {
+  int sequence;
+  int kv_head;
+  int first_row;
+  int num_rows;
+  int entries;  // that its last row attends
+
+  int num_segments() const { return (entries + kSegmentEntries - 1) / kSegmentEntries; }
+};
+
+struct Problem {
+  const Kernels& kernels;
+  int64_t rows, query_heads, kv_heads, head_dim, blocks, block_size, sequences, max_blocks;
+  int group;  // query heads per KV head
+  int64_t element_size, query_stride;
+  const char *queries, *keys, *values;
+  char* outputs;
+  const int32_t *query_starts, *query_index, *block_tables;
+  float scale;
+
+  int entries(int64_t row) const { return query_index[row] + 1; }
+
+  void check_batch() const {
+    STD_TORCH_CHECK(query_starts[0] == 0 && query_starts[sequences] == rows, "query_starts runs from ", query_starts[0],
+                    " to ", query_starts[sequences], ", not from 0 to the number of rows, ", rows);
+    for (int64_t s = 0; s < sequences; ++s) {
+      STD_TORCH_CHECK(query_starts[s] < query_starts[s + 1], "sequence ", s, " has no rows");
+      int32_t previous = 0;
+      for (int32_t row = query_starts[s]; row < query_starts[s + 1]; ++row) {
+        STD_TORCH_CHECK(query_index[row] >= previous, "query_index ", query_index[row], " of row ", row,
+                        " is negative or descends");
+        previous = query_index[row];
+      }
+      STD_TORCH_CHECK(previous < max_blocks * block_size, "query_index ", previous, " is beyond a table of ",
+                      max_blocks, " blocks of ", block_size);
+      for (int64_t b = 0; b <= previous / block_size; ++b) {
+        const int32_t block = block_tables[s * max_blocks + b];
+        STD_TORCH_CHECK(block >= 0 && block < blocks, "block ", block, " of sequence ", s, " is not in the cache of ",
+                        blocks, " blocks");
+      }
+    }
+  }
+
+  // The longest first, so that threads which take the next task when they are free finish together.
+  std::vector<Task> tasks() const {
+    const int rows_per_task = kMaxQueries / group;
+    std::vector<Task> tasks;
+    for (int s = 0; s < sequences; ++s) {
+      for (int row = query_starts[s]; row < query_starts[s + 1]; row += rows_per_task) {
+        const int count = std::min(rows_per_task, query_starts[s + 1] - row);
+        for (int head = 0; head < kv_heads; ++head) tasks.push_back({s, head, row, count, entries(row + count - 1)});
+      }
+    }
+    const auto cost = [](const Task& task) { return static_cast<int64_t>(task.num_rows) * task.entries; };
+    std::sort(tasks.begin(), tasks.end(), [&](const Task& a, const Task& b) { return cost(a) > cost(b); });
+    return tasks;
+  }
+
+  PagedHead head(const Task& task) const {
+    const int64_t offset = task.kv_head * block_size * head_dim * element_size;
+    return {keys + offset,
+            values + offset,
+            kv_heads * block_size * head_dim,
+            block_tables + task.sequence * max_blocks,
+            static_cast<int>(block_size),
+            static_cast<int>(head_dim)};
+  }
+
+  QueryTile tile(const Task& task) const {
+    QueryTile tile;
+    tile.count = 0;
+    for (int64_t row = task.first_row; row < task.first_row + task.num_rows; ++row) {
+      for (int64_t query_head = task.kv_head * group; query_head < (task.kv_head + 1) * group; ++query_head) {
+        tile.queries[tile.count] = queries + (row * query_stride + query_head * head_dim) * element_size;
+        tile.outputs[tile.count] = outputs + (row * query_heads + query_head) * head_dim * element_size;
+        tile.last[tile.count] = query_index[row];
+        ++tile.count;
+      }
+    }
+    return tile;
+  }
+
+  int64_t partial_floats(const Task& task) const { return (head_dim + 2) * task.num_rows * group; }
+
+  PartialSoftmax partial(const Task& task, float* memory) const {
+    const int count = task.num_rows * group;
+    return {memory, memory + count, memory + 2 * count};
+  }
+};
+
+// Memory of the calling thread, kept for its next task.
+float* scratch(int64_t floats) {
+  constexpr int64_t kAlignment = 64 / sizeof(float);
+  thread_local std::vector<float> memory;
+  if (static_cast<int64_t>(memory.size()) < floats + kAlignment) memory.resize(floats + kAlignment);
+  const uintptr_t address = reinterpret_cast<uintptr_t>(memory.data());
+  return memory.data() + (64 - address % 64) % 64 / sizeof(float);
+}
+
+// body(i) for i in 0 .. count - 1; a thread that is free takes the next.
+template <class Body>
+void for_each_dynamic(int64_t count, const Body& body) {
+  std::atomic<int64_t> next{0};
+  torch::stable::parallel_for(0, std::min<int64_t>(count, torch::stable::get_num_threads()), 1, [&](int64_t, int64_t) {
+    for (int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) body(i);
+  });
+}
+
+void attend_whole(const Problem& problem, const Task& task) {
+  const int head_dim = static_cast<int>(problem.head_dim);
+  float* memory = scratch(problem.partial_floats(task) + workspace_floats(head_dim));
+  const PartialSoftmax total = problem.partial(task, memory);
+  const QueryTile tile = problem.tile(task);
+  problem.kernels.attend(problem.head(task), tile, problem.scale, 0, task.entries,
+                         memory + problem.partial_floats(task), total);
+  problem.kernels.finish(tile, head_dim, total);
+}
+
+// Few tasks over many entries: the segments are shared out, and merged afterwards in the order of attend_whole.
+void attend_split(const Problem& problem, const std::vector<Task>& tasks) {
+  struct Piece {
+    const Task* task;
+    int begin;
+    int64_t offset;
+  };
+  const int head_dim = static_cast<int>(problem.head_dim);
+  std::vector<Piece> pieces;
+  int64_t floats = 0;
+  for (const Task& task : tasks) {
+    for (int begin = 0; begin < task.entries; begin += kSegmentEntries) {
+      pieces.push_back({&task, begin, floats});
+      floats += problem.partial_floats(task);
+    }
+  }
+  std::vector<float> partials(floats);
+  for_each_dynamic(static_cast<int64_t>(pieces.size()), [&](int64_t i) {
+    const auto& [task, begin, offset] = pieces[i];
+    problem.kernels.attend(problem.head(*task), problem.tile(*task), problem.scale, begin, begin + kSegmentEntries,
+                           scratch(workspace_floats(head_dim)), problem.partial(*task, partials.data() + offset));
+  });
+  PartialSoftmax total{};
+  for (const auto& [task, begin, offset] : pieces) {
+    const QueryTile tile = problem.tile(*task);
+    const PartialSoftmax part = problem.partial(*task, partials.data() + offset);
+    if (begin == 0) {
+      total = part;
+    } else {
+      problem.kernels.merge(tile.count, head_dim, total, part);
+    }
+    if (begin + kSegmentEntries >= task->entries) problem.kernels.finish(tile, head_dim, total);
+  }
+}
+
+}  // namespace
+
+Tensor paged_attention(const Tensor& queries, const Tensor& key_cache, const Tensor& value_cache,
+                       const Tensor& query_starts, const Tensor& query_index, const Tensor& block_tables,
+                       double scale) {
+  const Kernels& kernels = kernels_for(queries, "queries");
+  check_heads(queries, "queries");
+  check_contiguous(key_cache, "key_cache", 4);
+  check_contiguous(value_cache, "value_cache", 4);
+  check_dtype(key_cache, "key_cache", queries.scalar_type());
+  check_dtype(value_cache, "value_cache", queries.scalar_type());
+  for (int64_t dim = 0; dim < 4; ++dim) check_size(value_cache, "value_cache", dim, key_cache.size(dim));
+  check_contiguous(query_starts, "query_starts", 1);
+  check_contiguous(query_index, "query_index", 1);
+  check_contiguous(block_tables, "block_tables", 2);
+  check_dtype(query_starts, "query_starts", ScalarType::Int);
+  check_dtype(query_index, "query_index", ScalarType::Int);
+  check_dtype(block_tables, "block_tables", ScalarType::Int);
+  const int64_t rows = queries.size(0), query_heads = queries.size(1), head_dim = queries.size(2);
+  const int64_t kv_heads = key_cache.size(1), sequences = block_tables.size(0);
+  check_size(key_cache, "key_cache", 3, head_dim);
+  check_size(query_index, "query_index", 0, rows);
+  check_size(query_starts, "query_starts", 0, sequences + 1);
+  STD_TORCH_CHECK(head_dim > 0 && head_dim % 2 == 0, "head_dim is ", head_dim, ": it must be even");
+  STD_TORCH_CHECK(kv_heads > 0 && query_heads % kv_heads == 0 && query_heads / kv_heads <= kMaxQueries, query_heads,
+                  " query heads over ", kv_heads, " KV heads: a multiple of at most ", kMaxQueries, " is supported");
+
+  Tensor out = torch::stable::new_empty(queries, {rows, query_heads, head_dim});
+  const Problem problem{kernels,
+                        rows,
+                        query_heads,
+                        kv_heads,
+                        head_dim,
+                        key_cache.size(0),
+                        key_cache.size(2),
+                        sequences,
+                        block_tables.size(1),
+                        static_cast<int>(query_heads / kv_heads),
+                        static_cast<int64_t>(queries.element_size()),
+                        queries.stride(0),
+                        static_cast<const char*>(queries.data_ptr()),
+                        static_cast<const char*>(key_cache.data_ptr()),
+                        static_cast<const char*>(value_cache.data_ptr()),
+                        static_cast<char*>(out.mutable_data_ptr()),
+                        query_starts.const_data_ptr<int32_t>(),
+                        query_index.const_data_ptr<int32_t>(),
+                        block_tables.const_data_ptr<int32_t>(),
+                        static_cast<float>(scale)};
+  problem.check_batch();
+  const std::vector<Task> tasks = problem.tasks();
+
+  int64_t products = 0, partial_floats = 0;
+  for (const Task& task : tasks) {
+    products += static_cast<int64_t>(task.num_rows) * problem.group * task.entries * head_dim;
+    partial_floats += problem.partial_floats(task) * task.num_segments();
+  }
+  constexpr int64_t kThreadingProducts = 100000;
+  constexpr int64_t kMaxPartialFloats = 16 << 20;
+  const int64_t threads = torch::stable::get_num_threads();
+  if (threads == 1 || products < kThreadingProducts) {
+    for (const Task& task : tasks) attend_whole(problem, task);
+  } else if (static_cast<int64_t>(tasks.size()) < 4 * threads && partial_floats <= kMaxPartialFloats) {
+    attend_split(problem, tasks);
+  } else {
+    for_each_dynamic(static_cast<int64_t>(tasks.size()), [&](int64_t i) { attend_whole(problem, tasks[i]); });
+  }
+  return out;
+}
+
+}  // namespace kvllm

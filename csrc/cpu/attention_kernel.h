@@ -1,0 +1,328 @@
+// Paged attention of a tile of queries over one KV head: online softmax over tiles of entries, blocks read in place.
+//
+// Every sum has one order whatever the shape of the tile: a score adds over channels, a weighted value adds over entries,
+// each in one accumulator, ascending; sums of weights are taken per tile, tiles per segment. So a query gets the same
+// bits in a decode, in a prefill chunk of any size, and beside any other queries.
+#pragma once
+
+#include "simd.h"
+
+namespace kvllm {
+namespace {
+
+constexpr int kCacheLine = 64;
+constexpr int kPrefetchStep = 8;
+
+// Rows of accumulators in registers; columns as vectors. 16 accumulators of 32 registers, or 8 of 16.
+constexpr int kRowBlock = 4;
+constexpr int kVectorBlock = kLanes == 16 ? 4 : 2;
+
+// A score is a sum of products of words: a word is a channel, or a pair of bfloat16 channels in the 32 bits of a float
+// where the processor multiplies pairs. Pairs travel through Vec with their bits untouched.
+template <class T>
+struct ChannelProduct {
+  using Word = T;
+  static constexpr int kChannels = 1;
+  static Vec accumulate(Vec query, Vec key, Vec sum) { return fma(query, key, sum); }
+};
+#if defined(KVLLM_AVX512_BF16)
+struct PairProduct {
+  using Word = float;
+  static constexpr int kChannels = 2;
+  static Vec accumulate(Vec query, Vec key, Vec sum) {
+    return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(query), reinterpret_cast<__m512bh>(key));
+  }
+};
+#endif
+
+inline int minimum(int a, int b) { return a < b ? a : b; }
+
+// Where the entries of a tile are.
+template <class T>
+struct TileRows {
+  int start;
+  int count;
+  const T* keys[kTileEntries];
+  const T* values[kTileEntries];
+
+  // The tile at `first`, of entries before `end`. The rest of `keys` repeats the last row: some readable memory.
+  void locate(const PagedHead& head, int first, int end) {
+    start = first;
+    count = first < end ? minimum(kTileEntries, end - first) : 0;
+    if (count == 0) return;
+    int block = start / head.block_size, row = start % head.block_size;
+    for (int i = 0; i < count;) {
+      const int64_t offset = head.block_table[block] * head.block_stride + static_cast<int64_t>(row) * head.head_dim;
+      const int block_end = minimum(count, i + head.block_size - row);
+      const T* key = static_cast<const T*>(head.keys) + offset;
+      const T* value = static_cast<const T*>(head.values) + offset;
+      for (; i < block_end; ++i, key += head.head_dim, value += head.head_dim) {
+        keys[i] = key;
+        values[i] = value;
+      }
+      ++block;
+      row = 0;
+    }
+    for (int i = count; i < kTileEntries; ++i) keys[i] = keys[count - 1];
+  }
+};
+
+// Blocks are scattered, so the processor cannot guess the next ones.
+template <class T>
+inline void prefetch_rows(const T* const* rows, int begin, int end, int head_dim) {
+  for (int i = begin; i < end; ++i) {
+    const char* row = reinterpret_cast<const char*>(rows[i]);
+    for (int offset = 0; offset < head_dim * static_cast<int>(sizeof(T)); offset += kCacheLine) {
+      __builtin_prefetch(row + offset);
+    }
+  }
+}
+
+// packed[word][entry] <- word of each entry's row.
+template <class Word, class T>
+void pack_keys(const TileRows<T>& tile, int num_words, int head_dim, float* packed) {
+  const T* const* rows = tile.keys;
+  for (int entry = 0; entry < kTileEntries; entry += kLanes) {
+    prefetch_rows(tile.values, entry, minimum(entry + kLanes, tile.count), head_dim);
+    for (int first = 0; first < num_words; first += kLanes) {
+      const int words = minimum(kLanes, num_words - first);
+      Vec square[kLanes];
+      for (int i = 0; i < kLanes; ++i) {
+        const Word* row = reinterpret_cast<const Word*>(rows[entry + i]) + first;
+        square[i] = words == kLanes ? load(row) : load_first(words, row);
+      }
+      transpose(square);
+      for (int i = 0; i < words; ++i) store(packed + (first + i) * kTileEntries + entry, square[i]);
+    }
+  }
+}
+
+// scores[row][entry] <- scale * query . key, for kRows queries and all entries of the tile.
+template <class Product, int kRows>
+void score(const float* queries, const float* packed_keys, int num_words, float scale, float* scores) {
+  for (int entry = 0; entry < kTileEntries; entry += kVectorBlock * kLanes) {
+    Vec sums[kRows][kVectorBlock] = {};
+    for (int word = 0; word < num_words; ++word) {
+      Vec keys[kVectorBlock];
+      for (int v = 0; v < kVectorBlock; ++v) keys[v] = load(packed_keys + word * kTileEntries + entry + v * kLanes);
+      for (int r = 0; r < kRows; ++r) {
+        const Vec query = broadcast(queries[r * num_words + word]);
+        for (int v = 0; v < kVectorBlock; ++v) sums[r][v] = Product::accumulate(query, keys[v], sums[r][v]);
+      }
+    }
+    for (int r = 0; r < kRows; ++r) {
+      for (int v = 0; v < kVectorBlock; ++v) {
+        store(scores + r * kTileEntries + entry + v * kLanes, mul(sums[r][v], broadcast(scale)));
+      }
+    }
+  }
+}
+
+// Turn the first `count` scores of a query into weights, the others into 0, and rescale what it has so far.
+inline void softmax(float* scores, int count, int head_dim, float& max_so_far, float& sum_so_far, float* values_so_far) {
+  const Vec minus_infinity = broadcast(-__builtin_inff());
+  Vec largest = minus_infinity;
+  for (int entry = 0; entry < kTileEntries; entry += kLanes) {
+    const int valid = count - entry;
+    Vec x = valid > 0 ? load(scores + entry) : minus_infinity;
+    if (valid < kLanes) {
+      if (valid > 0) x = keep_first(valid, x, minus_infinity);
+      store(scores + entry, x);
+    }
+    largest = max(x, largest);
+  }
+  const float tile_max = reduce_max(largest);
+  const float new_max = tile_max > max_so_far ? tile_max : max_so_far;
+
+  Vec sum = {};
+  for (int entry = 0; entry < kTileEntries; entry += kLanes) {
+    const Vec weight = exp(sub(load(scores + entry), broadcast(new_max)));
+    store(scores + entry, weight);
+    sum = add(sum, weight);
+  }
+  if (new_max == max_so_far) {
+    sum_so_far += reduce_add(sum);
+    return;
+  }
+  const Vec shrink = exp(sub(broadcast(max_so_far), broadcast(new_max)));
+  float factor[kLanes];
+  store(factor, shrink);
+  sum_so_far = sum_so_far * factor[0] + reduce_add(sum);
+  max_so_far = new_max;
+  for (int channel = 0; channel < head_dim; ++channel) values_so_far[channel] *= factor[0];
+}
+
+// sums[row][channels] += weights[row][begin .. end - 1] . values, for kVectors vectors of channels from `channel` on.
+template <class T, int kRows, int kVectors>
+void weigh_channels(const float* weights, const T* const* values, int begin, int end, int channel, int head_dim,
+                    float* sums) {
+  Vec registers[kRows][kVectors];
+  for (int r = 0; r < kRows; ++r) {
+    for (int v = 0; v < kVectors; ++v) registers[r][v] = load(sums + r * head_dim + channel + v * kLanes);
+  }
+  for (int entry = begin; entry < end; ++entry) {
+    const T* row = values[entry] + channel;
+    Vec value[kVectors];
+    for (int v = 0; v < kVectors; ++v) value[v] = load(row + v * kLanes);
+    for (int r = 0; r < kRows; ++r) {
+      const Vec weight = broadcast(weights[r * kTileEntries + entry]);
+      for (int v = 0; v < kVectors; ++v) registers[r][v] = fma(weight, value[v], registers[r][v]);
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int v = 0; v < kVectors; ++v) store(sums + r * head_dim + channel + v * kLanes, registers[r][v]);
+  }
+}
+
+template <class T, int kRows>
+void weigh(const float* weights, const T* const* values, int begin, int end, int head_dim, float* sums) {
+  int channel = 0;
+  for (; channel + kVectorBlock * kLanes <= head_dim; channel += kVectorBlock * kLanes) {
+    weigh_channels<T, kRows, kVectorBlock>(weights, values, begin, end, channel, head_dim, sums);
+  }
+  for (; channel + kLanes <= head_dim; channel += kLanes) {
+    weigh_channels<T, kRows, 1>(weights, values, begin, end, channel, head_dim, sums);
+  }
+  const int rest = head_dim - channel;
+  if (rest == 0) return;
+  for (int r = 0; r < kRows; ++r) {
+    Vec sum = load_first(rest, sums + r * head_dim + channel);
+    for (int entry = begin; entry < end; ++entry) {
+      const Vec value = load_first(rest, values[entry] + channel);
+      sum = fma(broadcast(weights[r * kTileEntries + entry]), value, sum);
+    }
+    store_first(rest, sums + r * head_dim + channel, sum);
+  }
+}
+
+template <class T, class Product>
+struct TileAttention {
+  using Word = typename Product::Word;
+
+  const QueryTile& tile;
+  const int head_dim;
+  const int num_words;
+  const float scale;
+  float* queries;      // [tile.count, num_words]
+  float* packed_keys;  // [num_words, kTileEntries]
+
+  TileAttention(const QueryTile& tile, int head_dim, float scale, float* workspace)
+      : tile(tile),
+        head_dim(head_dim),
+        num_words(head_dim / Product::kChannels),
+        scale(scale),
+        queries(workspace),
+        packed_keys(workspace + kMaxQueries * head_dim) {
+    for (int i = 0; i < tile.count; ++i) {
+      const Word* query = static_cast<const Word*>(tile.queries[i]);
+      for (int word = 0; word < num_words; word += kLanes) {
+        const int words = minimum(kLanes, num_words - word);
+        store_first(words, queries + i * num_words + word, load_first(words, query + word));
+      }
+    }
+  }
+
+  // Queries `first` .. `first + kRows - 1` against the entries whose keys are packed.
+  template <int kRows>
+  void attend_rows(int first, bool first_rows, const TileRows<T>& rows, const TileRows<T>& next,
+                   const PartialSoftmax& result) const {
+    float scores[kRows * kTileEntries];
+    int valid[kRows];
+    float* sums = result.weighted_values + first * head_dim;
+    score<Product, kRows>(queries + first * num_words, packed_keys, num_words, scale, scores);
+    for (int r = 0; r < kRows; ++r) {
+      valid[r] = minimum(rows.count, tile.last[first + r] + 1 - rows.start);
+      softmax(scores + r * kTileEntries, valid[r], head_dim, result.max[first + r], result.sum[first + r],
+              sums + r * head_dim);
+    }
+    // A weight of 0 would not hide a NaN among the values: each query stops at its own last entry.
+    const int step = first_rows ? kPrefetchStep : kTileEntries;
+    for (int entry = 0; entry < valid[0]; entry += step) {
+      if (first_rows) prefetch_rows(next.keys, entry, minimum(entry + step, next.count), head_dim);
+      weigh<T, kRows>(scores, rows.values, entry, minimum(entry + step, valid[0]), head_dim, sums);
+    }
+    for (int r = 1; r < kRows; ++r) {
+      if (valid[r] == valid[0]) continue;
+      weigh<T, 1>(scores + r * kTileEntries, rows.values, valid[0], valid[r], head_dim, sums + r * head_dim);
+    }
+  }
+
+  void attend_tile(const TileRows<T>& rows, const TileRows<T>& next, const PartialSoftmax& result) const {
+    pack_keys<Word>(rows, num_words, head_dim, packed_keys);
+    int first = 0;
+    while (tile.last[first] < rows.start) ++first;
+    for (int i = first; i < tile.count; i += kRowBlock) {
+      switch (minimum(kRowBlock, tile.count - i)) {
+        case 4: attend_rows<4>(i, i == first, rows, next, result); break;
+        case 3: attend_rows<3>(i, i == first, rows, next, result); break;
+        case 2: attend_rows<2>(i, i == first, rows, next, result); break;
+        case 1: attend_rows<1>(i, i == first, rows, next, result); break;
+      }
+    }
+  }
+};
+
+inline void clear(int count, int head_dim, const PartialSoftmax& result) {
+  for (int i = 0; i < count; ++i) {
+    result.max[i] = -__builtin_inff();
+    result.sum[i] = 0;
+  }
+  for (int i = 0; i < count * head_dim; ++i) result.weighted_values[i] = 0;
+}
+
+// `into` covers earlier entries than `later`.
+inline void merge(int count, int head_dim, const PartialSoftmax& into, const PartialSoftmax& later) {
+  for (int i = 0; i < count; ++i) {
+    if (later.sum[i] == 0) continue;  // attends none of the later entries
+    const float new_max = later.max[i] > into.max[i] ? later.max[i] : into.max[i];
+    float shrink[2][kLanes];
+    store(shrink[0], exp(broadcast(into.max[i] - new_max)));
+    store(shrink[1], exp(broadcast(later.max[i] - new_max)));
+    into.max[i] = new_max;
+    into.sum[i] = into.sum[i] * shrink[0][0] + later.sum[i] * shrink[1][0];
+    float* sums = into.weighted_values + i * head_dim;
+    const float* others = later.weighted_values + i * head_dim;
+    for (int channel = 0; channel < head_dim; ++channel) {
+      sums[channel] = sums[channel] * shrink[0][0] + others[channel] * shrink[1][0];
+    }
+  }
+}
+
+template <class T, class Product>
+void attend(const PagedHead& head, const QueryTile& tile, float scale, int begin, int end, float* workspace,
+            const PartialSoftmax& result) {
+  const TileAttention<T, Product> attention(tile, head.head_dim, scale, workspace);
+  float* memory = workspace + (kMaxQueries + kTileEntries) * head.head_dim;
+  const PartialSoftmax later{memory, memory + tile.count, memory + 2 * tile.count};
+  end = minimum(end, tile.last[tile.count - 1] + 1);
+  TileRows<T> rows[2];
+  int current = 0;
+  rows[current].locate(head, begin, end);
+  for (int segment = begin; segment < end; segment += kSegmentEntries) {
+    const PartialSoftmax& partial = segment == begin ? result : later;
+    clear(tile.count, head.head_dim, partial);
+    const int segment_end = minimum(end, segment + kSegmentEntries);
+    for (int start = segment; start < segment_end; start += kTileEntries) {
+      rows[!current].locate(head, start + kTileEntries, end);
+      attention.attend_tile(rows[current], rows[!current], partial);
+      current = !current;
+    }
+    if (segment != begin) merge(tile.count, head.head_dim, result, later);
+  }
+}
+
+template <class T>
+void finish(const QueryTile& tile, int head_dim, const PartialSoftmax& total) {
+  for (int i = 0; i < tile.count; ++i) {
+    const Vec inverse = div(broadcast(1.0f), broadcast(total.sum[i]));
+    T* output = static_cast<T*>(tile.outputs[i]);
+    const float* sums = total.weighted_values + i * head_dim;
+    for (int channel = 0; channel < head_dim; channel += kLanes) {
+      const int channels = minimum(kLanes, head_dim - channel);
+      store_first(channels, output + channel, mul(inverse, load_first(channels, sums + channel)));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace kvllm

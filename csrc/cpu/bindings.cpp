@@ -1,0 +1,35 @@
+#include <torch/csrc/stable/library.h>
+
+#include "ops.h"
+
+STABLE_TORCH_LIBRARY(kvllm, m) {
+  m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
+  m.def("add_rms_norm(Tensor(a!) residual, Tensor x, Tensor weight, float eps) -> Tensor");
+  m.def("silu_mul(Tensor gate_up) -> Tensor");
+  m.def(
+      "rotary_(Tensor(a!) qkv, Tensor positions, Tensor cos_sin, int num_q_heads, int num_kv_heads, int head_dim, "
+      "Tensor? q_weight, Tensor? k_weight, float eps) -> ()");
+  m.def(
+      "paged_attention(Tensor queries, Tensor key_cache, Tensor value_cache, Tensor query_starts, Tensor query_index, "
+      "Tensor block_tables, float scale) -> Tensor");
+  m.def(
+      "store_kv(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor keys, Tensor values, Tensor slots) -> ()");
+  m.def("copy_blocks(Tensor(a!) cache, Tensor sources, Tensor destinations) -> ()");
+  m.def("compact(Tensor(a!) cache, Tensor kept, Tensor sources, Tensor destinations) -> ()");
+  m.def("cpu_isa() -> str");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(kvllm, CPU, m) {
+  m.impl("rms_norm", TORCH_BOX(&kvllm::rms_norm));
+  m.impl("add_rms_norm", TORCH_BOX(&kvllm::add_rms_norm));
+  m.impl("silu_mul", TORCH_BOX(&kvllm::silu_mul));
+  m.impl("rotary_", TORCH_BOX(&kvllm::rotary));
+  m.impl("paged_attention", TORCH_BOX(&kvllm::paged_attention));
+  m.impl("store_kv", TORCH_BOX(&kvllm::store_kv));
+  m.impl("copy_blocks", TORCH_BOX(&kvllm::copy_blocks));
+  m.impl("compact", TORCH_BOX(&kvllm::compact));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(kvllm, CompositeExplicitAutograd, m) {
+  m.impl("cpu_isa", TORCH_BOX(&kvllm::cpu_isa));
+}

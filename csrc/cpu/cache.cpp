@@ -1,0 +1,189 @@
+// Data movement in the paged cache. Rows are copied as bytes, whatever their dtype.
+#include <cstring>
+#include <vector>
+
+#include "ops.h"
+
+namespace kvllm {
+namespace {
+
+// `[layers, 2, blocks, kv_heads, block_size, head_dim]`
+struct Cache {
+  int64_t layers, blocks, heads, block_size, row_bytes;
+  char* data;
+
+  explicit Cache(const Tensor& tensor) {
+    check_contiguous(tensor, "cache", 6);
+    check_size(tensor, "cache", 1, 2);
+    layers = tensor.size(0);
+    blocks = tensor.size(2);
+    heads = tensor.size(3);
+    block_size = tensor.size(4);
+    row_bytes = tensor.size(5) * tensor.element_size();
+    data = static_cast<char*>(tensor.mutable_data_ptr());
+  }
+
+  int64_t block_bytes() const { return heads * block_size * row_bytes; }
+
+  // Block `block` of keys (plane 2 * layer) or values (plane 2 * layer + 1).
+  char* block(int64_t plane, int64_t block) const { return data + (plane * blocks + block) * block_bytes(); }
+};
+
+void check_ids(const Tensor& ids, const char* name, int64_t dim) {
+  check_contiguous(ids, name, dim);
+  check_dtype(ids, name, ScalarType::Long);
+}
+
+void check_block(int64_t block, int64_t blocks, const char* name) {
+  STD_TORCH_CHECK(block >= 0 && block < blocks, "block ", block, " of ", name, " is not in the cache of ", blocks,
+                  " blocks");
+}
+
+// Rows that one KV head of one sequence keeps in one layer.
+struct KeptRow {
+  const int64_t* offsets;
+  int64_t count;
+};
+
+// The rows of `kept`, in order, after checking that every block they reach exists.
+std::vector<KeptRow> check_kept(const Tensor& kept, const Cache& cache, const Tensor& sources,
+                                const Tensor& destinations) {
+  const int64_t width = kept.size(3), sequences = kept.size(1);
+  const int64_t source_blocks = sources.size(1), destination_blocks = destinations.size(1);
+  std::vector<KeptRow> rows(cache.layers * sequences * cache.heads);
+  std::vector<int64_t> source_end(sequences, 0), destination_end(sequences, 0);
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const int64_t* offsets = kept.const_data_ptr<int64_t>() + static_cast<int64_t>(i) * width;
+    int64_t count = 0, previous = -1;
+    for (; count < width && offsets[count] != -1; ++count) {
+      STD_TORCH_CHECK(offsets[count] > previous, "kept is not strictly ascending: ", offsets[count], " follows ",
+                      previous);
+      previous = offsets[count];
+    }
+    for (int64_t j = count; j < width; ++j) STD_TORCH_CHECK(offsets[j] == -1, "kept has -1 before ", offsets[j]);
+    rows[i] = {offsets, count};
+    const int64_t sequence = static_cast<int64_t>(i) / cache.heads % sequences;
+    source_end[sequence] = std::max(source_end[sequence], previous + 1);
+    destination_end[sequence] = std::max(destination_end[sequence], count);
+  }
+  for (int64_t s = 0; s < sequences; ++s) {
+    STD_TORCH_CHECK(source_end[s] <= source_blocks * cache.block_size, "kept reaches offset ", source_end[s] - 1,
+                    " of a region of ", source_blocks, " blocks of ", cache.block_size);
+    STD_TORCH_CHECK(destination_end[s] <= destination_blocks * cache.block_size, destination_end[s],
+                    " kept entries do not fit ", destination_blocks, " blocks of ", cache.block_size);
+    for (int64_t b = 0; b * cache.block_size < source_end[s]; ++b) {
+      check_block(sources.const_data_ptr<int64_t>()[s * source_blocks + b], cache.blocks, "sources");
+    }
+    for (int64_t b = 0; b * cache.block_size < destination_end[s]; ++b) {
+      check_block(destinations.const_data_ptr<int64_t>()[s * destination_blocks + b], cache.blocks, "destinations");
+    }
+  }
+  return rows;
+}
+
+}  // namespace
+
+void store_kv(const Tensor& key_cache, const Tensor& value_cache, const Tensor& keys, const Tensor& values,
+              const Tensor& slots) {
+  check_contiguous(key_cache, "key_cache", 4);
+  check_contiguous(value_cache, "value_cache", 4);
+  check_heads(keys, "keys");
+  check_heads(values, "values");
+  check_ids(slots, "slots", 1);
+  const int64_t blocks = key_cache.size(0), heads = key_cache.size(1), block_size = key_cache.size(2);
+  const int64_t head_dim = key_cache.size(3), rows = slots.size(0);
+  for (int64_t dim = 0; dim < 4; ++dim) check_size(value_cache, "value_cache", dim, key_cache.size(dim));
+  check_dtype(value_cache, "value_cache", key_cache.scalar_type());
+
+  const int64_t* slot = slots.const_data_ptr<int64_t>();
+  for (int64_t t = 0; t < rows; ++t) {
+    STD_TORCH_CHECK(slot[t] < blocks * block_size, "slot ", slot[t], " is not in the cache of ", blocks, " blocks of ",
+                    block_size);
+  }
+  const int64_t row_bytes = head_dim * key_cache.element_size();
+  struct Plane {
+    char* cache;
+    const char* rows;
+    int64_t row_stride;
+  } planes[2];
+  const Tensor* inputs[2][2] = {{&key_cache, &keys}, {&value_cache, &values}};
+  for (int i = 0; i < 2; ++i) {
+    const Tensor& input = *inputs[i][1];
+    check_dtype(input, i == 0 ? "keys" : "values", key_cache.scalar_type());
+    check_size(input, i == 0 ? "keys" : "values", 0, rows);
+    check_size(input, i == 0 ? "keys" : "values", 1, heads);
+    check_size(input, i == 0 ? "keys" : "values", 2, head_dim);
+    planes[i] = {static_cast<char*>(inputs[i][0]->mutable_data_ptr()), static_cast<const char*>(input.data_ptr()),
+                 input.stride(0) * static_cast<int64_t>(input.element_size())};
+  }
+  for_rows(rows, 2 * heads * head_dim, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      if (slot[t] < 0) continue;
+      const int64_t block = slot[t] / block_size, offset = slot[t] % block_size;
+      for (const Plane& plane : planes) {
+        for (int64_t head = 0; head < heads; ++head) {
+          std::memcpy(plane.cache + ((block * heads + head) * block_size + offset) * row_bytes,
+                      plane.rows + t * plane.row_stride + head * row_bytes, row_bytes);
+        }
+      }
+    }
+  });
+}
+
+void copy_blocks(const Tensor& tensor, const Tensor& sources, const Tensor& destinations) {
+  const Cache cache(tensor);
+  check_ids(sources, "sources", 1);
+  check_ids(destinations, "destinations", 1);
+  const int64_t count = sources.size(0);
+  check_size(destinations, "destinations", 0, count);
+  const int64_t* source = sources.const_data_ptr<int64_t>();
+  const int64_t* destination = destinations.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < count; ++i) {
+    check_block(source[i], cache.blocks, "sources");
+    check_block(destination[i], cache.blocks, "destinations");
+  }
+  for_rows(2 * cache.layers * count, cache.block_bytes(), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t plane = i / count;
+      std::memcpy(cache.block(plane, destination[i % count]), cache.block(plane, source[i % count]),
+                  cache.block_bytes());
+    }
+  });
+}
+
+void compact(const Tensor& tensor, const Tensor& kept, const Tensor& sources, const Tensor& destinations) {
+  const Cache cache(tensor);
+  check_ids(kept, "kept", 4);
+  check_ids(sources, "sources", 2);
+  check_ids(destinations, "destinations", 2);
+  const int64_t sequences = kept.size(1);
+  check_size(kept, "kept", 0, cache.layers);
+  check_size(kept, "kept", 2, cache.heads);
+  check_size(sources, "sources", 0, sequences);
+  check_size(destinations, "destinations", 0, sequences);
+  const std::vector<KeptRow> rows = check_kept(kept, cache, sources, destinations);
+
+  const int64_t* source = sources.const_data_ptr<int64_t>();
+  const int64_t* destination = destinations.const_data_ptr<int64_t>();
+  for_rows(static_cast<int64_t>(rows.size()), 2 * kept.size(3) * cache.row_bytes, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t layer = i / (sequences * cache.heads), sequence = i / cache.heads % sequences;
+      const int64_t* from = source + sequence * sources.size(1);
+      const int64_t* to = destination + sequence * destinations.size(1);
+      const int64_t head_offset = i % cache.heads * cache.block_size;
+      for (int64_t plane = 2 * layer; plane < 2 * layer + 2; ++plane) {
+        // In place, an entry never moves to a later row, so ascending order reads each row before it is overwritten.
+        for (int64_t j = 0; j < rows[i].count; ++j) {
+          const int64_t offset = rows[i].offsets[j];
+          const char* old_row = cache.block(plane, from[offset / cache.block_size]) +
+                                (head_offset + offset % cache.block_size) * cache.row_bytes;
+          char* new_row =
+              cache.block(plane, to[j / cache.block_size]) + (head_offset + j % cache.block_size) * cache.row_bytes;
+          if (new_row != old_row) std::memcpy(new_row, old_row, cache.row_bytes);
+        }
+      }
+    }
+  });
+}
+
+}  // namespace kvllm

@@ -1,0 +1,91 @@
+// The hot loops, compiled once per instruction set and chosen at run time.
+//
+// This header is seen by translation units that are compiled for AVX-512. It therefore holds plain declarations only: an
+// inline function emitted there could be the copy that the linker keeps for everyone, and fail on an older processor.
+#pragma once
+
+#include <stdint.h>
+
+namespace kvllm {
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+// Entries of the cache that attention handles at once, and entries after which it closes a partial softmax. Both count
+// from entry 0 of the sequence, so the order of every sum depends on nothing else.
+constexpr int kTileEntries = 64;
+constexpr int kSegmentEntries = 512;
+
+// Queries (rows times heads) that share one pass over keys and values.
+constexpr int kMaxQueries = 64;
+
+// Keys and values of one KV head of one sequence.
+struct PagedHead {
+  const void* keys;    // the head's first row in block 0
+  const void* values;
+  int64_t block_stride;  // elements from a block to the next
+  const int32_t* block_table;
+  int block_size;
+  int head_dim;
+};
+
+// Queries of that sequence and head. Query i attends entries 0 .. last[i]; `last` does not decrease.
+struct QueryTile {
+  int count;
+  const void* queries[kMaxQueries];
+  void* outputs[kMaxQueries];
+  int last[kMaxQueries];
+};
+
+// Softmax over some of the entries, not yet normalized: [count], [count], [count, head_dim].
+struct PartialSoftmax {
+  float* max;
+  float* sum;
+  float* weighted_values;
+};
+
+struct Rotary {
+  void* qkv;
+  int64_t row_stride;
+  const int64_t* positions;
+  const float* cos_sin;
+  int num_query_heads;
+  int num_kv_heads;
+  int head_dim;
+  const void* query_weight;  // null: no normalization
+  const void* key_weight;
+  float eps;
+};
+
+// Pointers are to float or BFloat16, one table for each. Row arguments are dense `[rows, width]`.
+struct Kernels {
+  // Queries against entries begin .. end - 1, as far as each attends them; `begin` is a multiple of kSegmentEntries.
+  // `workspace` has `workspace_floats` floats.
+  void (*attend)(const PagedHead& head, const QueryTile& tile, float scale, int begin, int end, float* workspace,
+                 const PartialSoftmax& result);
+  void (*merge)(int count, int head_dim, const PartialSoftmax& into, const PartialSoftmax& later);
+  void (*finish)(const QueryTile& tile, int head_dim, const PartialSoftmax& total);
+
+  void (*rms_norm)(const void* x, const void* weight, void* out, int64_t rows, int64_t width, float eps);
+  void (*add_rms_norm)(void* residual, const void* x, const void* weight, void* out, int64_t rows, int64_t width,
+                       float eps);
+  void (*silu_mul)(const void* gate_up, void* out, int64_t rows, int64_t width);
+  void (*rotary)(const Rotary& arguments, int64_t begin, int64_t end);
+};
+
+constexpr int workspace_floats(int head_dim) {
+  return (kMaxQueries + kTileEntries) * head_dim + kMaxQueries * (head_dim + 2);
+}
+
+struct KernelSet {
+  Kernels float32;
+  Kernels bfloat16;
+};
+
+extern const KernelSet kBaselineKernels;
+extern const KernelSet kAvx2Kernels;
+extern const KernelSet kAvx512Kernels;
+extern const KernelSet kAvx512Bf16Kernels;
+
+}  // namespace kvllm

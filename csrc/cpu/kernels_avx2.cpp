@@ -1,0 +1,19 @@
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#pragma GCC target("avx2,fma")
+#define KVLLM_AVX2
+
+#include "attention_kernel.h"
+#include "elementwise_kernel.h"
+
+namespace kvllm {
+
+const KernelSet kAvx2Kernels = {
+    {attend<float, ChannelProduct<float>>, merge, finish<float>, rms_norm<float>, add_rms_norm<float>, silu_mul<float>,
+     rotary<float>},
+    {attend<BFloat16, ChannelProduct<BFloat16>>, merge, finish<BFloat16>, rms_norm<BFloat16>, add_rms_norm<BFloat16>,
+     silu_mul<BFloat16>, rotary<BFloat16>},
+};
+
+}  // namespace kvllm
+
+#endif

@@ -1,0 +1,71 @@
+// The operators, and what all of them need to check and split their work.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+
+#include "isa.h"
+
+namespace kvllm {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps);
+Tensor add_rms_norm(const Tensor& residual, const Tensor& x, const Tensor& weight, double eps);
+Tensor silu_mul(const Tensor& gate_up);
+void rotary(const Tensor& qkv, const Tensor& positions, const Tensor& cos_sin, int64_t num_query_heads,
+            int64_t num_kv_heads, int64_t head_dim, const std::optional<Tensor>& query_weight,
+            const std::optional<Tensor>& key_weight, double eps);
+Tensor paged_attention(const Tensor& queries, const Tensor& key_cache, const Tensor& value_cache,
+                       const Tensor& query_starts, const Tensor& query_index, const Tensor& block_tables, double scale);
+void store_kv(const Tensor& key_cache, const Tensor& value_cache, const Tensor& keys, const Tensor& values,
+              const Tensor& slots);
+void copy_blocks(const Tensor& cache, const Tensor& sources, const Tensor& destinations);
+void compact(const Tensor& cache, const Tensor& kept, const Tensor& sources, const Tensor& destinations);
+
+inline void check_contiguous(const Tensor& tensor, const char* name, int64_t dim) {
+  STD_TORCH_CHECK(tensor.dim() == dim, name, " has ", tensor.dim(), " dimensions, not ", dim);
+  STD_TORCH_CHECK(tensor.is_contiguous(), name, " is not contiguous");
+}
+
+inline void check_dtype(const Tensor& tensor, const char* name, ScalarType dtype) {
+  STD_TORCH_CHECK(tensor.scalar_type() == dtype, name, " has dtype ", torch::headeronly::toString(tensor.scalar_type()),
+                  ", not ", torch::headeronly::toString(dtype));
+}
+
+inline void check_size(const Tensor& tensor, const char* name, int64_t dim, int64_t size) {
+  STD_TORCH_CHECK(tensor.size(dim) == size, "dimension ", dim, " of ", name, " is ", tensor.size(dim), ", not ", size);
+}
+
+// Rows of heads: `[T, heads, head_dim]`, in which only the rows may be apart.
+inline void check_heads(const Tensor& tensor, const char* name) {
+  STD_TORCH_CHECK(tensor.dim() == 3, name, " has ", tensor.dim(), " dimensions, not 3");
+  const bool dense_heads = (tensor.size(2) == 1 || tensor.stride(2) == 1) &&
+                           (tensor.size(1) == 1 || tensor.stride(1) == tensor.size(2));
+  STD_TORCH_CHECK(tensor.numel() == 0 || dense_heads, "the heads of a row of ", name, " are not contiguous");
+}
+
+inline const Kernels& kernels_for(const Tensor& tensor, const char* name) {
+  const ScalarType dtype = tensor.scalar_type();
+  STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::BFloat16, name, " has dtype ",
+                  torch::headeronly::toString(dtype), ": float32 and bfloat16 are supported");
+  return dtype == ScalarType::Float ? kernel_set().float32 : kernel_set().bfloat16;
+}
+
+// Elements below which a loop over memory is faster on one thread.
+constexpr int64_t kGrainElements = 32768;
+
+// body(begin, end) over rows of `width` elements, on several threads where there is enough to do.
+template <class Body>
+void for_rows(int64_t rows, int64_t width, const Body& body) {
+  torch::stable::parallel_for(0, rows, std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, width)), body);
+}
+
+}  // namespace kvllm

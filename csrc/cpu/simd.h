@@ -1,0 +1,272 @@
+// Vectors of float for one instruction set. The including translation unit selects it twice, by the target pragma for the
+// code and by KVLLM_AVX2 or KVLLM_AVX512 for this file: g++ runs the preprocessor ahead of the pragma.
+//
+// Fused multiply-add is explicit (contraction is switched off for the whole build), so that loops which compute the same
+// sum with a different number of accumulators give the same bits.
+#pragma once
+
+#include <stdint.h>
+
+#include "kernels.h"
+
+#if defined(KVLLM_AVX2) || defined(KVLLM_AVX512)
+#include <immintrin.h>
+#endif
+
+namespace kvllm {
+namespace {
+
+#if defined(KVLLM_AVX512)
+
+using Vec = __m512;
+constexpr int kLanes = 16;
+
+inline Vec broadcast(float x) { return _mm512_set1_ps(x); }
+inline Vec load(const float* p) { return _mm512_loadu_ps(p); }
+inline Vec load(const BFloat16* p) {
+  const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
+inline void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
+
+inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+inline Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
+inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+inline Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+// The second operand where either is NaN.
+inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+inline Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
+inline Vec zero_where_less(Vec a, Vec bound, Vec x) {
+  return _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(a, bound, _CMP_LT_OQ), _mm512_setzero_ps());
+}
+inline Vec keep_first(int count, Vec x, Vec others) {
+  return _mm512_mask_mov_ps(others, static_cast<__mmask16>((1u << count) - 1), x);
+}
+// x * 2^n, given n + 1.5 * 2^23.
+inline Vec scale_by_power(Vec x, Vec shifted_n) {
+  return _mm512_castsi512_ps(
+      _mm512_add_epi32(_mm512_castps_si512(x), _mm512_slli_epi32(_mm512_castps_si512(shifted_n), 23)));
+}
+
+// To nearest even. A NaN stays one: its low bits are zero, whether it was read as bfloat16 or made by an operation.
+inline Vec round_to_bfloat16(Vec x) {
+  const __m512i bits = _mm512_castps_si512(x);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const __m512i rounded = _mm512_and_si512(up, _mm512_set1_epi32(static_cast<int>(0xffff0000)));
+  return _mm512_castsi512_ps(rounded);
+}
+inline void store(BFloat16* p, Vec x) {
+  const __m512i high = _mm512_srli_epi32(_mm512_castps_si512(round_to_bfloat16(x)), 16);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(high));
+}
+
+inline float reduce_add(Vec x) { return _mm512_reduce_add_ps(x); }
+inline float reduce_max(Vec x) { return _mm512_reduce_max_ps(x); }
+
+inline void transpose(Vec rows[kLanes]) {
+  Vec t[kLanes];
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_ps(rows[i], rows[i + 1]);
+    t[i + 1] = _mm512_unpackhi_ps(rows[i], rows[i + 1]);
+  }
+  // rows[4q + j] now gets element j of each 128-bit lane, of the four rows 4q .. 4q + 3.
+  for (int i = 0; i < 16; i += 4) {
+    rows[i] = _mm512_shuffle_ps(t[i], t[i + 2], 0x44);
+    rows[i + 1] = _mm512_shuffle_ps(t[i], t[i + 2], 0xee);
+    rows[i + 2] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+    rows[i + 3] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+  }
+  for (int j = 0; j < 4; ++j) {
+    t[j] = _mm512_shuffle_f32x4(rows[j], rows[4 + j], 0x88);
+    t[4 + j] = _mm512_shuffle_f32x4(rows[j], rows[4 + j], 0xdd);
+    t[8 + j] = _mm512_shuffle_f32x4(rows[8 + j], rows[12 + j], 0x88);
+    t[12 + j] = _mm512_shuffle_f32x4(rows[8 + j], rows[12 + j], 0xdd);
+  }
+  for (int j = 0; j < 4; ++j) {
+    rows[j] = _mm512_shuffle_f32x4(t[j], t[8 + j], 0x88);
+    rows[8 + j] = _mm512_shuffle_f32x4(t[j], t[8 + j], 0xdd);
+    rows[4 + j] = _mm512_shuffle_f32x4(t[4 + j], t[12 + j], 0x88);
+    rows[12 + j] = _mm512_shuffle_f32x4(t[4 + j], t[12 + j], 0xdd);
+  }
+}
+
+#elif defined(KVLLM_AVX2)
+
+using Vec = __m256;
+constexpr int kLanes = 8;
+
+inline Vec broadcast(float x) { return _mm256_set1_ps(x); }
+inline Vec load(const float* p) { return _mm256_loadu_ps(p); }
+inline Vec load(const BFloat16* p) {
+  const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+}
+inline void store(float* p, Vec x) { _mm256_storeu_ps(p, x); }
+
+inline Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
+inline Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
+inline Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
+inline Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+// The second operand where either is NaN.
+inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+inline Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
+inline Vec zero_where_less(Vec a, Vec bound, Vec x) {
+  return _mm256_andnot_ps(_mm256_cmp_ps(a, bound, _CMP_LT_OQ), x);
+}
+inline Vec keep_first(int count, Vec x, Vec others) {
+  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  const __m256i keep = _mm256_cmpgt_epi32(_mm256_set1_epi32(count), lane);
+  return _mm256_blendv_ps(others, x, _mm256_castsi256_ps(keep));
+}
+// x * 2^n, given n + 1.5 * 2^23.
+inline Vec scale_by_power(Vec x, Vec shifted_n) {
+  return _mm256_castsi256_ps(
+      _mm256_add_epi32(_mm256_castps_si256(x), _mm256_slli_epi32(_mm256_castps_si256(shifted_n), 23)));
+}
+
+inline Vec round_to_bfloat16(Vec x) {
+  const __m256i bits = _mm256_castps_si256(x);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  const __m256i rounded = _mm256_and_si256(up, _mm256_set1_epi32(static_cast<int>(0xffff0000)));
+  return _mm256_castsi256_ps(rounded);
+}
+inline void store(BFloat16* p, Vec x) {
+  const __m256i high = _mm256_srli_epi32(_mm256_castps_si256(round_to_bfloat16(x)), 16);
+  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(high, high), 0x08);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
+}
+
+inline float reduce_add(Vec x) {
+  __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+inline float reduce_max(Vec x) {
+  __m128 s = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+}
+
+inline void transpose(Vec rows[kLanes]) {
+  Vec t[kLanes];
+  for (int i = 0; i < 8; i += 4) {
+    const Vec a = _mm256_unpacklo_ps(rows[i], rows[i + 1]);
+    const Vec b = _mm256_unpackhi_ps(rows[i], rows[i + 1]);
+    const Vec c = _mm256_unpacklo_ps(rows[i + 2], rows[i + 3]);
+    const Vec d = _mm256_unpackhi_ps(rows[i + 2], rows[i + 3]);
+    t[i] = _mm256_shuffle_ps(a, c, 0x44);
+    t[i + 1] = _mm256_shuffle_ps(a, c, 0xee);
+    t[i + 2] = _mm256_shuffle_ps(b, d, 0x44);
+    t[i + 3] = _mm256_shuffle_ps(b, d, 0xee);
+  }
+  for (int j = 0; j < 4; ++j) {
+    rows[j] = _mm256_permute2f128_ps(t[j], t[4 + j], 0x20);
+    rows[4 + j] = _mm256_permute2f128_ps(t[j], t[4 + j], 0x31);
+  }
+}
+
+#else  // any processor, through the compiler's own vectors
+
+typedef float Vec __attribute__((vector_size(16)));
+typedef int32_t Bits __attribute__((vector_size(16)));
+constexpr int kLanes = 4;
+
+inline Vec broadcast(float x) { return Vec{x, x, x, x}; }
+inline Vec load(const float* p) {
+  Vec x;
+  __builtin_memcpy(&x, p, sizeof(x));
+  return x;
+}
+inline Vec load(const BFloat16* p) {
+  Bits bits;
+  for (int i = 0; i < kLanes; ++i) bits[i] = static_cast<int32_t>(static_cast<uint32_t>(p[i].bits) << 16);
+  return reinterpret_cast<Vec>(bits);
+}
+inline void store(float* p, Vec x) { __builtin_memcpy(p, &x, sizeof(x)); }
+
+inline Vec select(Bits condition, Vec yes, Vec no) {
+  return reinterpret_cast<Vec>((condition & reinterpret_cast<Bits>(yes)) | (~condition & reinterpret_cast<Bits>(no)));
+}
+inline Vec add(Vec a, Vec b) { return a + b; }
+inline Vec sub(Vec a, Vec b) { return a - b; }
+inline Vec mul(Vec a, Vec b) { return a * b; }
+inline Vec div(Vec a, Vec b) { return a / b; }
+inline Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
+// The second operand where either is NaN.
+inline Vec max(Vec a, Vec b) { return select(a > b, a, b); }
+inline Vec min(Vec a, Vec b) { return select(a < b, a, b); }
+inline Vec zero_where_less(Vec a, Vec bound, Vec x) { return select(a < bound, Vec{}, x); }
+inline Vec keep_first(int count, Vec x, Vec others) {
+  return select(Bits{0, 1, 2, 3} < Bits{count, count, count, count}, x, others);
+}
+// x * 2^n, given n + 1.5 * 2^23.
+inline Vec scale_by_power(Vec x, Vec shifted_n) {
+  typedef uint32_t Unsigned __attribute__((vector_size(16)));
+  return reinterpret_cast<Vec>(reinterpret_cast<Unsigned>(x) + (reinterpret_cast<Unsigned>(shifted_n) << 23));
+}
+
+inline Vec round_to_bfloat16(Vec x) {
+  typedef uint32_t Unsigned __attribute__((vector_size(16)));
+  const Unsigned bits = reinterpret_cast<Unsigned>(x);
+  const Unsigned rounded = (bits + ((bits >> 16) & 1) + 0x7fff) & 0xffff0000;
+  return reinterpret_cast<Vec>(rounded);
+}
+inline void store(BFloat16* p, Vec x) {
+  const Bits bits = reinterpret_cast<Bits>(round_to_bfloat16(x));
+  for (int i = 0; i < kLanes; ++i) p[i].bits = static_cast<uint16_t>(static_cast<uint32_t>(bits[i]) >> 16);
+}
+
+inline float reduce_add(Vec x) { return (x[0] + x[2]) + (x[1] + x[3]); }
+inline float reduce_max(Vec x) {
+  const float a = x[0] > x[2] ? x[0] : x[2], b = x[1] > x[3] ? x[1] : x[3];
+  return a > b ? a : b;
+}
+
+inline void transpose(Vec rows[kLanes]) {
+  Vec t[kLanes];
+  for (int i = 0; i < kLanes; ++i) t[i] = Vec{rows[0][i], rows[1][i], rows[2][i], rows[3][i]};
+  for (int i = 0; i < kLanes; ++i) rows[i] = t[i];
+}
+
+#endif
+
+// Fewer values than a vector holds go through these, so that they get the same arithmetic as full vectors.
+template <class T>
+inline Vec load_first(int count, const T* p) {
+  T padded[kLanes] = {};
+  __builtin_memcpy(padded, p, count * sizeof(T));
+  return load(padded);
+}
+template <class T>
+inline void store_first(int count, T* p, Vec x) {
+  T padded[kLanes];
+  store(padded, x);
+  __builtin_memcpy(p, padded, count * sizeof(T));
+}
+
+inline Vec rounded_to(Vec x, const float*) { return x; }
+inline Vec rounded_to(Vec x, const BFloat16*) { return round_to_bfloat16(x); }
+
+// e^x to 1e-7 relative; 0 below -87, e^88 above 88, NaN stays NaN.
+inline Vec exp(Vec x) {
+  const Vec low = broadcast(-87.0f), shift = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const Vec y = min(broadcast(88.0f), max(low, x));
+  const Vec shifted_n = fma(y, broadcast(1.44269504f), shift);
+  const Vec n = sub(shifted_n, shift);
+  const Vec r = fma(n, broadcast(-1.42860682e-6f), fma(n, broadcast(-0.693145752f), y));  // y - n * ln 2, |r| <= 0.35
+  Vec p = broadcast(1.39501e-3f);
+  p = fma(p, r, broadcast(8.37169e-3f));
+  p = fma(p, r, broadcast(4.16662e-2f));
+  p = fma(p, r, broadcast(1.6666491e-1f));
+  p = fma(p, r, broadcast(0.5f));
+  p = fma(p, r, broadcast(1.0f));
+  p = fma(p, r, broadcast(1.0f));
+  return zero_where_less(x, low, scale_by_power(p, shifted_n));
+}
+
+}  // namespace
+}  // namespace kvllm

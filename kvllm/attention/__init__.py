@@ -1,0 +1,1 @@
+"""Attention backends, the paged KV cache, and its compression."""

@@ -1,0 +1,54 @@
+"""The compiled CPU operators (csrc/cpu) as an attention backend."""
+
+from __future__ import annotations
+
+import torch
+
+from kvllm._extension import operator
+from kvllm.attention.backend import AttentionBackend, AttentionBatch
+from kvllm.attention.cache import PagedKVCache
+from kvllm.errors import ConfigError
+
+
+class CpuBackend(AttentionBackend):
+    """Reads keys and values in place; bfloat16 or float32, any block size, head_dim even.
+
+    With a bfloat16 cache, products are exact in float32 and summed there, on any processor.
+    """
+
+    name = "cpu"
+
+    def __init__(self, cache: PagedKVCache, num_query_heads: int, scale: float) -> None:
+        super().__init__(cache, num_query_heads, scale)
+        if not cache.data.is_cpu:
+            device = cache.data.device
+            raise ConfigError(f"the attention backend 'cpu' cannot read a cache on {device}: use 'reference'")
+        self._keys = [cache.keys(layer) for layer in range(cache.shape.num_layers)]
+        self._values = [cache.values(layer) for layer in range(cache.shape.num_layers)]
+        self._attention = operator("paged_attention")
+        self._store = operator("store_kv")
+        self._copy_blocks = operator("copy_blocks")
+        self._compact = operator("compact")
+
+    def plan(self, batch: AttentionBatch) -> AttentionBatch:
+        return batch
+
+    def run(self, layer: int, queries: torch.Tensor, plan: AttentionBatch) -> torch.Tensor:
+        return self._attention(
+            queries,
+            self._keys[layer],
+            self._values[layer],
+            plan.query_starts,
+            plan.query_index,
+            plan.block_tables,
+            self.scale,
+        )
+
+    def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        self._store(self._keys[layer], self._values[layer], keys, values, slots)
+
+    def copy_blocks(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
+        self._copy_blocks(self.cache.data, sources, destinations)
+
+    def compact(self, kept: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor) -> None:
+        self._compact(self.cache.data, kept, sources, destinations)

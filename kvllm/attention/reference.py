@@ -1,0 +1,59 @@
+"""Attention and data movement in plain torch, on any device: short enough to check by eye, too slow to serve with."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from kvllm.attention.backend import AttentionBackend, AttentionBatch
+
+
+class ReferenceBackend(AttentionBackend):
+    """One row at a time, over a dense copy of the entries it attends."""
+
+    name = "reference"
+
+    def plan(self, batch: AttentionBatch) -> AttentionBatch:
+        return batch
+
+    def run(self, layer: int, queries: torch.Tensor, plan: AttentionBatch) -> torch.Tensor:
+        keys, values = self.cache.keys(layer), self.cache.values(layer)
+        block_size = self.cache.shape.block_size
+        starts = plan.query_starts.tolist()
+        index = plan.query_index.tolist()
+        output = torch.empty_like(queries, memory_format=torch.contiguous_format)
+        for sequence, (start, end) in enumerate(itertools.pairwise(starts)):
+            entries = torch.arange(index[end - 1] + 1, device=queries.device)
+            blocks = plan.block_tables[sequence].long()[entries // block_size]
+            sequence_keys = keys[blocks, :, entries % block_size].transpose(0, 1)
+            sequence_values = values[blocks, :, entries % block_size].transpose(0, 1)
+            for row in range(start, end):
+                visible = slice(0, index[row] + 1)
+                output[row] = self._attend(queries[row], sequence_keys[:, visible], sequence_values[:, visible])
+        return output
+
+    def _attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """`[query_heads, head_dim]` over `[kv_heads, entries, head_dim]` -> `[query_heads, head_dim]`."""
+        grouped = query.float().unflatten(0, (keys.shape[0], -1))
+        scores = grouped @ keys.float().transpose(1, 2) * self.scale
+        return (scores.softmax(-1) @ values.float()).flatten(0, 1).to(query.dtype)
+
+    def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        rows = slots >= 0
+        blocks, offsets = slots[rows] // self.cache.shape.block_size, slots[rows] % self.cache.shape.block_size
+        self.cache.keys(layer)[blocks, :, offsets] = keys[rows]
+        self.cache.values(layer)[blocks, :, offsets] = values[rows]
+
+    def copy_blocks(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
+        self.cache.data[:, :, destinations] = self.cache.data[:, :, sources]
+
+    def compact(self, kept: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor) -> None:
+        block_size = self.cache.shape.block_size
+        for layer, sequence, head in torch.cartesian_prod(*(torch.arange(n) for n in kept.shape[:3])).tolist():
+            old = kept[layer, sequence, head]
+            old = old[old >= 0]
+            new = torch.arange(len(old), device=old.device)
+            region = self.cache.data[layer, :, :, head]
+            survivors = region[:, sources[sequence, old // block_size], old % block_size]
+            region[:, destinations[sequence, new // block_size], new % block_size] = survivors

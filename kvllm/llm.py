@@ -1,0 +1,276 @@
+"""LLM: the offline batch API. Reads like vLLM's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from tqdm import tqdm
+
+from kvllm.attention.backends import make_backend
+from kvllm.attention.cache import CacheShape, PagedKVCache
+from kvllm.config import CompressionConfig, EngineConfig, require
+from kvllm.core.compression_policy import check_pool
+from kvllm.core.engine import LLMEngine, Prompt
+from kvllm.errors import ConfigError, RequestError
+from kvllm.model_config import ModelConfig, load_model_config
+from kvllm.models.loader import load_model, random_model
+from kvllm.outputs import RequestOutput
+from kvllm.parallel import SingleRank
+from kvllm.sampling_params import SamplingParams
+from kvllm.stats import EngineStats
+from kvllm.tokenizer import has_tokenizer, load_tokenizer
+from kvllm.worker.inline import InlineExecutor
+from kvllm.worker.model_runner import ModelRunner
+
+DEFAULT_MODEL = Path(__file__).parent / "assets" / "reasoner"
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+GIB = 1 << 30
+
+
+class LLM:
+    """A model with its KV pool, for batches of prompts.
+
+    Args:
+        model: directory of a Hugging Face checkpoint (config.json, safetensors, tokenizer). Default: the small
+            reasoning model that comes with the package.
+        dtype: "bfloat16", "float32", or "auto" for the checkpoint's own (float16 runs as float32).
+        max_model_len: longest sequence in tokens, prompt and output; default what the model was made for.
+        max_num_seqs: most sequences that run at once.
+        max_num_batched_tokens: most tokens of one step; longer prompts are computed in chunks.
+        block_size: tokens of a KV block, 1 to 256.
+        num_gpu_blocks_override: blocks in the KV pool, or
+        kv_cache_memory_bytes: its size in bytes. Default: half of the free memory, 4 GiB at most.
+        enable_prefix_caching: let requests share the blocks of equal beginnings.
+        tensor_parallel_size: ranks that share the model.
+        seed: of requests that bring none.
+        compression: how the KV cache is compressed while decoding; None for not at all.
+        attention_backend: "cpu", "reference", or "auto" for the fastest.
+        load_format: "auto" reads the checkpoint's weights, "dummy" makes random ones from its config.json alone.
+
+    Raises:
+        ConfigError, CheckpointError: before any weights are read, wherever that can be known.
+    """
+
+    def __init__(
+        self,
+        model: str | Path = DEFAULT_MODEL,
+        *,
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 2048,
+        block_size: int = 256,
+        num_gpu_blocks_override: int | None = None,
+        kv_cache_memory_bytes: int | None = None,
+        enable_prefix_caching: bool = True,
+        tensor_parallel_size: int = 1,
+        seed: int = 0,
+        compression: CompressionConfig | None = None,
+        attention_backend: str = "auto",
+        load_format: str = "auto",
+    ) -> None:
+        path = Path(model)
+        self.model_config = load_model_config(path)
+        _check_parallel(tensor_parallel_size, self.model_config)
+        torch_dtype = _dtype(dtype, self.model_config)
+        length = _model_length(max_model_len, self.model_config)
+        require(load_format in ("auto", "dummy"), "load_format", load_format, "choose one of auto, dummy")
+        require(type(block_size) is int and 1 <= block_size <= 256, "block_size", block_size, "between 1 and 256")
+        shape = CacheShape(
+            self.model_config.num_layers,
+            self.model_config.num_kv_heads,
+            self.model_config.head_dim,
+            block_size,
+            torch_dtype,
+        )
+        most_useful = max_num_seqs * -(-length // block_size)
+        self.config = EngineConfig(
+            num_blocks=_num_blocks(num_gpu_blocks_override, kv_cache_memory_bytes, shape, most_useful),
+            max_model_len=length,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching,
+            seed=seed,
+            compression=compression,
+        )
+        if max_model_len is not None:
+            check_pool(self.config)
+        self.cache_shape = shape
+        self.tokenizer = load_tokenizer(path) if has_tokenizer(path) else None
+        runner = self._load(path, shape, attention_backend, load_format)
+        self.llm_engine = LLMEngine(
+            self.config,
+            InlineExecutor(runner),
+            vocab_size=self.model_config.vocab_size,
+            eos_token_ids=self.model_config.eos_token_ids,
+            tokenizer=self.tokenizer,
+        )
+        self._request_ids = count()
+
+    def _load(self, path: Path, shape: CacheShape, attention_backend: str, load_format: str) -> ModelRunner:
+        device = torch.device("cpu")
+        cache = PagedKVCache(shape, self.config.num_blocks, device)
+        # Made before the weights are read: a wrong name must not cost a minute.
+        backend = make_backend(attention_backend, cache, self.model_config.num_query_heads, shape.head_dim**-0.5)
+        arguments = (self.model_config, SingleRank(), shape.dtype, device, self.config.max_model_len)
+        if load_format == "dummy":
+            model = random_model(*arguments, seed=self.config.seed)
+        else:
+            model = load_model(path, *arguments)
+        return ModelRunner(model, cache, backend, self.config, self.model_config.eos_token_ids)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete prompts, as many at a time as the KV pool carries.
+
+        Args:
+            prompts: a prompt or a list of them: text, token ids, or a dict with `prompt` or `prompt_token_ids`.
+            sampling_params: for all prompts, or a list with one for each. Default: `SamplingParams()`.
+            use_tqdm: show a progress bar.
+
+        Returns:
+            One output for each prompt, in order. In a list of prompts, one that cannot be served has its `error` set
+            and no outputs; the others are not affected.
+
+        Raises:
+            RequestError: a single prompt cannot be served, or the arguments do not fit together.
+        """
+        alone = _is_one_prompt(prompts)
+        batch: list[Any] = [prompts] if alone else list(prompts)
+        params = _one_for_each(sampling_params, len(batch))
+        if self.llm_engine.has_unfinished_requests():
+            raise RequestError("llm_engine has unfinished requests: call llm_engine.step() until they have ended")
+        outputs = [self._add(prompt, each, alone) for prompt, each in zip(batch, params, strict=True)]
+        try:
+            self._run(outputs, use_tqdm)
+        finally:
+            for output in outputs:
+                self.llm_engine.abort(output.request_id)  # only what an exception left unfinished
+        return outputs
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer conversations through the checkpoint's chat template.
+
+        Args:
+            messages: a conversation, a list of `{"role": ..., "content": ...}`, or a list of conversations.
+            chat_template_kwargs: passed to the template, e.g. `{"enable_thinking": False}`.
+        """
+        if self.tokenizer is None:
+            raise RequestError("the checkpoint has no tokenizer, so it has no chat template: use generate")
+        alone = not messages or isinstance(messages[0], Mapping)
+        options = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
+        conversations = [messages] if alone else messages
+        texts = [self.tokenizer.apply_chat_template(conversation, **options) for conversation in conversations]
+        # The template has written the special tokens already.
+        prompts = [{"prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)} for text in texts]
+        return self.generate(prompts[0] if alone else prompts, sampling_params, use_tqdm)
+
+    def stats(self) -> EngineStats:
+        """Counters since the engine started. The object is live: it goes on counting."""
+        return self.llm_engine.stats
+
+    def _add(self, prompt: Prompt, sampling_params: SamplingParams, alone: bool) -> RequestOutput:
+        request_id = str(next(self._request_ids))
+        try:
+            return self.llm_engine.add_request(request_id, prompt, sampling_params, stream=False)
+        except RequestError as error:
+            if alone:
+                raise
+            text = prompt if isinstance(prompt, str) else None
+            return RequestOutput(request_id, text, [], [], finished=True, error=error)
+
+    def _run(self, outputs: list[RequestOutput], use_tqdm: bool) -> None:
+        refused = sum(output.finished for output in outputs)
+        with tqdm(total=len(outputs), initial=refused, desc="Processed prompts", disable=not use_tqdm) as bar:
+            prompt_tokens = output_tokens = 0
+            begin = time.perf_counter()
+            while self.llm_engine.has_unfinished_requests():
+                for output in self.llm_engine.step():
+                    if output.finished:
+                        prompt_tokens += len(output.prompt_token_ids)
+                        output_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+                        bar.update()
+                if use_tqdm:
+                    self._describe(bar, prompt_tokens, output_tokens, time.perf_counter() - begin)
+
+    def _describe(self, bar: tqdm, prompt_tokens: int, output_tokens: int, seconds: float) -> None:
+        running, blocks = self.stats().timeline[-1] if self.stats().timeline else (0, 0)
+        bar.set_postfix_str(
+            f"input {prompt_tokens / seconds:.0f} tok/s, output {output_tokens / seconds:.0f} tok/s, "
+            f"running {running}, KV pool {blocks / self.config.num_blocks:.0%}",
+            refresh=False,
+        )
+
+
+def _check_parallel(tensor_parallel_size: int, model: ModelConfig) -> None:
+    field, value = "tensor_parallel_size", tensor_parallel_size
+    require(type(value) is int and value >= 1, field, value, "at least 1")
+    heads = model.num_kv_heads
+    require(heads % value == 0, field, value, f"a divisor of the model's {heads} KV heads")
+    require(value == 1, field, value, "1: this version runs the model on one rank")
+
+
+def _dtype(dtype: str, model: ModelConfig) -> torch.dtype:
+    if dtype == "auto":
+        dtype = "bfloat16" if model.dtype == "bfloat16" else "float32"
+    require(dtype in DTYPES, "dtype", dtype, f"choose one of auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def _model_length(max_model_len: int | None, model: ModelConfig) -> int:
+    longest = model.max_position_embeddings
+    if max_model_len is None:
+        return longest
+    fits = type(max_model_len) is int and 2 <= max_model_len <= longest
+    require(fits, "max_model_len", max_model_len, f"between 2 and the model's max_position_embeddings={longest}")
+    return max_model_len
+
+
+def _num_blocks(override: int | None, memory: int | None, shape: CacheShape, most_useful: int) -> int:
+    """Blocks in the pool, from the two ways to ask for them, or from the free memory."""
+    if override is not None and memory is not None:
+        raise ConfigError(
+            f"num_gpu_blocks_override={override} and kv_cache_memory_bytes={memory} both size the KV pool: give one"
+        )
+    if override is not None:
+        return override
+    if memory is None:
+        return max(1, min(most_useful, min(4 * GIB, psutil.virtual_memory().available // 2) // shape.bytes_per_block))
+    one_block = f"at least one block of {shape.block_size} tokens, {shape.bytes_per_block} bytes"
+    require(type(memory) is int and memory >= shape.bytes_per_block, "kv_cache_memory_bytes", memory, one_block)
+    return memory // shape.bytes_per_block
+
+
+def _is_one_prompt(prompts: Any) -> bool:
+    if isinstance(prompts, (str, Mapping)):
+        return True
+    return bool(prompts) and all(type(item) is int for item in prompts)
+
+
+def _one_for_each(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * num_prompts
+    if len(params) != num_prompts:
+        raise RequestError(f"{len(params)} sampling_params for {num_prompts} prompts: give one for all or one for each")
+    return list(params)

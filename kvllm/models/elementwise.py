@@ -1,0 +1,93 @@
+"""The work between the matrix products: normalization, rotary embedding, gated activation.
+
+CPU tensors go to the compiled operators, all others to the plain torch functions at the end of this file, which define
+the results. Arithmetic is in float32; values are rounded to the tensor's dtype (float32 or bfloat16) where Hugging
+Face's modules round them, except that the rotation rounds once.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from kvllm._extension import operator
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm over the last dimension: contiguous `[T, D]`, weight `[D]` of the same dtype -> `[T, D]`."""
+    if x.is_cpu:
+        return operator("rms_norm")(x, weight, eps)
+    return torch_rms_norm(x, weight, eps)
+
+
+def add_rms_norm(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Add `x` to `residual` in place and return the RMSNorm of the sum; both `[T, D]`."""
+    if x.is_cpu:
+        return operator("add_rms_norm")(residual, x, weight, eps)
+    return torch_add_rms_norm(residual, x, weight, eps)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """`silu(gate) * up` of `[T, 2 * I]`, gate in the first half -> `[T, I]`."""
+    if gate_up.is_cpu:
+        return operator("silu_mul")(gate_up)
+    return torch_silu_mul(gate_up)
+
+
+def rotary(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    num_query_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> None:
+    """Normalize (optionally) and rotate the query and key heads of `qkv` in place.
+
+    qkv: contiguous `[T, >= (num_query_heads + num_kv_heads) * head_dim]`: query heads, key heads, then anything, which
+        is left alone. `num_kv_heads` may be 0.
+    positions: int64 `[T]`.
+    cos_sin: float32 `[max_positions, head_dim]`, cosines in the first half of a row, sines in the second.
+    q_weight, k_weight: `[head_dim]`, RMSNorm of each head before the rotation (Qwen3), or None.
+    """
+    rotate = operator("rotary_") if qkv.is_cpu else torch_rotary
+    rotate(qkv, positions, cos_sin, num_query_heads, num_kv_heads, head_dim, q_weight, k_weight, eps)
+
+
+def torch_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    x32 = x.float()
+    scaled = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+    return scaled.to(x.dtype) * weight
+
+
+def torch_add_rms_norm(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return torch_rms_norm(residual.add_(x), weight, eps)
+
+
+def torch_silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def torch_rotary(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    num_query_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> None:
+    cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
+    first = 0
+    for num_heads, weight in ((num_query_heads, q_weight), (num_kv_heads, k_weight)):
+        heads = qkv[:, first : first + num_heads * head_dim].unflatten(1, (num_heads, head_dim))
+        first += num_heads * head_dim
+        x = heads if weight is None else torch_rms_norm(heads, weight, eps)
+        low, high = x.float().chunk(2, dim=-1)
+        heads.copy_(torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1))

@@ -1,0 +1,226 @@
+"""The matrix products of a decoder, each holding one rank's part of its weight, and the table of rotations.
+
+A layer stores its weight as `[out, in]`, like the checkpoint. `weights` says which tensors of the checkpoint go where;
+once they are there, `pack` brings the weight into the form that is multiplied fastest.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from kvllm.model_config import ModelConfig, RopeScaling
+from kvllm.parallel import Shard, split
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One tensor of a checkpoint: its whole `shape`, and `target`, the memory of this rank's part of it, which begins
+    at index `start` of dimension `dim`."""
+
+    shape: tuple[int, ...]
+    target: torch.Tensor
+    dim: int = 0
+    start: int = 0
+
+
+def whole(target: torch.Tensor) -> Weight:
+    """A tensor that every rank holds completely."""
+    return Weight(tuple(target.shape), target)
+
+
+def row_part(total: int, target: torch.Tensor, shard: Shard) -> Weight:
+    """A tensor of `total` rows that are shared out among the ranks."""
+    return Weight((total, *target.shape[1:]), target, 0, shard.rank * target.shape[0])
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """A copy of `weight` `[out, in]` in oneDNN's blocked layout, if oneDNN multiplies its dtype here; else itself.
+
+    `F.linear` copies a bfloat16 weight into that layout on every call, which takes longer than the product of a decode
+    step. In float32, the packed product also sums a row in the same order however many rows there are.
+    """
+    supported = weight.is_cpu and torch.backends.mkldnn.is_available()
+    if weight.dtype == torch.bfloat16:
+        supported = supported and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.ops.mkldnn._reorder_linear_weight(weight, None) if supported else weight
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`x` `[T, in]` times `weight` `[out, in]`, plain or packed, plus `bias` `[out]` -> `[T, out]`."""
+    if not weight.is_mkldnn:
+        return F.linear(x, weight, bias)
+    # oneDNN adds up a single row of more than 1024 in another order than several rows. A result must not depend on how
+    # many sequences share a step, so such a row is multiplied twice.
+    if x.shape[0] == 1 and x.shape[1] > 1024:
+        return torch.ops.mkldnn._linear_pointwise(torch.cat((x, x)), weight, bias, "none", [], "")[:1]
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+class QKVLinear:
+    """The projections to queries, keys and values as one product; heads are shared out.
+
+    The rows of the weight are those of the queries, keys and values, in this order.
+    """
+
+    def __init__(self, config: ModelConfig, shard: Shard, dtype: torch.dtype, device: torch.device) -> None:
+        self.shard = shard
+        self.head_dim = config.head_dim
+        self.totals = {"q": config.num_query_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
+        self.num_query_heads = split(config.num_query_heads, shard, "query heads")
+        self.num_kv_heads = split(config.num_kv_heads, shard, "KV heads")
+        query_size, kv_size = self.num_query_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self.sizes = (query_size, kv_size, kv_size)
+        self.weight = torch.empty(sum(self.sizes), config.hidden_size, dtype=dtype, device=device)
+        self.bias = torch.empty(sum(self.sizes), dtype=dtype, device=device) if config.qkv_bias else None
+        self._query_weight: torch.Tensor | None = None
+
+    def weights(self, prefix: str) -> dict[str, Weight]:
+        found = {}
+        for kind, tensor in (("weight", self.weight), ("bias", self.bias)):
+            if tensor is not None:
+                for (name, heads), part in zip(self.totals.items(), tensor.split(self.sizes), strict=True):
+                    found[f"{prefix}.{name}_proj.{kind}"] = row_part(heads * self.head_dim, part, self.shard)
+        return found
+
+    def pack(self) -> None:
+        self.weight = pack(self.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[T, hidden_size]` -> `[T, (query_heads + 2 * kv_heads) * head_dim]`."""
+        return linear(x, self.weight, self.bias)
+
+    def forward_queries(self, x: torch.Tensor) -> torch.Tensor:
+        """The queries of `forward`, without the work for keys and values: `[T, query_heads * head_dim]`.
+
+        A packed weight cannot be sliced, so the first call packs its query rows once more: memory that an engine
+        without compression never spends.
+        """
+        size = self.sizes[0]
+        if self._query_weight is None:
+            packed = self.weight.is_mkldnn
+            self._query_weight = pack(self.weight.to_dense()[:size]) if packed else self.weight[:size]
+        return linear(x, self._query_weight, None if self.bias is None else self.bias[:size])
+
+
+class MergedColumnLinear:
+    """Projections of one input, equally wide, as one product; the rows of each are shared out."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        names: tuple[str, ...],
+        shard: Shard,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.shard = shard
+        self.names = names
+        self.out_features = out_features
+        self.size = split(out_features, shard, "MLP columns")
+        self.weight = torch.empty(len(names) * self.size, in_features, dtype=dtype, device=device)
+
+    def weights(self, prefix: str) -> dict[str, Weight]:
+        parts = zip(self.names, self.weight.split(self.size), strict=True)
+        return {f"{prefix}.{name}.weight": row_part(self.out_features, part, self.shard) for name, part in parts}
+
+    def pack(self) -> None:
+        self.weight = pack(self.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[T, in_features]` -> `[T, len(names) * out_features / ranks]`, one projection after the other."""
+        return linear(x, self.weight)
+
+
+class RowLinear:
+    """A projection whose input columns are shared out: each rank computes one term of the sum."""
+
+    def __init__(
+        self, in_features: int, out_features: int, shard: Shard, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.shard = shard
+        self.in_features = in_features
+        columns = split(in_features, shard, "input columns")
+        self.weight = torch.empty(out_features, columns, dtype=dtype, device=device)
+
+    def weights(self, prefix: str) -> dict[str, Weight]:
+        rows, columns = self.weight.shape
+        return {f"{prefix}.weight": Weight((rows, self.in_features), self.weight, 1, self.shard.rank * columns)}
+
+    def pack(self) -> None:
+        self.weight = pack(self.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[T, in_features / ranks]` -> `[T, out_features]`, summed over the ranks."""
+        return self.shard.all_reduce(linear(x, self.weight))
+
+
+class VocabEmbedding:
+    """The vectors of tokens; the vocabulary is shared out."""
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, shard: Shard, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.shard = shard
+        self.vocab_size = vocab_size
+        self.size = split(vocab_size, shard, "vocabulary entries")
+        self.weight = torch.empty(self.size, hidden_size, dtype=dtype, device=device)
+
+    def weights(self, prefix: str) -> dict[str, Weight]:
+        return {f"{prefix}.weight": row_part(self.vocab_size, self.weight, self.shard)}
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """int64 `[T]` -> `[T, hidden_size]`, a fresh tensor."""
+        if self.shard.world_size == 1:
+            return F.embedding(token_ids, self.weight)
+        local = token_ids - self.shard.rank * self.size
+        elsewhere = (local < 0) | (local >= self.size)
+        vectors = F.embedding(local.masked_fill_(elsewhere, 0), self.weight)
+        return self.shard.all_reduce(vectors.masked_fill_(elsewhere.unsqueeze(1), 0))
+
+
+class LMHead:
+    """The projection to the vocabulary, which is shared out.
+
+    With `tied` embeddings, the weight is theirs. Packing still makes a copy, for the embeddings need plain rows.
+    """
+
+    def __init__(self, embedding: VocabEmbedding, tied: bool, shard: Shard) -> None:
+        self.shard = shard
+        self.tied = tied
+        self.vocab_size = embedding.vocab_size
+        self.weight = embedding.weight if tied else torch.empty_like(embedding.weight)
+
+    def weights(self, prefix: str) -> dict[str, Weight]:
+        return {} if self.tied else {f"{prefix}.weight": row_part(self.vocab_size, self.weight, self.shard)}
+
+    def pack(self) -> None:
+        self.weight = pack(self.weight)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`[R, hidden_size]` -> logits `[R, vocab_size]`."""
+        return self.shard.all_gather_last_dim(linear(hidden, self.weight))
+
+
+def rotary_table(config: ModelConfig, num_positions: int, device: torch.device) -> torch.Tensor:
+    """Cosines, then sines, of the rotation angles: float32 `[num_positions, head_dim]`."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    frequencies = _scale_frequencies(1.0 / config.rope_theta**exponents, config.rope_scaling)
+    angles = torch.arange(num_positions, dtype=torch.float32).unsqueeze(1) * frequencies
+    return torch.cat((angles.cos(), angles.sin()), dim=1).to(device)
+
+
+def _scale_frequencies(frequencies: torch.Tensor, scaling: RopeScaling | None) -> torch.Tensor:
+    if scaling is None:
+        return frequencies
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    # Operation for operation as in transformers: at position 100,000 a rounding error in a frequency shows.
+    wavelengths = 2 * math.pi / frequencies
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = ((scaling.original_max_position_embeddings / wavelengths - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * frequencies / scaling.factor + kept * frequencies

@@ -1,0 +1,209 @@
+"""Text to tokens and back: the checkpoint's tokenizer, text that grows token by token, and stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvllm.errors import CheckpointError, RequestError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# One of these must be there, complete. Without its vocabulary, transformers builds a tokenizer that knows no words.
+VOCABULARIES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
+REPLACEMENT = "\ufffd"
+# A character has at most 4 bytes. More tokens than this without a complete one at their end are a run of invalid bytes.
+MAX_PENDING = 16
+
+
+def has_tokenizer(path: str | Path) -> bool:
+    """Whether the checkpoint directory has a tokenizer's vocabulary. Without one, prompts can still be token ids."""
+    return any(all((Path(path) / name).is_file() for name in names) for names in VOCABULARIES)
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Load the tokenizer of a local checkpoint. Nothing is downloaded, and no code from the checkpoint is run.
+
+    Raises:
+        CheckpointError: the directory or the tokenizer's files are missing or cannot be read.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a directory: give the directory of a checkpoint")
+    if not has_tokenizer(path):
+        allowed = ", or ".join(" with ".join(names) for names in VOCABULARIES)
+        raise CheckpointError(
+            f"{path} has no tokenizer: {allowed} is needed. Add the files, or give prompts as token ids"
+        )
+    from transformers import AutoTokenizer  # slow to import, and not needed for prompts of token ids
+
+    try:
+        return Tokenizer(AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True))
+    except Exception as error:  # tokenizers raises bare Exception for a broken tokenizer.json
+        raise CheckpointError(f"the tokenizer in {path} cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+class Tokenizer:
+    """A transformers tokenizer (`hf`), with errors that name what is wrong with a request."""
+
+    def __init__(self, hf: PreTrainedTokenizerBase) -> None:
+        self.hf = hf
+        self.special_token_ids = frozenset(i for i, token in hf.added_tokens_decoder.items() if token.special)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt. Text made by `apply_chat_template` has its special tokens already.
+
+        Raises:
+            RequestError: not a string, or not encodable as UTF-8.
+        """
+        if not isinstance(text, str):
+            raise RequestError(f"a prompt must be a string or a list of token ids, not {type(text).__name__}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"the prompt is not valid Unicode: {error}") from None
+        return self.hf.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Text of tokens, as the model wrote it. Ids that the tokenizer does not know have no text."""
+        # Cleaning up would change text that was given out already: it joins "word" and " ." once the dot arrives.
+        return self.hf.decode(  # type: ignore[return-value]  # a list only for batches
+            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+
+    def apply_chat_template(
+        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
+    ) -> str:
+        """The prompt's text for a conversation. Encode it with `add_special_tokens=False`.
+
+        messages: dicts with "role" and what the template reads, as a rule "content".
+        kwargs: for the template (such as `enable_thinking`) or for transformers (`chat_template`, `tools`).
+
+        Raises:
+            RequestError: there is no template, or the messages do not fit it.
+        """
+        if self.hf.chat_template is None and kwargs.get("chat_template") is None:
+            raise RequestError("the checkpoint has no chat template: pass chat_template, or prompt with plain text")
+        _check_messages(messages)
+        try:
+            return self.hf.apply_chat_template(  # type: ignore[return-value]  # tokens only with tokenize=True
+                messages, add_generation_prompt=add_generation_prompt, tokenize=False, **kwargs
+            )
+        except Exception as error:  # the template is a program: it may fail in any way on messages it does not expect
+            raise RequestError(
+                f"the chat template cannot render these messages: {type(error).__name__}: {error}"
+            ) from error
+
+
+def _check_messages(messages: list[dict[str, Any]]) -> None:
+    if not isinstance(messages, list | tuple) or not messages:
+        raise RequestError(f"messages must be a list of at least one message, not {messages!r}")
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise RequestError(f'messages[{index}] must be a dict with a "role" and a "content", not {message!r}')
+
+
+class IncrementalDecoder:
+    """Text of a growing list of tokens, at a cost per token that does not grow with the list.
+
+    The pieces add up to `tokenizer.decode` of all tokens, and no piece ends inside a character. (One exception: a
+    byte-fallback decoder rejects a whole run of bytes for an invalid one at its end. Text given out before it stays.)
+    New tokens are decoded behind those of the piece before: some decoders treat the first token of a text differently.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._context: list[int] = []
+        self._context_length = 0
+        self._pending: list[int] = []
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Text that these tokens complete; what may still change is kept for later."""
+        self._pending += [token_id for token_id in token_ids if token_id not in self._skipped]
+        text = self._tokenizer.decode(self._context + self._pending)
+        if not text.endswith(REPLACEMENT):
+            return self._release(len(self._pending), text)
+        if len(self._pending) > MAX_PENDING:
+            return self._release_invalid(text)
+        return ""
+
+    def finish(self) -> str:
+        """What is left: an incomplete character becomes U+FFFD."""
+        return self._release(len(self._pending), self._tokenizer.decode(self._context + self._pending))
+
+    def _release(self, count: int, text: str) -> str:
+        """Give out the first `count` pending tokens; `text` is the context's and theirs."""
+        released, self._pending = self._pending[:count], self._pending[count:]
+        piece = text[self._context_length :]
+        if piece:
+            self._context, self._context_length = released, len(self._tokenizer.decode(released))
+        elif len(self._context) < MAX_PENDING:
+            # Without text, yet a decoder may look at them: a lone leading space makes the next one stay.
+            self._context += released
+        return piece
+
+    def _release_invalid(self, text: str) -> str:
+        """Give out all but the last few tokens, cut between two characters: a cut inside one would change the text."""
+        counts = range(len(self._pending) - 1, len(self._pending) - 5, -1)
+        heads = [self._tokenizer.decode(self._context + self._pending[:count]) for count in counts]
+        for count, head in zip(counts, heads, strict=True):
+            if not head.endswith(REPLACEMENT):
+                return self._release(count, head)
+        for count, head in zip(counts, heads, strict=True):
+            tail = self._tokenizer.decode(self._pending[count:])
+            if tail and head + tail == text:
+                return self._release(count, head)
+        return ""
+
+
+class StopChecker:
+    """Finds stop strings in text that arrives in pieces, wherever the pieces' borders are.
+
+    The stop string that is complete first ends the text (of two that end together, the longer one).
+    """
+
+    def __init__(self, stop: Sequence[str], include_stop_str: bool = False) -> None:
+        self._stop = stop
+        self._include_stop_str = include_stop_str
+        self._longest = max(map(len, stop), default=0)
+        self._held = ""
+
+    def push(self, piece: str, armed: bool = True) -> tuple[str, str | None]:
+        """Text that is final now, and the stop string that ended it, if any.
+
+        Text that may be the beginning of a stop string is held back. Stop strings completed while not `armed`
+        (before `min_tokens`) are text like any other.
+        """
+        text = self._held + piece
+        stop, end = self._find(text) if armed else (None, 0)
+        if stop is not None:
+            self._held = ""
+            return text[: end if self._include_stop_str else end - len(stop)], stop
+        released = len(text) - self._unfinished(text)
+        self._held = text[released:]
+        return text[:released], None
+
+    def finish(self) -> str:
+        """Text held back that did not become a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+    def _find(self, text: str) -> tuple[str | None, int]:
+        """The stop string that ends first among those that end after the text held back, and its end."""
+        ends = []
+        for stop in self._stop:
+            start = text.find(stop, max(0, len(self._held) - len(stop) + 1))
+            if start >= 0:
+                ends.append((start + len(stop), -len(stop), stop))
+        end, _, stop = min(ends, default=(0, 0, None))
+        return stop, end
+
+    def _unfinished(self, text: str) -> int:
+        """Length of the longest end of the text that a stop string begins with."""
+        for length in range(min(len(text), self._longest - 1), 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stop):
+                return length
+        return 0

@@ -1,0 +1,40 @@
+"""Tiny checkpoints with random weights, written by transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+SIZES = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,  # large, so that every weight matters in the logits
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def make_checkpoint(
+    path: Path, family: str, *, seed: int = 0, sharded: bool = False, dtype: str = "float32", **options: Any
+) -> torch.nn.Module:
+    """Write a model of `family` ("llama", "mistral", "qwen2", "qwen3") to the directory `path` and return it.
+
+    options: keys of the family's config beyond or instead of SIZES, such as `tie_word_embeddings`, `head_dim`.
+    """
+    torch.manual_seed(seed)
+    config = transformers.AutoConfig.for_model(family, **{**SIZES, **options})
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():  # transformers starts norms at one and biases at zero
+            if name.endswith(("norm.weight", "bias")):
+                weight.add_(torch.randn_like(weight) * 0.2)
+    model.save_pretrained(path, max_shard_size="150KB" if sharded else "1GB")
+    return model

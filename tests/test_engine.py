@@ -1,0 +1,237 @@
+"""The engine end to end: transformers' tokens, whatever the blocks, chunks, batch mates and preemptions."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from kvllm import LLM, CompressionConfig, SamplingParams
+from tests.checkpoints import make_checkpoint
+
+PROMPT_LENGTHS = (1, 2, 7, 16, 17, 40, 63, 100)
+NEW_TOKENS = 128
+FAMILIES = {
+    "llama": {},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 32},
+}
+
+
+def random_prompts(vocab: int, lengths=PROMPT_LENGTHS, seed: int = 0) -> list[dict]:
+    rng = random.Random(seed)
+    return [{"prompt_token_ids": [rng.randrange(3, vocab) for _ in range(length)]} for length in lengths]
+
+
+def greedy(max_tokens: int = NEW_TOKENS, **options) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **options)
+
+
+def tokens(llm: LLM, prompts: list[dict], params: SamplingParams | None = None) -> list[list[int]]:
+    outputs = llm.generate(prompts, params or greedy(), use_tqdm=False)
+    assert all(output.error is None for output in outputs)
+    assert llm.llm_engine.scheduler.blocks.num_owned == 0
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def expected_tokens(path: Path, prompts: list[dict], new_tokens: int = NEW_TOKENS) -> list[list[int]]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    found = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt["prompt_token_ids"]])
+        output = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new_tokens, eos_token_id=-1
+        )
+        found.append(output[0, ids.shape[1] :].tolist())
+    return found
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def checkpoint(request, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp(request.param)
+    make_checkpoint(path, request.param, **FAMILIES[request.param])
+    return path
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("qwen3-alone")
+    make_checkpoint(path, "qwen3", **FAMILIES["qwen3"])
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(qwen3) -> list[list[int]]:
+    return expected_tokens(qwen3, random_prompts(256))
+
+
+def make_llm(path: Path, **options) -> LLM:
+    defaults = {"block_size": 16, "num_gpu_blocks_override": 400, "max_num_batched_tokens": 512}
+    return LLM(path, **(defaults | options))
+
+
+def test_greedy_tokens_are_those_of_transformers(checkpoint: Path) -> None:
+    prompts = random_prompts(256)
+    assert tokens(make_llm(checkpoint), prompts) == expected_tokens(checkpoint, prompts)
+
+
+def test_greedy_tokens_of_a_trained_model(shared_dir: Path) -> None:
+    path = shared_dir / "data" / "models" / "stories260K-fp32"
+    prompts = random_prompts(512, lengths=(1, 2, 3, 5, 8, 13, 21, 34))
+    llm = make_llm(path)
+    assert tokens(llm, prompts) == expected_tokens(path, prompts)
+    (story,) = llm.generate({"prompt_token_ids": [1]}, greedy(40), use_tqdm=False)
+    assert story.outputs[0].text.startswith("Once upon a time, there was a little girl named Lily.")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"block_size": 1, "num_gpu_blocks_override": 2000},
+        {"block_size": 256, "num_gpu_blocks_override": 20},
+        {"max_num_batched_tokens": 16, "max_num_seqs": 8},
+        {"max_num_seqs": 1},
+        {"max_num_seqs": 3},
+        {"enable_prefix_caching": False},
+        {"attention_backend": "reference"},
+    ],
+    ids=str,
+)
+def test_tokens_do_not_depend_on_how_they_are_computed(qwen3: Path, expected, options: dict) -> None:
+    assert tokens(make_llm(qwen3, **options), random_prompts(256)) == expected
+
+
+def test_preemption_changes_no_token(qwen3: Path, expected) -> None:
+    llm = make_llm(qwen3, num_gpu_blocks_override=40, enable_prefix_caching=False)
+    assert tokens(llm, random_prompts(256)) == expected
+    assert llm.stats().preemptions > 0
+
+
+def test_prefix_caching_changes_no_token(qwen3: Path, expected) -> None:
+    llm = make_llm(qwen3)
+    prompts = random_prompts(256)
+    tokens(llm, prompts)
+    again = llm.generate(prompts, greedy(), use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in again] == expected
+    assert again[-1].metrics.num_cached_tokens == 96  # six of the 100 tokens' blocks are full
+    longer = [{"prompt_token_ids": p["prompt_token_ids"] + e[:64]} for p, e in zip(prompts, expected, strict=True)]
+    continued = llm.generate(longer, greedy(64), use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in continued] == [e[64:] for e in expected]
+    assert continued[0].metrics.num_cached_tokens == 64  # generated blocks are found too
+
+
+COMPRESSION = CompressionConfig(period=8, window_blocks=3, retain_blocks=1, buffer=4, chunk_budget=4)
+
+
+@pytest.mark.parametrize("retain_tokens", [None, 17], ids=["whole blocks", "exact count"])
+def test_compression_frees_blocks_while_decoding(qwen3: Path, retain_tokens: int | None) -> None:
+    compression = CompressionConfig(period=8, retain_tokens=retain_tokens, buffer=4, chunk_budget=4)
+    llm = make_llm(qwen3, compression=compression)
+    outputs = llm.generate(random_prompts(256), greedy(), use_tqdm=False)
+    assert all(len(output.outputs[0].token_ids) == NEW_TOKENS for output in outputs)
+    stats = llm.stats()
+    assert stats.compression_events > 0
+    assert stats.windows_compressed >= 8
+    assert stats.blocks_released >= 8
+    assert stats.entries_evicted == stats.windows_compressed * (48 - (retain_tokens or 16))
+    assert sum(output.metrics.evicted_entries for output in outputs) == stats.entries_evicted
+
+
+def test_retention_of_everything_changes_no_token(qwen3: Path, expected) -> None:
+    compression = CompressionConfig(period=4, window_blocks=3, retain_blocks=3, buffer=4)
+    assert tokens(make_llm(qwen3, compression=compression), random_prompts(256)) == expected
+
+
+@pytest.mark.parametrize(
+    "options", [{"attention_backend": "reference"}, {"max_num_batched_tokens": 48, "max_num_seqs": 8}]
+)
+def test_what_survives_does_not_depend_on_how_it_is_computed(qwen3: Path, options: dict) -> None:
+    prompts = random_prompts(256)
+    usual = tokens(make_llm(qwen3, compression=COMPRESSION), prompts)
+    # The same steps, so that events fall on the same tokens: only the size of a recomputation pass differs.
+    if "max_num_batched_tokens" in options:
+        prompts = [prompt for prompt in prompts if len(prompt["prompt_token_ids"]) <= 2]
+        usual = tokens(make_llm(qwen3, compression=COMPRESSION), prompts)
+    assert tokens(make_llm(qwen3, compression=COMPRESSION, **options), prompts) == usual
+
+
+def test_compression_under_preemption_and_compress_prompt(qwen3: Path) -> None:
+    compression = CompressionConfig(period=8, buffer=4, chunk_budget=4, compress_prompt=True)
+    llm = make_llm(qwen3, compression=compression, num_gpu_blocks_override=20)
+    assert all(len(found) == NEW_TOKENS for found in tokens(llm, random_prompts(256)))
+    assert llm.stats().preemptions > 0 and llm.stats().windows_compressed > 0
+
+
+def test_a_sequence_that_fits_only_compressed(qwen3: Path) -> None:
+    llm = make_llm(qwen3, compression=COMPRESSION, num_gpu_blocks_override=12, max_num_seqs=2)
+    prompts = random_prompts(256, lengths=(20, 30))
+    found = tokens(llm, prompts, greedy(400))
+    assert [len(each) for each in found] == [400, 400]
+
+
+def test_less_is_preempted_with_compression(qwen3: Path) -> None:
+    prompts = random_prompts(256, lengths=[20] * 12)
+    pool = 12 * 17 // 4  # a quarter of 20 + 250 tokens each
+    plain = make_llm(qwen3, num_gpu_blocks_override=pool, enable_prefix_caching=False)
+    compressed = make_llm(qwen3, num_gpu_blocks_override=pool, compression=COMPRESSION, enable_prefix_caching=False)
+    for llm in (plain, compressed):
+        assert [len(each) for each in tokens(llm, prompts, greedy(250))] == [250] * 12
+    assert compressed.stats().preemptions < plain.stats().preemptions
+    assert compressed.stats().steps < plain.stats().steps
+
+
+def test_completions_of_a_prompt(qwen3: Path) -> None:
+    llm = make_llm(qwen3)
+    prompts = random_prompts(256, lengths=(5, 21))
+    params = SamplingParams(n=3, seed=7, temperature=1.0, max_tokens=20, ignore_eos=True)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    for output in outputs:
+        assert [completion.index for completion in output.outputs] == [0, 1, 2]
+        assert len({tuple(completion.token_ids) for completion in output.outputs}) == 3
+    alone = llm.generate(prompts[1], SamplingParams(seed=7, max_tokens=20, ignore_eos=True), use_tqdm=False)
+    assert alone[0].outputs[0].token_ids == outputs[1].outputs[0].token_ids  # a seed holds whatever runs beside it
+
+
+def test_the_engines_seed_makes_a_run_reproducible(qwen3: Path) -> None:
+    def run(seed: int):
+        llm = make_llm(qwen3, seed=seed)
+        return tokens(llm, random_prompts(256), SamplingParams(max_tokens=10, ignore_eos=True))
+
+    assert run(1) == run(1) != run(2)
+
+
+def test_stepping_the_engine_by_hand(qwen3: Path, expected) -> None:
+    engine = make_llm(qwen3).llm_engine
+    prompts = random_prompts(256)
+    for i, prompt in enumerate(prompts[:3]):
+        engine.add_request(f"request-{i}", prompt, greedy())
+    engine.step()
+    engine.abort("request-1")
+    finished = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                finished[output.request_id] = output.outputs[0].token_ids
+    assert finished == {"request-0": expected[0], "request-2": expected[2]}
+    assert engine.scheduler.blocks.num_owned == 0
+
+
+def test_logprobs_are_those_of_transformers(qwen3: Path) -> None:
+    prompt = random_prompts(256, lengths=(9,))[0]
+    (output,) = make_llm(qwen3).generate(prompt, greedy(5, logprobs=3), use_tqdm=False)
+    completion = output.outputs[0]
+    model = transformers.AutoModelForCausalLM.from_pretrained(qwen3, dtype=torch.float32)
+    ids = torch.tensor([prompt["prompt_token_ids"] + completion.token_ids])
+    with torch.inference_mode():
+        logprobs = model(ids).logits[0].log_softmax(-1)
+    for i, (token_id, entry) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
+        row = logprobs[len(prompt["prompt_token_ids"]) + i - 1]
+        assert set(entry) == set(row.topk(3).indices.tolist())
+        assert entry[token_id].rank == 1
+        for other, logprob in entry.items():
+            assert logprob.logprob == pytest.approx(row[other].item(), abs=1e-3)
+    total = sum(entry[t].logprob for t, entry in zip(completion.token_ids, completion.logprobs, strict=True))
+    assert completion.cumulative_logprob == pytest.approx(total)

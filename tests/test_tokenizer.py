@@ -1,0 +1,299 @@
+"""Tokenizers of real checkpoints: loading, chat templates, incremental decoding, stop strings."""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from kvllm.errors import CheckpointError, RequestError
+from kvllm.tokenizer import IncrementalDecoder, StopChecker, Tokenizer, has_tokenizer, load_tokenizer
+
+NAMES = ("Qwen3", "Llama-3.2", "gpt2")
+TEXT = st.text(
+    st.one_of(
+        st.characters(codec="utf-8"),
+        st.sampled_from("abc .,'\n"),
+        st.sampled_from("中文字あア한글"),
+        st.sampled_from("😀👨‍👩‍👧🇩🇪👍🏽é\u0301\ufffd"),
+    )
+)
+
+
+@functools.cache
+def loaded(path: Path) -> Tokenizer:
+    return load_tokenizer(path)
+
+
+@pytest.fixture(params=NAMES)
+def tokenizer(request, shared_dir) -> Tokenizer:
+    return named(shared_dir, request.param)
+
+
+def named(shared_dir: Path, name: str) -> Tokenizer:
+    path = shared_dir / "data" / "tokenizers" / name
+    if not path.is_dir():
+        pytest.skip(f"needs the tokenizer folder {path}, which is absent")
+    return loaded(path)
+
+
+def sentencepiece_like() -> Tokenizer:
+    """Spaces as a mark, the first one dropped, unknown characters as bytes: the way of Llama 2."""
+    vocab = {"<unk>": 0, **{f"<0x{byte:02X}>": byte + 1 for byte in range(256)}}
+    for piece in ("▁", "▁a", "a", "b", "▁the", "字", "</s>"):
+        vocab[piece] = len(vocab)
+    backend = Backend(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>"))
+
+
+def pieces_of(tokenizer: Tokenizer, token_ids: list[int], skip_special_tokens: bool, step: int = 1) -> list[str]:
+    decoder = IncrementalDecoder(tokenizer, skip_special_tokens)
+    pieces = [decoder.push(token_ids[i : i + step]) for i in range(0, len(token_ids), step)]
+    return [*pieces, decoder.finish()]
+
+
+def test_loading_says_what_is_missing(tmp_path):
+    with pytest.raises(CheckpointError, match="not a directory"):
+        load_tokenizer(tmp_path / "absent")
+    assert not has_tokenizer(tmp_path)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json.*token ids"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_without_its_vocabulary_is_not_loaded(tmp_path, shared_dir):
+    config = shared_dir / "data" / "tokenizers" / "Qwen3" / "tokenizer_config.json"
+    if not config.is_file():
+        pytest.skip(f"needs {config}, which is absent")
+    (tmp_path / "tokenizer_config.json").write_text(config.read_text())
+    (tmp_path / "vocab.json").write_text("{}")  # and no merges.txt
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("broken", ["", "{", "{}"])
+def test_a_broken_tokenizer_is_reported(tmp_path, broken):
+    (tmp_path / "tokenizer.json").write_text(broken)
+    assert has_tokenizer(tmp_path)
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
+        load_tokenizer(tmp_path)
+
+
+def test_code_of_a_checkpoint_is_not_run(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    config = {"tokenizer_class": "Custom", "auto_map": {"AutoTokenizer": ["custom.Custom", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "custom.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
+        load_tokenizer(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_special_tokens_are_added_as_the_checkpoint_wants(shared_dir):
+    llama = named(shared_dir, "Llama-3.2")
+    assert llama.encode("Hi") == [llama.hf.bos_token_id, *llama.encode("Hi", add_special_tokens=False)]
+    qwen = named(shared_dir, "Qwen3")
+    assert qwen.encode("Hi") == qwen.encode("Hi", add_special_tokens=False)
+
+
+def test_decoding_does_not_clean_up(tokenizer):
+    text = "Hello , world . I 'm here !"
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+
+
+def test_decoding_does_not_clean_up_words():
+    backend = Backend(models.WordLevel({"I": 0, "'m": 1, ".": 2}, unk_token="I"))
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=True))
+    assert tokenizer.hf.decode([0, 1, 2]) == "I'm."
+    assert tokenizer.decode([0, 1, 2]) == "I 'm ."
+
+
+def test_ids_that_the_tokenizer_does_not_know_have_no_text(tokenizer):
+    assert tokenizer.decode([len(tokenizer.hf) + 7]) == ""
+
+
+@pytest.mark.parametrize("prompt", [5, None, b"bytes", ["text"], "lone \ud800 surrogate"])
+def test_a_prompt_that_is_no_text_is_refused(tokenizer, prompt):
+    with pytest.raises(RequestError, match="prompt"):
+        tokenizer.encode(prompt)
+
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
+
+
+def test_chat_template(shared_dir):
+    qwen = named(shared_dir, "Qwen3")
+    turns = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n"
+    assert qwen.apply_chat_template(MESSAGES) == turns + "<|im_start|>assistant\n"
+    assert qwen.apply_chat_template(MESSAGES, add_generation_prompt=False) == turns
+    no_thinking = qwen.apply_chat_template(MESSAGES, enable_thinking=False)
+    assert no_thinking == turns + "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    expected = qwen.hf.apply_chat_template(MESSAGES, add_generation_prompt=True, enable_thinking=False)["input_ids"]
+    assert qwen.encode(no_thinking, add_special_tokens=False) == expected
+
+
+def test_a_checkpoint_without_chat_template(shared_dir):
+    gpt2 = named(shared_dir, "gpt2")
+    with pytest.raises(RequestError, match="no chat template"):
+        gpt2.apply_chat_template(MESSAGES)
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    assert gpt2.apply_chat_template(MESSAGES, chat_template=template) == "system: Be brief.\nuser: 2+2?\n"
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        *("hi", None, [], {"role": "user", "content": "x"}, ["hi"], [MESSAGES]),
+        *([{"content": "x"}], [{"role": 5, "content": "x"}], [{"role": "user"}], [{"role": "user", "content": 5}]),
+    ],
+)
+def test_malformed_messages_are_refused(shared_dir, messages):
+    with pytest.raises(RequestError, match="messages"):
+        named(shared_dir, "Qwen3").apply_chat_template(messages)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_text_grows_into_the_decoded_text(shared_dir, name):
+    tokenizer = named(shared_dir, name)
+
+    @settings(deadline=None, max_examples=150)
+    @given(text=TEXT, skip=st.booleans(), step=st.integers(1, 3))
+    def check(text, skip, step):
+        token_ids = tokenizer.encode(text)
+        pieces = pieces_of(tokenizer, token_ids, skip, step)
+        assert "".join(pieces) == tokenizer.decode(token_ids, skip_special_tokens=skip)
+        if "\ufffd" not in text:
+            assert not any("\ufffd" in piece for piece in pieces)
+
+    check()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_tokens_grow_into_their_decoded_text(shared_dir, name):
+    """Tokens as a random model gives them: halves of characters, invalid bytes, special and unknown tokens."""
+    tokenizer = named(shared_dir, name)
+    single_bytes = tokenizer.hf.convert_tokens_to_ids(list(bytes_to_unicode().values()))
+    special = sorted(tokenizer.special_token_ids)[:3]
+    token_id = st.one_of(st.sampled_from(single_bytes), st.sampled_from(special), st.integers(0, len(tokenizer.hf) + 5))
+
+    @settings(deadline=None, max_examples=200)
+    @given(token_ids=st.lists(token_id, max_size=60), skip=st.booleans(), step=st.integers(1, 3))
+    def check(token_ids, skip, step):
+        expected = tokenizer.decode(token_ids, skip_special_tokens=skip)
+        assert "".join(pieces_of(tokenizer, token_ids, skip, step)) == expected
+
+    check()
+
+
+@pytest.mark.parametrize("count", range(10, 24))
+def test_a_character_after_many_invalid_bytes(shared_dir, count):
+    tokenizer = named(shared_dir, "Qwen3")
+    symbols = bytes_to_unicode()
+    token_ids = tokenizer.hf.convert_tokens_to_ids([symbols[byte] for byte in b"\x80" * count + "中".encode()])
+    assert "".join(pieces_of(tokenizer, token_ids, True)) == "\ufffd" * count + "中"
+
+
+def test_special_tokens_that_are_skipped_are_those_without_text(tokenizer):
+    without_text = {i for i in range(len(tokenizer.hf)) if tokenizer.decode([i], skip_special_tokens=True) == ""}
+    assert tokenizer.special_token_ids == without_text
+
+
+@settings(deadline=None, max_examples=300)
+@example(words=["b", *"中" * 12], skip=True, step=3)
+@given(
+    words=st.lists(st.sampled_from(["▁", "▁a", "a", "b", "▁the", "字", "中", "😀", "</s>", "\n"]), max_size=40),
+    skip=st.booleans(),
+    step=st.integers(1, 3),
+)
+def test_marked_spaces_and_byte_fallback(words, skip, step):
+    tokenizer = sentencepiece_like()
+    vocab = tokenizer.hf.get_vocab()
+    names = [[word] if word in vocab else [f"<0x{byte:02X}>" for byte in word.encode()] for word in words]
+    token_ids = [vocab[name] for group in names for name in group]
+    expected = tokenizer.decode(token_ids, skip_special_tokens=skip)
+    assert "".join(pieces_of(tokenizer, token_ids, skip, step)) == expected
+
+
+@pytest.mark.parametrize("kind", ["invalid", "split", "special", "unknown"])
+def test_the_cost_of_a_token_does_not_grow(shared_dir, kind):
+    """Runs that models fall into: none of them may be decoded again and again from its start."""
+    tokenizer = named(shared_dir, "Qwen3")
+    symbols = bytes_to_unicode()
+    invalid, lead, continued = tokenizer.hf.convert_tokens_to_ids([symbols[0x80], symbols[0xE4], symbols[0xB8]])
+    runs = {
+        "invalid": [invalid] * 20_000,
+        "split": [invalid] + [lead, continued] * 10_000,
+        "special": [lead] + [tokenizer.hf.eos_token_id] * 20_000,
+        "unknown": [len(tokenizer.hf)] * 20_000,
+    }
+    decoder = IncrementalDecoder(tokenizer)
+    started = time.process_time()
+    pieces = [decoder.push([token_id]) for token_id in runs[kind]]
+    seconds = time.process_time() - started
+    assert "".join([*pieces, decoder.finish()]) == tokenizer.decode(runs[kind], skip_special_tokens=True)
+    assert seconds < 8  # decoding each time from the start takes a minute or more
+
+
+def stopped(pieces: list[str], stop: list[str], include: bool = False, armed_from: int = 0) -> tuple[str, str | None]:
+    checker = StopChecker(stop, include)
+    text = ""
+    for index, piece in enumerate(pieces):
+        final, found = checker.push(piece, armed=index >= armed_from)
+        text += final
+        if found is not None:
+            return text, found
+    return text + checker.finish(), None
+
+
+def test_stop_strings_may_span_pieces():
+    assert stopped(["Hello", " wor", "ld", "!"], ["world"]) == ("Hello ", "world")
+    assert stopped(["Hello", " wor", "ld!"], ["world"], include=True) == ("Hello world", "world")
+    assert stopped(["Hello", " wor", "k"], ["world"]) == ("Hello work", None)
+    assert stopped(["abc"], []) == ("abc", None)
+    assert stopped(["a\n", "\nb"], ["\n\n"]) == ("a", "\n\n")
+
+
+def test_text_that_may_become_a_stop_string_is_held_back():
+    checker = StopChecker(["</end>", "<x>"])
+    assert checker.push("text <") == ("text ", None)
+    assert checker.push("/en") == ("", None)
+    assert checker.push("ough <") == ("</enough ", None)
+    assert checker.finish() == "<"
+
+
+def test_stop_strings_complete_before_they_are_armed_do_not_count():
+    assert stopped(["a b", " c b"], ["b"], armed_from=1) == ("a b c ", "b")
+    assert stopped(["en", "d", "end"], ["end"], armed_from=2) == ("end", "end")
+    assert stopped(["e", "nd"], ["end"], armed_from=1) == ("", "end")
+    assert stopped(["ab", "x"], ["b", "abc"], armed_from=1) == ("abx", None)
+
+
+@settings(deadline=None, max_examples=500)
+@given(
+    text=st.text("ab", max_size=12),
+    cuts=st.lists(st.integers(0, 12), max_size=4),
+    stop=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
+    include=st.booleans(),
+)
+def test_borders_of_pieces_do_not_matter(text, cuts, stop, include):
+    borders = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    pieces = [text[start:end] for start, end in pairwise(borders)]
+    found, expected = None, text
+    for end in range(len(text) + 1):
+        matches = [each for each in stop if text[:end].endswith(each)]
+        if matches:
+            found = max(matches, key=len)
+            expected = text[:end] if include else text[: end - len(found)]
+            break
+    assert stopped(pieces, stop, include) == (expected, found)
