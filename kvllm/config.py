@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -14,9 +15,12 @@ POLICIES = ("periodic", "standalone")
 ORDERS = ("most_uncompressed", "queue")
 
 
+_fields = cache(msgspec.structs.fields)
+
+
 def check_types(options: Struct) -> None:
     """Structs accept anything when constructed by hand: hold each field against its annotation."""
-    for field in msgspec.structs.fields(options):
+    for field in _fields(type(options)):
         value = getattr(options, field.name)
         try:
             msgspec.convert(value, field.type)
@@ -124,6 +128,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     compression: CompressionConfig | None = None
 
     def __post_init__(self) -> None:
+        right = isinstance(self.compression, CompressionConfig | None)
+        require(right, "compression", self.compression, "a CompressionConfig, or None")
         check_types(self)
         require(1 <= self.block_size <= 256, "block_size", self.block_size, "between 1 and 256")
         for field in ("num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):

@@ -52,7 +52,7 @@ class LiteralWorker:
     def execute(self, plan: StepPlan) -> StepResult:
         plan = decode_plan(encode(plan))
         for seq_id in plan.forgotten:
-            del self.sequences[seq_id]
+            self.sequences.pop(seq_id, None)
         for start in plan.started:
             assert start.seq_id not in self.sequences
             self.sequences[start.seq_id] = LiteralSequence(start.token_ids, start.prompt_length, start.cached_length)
@@ -122,6 +122,7 @@ class LiteralWorker:
                 child = LiteralSequence(list(seq.tokens), seq.prompt_length, seq.cached)
                 child.logical = seq.logical
                 child.table = list(seq.table)
+                assert fork.seq_id not in self.sequences
                 self.sequences[fork.seq_id] = child
                 tokens.append(self._sample(fork.seq_id, child))
         return StepResult(tokens)

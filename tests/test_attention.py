@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -246,6 +247,7 @@ def test_every_instruction_set(isa: str) -> None:
     )
     result = subprocess.run(
         [sys.executable, "-c", script],
+        cwd=Path(__file__).parents[1],
         env={**os.environ, "KVLLM_CPU_ISA": isa, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -300,3 +302,6 @@ def test_make_backend() -> None:
     assert make_backend("reference", cache, 4, 1.0).name == "reference"
     with pytest.raises(ConfigError, match="unknown attention backend 'flash'.*'auto' or one of cpu, reference"):
         make_backend("flash", cache, 4, 1.0)
+    half = PagedKVCache(CacheShape(1, 2, 16, 4, torch.float16), 4)
+    with pytest.raises(ConfigError, match="float32 or bfloat16 with an even head_dim, not torch.float16"):
+        make_backend("cpu", half, 4, 1.0)

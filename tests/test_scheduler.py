@@ -60,6 +60,12 @@ class Harness:
         for seq in self.scheduler.running:
             self.worker.check_agrees(seq)
 
+    def fail(self, executed: bool) -> None:
+        plan = self.scheduler.schedule()
+        if executed:
+            self.worker.execute(plan)
+        self.scheduler.recover(plan)
+
     def finish(self, seq_id: int) -> None:
         seq = self.live.pop(seq_id)
         self.finished[seq_id] = seq.token_ids[:]
@@ -144,6 +150,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             if self.harness.scheduler.has_unfinished:
                 self.harness.step()
 
+    @precondition(lambda self: self.harness.scheduler.has_unfinished)
+    @rule(executed=st.booleans())
+    def fail(self, executed: bool) -> None:
+        """A step that raises, before or behind its work."""
+        self.harness.fail(executed)
+
     @precondition(lambda self: self.harness.live)
     @rule(data=st.data())
     def abort(self, data) -> None:
@@ -157,11 +169,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "harness"):
             self.harness.run()
+            self.harness.step()  # the workers are told of the last ones that ended
             assert self.harness.scheduler.blocks.num_owned == 0
+            assert not self.harness.worker.sequences
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=300, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=2000, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestSchedulerMachine = SchedulerMachine.TestCase
 

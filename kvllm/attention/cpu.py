@@ -11,10 +11,7 @@ from kvllm.errors import ConfigError
 
 
 class CpuBackend(AttentionBackend):
-    """Reads keys and values in place; bfloat16 or float32, any block size, head_dim even.
-
-    With a bfloat16 cache, products are exact in float32 and summed there, on any processor.
-    """
+    """Reads keys and values in place. float32 or bfloat16, any block size, head_dim even; sums are in float32."""
 
     name = "cpu"
 
@@ -23,6 +20,11 @@ class CpuBackend(AttentionBackend):
         if not cache.data.is_cpu:
             device = cache.data.device
             raise ConfigError(f"the attention backend 'cpu' cannot read a cache on {device}: use 'reference'")
+        if cache.shape.dtype not in (torch.float32, torch.bfloat16) or cache.shape.head_dim % 2:
+            raise ConfigError(
+                f"the attention backend 'cpu' reads float32 or bfloat16 with an even head_dim, not "
+                f"{cache.shape.dtype} with head_dim {cache.shape.head_dim}: use 'reference'"
+            )
         self._keys = [cache.keys(layer) for layer in range(cache.shape.num_layers)]
         self._values = [cache.values(layer) for layer in range(cache.shape.num_layers)]
         self._attention = operator("paged_attention")

@@ -110,10 +110,15 @@ class LLMEngine:
 
         Returns:
             The requests that got tokens. An output object belongs to its request and grows with it: copy what must not
-            change.
+            change. After an exception no request is lost: the next step computes the running ones again.
         """
         plan = self.scheduler.schedule()
-        sampled = self.scheduler.update(plan, self.executor.execute(plan))
+        try:
+            result = self.executor.execute(plan)
+        except BaseException:  # an interrupt too: whatever ends the step early, the next one must find order
+            self.scheduler.recover(plan)
+            raise
+        sampled = self.scheduler.update(plan, result)
         now = time.monotonic()
         for seq, _ in sampled:  # forks appear here first, and their request must not end before all are known
             self._requests[seq.request_id].sequences[seq.index] = seq

@@ -74,13 +74,13 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """The next step. It may schedule nothing when a lone sequence had to be preempted; the one after will."""
-        plan = StepPlan(forgotten=self._forgotten)
-        self._forgotten = []
+        plan = StepPlan()
         if self.compression:
             self._compress_due(plan, self.compression)
         budget, preempted = self._schedule_running(plan)
         if not preempted:
             self._admit(plan, budget)
+        plan.forgotten = self._forgotten[:]
         self._decode_steps += any(not seq.is_prefilling for seq in self._scheduled)
         self._record(plan)
         return plan
@@ -179,16 +179,19 @@ class Scheduler:
 
     def _preempt(self, plan: StepPlan, seq: Sequence) -> None:
         """Take everything from a running sequence; it will be recomputed from its tokens."""
+        plan.compressions = [job for job in plan.compressions if job.seq_id != seq.seq_id]
+        self._requeue(seq)
+        seq.preemptions += 1
+        self.stats.preemptions += 1
+
+    def _requeue(self, seq: Sequence) -> None:
         self.running.remove(seq)
         self.blocks.release(seq)
-        plan.compressions = [job for job in plan.compressions if job.seq_id != seq.seq_id]
-        plan.forgotten.append(seq.seq_id)
+        self._forgotten.append(seq.seq_id)
         seq.refill_length = seq.num_tokens
-        seq.preemptions += 1
         seq.reset()
         self.waiting[seq.seq_id] = seq
         self.waiting.move_to_end(seq.seq_id, last=False)
-        self.stats.preemptions += 1
 
     def _growth(self, seq: Sequence) -> int:
         """Blocks that a sequence will add to its table before it has a window to compress.
@@ -293,6 +296,7 @@ class Scheduler:
 
     def update(self, plan: StepPlan, result: StepResult) -> list[tuple[Sequence, SampledToken]]:
         """Account for an executed plan: entries stored, tokens sampled, forks made. The caller ends what finished."""
+        self._forgotten = []
         tokens = iter(result.tokens)
         sampled = []
         for seq, scheduled in zip(self._scheduled, plan.scheduled, strict=True):
@@ -307,6 +311,13 @@ class Scheduler:
                 sampled.append((each, token))
         self._scheduled = []
         return sampled
+
+    def recover(self, plan: StepPlan) -> None:
+        """`plan` failed, and nobody knows how much of it was executed: queue all that runs to be recomputed."""
+        self._forgotten += [fork.seq_id for item in plan.scheduled for fork in item.forks]
+        for seq in self.running[::-1]:
+            self._requeue(seq)
+        self._scheduled = []
 
     def _fork(self, parent: Sequence, forks: list[Fork]) -> list[Sequence]:
         """Let the other completions of a request branch off: they share all blocks computed so far."""

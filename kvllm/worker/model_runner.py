@@ -54,7 +54,8 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         for seq_id in plan.forgotten:
-            self.tables.release(self.states.pop(seq_id).row)
+            if state := self.states.pop(seq_id, None):  # unknown if the plan that would have started it failed
+                self.tables.release(state.row)
         for start in plan.started:
             self._start(start)
         if plan.compressions and self.compressor:

@@ -1,0 +1,776 @@
+"""Compression as a whole: what the scheduler plans, the worker selects and the backend moves, against the golden
+vectors and against dense attention over what survived.
+
+Every plan goes through a `Recorder`, which keeps account of the survivors on its own, entry by entry. Between steps all
+memory that holds no sequence's entry is NaN, so a result that reads it shows.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from kvllm import LLM, CompressionConfig, SamplingParams
+from kvllm.attention.backend import AttentionBatch
+from kvllm.attention.backends import make_backend
+from kvllm.attention.cache import CacheShape, PagedKVCache
+from kvllm.config import EngineConfig
+from kvllm.core.block_manager import BlockManager
+from kvllm.core.protocol import CompressionJob, SampledToken, ScheduledSequence, StepPlan, StepResult
+from kvllm.core.scheduler import Scheduler
+from kvllm.core.sequence import Sequence
+from kvllm.model_config import ModelConfig
+from kvllm.models.elementwise import rotary
+from kvllm.models.layers import rotary_table
+from kvllm.models.llama import LlamaModel
+from kvllm.parallel import SingleRank
+from kvllm.stats import EngineStats
+from kvllm.worker.executor import Executor
+from kvllm.worker.inline import InlineExecutor
+from kvllm.worker.model_runner import ModelRunner
+from tests.checkpoints import make_checkpoint
+from tests.dense_decoder import DenseDecoder, DensePass
+from tests.test_kara import dense_scores, literal_token2chunk
+
+BACKENDS = pytest.mark.parametrize("backend", ["reference", "cpu"])
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The tensors are tiny: waking a second thread takes longer than the work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# Keeping account
+
+
+@dataclass
+class Text:
+    """What a sequence computed, from its start to its end or preemption.
+
+    cached: bool `[layers, kv_heads, positions]`, whose entries are in the cache; they lie there in order of position.
+    visible: bool `[layers, kv_heads, rows, positions]`, what was cached when a row was computed.
+    logits: by position.
+    """
+
+    tokens: list[int]
+    length: int
+    cached: Tensor
+    visible: Tensor
+    logits: dict[int, Tensor] = field(default_factory=dict)
+    num_windows: int = 0
+
+
+@dataclass
+class Event:
+    """One window that was compressed.
+
+    position: of its first entry. cached: the text's, before. copied: whether the survivors went to fresh blocks.
+    queries: that it was scored with, by layer `[Hq, rows, d]`. kept: offsets, int64 `[layers, kv_heads, retain]`.
+    """
+
+    seq_id: int
+    text: Text
+    position: int
+    cached: Tensor
+    copied: bool
+    queries: list[Tensor]
+    kept: Tensor
+
+
+class Recorder(Executor):
+    """Runs plans on the real worker. Checks that a compression moves the survivors bit for bit, and nothing else."""
+
+    def __init__(self, runner: ModelRunner, config: EngineConfig) -> None:
+        self.runner = runner
+        self.inline = InlineExecutor(runner)
+        self.config = config
+        self.alive: dict[int, Text] = {}
+        self.texts: list[Text] = []
+        self.events: list[Event] = []
+        self.hidden: list[Tensor] = []
+        self._logits: list[Tensor] = []
+        self._selections: list[tuple[Tensor, Tensor]] = []
+        self._compute_logits, runner.model.logits = runner.model.logits, self._record_logits
+        self._select, runner.compressor.select = runner.compressor.select, self._record_selection
+
+    def _record_logits(self, hidden: Tensor) -> Tensor:
+        logits = self._compute_logits(hidden)
+        self.hidden += hidden
+        self._logits += logits
+        return logits
+
+    def _record_selection(self, queries: Tensor, keys: Tensor, **options: int) -> Tensor:
+        kept = self._select(queries, keys, **options)
+        self._selections.append((queries, kept))
+        return kept
+
+    def close(self) -> None:
+        self.inline.close()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self._logits, self._selections = [], []
+        for seq_id in plan.forgotten:
+            del self.alive[seq_id]
+        before = {seq_id: self.entries(seq_id) for seq_id in self.alive} if plan.compressions else {}
+        tables = {job.seq_id: self.table(job.seq_id) for job in plan.compressions}
+        result = self.inline.execute(plan)
+        for start in plan.started:
+            self._start(start.seq_id, start.token_ids, start.cached_length)
+        for job, windows in zip(plan.compressions, self._windows(plan.compressions), strict=True):
+            copied = not set(job.destinations) <= set(tables[job.seq_id])
+            survives = self._compress(job, windows, copied)
+            before[job.seq_id] = surviving(before[job.seq_id], survives)
+        for seq_id, entries in before.items():
+            assert torch.equal(self.entries(seq_id)[..., : entries.shape[3], :], entries), f"sequence {seq_id}"
+        self._account(plan.scheduled)
+        return result
+
+    def table(self, seq_id: int) -> list[int]:
+        """The block table of a sequence, as the worker has it."""
+        state = self.runner.states[seq_id]
+        return self.runner.tables.table[state.row, : state.num_blocks].tolist()
+
+    def entries(self, seq_id: int) -> Tensor:
+        """The cache of a sequence in logical order: `[layers, 2, kv_heads, entries, head_dim]`, a copy."""
+        index = torch.arange(self.runner.states[seq_id].cached_length)
+        blocks = torch.tensor(self.table(seq_id))[index // self.config.block_size]
+        return self.runner.cache.data[:, :, blocks, :, index % self.config.block_size].permute(1, 2, 3, 0, 4)
+
+    def _start(self, seq_id: int, token_ids: list[int], cached_length: int) -> None:
+        shape, size = self.runner.cache.shape, self.config.max_model_len
+        cached = torch.zeros(shape.num_layers, shape.num_kv_heads, size, dtype=torch.bool)
+        cached[..., :cached_length] = True
+        visible = torch.zeros(shape.num_layers, shape.num_kv_heads, size, size, dtype=torch.bool)
+        visible[..., :cached_length, :] = torch.ones(size, size, dtype=torch.bool).tril()[:cached_length]
+        self._add(seq_id, Text(list(token_ids), cached_length, cached, visible))
+
+    def _add(self, seq_id: int, text: Text) -> None:
+        assert seq_id not in self.alive
+        self.alive[seq_id] = text
+        self.texts.append(text)
+
+    def _windows(self, jobs: list[CompressionJob]) -> Iterator[list[tuple[list[Tensor], Tensor]]]:
+        """For each job its windows' queries by layer, and offsets kept `[layers, kv_heads, retain]`."""
+        layers = range(self.runner.cache.shape.num_layers)
+        by_layer = [self._selections[layer :: len(layers)] for layer in layers]  # a pass goes through all layers
+        queries = [[row for batch, _ in selections for row in batch] for selections in by_layer]
+        kept = [[row for _, batch in selections for row in batch] for selections in by_layer]
+        windows = zip(zip(*queries, strict=True), map(torch.stack, zip(*kept, strict=True)), strict=True)
+        for job in jobs:
+            yield [next(windows) for _ in range(job.num_windows)]
+        assert next(windows, None) is None
+
+    def _compress(self, job: CompressionJob, windows: list[tuple[list[Tensor], Tensor]], copied: bool) -> Tensor:
+        """Strike the evicted entries from the account -> bool `[layers, kv_heads, entries before]`, what survives."""
+        text, compression = self.alive[job.seq_id], self.config.compression
+        size = compression.window_blocks * self.config.block_size
+        stride = size - compression.buffer if compression.policy == "standalone" else size
+        cached = text.cached.clone()
+        survives = torch.ones(*cached.shape[:2], int(cached[0, 0].sum()), dtype=torch.bool)
+        for i, (queries, kept) in enumerate(windows):
+            start = job.first_block * self.config.block_size + i * stride
+            chosen = torch.zeros(*kept.shape[:2], size, dtype=torch.bool).scatter(-1, kept, True)
+            survives[..., start : start + size] &= chosen
+            position = int(cached[0, 0].nonzero()[start])
+            self.events.append(Event(job.seq_id, text, position, cached, copied, queries, kept))
+        text.cached[cached] = survives.flatten()
+        text.num_windows += len(windows)
+        return survives
+
+    def _account(self, scheduled: list[ScheduledSequence]) -> None:
+        """Note what each row of the step saw, and the logits of those that were sampled."""
+        logits = iter(self._logits)
+        for item in scheduled:
+            text = self.alive[item.seq_id]
+            text.tokens += item.new_tokens
+            for position in range(text.length, text.length + item.num_tokens):
+                text.cached[..., position] = True
+                text.visible[..., position, :] = text.cached
+            text.length += item.num_tokens
+            if item.samples:
+                text.logits[text.length - 1] = next(logits)
+            for fork in item.forks:
+                child = copy.deepcopy(text)
+                child.logits = {text.length - 1: next(logits)}
+                self._add(fork.seq_id, child)
+
+
+def surviving(entries: Tensor, survives: Tensor) -> Tensor:
+    """`[layers, 2, kv_heads, entries, d]` where `survives` `[layers, kv_heads, entries]` is set, as often in all heads."""
+    layers, _, heads, _, _ = entries.shape
+    kept = [[entries[i, :, j, survives[i, j]] for j in range(heads)] for i in range(layers)]
+    return torch.stack([torch.stack(of_layer, dim=1) for of_layer in kept])
+
+
+def poison(scheduler: Scheduler, cache: PagedKVCache) -> None:
+    """Write NaN wherever there is no entry of a running sequence or of the prefix cache."""
+    size = cache.shape.block_size
+    owned = torch.zeros(cache.num_blocks, size, dtype=torch.bool)
+    for seq in scheduler.running:
+        index = torch.arange(seq.cached_length)
+        owned[torch.tensor(seq.block_table)[index // size], index % size] = True
+    if prefix_cache := scheduler.blocks.prefix_cache:
+        owned[[prefix_cache.is_idle(block) for block in range(cache.num_blocks)]] = True
+    cache.data.masked_fill_(~owned[:, None, :, None], float("nan"))
+
+
+# The golden vectors, through the scheduler and the worker
+
+
+class GivenModel:
+    """A model with given queries `[layers, Hq, T, d]`, keys and values `[layers, Hkv, T, d]` for each position."""
+
+    def __init__(self, queries: Tensor, keys: Tensor, values: Tensor) -> None:
+        self.queries, self.keys, self.values = queries, keys, values
+        self.num_query_heads = queries.shape[1]
+        self.slots: list[int] = []
+
+    def forward(self, token_ids: Tensor, positions: Tensor, slots: Tensor, attention: Any, plan: Any) -> Tensor:
+        for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
+            attention.store(layer, by_token(keys, positions), by_token(values, positions), slots)
+        self.slots = slots.tolist()
+        return torch.zeros(len(token_ids), 1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return torch.zeros(len(hidden), 2)
+
+    def recompute_queries(
+        self, token_ids: Tensor, positions: Tensor, attention: Any, plan: Any, visit: Callable[[int, Tensor], None]
+    ) -> None:
+        for layer, queries in enumerate(self.queries):
+            visit(layer, by_token(queries, positions))
+
+
+def by_token(heads: Tensor, positions: Tensor) -> Tensor:
+    return heads[:, positions].transpose(0, 1).contiguous()
+
+
+class Run:
+    """One sequence through scheduler and worker; `forced` are the tokens that are sampled, whatever the logits."""
+
+    def __init__(
+        self, model: Any, config: EngineConfig, shape: CacheShape, backend: str, prompt: list[int], forced: list[int]
+    ) -> None:
+        self.cache = PagedKVCache(shape, config.num_blocks)
+        attention = make_backend(backend, self.cache, model.num_query_heads, shape.head_dim**-0.5)
+        self.recorder = Recorder(ModelRunner(model, self.cache, attention, config), config)
+        self.scheduler = Scheduler(config, EngineStats(num_blocks=config.num_blocks))
+        self.forced = iter(forced)
+        sampling = SamplingParams(temperature=0)
+        tail_start = 0 if config.compression.compress_prompt else None
+        length = len(prompt) + len(forced)
+        self.seq = Sequence(0, "0", prompt, sampling, max_length=length, tail_start=tail_start)
+        self.scheduler.add(self.seq)
+
+    def step(self) -> StepPlan:
+        poison(self.scheduler, self.cache)
+        plan = self.scheduler.schedule()
+        result = self.recorder.execute(plan)
+        self.scheduler.update(plan, StepResult([SampledToken(next(self.forced)) for _ in result.tokens]))
+        self.scheduler.check()
+        return plan
+
+    def positions(self) -> Tensor:
+        """Whose entries are cached, by the recorder's account: `[layers, kv_heads, entries]`."""
+        cached = self.recorder.alive[0].cached
+        return cached.nonzero()[:, 2].view(*cached.shape[:2], -1)
+
+
+def hand_out_first(blocks: BlockManager, order: list[int]) -> None:
+    """Let an empty pool hand out the blocks `order` first."""
+    owners = {}
+    for i in range(blocks.num_blocks):
+        owner = Sequence(i, str(i), [0], SamplingParams(), max_length=2)
+        blocks.append(owner, 1)
+        owners[owner.block_table[0]] = owner
+    for block in [*order, *sorted(set(owners) - set(order))]:
+        blocks.release(owners[block])
+
+
+@BACKENDS
+@pytest.mark.parametrize("name", ["paged_compaction", "paged_compaction_256"])
+def test_paged_compaction(load_vectors: Callable, name: str, backend: str) -> None:
+    """A window at the end of a strewn block table: the table, the lengths, the next slot, the entries."""
+    arrays, meta = load_vectors(name)
+    for i, case in enumerate(meta["cases"]):
+        block_size, length, start = case["B"], case["C"], case["start"]
+        table, after = arrays[f"c{i}_block_table"].tolist(), arrays[f"c{i}_block_table_after"].tolist()
+        keys, values = (given_rows(arrays[f"c{i}_{kind}_cache"], table, length) for kind in "kv")
+        model = GivenModel(torch.zeros(case["L"], case["Hkv"], length + 1, case["d"]), keys, values)
+        # The sequence decodes until the first event, which the period puts at its length; the windows of a prompt that
+        # may be compressed wait for none.
+        prompt = start - (case["tail"] == 0) if start else length
+        config = EngineConfig(
+            num_blocks=case["num_blocks"],
+            block_size=block_size,
+            max_model_len=length + 8,
+            max_num_seqs=1,
+            enable_prefix_caching=False,
+            compression=CompressionConfig(
+                period=max(1, length - prompt),
+                window_blocks=case["window_blocks"],
+                retain_tokens=case["keep_total"],
+                buffer=case["U"],
+                compress_prompt=start == 0,
+            ),
+        )
+        shape = CacheShape(case["L"], case["Hkv"], case["d"], block_size, torch.float32)
+        run = Run(model, config, shape, backend, [0] * prompt, [0] * (length + 2 - prompt))
+        kept = iter(torch.from_numpy(arrays[f"c{i}_kept"]))
+        run.recorder._select = lambda *_, kept=kept, **__: next(kept).unsqueeze(0)
+        hand_out_first(run.scheduler.blocks, table)
+        while run.seq.logical_length < length:
+            assert not run.step().compressions
+        assert run.seq.block_table == run.recorder.table(0) == table
+        (job,) = run.step().compressions
+
+        assert job.first_block * block_size == start
+        # The same step computed one more token.
+        entries, positions = run.recorder.entries(0)[..., :-1, :], run.positions()[..., :-1]
+        assert run.seq.cached_length - 1 == entries.shape[3] == case["C_after"]
+        assert run.seq.block_table[: len(after)] == after
+        assert run.seq.block_table == run.recorder.table(0)
+        assert set(table) - set(after) == set(arrays[f"c{i}_freed"].tolist())
+        assert len(run.seq.block_table) - len(after) == (case["next_slot"] == -1)
+        if case["next_slot"] != -1:
+            assert model.slots == [case["next_slot"]]
+        for plane, kind in enumerate("kv"):
+            assert torch.equal(entries[:, plane], torch.from_numpy(arrays[f"c{i}_{kind}_after_logical"]))
+        assert torch.equal(positions, torch.from_numpy(arrays[f"c{i}_positions_after"]))
+
+
+def given_rows(cache: np.ndarray, table: list[int], length: int) -> Tensor:
+    """`[layers, blocks, block_size, Hkv, d]` read through a table, and one row more -> `[layers, Hkv, length + 1, d]`."""
+    rows = torch.from_numpy(cache)[:, table].flatten(1, 2)[:, :length].transpose(1, 2)
+    return torch.nn.functional.pad(rows, (0, 0, 0, 1))
+
+
+@BACKENDS
+@pytest.mark.parametrize("theta", [10000, 500000, 1000000])
+def test_rotations_stay_those_of_the_true_positions(load_vectors: Callable, theta: int, backend: str) -> None:
+    arrays, meta = load_vectors("rope_after_compaction")
+    num_heads, num_kv_heads, head_dim = meta["Hq"], meta["Hkv"], meta["d"]
+    raw_queries, raw_keys, values, kept = (torch.from_numpy(arrays[name]) for name in ("q_raw", "k_raw", "v", "kept"))
+    length, entries = raw_keys.shape[1], kept.shape[1]
+    cos_sin = rotary_table(model_config(rope_theta=theta, head_dim=head_dim), length + 1, CPU)
+
+    def rotated(heads: Tensor, positions: Tensor) -> Tensor:
+        """`[heads, T, d]` -> `[T, heads, d]`."""
+        rows = heads.transpose(0, 1).flatten(1).clone()
+        rotary(rows, positions, cos_sin, heads.shape[0], 0, head_dim)
+        return rows.unflatten(1, (-1, head_dim))
+
+    cache = PagedKVCache(CacheShape(1, num_kv_heads, head_dim, 8, torch.float32), 7)
+    cache.data.fill_(torch.nan)
+    attention = make_backend(backend, cache, num_heads, head_dim**-0.5)
+    table = torch.tensor([3, 6, 0, 4, 1, 5])
+    positions = torch.arange(length)
+    keys = rotated(raw_keys, positions)
+    expected_keys = torch.from_numpy(arrays[f"k_rot_{theta}"]).transpose(0, 1).float()
+    torch.testing.assert_close(keys, expected_keys, rtol=0, atol=1e-5)
+    attention.store(0, keys, values.transpose(0, 1).contiguous(), table[positions // 8] * 8 + positions % 8)
+    attention.compact(kept[None, None], table[None], table[None, :3].contiguous())
+
+    def attended(position: int) -> Tensor:
+        batch = AttentionBatch(
+            query_starts=torch.tensor([0, 1], dtype=torch.int32),
+            query_index=torch.tensor([entries - 1], dtype=torch.int32),
+            block_tables=table[None, :3].int().contiguous(),
+        )
+        queries = rotated(raw_queries.unsqueeze(1), torch.tensor([position]))
+        return attention.run(0, queries, attention.plan(batch))[0].double()
+
+    right = torch.from_numpy(arrays[f"out_{theta}"])
+    wrong = torch.from_numpy(arrays[f"wrong_shrunk_position_{theta}"])
+    torch.testing.assert_close(attended(length), right, rtol=0, atol=1e-5)
+    torch.testing.assert_close(attended(entries), wrong, rtol=0, atol=1e-5)
+    assert (right - wrong).abs().max() > 0.01
+
+
+def model_config(**options: Any) -> ModelConfig:
+    defaults = {
+        "architecture": "LlamaForCausalLM",
+        "vocab_size": 50,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_layers": 2,
+        "num_query_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 4,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000.0,
+        "rope_scaling": None,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+        "qkv_bias": False,
+        "qk_norm": False,
+        "dtype": "float32",
+        "bos_token_id": None,
+        "eos_token_ids": (),
+    }
+    return ModelConfig(**(defaults | options))
+
+
+def standalone(case: dict[str, Any], **options: Any) -> CompressionConfig:
+    compressible = case["W"] - case["U"]
+    tenths = int(case["r"].removeprefix("0."))
+    return CompressionConfig(
+        policy="standalone",
+        window_blocks=case["W"],
+        retain_tokens=case["U"] + -(-compressible * tenths // 10),
+        buffer=case["U"],
+        chunk_budget=case["alpha"],
+        max_chunk=case["gamma"],
+        **options,
+    )
+
+
+@BACKENDS
+@pytest.mark.parametrize(("case", "prompt"), [(0, 10), (1, 1), (1, 100), (1, 160)])
+def test_standalone_schedule(load_vectors: Callable, case: int, prompt: int, backend: str) -> None:
+    """Sliding windows over given queries and keys. Those of a prompt are compressed in one event, to the same effect."""
+    arrays, meta = load_vectors("kara_schedule")
+    settings = meta["cases"][case]
+    queries, keys = (torch.nn.functional.pad(torch.from_numpy(arrays[f"c{case}_{x}"]), (0, 0, 0, 1)) for x in "qk")
+    values = torch.arange(keys.shape[1]).float()[:, None].expand_as(keys)
+    model = GivenModel(queries[None], keys[None], values[None])
+    config = EngineConfig(
+        num_blocks=200,
+        block_size=1,
+        max_model_len=200,
+        max_num_seqs=1,
+        max_num_batched_tokens=48,
+        compression=standalone(settings, compress_prompt=case == 1),
+    )
+    length = keys.shape[1] - 1
+    assert settings["protected_prefix"] == (prompt if case == 0 else 0)
+    shape = CacheShape(1, settings["Hkv"], keys.shape[2], 1, torch.float32)
+    run = Run(model, config, shape, backend, [0] * prompt, [0] * (length + 2 - prompt))
+    while run.seq.logical_length <= length:
+        run.step()
+    assert [event.position for event in run.recorder.events] == arrays[f"c{case}_window_starts"].tolist()
+    expected = torch.from_numpy(arrays[f"c{case}_positions"])
+    assert torch.equal(run.positions()[0, :, :-1], expected)
+    entries = run.recorder.entries(0)[0, :, :, :-1]
+    assert torch.equal(entries[1, :, :, 0].long(), expected)
+    assert torch.equal(entries[0], torch.stack([keys[head, expected[head]] for head in range(len(keys))]))
+
+
+@BACKENDS
+def test_recomputed_queries(load_vectors: Callable, backend: str) -> None:
+    """A small decoder in its vectors' own text: queries, survivors, hidden states and cache over three events."""
+    arrays, meta = load_vectors("query_recompute")
+    model_settings = model_config()
+    model = LlamaModel(model_settings, SingleRank(), torch.float32, CPU, 64)
+    for name, weight in model.weights().items():
+        weight.target.copy_(torch.from_numpy(vector_weight(arrays, name)))
+    model.pack()
+    config = EngineConfig(num_blocks=64, block_size=1, max_model_len=64, max_num_seqs=1, compression=standalone(meta))
+    shape = CacheShape(meta["L"], meta["Hkv"], meta["d"], 1, torch.float32)
+    ids, prompt = arrays["ids"].tolist(), meta["P"]
+    run = Run(model, config, shape, backend, ids[:prompt], [*ids[prompt:], 0])
+    while run.seq.logical_length < len(ids):
+        run.step()
+
+    assert len(run.recorder.events) == 3
+    for i, event in enumerate(run.recorder.events):
+        assert event.position == arrays[f"e{i}_positions"][0]
+        expected = torch.from_numpy(arrays[f"e{i}_q_recomputed"])
+        torch.testing.assert_close(torch.stack(event.queries).double(), expected, rtol=1e-4, atol=1e-4)
+        assert torch.equal(event.kept[..., : -meta["U"]], torch.from_numpy(arrays[f"e{i}_kept"]))
+    residual = torch.from_numpy(arrays["hidden_per_decode_step"])
+    normalized = residual / (residual.square().mean(-1, keepdim=True) + meta["rms_eps"]).sqrt()
+    hidden = torch.stack(run.recorder.hidden[1:]).double()
+    torch.testing.assert_close(hidden, normalized, rtol=1e-4, atol=1e-4)
+    assert torch.equal(run.positions(), torch.from_numpy(arrays["cache_positions"]))
+    for plane, kind in enumerate("kv"):
+        cached = run.recorder.entries(0)[:, plane].double()
+        torch.testing.assert_close(cached, torch.from_numpy(arrays[f"cache_{kind}"]), rtol=1e-4, atol=1e-4)
+
+
+def vector_weight(arrays: dict[str, np.ndarray], name: str) -> np.ndarray:
+    """The weight that the checkpoint format calls `name`."""
+    if name == "model.norm.weight":
+        return np.ones(16, np.float32)
+    if name == "model.embed_tokens.weight":
+        return arrays["w_emb"]
+    _, _, layer, *_, last, _ = name.split(".")
+    short = {
+        "input_layernorm": "n1_",
+        "post_attention_layernorm": "n2_",
+        "gate_proj": "g",
+        "up_proj": "u",
+        "down_proj": "dn",
+    }
+    return arrays[f"w_{short.get(last, last[0])}{layer}"]
+
+
+# The engine, against dense attention over the survivors
+
+FAMILIES = {"llama": {}, "qwen3": {"head_dim": 32}}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    paths = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
+    for family, options in FAMILIES.items():
+        make_checkpoint(paths[family], family, **options)
+    return paths
+
+
+@pytest.fixture(scope="module")
+def decoders(checkpoints: dict[str, Path]) -> dict[str, DenseDecoder]:
+    return {family: DenseDecoder(path) for family, path in checkpoints.items()}
+
+
+def compression_config(**options: Any) -> CompressionConfig:
+    return CompressionConfig(**({"period": 8, "window_blocks": 2, "buffer": 4, "chunk_budget": 4} | options))
+
+
+def run_engine(path: Path, prompts: list[list[int]], params: SamplingParams, **options: Any) -> tuple[LLM, Recorder]:
+    """Complete the prompts, all added at once."""
+    llm = make_llm(path, **options)
+    engine, recorder = llm.llm_engine, llm.llm_engine.executor
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, params)
+    finish(llm)
+    return llm, recorder
+
+
+def make_llm(path: Path, **options: Any) -> LLM:
+    defaults = {"block_size": 16, "num_gpu_blocks_override": 64, "max_num_seqs": 8, "max_num_batched_tokens": 256}
+    llm = LLM(path, max_model_len=400, **(defaults | options))
+    llm.llm_engine.executor = Recorder(llm.llm_engine.executor.runner, llm.config)
+    return llm
+
+
+def step(llm: LLM) -> None:
+    engine = llm.llm_engine
+    poison(engine.scheduler, engine.executor.runner.cache)
+    engine.step()
+
+
+def finish(llm: LLM) -> None:
+    while llm.llm_engine.has_unfinished_requests():
+        step(llm)
+
+
+def random_prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(3, 256) for _ in range(length)] for length in lengths]
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+
+
+def assert_dense(decoder: DenseDecoder, text: Text) -> DensePass:
+    """All logits that tokens were sampled from are those of dense attention over what was cached, to 1e-5 of their
+    range."""
+    dense = decoder.forward(text.tokens[: text.length], text.visible[..., : text.length, : text.length])
+    found = torch.stack(list(text.logits.values())).double()
+    expected = dense.logits[list(text.logits)]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+    return dense
+
+
+def dense_kara(decoder: DenseDecoder, dense: DensePass, event: Event, config: CompressionConfig, size: int) -> Tensor:
+    """Kara's choice, literally, from queries that are recomputed over what was cached before the event."""
+    scored = size - config.buffer
+    rows = [row for row in range(size) if row >= scored or (scored - 1 - row) % config.query_stride == 0]
+    positions = [event.position + row for row in rows]
+    length = len(dense.logits)
+    visible = torch.stack([event.cached[..., :length] & (torch.arange(length) <= p) for p in positions], dim=2)
+    recomputed = decoder.recompute(dense, event.text.tokens, positions, visible)
+    kept = []
+    for queries, keys in zip(recomputed.queries, recomputed.keys, strict=True):
+        window = keys[:, event.position : event.position + size]
+        for scores in dense_scores(queries[None], window[None], config.buffer)[0]:
+            chosen = literal_token2chunk(
+                scores.numpy(), config.retained(16) - config.buffer, config.chunk_budget, config.max_chunk
+            )
+            kept.append([*chosen, *range(scored, size)])
+    return torch.tensor(kept).view_as(event.kept)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_dense_decoder_is_that_of_transformers(
+    checkpoints: dict[str, Path], decoders: dict[str, DenseDecoder], family: str
+) -> None:
+    (token_ids,) = random_prompts(100)
+    visible = torch.ones(3, 2, 100, 100, dtype=torch.bool).tril()
+    found = decoders[family].forward(token_ids, visible).logits
+    model = AutoModelForCausalLM.from_pretrained(checkpoints[family], dtype=torch.float64)
+    with torch.inference_mode():
+        expected = model(torch.tensor([token_ids])).logits[0]
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)  # transformers normalizes in float32 all the same
+
+
+RETENTION = pytest.mark.parametrize("retain_tokens", [None, 17], ids=["whole blocks", "exact count"])
+
+
+@RETENTION
+@pytest.mark.parametrize("compress_prompt", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decoding_is_dense_attention_over_the_survivors(
+    checkpoints: dict[str, Path],
+    decoders: dict[str, DenseDecoder],
+    family: str,
+    compress_prompt: bool,
+    retain_tokens: int | None,
+) -> None:
+    config = compression_config(retain_tokens=retain_tokens, compress_prompt=compress_prompt)
+    prompts = random_prompts(3, 20, 48, 70)
+    llm, recorder = run_engine(checkpoints[family], prompts, greedy(250), compression=config)
+    for text, prompt in zip(recorder.texts, prompts, strict=True):
+        assert_dense(decoders[family], text)
+        assert text.num_windows >= 5
+        assert text.length == len(prompt) + 249 == len(text.logits) + len(prompt) - 1
+        dropped = text.num_windows * (32 - (retain_tokens or 16))
+        assert (text.cached.sum(-1) == text.length - dropped).all()
+    assert llm.stats().windows_compressed == len(recorder.events)
+
+
+@pytest.mark.parametrize("query_stride", [1, 2, 5])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_survivors_are_those_of_dense_kara(
+    checkpoints: dict[str, Path], decoders: dict[str, DenseDecoder], family: str, query_stride: int
+) -> None:
+    config = compression_config(query_stride=query_stride, compress_prompt=True, chunk_budget=6, max_chunk=5)
+    prompts = random_prompts(5, 75, seed=1)
+    _, recorder = run_engine(checkpoints[family], prompts, greedy(200), compression=config)
+    passes = {id(text): assert_dense(decoders[family], text) for text in recorder.texts}
+    assert len(recorder.events) >= 12
+    for event in recorder.events:
+        expected = dense_kara(decoders[family], passes[id(event.text)], event, config, 32)
+        assert torch.equal(event.kept, expected)
+
+
+def survivors(recorder: Recorder) -> dict[tuple[int, ...], list[tuple[int, list]]]:
+    """For each prompt (here of two tokens) the windows compressed in its text, and what was kept of them."""
+    found = {}
+    for event in recorder.events:
+        found.setdefault(tuple(event.text.tokens[:2]), []).append((event.position, event.kept.tolist()))
+    return found
+
+
+@RETENTION
+def test_survivors_depend_on_their_sequence_alone(checkpoints: dict[str, Path], retain_tokens: int | None) -> None:
+    """Not on those that share the event, nor on the number of rows that are recomputed at a time."""
+    prompts = random_prompts(2, 2, 2, 2, 2)
+    options: dict[str, Any] = {"compression": compression_config(retain_tokens=retain_tokens)}
+
+    def run(prompts: list[list[int]], **more: Any) -> dict:
+        return survivors(run_engine(checkpoints["qwen3"], prompts, greedy(150), **options, **more)[1])
+
+    together = run(prompts)
+    assert len(together) == 5 and all(len(windows) >= 3 for windows in together.values())
+    assert run(prompts[::-1]) == together
+    assert run(prompts, max_num_batched_tokens=16) == together  # a window at a time
+    assert run(prompts, max_num_batched_tokens=3 * 32) == together
+    for prompt in prompts[:2]:
+        assert run([prompt]) == {tuple(prompt): together[tuple(prompt)]}
+
+
+@RETENTION
+@pytest.mark.parametrize("num_threads", [1, 4])
+def test_completions_of_one_prompt_are_compressed_apart(
+    checkpoints: dict[str, Path], decoders: dict[str, DenseDecoder], num_threads: int, retain_tokens: int | None
+) -> None:
+    """Three sequences compress the blocks that they share in one event: two by copy, and the last one in place."""
+    torch.set_num_threads(num_threads)
+    config = compression_config(retain_tokens=retain_tokens, compress_prompt=True)
+    params = SamplingParams(n=3, temperature=1.0, seed=0, max_tokens=120, ignore_eos=True)
+    _, recorder = run_engine(checkpoints["qwen3"], random_prompts(75, 100), params, compression=config)
+    assert len({tuple(text.tokens) for text in recorder.texts}) == 6
+    shared = [event for event in recorder.events if event.position == 0]
+    assert [event.copied for event in sorted(shared, key=lambda event: event.seq_id)] == [True, True, False] * 2
+    for text in recorder.texts:
+        assert_dense(decoders["qwen3"], text)
+        assert text.num_windows >= 4
+
+
+def test_a_shared_prompt_is_compressed_for_each(
+    checkpoints: dict[str, Path], decoders: dict[str, DenseDecoder]
+) -> None:
+    """Requests that found the beginning of their prompt in the prefix cache, and one that comes when it is compressed."""
+    common, *tails = random_prompts(64, 40, 20, 30, 10)
+    prompts = [common + tail for tail in tails]
+    llm = make_llm(
+        checkpoints["qwen3"], max_num_batched_tokens=96, compression=compression_config(compress_prompt=True)
+    )
+    recorder = llm.llm_engine.executor
+    outputs = [llm.llm_engine.add_request(str(i), prompt, greedy(80)) for i, prompt in enumerate(prompts[:3])]
+    finish(llm)
+    outputs.append(llm.llm_engine.add_request("late", prompts[3], greedy(80)))
+    finish(llm)
+    assert [output.metrics.num_cached_tokens for output in outputs] == [0, 64, 64, 0]
+    assert [event.copied for event in recorder.events if event.position == 0] == [True, True, False, False]
+    for text in recorder.texts:
+        assert_dense(decoders["qwen3"], text)
+
+
+def test_a_shared_output_stays_whole_for_others(
+    checkpoints: dict[str, Path], decoders: dict[str, DenseDecoder]
+) -> None:
+    """A prompt that continues another's output, found in the prefix cache, while the other compresses that output."""
+    llm = make_llm(checkpoints["qwen3"], compression=compression_config(period=64))
+    recorder = llm.llm_engine.executor
+    (prompt,) = random_prompts(20)
+    first = llm.llm_engine.add_request("first", prompt, greedy(150))
+    for _ in range(58):
+        step(llm)
+    second = llm.llm_engine.add_request("second", prompt + first.outputs[0].token_ids, greedy(150))
+    finish(llm)
+    assert second.metrics.num_cached_tokens == 64
+    assert recorder.events[0].seq_id == 0 and recorder.events[0].position == 32 and recorder.events[0].copied
+    assert {event.seq_id for event in recorder.events} == {0, 1}
+    for text in recorder.texts:
+        assert_dense(decoders["qwen3"], text)
+
+
+@RETENTION
+@pytest.mark.parametrize("compress_prompt", [False, True])
+def test_a_preempted_sequence_has_a_consistent_cache(
+    checkpoints: dict[str, Path], decoders: dict[str, DenseDecoder], compress_prompt: bool, retain_tokens: int | None
+) -> None:
+    config = compression_config(retain_tokens=retain_tokens, compress_prompt=compress_prompt)
+    prompts = random_prompts(3, 20, 40, 70, 33, 50)
+    llm, recorder = run_engine(
+        checkpoints["qwen3"], prompts, greedy(160), compression=config, num_gpu_blocks_override=24
+    )
+    resumed = len(recorder.texts) - len(prompts)
+    assert llm.stats().preemptions >= resumed >= 2
+    for text in recorder.texts:
+        assert_dense(decoders["qwen3"], text)
+    for text in recorder.texts[-2:]:
+        assert text.num_windows >= 3
+
+
+def test_a_sequence_that_fits_only_compressed(checkpoints: dict[str, Path], decoders: dict[str, DenseDecoder]) -> None:
+    """Alone in a full pool, it is compressed whenever it needs a block, whatever the period."""
+    _, recorder = run_engine(
+        checkpoints["qwen3"],
+        random_prompts(20),
+        greedy(300),
+        compression=compression_config(period=10_000),
+        num_gpu_blocks_override=14,
+    )
+    (text,) = recorder.texts
+    assert text.num_windows >= 6
+    assert_dense(decoders["qwen3"], text)
