@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from setuptools import setup
-from torch.utils.cpp_extension import BuildExtension, CppExtension
+from torch.utils.cpp_extension import BuildExtension, CppExtension, include_paths
 
 ROOT = Path(__file__).parent
 TORCH_2_11 = "0x020b000000000000"
@@ -23,6 +23,7 @@ COMPILE_ARGUMENTS = [
     "-ffp-contract=off",
     f"-fmacro-prefix-map={ROOT.resolve()}/=",
     f"-DTORCH_TARGET_VERSION={TORCH_2_11}",
+    *(f"-isystem{path}" for path in include_paths()),  # no warnings about torch's headers
 ]
 
 

@@ -1,3 +1,4 @@
+// The work of paged attention: which queries go together, and which thread takes them.
 #include <atomic>
 #include <vector>
 
@@ -19,12 +20,24 @@ struct Task {
 
 struct Problem {
   const Kernels& kernels;
-  int64_t rows, query_heads, kv_heads, head_dim, blocks, block_size, sequences, max_blocks;
+  int64_t rows;
+  int64_t query_heads;
+  int64_t kv_heads;
+  int head_dim;
+  int64_t blocks;
+  int64_t block_size;
+  int64_t sequences;
+  int64_t max_blocks;
   int group;  // query heads per KV head
-  int64_t element_size, query_stride;
-  const char *queries, *keys, *values;
+  int64_t element_size;
+  int64_t query_stride;
+  const char* queries;
+  const char* keys;
+  const char* values;
   char* outputs;
-  const int32_t *query_starts, *query_index, *block_tables;
+  const int32_t* query_starts;
+  const int32_t* query_index;
+  const int32_t* block_tables;
   float scale;
 
   int entries(int64_t row) const { return query_index[row] + 1; }
@@ -72,7 +85,7 @@ struct Problem {
             kv_heads * block_size * head_dim,
             block_tables + task.sequence * max_blocks,
             static_cast<int>(block_size),
-            static_cast<int>(head_dim)};
+            head_dim};
   }
 
   QueryTile tile(const Task& task) const {
@@ -89,7 +102,11 @@ struct Problem {
     return tile;
   }
 
-  int64_t partial_floats(const Task& task) const { return (head_dim + 2) * task.num_rows * group; }
+  int64_t workspace_floats() const { return static_cast<int64_t>(kWorkspaceRows) * (head_dim + 2); }
+
+  int64_t partial_floats(const Task& task) const {
+    return static_cast<int64_t>(task.num_rows) * group * (head_dim + 2);
+  }
 
   PartialSoftmax partial(const Task& task, float* memory) const {
     const int count = task.num_rows * group;
@@ -116,13 +133,12 @@ void for_each_dynamic(int64_t count, const Body& body) {
 }
 
 void attend_whole(const Problem& problem, const Task& task) {
-  const int head_dim = static_cast<int>(problem.head_dim);
-  float* memory = scratch(problem.partial_floats(task) + workspace_floats(head_dim));
+  float* memory = scratch(problem.partial_floats(task) + problem.workspace_floats());
   const PartialSoftmax total = problem.partial(task, memory);
   const QueryTile tile = problem.tile(task);
   problem.kernels.attend(problem.head(task), tile, problem.scale, 0, task.entries,
                          memory + problem.partial_floats(task), total);
-  problem.kernels.finish(tile, head_dim, total);
+  problem.kernels.finish(tile, problem.head_dim, total);
 }
 
 // Few tasks over many entries: the segments are shared out, and merged afterwards in the order of attend_whole.
@@ -132,7 +148,6 @@ void attend_split(const Problem& problem, const std::vector<Task>& tasks) {
     int begin;
     int64_t offset;
   };
-  const int head_dim = static_cast<int>(problem.head_dim);
   std::vector<Piece> pieces;
   int64_t floats = 0;
   for (const Task& task : tasks) {
@@ -145,7 +160,7 @@ void attend_split(const Problem& problem, const std::vector<Task>& tasks) {
   for_each_dynamic(static_cast<int64_t>(pieces.size()), [&](int64_t i) {
     const auto& [task, begin, offset] = pieces[i];
     problem.kernels.attend(problem.head(*task), problem.tile(*task), problem.scale, begin, begin + kSegmentEntries,
-                           scratch(workspace_floats(head_dim)), problem.partial(*task, partials.data() + offset));
+                           scratch(problem.workspace_floats()), problem.partial(*task, partials.data() + offset));
   });
   PartialSoftmax total{};
   for (const auto& [task, begin, offset] : pieces) {
@@ -154,9 +169,9 @@ void attend_split(const Problem& problem, const std::vector<Task>& tasks) {
     if (begin == 0) {
       total = part;
     } else {
-      problem.kernels.merge(tile.count, head_dim, total, part);
+      problem.kernels.merge(tile.count, problem.head_dim, total, part);
     }
-    if (begin + kSegmentEntries >= task->entries) problem.kernels.finish(tile, head_dim, total);
+    if (begin + kSegmentEntries >= task->entries) problem.kernels.finish(tile, problem.head_dim, total);
   }
 }
 
@@ -187,27 +202,29 @@ Tensor paged_attention(const Tensor& queries, const Tensor& key_cache, const Ten
   STD_TORCH_CHECK(kv_heads > 0 && query_heads % kv_heads == 0 && query_heads / kv_heads <= kMaxQueries, query_heads,
                   " query heads over ", kv_heads, " KV heads: a multiple of at most ", kMaxQueries, " is supported");
 
-  Tensor out = torch::stable::new_empty(queries, {rows, query_heads, head_dim});
-  const Problem problem{kernels,
-                        rows,
-                        query_heads,
-                        kv_heads,
-                        head_dim,
-                        key_cache.size(0),
-                        key_cache.size(2),
-                        sequences,
-                        block_tables.size(1),
-                        static_cast<int>(query_heads / kv_heads),
-                        static_cast<int64_t>(queries.element_size()),
-                        queries.stride(0),
-                        static_cast<const char*>(queries.data_ptr()),
-                        static_cast<const char*>(key_cache.data_ptr()),
-                        static_cast<const char*>(value_cache.data_ptr()),
-                        static_cast<char*>(out.mutable_data_ptr()),
-                        query_starts.const_data_ptr<int32_t>(),
-                        query_index.const_data_ptr<int32_t>(),
-                        block_tables.const_data_ptr<int32_t>(),
-                        static_cast<float>(scale)};
+  Tensor out = empty_like(queries, {rows, query_heads, head_dim});
+  const Problem problem{
+      .kernels = kernels,
+      .rows = rows,
+      .query_heads = query_heads,
+      .kv_heads = kv_heads,
+      .head_dim = static_cast<int>(head_dim),
+      .blocks = key_cache.size(0),
+      .block_size = key_cache.size(2),
+      .sequences = sequences,
+      .max_blocks = block_tables.size(1),
+      .group = static_cast<int>(query_heads / kv_heads),
+      .element_size = static_cast<int64_t>(queries.element_size()),
+      .query_stride = queries.stride(0),
+      .queries = static_cast<const char*>(queries.data_ptr()),
+      .keys = static_cast<const char*>(key_cache.data_ptr()),
+      .values = static_cast<const char*>(value_cache.data_ptr()),
+      .outputs = static_cast<char*>(out.mutable_data_ptr()),
+      .query_starts = query_starts.const_data_ptr<int32_t>(),
+      .query_index = query_index.const_data_ptr<int32_t>(),
+      .block_tables = block_tables.const_data_ptr<int32_t>(),
+      .scale = static_cast<float>(scale),
+  };
   problem.check_batch();
   const std::vector<Task> tasks = problem.tasks();
 

@@ -1,8 +1,8 @@
 // Paged attention of a tile of queries over one KV head: online softmax over tiles of entries, blocks read in place.
 //
-// Every sum has one order whatever the shape of the tile: a score adds over channels, a weighted value adds over entries,
-// each in one accumulator, ascending; sums of weights are taken per tile, tiles per segment. So a query gets the same
-// bits in a decode, in a prefill chunk of any size, and beside any other queries.
+// Every sum has one order whatever the shape of the tile: a score adds over channels, a weighted value adds over
+// entries, each in one accumulator, ascending; sums of weights are taken per tile, tiles per segment. So a query gets
+// the same bits in a decode, in a prefill chunk of any size, and beside any other queries.
 #pragma once
 
 #include "simd.h"
@@ -119,7 +119,8 @@ void score(const float* queries, const float* packed_keys, int num_words, float 
 }
 
 // Turn the first `count` scores of a query into weights, the others into 0, and rescale what it has so far.
-inline void softmax(float* scores, int count, int head_dim, float& max_so_far, float& sum_so_far, float* values_so_far) {
+inline void softmax(float* scores, int count, int head_dim, float& max_so_far, float& sum_so_far,
+                    float* values_so_far) {
   const Vec minus_infinity = broadcast(-__builtin_inff());
   Vec largest = minus_infinity;
   for (int entry = 0; entry < kTileEntries; entry += kLanes) {
@@ -195,6 +196,7 @@ void weigh(const float* weights, const T* const* values, int begin, int end, int
   }
 }
 
+// All queries of a tile against one tile of entries after the other.
 template <class T, class Product>
 struct TileAttention {
   using Word = typename Product::Word;

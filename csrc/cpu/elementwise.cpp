@@ -20,7 +20,7 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
   check_contiguous(x, "x", 2);
   const int64_t rows = x.size(0), width = x.size(1);
   check_weight(weight, "weight", x, width);
-  Tensor out = torch::stable::new_empty(x, {rows, width});
+  Tensor out = empty_like(x, {rows, width});
   for_rows(rows, width, [&](int64_t begin, int64_t end) {
     kernels.rms_norm(row_pointer(x, begin), weight.data_ptr(), row_pointer(out, begin), end - begin, width, eps);
   });
@@ -36,10 +36,10 @@ Tensor add_rms_norm(const Tensor& residual, const Tensor& x, const Tensor& weigh
   check_size(residual, "residual", 0, rows);
   check_size(residual, "residual", 1, width);
   check_weight(weight, "weight", x, width);
-  Tensor out = torch::stable::new_empty(x, {rows, width});
+  Tensor out = empty_like(x, {rows, width});
   for_rows(rows, width, [&](int64_t begin, int64_t end) {
-    kernels.add_rms_norm(row_pointer(residual, begin), row_pointer(x, begin), weight.data_ptr(), row_pointer(out, begin),
-                         end - begin, width, eps);
+    kernels.add_rms_norm(row_pointer(residual, begin), row_pointer(x, begin), weight.data_ptr(),
+                         row_pointer(out, begin), end - begin, width, eps);
   });
   return out;
 }
@@ -49,7 +49,7 @@ Tensor silu_mul(const Tensor& gate_up) {
   check_contiguous(gate_up, "gate_up", 2);
   STD_TORCH_CHECK(gate_up.size(1) % 2 == 0, "gate_up has an odd number of columns, ", gate_up.size(1));
   const int64_t rows = gate_up.size(0), width = gate_up.size(1) / 2;
-  Tensor out = torch::stable::new_empty(gate_up, {rows, width});
+  Tensor out = empty_like(gate_up, {rows, width});
   for_rows(rows, 2 * width, [&](int64_t begin, int64_t end) {
     kernels.silu_mul(row_pointer(gate_up, begin), row_pointer(out, begin), end - begin, width);
   });

@@ -2,6 +2,7 @@
 
 #include <torch/headeronly/util/Exception.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <vector>
 

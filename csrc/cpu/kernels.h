@@ -1,7 +1,8 @@
 // The hot loops, compiled once per instruction set and chosen at run time.
 //
-// This header is seen by translation units that are compiled for AVX-512. It therefore holds plain declarations only: an
-// inline function emitted there could be the copy that the linker keeps for everyone, and fail on an older processor.
+// This header is seen by translation units that are compiled for AVX-512. It therefore holds plain declarations only:
+// an inline function emitted there could be the copy that the linker keeps for everyone, and fail on an older
+// processor.
 #pragma once
 
 #include <stdint.h>
@@ -19,6 +20,9 @@ constexpr int kSegmentEntries = 512;
 
 // Queries (rows times heads) that share one pass over keys and values.
 constexpr int kMaxQueries = 64;
+
+// Memory that attention works in, in rows of head_dim + 2 floats: queries, packed keys, a partial softmax.
+constexpr int kWorkspaceRows = 2 * kMaxQueries + kTileEntries;
 
 // Keys and values of one KV head of one sequence.
 struct PagedHead {
@@ -61,7 +65,7 @@ struct Rotary {
 // Pointers are to float or BFloat16, one table for each. Row arguments are dense `[rows, width]`.
 struct Kernels {
   // Queries against entries begin .. end - 1, as far as each attends them; `begin` is a multiple of kSegmentEntries.
-  // `workspace` has `workspace_floats` floats.
+  // `workspace` has kWorkspaceRows rows.
   void (*attend)(const PagedHead& head, const QueryTile& tile, float scale, int begin, int end, float* workspace,
                  const PartialSoftmax& result);
   void (*merge)(int count, int head_dim, const PartialSoftmax& into, const PartialSoftmax& later);
@@ -73,10 +77,6 @@ struct Kernels {
   void (*silu_mul)(const void* gate_up, void* out, int64_t rows, int64_t width);
   void (*rotary)(const Rotary& arguments, int64_t begin, int64_t end);
 };
-
-constexpr int workspace_floats(int head_dim) {
-  return (kMaxQueries + kTileEntries) * head_dim + kMaxQueries * (head_dim + 2);
-}
 
 struct KernelSet {
   Kernels float32;

@@ -1,8 +1,8 @@
-// Vectors of float for one instruction set. The including translation unit selects it twice, by the target pragma for the
-// code and by KVLLM_AVX2 or KVLLM_AVX512 for this file: g++ runs the preprocessor ahead of the pragma.
+// Vectors of float for one instruction set. The including translation unit selects it twice, by the target pragma for
+// the code and by KVLLM_AVX2 or KVLLM_AVX512 for this file: g++ runs the preprocessor ahead of the pragma.
 //
-// Fused multiply-add is explicit (contraction is switched off for the whole build), so that loops which compute the same
-// sum with a different number of accumulators give the same bits.
+// Fused multiply-add is explicit (contraction is switched off for the whole build), so that loops which compute the
+// same sum with a different number of accumulators give the same bits.
 #pragma once
 
 #include <stdint.h>
