@@ -56,7 +56,7 @@ class Tokenizer:
         """Token ids of a prompt. Text made by `apply_chat_template` has its special tokens already.
 
         Raises:
-            RequestError: not a string, or not encodable as UTF-8.
+            RequestError: not a string, not encodable as UTF-8, or with characters that the vocabulary lacks.
         """
         if not isinstance(text, str):
             raise RequestError(f"a prompt must be a string or a list of token ids, not {type(text).__name__}")
@@ -64,7 +64,10 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(f"the prompt is not valid Unicode: {error}") from None
-        return self.hf.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        try:
+            return self.hf.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        except Exception as error:  # tokenizers raises bare Exception for a character without a token
+            raise RequestError(f"the checkpoint's tokenizer cannot encode the prompt: {error}") from None
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Text of tokens, as the model wrote it. Ids that the tokenizer does not know have no text."""
