@@ -201,15 +201,14 @@ class LLM:
     def _run(self, outputs: list[RequestOutput], use_tqdm: bool) -> None:
         refused = sum(output.finished for output in outputs)
         with tqdm(total=len(outputs), initial=refused, desc="Processed prompts", disable=not use_tqdm) as bar:
-            prompt_tokens = output_tokens = 0
+            prompt_tokens, output_before = 0, self.stats().output_tokens
             begin = time.perf_counter()
             while self.llm_engine.has_unfinished_requests():
-                for output in self.llm_engine.step():
-                    if output.finished:
-                        prompt_tokens += len(output.prompt_token_ids)
-                        output_tokens += sum(len(completion.token_ids) for completion in output.outputs)
-                        bar.update()
+                finished = [output for output in self.llm_engine.step() if output.finished]
+                prompt_tokens += sum(len(output.prompt_token_ids) for output in finished)
+                bar.update(len(finished))
                 if use_tqdm:
+                    output_tokens = self.stats().output_tokens - output_before
                     self._describe(bar, prompt_tokens, output_tokens, time.perf_counter() - begin)
 
     def _describe(self, bar: tqdm, prompt_tokens: int, output_tokens: int, seconds: float) -> None:

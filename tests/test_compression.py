@@ -26,7 +26,7 @@ from kvllm.attention.backends import make_backend
 from kvllm.attention.cache import CacheShape, PagedKVCache
 from kvllm.config import EngineConfig
 from kvllm.core.block_manager import BlockManager
-from kvllm.core.protocol import CompressionJob, SampledToken, ScheduledSequence, StepPlan, StepResult
+from kvllm.core.protocol import CompressionJob, SampledToken, ScheduledSequence, SequenceStart, StepPlan, StepResult
 from kvllm.core.scheduler import Scheduler
 from kvllm.core.sequence import Sequence
 from kvllm.model_config import ModelConfig
@@ -64,13 +64,14 @@ class Text:
 
     cached: bool `[layers, kv_heads, positions]`, whose entries are in the cache; they lie there in order of position.
     visible: bool `[layers, kv_heads, rows, positions]`, what was cached when a row was computed.
-    logits: by position.
+    logits: by position. resumed: whether some of its output was known when it started.
     """
 
     tokens: list[int]
     length: int
     cached: Tensor
     visible: Tensor
+    resumed: bool
     logits: dict[int, Tensor] = field(default_factory=dict)
     num_windows: int = 0
 
@@ -130,7 +131,7 @@ class Recorder(Executor):
         tables = {job.seq_id: self.table(job.seq_id) for job in plan.compressions}
         result = self.inline.execute(plan)
         for start in plan.started:
-            self._start(start.seq_id, start.token_ids, start.cached_length)
+            self._start(start)
         for job, windows in zip(plan.compressions, self._windows(plan.compressions), strict=True):
             copied = not set(job.destinations) <= set(tables[job.seq_id])
             survives = self._compress(job, windows, copied)
@@ -151,13 +152,15 @@ class Recorder(Executor):
         blocks = torch.tensor(self.table(seq_id))[index // self.config.block_size]
         return self.runner.cache.data[:, :, blocks, :, index % self.config.block_size].permute(1, 2, 3, 0, 4)
 
-    def _start(self, seq_id: int, token_ids: list[int], cached_length: int) -> None:
+    def _start(self, start: SequenceStart) -> None:
         shape, size = self.runner.cache.shape, self.config.max_model_len
+        hit = start.cached_length
         cached = torch.zeros(shape.num_layers, shape.num_kv_heads, size, dtype=torch.bool)
-        cached[..., :cached_length] = True
+        cached[..., :hit] = True
         visible = torch.zeros(shape.num_layers, shape.num_kv_heads, size, size, dtype=torch.bool)
-        visible[..., :cached_length, :] = torch.ones(size, size, dtype=torch.bool).tril()[:cached_length]
-        self._add(seq_id, Text(list(token_ids), cached_length, cached, visible))
+        visible[..., :hit, :] = torch.ones(size, size, dtype=torch.bool).tril()[:hit]
+        resumed = len(start.token_ids) > start.prompt_length
+        self._add(start.seq_id, Text(list(start.token_ids), hit, cached, visible, resumed))
 
     def _add(self, seq_id: int, text: Text) -> None:
         assert seq_id not in self.alive
@@ -211,7 +214,7 @@ class Recorder(Executor):
 
 
 def surviving(entries: Tensor, survives: Tensor) -> Tensor:
-    """`[layers, 2, kv_heads, entries, d]` where `survives` `[layers, kv_heads, entries]` is set, as often in all heads."""
+    """`entries` `[layers, 2, kv_heads, n, d]` where `survives` `[layers, kv_heads, n]` is set: as many in each head."""
     layers, _, heads, _, _ = entries.shape
     kept = [[entries[i, :, j, survives[i, j]] for j in range(heads)] for i in range(layers)]
     return torch.stack([torch.stack(of_layer, dim=1) for of_layer in kept])
@@ -355,7 +358,7 @@ def test_paged_compaction(load_vectors: Callable, name: str, backend: str) -> No
 
 
 def given_rows(cache: np.ndarray, table: list[int], length: int) -> Tensor:
-    """`[layers, blocks, block_size, Hkv, d]` read through a table, and one row more -> `[layers, Hkv, length + 1, d]`."""
+    """`[layers, blocks, block_size, Hkv, d]` through a table, and a row of zeros -> `[layers, Hkv, length + 1, d]`."""
     rows = torch.from_numpy(cache)[:, table].flatten(1, 2)[:, :length].transpose(1, 2)
     return torch.nn.functional.pad(rows, (0, 0, 0, 1))
 
@@ -443,7 +446,7 @@ def standalone(case: dict[str, Any], **options: Any) -> CompressionConfig:
 @BACKENDS
 @pytest.mark.parametrize(("case", "prompt"), [(0, 10), (1, 1), (1, 100), (1, 160)])
 def test_standalone_schedule(load_vectors: Callable, case: int, prompt: int, backend: str) -> None:
-    """Sliding windows over given queries and keys. Those of a prompt are compressed in one event, to the same effect."""
+    """Sliding windows over given queries and keys. Those of a prompt are compressed in one event, to the same end."""
     arrays, meta = load_vectors("kara_schedule")
     settings = meta["cases"][case]
     queries, keys = (torch.nn.functional.pad(torch.from_numpy(arrays[f"c{case}_{x}"]), (0, 0, 0, 1)) for x in "qk")
@@ -652,7 +655,7 @@ def test_survivors_are_those_of_dense_kara(
     checkpoints: dict[str, Path], decoders: dict[str, DenseDecoder], family: str, query_stride: int
 ) -> None:
     config = compression_config(query_stride=query_stride, compress_prompt=True, chunk_budget=6, max_chunk=5)
-    prompts = random_prompts(5, 75, seed=1)
+    prompts = random_prompts(5, 75, seed=3)  # no choice is so close that 1e-4 of a score would change it
     _, recorder = run_engine(checkpoints[family], prompts, greedy(200), compression=config)
     passes = {id(text): assert_dense(decoders[family], text) for text in recorder.texts}
     assert len(recorder.events) >= 12
@@ -708,7 +711,7 @@ def test_completions_of_one_prompt_are_compressed_apart(
 def test_a_shared_prompt_is_compressed_for_each(
     checkpoints: dict[str, Path], decoders: dict[str, DenseDecoder]
 ) -> None:
-    """Requests that found the beginning of their prompt in the prefix cache, and one that comes when it is compressed."""
+    """Requests that find the beginning of their prompt in the prefix cache, and one that comes too late to find it."""
     common, *tails = random_prompts(64, 40, 20, 30, 10)
     prompts = [common + tail for tail in tails]
     llm = make_llm(
@@ -738,10 +741,27 @@ def test_a_shared_output_stays_whole_for_others(
     second = llm.llm_engine.add_request("second", prompt + first.outputs[0].token_ids, greedy(150))
     finish(llm)
     assert second.metrics.num_cached_tokens == 64
-    assert recorder.events[0].seq_id == 0 and recorder.events[0].position == 32 and recorder.events[0].copied
+    event = recorder.events[0]  # of two blocks, the first of which is shared
+    assert (event.seq_id, event.position, event.copied) == (0, 48, True)
     assert {event.seq_id for event in recorder.events} == {0, 1}
     for text in recorder.texts:
         assert_dense(decoders["qwen3"], text)
+
+
+def test_a_compressed_output_is_not_offered(checkpoints: dict[str, Path], decoders: dict[str, DenseDecoder]) -> None:
+    """The next turn of a conversation finds what came before the first window, and computes the rest again. What it
+    computed, as its prompt, is then found by all: no block that was filled after the event stands in its place."""
+    llm, recorder = run_engine(
+        checkpoints["qwen3"], random_prompts(20), greedy(120), compression=compression_config(period=64)
+    )
+    (event,), (text,) = recorder.events, recorder.texts
+    assert event.position == 48
+    for name, hit in (("turn", 48), ("again", 128)):
+        turn = llm.llm_engine.add_request(name, text.tokens, greedy(100))
+        finish(llm)
+        assert turn.metrics.num_cached_tokens == hit
+        assert recorder.texts[-1].num_windows > 0
+        assert_dense(decoders["qwen3"], recorder.texts[-1])
 
 
 @RETENTION
@@ -754,16 +774,13 @@ def test_a_preempted_sequence_has_a_consistent_cache(
     llm, recorder = run_engine(
         checkpoints["qwen3"], prompts, greedy(160), compression=config, num_gpu_blocks_override=24
     )
-    resumed = len(recorder.texts) - len(prompts)
-    assert llm.stats().preemptions >= resumed >= 2
-    for text in recorder.texts:
-        assert_dense(decoders["qwen3"], text)
-    for text in recorder.texts[-2:]:
-        assert text.num_windows >= 3
+    assert llm.stats().preemptions >= 3
+    assert_resumed(decoders["qwen3"], recorder)
 
 
 def test_a_sequence_that_fits_only_compressed(checkpoints: dict[str, Path], decoders: dict[str, DenseDecoder]) -> None:
-    """Alone in a full pool, it is compressed whenever it needs a block, whatever the period."""
+    """It has the pool to itself. Full, it is compressed whatever the period, or else preempted and then compressed on
+    its way in."""
     _, recorder = run_engine(
         checkpoints["qwen3"],
         random_prompts(20),
@@ -771,6 +788,14 @@ def test_a_sequence_that_fits_only_compressed(checkpoints: dict[str, Path], deco
         compression=compression_config(period=10_000),
         num_gpu_blocks_override=14,
     )
-    (text,) = recorder.texts
-    assert text.num_windows >= 6
-    assert_dense(decoders["qwen3"], text)
+    assert [text.resumed for text in recorder.texts] == [False, True]
+    assert recorder.texts[0].num_windows > 0
+    assert_resumed(decoders["qwen3"], recorder)
+
+
+def assert_resumed(decoder: DenseDecoder, recorder: Recorder) -> None:
+    """Some sequences were resumed and compressed, and all computed what they should, before and after."""
+    assert sum(text.num_windows for text in recorder.texts if text.resumed) >= 6
+    for text in recorder.texts:
+        if text.logits:  # else it was preempted once more before it was back
+            assert_dense(decoder, text)

@@ -43,7 +43,7 @@ def run(compression: CompressionConfig, block_size: int, lengths: list[tuple[int
     events, history = [], []
     for global_step in range(1, max(steps for _, steps in lengths) + 1):
         before = step(scheduler)
-        for job, cached, tail in before:
+        for job, cached in before:
             start = job.first_block * block_size
             end = start + scheduler.compression.windows.size
             dropped = scheduler.compression.windows.dropped
@@ -53,14 +53,14 @@ def run(compression: CompressionConfig, block_size: int, lengths: list[tuple[int
 
 
 def step(scheduler: Scheduler):
-    """One step, with a worker that returns token 0. -> jobs with the (C, u) that they found."""
-    found = {seq.seq_id: (seq.cached_length, seq.uncompressed_tail) for seq in scheduler.running}
+    """One step, with a worker that returns token 0. -> jobs with the C that they found."""
+    found = {seq.seq_id: seq.cached_length for seq in scheduler.running}
     plan = scheduler.schedule()
     tokens = [SampledToken(0) for item in plan.scheduled if item.samples]
     for seq, _ in scheduler.update(plan, StepResult(tokens)):
         if seq.num_tokens >= seq.max_length:
             scheduler.finish(seq)
-    return [(job, *found[job.seq_id]) for job in plan.compressions]
+    return [(job, found[job.seq_id]) for job in plan.compressions]
 
 
 def as_in_vectors(history: list, events: list) -> np.ndarray:

@@ -249,6 +249,25 @@ def test_compact(name: str, in_place: bool, ragged: bool) -> None:
     assert torch.equal(cache.data, expected)
 
 
+def test_compact_takes_sequences_in_order() -> None:
+    """Two sequences share their blocks: one moves its survivors out, then the other compacts in place."""
+    sources, destinations = torch.tensor([[0, 1, 2], [0, 1, 2]]), torch.tensor([[5], [0]])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        for seed in range(20):
+            caches = [PagedKVCache(CacheShape(3, 2, 32, 16, torch.float32), 12) for _ in range(2)]
+            caches[0].data.copy_(randn(*caches[0].data.shape, seed=seed))
+            caches[1].data.copy_(caches[0].data)
+            generator = torch.Generator().manual_seed(seed)
+            chosen = torch.rand(3, 2, 2, 48, generator=generator).argsort(-1)[..., :16].sort(-1).values
+            for name, cache in zip(("cpu", "reference"), caches, strict=True):
+                make_backend(name, cache, 2, 1.0).compact(chosen, sources, destinations)
+            assert torch.equal(caches[0].data, caches[1].data)
+    finally:
+        torch.set_num_threads(threads)
+
+
 @BACKENDS
 @pytest.mark.parametrize("fixture", ["paged_compaction", "paged_compaction_256"])
 def test_compact_golden(name: str, fixture: str, load_vectors: Callable) -> None:

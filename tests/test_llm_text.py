@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import shutil
 from pathlib import Path
@@ -73,7 +74,7 @@ def test_text_grows_while_stepping(llm: LLM, problems) -> None:
         engine.step()
         seen.append(output.outputs[0].text)
     assert seen[-1] == problems[0].working[:20]
-    assert all(later.startswith(earlier) for earlier, later in zip(seen, seen[1:], strict=False))
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(seen))
     assert len(set(seen)) == 20
 
 

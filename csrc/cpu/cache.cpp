@@ -27,6 +27,10 @@ struct Cache {
 
   // Block `block` of keys (plane 2 * layer) or values (plane 2 * layer + 1).
   char* block(int64_t plane, int64_t block) const { return data + (plane * blocks + block) * block_bytes(); }
+
+  char* row(int64_t plane, int64_t id, int64_t head, int64_t offset) const {
+    return block(plane, id) + (head * block_size + offset) * row_bytes;
+  }
 };
 
 void check_ids(const Tensor& ids, const char* name, int64_t dim) {
@@ -165,21 +169,24 @@ void compact(const Tensor& tensor, const Tensor& kept, const Tensor& sources, co
 
   const int64_t* source = sources.const_data_ptr<int64_t>();
   const int64_t* destination = destinations.const_data_ptr<int64_t>();
-  for_rows(static_cast<int64_t>(rows.size()), 2 * kept.size(3) * cache.row_bytes, [&](int64_t begin, int64_t end) {
+  // One head of one layer is one thread's, which goes through the sequences in order: where they share blocks, the
+  // destinations of one are sources of those before it.
+  const int64_t width = 2 * sequences * kept.size(3) * cache.row_bytes;
+  for_rows(cache.layers * cache.heads, width, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t layer = i / (sequences * cache.heads), sequence = i / cache.heads % sequences;
-      const int64_t* from = source + sequence * sources.size(1);
-      const int64_t* to = destination + sequence * destinations.size(1);
-      const int64_t head_offset = i % cache.heads * cache.block_size;
-      for (int64_t plane = 2 * layer; plane < 2 * layer + 2; ++plane) {
-        // In place, an entry never moves to a later row, so ascending order reads each row before it is overwritten.
-        for (int64_t j = 0; j < rows[i].count; ++j) {
-          const int64_t offset = rows[i].offsets[j];
-          const char* old_row = cache.block(plane, from[offset / cache.block_size]) +
-                                (head_offset + offset % cache.block_size) * cache.row_bytes;
-          char* new_row =
-              cache.block(plane, to[j / cache.block_size]) + (head_offset + j % cache.block_size) * cache.row_bytes;
-          if (new_row != old_row) std::memcpy(new_row, old_row, cache.row_bytes);
+      const int64_t layer = i / cache.heads, head = i % cache.heads;
+      for (int64_t sequence = 0; sequence < sequences; ++sequence) {
+        const KeptRow& row = rows[(layer * sequences + sequence) * cache.heads + head];
+        const int64_t* from = source + sequence * sources.size(1);
+        const int64_t* to = destination + sequence * destinations.size(1);
+        for (int64_t plane = 2 * layer; plane < 2 * layer + 2; ++plane) {
+          // In place, an entry never moves to a later row, so ascending order reads each row before it is overwritten.
+          for (int64_t j = 0; j < row.count; ++j) {
+            const int64_t offset = row.offsets[j];
+            const char* old_row = cache.row(plane, from[offset / cache.block_size], head, offset % cache.block_size);
+            char* new_row = cache.row(plane, to[j / cache.block_size], head, j % cache.block_size);
+            if (new_row != old_row) std::memcpy(new_row, old_row, cache.row_bytes);
+          }
         }
       }
     }

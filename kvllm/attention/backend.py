@@ -73,5 +73,6 @@ class AttentionBackend(ABC):
             batch pads the end of a row with -1.
         sources: int64 `[S, source_blocks]`; destinations: int64 `[S, destination_blocks]`. A row may be padded at its
             end by any id that `kept` does not reach. In place means `destinations[s]` is a prefix of `sources[s]`;
-            otherwise the two are disjoint. Regions of different sequences do not share destination blocks.
+            otherwise the two are disjoint. Regions of different sequences do not share destination blocks. Sequences
+            are moved in order: a destination may be a source of a sequence before it.
         """

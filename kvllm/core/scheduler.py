@@ -142,8 +142,8 @@ class Scheduler:
         self._scheduled.append(seq)
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
-        """Start waiting sequences in order while their whole prefill fits into the pool, and leaves the running ones the
-        room that they are about to need."""
+        """Start waiting sequences in order while their whole prefill fits into the pool and leaves the running ones
+        the room that they are about to need."""
         growth = sum(self._growth(seq) for seq in self.running)
         slots = self.config.max_num_seqs - len(self.running) - sum(seq.forks_pending for seq in self.running)
         while self.waiting and budget > 0:
@@ -153,7 +153,7 @@ class Scheduler:
                 return
             hits = self.blocks.match_prefix(seq, self._longest_hit(seq))
             needed = self.blocks.blocks_to_admit(self._peak_entries(seq), hits)
-            # Windows of different sequences are at different points: half of the growth still to come is needed at once.
+            # Windows of different sequences are at different points: half of the growth to come is needed at once.
             spare = self._watermark + growth // 2 if self.running else 0
             if needed > self.blocks.num_available - spare:
                 return
