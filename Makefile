@@ -13,8 +13,9 @@ venv: $(READY)
 
 $(READY): constraints.txt pyproject.toml setup.py $(SOURCES)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
-	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	test -x $(VENV)/bin/pip || $(PYTHON) -m venv --clear $(VENV)
 	$(VENV)/bin/pip install --quiet -c constraints.txt torch setuptools wheel
+	@echo "Building the extension: the CPU operators alone, without CUDA"
 	$(VENV)/bin/pip install --quiet --no-build-isolation -c constraints.txt -e '.[dev]'
 	touch $@
 

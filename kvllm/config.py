@@ -139,7 +139,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
             self.max_num_batched_tokens >= self.max_num_seqs,
             "max_num_batched_tokens",
             self.max_num_batched_tokens,
-            f"at least max_num_seqs={self.max_num_seqs}, so that all running sequences can decode in one step",
+            f"at least max_num_seqs={self.max_num_seqs}, so that all running sequences can decode in one step: "
+            "raise it or lower max_num_seqs",
         )
         if self.compression is not None:
             self.compression.retained(self.block_size)

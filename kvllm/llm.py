@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from itertools import count
@@ -27,6 +28,8 @@ from kvllm.stats import EngineStats
 from kvllm.tokenizer import has_tokenizer, load_tokenizer
 from kvllm.worker.inline import InlineExecutor
 from kvllm.worker.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_MODEL = Path(__file__).parent / "assets" / "reasoner"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -89,6 +92,7 @@ class LLM:
             block_size,
             torch_dtype,
         )
+        require(type(max_num_seqs) is int and max_num_seqs >= 1, "max_num_seqs", max_num_seqs, "at least 1")
         most_useful = max_num_seqs * -(-length // block_size)
         self.config = EngineConfig(
             num_blocks=_num_blocks(num_gpu_blocks_override, kv_cache_memory_bytes, shape, most_useful),
@@ -151,8 +155,10 @@ class LLM:
         params = _one_for_each(sampling_params, len(batch))
         if self.llm_engine.has_unfinished_requests():
             raise RequestError("llm_engine has unfinished requests: call llm_engine.step() until they have ended")
-        outputs = [self._add(prompt, each, alone) for prompt, each in zip(batch, params, strict=True)]
+        outputs: list[RequestOutput] = []
         try:
+            for prompt, each in zip(batch, params, strict=True):
+                outputs.append(self._add(prompt, each, alone))
             self._run(outputs, use_tqdm)
         finally:
             for output in outputs:
@@ -195,6 +201,7 @@ class LLM:
         except RequestError as error:
             if alone:
                 raise
+            logger.warning("request %s is refused: %s", request_id, error)
             text = prompt if isinstance(prompt, str) else None
             return RequestOutput(request_id, text, [], [], finished=True, error=error)
 
@@ -251,6 +258,7 @@ def _num_blocks(override: int | None, memory: int | None, shape: CacheShape, mos
             f"num_gpu_blocks_override={override} and kv_cache_memory_bytes={memory} both size the KV pool: give one"
         )
     if override is not None:
+        require(type(override) is int and override >= 1, "num_gpu_blocks_override", override, "at least 1")
         return override
     if memory is None:
         return max(1, min(most_useful, min(4 * GIB, psutil.virtual_memory().available // 2) // shape.bytes_per_block))
@@ -270,6 +278,10 @@ def _one_for_each(params: SamplingParams | Sequence[SamplingParams] | None, num_
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * num_prompts
+    params = list(params)
     if len(params) != num_prompts:
         raise RequestError(f"{len(params)} sampling_params for {num_prompts} prompts: give one for all or one for each")
-    return list(params)
+    for each in params:
+        if not isinstance(each, SamplingParams):
+            raise RequestError(f"sampling_params are of type SamplingParams, {each!r} is not")
+    return params

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -42,7 +43,8 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"dtype": "int8"}, "dtype='int8' is not allowed: choose one of auto, bfloat16, float32"),
         ({"max_model_len": 100_000}, "max_model_len=100000 .* max_position_embeddings=512"),
         ({"max_model_len": 200, "num_gpu_blocks_override": 5}, "needs 13 KV blocks of 16 tokens and the pool has 5"),
-        ({"num_gpu_blocks_override": 0}, "num_blocks=0 is not allowed: at least 1"),
+        ({"num_gpu_blocks_override": 0}, "num_gpu_blocks_override=0 is not allowed: at least 1"),
+        ({"max_num_seqs": "8"}, "max_num_seqs='8' is not allowed: at least 1"),
         ({"kv_cache_memory_bytes": 10}, "kv_cache_memory_bytes=10 is not allowed: at least one block of 16 tokens"),
         ({"kv_cache_memory_bytes": 1 << 20, "num_gpu_blocks_override": 4}, "both size the KV pool: give one"),
         ({"block_size": 0}, "block_size=0 is not allowed: between 1 and 256"),
@@ -111,7 +113,8 @@ def test_shape_mismatch(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ({"text": "hello"}, "needs 'prompt' or 'prompt_token_ids'"),
         ("hello", "the checkpoint has no tokenizer"),
         (3.5, "a prompt is a string, a list of token ids or a dict with one of them, not float"),
-        ({"prompt_token_ids": [1.5]}, "a prompt is a string, a list of token ids"),
+        ({"prompt_token_ids": [1.5]}, "a prompt is a list of integer token ids, 1.5 is not one"),
+        (b"abc", "a prompt is a string, a list of token ids or a dict with one of them, not bytes"),
         ([1] * 120, r"prompt of 120 tokens .* needs 9 KV blocks of 16 tokens, the pool has 8"),
     ],
     ids=lambda value: str(value)[:30],
@@ -132,6 +135,8 @@ def test_a_single_bad_prompt_raises(llm: LLM) -> None:
         llm.generate({"prompt_token_ids": [9]}, SamplingParams(n=300), use_tqdm=False)
     with pytest.raises(RequestError, match="2 sampling_params for 1 prompts"):
         llm.generate({"prompt_token_ids": [9]}, [SamplingParams()] * 2, use_tqdm=False)
+    with pytest.raises(RequestError, match=r"sampling_params are of type SamplingParams, \{'temperature': 0\} is not"):
+        llm.generate([[9], [9]], [SamplingParams(), {"temperature": 0}], use_tqdm=False)
     with pytest.raises(RequestError, match="needs a tokenizer"):
         llm.generate({"prompt_token_ids": [9]}, SamplingParams(stop="x"), use_tqdm=False)
     with pytest.raises(RequestError, match="no chat template"):
@@ -145,13 +150,20 @@ def test_negative_temperature() -> None:
 
 def test_a_request_id_can_be_used_once_at_a_time(llm: LLM) -> None:
     engine = llm.llm_engine
-    engine.add_request("same", [1, 2], SamplingParams(max_tokens=3))
+    output = engine.add_request("same", [1, 2], SamplingParams(max_tokens=3))
     with pytest.raises(RequestError, match="request_id='same' is in use"):
         engine.add_request("same", [1, 2], SamplingParams(max_tokens=3))
     with pytest.raises(RequestError, match="unfinished requests"):
         llm.generate([[1]], use_tqdm=False)
     engine.abort("same")
+    assert output.finished and output.outputs[0].finish_reason == "abort"
     assert not engine.has_unfinished_requests()
+
+
+def test_numpy_token_ids(llm: LLM) -> None:
+    (output,) = llm.generate([np.array([5, 6])[:2].tolist()], SamplingParams(max_tokens=2), use_tqdm=False)
+    (same,) = llm.generate([list(np.array([5, 6]))], SamplingParams(max_tokens=2), use_tqdm=False)
+    assert same.prompt_token_ids == output.prompt_token_ids == [5, 6]
 
 
 def test_no_prompts(llm: LLM) -> None:

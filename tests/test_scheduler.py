@@ -64,7 +64,7 @@ class Harness:
         plan = self.scheduler.schedule()
         if executed:
             self.worker.execute(plan)
-        self.scheduler.recover(plan)
+        self.scheduler.recover()
 
     def finish(self, seq_id: int) -> None:
         seq = self.live.pop(seq_id)
@@ -205,6 +205,15 @@ def test_a_resumed_sequence_that_fits_only_compressed_is_compressed_on_the_way_i
     stats = harness.scheduler.stats
     assert stats.preemptions > 0 and stats.windows_compressed > 0
     assert [len(tokens) for tokens in harness.finished.values()] == [160, 160]
+
+
+def test_completions_that_share_a_compressible_prompt_finish_in_a_tight_pool() -> None:
+    """While siblings share the prompt it cannot be compressed in place; the one that is left alone has to."""
+    compression = CompressionConfig(window_blocks=2, retain_blocks=1, buffer=8, compress_prompt=True)
+    harness = Harness(engine_config(9, block_size=16, max_num_batched_tokens=32, compression=compression))
+    harness.add([0, 1] * 50 + [0], 159, n=2)
+    harness.run(limit=2000)
+    assert [len(tokens) for tokens in harness.finished.values()] == [260, 260]
 
 
 def test_a_request_that_can_never_fit_is_refused_with_the_numbers() -> None:

@@ -17,6 +17,12 @@ class CpuBackend(AttentionBackend):
 
     def __init__(self, cache: PagedKVCache, num_query_heads: int, scale: float) -> None:
         super().__init__(cache, num_query_heads, scale)
+        group = num_query_heads // cache.shape.num_kv_heads
+        if group > 64:
+            raise ConfigError(
+                f"the attention backend 'cpu' shares a KV head among at most 64 query heads, the model has {group}: "
+                "use 'reference'"
+            )
         if not cache.data.is_cpu:
             device = cache.data.device
             raise ConfigError(f"the attention backend 'cpu' cannot read a cache on {device}: use 'reference'")

@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Sequences
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from kvllm.config import EngineConfig
@@ -96,11 +97,15 @@ class LLMEngine:
         return output
 
     def abort(self, request_id: str) -> None:
-        """End a request now; what it has produced is dropped. Unknown or finished ids are ignored."""
+        """End a request now, with `finish_reason="abort"`. Unknown or finished ids are ignored."""
         request = self._requests.pop(request_id, None)
-        if request is not None:
-            for seq in request.sequences.values():
-                self.scheduler.finish(seq)
+        if request is None:
+            return
+        for seq in request.sequences.values():
+            self.scheduler.finish(seq)
+        request.output.finished = True
+        for completion in request.output.outputs:
+            completion.finish_reason = completion.finish_reason or "abort"
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._requests)
@@ -112,11 +117,11 @@ class LLMEngine:
             The requests that got tokens. An output object belongs to its request and grows with it: copy what must not
             change. After an exception no request is lost: the next step computes the running ones again.
         """
-        plan = self.scheduler.schedule()
         try:
+            plan = self.scheduler.schedule()
             result = self.executor.execute(plan)
         except BaseException:  # an interrupt too: whatever ends the step early, the next one must find order
-            self.scheduler.recover(plan)
+            self.scheduler.recover()
             raise
         sampled = self.scheduler.update(plan, result)
         now = time.monotonic()
@@ -128,8 +133,8 @@ class LLMEngine:
             self._receive(request, seq, token, now)
             touched[seq.request_id] = request.output
         self.stats.output_tokens += len(sampled)
-        if not self.scheduler.has_unfinished:
-            self.scheduler.check()
+        if not self.scheduler.has_unfinished and self.scheduler.blocks.num_owned:
+            raise RuntimeError(f"{self.scheduler.blocks.num_owned} KV blocks are owned, but no request is unfinished")
         return list(touched.values())
 
     def close(self) -> None:
@@ -149,11 +154,14 @@ class LLMEngine:
             if self.tokenizer is None:
                 raise RequestError("the checkpoint has no tokenizer: give the prompt as {'prompt_token_ids': [...]}")
             return prompt, self.tokenizer.encode(prompt)
-        if isinstance(prompt, Sequences) and all(type(token_id) is int for token_id in prompt):
-            return None, list(prompt)
-        raise RequestError(
-            f"a prompt is a string, a list of token ids or a dict with one of them, not {type(prompt).__name__}"
-        )
+        if not isinstance(prompt, Sequences) or isinstance(prompt, bytes | bytearray):
+            raise RequestError(
+                f"a prompt is a string, a list of token ids or a dict with one of them, not {type(prompt).__name__}"
+            )
+        for token_id in prompt:
+            if not isinstance(token_id, Integral) or isinstance(token_id, bool):
+                raise RequestError(f"a prompt is a list of integer token ids, {token_id!r} is not one")
+        return None, [int(token_id) for token_id in prompt]
 
     def _check(self, token_ids: list[int], sampling: SamplingParams) -> None:
         longest = self.config.max_model_len - 1

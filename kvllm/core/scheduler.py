@@ -38,6 +38,7 @@ class Scheduler:
         self.compression = Compression.of(config)
         self._watermark = int(config.watermark * config.num_blocks)
         self._forgotten: list[int] = []
+        self._plan = StepPlan()
         self._scheduled: list[Sequence] = []
         self._decode_steps = 0
 
@@ -74,7 +75,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """The next step. It may schedule nothing when a lone sequence had to be preempted; the one after will."""
-        plan = StepPlan()
+        self._plan = plan = StepPlan()
         if self.compression:
             self._compress_due(plan, self.compression)
         budget, preempted = self._schedule_running(plan)
@@ -115,7 +116,7 @@ class Scheduler:
     def _make_room(self, plan: StepPlan, seq: Sequence, num_tokens: int) -> bool:
         """Preempt from the youngest on until `seq` can grow. False if that reached `seq` itself."""
         while self.blocks.blocks_to_append(seq, num_tokens) > self.blocks.num_available:
-            if self.running == [seq] and self.compression and self._compress_trailing(plan, self.compression, seq):
+            if self.running == [seq] and self.compression and self._compress_complete(plan, self.compression, seq):
                 continue
             victim = self.running[-1]
             self._preempt(plan, victim)
@@ -154,7 +155,8 @@ class Scheduler:
             hits = self.blocks.match_prefix(seq, self._longest_hit(seq))
             needed = self.blocks.blocks_to_admit(self._peak_entries(seq), hits)
             # Windows of different sequences are at different points: half of the growth to come is needed at once.
-            spare = self._watermark + growth // 2 if self.running else 0
+            # Each fork will copy the block that it writes first.
+            spare = self._watermark + growth // 2 + seq.forks_pending if self.running else 0
             if needed > self.blocks.num_available - spare:
                 return
             del self.waiting[seq.seq_id]
@@ -167,7 +169,8 @@ class Scheduler:
         self.blocks.share(seq, hits)
         seq.advance(len(hits) * self.config.block_size)
         seq.hashed_blocks = len(hits)
-        seq.cache_hits += seq.logical_length
+        if not seq.refill_length:
+            seq.cache_hits = seq.logical_length
         num_tokens = self._chunk(seq, budget)
         self.blocks.append(seq, num_tokens if self._refills_compressed(seq) else seq.num_uncomputed)
         plan.started.append(
@@ -248,7 +251,7 @@ class Scheduler:
             if seq.logical_length <= self._compressed_at_once(seq):
                 if seq.logical_length >= seq.prompt_length:
                     self._compress_complete(plan, compression, seq)
-            else:
+            elif not seq.is_prefilling:
                 decoding.append(seq)
         for seq in compression.policy.select(decoding, compression.windows, self._decode_steps):
             self._compress_trailing(plan, compression, seq)
@@ -258,19 +261,18 @@ class Scheduler:
         again, and a prompt that may be compressed. The prompt's windows are compressed when all of it is computed."""
         return max(seq.refill_length, seq.prompt_length if seq.tail_start < seq.prompt_length else 0)
 
-    def _compress_complete(self, plan: StepPlan, compression: Compression, seq: Sequence) -> None:
-        """Compress every complete window of the uncompressed tail."""
+    def _compress_complete(self, plan: StepPlan, compression: Compression, seq: Sequence) -> bool:
+        """Compress every complete window of the uncompressed tail. False if there is none, or it cannot be copied."""
         cached, tail = seq.cached_length, seq.uncompressed_tail
-        if count := compression.windows.count(cached, tail):
-            self._compress(plan, compression, seq, compression.windows.first_start(cached, tail), count)
+        count = compression.windows.count(cached, tail)
+        start = compression.windows.first_start(cached, tail)
+        return count > 0 and self._compress(plan, compression, seq, start, count)
 
     def _compress_trailing(self, plan: StepPlan, compression: Compression, seq: Sequence) -> bool:
-        """Compress the last full blocks of a sequence. False if they are no eligible window, or cannot be copied."""
-        windows = compression.windows
-        if not windows.is_eligible(seq.cached_length, seq.uncompressed_tail):
-            return False
+        """Compress the last full blocks of a sequence that the policy has found eligible."""
         full_blocks = seq.cached_length // self.config.block_size
-        return self._compress(plan, compression, seq, (full_blocks - windows.blocks) * self.config.block_size, 1)
+        start = (full_blocks - compression.windows.blocks) * self.config.block_size
+        return self._compress(plan, compression, seq, start, 1)
 
     def _compress(self, plan: StepPlan, compression: Compression, seq: Sequence, start: int, count: int) -> bool:
         """Plan the compression of `count` windows from cache index `start` on. The blocks it empties are free at once.
@@ -312,9 +314,9 @@ class Scheduler:
         self._scheduled = []
         return sampled
 
-    def recover(self, plan: StepPlan) -> None:
-        """`plan` failed, and nobody knows how much of it was executed: queue all that runs to be recomputed."""
-        self._forgotten += [fork.seq_id for item in plan.scheduled for fork in item.forks]
+    def recover(self) -> None:
+        """The last plan failed, and nobody knows how much of it was executed: queue all that runs to be recomputed."""
+        self._forgotten += [fork.seq_id for item in self._plan.scheduled for fork in item.forks]
         for seq in self.running[::-1]:
             self._requeue(seq)
         self._scheduled = []

@@ -72,7 +72,7 @@ class Sequence:
         self.refill_length = 0
         self.preemptions = 0
         self.evicted = 0
-        self.cache_hits = 0
+        self.cache_hits = 0  # tokens found in the prefix cache when the sequence was first admitted
         self.reset()
 
     def reset(self) -> None:

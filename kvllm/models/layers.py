@@ -41,7 +41,7 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     """A copy of `weight` `[out, in]` in oneDNN's blocked layout, if oneDNN multiplies its dtype here; else itself.
 
     `F.linear` copies a bfloat16 weight into that layout on every call, which takes longer than the product of a decode
-    step. In float32, the packed product also sums a row in the same order however many rows there are.
+    step. With AVX2 or newer, the packed product also sums a row in the same order however many rows there are.
     """
     supported = weight.is_cpu and torch.backends.mkldnn.is_available()
     if weight.dtype == torch.bfloat16:

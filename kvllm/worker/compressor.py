@@ -1,6 +1,7 @@
 """A compression event on one rank: recompute the windows' queries, select, compact.
 
-Windows of all sequences go through the model together, in passes bounded by the token budget. All passes read the cache
+Windows of all sequences go through the model together, in passes of as many as fit the token budget, at least one. All
+passes read the cache
 as it was before the event; what is kept is applied at the end, in one movement. So neither the order of the windows nor
 the size of a pass can change what survives.
 """

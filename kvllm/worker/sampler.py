@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -44,6 +44,18 @@ class SampleRow:
     prompt_token_ids: list[int]
     output_token_ids: list[int]
     eos_token_ids: tuple[int, ...] = ()
+    _prompt: frozenset[int] | None = None
+    _counts: Counter[int] = field(default_factory=Counter)
+
+    def prompt_tokens(self) -> frozenset[int]:
+        if self._prompt is None:
+            self._prompt = frozenset(self.prompt_token_ids)
+        return self._prompt
+
+    def output_counts(self) -> Counter[int]:
+        """Occurrences in the output, counted on from the last call: a step must not cost what the text is long."""
+        self._counts.update(self.output_token_ids[self._counts.total() :])
+        return self._counts
 
 
 def sample(logits: Tensor, rows: list[SampleRow]) -> list[SampledToken]:
@@ -54,11 +66,12 @@ def sample(logits: Tensor, rows: list[SampleRow]) -> list[SampledToken]:
         rows: R of them.
 
     Raises:
-        KvLLMError: the logits of a row to draw from are not finite.
+        KvLLMError: the logits of a row are not finite.
     """
     special = [i for i, row in enumerate(rows) if not row.params.greedy or _is_adjusted(row)]
     if len(special) < len(rows):
         chosen = logits.argmax(-1)
+        _check_finite(logits.gather(-1, chosen.unsqueeze(-1)))  # the argmax of a row with a NaN is a NaN
     else:
         chosen = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
     rows_at_once = max(1, LOGITS_AT_ONCE // logits.shape[-1])
@@ -117,8 +130,8 @@ def penalize(logits: Tensor, row: SampleRow) -> None:
     multiplying a negative logit), then frequency and presence on the output, as in the OpenAI API.
     """
     params = row.params
-    counts = Counter(row.output_token_ids)
-    seen = list(counts.keys() | set(row.prompt_token_ids)) if params.repetition_penalty != 1 else list(counts)
+    counts = row.output_counts()
+    seen = list(counts.keys() | row.prompt_tokens()) if params.repetition_penalty != 1 else list(counts)
     if not seen:
         return
     token_ids = torch.tensor(seen, device=logits.device)
@@ -168,8 +181,7 @@ def filter_logits(logits: Tensor, params: list[SamplingParams]) -> None:
         KvLLMError: a row has no finite maximum.
     """
     highest = logits.amax(-1, keepdim=True)
-    if not highest.isfinite().all():
-        raise KvLLMError("the model's logits are not finite: check its weights, or use a dtype with a wider range")
+    _check_finite(highest)
     # The maximum becomes exactly 0 before the division, so that no temperature can overflow it.
     logits.sub_(highest).div_(_column([each.temperature for each in params], logits))
     bounds = torch.full_like(highest, -math.inf)
@@ -183,6 +195,11 @@ def filter_logits(logits: Tensor, params: list[SamplingParams]) -> None:
         bounds[min_p] = bounds[min_p].maximum(_column([math.log(params[i].min_p) for i in min_p], logits))
     if top_k or top_p or min_p:
         logits.masked_fill_(logits < bounds, -math.inf)
+
+
+def _check_finite(highest: Tensor) -> None:
+    if not highest.isfinite().all():
+        raise KvLLMError("the model's logits are not finite: check its weights, or use a dtype with a wider range")
 
 
 def _top_k_top_p_bounds(logits: Tensor, params: list[SamplingParams]) -> Tensor:
