@@ -1,0 +1,155 @@
+"""What every benchmark reports beside its own figures: the machine, the versions, the command; tables and plots."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from matplotlib.figure import Figure
+
+import kvllm
+
+# From Okabe and Ito's palette: told apart with any colour vision, and in print.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+MIB = 1 << 20
+
+
+def provenance(module: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """Everything needed to judge and to repeat a run of `python -m module arguments`."""
+    return {
+        "command": shlex.join(["python", "-m", module, *arguments]),
+        "machine": machine(),
+        "versions": {
+            "kvllm": kvllm.__version__,
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("torch", "transformers", "numpy")},
+        },
+    }
+
+
+def machine() -> dict[str, Any]:
+    """The processor as far as it matters here. `load_average`: processes that ran in the last minute, this one too."""
+    info = _cpu_info()
+    return {
+        "cpu": info.get("model name", platform.processor() or platform.machine()),
+        "cores": len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "instructions": [name for name in INSTRUCTIONS if name in info.get("flags", "").split()],
+        "last_level_cache_bytes": last_level_cache(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "system": platform.platform(),
+        "load_average": round(os.getloadavg()[0], 2),
+    }
+
+
+def describe(machine: Mapping[str, Any]) -> str:
+    """One line about a machine."""
+    return (
+        f"{machine['cpu']}, {machine['cores']} cores ({', '.join(machine['instructions']) or 'no vector extensions'}), "
+        f"{machine['memory_bytes'] / 1e9:.0f} GB, {machine['torch_threads']} torch threads, "
+        f"load average {machine['load_average']}"
+    )
+
+
+def last_level_cache() -> int | None:
+    """Bytes of the largest cache, None where the system does not tell."""
+    sizes = [file.read_text().strip() for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    return max((int(size[:-1]) * 1024 for size in sizes if size.endswith("K")), default=None)
+
+
+def read_bandwidth(repeats: int = 10) -> float:
+    """Best rate, in bytes/s, at which all of torch's threads together read an array far larger than any cache."""
+    array = torch.ones(max(512 * MIB, 4 * (last_level_cache() or 0)) // 4)
+    array.sum()
+    best = float("inf")
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        array.sum()
+        best = min(best, time.perf_counter() - begin)
+    return array.nbytes / best
+
+
+def cpu_seconds_of_others() -> float:
+    """Processor time used so far by everything but this process, what a hypervisor takes away included."""
+    everything, own = psutil.cpu_times(), psutil.Process().cpu_times()
+    busy = sum(everything) - everything.idle - getattr(everything, "iowait", 0.0)
+    busy -= getattr(everything, "guest", 0.0) + getattr(everything, "guest_nice", 0.0)  # parts of user and nice
+    return busy - own.user - own.system
+
+
+def write_json(path: Path, content: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Aligned columns: the first to the left, the others to the right. A header may have several lines."""
+    heads = [head.split("\n") for head in header]
+    height = max(len(head) for head in heads)
+    lines = [[head[i] if i < len(head) else "" for head in heads] for i in range(height)]
+    widths = [max(len(line[column]) for line in [*lines, *rows]) for column in range(len(header))]
+
+    def aligned(cells: Sequence[str]) -> str:
+        first, *others = (
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        )
+        return "   ".join([first, *others]).rstrip()
+
+    rule = "-" * (sum(widths) + 3 * (len(widths) - 1))
+    return "\n".join([*map(aligned, lines), rule, *map(aligned, rows)])
+
+
+def mib(num_bytes: float) -> str:
+    return f"{num_bytes / MIB:.1f} MiB"
+
+
+def plot_timelines(
+    path: Path, title: str, timelines: Mapping[str, Sequence[Sequence[int]]], pools: Sequence[int]
+) -> None:
+    """Draw running sequences and use of the KV pool over the steps of several runs.
+
+    timelines: by run, for each step (running sequences, blocks in use). pools: blocks in the pool of each run.
+    """
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    running, used = figure.subplots(2, sharex=True)
+    for (name, timeline), pool, colour in zip(timelines.items(), pools, _colours(len(timelines)), strict=True):
+        label = name.replace("\n", " ")
+        running.plot([step[0] for step in timeline], color=colour, linewidth=1.2, label=label)
+        used.plot([100 * step[1] / pool for step in timeline], color=colour, linewidth=1.2)
+        for axes in (running, used):
+            axes.axvline(len(timeline), color=colour, linewidth=0.8, linestyle=":")
+    running.set(ylabel="running sequences", title=title)
+    used.set(ylabel="KV pool in use (%)", xlabel="step (dotted: the last request has ended)", ylim=(0, 104))
+    for axes in (running, used):
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=min(3, len(timelines)), frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def _colours(count: int) -> list[str]:
+    return [COLOURS[i % len(COLOURS)] for i in range(count)]
+
+
+def _cpu_info() -> dict[str, str]:
+    """The first processor in /proc/cpuinfo; empty where there is none."""
+    file = Path("/proc/cpuinfo")
+    if not file.is_file():
+        return {}
+    first = file.read_text().split("\n\n")[0]
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {key.strip(): value.strip() for key, _, value in pairs}

@@ -1,0 +1,255 @@
+"""The demo and the throughput benchmark, run small; their workloads, variants and arguments."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks import demo, report, throughput, workloads
+from benchmarks.variants import Job, parse_variant
+from benchmarks.workloads import Request
+from kvllm.errors import ConfigError, KvLLMError
+from kvllm.model_config import load_model_config
+from tests.checkpoints import make_checkpoint
+
+PNG = b"\x89PNG"
+KARA = "kara:period=4,window_blocks=3,retain_blocks=1,buffer=4,chunk_budget=2"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tiny")
+    make_checkpoint(path, "qwen3", head_dim=16, tie_word_embeddings=True)
+    return path
+
+
+# Workloads
+
+
+def test_named_workloads_have_the_lengths_they_are_named_for():
+    a, again, other = (workloads.workload_a(random.Random(seed)) for seed in (0, 0, 1))
+    assert a == again != other
+    assert len(a) == 16 and all(64 <= prompt <= 256 and 64 <= output <= 192 for prompt, output in a)
+    assert workloads.WORKLOADS["B"](random.Random(0)) == [(128, 128)]
+    assert workloads.WORKLOADS["C"](random.Random(0)) == [(64, 1024)] * 8
+
+
+def test_synthetic_lengths_spread_over_their_range():
+    assert workloads.synthetic(random.Random(0), 3, 10, 20, 0.0) == [(10, 20)] * 3
+    lengths = workloads.synthetic(random.Random(0), 500, 100, 10, 0.5)
+    assert {min(p for p, _ in lengths), max(p for p, _ in lengths)} == {50, 150}
+    assert {min(o for _, o in lengths), max(o for _, o in lengths)} == {5, 15}
+
+
+def test_random_requests_share_no_first_token_run():
+    requests = workloads.random_requests(random.Random(0), [(64, 8)] * 20, vocab_size=256)
+    assert len({tuple(request.prompt_token_ids[:16]) for request in requests}) == 20
+    assert all(0 <= token < 256 for request in requests for token in request.prompt_token_ids)
+    assert requests[0].entries == 64 + 8 - 1
+
+
+def test_demand_is_what_the_running_sequences_end_with():
+    assert workloads.demand([16, 17, 32], block_size=16, num_running=3) == 1 + 2 + 2
+    assert workloads.demand([16, 17, 32], block_size=16, num_running=6) == 10
+
+
+def test_reads_a_service_trace(shared_dir):
+    path = shared_dir / "data" / "datasets" / "azure_llm_2023" / "AzureLLMInferenceTrace_conv.csv"
+    if not path.is_file():
+        pytest.skip(f"needs {path}, which is absent")
+    assert workloads.read_trace(path, 4, 4096) == ([(374, 44), (396, 109), (879, 55), (91, 16)], 0)
+    assert workloads.read_trace(path, 3, 600) == ([(374, 44), (396, 109), (91, 16)], 1)
+    assert len(workloads.read_trace(path, 10**6, 10**6)[0]) == 19_366
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("TIMESTAMP,ContextTokens\n1,2\n", "no column GeneratedTokens.*TIMESTAMP"),
+        ("ContextTokens,GeneratedTokens\n5,1\nfive,1\n", "line 3: .*must be numbers"),
+        ("ContextTokens,GeneratedTokens\n500,1\n", "no request of at most 100 tokens"),
+    ],
+)
+def test_refuses_a_trace_that_it_cannot_use(tmp_path, text, message):
+    file = tmp_path / "trace.csv"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        workloads.read_trace(file, 10, 100)
+
+
+def test_reads_prompts_from_a_field(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"problem": "a"}\n\n{"problem": "b"}\n{"question": "c"}\nd\n')
+    assert workloads.read_prompts(file, "problem", 2) == ["a", "b"]
+    with pytest.raises(ConfigError, match=r"line 4 has no text in field 'problem': it has \['question'\]"):
+        workloads.read_prompts(file, "problem", 3)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        workloads.read_prompts(tmp_path / "absent", "problem", 1)
+
+
+# Variants
+
+
+def test_variants_carry_settings_of_compression_and_engine():
+    variant = parse_variant("kara:period=32,window_blocks=6,retain_blocks=2,compress_prompt=true,block_size=16")
+    assert variant.compression is not None
+    assert (variant.compression.period, variant.compression.window_blocks) == (32, 6)
+    assert variant.compression.compress_prompt is True
+    assert variant.engine == {"block_size": 16}
+    assert parse_variant("vanilla").compression is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("karo", "'karo' is no variant: choose one of vanilla, kara"),
+        ("kara:perod=3", "'perod=3' is no setting.*period"),
+        ("vanilla:period=3", "'period=3' is no setting.*block_size"),
+        ("kara:period", "write name=value"),
+        ("kara:period=many", "Expected `int"),
+        ("kara:period=0", "period=0 is not allowed: at least 1"),
+        ("vanilla:dtype=int3", "choose one of auto, bfloat16"),
+    ],
+)
+def test_refuses_unknown_variants_and_settings(text, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_variant(text)
+
+
+# Reports
+
+
+def test_table_aligns_its_columns():
+    assert report.table(["", "a\nlong", "b"], [["x", "1", "22"], ["yy", "333", "4"]]).splitlines() == [
+        "        a    b",
+        "     long",
+        "--------------",
+        "x       1   22",
+        "yy    333    4",
+    ]
+
+
+def test_weight_bytes_are_those_of_the_matrices_that_a_step_reads(tiny):
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    matrices = sum(weight.nbytes for name, weight in model.named_parameters() if weight.dim() == 2)
+    assert throughput.weight_bytes(load_model_config(tiny), "float32") == matrices
+    assert throughput.weight_bytes(load_model_config(tiny), "bfloat16") == matrices // 2
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("50m", 40.4e6), ("0.6b", 596e6)])
+def test_built_in_shapes_have_the_size_they_are_named_for(tmp_path, name, parameters):
+    model = load_model_config(throughput.named_shape(name, tmp_path))
+    assert throughput.weight_bytes(model, "auto") / 2 == pytest.approx(parameters, rel=2e-3)
+
+
+# The benchmark
+
+
+def test_throughput_runs_variants_side_by_side(tiny, tmp_path, capsys):
+    arguments = ["--model", str(tiny), "--num-prompts", "6", "--input-len", "40", "--output-len", "48"]
+    arguments += ["--random-range-ratio", "0.2", "--block-size", "4", "--pool-fraction", "0.5", "--repeats", "1"]
+    throughput.benchmark([*arguments, "--variants", "vanilla", KARA, "--output", str(tmp_path)])
+
+    printed = capsys.readouterr().out
+    content = json.loads((tmp_path / "throughput.json").read_text())
+    assert (tmp_path / "throughput.png").read_bytes().startswith(PNG)
+    assert content["command"] in printed and "--pool-fraction 0.5" in content["command"]
+    assert content["machine"]["cores"] >= 1 and content["versions"]["torch"]
+    assert content["workload"]["requests"] == 6
+    assert content["physical_limit"]["read_bytes_per_s"] > 1e8
+
+    vanilla, kara = (content["variants"][name]["runs"][0] for name in ("vanilla", KARA))
+    for run in (vanilla, kara):
+        assert run["output_tokens"] == content["workload"]["output_tokens"]
+        assert run["requests"] == 6
+        assert run["output_tokens_per_s"] == pytest.approx(run["output_tokens"] / run["seconds"])
+        assert run["steps"] == len(run["timeline"])
+        assert run["mean_concurrency"] == pytest.approx(sum(step[0] for step in run["timeline"]) / run["steps"])
+        assert run["peak_blocks"] == max(step[1] for step in run["timeline"]) <= run["num_blocks"]
+        assert run["peak_kv_bytes"] == run["peak_blocks"] * 4 * (2 * 3 * 2 * 16 * 4)  # K and V, layers, heads, dim, f32
+        assert f"{run['output_tokens_per_s']:.1f}" in printed
+    assert vanilla["compression_events"] == vanilla["blocks_released"] == 0
+    assert kara["blocks_released"] == 2 * kara["windows_compressed"] > 0
+    assert kara["entries_evicted"] == 8 * kara["windows_compressed"]
+    ratio = kara["output_tokens_per_s"] / vanilla["output_tokens_per_s"]
+    assert content["ratios"] == {KARA: pytest.approx({"median": ratio, "min": ratio, "max": ratio})}
+
+
+def test_a_failed_run_is_reported_with_its_reason(tmp_path):
+    job = Job(model=str(tmp_path), engine={}, compression=None, requests=[Request([1], 1)])
+    with pytest.raises(KvLLMError, match=r"variant vanilla failed:\n.*has no config.json"):
+        throughput.run_process("vanilla", job)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "absent"], "absent is not a directory"),
+        (["--workload", "A", "--input-len", "4"], "--workload, --input-len each describe a workload"),
+        (["--input-len", "4"], "need --output-len"),
+        (["--workload", "B", "--output-len", "4"], "--output-len goes with"),
+        (["--num-prompts", "4"], "--num-prompts goes with"),
+        (["--input-len", "4", "--output-len", "0"], "--output-len=0 is not allowed: at least 1"),
+        (["--input-len", "4", "--output-len", "4", "--random-range-ratio", "1"], "--random-range-ratio=1.0"),
+        (["--prompts", "absent", "--output-len", "4"], "needs a tokenizer"),
+        (["--trace", "absent"], "absent cannot be read"),
+        (["--pool-fraction", "1.5"], "--pool-fraction=1.5"),
+        (["--workload", "B", "--num-blocks", "0"], "num_blocks=0"),
+        (["--workload", "C", "--num-blocks", "4"], "a request needs 5 KV blocks of 256 tokens and the pool has 4"),
+        (["--workload", "C", "--max-model-len", "1000"], "the longest request has 1088 tokens, allowed are 1000"),
+        (["--max-model-len", "50000"], "the model allows 40960"),
+        (["--block-size", "0"], "block_size=0"),
+        (["--repeats", "0"], "--repeats=0"),
+        (["--variants", "vanilla", "vanilla"], "each may be given once"),
+        (["--block-size", "16", "--variants", "vanilla", "kara"], "buffer=32.*lower buffer"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_runs(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["throughput", *arguments])
+    with pytest.raises(SystemExit, match=message):
+        throughput.main()
+    assert capsys.readouterr().out == ""
+
+
+# The demo
+
+
+@pytest.fixture
+def threads():
+    """`--short` computes on one thread: give the others back to the tests that follow."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+def test_demo_solves_problems_in_a_small_pool(tmp_path, capsys):
+    kara = "kara:period=8,window_blocks=4,retain_blocks=3,buffer=8,chunk_budget=0"
+    demo.run_demo(["--short", "--problems", "6", "--variants", "vanilla", kara, "--output", str(tmp_path)])
+
+    printed = capsys.readouterr().out
+    content = json.loads((tmp_path / "demo.json").read_text())
+    assert (tmp_path / "demo.png").read_bytes().startswith(PNG)
+    problems = demo.Demo(6, 16, seed=1).problems
+    assert content["problems"]["prompt_tokens"] == sum(len(problem.prompt) for problem in problems)
+    assert problems[0].working.splitlines()[-1] in printed
+    full, compressed = content["runs"].values()
+    assert full["exact_workings"] == full["right_answers"] == 6
+    assert full["measurement"]["output_tokens"] == sum(len(problem.working) + 1 for problem in problems)
+    assert full["engine"]["num_gpu_blocks_override"] == full["measurement"]["num_blocks"]
+    assert full["measurement"]["num_blocks"] == content["problems"]["wanted_blocks"] // 4
+    assert compressed["exact_workings"] <= compressed["right_answers"]
+    assert compressed["measurement"]["blocks_released"] == compressed["measurement"]["windows_compressed"] > 0
+    for title in ("exact workings", "right answers", "output tokens/s", "preemptions"):
+        assert title in printed
+
+
+def test_demo_refuses_settings_that_do_not_fit_before_it_runs(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["demo", "--variants", "vanilla", "kara"])
+    with pytest.raises(SystemExit, match="lower buffer"):
+        demo.main()
+    assert capsys.readouterr().out == ""
