@@ -66,6 +66,12 @@ def test_reads_a_service_trace(shared_dir):
     assert len(workloads.read_trace(path, 10**6, 10**6)[0]) == 19_366
 
 
+def test_leaves_out_requests_that_do_not_fit_or_generate_nothing(tmp_path):
+    file = tmp_path / "trace.csv"
+    file.write_text("ContextTokens,GeneratedTokens\n90,11\n50,0\n80,20\n90,20\n")
+    assert workloads.read_trace(file, 1, 100) == ([(80, 20)], 2)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
