@@ -10,8 +10,30 @@ from msgspec import Struct
 
 from kvllm.errors import ConfigError
 
-METHODS = ("kara",)
-POLICIES = ("periodic", "standalone")
+METHODS = (
+    "kara",
+    "kara_no_bi",
+    "kara_no_token2chunk",
+    "snapkv",
+    "rkv",
+    "keydiff",
+    "streaming",
+    "pyramidkv",
+    "adakv",
+    "chunkkv",
+    "h2o",
+    "sliding_window",
+    "random",
+)
+WINDOW_METHODS = ("kara", "kara_no_token2chunk")
+"""Need the query of every entry that they score, so all of these must still be known as tokens."""
+RAGGED_METHODS = ("pyramidkv", "adakv")
+"""Keep different numbers of entries in different layers or heads."""
+RECENT_METHODS = ("snapkv", "rkv", "pyramidkv", "adakv", "chunkkv")
+"""Score with the queries of the last `query_window` entries."""
+OBSERVING_METHODS = ("h2o",)
+"""Add up the attention that each entry receives. It belongs to a sequence, so sequences share no prefixes."""
+POLICIES = ("periodic", "pressure", "standalone", "threshold")
 ORDERS = ("most_uncompressed", "queue")
 
 
@@ -36,18 +58,23 @@ def require(condition: bool, field: str, value: Any, allowed: str) -> None:
 class CompressionConfig(Struct, frozen=True, kw_only=True):
     """How the KV cache is compressed while decoding.
 
-    method: which entries of a window survive (`kvllm.attention.compression.METHODS`).
+    method: which entries survive (`kvllm.attention.compression.METHODS`).
     policy: which sequences compress and when: "periodic" (every `period` decode steps of the engine, at most
-        `max_sequences` sequences) or "standalone" (each sequence whenever its tail fills a window; block_size 1).
+        `max_sequences` sequences), "pressure" (only while blocks are short, and only what is needed to make them last
+        `period` steps more), "standalone" (each sequence whenever its tail fills a window; block_size 1) or "threshold"
+        (a sequence's whole cache, once it has `threshold_tokens` entries, to `budget_tokens`).
     window_blocks: blocks of one window, the trailing full blocks that were never compressed.
     retain_blocks: whole blocks kept of a window. A whole number of blocks leaves the partial last block in place.
     retain_tokens: entries kept of a window, buffer included; overrides `retain_blocks` (the paper: 257 of 768).
     buffer: the last entries of a window, always kept.
     chunk_budget: of the entries kept, how many go to completing chunks (alpha of Token2Chunk).
     max_chunk: longest chunk, both ends counted (gamma of Token2Chunk).
-    compress_prompt: compress the prompt too, right after it is computed. By default it is kept whole.
+    compress_prompt: compress the prompt too, right after it is computed. By default windows leave it whole; a threshold
+        always means the whole cache.
     query_stride: recompute every `query_stride`-th query of a window (and all of the buffer) for the scores.
-    order: of the eligible sequences, "most_uncompressed" or "queue" (oldest) first.
+    query_window: the most recent queries that score, for methods which do not use all (SnapKV and its kin).
+    order: of the eligible sequences, "most_uncompressed" or "queue" (oldest) first; "periodic" alone.
+    threshold_tokens, budget_tokens: of "threshold" alone (the paper: 1280 and 1025, at blocks of 256).
     """
 
     method: str = "kara"
@@ -62,14 +89,17 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
     max_chunk: int = 8
     compress_prompt: bool = False
     query_stride: int = 1
+    query_window: int = 32
     order: str = "most_uncompressed"
+    threshold_tokens: int | None = None
+    budget_tokens: int | None = None
 
     def __post_init__(self) -> None:
         check_types(self)
         require(self.method in METHODS, "method", self.method, f"choose one of {', '.join(METHODS)}")
         require(self.policy in POLICIES, "policy", self.policy, f"choose one of {', '.join(POLICIES)}")
         require(self.order in ORDERS, "order", self.order, f"choose one of {', '.join(ORDERS)}")
-        for field in ("period", "max_sequences", "window_blocks", "retain_blocks", "query_stride"):
+        for field in ("period", "max_sequences", "window_blocks", "retain_blocks", "query_stride", "query_window"):
             require(getattr(self, field) >= 1, field, getattr(self, field), "at least 1")
         for field in ("buffer", "chunk_budget"):
             require(getattr(self, field) >= 0, field, getattr(self, field), "at least 0")
@@ -80,13 +110,69 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
             self.retain_blocks,
             f"at most window_blocks={self.window_blocks} (retention 100%)",
         )
+        if self.method == "kara_no_bi":
+            require(self.buffer >= 1, "buffer", self.buffer, "at least 1: method='kara_no_bi' scores with its queries")
+        if self.policy == "threshold":
+            self._check_threshold()
+        else:
+            for field in ("threshold_tokens", "budget_tokens"):
+                require(getattr(self, field) is None, field, getattr(self, field), 'only with policy="threshold"')
+            require(
+                self.method not in RAGGED_METHODS,
+                "method",
+                self.method,
+                f'it keeps more in some layers or heads than in others: use policy="threshold", not {self.policy!r}',
+            )
+
+    def _check_threshold(self) -> None:
+        threshold, budget = self.threshold_tokens, self.budget_tokens
+        if threshold is None or budget is None:
+            missing = "threshold_tokens" if threshold is None else "budget_tokens"
+            raise ConfigError(f'policy="threshold" needs {missing}: the entries at which, or to which, it compresses')
+        require(threshold >= 1, "threshold_tokens", threshold, "at least 1")
+        require(1 <= budget <= threshold, "budget_tokens", budget, f"between 1 and threshold_tokens={threshold}")
+        require(self.buffer <= budget, "buffer", self.buffer, f"at most budget_tokens={budget}, which it is part of")
+        require(
+            self.method not in WINDOW_METHODS,
+            "method",
+            self.method,
+            "it scores with the query of every entry, and entries that were compressed before have none: use "
+            'policy="pressure" or "periodic", or method="kara_no_bi"',
+        )
+        gap = threshold - self.held_tokens
+        if self.method in RECENT_METHODS and gap:
+            known = gap if self.method in RAGGED_METHODS else max(gap, self.buffer)
+            recent = f"the last {known} entries are those whose tokens are known at a compression"
+            require(self.query_window <= known, "query_window", self.query_window, f"at most {known}: {recent}")
+            if self.method in RAGGED_METHODS:
+                require(self.buffer <= known, "buffer", self.buffer, f"at most {known}: {recent}")
+
+    @property
+    def held_tokens(self) -> int:
+        """Entries for which a sequence holds memory after a compression by threshold.
+
+        Methods that keep more in some layers or heads than in others get room for half of what is between budget and
+        threshold: it must not depend on data. What they keep on average is `budget_tokens`.
+        """
+        assert self.threshold_tokens is not None and self.budget_tokens is not None
+        if self.method in RAGGED_METHODS:
+            return (self.budget_tokens + self.threshold_tokens) // 2
+        return self.budget_tokens
+
+    def keeps_all(self, block_size: int) -> bool:
+        """Whether nothing would ever be dropped (retention 100%)."""
+        if self.threshold_tokens is not None:
+            return self.held_tokens >= self.threshold_tokens
+        return self.retained(block_size) == self.window_blocks * block_size
 
     def retained(self, block_size: int) -> int:
-        """Entries kept of a window, buffer included.
+        """Entries kept of a window, buffer included; of the whole cache with policy="threshold".
 
         Raises:
             ConfigError: the window, what is kept of it and the buffer do not fit into each other at this block size.
         """
+        if self.policy == "threshold":
+            return self.held_tokens
         window = self.window_blocks * block_size
         size = f"a window of {self.window_blocks} blocks of {block_size} has {window} entries"
         if self.retain_tokens is None:
@@ -144,3 +230,9 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
         )
         if self.compression is not None:
             self.compression.retained(self.block_size)
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether sequences may share blocks that hold the same tokens."""
+        observes = self.compression is not None and self.compression.method in OBSERVING_METHODS
+        return self.enable_prefix_caching and not observes

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from kvllm.attention.backends import make_backend
 from kvllm.attention.cache import CacheShape, PagedKVCache
-from kvllm.config import CompressionConfig, EngineConfig, require
+from kvllm.config import OBSERVING_METHODS, CompressionConfig, EngineConfig, require
 from kvllm.core.compression_policy import check_pool
 from kvllm.core.engine import LLMEngine, Prompt
 from kvllm.errors import ConfigError, RequestError
@@ -26,6 +26,7 @@ from kvllm.parallel import SingleRank
 from kvllm.sampling_params import SamplingParams
 from kvllm.stats import EngineStats
 from kvllm.tokenizer import has_tokenizer, load_tokenizer
+from kvllm.worker.attention_state import AttentionMass
 from kvllm.worker.inline import InlineExecutor
 from kvllm.worker.model_runner import ModelRunner
 
@@ -94,8 +95,9 @@ class LLM:
         )
         require(type(max_num_seqs) is int and max_num_seqs >= 1, "max_num_seqs", max_num_seqs, "at least 1")
         most_useful = max_num_seqs * -(-length // block_size)
+        state_bytes = _state_bytes(compression, shape, max_num_seqs, length)
         self.config = EngineConfig(
-            num_blocks=_num_blocks(num_gpu_blocks_override, kv_cache_memory_bytes, shape, most_useful),
+            num_blocks=_num_blocks(num_gpu_blocks_override, kv_cache_memory_bytes, shape, most_useful, state_bytes),
             max_model_len=length,
             block_size=block_size,
             max_num_seqs=max_num_seqs,
@@ -116,6 +118,7 @@ class LLM:
             eos_token_ids=self.model_config.eos_token_ids,
             tokenizer=self.tokenizer,
         )
+        self.llm_engine.stats.method_state_bytes = state_bytes
         self._request_ids = count()
 
     def _load(self, path: Path, shape: CacheShape, attention_backend: str, load_format: str) -> ModelRunner:
@@ -251,8 +254,15 @@ def _model_length(max_model_len: int | None, model: ModelConfig) -> int:
     return max_model_len
 
 
-def _num_blocks(override: int | None, memory: int | None, shape: CacheShape, most_useful: int) -> int:
-    """Blocks in the pool, from the two ways to ask for them, or from the free memory."""
+def _state_bytes(compression: CompressionConfig | None, shape: CacheShape, max_num_seqs: int, length: int) -> int:
+    """What the compression method keeps beside the cache; it counts as memory of the cache."""
+    if isinstance(compression, CompressionConfig) and compression.method in OBSERVING_METHODS:
+        return AttentionMass.bytes_for(shape, max_num_seqs, length)
+    return 0
+
+
+def _num_blocks(override: int | None, memory: int | None, shape: CacheShape, most_useful: int, state_bytes: int) -> int:
+    """Blocks in the pool, from the two ways to ask for them, or from the free memory; of memory, `state_bytes` less."""
     if override is not None and memory is not None:
         raise ConfigError(
             f"num_gpu_blocks_override={override} and kv_cache_memory_bytes={memory} both size the KV pool: give one"
@@ -261,10 +271,14 @@ def _num_blocks(override: int | None, memory: int | None, shape: CacheShape, mos
         require(type(override) is int and override >= 1, "num_gpu_blocks_override", override, "at least 1")
         return override
     if memory is None:
-        return max(1, min(most_useful, min(4 * GIB, psutil.virtual_memory().available // 2) // shape.bytes_per_block))
+        available = min(4 * GIB, psutil.virtual_memory().available // 2) - state_bytes
+        return max(1, min(most_useful, available // shape.bytes_per_block))
+    least = shape.bytes_per_block + state_bytes
     one_block = f"at least one block of {shape.block_size} tokens, {shape.bytes_per_block} bytes"
-    require(type(memory) is int and memory >= shape.bytes_per_block, "kv_cache_memory_bytes", memory, one_block)
-    return memory // shape.bytes_per_block
+    if state_bytes:
+        one_block += f", beside {state_bytes} bytes for the method: lower max_num_seqs or max_model_len to shrink these"
+    require(type(memory) is int and memory >= least, "kv_cache_memory_bytes", memory, one_block)
+    return (memory - state_bytes) // shape.bytes_per_block
 
 
 def _is_one_prompt(prompts: Any) -> bool:

@@ -10,22 +10,34 @@ from msgspec import Struct
 class EngineStats(Struct):
     """Counters since the engine started.
 
-    steps: forward passes. output_tokens: tokens sampled. preemptions: sequences that lost their cache and were queued
-    again. compression_events: steps that compressed. windows_compressed, entries_evicted: summed over sequences (an
-    entry is one token's keys and values over all layers). blocks_released: blocks by which block tables shrank.
-    num_blocks: size of the pool. peak_blocks: most blocks owned by sequences at once.
+    num_blocks: size of the pool. method_state_bytes: what the compression method keeps beside it.
+    peak_blocks: most blocks owned by sequences at once.
+    steps: forward passes. output_tokens: tokens sampled.
+    preemptions: sequences that lost their cache and were queued again. tokens_recomputed: what these had computed.
+    compression_events: steps that compressed. windows_compressed, entries_evicted: summed over sequences (an entry is
+    one token's keys and values over all layers; a cache cut by threshold counts as a window).
+    blocks_released: blocks by which block tables shrank.
+    decode_seconds, prefill_seconds: the model's time in steps without and with prompt tokens (decodes ride along).
+    recompute_seconds, score_seconds, compact_seconds: of compression events: queries, scores and selection, movement.
     timeline: for each step (running sequences, blocks in use).
     """
 
     num_blocks: int
+    method_state_bytes: int = 0
     steps: int = 0
     output_tokens: int = 0
     preemptions: int = 0
+    tokens_recomputed: int = 0
     compression_events: int = 0
     windows_compressed: int = 0
     entries_evicted: int = 0
     blocks_released: int = 0
     peak_blocks: int = 0
+    decode_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    recompute_seconds: float = 0.0
+    score_seconds: float = 0.0
+    compact_seconds: float = 0.0
     timeline: list[tuple[int, int]] = []
 
     def __getitem__(self, name: str) -> Any:

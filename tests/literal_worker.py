@@ -64,34 +64,36 @@ class LiteralWorker:
         return self._forward(plan)
 
     def _compress(self, seq: LiteralSequence, job) -> None:
-        windows = self.compression.windows
+        config = self.compression.config
+        overlap = config.buffer if config.policy == "standalone" else 0
         size = self.config.block_size
         start = job.first_block * size
         region_end = min(seq.cached, (job.first_block + job.region_blocks) * size)
         survivors: list[int] = []
-        for i in range(job.num_windows):
-            window = range(start + i * windows.stride, start + i * windows.stride + windows.size)
-            buffer = list(window[windows.size - self.compression.config.buffer :])
-            chosen = sorted(
-                self.random.sample(list(window[: windows.size - len(buffer)]), windows.retain - len(buffer))
-            )
-            survivors += chosen if i < job.num_windows - 1 and windows.overlap else chosen + buffer
-        survivors += range(windows.end(start, job.num_windows), region_end)
+        end = start
+        for i in range(job.num_windows if job.destinations else 0):
+            first = start + i * (job.size - overlap)
+            end = first + job.size
+            buffer = list(range(end - config.buffer, end))
+            chosen = sorted(self.random.sample(range(first, end - len(buffer)), job.retain - len(buffer)))
+            survivors += chosen if i < job.num_windows - 1 and overlap else chosen + buffer
+        survivors += range(end, region_end) if job.destinations else ()
         before = seq.logical - seq.cached
         kept = [self.cache[self.slot(seq, index)] for index in survivors]
-        window_part = [self.cache[self.slot(seq, index)] for index in range(start, region_end)]
-        assert [position for position, _ in window_part] == list(range(start + before, region_end + before)), (
-            "a window holds an entry that was compressed before"
-        )
-        if not self.compression.config.compress_prompt:
-            assert window_part[0][0] >= seq.prompt_length, "the prompt is protected"
+        region = [self.cache[self.slot(seq, index)] for index in range(start, region_end)]
+        if config.policy != "threshold":
+            assert [position for position, _ in region] == list(range(start + before, region_end + before)), (
+                "a window holds an entry that was compressed before"
+            )
+            if not config.compress_prompt:
+                assert region[0][0] >= seq.prompt_length, "the prompt is protected"
         sources = seq.table[job.first_block : job.first_block + job.region_blocks]
         in_place = job.destinations == sources[: len(job.destinations)]
         assert in_place or not set(sources) & set(job.destinations)
         seq.table[job.first_block : job.first_block + job.region_blocks] = job.destinations
         for j, entry in enumerate(kept):
             self.cache[self.slot(seq, start + j)] = entry
-        seq.cached -= job.num_windows * windows.dropped
+        seq.cached -= job.dropped
 
     def _copy(self, seq: LiteralSequence, index: int, destination: int) -> None:
         size = self.config.block_size
@@ -138,7 +140,7 @@ class LiteralWorker:
         assert entries == [seq.entry(position) for position in positions], "an entry belongs to another text"
         if self.compression is None:
             assert positions == list(range(seq.logical))
-        elif not self.compression.config.compress_prompt:
+        elif not self.compression.config.compress_prompt and self.compression.config.policy != "threshold":
             assert positions[: seq.prompt_length] == list(range(min(seq.prompt_length, seq.logical)))
 
     def check_agrees(self, seq: Sequence) -> None:

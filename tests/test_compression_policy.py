@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from kvllm.config import CompressionConfig, EngineConfig
-from kvllm.core.compression_policy import Windows, peak_blocks
+from kvllm.core.compression_policy import peak_blocks
 from kvllm.core.protocol import SampledToken, StepResult
+from kvllm.core.regions import Windows
 from kvllm.core.scheduler import Scheduler
 from kvllm.core.sequence import Sequence
 from kvllm.errors import ConfigError
@@ -45,9 +46,8 @@ def run(compression: CompressionConfig, block_size: int, lengths: list[tuple[int
         before = step(scheduler)
         for job, cached in before:
             start = job.first_block * block_size
-            end = start + scheduler.compression.windows.size
-            dropped = scheduler.compression.windows.dropped
-            events.append([global_step - 1, job.seq_id, cached, start, cached - end, cached - dropped])
+            end = start + job.size
+            events.append([global_step - 1, job.seq_id, cached, start, cached - end, cached - job.dropped])
         history.append([[seq.cached_length, seq.uncompressed_tail] for seq in sequences])
     return events, history
 
@@ -106,7 +106,7 @@ def test_many_sequences(load_vectors) -> None:
 def test_eligibility(load_vectors) -> None:
     vectors, _ = load_vectors("periodic_policy")
     for block_size, blocks, cached, tail, strict, _ in vectors["eligibility"].tolist():
-        assert Windows(block_size, blocks, 1).is_eligible(cached, tail) == bool(strict)
+        assert (Windows(block_size, blocks, 1).trailing(cached, tail) is not None) == bool(strict)
 
 
 def test_events_fall_on_multiples_of_the_period(load_vectors) -> None:
@@ -145,8 +145,8 @@ def simulated_peak(windows: Windows, prompt: int, total: int, tail_start: int) -
     tail = prompt - tail_start
     peak = cached
     while True:
-        while count := windows.count(cached, tail):
-            cached, tail = windows.after(cached, windows.first_start(cached, tail), count)
+        while region := windows.complete(cached, tail):
+            cached, tail = cached - region.dropped, windows.tail_after(cached, region)
         if logical == total:
             return -(-peak // windows.block_size)
         cached, logical, tail = cached + 1, logical + 1, tail + 1

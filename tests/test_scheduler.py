@@ -88,13 +88,26 @@ def engine_config(num_blocks: int, **options) -> EngineConfig:
 def configs(draw) -> EngineConfig:
     block_size = draw(st.sampled_from([1, 2, 4, 8]))
     compression = None
-    if draw(st.booleans()):
-        policy = draw(st.sampled_from(POLICIES)) if block_size == 1 else "periodic"
+    kind = draw(st.sampled_from(["none", "windows", "windows", "threshold"]))
+    if kind == "threshold":
+        threshold = draw(st.integers(2, 40))
+        budget = draw(st.integers(1, threshold))
+        compression = CompressionConfig(
+            method=draw(st.sampled_from(["keydiff", "sliding_window"])),
+            policy="threshold",
+            threshold_tokens=threshold,
+            budget_tokens=budget,
+            buffer=draw(st.integers(0, budget)),
+            query_window=1,
+        )
+    elif kind == "windows":
+        policy = draw(st.sampled_from(["periodic", "pressure"] + ["standalone"] * (block_size == 1)))
         window_blocks = draw(st.integers(2, 4)) * (4 if block_size == 1 else 1)
         window = window_blocks * block_size
         retain = draw(st.integers(1, window))
         buffer = draw(st.integers(0, min(retain, window - 1)))
         compression = CompressionConfig(
+            method=draw(st.sampled_from(["kara", "sliding_window"])),
             policy=policy,
             period=draw(st.integers(1, 6)),
             max_sequences=draw(st.integers(1, 3)),

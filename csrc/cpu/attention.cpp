@@ -1,5 +1,4 @@
 // The work of paged attention: which queries go together, and which thread takes them.
-#include <atomic>
 #include <vector>
 
 #include "ops.h"
@@ -38,9 +37,17 @@ struct Problem {
   const int32_t* query_starts;
   const int32_t* query_index;
   const int32_t* block_tables;
+  const int32_t* packed;        // null: no head has a hole
+  const int32_t* head_lengths;  // [sequences, kv_heads]
   float scale;
 
-  int entries(int64_t row) const { return query_index[row] + 1; }
+  // Entries that a head lacks of the first `packed`.
+  int hole_size(int64_t sequence, int64_t head) const {
+    return packed == nullptr ? 0 : packed[sequence] - hole_begin(sequence, head);
+  }
+  int hole_begin(int64_t sequence, int64_t head) const {
+    return packed == nullptr ? 0 : std::min(packed[sequence], head_lengths[sequence * kv_heads + head]);
+  }
 
   void check_batch() const {
     STD_TORCH_CHECK(query_starts[0] == 0 && query_starts[sequences] == rows, "query_starts runs from ", query_starts[0],
@@ -52,6 +59,13 @@ struct Problem {
         STD_TORCH_CHECK(query_index[row] >= previous, "query_index ", query_index[row], " of row ", row,
                         " is negative or descends");
         previous = query_index[row];
+      }
+      if (packed != nullptr) {
+        STD_TORCH_CHECK(packed[s] >= 0 && packed[s] <= query_index[query_starts[s]], "sequence ", s, " has ", packed[s],
+                        " packed entries, and queries among them");
+        for (int64_t head = 0; head < kv_heads; ++head) {
+          STD_TORCH_CHECK(head_lengths[s * kv_heads + head] >= 0, "sequence ", s, " has a head of negative length");
+        }
       }
       STD_TORCH_CHECK(previous < max_blocks * block_size, "query_index ", previous, " is beyond a table of ",
                       max_blocks, " blocks of ", block_size);
@@ -70,7 +84,8 @@ struct Problem {
     for (int s = 0; s < sequences; ++s) {
       for (int row = query_starts[s]; row < query_starts[s + 1]; row += rows_per_task) {
         const int count = std::min(rows_per_task, query_starts[s + 1] - row);
-        for (int head = 0; head < kv_heads; ++head) tasks.push_back({s, head, row, count, entries(row + count - 1)});
+        const int last = query_index[row + count - 1] + 1;
+        for (int head = 0; head < kv_heads; ++head) tasks.push_back({s, head, row, count, last - hole_size(s, head)});
       }
     }
     const auto cost = [](const Task& task) { return static_cast<int64_t>(task.num_rows) * task.entries; };
@@ -85,17 +100,20 @@ struct Problem {
             kv_heads * block_size * head_dim,
             block_tables + task.sequence * max_blocks,
             static_cast<int>(block_size),
-            head_dim};
+            head_dim,
+            hole_begin(task.sequence, task.kv_head),
+            hole_size(task.sequence, task.kv_head)};
   }
 
   QueryTile tile(const Task& task) const {
     QueryTile tile;
     tile.count = 0;
+    const int hole = hole_size(task.sequence, task.kv_head);
     for (int64_t row = task.first_row; row < task.first_row + task.num_rows; ++row) {
       for (int64_t query_head = task.kv_head * group; query_head < (task.kv_head + 1) * group; ++query_head) {
         tile.queries[tile.count] = queries + (row * query_stride + query_head * head_dim) * element_size;
         tile.outputs[tile.count] = outputs + (row * query_heads + query_head) * head_dim * element_size;
-        tile.last[tile.count] = query_index[row];
+        tile.last[tile.count] = query_index[row] - hole;
         ++tile.count;
       }
     }
@@ -113,24 +131,6 @@ struct Problem {
     return {memory, memory + count, memory + 2 * count};
   }
 };
-
-// Memory of the calling thread, kept for its next task.
-float* scratch(int64_t floats) {
-  constexpr int64_t kAlignment = 64 / sizeof(float);
-  thread_local std::vector<float> memory;
-  if (static_cast<int64_t>(memory.size()) < floats + kAlignment) memory.resize(floats + kAlignment);
-  const uintptr_t address = reinterpret_cast<uintptr_t>(memory.data());
-  return memory.data() + (64 - address % 64) % 64 / sizeof(float);
-}
-
-// body(i) for i in 0 .. count - 1; a thread that is free takes the next.
-template <class Body>
-void for_each_dynamic(int64_t count, const Body& body) {
-  std::atomic<int64_t> next{0};
-  torch::stable::parallel_for(0, std::min<int64_t>(count, torch::stable::get_num_threads()), 1, [&](int64_t, int64_t) {
-    for (int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) body(i);
-  });
-}
 
 void attend_whole(const Problem& problem, const Task& task) {
   float* memory = scratch(problem.partial_floats(task) + problem.workspace_floats());
@@ -179,7 +179,7 @@ void attend_split(const Problem& problem, const std::vector<Task>& tasks) {
 
 Tensor paged_attention(const Tensor& queries, const Tensor& key_cache, const Tensor& value_cache,
                        const Tensor& query_starts, const Tensor& query_index, const Tensor& block_tables,
-                       double scale) {
+                       const std::optional<Tensor>& packed, const std::optional<Tensor>& head_lengths, double scale) {
   const Kernels& kernels = kernels_for(queries, "queries");
   check_heads(queries, "queries");
   check_contiguous(key_cache, "key_cache", 4);
@@ -198,6 +198,16 @@ Tensor paged_attention(const Tensor& queries, const Tensor& key_cache, const Ten
   check_size(key_cache, "key_cache", 3, head_dim);
   check_size(query_index, "query_index", 0, rows);
   check_size(query_starts, "query_starts", 0, sequences + 1);
+  STD_TORCH_CHECK(packed.has_value() == head_lengths.has_value(), "packed and head_lengths go together");
+  if (packed) {
+    check_contiguous(*packed, "packed", 1);
+    check_contiguous(*head_lengths, "head_lengths", 2);
+    check_dtype(*packed, "packed", ScalarType::Int);
+    check_dtype(*head_lengths, "head_lengths", ScalarType::Int);
+    check_size(*packed, "packed", 0, sequences);
+    check_size(*head_lengths, "head_lengths", 0, sequences);
+    check_size(*head_lengths, "head_lengths", 1, kv_heads);
+  }
   STD_TORCH_CHECK(head_dim > 0 && head_dim % 2 == 0, "head_dim is ", head_dim, ": it must be even");
   STD_TORCH_CHECK(kv_heads > 0 && query_heads % kv_heads == 0 && query_heads / kv_heads <= kMaxQueries, query_heads,
                   " query heads over ", kv_heads, " KV heads: a multiple of at most ", kMaxQueries, " is supported");
@@ -223,6 +233,8 @@ Tensor paged_attention(const Tensor& queries, const Tensor& key_cache, const Ten
       .query_starts = query_starts.const_data_ptr<int32_t>(),
       .query_index = query_index.const_data_ptr<int32_t>(),
       .block_tables = block_tables.const_data_ptr<int32_t>(),
+      .packed = packed ? packed->const_data_ptr<int32_t>() : nullptr,
+      .head_lengths = head_lengths ? head_lengths->const_data_ptr<int32_t>() : nullptr,
       .scale = static_cast<float>(scale),
   };
   problem.check_batch();

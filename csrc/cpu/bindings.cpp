@@ -11,7 +11,8 @@ STABLE_TORCH_LIBRARY(kvllm, m) {
       "Tensor? q_weight, Tensor? k_weight, float eps) -> ()");
   m.def(
       "paged_attention(Tensor queries, Tensor key_cache, Tensor value_cache, Tensor query_starts, Tensor query_index, "
-      "Tensor block_tables, float scale) -> Tensor");
+      "Tensor block_tables, Tensor? packed, Tensor? head_lengths, float scale) -> Tensor");
+  m.def("attention_mass(Tensor queries, Tensor keys, int num_scored, float scale) -> Tensor");
   m.def(
       "store_kv(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor keys, Tensor values, Tensor slots) -> ()");
   m.def("copy_blocks(Tensor(a!) cache, Tensor sources, Tensor destinations) -> ()");
@@ -25,6 +26,7 @@ STABLE_TORCH_LIBRARY_IMPL(kvllm, CPU, m) {
   m.impl("silu_mul", TORCH_BOX(&kvllm::silu_mul));
   m.impl("rotary_", TORCH_BOX(&kvllm::rotary));
   m.impl("paged_attention", TORCH_BOX(&kvllm::paged_attention));
+  m.impl("attention_mass", TORCH_BOX(&kvllm::attention_mass));
   m.impl("store_kv", TORCH_BOX(&kvllm::store_kv));
   m.impl("copy_blocks", TORCH_BOX(&kvllm::copy_blocks));
   m.impl("compact", TORCH_BOX(&kvllm::compact));

@@ -24,7 +24,14 @@ constexpr int kMaxQueries = 64;
 // Memory that attention works in, in rows of head_dim + 2 floats: queries, packed keys, a partial softmax.
 constexpr int kWorkspaceRows = 2 * kMaxQueries + kTileEntries;
 
-// Keys and values of one KV head of one sequence.
+// Memory that attention mass works in: all keys packed, scores and queries of four rows.
+constexpr int64_t mass_workspace_floats(int64_t num_keys, int64_t head_dim) {
+  const int64_t padded = (num_keys + kTileEntries - 1) / kTileEntries * kTileEntries;
+  return padded * head_dim + 4 * padded + 4 * head_dim;
+}
+
+// Keys and values of one KV head of one sequence. Entries are counted without the hole that a head has which keeps fewer
+// than others: entry `hole_begin` lies `hole_size` places behind the one before.
 struct PagedHead {
   const void* keys;    // the head's first row in block 0
   const void* values;
@@ -32,6 +39,8 @@ struct PagedHead {
   const int32_t* block_table;
   int block_size;
   int head_dim;
+  int hole_begin;
+  int hole_size;
 };
 
 // Queries of that sequence and head. Query i attends entries 0 .. last[i]; `last` does not decrease.
@@ -70,6 +79,11 @@ struct Kernels {
                  const PartialSoftmax& result);
   void (*merge)(int count, int head_dim, const PartialSoftmax& into, const PartialSoftmax& later);
   void (*finish)(const QueryTile& tile, int head_dim, const PartialSoftmax& total);
+
+  // mass[key] <- sum of the softmax weights that `num_queries` queries give it, each over all of `num_keys` dense keys.
+  // `mass` has room for whole tiles of keys, `workspace` for mass_workspace_floats.
+  void (*attention_mass)(const void* const* queries, int num_queries, const void* keys, int num_keys, int head_dim,
+                         float scale, float* workspace, float* mass);
 
   void (*rms_norm)(const void* x, const void* weight, void* out, int64_t rows, int64_t width, float eps);
   void (*add_rms_norm)(void* residual, const void* x, const void* weight, void* out, int64_t rows, int64_t width,

@@ -7,8 +7,10 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 #include "isa.h"
 
@@ -24,7 +26,9 @@ void rotary(const Tensor& qkv, const Tensor& positions, const Tensor& cos_sin, i
             int64_t num_kv_heads, int64_t head_dim, const std::optional<Tensor>& query_weight,
             const std::optional<Tensor>& key_weight, double eps);
 Tensor paged_attention(const Tensor& queries, const Tensor& key_cache, const Tensor& value_cache,
-                       const Tensor& query_starts, const Tensor& query_index, const Tensor& block_tables, double scale);
+                       const Tensor& query_starts, const Tensor& query_index, const Tensor& block_tables,
+                       const std::optional<Tensor>& packed, const std::optional<Tensor>& head_lengths, double scale);
+Tensor attention_mass(const Tensor& queries, const Tensor& keys, int64_t num_scored, double scale);
 void store_kv(const Tensor& key_cache, const Tensor& value_cache, const Tensor& keys, const Tensor& values,
               const Tensor& slots);
 void copy_blocks(const Tensor& cache, const Tensor& sources, const Tensor& destinations);
@@ -44,19 +48,24 @@ inline void check_size(const Tensor& tensor, const char* name, int64_t dim, int6
   STD_TORCH_CHECK(tensor.size(dim) == size, "dimension ", dim, " of ", name, " is ", tensor.size(dim), ", not ", size);
 }
 
-// An uninitialized tensor of the dtype of `like`. The stable new_empty goes through the boxed dispatcher, which would
+// An uninitialized tensor. The stable new_empty goes through the boxed dispatcher, which would
 // be a quarter of the cost of a small operator.
 template <size_t kDims>
-Tensor empty_like(const Tensor& like, const int64_t (&sizes)[kDims]) {
+Tensor empty(int32_t dtype, const int64_t (&sizes)[kDims]) {
   int64_t strides[kDims];
   int64_t stride = 1;
   for (size_t dim = kDims; dim-- > 0; stride *= sizes[dim]) strides[dim] = stride;
-  int32_t dtype;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
   AtenTensorHandle handle;
   STABLE_TORCH_ERROR_CODE_CHECK(
       aoti_torch_empty_strided(kDims, sizes, strides, dtype, aoti_torch_device_type_cpu(), 0, &handle));
   return Tensor(handle);
+}
+
+template <size_t kDims>
+Tensor empty_like(const Tensor& like, const int64_t (&sizes)[kDims]) {
+  int32_t dtype;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
+  return empty(dtype, sizes);
 }
 
 // Rows of heads: `[T, heads, head_dim]`, in which only the rows may be apart.
@@ -81,6 +90,24 @@ constexpr int64_t kGrainElements = 32768;
 template <class Body>
 void for_rows(int64_t rows, int64_t width, const Body& body) {
   torch::stable::parallel_for(0, rows, std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, width)), body);
+}
+
+// Memory of the calling thread, kept for its next task.
+inline float* scratch(int64_t floats) {
+  constexpr int64_t kAlignment = 64 / sizeof(float);
+  thread_local std::vector<float> memory;
+  if (static_cast<int64_t>(memory.size()) < floats + kAlignment) memory.resize(floats + kAlignment);
+  const uintptr_t address = reinterpret_cast<uintptr_t>(memory.data());
+  return memory.data() + (64 - address % 64) % 64 / sizeof(float);
+}
+
+// body(i) for i in 0 .. count - 1; a thread that is free takes the next.
+template <class Body>
+void for_each_dynamic(int64_t count, const Body& body) {
+  std::atomic<int64_t> next{0};
+  torch::stable::parallel_for(0, std::min<int64_t>(count, torch::stable::get_num_threads()), 1, [&](int64_t, int64_t) {
+    for (int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) body(i);
+  });
 }
 
 }  // namespace kvllm

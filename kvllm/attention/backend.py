@@ -26,11 +26,18 @@ class AttentionBatch:
         position: after a compaction the two differ.
     block_tables: `[S, max_blocks]`, entry j of sequence s is in block `block_tables[s, j // block_size]`; columns
         beyond what `query_index` reaches are arbitrary.
+    packed, head_lengths: `[S]` and `[layers, S, kv_heads]`, where heads hold different numbers of entries: entry e is a
+        hole for head h of layer l of sequence s, and not attended, if `head_lengths[l, s, h] <= e < packed[s]`. The
+        entries of queries lie behind.
+    rows: the sequences' rows in the worker's tables, where attention is observed.
     """
 
     query_starts: torch.Tensor
     query_index: torch.Tensor
     block_tables: torch.Tensor
+    packed: torch.Tensor | None = None
+    head_lengths: torch.Tensor | None = None
+    rows: list[int] | None = None
 
 
 class AttentionBackend(ABC):

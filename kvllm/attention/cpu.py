@@ -49,6 +49,8 @@ class CpuBackend(AttentionBackend):
             plan.query_starts,
             plan.query_index,
             plan.block_tables,
+            plan.packed,
+            None if plan.head_lengths is None else plan.head_lengths[layer],
             self.scale,
         )
 

@@ -29,15 +29,27 @@ class ReferenceBackend(AttentionBackend):
             sequence_keys = keys[blocks, :, entries % block_size].transpose(0, 1)
             sequence_values = values[blocks, :, entries % block_size].transpose(0, 1)
             for row in range(start, end):
-                visible = slice(0, index[row] + 1)
-                output[row] = self._attend(queries[row], sequence_keys[:, visible], sequence_values[:, visible])
+                visible = (entries <= index[row]) & ~self._holes(layer, sequence, entries, plan)
+                output[row] = self._attend(queries[row], sequence_keys, sequence_values, visible)
         return output
 
-    def _attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """`[query_heads, head_dim]` over `[kv_heads, entries, head_dim]` -> `[query_heads, head_dim]`."""
-        grouped = query.float().unflatten(0, (keys.shape[0], -1))
-        scores = grouped @ keys.float().transpose(1, 2) * self.scale
-        return (scores.softmax(-1) @ values.float()).flatten(0, 1).to(query.dtype)
+    def _holes(self, layer: int, sequence: int, entries: torch.Tensor, plan: AttentionBatch) -> torch.Tensor:
+        """bool `[kv_heads, entries]`."""
+        if plan.packed is None or plan.head_lengths is None:
+            return torch.zeros(self.cache.shape.num_kv_heads, len(entries), dtype=torch.bool, device=entries.device)
+        head_lengths = plan.head_lengths[layer, sequence].unsqueeze(-1)
+        return (head_lengths <= entries) & (entries < plan.packed[sequence])
+
+    def _attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor
+    ) -> torch.Tensor:
+        """`[query_heads, head_dim]` over the `visible` of `[kv_heads, entries, head_dim]` -> the same shape."""
+        output = []
+        for head, head_queries in enumerate(query.float().unflatten(0, (keys.shape[0], -1))):
+            seen = visible[head]  # nothing else is read: what no entry was written to may hold a NaN
+            scores = head_queries @ keys[head, seen].float().T * self.scale
+            output.append(scores.softmax(-1) @ values[head, seen].float())
+        return torch.cat(output).to(query.dtype)
 
     def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         rows = slots >= 0

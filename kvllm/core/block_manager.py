@@ -59,8 +59,12 @@ class BlockManager:
 
     def blocks_to_append(self, seq: Sequence, num_tokens: int) -> int:
         """Blocks that `append` will allocate."""
-        missing = self.blocks_for(seq.cached_length + num_tokens) - len(seq.block_table)
-        return max(0, missing) + (1 if self._writes_shared_block(seq) else 0)
+        # Asked of every sequence at every step: the calls of `blocks_for` and `_writes_shared_block` would show.
+        cached, table = seq.cached_length, seq.block_table
+        missing = -(-(cached + num_tokens) // self.block_size) - len(table)
+        index, offset = divmod(cached, self.block_size)
+        shared = offset > 0 and self._references[table[index]] > 1
+        return (missing if missing > 0 else 0) + shared
 
     def append(self, seq: Sequence, num_tokens: int) -> tuple[list[int], int | None]:
         """Make room for `num_tokens` entries behind the cached ones.

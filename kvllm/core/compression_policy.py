@@ -1,88 +1,33 @@
-"""Which sequences compress, and when. Knows lengths, never tensors.
-
-How many entries a compression keeps depends on configuration alone, so the scheduler knows every length before a step.
-"""
+"""Which sequences compress, and when. Knows lengths, never tensors."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Sequences
+from dataclasses import dataclass
 
 from kvllm.config import CompressionConfig, EngineConfig, require
+from kvllm.core.regions import Region, Regions, WholeCache, Windows
 from kvllm.core.sequence import Sequence
 
+Job = tuple[Sequence, Region]
 
-class Windows:
-    """Arithmetic of compression windows: whole blocks at the end of a sequence's cache.
 
-    size: entries of a window. retain: entries kept of each, buffer included. overlap: entries that two neighbouring
-    windows share, and that stay part of the uncompressed tail (the stand-alone schedule; else 0).
+@dataclass(slots=True)
+class Load:
+    """What a policy sees of the engine.
+
+    decode_steps: of the engine so far. available_blocks: that can be allocated now. missing_blocks: how many more the
+    first waiting sequence would have needed to be admitted in the last step.
     """
 
-    def __init__(self, block_size: int, window_blocks: int, retain: int, overlap: int = 0) -> None:
-        self.block_size = block_size
-        self.blocks = window_blocks
-        self.size = window_blocks * block_size
-        self.retain = retain
-        self.overlap = overlap
-
-    @property
-    def dropped(self) -> int:
-        """Entries that one window loses."""
-        return self.size - self.retain
-
-    @property
-    def stride(self) -> int:
-        """Distance of the starts of two neighbouring windows."""
-        return self.size - self.overlap
-
-    def is_eligible(self, cached: int, tail: int) -> bool:
-        """Strict: the last full blocks form a window without any entry that was compressed before or is protected."""
-        full = cached // self.block_size
-        return full >= self.blocks and cached - tail <= (full - self.blocks) * self.block_size
-
-    def first_start(self, cached: int, tail: int) -> int:
-        """Index in the cache at which the earliest window in the uncompressed tail begins."""
-        return -(-(cached - tail) // self.block_size) * self.block_size
-
-    def count(self, cached: int, tail: int) -> int:
-        """Windows that fit one behind the other into the full blocks of the uncompressed tail."""
-        full_end = cached // self.block_size * self.block_size
-        room = full_end - self.first_start(cached, tail)
-        return 0 if room < self.size else (room - self.size) // self.stride + 1
-
-    def end(self, start: int, count: int) -> int:
-        """Where the last of `count` windows from `start` on ends."""
-        return start + self.size + (count - 1) * self.stride
-
-    def next_end(self, cached: int, tail: int) -> int:
-        """Where the window that is not complete yet will end; always behind `cached`."""
-        return self.end(self.first_start(cached, tail), self.count(cached, tail) + 1)
-
-    def after(self, cached: int, start: int, count: int) -> tuple[int, int]:
-        """Cached length and uncompressed tail when `count` windows from `start` on are compressed."""
-        return cached - count * self.dropped, cached - self.end(start, count) + self.overlap
-
-    def peak_blocks(self, prompt: int, total: int, tail_start: int) -> int:
-        """Most blocks that a sequence alone needs to reach `total` entries if each window is compressed when complete.
-
-        The prompt is computed whole; of it, entries from `tail_start` on may be compressed.
-        """
-        cached = logical = min(prompt, total)
-        tail = max(0, logical - tail_start)
-        peak = cached
-        while True:
-            if count := self.count(cached, tail):
-                cached, tail = self.after(cached, self.first_start(cached, tail), count)
-            if logical == total:
-                return -(-peak // self.block_size)
-            step = min(total - logical, self.next_end(cached, tail) - cached)
-            cached, logical, tail = cached + step, logical + step, tail + step
-            peak = max(peak, cached)
+    decode_steps: int
+    available_blocks: int
+    missing_blocks: int
 
 
 class CompressionPolicy(ABC):
-    """Names the sequences whose trailing window is compressed now.
+    """Names the regions that are compressed now.
 
     Called once per step with the decoding sequences, none of them finished or prefilling, in order of age.
     """
@@ -90,12 +35,18 @@ class CompressionPolicy(ABC):
     overlap: bool = False
     """Whether a window's buffer is scored again as the beginning of the next window."""
 
-    def __init__(self, config: CompressionConfig) -> None:
+    def __init__(self, config: CompressionConfig, regions: Regions) -> None:
         self.config = config
+        self.regions = regions
 
     @abstractmethod
-    def select(self, decoding: Sequences[Sequence], windows: Windows, decode_steps: int) -> list[Sequence]:
-        """Sequences to compress before the next step; `decode_steps` counts the engine's decode steps so far."""
+    def select(self, decoding: Sequences[Sequence], load: Load) -> list[Job]:
+        """What to compress before the next step."""
+
+    def eligible(self, decoding: Sequences[Sequence]) -> list[Job]:
+        """All sequences with something to compress, in the order given."""
+        regions = ((seq, self.regions.trailing(seq.cached_length, seq.uncompressed_tail)) for seq in decoding)
+        return [(seq, region) for seq, region in regions if region is not None]
 
 
 class PeriodicPolicy(CompressionPolicy):
@@ -105,19 +56,20 @@ class PeriodicPolicy(CompressionPolicy):
     since they were last served go first (`order="most_uncompressed"`), so none starves.
     """
 
-    def __init__(self, config: CompressionConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: CompressionConfig, regions: Regions) -> None:
+        super().__init__(config, regions)
         self._last_event = 0
 
-    def select(self, decoding: Sequences[Sequence], windows: Windows, decode_steps: int) -> list[Sequence]:
-        due = decode_steps > windows.size and decode_steps % self.config.period == 0
-        if not due or decode_steps == self._last_event:  # steps without a decode do not move the clock
+    def select(self, decoding: Sequences[Sequence], load: Load) -> list[Job]:
+        steps = load.decode_steps
+        due = steps > self.config.window_blocks * self.regions.block_size and steps % self.config.period == 0
+        if not due or steps == self._last_event:  # steps without a decode do not move the clock
             return []
-        self._last_event = decode_steps
-        eligible = [seq for seq in decoding if windows.is_eligible(seq.cached_length, seq.uncompressed_tail)]
+        self._last_event = steps
+        jobs = self.eligible(decoding)
         if self.config.order == "most_uncompressed":
-            eligible.sort(key=lambda seq: (seq.carried_tail - seq.uncompressed_tail, seq.seq_id))
-        return eligible[: self.config.max_sequences]
+            jobs.sort(key=lambda job: (job[0].carried_tail - job[0].uncompressed_tail, job[0].seq_id))
+        return jobs[: self.config.max_sequences]
 
 
 class StandalonePolicy(CompressionPolicy):
@@ -128,29 +80,107 @@ class StandalonePolicy(CompressionPolicy):
 
     overlap = True
 
-    def select(self, decoding: Sequences[Sequence], windows: Windows, decode_steps: int) -> list[Sequence]:
-        return [seq for seq in decoding if windows.is_eligible(seq.cached_length, seq.uncompressed_tail)]
+    def select(self, decoding: Sequences[Sequence], load: Load) -> list[Job]:
+        return self.eligible(decoding)
 
 
-POLICIES: dict[str, type[CompressionPolicy]] = {"periodic": PeriodicPolicy, "standalone": StandalonePolicy}
+class ThresholdPolicy(CompressionPolicy):
+    """A sequence's whole cache is cut to `budget_tokens` entries when it has `threshold_tokens` (paper, Eq. 2-3)."""
+
+    def select(self, decoding: Sequences[Sequence], load: Load) -> list[Job]:
+        return self.eligible(decoding)
+
+
+class PressurePolicy(CompressionPolicy):
+    """Compress windows only while blocks are short, and only as many as it takes (our own).
+
+    Blocks are short when a waiting sequence lacked some, or when the running ones would use up the pool within `period`
+    steps. Sequences go first whose released blocks serve longest for the rows that are recomputed; one that ends within
+    `period` steps is left alone, unless the next step would have to preempt. Four times in a period the need is looked
+    at, so that windows are scored together.
+    """
+
+    def __init__(self, config: CompressionConfig, regions: Regions) -> None:
+        super().__init__(config, regions)
+        self._interval = max(1, config.period // 4)
+        self._last_look = 0
+
+    def select(self, decoding: Sequences[Sequence], load: Load) -> list[Job]:
+        emergency = sum(map(self._fills_block, decoding)) > load.available_blocks
+        if not emergency and (load.decode_steps % self._interval or load.decode_steps == self._last_look):
+            return []
+        self._last_look = load.decode_steps
+        needed = max(load.missing_blocks, sum(map(self._growth, decoding)) - load.available_blocks)
+        if needed <= 0:
+            return []
+        jobs = [job for job in self.eligible(decoding) if emergency or self._remaining(job[0]) > self.config.period]
+        jobs.sort(key=self._order)
+        return self._enough(jobs, needed)
+
+    def _enough(self, jobs: list[Job], needed: int) -> list[Job]:
+        """The first jobs that release `needed` blocks together, at most `max_sequences`."""
+        released = 0
+        for count, (_, region) in enumerate(jobs[: self.config.max_sequences], start=1):
+            released += region.dropped // self.regions.block_size
+            if released >= needed:
+                return jobs[:count]
+        return jobs[: self.config.max_sequences]
+
+    def _order(self, job: Job) -> tuple[float, int, int]:
+        """Released entries times the steps they are of use, for each entry scored; then who waited longest."""
+        seq, region = job
+        worth = region.dropped * self._remaining(seq) / (region.count * region.size)
+        return -worth, seq.carried_tail - seq.uncompressed_tail, seq.seq_id
+
+    def _growth(self, seq: Sequence) -> int:
+        """Blocks that a sequence adds within `period` steps."""
+        entries = seq.cached_length + min(self.config.period, self._remaining(seq))
+        return max(0, -(-entries // self.regions.block_size) - len(seq.block_table))
+
+    def _fills_block(self, seq: Sequence) -> bool:
+        return seq.cached_length == len(seq.block_table) * self.regions.block_size
+
+    @staticmethod
+    def _remaining(seq: Sequence) -> int:
+        """Tokens until a sequence ends at the latest."""
+        return seq.max_length - seq.num_tokens
+
+
+POLICIES: dict[str, type[CompressionPolicy]] = {
+    "periodic": PeriodicPolicy,
+    "pressure": PressurePolicy,
+    "standalone": StandalonePolicy,
+    "threshold": ThresholdPolicy,
+}
 
 
 class Compression:
-    """A policy with the window arithmetic of one engine."""
+    """A policy with the arithmetic of one engine."""
 
     def __init__(self, config: CompressionConfig, block_size: int) -> None:
         self.config = config
-        self.policy = POLICIES[config.policy](config)
-        overlap = config.buffer if self.policy.overlap else 0
-        self.windows = Windows(block_size, config.window_blocks, config.retained(block_size), overlap)
+        policy = POLICIES[config.policy]
+        self.regions = self._regions(config, block_size, config.buffer if policy.overlap else 0)
+        self.policy = policy(config, self.regions)
+
+    @staticmethod
+    def _regions(config: CompressionConfig, block_size: int, overlap: int) -> Regions:
+        if config.threshold_tokens is not None:
+            return WholeCache(block_size, config.threshold_tokens, config.held_tokens)
+        return Windows(block_size, config.window_blocks, config.retained(block_size), overlap)
+
+    @property
+    def keeps_end(self) -> bool:
+        """Whether the end of a region is all that survives, so that nothing moves if whole blocks are dropped."""
+        return self.config.method == "sliding_window"
 
     @staticmethod
     def of(config: EngineConfig) -> Compression | None:
         """None if nothing is ever dropped: compression off, or retention 100%."""
-        if config.compression is None:
+        compression = config.compression
+        if compression is None or compression.keeps_all(config.block_size):
             return None
-        compression = Compression(config.compression, config.block_size)
-        return compression if compression.windows.dropped else None
+        return Compression(compression, config.block_size)
 
 
 def peak_blocks(config: EngineConfig, compression: Compression | None, prompt: int, total: int) -> int:
@@ -158,7 +188,7 @@ def peak_blocks(config: EngineConfig, compression: Compression | None, prompt: i
     if compression is None:
         return -(-total // config.block_size)
     tail_start = 0 if compression.config.compress_prompt else prompt
-    return compression.windows.peak_blocks(prompt, total, tail_start)
+    return compression.regions.peak_blocks(prompt, total, tail_start)
 
 
 def check_pool(config: EngineConfig) -> None:

@@ -10,7 +10,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from kvllm.config import EngineConfig
-from kvllm.core.protocol import SampledToken
+from kvllm.core.protocol import PhaseSeconds, SampledToken, StepPlan
 from kvllm.core.scheduler import Scheduler
 from kvllm.core.sequence import Sequence
 from kvllm.core.text import CompletionText
@@ -133,9 +133,20 @@ class LLMEngine:
             self._receive(request, seq, token, now)
             touched[seq.request_id] = request.output
         self.stats.output_tokens += len(sampled)
+        self._count_seconds(plan, result.seconds)
         if not self.scheduler.has_unfinished and self.scheduler.blocks.num_owned:
             raise RuntimeError(f"{self.scheduler.blocks.num_owned} KV blocks are owned, but no request is unfinished")
         return list(touched.values())
+
+    def _count_seconds(self, plan: StepPlan, seconds: PhaseSeconds) -> None:
+        stats = self.stats
+        if any(item.num_tokens > 1 for item in plan.scheduled):
+            stats.prefill_seconds += seconds.model
+        else:
+            stats.decode_seconds += seconds.model
+        stats.recompute_seconds += seconds.recompute
+        stats.score_seconds += seconds.score
+        stats.compact_seconds += seconds.compact
 
     def close(self) -> None:
         self.executor.close()

@@ -34,7 +34,7 @@ class Fork(Struct, array_like=True, frozen=True):
     seed: int
 
 
-class ScheduledSequence(Struct, array_like=True, frozen=True):
+class ScheduledSequence(Struct, array_like=True, frozen=True, gc=False):
     """One sequence in the forward pass.
 
     num_tokens: query rows, taken from the first token that is not computed yet.
@@ -52,17 +52,26 @@ class ScheduledSequence(Struct, array_like=True, frozen=True):
 
 
 class CompressionJob(Struct, array_like=True, frozen=True):
-    """Compress `num_windows` consecutive windows that begin at block `first_block` of a sequence's table.
+    """Compress `num_windows` consecutive windows of `size` entries, that begin at block `first_block` of a sequence's
+    table, to `retain` entries each.
 
     The `region_blocks` blocks from there on (the windows and, in exact mode, the tail behind them) are replaced in the
     table by `destinations`. In place when `destinations` is a prefix of the region, else copied and the sources kept.
+    Without destinations nothing survives in the region's blocks, and nothing moves.
     """
 
     seq_id: int
     first_block: int
     num_windows: int
+    size: int
+    retain: int
     region_blocks: int
     destinations: list[int]
+
+    @property
+    def dropped(self) -> int:
+        """Entries that the windows lose."""
+        return self.num_windows * (self.size - self.retain)
 
 
 class BlockCopy(Struct, array_like=True, frozen=True):
@@ -90,10 +99,20 @@ class SampledToken(Struct, array_like=True, frozen=True):
     top_logprobs: list[tuple[int, float]] | None = None
 
 
+class PhaseSeconds(Struct, array_like=True, frozen=True):
+    """Where a step's time went: the model with sampling, and the phases of a compression event."""
+
+    model: float = 0.0
+    recompute: float = 0.0
+    score: float = 0.0
+    compact: float = 0.0
+
+
 class StepResult(Struct, array_like=True):
     """One token for each scheduled sequence that samples, in plan order, each followed by those of its forks."""
 
     tokens: list[SampledToken] = []
+    seconds: PhaseSeconds = PhaseSeconds()
 
 
 encode = msgpack.Encoder().encode

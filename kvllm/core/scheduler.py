@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 from kvllm.config import EngineConfig
 from kvllm.core.block_manager import BlockManager
-from kvllm.core.compression_policy import Compression, peak_blocks
+from kvllm.core.compression_policy import Compression, Load, peak_blocks
 from kvllm.core.protocol import (
     BlockCopy,
     CompressionJob,
@@ -17,6 +17,7 @@ from kvllm.core.protocol import (
     StepPlan,
     StepResult,
 )
+from kvllm.core.regions import Region
 from kvllm.core.sequence import Sequence
 from kvllm.errors import RequestError
 from kvllm.stats import EngineStats
@@ -32,7 +33,7 @@ class Scheduler:
     def __init__(self, config: EngineConfig, stats: EngineStats) -> None:
         self.config = config
         self.stats = stats
-        self.blocks = BlockManager(config.num_blocks, config.block_size, config.enable_prefix_caching)
+        self.blocks = BlockManager(config.num_blocks, config.block_size, config.shares_prefixes)
         self.waiting: OrderedDict[int, Sequence] = OrderedDict()
         self.running: list[Sequence] = []
         self.compression = Compression.of(config)
@@ -41,6 +42,7 @@ class Scheduler:
         self._plan = StepPlan()
         self._scheduled: list[Sequence] = []
         self._decode_steps = 0
+        self._missing_blocks = 0
 
     # Requests
 
@@ -92,10 +94,9 @@ class Scheduler:
         stats = self.stats
         stats.record_step(running=len(plan.scheduled), blocks=self.blocks.num_owned)
         if self.compression and plan.compressions:
-            windows = sum(job.num_windows for job in plan.compressions)
             stats.compression_events += 1
-            stats.windows_compressed += windows
-            stats.entries_evicted += windows * self.compression.windows.dropped
+            stats.windows_compressed += sum(job.num_windows for job in plan.compressions)
+            stats.entries_evicted += sum(job.dropped for job in plan.compressions)
             stats.blocks_released += sum(job.region_blocks - len(job.destinations) for job in plan.compressions)
 
     def _schedule_running(self, plan: StepPlan) -> tuple[int, bool]:
@@ -126,6 +127,9 @@ class Scheduler:
 
     def _append(self, plan: StepPlan, seq: Sequence, num_tokens: int) -> None:
         """Put `num_tokens` of a sequence that the workers know into the plan."""
+        if not self.blocks.blocks_to_append(seq, num_tokens):
+            self._plan_tokens(plan, seq, num_tokens, [])
+            return
         new_blocks, replaced = self.blocks.append(seq, num_tokens)
         if replaced is not None:
             plan.copies.append(BlockCopy(seq.seq_id, replaced, seq.block_table[replaced]))
@@ -145,6 +149,9 @@ class Scheduler:
     def _admit(self, plan: StepPlan, budget: int) -> None:
         """Start waiting sequences in order while their whole prefill fits into the pool and leaves the running ones
         the room that they are about to need."""
+        self._missing_blocks = 0
+        if not self.waiting or budget == 0 or len(self.running) == self.config.max_num_seqs:
+            return
         growth = sum(self._growth(seq) for seq in self.running)
         slots = self.config.max_num_seqs - len(self.running) - sum(seq.forks_pending for seq in self.running)
         while self.waiting and budget > 0:
@@ -157,7 +164,8 @@ class Scheduler:
             # Windows of different sequences are at different points: half of the growth to come is needed at once.
             # Each fork will copy the block that it writes first.
             spare = self._watermark + growth // 2 + seq.forks_pending if self.running else 0
-            if needed > self.blocks.num_available - spare:
+            self._missing_blocks = max(0, needed + spare - self.blocks.num_available)
+            if self._missing_blocks:
                 return
             del self.waiting[seq.seq_id]
             self.running.append(seq)
@@ -183,9 +191,11 @@ class Scheduler:
     def _preempt(self, plan: StepPlan, seq: Sequence) -> None:
         """Take everything from a running sequence; it will be recomputed from its tokens."""
         plan.compressions = [job for job in plan.compressions if job.seq_id != seq.seq_id]
+        computed = seq.logical_length
         self._requeue(seq)
         seq.preemptions += 1
         self.stats.preemptions += 1
+        self.stats.tokens_recomputed += computed
 
     def _requeue(self, seq: Sequence) -> None:
         self.running.remove(seq)
@@ -205,8 +215,8 @@ class Scheduler:
             return 0
         logical = max(seq.logical_length, seq.prompt_length)
         cached = seq.cached_length + logical - seq.logical_length
-        window_end = cached - seq.uncompressed_tail + self.compression.windows.size
-        target = min(window_end, cached + seq.max_length - 1 - logical)
+        complete = self.compression.regions.next_end(cached, seq.uncompressed_tail)
+        target = min(complete, cached + seq.max_length - 1 - logical)
         return max(0, self.blocks.blocks_for(target) - len(seq.block_table))
 
     # Prefill arithmetic
@@ -217,11 +227,11 @@ class Scheduler:
         if self.compression is None or not seq.is_prefilling:
             return num_tokens
         prompt_left = max(0, seq.prompt_length - seq.logical_length)
-        if prompt_left and self.compression.config.compress_prompt:
+        regions, prompt_end = self.compression.regions, seq.cached_length + prompt_left
+        if prompt_left and (self.compression.config.compress_prompt or regions.complete(prompt_end, 0)):
             return min(num_tokens, prompt_left)
         tail = 0 if prompt_left else seq.uncompressed_tail
-        window_end = self.compression.windows.next_end(seq.cached_length + prompt_left, tail)
-        return min(num_tokens, window_end - seq.cached_length)
+        return min(num_tokens, regions.next_end(prompt_end, tail) - seq.cached_length)
 
     def _refills_compressed(self, seq: Sequence) -> bool:
         """Whether a preempted sequence's output is compressed on its way in, window by window."""
@@ -253,8 +263,9 @@ class Scheduler:
                     self._compress_complete(plan, compression, seq)
             elif not seq.is_prefilling:
                 decoding.append(seq)
-        for seq in compression.policy.select(decoding, compression.windows, self._decode_steps):
-            self._compress_trailing(plan, compression, seq)
+        load = Load(self._decode_steps, self.blocks.num_available, self._missing_blocks)
+        for seq, region in compression.policy.select(decoding, load):
+            self._compress(plan, compression, seq, region)
 
     def _compressed_at_once(self, seq: Sequence) -> int:
         """Logical length up to which complete windows wait for no policy: output that a preempted sequence computes
@@ -262,37 +273,40 @@ class Scheduler:
         return max(seq.refill_length, seq.prompt_length if seq.tail_start < seq.prompt_length else 0)
 
     def _compress_complete(self, plan: StepPlan, compression: Compression, seq: Sequence) -> bool:
-        """Compress every complete window of the uncompressed tail. False if there is none, or it cannot be copied."""
-        cached, tail = seq.cached_length, seq.uncompressed_tail
-        count = compression.windows.count(cached, tail)
-        start = compression.windows.first_start(cached, tail)
-        return count > 0 and self._compress(plan, compression, seq, start, count)
+        """Compress all that is complete. False if nothing is, or it cannot be copied."""
+        region = compression.regions.complete(seq.cached_length, seq.uncompressed_tail)
+        return region is not None and self._compress(plan, compression, seq, region)
 
-    def _compress_trailing(self, plan: StepPlan, compression: Compression, seq: Sequence) -> bool:
-        """Compress the last full blocks of a sequence that the policy has found eligible."""
-        full_blocks = seq.cached_length // self.config.block_size
-        start = (full_blocks - compression.windows.blocks) * self.config.block_size
-        return self._compress(plan, compression, seq, start, 1)
-
-    def _compress(self, plan: StepPlan, compression: Compression, seq: Sequence, start: int, count: int) -> bool:
-        """Plan the compression of `count` windows from cache index `start` on. The blocks it empties are free at once.
+    def _compress(self, plan: StepPlan, compression: Compression, seq: Sequence, region: Region) -> bool:
+        """Plan the compression of a region. The blocks it empties are free at once.
 
         A region with a shared block needs fresh blocks for its survivors: without them the sequence is skipped.
         """
-        cached, tail = compression.windows.after(seq.cached_length, start, count)
-        end = compression.windows.end(start, count)
-        kept = end - start - (seq.cached_length - cached)
-        first = start // self.config.block_size
-        if kept % self.config.block_size == 0:
-            region, keep = (end - start) // self.config.block_size, kept // self.config.block_size
-        else:  # the entries behind the windows move up
-            region, keep = len(seq.block_table) - first, self.blocks.blocks_for(cached) - first
-        if self.blocks.blocks_to_compact(seq, first, region, keep) > self.blocks.num_available:
+        first, blocks, keep = self._blocks_of(compression, seq, region)
+        if self.blocks.blocks_to_compact(seq, first, blocks, keep) > self.blocks.num_available:
             return False
-        destinations = self.blocks.compact(seq, first, region, keep)
-        seq.compacted(seq.cached_length - cached, tail)
-        plan.compressions.append(CompressionJob(seq.seq_id, first, count, region, destinations))
+        destinations = self.blocks.compact(seq, first, blocks, keep)
+        plan.compressions.append(
+            CompressionJob(seq.seq_id, first, region.count, region.size, region.retain, blocks, destinations)
+        )
+        seq.compacted(region.dropped, compression.regions.tail_after(seq.cached_length, region))
         return True
+
+    def _blocks_of(self, compression: Compression, seq: Sequence, region: Region) -> tuple[int, int, int]:
+        """Where in its table a region begins, how many blocks it covers, and how many its survivors fill."""
+        block_size = self.config.block_size
+        first = region.start // block_size
+        dropped, odd = divmod(region.dropped, block_size)
+        if compression.keeps_end and not odd and region.count == 1:
+            return first, dropped, 0  # nothing moves: the blocks at the beginning are let go
+        if odd or region.end % block_size:  # the entries behind the region, or in its last block, move up
+            return (
+                first,
+                len(seq.block_table) - first,
+                self.blocks.blocks_for(seq.cached_length - region.dropped) - first,
+            )
+        blocks = (region.end - region.start) // block_size
+        return first, blocks, blocks - dropped
 
     # After a step
 
@@ -306,8 +320,7 @@ class Scheduler:
             self.blocks.cache_full_blocks(seq)
             if not scheduled.samples:
                 continue
-            sequences = [seq, *self._fork(seq, scheduled.forks)]
-            for each in sequences:
+            for each in (seq, *self._fork(seq, scheduled.forks)) if scheduled.forks else (seq,):
                 token = next(tokens)
                 each.token_ids.append(token.token_id)
                 sampled.append((each, token))

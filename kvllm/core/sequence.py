@@ -101,7 +101,7 @@ class Sequence:
     @property
     def is_prefilling(self) -> bool:
         """Computing its prompt, or after a preemption its prompt and earlier output."""
-        return self.logical_length < max(self.prompt_length, self.refill_length)
+        return self.logical_length < self.prompt_length or self.logical_length < self.refill_length
 
     @property
     def was_compacted(self) -> bool:
@@ -109,10 +109,11 @@ class Sequence:
 
     def advance(self, num_tokens: int) -> None:
         """`num_tokens` more tokens are computed and their entries stored."""
-        before = max(self.logical_length, self.tail_start)
         self.logical_length += num_tokens
         self.cached_length += num_tokens
-        self.uncompressed_tail += max(0, self.logical_length - before)
+        behind = self.logical_length - self.tail_start
+        if behind > 0:
+            self.uncompressed_tail += behind if behind < num_tokens else num_tokens
 
     def compacted(self, dropped: int, uncompressed_tail: int) -> None:
         """`dropped` entries were evicted; `uncompressed_tail` were behind the last window."""

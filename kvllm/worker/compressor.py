@@ -1,15 +1,16 @@
-"""A compression event on one rank: recompute the windows' queries, select, compact.
+"""A compression event on one rank: recompute the queries that score, select, compact.
 
-Windows of all sequences go through the model together, in passes of as many as fit the token budget, at least one. All
-passes read the cache
-as it was before the event; what is kept is applied at the end, in one movement. So neither the order of the windows nor
-the size of a pass can change what survives.
+Regions of all sequences go through the model together, in passes of as many as fit the token budget, at least one. All
+passes read the cache as it was before the event; what is kept is applied at the end, in one movement. So neither the
+order of the regions nor the size of a pass can change what survives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -21,21 +22,26 @@ from kvllm.attention.compaction import pad, region_indices
 from kvllm.attention.compression import METHODS
 from kvllm.attention.compression.queries import query_offsets
 from kvllm.config import CompressionConfig
-from kvllm.core.compression_policy import Windows
-from kvllm.core.protocol import CompressionJob
+from kvllm.core.protocol import CompressionJob, PhaseSeconds
+from kvllm.worker.attention_state import AttentionMass, RaggedLengths
 from kvllm.worker.state import BlockTables, SequenceState
 
 
 @dataclass(frozen=True)
 class _Window:
-    """One window of a job, by the index in the cache of its first entry."""
+    """One window of a job: `size` entries from index `start` of the cache on, to be cut to `retain`."""
 
     state: SequenceState
     start: int
+    size: int
+    retain: int
 
 
 class Compressor:
-    """Executes the compression jobs of a plan."""
+    """Executes the compression jobs of a plan.
+
+    overlap: entries that neighbouring windows of a job share. ragged, mass: what some methods keep beside the cache.
+    """
 
     def __init__(
         self,
@@ -44,92 +50,172 @@ class Compressor:
         backend: AttentionBackend,
         tables: BlockTables,
         config: CompressionConfig,
-        windows: Windows,
+        overlap: int,
         max_num_batched_tokens: int,
+        ragged: RaggedLengths | None = None,
+        mass: AttentionMass | None = None,
     ) -> None:
         self.model = model
         self.cache = cache
         self.backend = backend
         self.tables = tables
         self.config = config
-        self.windows = windows
+        self.overlap = overlap
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.ragged = ragged
+        self.mass = mass
         self.select = METHODS[config.method]
-        self.offsets = query_offsets(windows.size, config.buffer, config.query_stride)
-        self.windows_per_pass = max(1, max_num_batched_tokens // len(self.offsets))
+        self.queries = self.select.queries
+        self.block_size = cache.shape.block_size
+        self._score_seconds = 0.0
 
-    def compress(self, jobs: list[CompressionJob], states: dict[int, SequenceState]) -> None:
+    def compress(self, jobs: list[CompressionJob], states: dict[int, SequenceState]) -> PhaseSeconds:
         """Select and compact, then update the tables and cached lengths of the jobs' sequences."""
-        windows = [window for job in jobs for window in self._windows_of(job, states[job.seq_id])]
-        passes = range(0, len(windows), self.windows_per_pass)
-        kept = torch.cat([self._kept(windows[i : i + self.windows_per_pass]) for i in passes], dim=1)
-        self._compact(jobs, states, kept)
+        begin, self._score_seconds = perf_counter(), 0.0
+        moving = [job for job in jobs if job.destinations]
+        kept = self._select(moving, states)
+        selected = perf_counter()
+        if moving:
+            self._compact(moving, states, kept)
         for job in jobs:
             state = states[job.seq_id]
             self.tables.replace(state, job.first_block, job.region_blocks, job.destinations)
-            state.cached_length -= job.num_windows * self.windows.dropped
+            state.cached_length -= job.dropped
+        return PhaseSeconds(
+            recompute=selected - begin - self._score_seconds,
+            score=self._score_seconds,
+            compact=perf_counter() - selected,
+        )
+
+    # Selection
+
+    def _select(self, jobs: list[CompressionJob], states: dict[int, SequenceState]) -> list[torch.Tensor]:
+        """For each job the offsets that its windows keep: `[layers, windows, kv_heads, retain]`."""
+        windows = [window for job in jobs for window in self._windows_of(job, states[job.seq_id])]
+        kept: list[torch.Tensor] = []
+        for (size, retain), group in groupby(windows, key=lambda window: (window.size, window.retain)):
+            alike = list(group)
+            offsets = self._query_offsets(size)
+            windows_per_pass = max(1, self.max_num_batched_tokens // max(1, len(offsets)))
+            for i in range(0, len(alike), windows_per_pass):
+                kept += self._kept(alike[i : i + windows_per_pass], size, retain, offsets).unbind(1)
+        counts = [job.num_windows for job in jobs]
+        ends = np.cumsum(counts)
+        return [torch.stack(kept[end - count : end], dim=1) for count, end in zip(counts, ends.tolist(), strict=True)]
 
     def _windows_of(self, job: CompressionJob, state: SequenceState) -> Iterator[_Window]:
-        start = job.first_block * self.windows.block_size
+        start = job.first_block * self.block_size
         for _ in range(job.num_windows):
-            yield _Window(state, start)
-            start += self.windows.stride
+            yield _Window(state, start, job.size, job.retain)
+            start += job.size - self.overlap
 
-    def _kept(self, windows: list[_Window]) -> torch.Tensor:
-        """One pass of the model over the windows' query rows -> kept offsets `[layers, windows, kv_heads, retain]`."""
+    def _query_offsets(self, size: int) -> np.ndarray:
+        """Which entries of a window the method needs the queries of."""
+        match self.queries:
+            case "window":
+                return query_offsets(size, self.config.buffer, self.config.query_stride)
+            case "buffer":
+                return np.arange(size - self.config.buffer, size)
+            case "recent":
+                return np.arange(max(0, size - self.config.query_window), size)
+            case "none":
+                return np.arange(0)
+
+    def _kept(self, windows: list[_Window], size: int, retain: int, offsets: np.ndarray) -> torch.Tensor:
+        """Offsets that survive in windows of one size: `[layers, windows, kv_heads, retain]`."""
+        tables = self._window_tables(windows, size)
+        kept: list[torch.Tensor] = []
+
+        def visit(layer: int, queries: torch.Tensor | None) -> None:
+            begin = perf_counter()
+            if queries is not None:
+                queries = queries.view(len(windows), len(offsets), *queries.shape[1:]).transpose(1, 2)
+            keys = self.cache.gather_keys(layer, tables)[:, :, :size]
+            chosen = self.select(
+                queries,
+                keys,
+                retain=self._mean_retained(retain),
+                buffer=self.config.buffer,
+                **self._options(windows, layer),
+            )
+            # Layers and heads may keep fewer than there is room for.
+            kept.append(torch.nn.functional.pad(chosen, (0, retain - chosen.shape[-1]), value=-1))
+            self._score_seconds += perf_counter() - begin
+
+        if len(offsets):
+            self._recompute(windows, offsets, visit)
+        else:
+            for layer in range(self.cache.shape.num_layers):
+                visit(layer, None)
+        return torch.stack(kept)
+
+    def _mean_retained(self, retain: int) -> int:
+        """What heads keep on average, where `retain` is what they have room for."""
+        return self.config.budget_tokens or retain if self.ragged else retain
+
+    def _options(self, windows: list[_Window], layer: int) -> dict[str, Any]:
+        """All that a method may ask for."""
+        options: dict[str, Any] = {
+            "chunk_budget": self.config.chunk_budget,
+            "max_chunk": self.config.max_chunk,
+            "layer": layer,
+            "num_layers": self.cache.shape.num_layers,
+            "seeds": [_seed(window) for window in windows],
+        }
+        rows = [window.state.row for window in windows]
+        if self.ragged:
+            options["capacity"] = windows[0].retain
+            options["holes"] = self.ragged.holes(layer, rows, windows[0].size)
+        if self.mass:
+            options["mass"] = self.mass.gather(layer, rows, [window.start for window in windows], windows[0].size)
+        return options
+
+    def _window_tables(self, windows: list[_Window], size: int) -> torch.Tensor:
+        """Block ids of the windows: int32 `[windows, blocks]`."""
+        first = np.array([window.start // self.block_size for window in windows])[:, None]
+        blocks = first + np.arange(-(-size // self.block_size))
+        tables = self.tables.table[[window.state.row for window in windows]]
+        return torch.from_numpy(np.take_along_axis(tables, blocks, axis=1)).to(self.cache.data.device)
+
+    def _recompute(self, windows: list[_Window], offsets: np.ndarray, visit: Any) -> None:
+        """One pass of the model over rows of all windows."""
         device = self.cache.data.device
-        index = np.array([window.start for window in windows])[:, None] + self.offsets  # [windows, rows]
+        rows = [window.state.row for window in windows]
+        index = np.array([window.start for window in windows])[:, None] + offsets  # [windows, rows]
         dropped = np.array([window.state.dropped for window in windows])[:, None]
         positions = index + dropped  # an entry that was never compressed lies behind everything that was dropped
         token_ids = [w.state.token_ids[p] for w, row in zip(windows, positions.tolist(), strict=True) for p in row]
-        tables = self.tables.table[[window.state.row for window in windows]]
-        first = np.array([window.start // self.windows.block_size for window in windows])[:, None]
-        in_window = np.take_along_axis(tables, first + np.arange(self.windows.blocks), axis=1)
-        window_tables = torch.from_numpy(in_window).to(device)
-        num_blocks = int(first.max()) + self.windows.blocks
-        plan = self.backend.plan(
-            AttentionBatch(
-                query_starts=torch.arange(0, index.size + 1, len(self.offsets), dtype=torch.int32, device=device),
-                query_index=torch.from_numpy(index.astype(np.int32).ravel()).to(device),
-                block_tables=torch.from_numpy(np.ascontiguousarray(tables[:, :num_blocks])).to(device),
-            )
+        num_blocks = int(index.max()) // self.block_size + 1
+        batch = AttentionBatch(
+            query_starts=torch.arange(0, index.size + 1, len(offsets), dtype=torch.int32, device=device),
+            query_index=torch.from_numpy(index.astype(np.int32).ravel()).to(device),
+            block_tables=torch.from_numpy(np.ascontiguousarray(self.tables.table[rows, :num_blocks])).to(device),
+            **(self.ragged.of(rows) if self.ragged else {}),
         )
-        kept: list[torch.Tensor] = []
-
-        def select(layer: int, queries: torch.Tensor) -> None:
-            per_window = queries.view(len(windows), len(self.offsets), *queries.shape[1:]).transpose(1, 2)
-            kept.append(
-                self.select(
-                    per_window,
-                    self.cache.gather_keys(layer, window_tables),
-                    retain=self.windows.retain,
-                    buffer=self.config.buffer,
-                    chunk_budget=self.config.chunk_budget,
-                    max_chunk=self.config.max_chunk,
-                )
-            )
-
         self.model.recompute_queries(
             torch.tensor(token_ids, device=device),
             torch.from_numpy(positions.ravel()).to(device),
             self.backend,
-            plan,
-            select,
+            self.backend.plan(batch),
+            visit,
         )
-        return torch.stack(kept)
 
-    def _compact(self, jobs: list[CompressionJob], states: dict[int, SequenceState], kept: torch.Tensor) -> None:
+    # Movement
+
+    def _compact(self, jobs: list[CompressionJob], states: dict[int, SequenceState], kept: list[torch.Tensor]) -> None:
         """Move the survivors of all jobs, in all layers, at once."""
-        block_size = self.windows.block_size
         indices, sources = [], []
-        window = 0
-        for job in jobs:
+        for job, of_job in zip(jobs, kept, strict=True):
             state = states[job.seq_id]
-            end = self.windows.end(job.first_block * block_size, job.num_windows)
-            region_end = min(state.cached_length, (job.first_block + job.region_blocks) * block_size)
-            of_job = kept[:, window : window + job.num_windows]
-            indices.append(region_indices(of_job, self.windows.size, self.windows.overlap, region_end - end))
+            start = job.first_block * self.block_size
+            end = start + job.size + (job.num_windows - 1) * (job.size - self.overlap)
+            region_end = min(state.cached_length, start + job.region_blocks * self.block_size)
+            indices.append(region_indices(of_job, job.size, self.overlap, region_end - end))
             sources.append(self.tables.table[state.row, job.first_block : job.first_block + job.region_blocks])
-            window += job.num_windows
+            if self.ragged:
+                self.ragged.set(state.row, (of_job[:, 0] >= 0).sum(-1), job.retain)
+            if self.mass:
+                self.mass.compact(state.row, start, region_end, state.cached_length, indices[-1])
         self.backend.compact(
             pad(indices),
             self._stack(sources),
@@ -141,3 +227,9 @@ class Compressor:
         longest = max(len(row) for row in rows)
         padded = np.array([[*row, *[row[-1]] * (longest - len(row))] for row in rows], dtype=np.int64)
         return torch.from_numpy(padded).to(self.cache.data.device)
+
+
+def _seed(window: _Window) -> int:
+    """A number of the sequence and the window's position, whatever else is in the batch."""
+    position = window.start + window.state.dropped
+    return (window.state.sample_row.seed ^ (position * 0x9E3779B97F4A7C15)) & (2**63 - 1)

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec import structs
 
 from kvllm.attention.backend import AttentionBackend, AttentionBatch
 from kvllm.attention.cache import PagedKVCache
+from kvllm.attention.compression import METHODS
 from kvllm.config import EngineConfig
 from kvllm.core.compression_policy import Compression
-from kvllm.core.protocol import BlockCopy, Fork, ScheduledSequence, SequenceStart, StepPlan, StepResult
+from kvllm.core.protocol import (
+    BlockCopy,
+    Fork,
+    PhaseSeconds,
+    SampledToken,
+    ScheduledSequence,
+    SequenceStart,
+    StepPlan,
+    StepResult,
+)
+from kvllm.worker.attention_state import AttentionMass, ObservingBackend, RaggedLengths
 from kvllm.worker.compressor import Compressor
 from kvllm.worker.sampler import SampleRow, sample
 from kvllm.worker.state import BlockTables, SequenceState
@@ -39,17 +52,31 @@ class ModelRunner:
         self.states: dict[int, SequenceState] = {}
         max_blocks = -(-config.max_model_len // config.block_size)
         self.tables = BlockTables(config.max_num_seqs, max_blocks)
+        self.ragged: RaggedLengths | None = None
+        self.mass: AttentionMass | None = None
         self.compressor = None
         if compression := Compression.of(config):
-            self.compressor = Compressor(
-                model,
-                cache,
-                backend,
-                self.tables,
-                compression.config,
-                compression.windows,
-                config.max_num_batched_tokens,
-            )
+            self._prepare_compression(compression, config)
+
+    def _prepare_compression(self, compression: Compression, config: EngineConfig) -> None:
+        device = self.cache.data.device
+        method = METHODS[compression.config.method]
+        if method.ragged:
+            self.ragged = RaggedLengths(self.cache.shape, config.max_num_seqs, device)
+        if method.observes:
+            self.mass = AttentionMass(self.cache.shape, config.max_num_seqs, config.max_model_len, device)
+            self.backend = ObservingBackend(self.backend, self.mass)
+        self.compressor = Compressor(
+            self.model,
+            self.cache,
+            self.backend,
+            self.tables,
+            compression.config,
+            compression.regions.overlap,
+            config.max_num_batched_tokens,
+            self.ragged,
+            self.mass,
+        )
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -58,23 +85,33 @@ class ModelRunner:
                 self.tables.release(state.row)
         for start in plan.started:
             self._start(start)
+        seconds = PhaseSeconds()
         if plan.compressions and self.compressor:
-            self.compressor.compress(plan.compressions, self.states)
+            seconds = self.compressor.compress(plan.compressions, self.states)
+        begin = perf_counter()
         if plan.copies:
             self._copy_on_write(plan.copies)
-        return self._forward(plan.scheduled) if plan.scheduled else StepResult()
+        tokens = self._forward(plan.scheduled) if plan.scheduled else []
+        return StepResult(tokens, structs.replace(seconds, model=perf_counter() - begin))
 
     def _start(self, start: SequenceStart) -> None:
         prompt, output = start.token_ids[: start.prompt_length], start.token_ids[start.prompt_length :]
         row = SampleRow(start.sampling, start.seed, prompt, output, self.eos_token_ids)
         self.states[start.seq_id] = SequenceState(
             token_ids=start.token_ids,
-            row=self.tables.acquire(),
+            row=self._acquire_row(),
             num_blocks=0,
             logical_length=start.cached_length,
             cached_length=start.cached_length,
             sample_row=row,
         )
+
+    def _acquire_row(self) -> int:
+        row = self.tables.acquire()
+        for table in (self.ragged, self.mass):
+            if table:
+                table.clear(row)
+        return row
 
     def _copy_on_write(self, copies: list[BlockCopy]) -> None:
         sources = []
@@ -86,7 +123,7 @@ class ModelRunner:
         destinations = [copy.destination for copy in copies]
         self.backend.copy_blocks(torch.tensor(sources, device=device), torch.tensor(destinations, device=device))
 
-    def _forward(self, scheduled: list[ScheduledSequence]) -> StepResult:
+    def _forward(self, scheduled: list[ScheduledSequence]) -> list[SampledToken]:
         states = [self.states[item.seq_id] for item in scheduled]
         for item, state in zip(scheduled, states, strict=True):
             state.extend(item.new_tokens)
@@ -117,6 +154,8 @@ class ModelRunner:
                 query_starts=torch.from_numpy(starts.astype(np.int32)).to(device),
                 query_index=torch.from_numpy(index.astype(np.int32)).to(device),
                 block_tables=torch.from_numpy(self.tables.table[rows, :num_blocks]).to(device),
+                rows=rows.tolist() if self.mass else None,
+                **(self.ragged.of(rows) if self.ragged else {}),
             )
         )
         return self.model.forward(
@@ -133,7 +172,7 @@ class ModelRunner:
         states: list[SequenceState],
         hidden: torch.Tensor,
         last_rows: np.ndarray,
-    ) -> StepResult:
+    ) -> list[SampledToken]:
         """Sample where the plan says so; a fork samples from its parent's logits."""
         logit_rows: list[int] = []
         sample_rows: list[SampleRow] = []
@@ -144,20 +183,23 @@ class ModelRunner:
                 logit_rows.append(last_row)
                 sample_rows.append(each.sample_row)
         if not sample_rows:
-            return StepResult()
-        return StepResult(sample(self.model.logits(hidden[logit_rows]), sample_rows))
+            return []
+        return sample(self.model.logits(hidden[logit_rows]), sample_rows)
 
     def _fork(self, parent: SequenceState, fork: Fork) -> SequenceState:
         source = parent.sample_row
         row = SampleRow(source.params, fork.seed, source.prompt_token_ids, [], self.eos_token_ids)
         child = SequenceState(
             token_ids=parent.token_ids[:],
-            row=self.tables.acquire(),
+            row=self._acquire_row(),
             num_blocks=parent.num_blocks,
             logical_length=parent.logical_length,
             cached_length=parent.cached_length,
             sample_row=row,
         )
         self.tables.copy(parent, child.row)
+        for table in (self.ragged, self.mass):
+            if table:
+                table.copy(parent.row, child.row)
         self.states[fork.seq_id] = child
         return child

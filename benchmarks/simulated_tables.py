@@ -1,0 +1,143 @@
+"""Throughput and latency at the scale of the Kara paper's serving experiments (tables 2 and 3), simulated.
+
+    python -m benchmarks.simulated_tables --model-config config.json
+
+DeepSeek-R1-Distill-Llama-8B on four RTX 5090, tensor parallel 4, blocks of 256, at most 8192 generated tokens; Kara
+compresses every 128 steps at most 30 windows of 3 blocks (paper, appendix B.1). How long answers are, how many requests
+there were and how many ran at once is assumed: answers are uniform up to 8192 tokens. So the differences between rows
+mean something, absolute figures less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks import report
+from kvllm.config import CompressionConfig, EngineConfig
+from kvllm.entrypoints.simulate import read_model_config
+from kvllm.errors import KvLLMError
+from kvllm.simulation.cost import CostModel
+from kvllm.simulation.hardware import load_hardware
+from kvllm.simulation.simulate import Outcome, simulate
+from kvllm.simulation.workload import SyntheticWorkload, draw
+
+PAPER = "Kara: Efficient Reasoning LLM Serving via Sliding-Window KV Cache Compression, arXiv 2607.01237"
+PUBLISHED = {"Kara, 257 of 768": "+12.75%"}
+"""Gain in output throughput over the full cache. The tables' other figures are not at hand."""
+VARIANTS: dict[str, CompressionConfig | None] = {
+    "full cache": None,
+    "SnapKV, 1280 to 1025": CompressionConfig(
+        method="snapkv", policy="threshold", threshold_tokens=1280, budget_tokens=1025, query_window=32
+    ),
+    "Kara, 257 of 768": CompressionConfig(retain_tokens=257),
+    "Kara, 1 block of 3": CompressionConfig(),
+    "Kara, 1 of 3, pressure": CompressionConfig(policy="pressure"),
+}
+MAX_OUTPUT = 8192
+PROMPT = 128
+
+
+def run(args: argparse.Namespace, cost: CostModel, num_seqs: int, compression: CompressionConfig | None) -> Outcome:
+    workload = SyntheticWorkload(
+        num_requests=args.requests, input_len=PROMPT, output_len=MAX_OUTPUT // 2, range_ratio=0.999
+    )
+    lengths = draw(workload)
+    config = EngineConfig(
+        num_blocks=cost.pool_blocks(256, args.gpu_memory_utilization),
+        max_model_len=2 * PROMPT + MAX_OUTPUT,
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        compression=compression,
+    )
+    return simulate(config, cost, lengths, [0.0] * len(lengths))
+
+
+def throughput_rows(runs: dict[str, Outcome]) -> list[list[str]]:
+    full = runs["full cache"]
+    return [
+        [
+            name,
+            f"{run.output_tokens_per_s:,.0f}",
+            f"{run.output_tokens_per_s / full.output_tokens_per_s - 1:+.1%}",
+            PUBLISHED.get(name, ""),
+            f"{run.mean_concurrency:.0f}",
+            f"{run.preemptions:,}",
+            f"{run.windows_compressed:,}",
+        ]
+        for name, run in runs.items()
+    ]
+
+
+def latency_rows(runs: dict[str, Outcome]) -> list[list[str]]:
+    return [
+        [
+            name,
+            f"{run.mean_latency:,.1f}",
+            f"{run.mean_first_token:,.1f}",
+            f"{1e3 * (run.mean_latency - run.mean_first_token) * run.requests / run.output_tokens:.1f}",
+            *(f"{seconds:,.1f}" for seconds in msgspec.to_builtins(run.phases).values()),
+        ]
+        for name, run in runs.items()
+    ]
+
+
+def show(num_seqs: int, runs: dict[str, Outcome]) -> str:
+    throughput = ["throughput", "output\ntokens/s", "gain", "paper", "mean con-\ncurrency", "preemp-\ntions", "windows"]
+    latency = ["latency", "mean, s", "to first\ntoken, s", "ms a\ntoken", "decode, s", "prefill, s"]
+    latency += ["recompute, s", "score, s", "compact, s"]
+    return (
+        f"At most {num_seqs} sequences at once\n\n"
+        f"{report.table(throughput, throughput_rows(runs))}\n\n{report.table(latency, latency_rows(runs))}\n"
+    )
+
+
+def tables(arguments: Sequence[str]) -> None:
+    args = parse_arguments(arguments)
+    model, hardware = read_model_config(args.model_config), load_hardware(args.hardware)
+    cost = CostModel(hardware, model, "bfloat16", min(4, hardware.devices))
+    blocks = cost.pool_blocks(256, args.gpu_memory_utilization)
+    print(f"{args.model_config.stem} on {hardware.name}, tensor parallel {cost.devices}, {blocks:,} blocks of 256")
+    print(f"Published: {PAPER}\n")
+    content: dict[str, Any] = {}
+    for num_seqs in args.max_num_seqs:
+        runs = {name: run(args, cost, num_seqs, compression) for name, compression in VARIANTS.items()}
+        print(show(num_seqs, runs), flush=True)
+        content[str(num_seqs)] = msgspec.to_builtins(runs)
+    if args.output:
+        provenance = report.provenance("benchmarks.simulated_tables", arguments)
+        report.write_json(args.output, {**provenance, "hardware": msgspec.to_builtins(hardware), "runs": content})
+        print(f"Written: {args.output}")
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.simulated_tables",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model-config", type=Path, required=True, metavar="FILE", help="config.json of DeepSeek-R1-Distill-Llama-8B")
+    add("--hardware", default="rtx5090x4", metavar="FILE_OR_NAME")
+    add("--requests", type=int, default=500)
+    add("--max-num-seqs", type=int, nargs="+", default=[128, 256, 512])
+    add("--max-num-batched-tokens", type=int, default=8192)
+    add("--gpu-memory-utilization", type=float, default=0.9)
+    add("--output", type=Path, metavar="FILE", help="write all figures as JSON")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    try:
+        tables(sys.argv[1:])
+    except KvLLMError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

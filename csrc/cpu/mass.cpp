@@ -1,0 +1,65 @@
+// The work of attention mass: which rows go together, and in which order their sums are added.
+#include <vector>
+
+#include "ops.h"
+
+namespace kvllm {
+namespace {
+
+// Rows of one KV head that one task sums. A constant: the order of addition must not depend on the number of threads.
+constexpr int64_t kRowsPerTask = 512;
+
+}  // namespace
+
+Tensor attention_mass(const Tensor& queries, const Tensor& keys, int64_t num_scored, double scale) {
+  const Kernels& kernels = kernels_for(queries, "queries");
+  STD_TORCH_CHECK(queries.dim() == 4, "queries has ", queries.dim(), " dimensions, not 4");
+  check_contiguous(keys, "keys", 4);
+  check_dtype(keys, "keys", queries.scalar_type());
+  const int64_t sequences = queries.size(0), query_heads = queries.size(1), rows = queries.size(2);
+  const int64_t head_dim = queries.size(3), kv_heads = keys.size(1);
+  check_size(keys, "keys", 0, sequences);
+  check_size(keys, "keys", 3, head_dim);
+  STD_TORCH_CHECK(head_dim > 0 && head_dim % 2 == 0 && queries.stride(3) == 1, "head_dim is ", head_dim,
+                  ": it must be even, and the channels of a query contiguous");
+  STD_TORCH_CHECK(kv_heads > 0 && query_heads % kv_heads == 0, query_heads, " query heads over ", kv_heads,
+                  " KV heads: a multiple is needed");
+  STD_TORCH_CHECK(num_scored > 0 && num_scored <= keys.size(2), "num_scored is ", num_scored, " of ", keys.size(2),
+                  " keys");
+
+  const int64_t group = query_heads / kv_heads, group_rows = group * rows;
+  const int64_t heads = sequences * kv_heads;
+  const int64_t parts = std::max<int64_t>(1, (group_rows + kRowsPerTask - 1) / kRowsPerTask);
+  const int64_t padded = (num_scored + kTileEntries - 1) / kTileEntries * kTileEntries;
+  const int64_t element_size = queries.element_size();
+  std::vector<float> partial(heads * parts * padded);
+  const auto pointer = [&](int64_t head, int64_t row) {  // rows of the first query head of a group, then the next
+    const int64_t query_head = head % kv_heads * group + row / rows;
+    const int64_t offset =
+        head / kv_heads * queries.stride(0) + query_head * queries.stride(1) + row % rows * queries.stride(2);
+    return static_cast<const void*>(static_cast<const char*>(queries.data_ptr()) + offset * element_size);
+  };
+  for_each_dynamic(heads * parts, [&](int64_t task) {
+    const int64_t head = task / parts, begin = task % parts * kRowsPerTask;
+    const int64_t end = std::min(group_rows, begin + kRowsPerTask);
+    const void* task_queries[kRowsPerTask];
+    for (int64_t row = begin; row < end; ++row) task_queries[row - begin] = pointer(head, row);
+    const char* head_keys = static_cast<const char*>(keys.data_ptr()) + head * keys.stride(1) * element_size;
+    kernels.attention_mass(task_queries, static_cast<int>(end - begin), head_keys, static_cast<int>(num_scored),
+                           static_cast<int>(head_dim), static_cast<float>(scale),
+                           scratch(mass_workspace_floats(num_scored, head_dim)), partial.data() + task * padded);
+  });
+
+  Tensor out = empty(aoti_torch_dtype_float32(), {sequences, kv_heads, num_scored});
+  float* mass = static_cast<float*>(out.mutable_data_ptr());
+  for (int64_t head = 0; head < heads; ++head) {
+    for (int64_t entry = 0; entry < num_scored; ++entry) {
+      float sum = 0;
+      for (int64_t part = 0; part < parts; ++part) sum += partial[(head * parts + part) * padded + entry];
+      mass[head * num_scored + entry] = sum;
+    }
+  }
+  return out;
+}
+
+}  // namespace kvllm

@@ -1,0 +1,116 @@
+// Attention mass: how much probability each key of a window receives from all queries, without a mask (Kara, Eq. 4).
+//
+// A row's softmax is complete before it is added, so the matrix of probabilities never exists: four rows of it do. Rows
+// are added in ascending order whatever their number, so the result has the same bits in every blocking.
+#pragma once
+
+#include "attention_kernel.h"
+
+namespace kvllm {
+namespace {
+
+template <class T, class Product>
+struct WindowMass {
+  using Word = typename Product::Word;
+
+  const int num_keys;
+  const int num_tiles;
+  const int head_dim;
+  const int num_words;
+  const float scale;
+  float* packed_keys;  // [num_tiles, num_words, kTileEntries]
+  float* scores;       // [num_tiles, kRowBlock, kTileEntries]
+  float* rows;         // [kRowBlock, num_words]
+  float* mass;         // [num_tiles * kTileEntries]
+
+  WindowMass(const void* keys, int num_keys, int head_dim, float scale, float* workspace, float* mass)
+      : num_keys(num_keys),
+        num_tiles((num_keys + kTileEntries - 1) / kTileEntries),
+        head_dim(head_dim),
+        num_words(head_dim / Product::kChannels),
+        scale(scale),
+        packed_keys(workspace),
+        scores(packed_keys + static_cast<int64_t>(num_tiles) * head_dim * kTileEntries),
+        rows(scores + static_cast<int64_t>(num_tiles) * kRowBlock * kTileEntries),
+        mass(mass) {
+    for (int i = 0; i < num_tiles * kTileEntries; ++i) mass[i] = 0;
+    TileRows<T> tile;
+    for (int t = 0; t < num_tiles; ++t) {
+      tile.count = 0;  // no values to prefetch
+      for (int i = 0; i < kTileEntries; ++i) {
+        const int entry = minimum(t * kTileEntries + i, num_keys - 1);
+        tile.keys[i] = static_cast<const T*>(keys) + static_cast<int64_t>(entry) * head_dim;
+      }
+      pack_keys<Word>(tile, num_words, head_dim, packed_keys + static_cast<int64_t>(t) * num_words * kTileEntries);
+    }
+  }
+
+  template <int kRows>
+  void add_rows(const void* const* queries) const {
+    for (int r = 0; r < kRows; ++r) {
+      const Word* query = static_cast<const Word*>(queries[r]);
+      for (int word = 0; word < num_words; word += kLanes) {
+        const int words = minimum(kLanes, num_words - word);
+        store_first(words, rows + r * num_words + word, load_first(words, query + word));
+      }
+    }
+    for (int t = 0; t < num_tiles; ++t) {
+      const float* keys = packed_keys + static_cast<int64_t>(t) * num_words * kTileEntries;
+      score<Product, kRows>(rows, keys, num_words, scale, scores + t * kRows * kTileEntries);
+    }
+    Vec inverse[kRows];
+    for (int r = 0; r < kRows; ++r) inverse[r] = exponentiate(scores + r * kTileEntries, kRows * kTileEntries);
+    for (int t = 0; t < num_tiles; ++t) {
+      for (int entry = 0; entry < kTileEntries; entry += kLanes) {
+        float* column = mass + t * kTileEntries + entry;
+        Vec sum = load(column);
+        for (int r = 0; r < kRows; ++r) {
+          sum = fma(load(scores + (t * kRows + r) * kTileEntries + entry), inverse[r], sum);
+        }
+        store(column, sum);
+      }
+    }
+  }
+
+  // Scores of one row, tiles `stride` apart, to e^(score - max), 0 behind the last key. Returns 1 / their sum.
+  Vec exponentiate(float* row, int stride) const {
+    const Vec minus_infinity = broadcast(-__builtin_inff());
+    Vec largest = minus_infinity;
+    for (int t = 0; t < num_tiles; ++t) {
+      for (int entry = 0; entry < kTileEntries; entry += kLanes) {
+        float* place = row + t * stride + entry;
+        const int valid = num_keys - t * kTileEntries - entry;
+        if (valid < kLanes) store(place, valid > 0 ? keep_first(valid, load(place), minus_infinity) : minus_infinity);
+        largest = max(load(place), largest);
+      }
+    }
+    const Vec shift = broadcast(reduce_max(largest));
+    Vec sum = {};
+    for (int t = 0; t < num_tiles; ++t) {
+      for (int entry = 0; entry < kTileEntries; entry += kLanes) {
+        float* place = row + t * stride + entry;
+        const Vec weight = exp(sub(load(place), shift));
+        store(place, weight);
+        sum = add(sum, weight);
+      }
+    }
+    return div(broadcast(1.0f), broadcast(reduce_add(sum)));
+  }
+};
+
+template <class T, class Product>
+void attention_mass(const void* const* queries, int num_queries, const void* keys, int num_keys, int head_dim,
+                    float scale, float* workspace, float* mass) {
+  const WindowMass<T, Product> window(keys, num_keys, head_dim, scale, workspace, mass);
+  for (int i = 0; i < num_queries; i += kRowBlock) {
+    switch (minimum(kRowBlock, num_queries - i)) {
+      case 4: window.template add_rows<4>(queries + i); break;
+      case 3: window.template add_rows<3>(queries + i); break;
+      case 2: window.template add_rows<2>(queries + i); break;
+      case 1: window.template add_rows<1>(queries + i); break;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace kvllm

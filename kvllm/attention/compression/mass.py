@@ -1,0 +1,62 @@
+"""Attention that keys receive, summed over query rows: the score of Kara, SnapKV and H2O."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvllm.attention.compression.precision import no_tf32
+
+# Attention probabilities of one KV head that are alive at a time. On a CPU the tiles of all heads should stay in
+# the cache, on a GPU there should be few of them. It must not depend on the number of heads or sequences: they
+# would change the order of summation.
+_CPU_TILE_BYTES = 1 << 18
+_GPU_TILE_BYTES = 1 << 24
+
+
+def rows_per_tile(keys: Tensor) -> int:
+    """Query rows of one KV head whose float32 logits over `keys [Hkv, n, d]` fit one tile, at least 1."""
+    tile_bytes = _CPU_TILE_BYTES if keys.device.type == "cpu" else _GPU_TILE_BYTES
+    return max(1, tile_bytes // (4 * keys.shape[1]))
+
+
+@torch.no_grad()
+@no_tf32()
+def attention_mass(
+    queries: Tensor, keys: Tensor, first_index: int | None = None, holes: Tensor | None = None
+) -> Tensor:
+    """Softmax attention of one sequence, summed over the query rows and over the query heads of each KV head.
+
+    With the rows of a prompt (`first_index` 0) or of one decoded token (the last index) it is what H2O adds to the
+    mass of the cached entries. Rows may come in any chunks; only the order of summation differs.
+
+    Args:
+        queries: `[Hq, T, d]`, rotated, bfloat16 or float32; query head h reads KV head `h // (Hq // Hkv)`.
+        keys: `[Hkv, C, d]`, rotated.
+        first_index: the index of row 0 among the keys; row i attends to the keys 0 .. `first_index + i`. None: every
+            row attends to all keys.
+        holes: bool `[Hkv, C]`, keys that no row attends to.
+
+    Returns:
+        float32 `[Hkv, C]`; each row sums to `T * Hq / Hkv`.
+    """
+    num_kv_heads, num_keys, head_dim = keys.shape
+    num_rows = queries.shape[1]
+    if first_index is not None and not 0 <= first_index <= num_keys - num_rows:
+        raise ValueError(
+            f"first_index={first_index}: {num_rows} query rows from there must be among the {num_keys} keys"
+        )
+    rows = queries.float().contiguous().view(num_kv_heads, -1, head_dim)
+    scaled_keys = (keys.float() * head_dim**-0.5).contiguous()
+    key_index = torch.arange(num_keys, device=keys.device)
+    row_index = (first_index or 0) + torch.arange(rows.shape[1], device=keys.device) % num_rows
+    tile_rows = rows_per_tile(keys)
+    mass = torch.zeros(num_kv_heads, num_keys, device=keys.device)
+    for tile, tile_index in zip(rows.split(tile_rows, dim=1), row_index.split(tile_rows), strict=True):
+        logits = torch.bmm(tile, scaled_keys.mT)
+        if first_index is not None:
+            logits.masked_fill_(key_index > tile_index[:, None], -torch.inf)
+        if holes is not None:
+            logits.masked_fill_(holes[:, None], -torch.inf)
+        mass += torch.softmax(logits, dim=-1, out=logits).sum(dim=1)
+    return mass

@@ -1,0 +1,139 @@
+"""Arithmetic of what can be compressed: lengths in, lengths out.
+
+How many entries a compression keeps depends on configuration alone, so the scheduler knows every length before a step.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """`count` windows of `size` entries, the first from index `start` of the cache on, each `stride` behind the one
+    before. Of each, `retain` entries survive."""
+
+    start: int
+    size: int
+    retain: int
+    stride: int
+    count: int = 1
+
+    @property
+    def end(self) -> int:
+        return self.start + self.size + (self.count - 1) * self.stride
+
+    @property
+    def dropped(self) -> int:
+        """Entries that all windows together lose."""
+        return self.count * (self.size - self.retain)
+
+
+class Regions(ABC):
+    """Which part of a sequence's cache may be compressed, given its entries `cached` and how many entries `tail` at
+    their end no compression has covered yet."""
+
+    overlap = 0
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+
+    @abstractmethod
+    def complete(self, cached: int, tail: int) -> Region | None:
+        """All that could be compressed now, as one region."""
+
+    @abstractmethod
+    def trailing(self, cached: int, tail: int) -> Region | None:
+        """What one event compresses of a sequence, or None while it is not eligible."""
+
+    @abstractmethod
+    def next_end(self, cached: int, tail: int) -> int:
+        """Entries at which something more than now is complete; always more than `cached`."""
+
+    @abstractmethod
+    def tail_after(self, cached: int, region: Region) -> int:
+        """The uncompressed tail when `region` of a cache of `cached` entries is compressed."""
+
+    def peak_blocks(self, prompt: int, total: int, tail_start: int) -> int:
+        """Most blocks that a sequence alone needs to reach `total` entries if everything is compressed when complete.
+
+        The prompt is computed whole; of it, entries from `tail_start` on may be compressed.
+        """
+        cached = logical = min(prompt, total)
+        tail = max(0, logical - tail_start)
+        peak = cached
+        while True:
+            if region := self.complete(cached, tail):
+                cached, tail = cached - region.dropped, self.tail_after(cached, region)
+            if logical == total:
+                return -(-peak // self.block_size)
+            step = min(total - logical, self.next_end(cached, tail) - cached)
+            cached, logical, tail = cached + step, logical + step, tail + step
+            peak = max(peak, cached)
+
+
+class Windows(Regions):
+    """Whole blocks at the end of the cache that were never compressed (Kara).
+
+    size: entries of a window. retain: entries kept of each, buffer included. overlap: entries that two neighbouring
+    windows share, and that stay part of the uncompressed tail (the stand-alone schedule; else 0).
+    """
+
+    def __init__(self, block_size: int, window_blocks: int, retain: int, overlap: int = 0) -> None:
+        super().__init__(block_size)
+        self.blocks = window_blocks
+        self.size = window_blocks * block_size
+        self.retain = retain
+        self.overlap = overlap
+        self.stride = self.size - overlap
+
+    def trailing(self, cached: int, tail: int) -> Region | None:
+        """Strict: the last full blocks, if no entry among them was compressed before or is protected (paper, C.4)."""
+        start = (cached // self.block_size - self.blocks) * self.block_size
+        return self._region(start) if start >= 0 and cached - tail <= start else None
+
+    def complete(self, cached: int, tail: int) -> Region | None:
+        start = self._first_start(cached, tail)
+        count = self._count(cached, start)
+        return self._region(start, count) if count else None
+
+    def next_end(self, cached: int, tail: int) -> int:
+        start = self._first_start(cached, tail)
+        return start + self.size + self._count(cached, start) * self.stride
+
+    def tail_after(self, cached: int, region: Region) -> int:
+        return cached - region.end + self.overlap
+
+    def _region(self, start: int, count: int = 1) -> Region:
+        return Region(start, self.size, self.retain, self.stride, count)
+
+    def _first_start(self, cached: int, tail: int) -> int:
+        """Where the earliest window in the uncompressed tail begins."""
+        return -(-(cached - tail) // self.block_size) * self.block_size
+
+    def _count(self, cached: int, start: int) -> int:
+        """Windows that fit one behind the other into the full blocks from `start` on."""
+        room = cached // self.block_size * self.block_size - start
+        return 0 if room < self.size else (room - self.size) // self.stride + 1
+
+
+class WholeCache(Regions):
+    """The whole cache, prompt included, once it has `threshold` entries; `retain` of them survive (paper, Eq. 2-3)."""
+
+    def __init__(self, block_size: int, threshold: int, retain: int) -> None:
+        super().__init__(block_size)
+        self.threshold = threshold
+        self.retain = retain
+
+    def trailing(self, cached: int, tail: int) -> Region | None:
+        return Region(0, cached, self.retain, cached) if cached >= self.threshold else None
+
+    def complete(self, cached: int, tail: int) -> Region | None:
+        return self.trailing(cached, tail)
+
+    def next_end(self, cached: int, tail: int) -> int:
+        return max(self.threshold, cached + 1)
+
+    def tail_after(self, cached: int, region: Region) -> int:
+        return 0

@@ -1,0 +1,186 @@
+"""A roofline: how long a device computes, from shapes and lengths alone.
+
+An operation takes as long as its arithmetic or its memory traffic, whichever is longer. A pass adds up its operations
+over the layers, and what each layer and step costs beside them. Heads and matrices are divided among the devices of a
+tensor-parallel group; all figures are those of one of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvllm.config import require
+from kvllm.errors import ConfigError
+from kvllm.model_config import ModelConfig
+from kvllm.simulation.hardware import Hardware
+
+ITEMSIZE = {"bfloat16": 2, "float32": 4}
+
+
+@dataclass(slots=True)
+class Rows:
+    """Query rows of a pass.
+
+    visible: entries that the rows attend, summed over rows. read: entries of their sequences, summed over sequences.
+    """
+
+    sequences: int = 0
+    rows: int = 0
+    visible: int = 0
+    read: int = 0
+
+    def add(self, rows: int, cached: int) -> None:
+        """`rows` new tokens of a sequence with `cached` entries: each attends those, the ones before it, and itself."""
+        self.sequences += 1
+        self.rows += rows
+        self.visible += rows * cached + rows * (rows + 1) // 2
+        self.read += cached + rows
+
+
+def query_rows(window: int, recent: int, stride: int) -> tuple[int, int]:
+    """Rows recomputed of a window, and entries of the window that they attend, summed over them.
+
+    recent: the last entries, all of which are recomputed. stride: before these, every `stride`-th, counted from their
+        end (`kvllm.attention.compression.queries.query_offsets`); 0 for none.
+    """
+    recent = min(recent, window)
+    before = window - recent
+    strided = -(-before // stride) if stride else 0
+    visible = strided * before - stride * strided * (strided - 1) // 2
+    visible += recent * before + recent * (recent + 1) // 2
+    return strided + recent, visible
+
+
+class CostModel:
+    """Seconds and bytes of one model on one machine.
+
+    Raises ConfigError if the machine has no rate for the dtype, or too few devices, or the model cannot be divided.
+    """
+
+    def __init__(self, hardware: Hardware, model: ModelConfig, dtype: str, tensor_parallel_size: int = 1) -> None:
+        _check(hardware, model, dtype, tensor_parallel_size)
+        self.hardware = hardware
+        self.model = model
+        self.devices = tensor_parallel_size
+        self.itemsize = ITEMSIZE[dtype]
+        self.query_heads = model.num_query_heads // tensor_parallel_size
+        self.kv_heads = model.num_kv_heads // tensor_parallel_size
+        self._bytes_per_s = hardware.bytes_per_s * hardware.bandwidth_efficiency
+        self._matmul_flops = hardware.flops_per_s[dtype] * hardware.matmul_efficiency
+        self._attention_flops = hardware.flops_per_s[dtype] * hardware.attention_efficiency
+        score_rate = hardware.flops_per_s.get("float32", hardware.flops_per_s[dtype])
+        self._score_flops = score_rate * hardware.score_efficiency
+        # Weights, in numbers, of this device's part.
+        self.q_weights = model.hidden_size * self.query_heads * model.head_dim
+        self.kv_weights = 2 * model.hidden_size * self.kv_heads * model.head_dim
+        self.mlp_weights = 3 * model.hidden_size * model.intermediate_size // tensor_parallel_size
+        self.layer_weights = 2 * self.q_weights + self.kv_weights + self.mlp_weights  # q, o; k, v; gate, up, down
+        self.head_weights = model.vocab_size * model.hidden_size // tensor_parallel_size
+
+    # Room
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of a device: all matrices; the embedding counts twice where it is not the one that gives the logits."""
+        heads = 1 if self.model.tie_word_embeddings else 2
+        return self.itemsize * (self.model.num_layers * self.layer_weights + heads * self.head_weights)
+
+    @property
+    def entry_bytes(self) -> int:
+        """Of a device: keys and values of one token in one layer."""
+        return 2 * self.kv_heads * self.model.head_dim * self.itemsize
+
+    def pool_blocks(self, block_size: int, memory_utilization: float) -> int:
+        """Blocks of a KV pool in what weights leave of `memory_utilization` of the memory.
+
+        Raises ConfigError if that is not a single block.
+        """
+        require(0 < memory_utilization <= 1, "gpu_memory_utilization", memory_utilization, "above 0, at most 1")
+        usable = self.hardware.memory_bytes * memory_utilization - self.hardware.reserved_bytes
+        blocks = int(usable - self.weight_bytes) // (block_size * self.entry_bytes * self.model.num_layers)
+        if blocks < 1:
+            raise ConfigError(
+                f"weights of {self.weight_bytes / 1e9:.1f} GB leave no room for a KV pool in {usable / 1e9:.1f} GB of "
+                f"a device of {self.hardware.name!r}: raise tensor_parallel_size or gpu_memory_utilization"
+            )
+        return blocks
+
+    # Time, in seconds
+
+    def forward(self, decode: Rows, prefill: Rows, samples: int) -> tuple[float, float]:
+        """One step: the time that goes to decoding and to prefill rows. What they share is divided by rows."""
+        rows = decode.rows + prefill.rows
+        layer = self._matmul(rows, self.layer_weights) + 2 * self._all_reduce(rows) + self.hardware.layer_seconds
+        shared = self.model.num_layers * layer + self.logits(samples) + self.hardware.step_seconds
+        shared += (decode.sequences + prefill.sequences) * self.hardware.sequence_seconds
+        decoding = self.model.num_layers * self._attention(decode) + shared * decode.rows / rows
+        return decoding, self.model.num_layers * self._attention(prefill) + shared * prefill.rows / rows
+
+    def logits(self, samples: int) -> float:
+        """The head, and its float32 result brought together, written and read once."""
+        if samples == 0:
+            return 0.0
+        result = 4 * samples * self.model.vocab_size
+        return self._matmul(samples, self.head_weights) + self._gather(result) + 2 * result / self._bytes_per_s
+
+    def recompute(self, rows: Rows) -> float:
+        """A pass that recovers queries: no keys, values or logits, and of the last layer the queries alone (Kara paper,
+        appendix C.2)."""
+        layer = self._matmul(rows.rows, 2 * self.q_weights + self.mlp_weights) + self._attention(rows)
+        layer += 2 * self._all_reduce(rows.rows) + self.hardware.layer_seconds
+        last = self._matmul(rows.rows, self.q_weights) + self.hardware.layer_seconds
+        return (self.model.num_layers - 1) * layer + last
+
+    def score(self, products: int, keys: int) -> float:
+        """Score and select in all layers (Kara paper, eq. 4): `products` of a query and a key for each query head, from
+        `keys` cached entries."""
+        flops = 2 * self.query_heads * self.model.head_dim * products
+        traffic = keys * self.entry_bytes / 2
+        scoring = max(flops / self._score_flops, traffic / self._bytes_per_s)
+        return self.model.num_layers * (scoring + self.hardware.select_seconds)
+
+    def compact(self, entries: int) -> float:
+        """Move `entries`: read and write them in all layers, at once."""
+        moved = 2 * self.model.num_layers * entries * self.entry_bytes
+        return moved / self._bytes_per_s + self.hardware.layer_seconds
+
+    def _matmul(self, rows: int, weights: int) -> float:
+        return max(2 * rows * weights / self._matmul_flops, weights * self.itemsize / self._bytes_per_s)
+
+    def _attention(self, rows: Rows) -> float:
+        """One layer: a product with a key and one with a value for each visible entry, each entry read once."""
+        flops = 4 * self.query_heads * self.model.head_dim * rows.visible
+        return max(flops / self._attention_flops, rows.read * self.entry_bytes / self._bytes_per_s)
+
+    def _all_reduce(self, rows: int) -> float:
+        """Sum hidden states of `rows` over the devices, in a ring: each byte travels twice, less the own part."""
+        return 2 * self._exchange(rows * self.model.hidden_size * self.itemsize) + self._latency
+
+    def _gather(self, num_bytes: int) -> float:
+        return self._exchange(num_bytes) + self._latency
+
+    def _exchange(self, num_bytes: int) -> float:
+        if self.devices == 1 or self.hardware.link_bytes_per_s is None:
+            return 0.0
+        return num_bytes * (self.devices - 1) / self.devices / self.hardware.link_bytes_per_s
+
+    @property
+    def _latency(self) -> float:
+        return self.hardware.link_seconds if self.devices > 1 else 0.0
+
+
+def resolve_dtype(dtype: str, model: ModelConfig) -> str:
+    """What the engine computes in: "auto" is the checkpoint's own (float16 runs as float32)."""
+    if dtype == "auto":
+        dtype = "bfloat16" if model.dtype == "bfloat16" else "float32"
+    require(dtype in ITEMSIZE, "dtype", dtype, f"choose one of auto, {', '.join(ITEMSIZE)}")
+    return dtype
+
+
+def _check(hardware: Hardware, model: ModelConfig, dtype: str, size: int) -> None:
+    rates = hardware.flops_per_s
+    require(dtype in ITEMSIZE, "dtype", dtype, f"choose one of {', '.join(ITEMSIZE)}")
+    require(dtype in rates, "dtype", dtype, f"{hardware.name!r} has flops_per_s of {', '.join(rates)}")
+    field, heads = "tensor_parallel_size", model.num_kv_heads
+    require(1 <= size <= hardware.devices, field, size, f"1 to {hardware.devices}, the devices of {hardware.name!r}")
+    require(heads % size == 0, field, size, f"a divisor of the model's {heads} KV heads")

@@ -1,0 +1,164 @@
+"""The real scheduler, block manager and compression policy over a workload, on a simulated clock.
+
+The scheduler is driven without `LLMEngine`, which checks every prompt token and keeps every output: here tokens have no
+content, so the prefix cache is off.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from collections.abc import Iterator
+from collections.abc import Sequence as Sequences
+from contextlib import contextmanager
+
+import msgspec
+from msgspec import Struct
+
+from kvllm.config import EngineConfig
+from kvllm.core.compression_policy import check_pool
+from kvllm.core.protocol import StepPlan, StepResult
+from kvllm.core.scheduler import Scheduler
+from kvllm.core.sequence import Sequence
+from kvllm.sampling_params import SamplingParams
+from kvllm.simulation.cost import CostModel
+from kvllm.simulation.workload import Lengths
+from kvllm.stats import EngineStats
+from kvllm.worker.simulated import SimulatedExecutor, SimulatedSeconds
+
+GREEDY = SamplingParams(temperature=0)
+
+
+class Outcome(Struct, kw_only=True):
+    """One simulated run. Concurrency is sequences in a step, as in EngineStats.
+
+    seconds: from the first arrival to the end of the last request; `phases` leaves out when there was nothing to do.
+    mean_latency, mean_first_token: seconds from a request's arrival to its last, and to its first token.
+    """
+
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+    seconds: float
+    phases: SimulatedSeconds
+    mean_latency: float
+    mean_first_token: float
+    steps: int
+    mean_concurrency: float
+    peak_concurrency: int
+    preemptions: int
+    compression_events: int
+    windows_compressed: int
+    entries_evicted: int
+    blocks_released: int
+    peak_blocks: int
+    num_blocks: int
+
+    @property
+    def requests_per_s(self) -> float:
+        return self.requests / self.seconds
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        return self.output_tokens / self.seconds
+
+
+def simulate(config: EngineConfig, cost: CostModel, lengths: Sequences[Lengths], arrivals: Sequences[float]) -> Outcome:
+    """Serve requests of these lengths, arriving at these times (seconds, ascending).
+
+    Raises ConfigError if a sequence of `max_model_len` does not fit the pool, RequestError if a request does not.
+    """
+    config = msgspec.structs.replace(config, enable_prefix_caching=False)
+    check_pool(config)
+    with _no_garbage_collection():
+        return _Simulation(config, cost, lengths, arrivals).run()
+
+
+class _Simulation:
+    def __init__(
+        self, config: EngineConfig, cost: CostModel, lengths: Sequences[Lengths], arrivals: Sequences[float]
+    ) -> None:
+        self.config = config
+        self.lengths = lengths
+        self.arrivals = arrivals
+        self.stats = EngineStats(num_blocks=config.num_blocks)
+        self.scheduler = Scheduler(config, self.stats)
+        self.executor = SimulatedExecutor(cost, config)
+        self.coming = deque(range(len(lengths)))
+        self.now = arrivals[0]
+        self.output_tokens = 0
+        self.latency = 0.0
+        self.first_token = 0.0
+
+    def run(self) -> Outcome:
+        while self.coming or self.scheduler.has_unfinished:
+            if not self.scheduler.has_unfinished:
+                self.now = max(self.now, self.arrivals[self.coming[0]])
+            self._add_arrived()
+            before = self.executor.seconds.total
+            plan = self.scheduler.schedule()
+            result = self.executor.execute(plan)
+            self.now += self.executor.seconds.total - before
+            self._receive(plan, result)
+        return self._outcome()
+
+    def _add_arrived(self) -> None:
+        """Queue what has arrived; no more than a step can admit, so that few prompts are in memory at a time."""
+        while (
+            self.coming
+            and len(self.scheduler.waiting) < self.config.max_num_seqs
+            and self.arrivals[self.coming[0]] <= self.now
+        ):
+            index = self.coming.popleft()
+            prompt, output = self.lengths[index]
+            tail_start = 0 if self.config.compression and self.config.compression.compress_prompt else None
+            self.scheduler.add(
+                Sequence(index, str(index), [0] * prompt, GREEDY, max_length=prompt + output, tail_start=tail_start)
+            )
+
+    def _receive(self, plan: StepPlan, result: StepResult) -> None:
+        """Let the scheduler account for the step, and end the sequences that have all of their tokens."""
+        sampled = self.scheduler.update(plan, result)
+        self.output_tokens += len(sampled)
+        for seq, _ in sampled:
+            num_tokens = len(seq.token_ids)
+            if num_tokens == seq.prompt_length + 1:
+                self.first_token += self.now - self.arrivals[seq.seq_id]
+            if num_tokens == seq.max_length:
+                self.latency += self.now - self.arrivals[seq.seq_id]
+                self.scheduler.finish(seq)
+
+    def _outcome(self) -> Outcome:
+        stats = self.stats
+        running = [running for running, _ in stats.timeline]
+        return Outcome(
+            requests=len(self.lengths),
+            prompt_tokens=sum(prompt for prompt, _ in self.lengths),
+            output_tokens=self.output_tokens,
+            seconds=self.now - self.arrivals[0],
+            phases=self.executor.seconds,
+            mean_latency=self.latency / len(self.lengths),
+            mean_first_token=self.first_token / len(self.lengths),
+            steps=stats.steps,
+            mean_concurrency=sum(running) / len(running),
+            peak_concurrency=max(running),
+            preemptions=stats.preemptions,
+            compression_events=stats.compression_events,
+            windows_compressed=stats.windows_compressed,
+            entries_evicted=stats.entries_evicted,
+            blocks_released=stats.blocks_released,
+            peak_blocks=stats.peak_blocks,
+            num_blocks=stats.num_blocks,
+        )
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Plans are made of many small objects and no cycles: the collector would walk them again and again for nothing."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,122 @@
+"""What some compression methods keep beside the cache: lengths for each layer and head, and attention mass.
+
+Both are tables with a row for each running sequence, like the block tables. An engine whose method needs none has none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvllm.attention.backend import AttentionBackend, AttentionBatch
+from kvllm.attention.cache import CacheShape
+from kvllm.attention.compression.mass import attention_mass
+
+
+class RaggedLengths:
+    """Entries that a layer's head has among the first `packed` entries of a sequence's cache (PyramidKV, AdaKV).
+
+    Heads share block tables, so a head that keeps fewer than others has holes: entry e is one for head h of layer l if
+    `head_lengths[l, h] <= e < packed`. Entries behind `packed` are there for all heads.
+    """
+
+    def __init__(self, shape: CacheShape, num_rows: int, device: torch.device) -> None:
+        self.device = device
+        self.packed = np.zeros(num_rows, dtype=np.int32)
+        self.head_lengths = np.zeros((shape.num_layers, num_rows, shape.num_kv_heads), dtype=np.int32)
+
+    def clear(self, row: int) -> None:
+        self.packed[row] = 0
+
+    def copy(self, source: int, row: int) -> None:
+        self.packed[row] = self.packed[source]
+        self.head_lengths[:, row] = self.head_lengths[:, source]
+
+    def set(self, row: int, head_lengths: torch.Tensor, packed: int) -> None:
+        """head_lengths: int64 `[layers, kv_heads]`."""
+        self.packed[row] = packed
+        self.head_lengths[:, row] = head_lengths.cpu().numpy()
+
+    def of(self, rows: Any) -> dict[str, torch.Tensor]:
+        """The fields of an AttentionBatch for the sequences in `rows`."""
+        return {
+            "packed": torch.from_numpy(self.packed[rows]).to(self.device),
+            "head_lengths": torch.from_numpy(np.ascontiguousarray(self.head_lengths[:, rows])).to(self.device),
+        }
+
+    def holes(self, layer: int, rows: list[int], size: int) -> torch.Tensor:
+        """bool `[S, kv_heads, size]` over the first `size` entries."""
+        entries = np.arange(size)
+        behind_head = entries >= self.head_lengths[layer, rows][:, :, None]
+        return torch.from_numpy(behind_head & (entries < self.packed[rows][:, None, None])).to(self.device)
+
+
+class AttentionMass:
+    """Attention that each cached entry has received from all queries so far (H2O)."""
+
+    def __init__(self, shape: CacheShape, num_rows: int, max_entries: int, device: torch.device) -> None:
+        self.mass = torch.zeros(shape.num_layers, num_rows, shape.num_kv_heads, max_entries, device=device)
+
+    @staticmethod
+    def bytes_for(shape: CacheShape, num_rows: int, max_entries: int) -> int:
+        return shape.num_layers * num_rows * shape.num_kv_heads * max_entries * 4
+
+    def clear(self, row: int) -> None:
+        self.mass[:, row] = 0
+
+    def copy(self, source: int, row: int) -> None:
+        self.mass[:, row] = self.mass[:, source]
+
+    def add(self, layer: int, row: int, mass: torch.Tensor) -> None:
+        """mass: float32 `[kv_heads, entries]`, of the first entries."""
+        self.mass[layer, row, :, : mass.shape[1]] += mass
+
+    def gather(self, layer: int, rows: list[int], starts: list[int], size: int) -> torch.Tensor:
+        """`[S, kv_heads, size]` from an entry of each sequence on."""
+        parts = [self.mass[layer, row, :, start : start + size] for row, start in zip(rows, starts, strict=True)]
+        return torch.stack(parts)
+
+    def compact(self, row: int, start: int, end: int, cached: int, kept: torch.Tensor) -> None:
+        """Of entries `start .. end`, those at `kept` `[layers, kv_heads, K]` survive, and what is behind moves up."""
+        mass = self.mass[:, row]
+        survivors = mass[:, :, start:end].gather(-1, kept)
+        moved = torch.cat((survivors, mass[:, :, end:cached]), dim=-1)
+        mass[:, :, start:] = 0
+        mass[:, :, start : start + moved.shape[-1]] = moved
+
+
+class ObservingBackend(AttentionBackend):
+    """A backend that adds up attention mass as it goes: a second product of queries and keys in every layer."""
+
+    name = "observing"
+
+    def __init__(self, backend: AttentionBackend, mass: AttentionMass) -> None:
+        super().__init__(backend.cache, backend.num_query_heads, backend.scale)
+        self.backend = backend
+        self.mass = mass
+
+    def plan(self, batch: AttentionBatch) -> Any:
+        assert batch.rows is not None
+        starts, index = batch.query_starts.tolist(), batch.query_index.tolist()
+        sequences = list(zip(batch.rows, starts, starts[1:], strict=False))
+        return self.backend.plan(batch), batch, [(row, a, b, index[a]) for row, a, b in sequences]
+
+    def run(self, layer: int, queries: torch.Tensor, plan: Any) -> torch.Tensor:
+        inner, batch, sequences = plan
+        for i, (row, begin, end, first_index) in enumerate(sequences):
+            length = first_index + end - begin
+            blocks = batch.block_tables[i : i + 1, : -(-length // self.cache.shape.block_size)]
+            keys = self.cache.gather_keys(layer, blocks)[0, :, :length]
+            self.mass.add(layer, row, attention_mass(queries[begin:end].transpose(0, 1), keys, first_index))
+        return self.backend.run(layer, queries, inner)
+
+    def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        self.backend.store(layer, keys, values, slots)
+
+    def copy_blocks(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
+        self.backend.copy_blocks(sources, destinations)
+
+    def compact(self, kept: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor) -> None:
+        self.backend.compact(kept, sources, destinations)
