@@ -19,6 +19,7 @@ class EngineStats(Struct):
     blocks_released: blocks by which block tables shrank.
     decode_seconds, prefill_seconds: the model's time in steps without and with prompt tokens (decodes ride along).
     recompute_seconds, score_seconds, compact_seconds: of compression events: queries, scores and selection, movement.
+    peak_event_bytes: the most memory that an event took beside the activations of its pass.
     timeline: for each step (running sequences, blocks in use).
     """
 
@@ -38,6 +39,7 @@ class EngineStats(Struct):
     recompute_seconds: float = 0.0
     score_seconds: float = 0.0
     compact_seconds: float = 0.0
+    peak_event_bytes: int = 0
     timeline: list[tuple[int, int]] = []
 
     def __getitem__(self, name: str) -> Any:

@@ -96,18 +96,17 @@ class PressurePolicy(CompressionPolicy):
 
     Blocks are short when a waiting sequence lacked some, or when the running ones would use up the pool within `period`
     steps. Sequences go first whose released blocks serve longest for the rows that are recomputed; one that ends within
-    `period` steps is left alone, unless the next step would have to preempt. Four times in a period the need is looked
-    at, so that windows are scored together.
+    `period` steps is left alone, unless the next step would have to preempt. The need is looked at once in a period,
+    or when a preemption is near, so that windows are scored together.
     """
 
     def __init__(self, config: CompressionConfig, regions: Regions) -> None:
         super().__init__(config, regions)
-        self._interval = max(1, config.period // 4)
         self._last_look = 0
 
     def select(self, decoding: Sequences[Sequence], load: Load) -> list[Job]:
         emergency = sum(map(self._fills_block, decoding)) > load.available_blocks
-        if not emergency and (load.decode_steps % self._interval or load.decode_steps == self._last_look):
+        if not emergency and (load.decode_steps % self.config.period or load.decode_steps == self._last_look):
             return []
         self._last_look = load.decode_steps
         needed = max(load.missing_blocks, sum(map(self._growth, decoding)) - load.available_blocks)

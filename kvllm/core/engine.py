@@ -134,6 +134,7 @@ class LLMEngine:
             touched[seq.request_id] = request.output
         self.stats.output_tokens += len(sampled)
         self._count_seconds(plan, result.seconds)
+        self.stats.peak_event_bytes = max(self.stats.peak_event_bytes, result.event_bytes)
         if not self.scheduler.has_unfinished and self.scheduler.blocks.num_owned:
             raise RuntimeError(f"{self.scheduler.blocks.num_owned} KV blocks are owned, but no request is unfinished")
         return list(touched.values())

@@ -109,10 +109,15 @@ class PhaseSeconds(Struct, array_like=True, frozen=True):
 
 
 class StepResult(Struct, array_like=True):
-    """One token for each scheduled sequence that samples, in plan order, each followed by those of its forks."""
+    """tokens: one for each scheduled sequence that samples, in plan order, each followed by those of its forks.
+
+    event_bytes: the most that compressing held at once beside the activations of its pass, which are those of a prefill
+        chunk of as many rows: the queries of a layer, its gathered keys, and the offsets kept so far.
+    """
 
     tokens: list[SampledToken] = []
     seconds: PhaseSeconds = PhaseSeconds()
+    event_bytes: int = 0
 
 
 encode = msgpack.Encoder().encode

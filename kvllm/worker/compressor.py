@@ -68,10 +68,14 @@ class Compressor:
         self.queries = self.select.queries
         self.block_size = cache.shape.block_size
         self._score_seconds = 0.0
+        self.event_bytes = 0
 
     def compress(self, jobs: list[CompressionJob], states: dict[int, SequenceState]) -> PhaseSeconds:
-        """Select and compact, then update the tables and cached lengths of the jobs' sequences."""
-        begin, self._score_seconds = perf_counter(), 0.0
+        """Select and compact, then update the tables and cached lengths of the jobs' sequences.
+
+        Leaves in `event_bytes` what StepResult reports under that name.
+        """
+        begin, self._score_seconds, self.event_bytes = perf_counter(), 0.0, 0
         moving = [job for job in jobs if job.destinations]
         kept = self._select(moving, states)
         selected = perf_counter()
@@ -141,6 +145,8 @@ class Compressor:
             # Layers and heads may keep fewer than there is room for.
             kept.append(torch.nn.functional.pad(chosen, (0, retain - chosen.shape[-1]), value=-1))
             self._score_seconds += perf_counter() - begin
+            held = sum(tensor.nbytes for tensor in (keys, *kept) + (() if queries is None else (queries,)))
+            self.event_bytes = max(self.event_bytes, held)
 
         if len(offsets):
             self._recompute(windows, offsets, visit)

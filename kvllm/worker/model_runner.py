@@ -85,14 +85,15 @@ class ModelRunner:
                 self.tables.release(state.row)
         for start in plan.started:
             self._start(start)
-        seconds = PhaseSeconds()
+        seconds, event_bytes = PhaseSeconds(), 0
         if plan.compressions and self.compressor:
             seconds = self.compressor.compress(plan.compressions, self.states)
+            event_bytes = self.compressor.event_bytes
         begin = perf_counter()
         if plan.copies:
             self._copy_on_write(plan.copies)
         tokens = self._forward(plan.scheduled) if plan.scheduled else []
-        return StepResult(tokens, structs.replace(seconds, model=perf_counter() - begin))
+        return StepResult(tokens, structs.replace(seconds, model=perf_counter() - begin), event_bytes)
 
     def _start(self, start: SequenceStart) -> None:
         prompt, output = start.token_ids[: start.prompt_length], start.token_ids[start.prompt_length :]

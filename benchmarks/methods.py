@@ -1,0 +1,153 @@
+"""Every method under every policy it allows, on the same problems: answers, speed, memory.
+
+    python -m benchmarks.methods
+
+The problems are those of the demo (benchmarks/demo.py): a small reasoning model runs programs line by line, in a KV
+pool that holds a quarter of what is wanted. By windows ("periodic", "pressure") a method keeps half of each window of 6
+blocks and the prompt whole; by threshold it cuts a cache of 576 entries, prompt included, to 480, which is about what
+the windows leave of a sequence when it ends. The figures go to methods.json and a plot to methods.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from matplotlib.figure import Figure
+
+from benchmarks import report
+from benchmarks.demo import MAX_NUM_SEQS, PROBLEMS, Demo, Run
+from benchmarks.variants import Variant
+from kvllm import CompressionConfig
+from kvllm.config import METHODS, RAGGED_METHODS, WINDOW_METHODS, require
+from kvllm.errors import KvLLMError
+
+POLICIES = ("periodic", "pressure", "threshold")
+WINDOWS = {"period": 32, "window_blocks": 6, "retain_blocks": 3}
+THRESHOLD = {"threshold_tokens": 576, "budget_tokens": 480}
+# As in the demo: the text is dense, so chunks and a long buffer take the place of digits that are needed.
+OPTIONS = {"buffer": 8, "query_window": 8, "chunk_budget": 0}
+CHUNKS = {**OPTIONS, "chunk_budget": 6, "max_chunk": 5}
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.methods", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--methods", nargs="+", choices=METHODS, default=METHODS, metavar="M", help="default: all of them")
+    add("--policies", nargs="+", choices=POLICIES, default=POLICIES, metavar="P", help="default: all of them")
+    add("--problems", type=int, default=PROBLEMS, metavar="N", help=f"how many problems to solve (default {PROBLEMS})")
+    add("--max-num-seqs", type=int, default=MAX_NUM_SEQS, metavar="N", help=f"at once (default {MAX_NUM_SEQS})")
+    add("--seed", type=int, default=1, help="of the problems (default 1)")
+    add("--threads", type=int, help="of torch (default: all cores)")
+    add("--output", type=Path, default=Path("benchmark-output"), metavar="DIR")
+    args = parser.parse_args(arguments)
+    for field in ("problems", "max_num_seqs"):
+        require(getattr(args, field) >= 1, f"--{field.replace('_', '-')}", getattr(args, field), "at least 1")
+    require(args.threads is None or args.threads >= 1, "--threads", args.threads, "at least 1")
+    return args
+
+
+def variants(methods: Sequence[str], policies: Sequence[str]) -> list[Variant]:
+    """The full cache, then each method under each policy that allows it."""
+    found = [Variant("full cache")]
+    for policy in policies:
+        threshold = policy == "threshold"
+        for method in methods:
+            if method in (WINDOW_METHODS if threshold else RAGGED_METHODS):
+                continue
+            # Token2Chunk has a part only where there are chunks.
+            options = CHUNKS if method in ("kara", "kara_no_bi") else OPTIONS
+            sizes = THRESHOLD if threshold else WINDOWS
+            found.append(
+                Variant(f"{method}, {policy}", CompressionConfig(method=method, policy=policy, **sizes, **options))
+            )
+    return found
+
+
+def show(runs: dict[str, Run]) -> str:
+    base = next(iter(runs.values())).measurement
+    rows = []
+    for name, run in runs.items():
+        measured = run.measurement
+        events = measured.recompute_seconds + measured.score_seconds + measured.compact_seconds
+        kv = measured.mean_blocks / measured.mean_concurrency * measured.block_bytes
+        rows.append(
+            [
+                name,
+                f"{run.exact / len(run.grades):.1%}",
+                f"{run.right / len(run.grades):.1%}",
+                f"{measured.output_tokens_per_s / base.output_tokens_per_s:.2f}",
+                f"{measured.steps:,}",
+                f"{measured.mean_concurrency:.1f}",
+                f"{measured.preemptions}",
+                report.mib(kv),
+                f"{1e3 * events / measured.windows_compressed:.2f}" if measured.windows_compressed else "",
+            ]
+        )
+    header = ["", "exact\nworkings", "right\nanswers", "tokens/s,\nratio", "steps", "mean\nconcurrency", "preempted"]
+    return report.table([*header, "KV of a\nsequence", "ms for\na window"], rows)
+
+
+def plot(path: Path, runs: dict[str, Run]) -> None:
+    """Exact workings over the memory of a running sequence, a point for each variant."""
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    axes = figure.subplots()
+    for name, run in runs.items():
+        policy = name.partition(", ")[2]
+        colour = report.COLOURS[POLICIES.index(policy) if policy else len(POLICIES)]
+        measured = run.measurement
+        kv = measured.mean_blocks / measured.mean_concurrency * measured.block_bytes / report.MIB
+        exact = 100 * run.exact / len(run.grades)
+        axes.plot(kv, exact, "o", color=colour)
+        axes.annotate(name, (kv, exact), fontsize=7, xytext=(4, 3), textcoords="offset points")
+    axes.set(xlabel="KV of a running sequence, mean (MiB)", ylabel="exact workings (%)", ylim=(-2, 104))
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def run_methods(arguments: Sequence[str]) -> None:
+    args = parse_arguments(arguments)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    demo = Demo(args.problems, args.max_num_seqs, args.seed)
+    provenance = report.provenance("benchmarks.methods", arguments)
+    print(f"{report.describe(provenance['machine'])}\n{demo.describe()}")
+    demo.warm_up()
+    chosen = variants(args.methods, args.policies)
+    runs: dict[str, Run] = {}
+    for variant in chosen:
+        print(f"Running: {variant.name} ...", flush=True)
+        runs[variant.name] = demo.run(variant, use_tqdm=sys.stderr.isatty())
+    print(f"\n{show(runs)}")
+    content: dict[str, Any] = {
+        variant.name: {
+            "compression": msgspec.to_builtins(variant.compression),
+            "exact_workings": runs[variant.name].exact,
+            "right_answers": runs[variant.name].right,
+            "measurement": msgspec.to_builtins(runs[variant.name].measurement),
+        }
+        for variant in chosen
+    }
+    report.write_json(args.output / "methods.json", {**provenance, "problems": args.problems, "runs": content})
+    plot(args.output / "methods.png", runs)
+    print(f"Written: {args.output / 'methods.json'}, {args.output / 'methods.png'}")
+
+
+def main() -> None:
+    try:
+        run_methods(sys.argv[1:])
+    except KvLLMError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()
