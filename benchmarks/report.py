@@ -20,6 +20,7 @@ import kvllm
 
 # From Okabe and Ito's palette: told apart with any colour vision, and in print.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+STYLES = ("-", "--", ":")
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 MIB = 1 << 20
 
@@ -47,6 +48,7 @@ def machine() -> dict[str, Any]:
         "instructions": [name for name in INSTRUCTIONS if name in info.get("flags", "").split()],
         "last_level_cache_bytes": last_level_cache(),
         "memory_bytes": psutil.virtual_memory().total,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "system": platform.platform(),
         "load_average": round(os.getloadavg()[0], 2),
     }
@@ -57,7 +59,7 @@ def describe(machine: Mapping[str, Any]) -> str:
     return (
         f"{machine['cpu']}, {machine['cores']} cores ({', '.join(machine['instructions']) or 'no vector extensions'}), "
         f"{machine['memory_bytes'] / 1e9:.0f} GB, {machine['torch_threads']} torch threads, "
-        f"load average {machine['load_average']}"
+        f"load average {machine['load_average']}" + "".join(f"; {name}" for name in machine["gpus"])
     )
 
 
@@ -67,14 +69,15 @@ def last_level_cache() -> int | None:
     return max((int(size[:-1]) * 1024 for size in sizes if size.endswith("K")), default=None)
 
 
-def read_bandwidth(repeats: int = 10) -> float:
-    """Best rate, in bytes/s, at which all of torch's threads together read an array far larger than any cache."""
-    array = torch.ones(max(512 * MIB, 4 * (last_level_cache() or 0)) // 4)
-    array.sum()
+def read_bandwidth(device: str = "cpu", repeats: int = 10) -> float:
+    """Best rate, in bytes/s, at which an array far larger than any cache is read: on the CPU by all of torch's threads
+    together, elsewhere by all of the device."""
+    array = torch.ones(max(512 * MIB, 4 * (last_level_cache() or 0)) // 4, device=device)
+    array.sum().item()
     best = float("inf")
     for _ in range(repeats):
         begin = time.perf_counter()
-        array.sum()
+        array.sum().item()  # waits for the device
         best = min(best, time.perf_counter() - begin)
     return array.nbytes / best
 
@@ -137,6 +140,33 @@ def plot_timelines(
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=min(3, len(timelines)), frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+Line = tuple[Sequence[float], Sequence[float]]
+"""x and y of its points."""
+
+
+def plot_lines(path: Path, title: str, xlabel: str, panels: Mapping[str, Mapping[str, Line]]) -> None:
+    """Draw lines over one x axis: by the label of a panel's y axis, and by their own. A label looks alike in all."""
+    labels = list(dict.fromkeys(label for lines in panels.values() for label in lines))
+    figure = Figure(figsize=(9, 2.5 * len(panels) + 1), layout="constrained")
+    all_axes = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
+    handles = {}
+    for axes, (ylabel, lines) in zip(all_axes, panels.items(), strict=True):
+        for label, (x, y) in lines.items():
+            index = labels.index(label)
+            style = {"color": COLOURS[index % len(COLOURS)], "linestyle": STYLES[index // len(COLOURS) % len(STYLES)]}
+            (handles[label],) = axes.plot(x, y, **style, linewidth=1.2, marker="o", markersize=3)
+        axes.set_ylabel(ylabel)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    all_axes[-1].set_xlabel(xlabel)
+    figure.suptitle(title)
+    names = [label.replace("\n", " ") for label in handles]
+    figure.legend(handles.values(), names, loc="outside lower center", ncols=min(3, len(names)), frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 

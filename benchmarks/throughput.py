@@ -16,7 +16,7 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -64,21 +64,52 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "head_dim": 128,
     },
+    "8b": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    },
 }
-"""Shapes with random weights: 40.4 M parameters, and Qwen3-0.6B's 596 M."""
+"""Shapes with random weights: 40.4 M parameters, Qwen3-0.6B's 596 M, DeepSeek-R1-Distill-Llama-8B's 8.0 G."""
 
 SHOWN = {
     "output_tokens_per_s": ("output tokens/s", "{:.1f}"),
+    "step_tokens_per_s": ("the same, mean over steps", "{:.1f}"),
     "requests_per_s": ("requests/s", "{:.2f}"),
     "seconds": ("time, s", "{:.2f}"),
+    "decode_seconds": ("decode, s", "{:.2f}"),
+    "prefill_seconds": ("prefill, s", "{:.2f}"),
+    "recompute_seconds": ("recompute queries, s", "{:.2f}"),
+    "score_seconds": ("score and select, s", "{:.2f}"),
+    "compact_seconds": ("compact, s", "{:.2f}"),
+    "mean_latency": ("latency, mean, s", "{:.2f}"),
+    "p99_latency": ("latency, 99th percentile, s", "{:.2f}"),
     "other_load": ("cores busy with other work", "{:.1f}"),
     "steps": ("steps", "{:.0f}"),
     "mean_concurrency": ("mean concurrency", "{:.1f}"),
     "peak_concurrency": ("peak concurrency", "{:.0f}"),
     "preemptions": ("preemptions", "{:.0f}"),
+    "tokens_recomputed": ("tokens recomputed", "{:.0f}"),
     "compression_events": ("compression events", "{:.0f}"),
     "windows_compressed": ("windows compressed", "{:.0f}"),
     "blocks_released": ("blocks released", "{:.0f}"),
+}
+MEMORY = {
+    "peak_kv_bytes": "peak KV in use, MiB",
+    "method_state_bytes": "kept by the method beside it, MiB",
+    "peak_memory_bytes": "peak process memory, MiB",
 }
 
 
@@ -88,10 +119,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument_group("model").add_argument
-    add("--model", default="50m", help="directory of a checkpoint, or a shape with random weights: 50m (default), 0.6b")
-    add("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights from config.json alone")
-    add("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
+    add_model_arguments(parser)
 
     add = parser.add_argument_group("workload (default: --workload A)").add_argument
     add("--workload", choices=tuple(workloads.WORKLOADS), help="16 short requests, one, 8 long (C512: half as long)")
@@ -104,22 +132,35 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--trace", type=Path, metavar="FILE", help="CSV with lengths: ContextTokens, GeneratedTokens")
     add("--seed", type=int, default=0)
 
-    add = parser.add_argument_group("engine").add_argument
-    add("--block-size", type=int, default=256)
+    add = add_engine_arguments(parser)
     add("--max-model-len", type=int, help="default: the longest request; of a trace, longer requests are left out")
     add("--max-num-seqs", type=int, default=256)
-    add("--max-num-batched-tokens", type=int, default=2048)
-    pool = parser.add_argument_group("KV pool (default: all that is wanted)").add_mutually_exclusive_group()
-    add = pool.add_argument
-    add("--num-gpu-blocks-override", "--num-blocks", type=int, metavar="N", help="blocks")
-    add("--kv-cache-memory-bytes", "--kv-bytes", type=int, metavar="N", help="bytes")
-    add("--pool-fraction", type=float, metavar="F", help="share of what sequences running at once fill at their ends")
 
     add = parser.add_argument_group("runs").add_argument
     add("--variants", nargs="+", default=["vanilla", "kara"], help="vanilla, kara, kara:period=32,window_blocks=3, ...")
     add("--repeats", type=int, default=3)
     add("--output", type=Path, default=Path("benchmark-output"), metavar="DIR")
     return parser.parse_args(arguments)
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("model").add_argument
+    shapes = ", ".join(SHAPES)
+    add("--model", default="50m", help=f"directory of a checkpoint, or a shape with random weights: {shapes}")
+    add("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights from config.json alone")
+    add("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> Callable[..., Any]:
+    """Returns what adds further arguments to the same group."""
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--block-size", type=int, default=256)
+    engine.add_argument("--max-num-batched-tokens", type=int, default=2048)
+    add = parser.add_argument_group("KV pool (default: all that is wanted)").add_mutually_exclusive_group().add_argument
+    add("--num-gpu-blocks-override", "--num-blocks", type=int, metavar="N", help="blocks")
+    add("--kv-cache-memory-bytes", "--kv-bytes", type=int, metavar="N", help="bytes")
+    add("--pool-fraction", type=float, metavar="F", help="share of what sequences running at once fill at their ends")
+    return engine.add_argument
 
 
 # What is run: everything is checked here, before the first process starts.
@@ -176,7 +217,7 @@ def _check_workload(args: argparse.Namespace) -> None:
         raise ConfigError("--num-prompts goes with --input-len, --prompts or --trace: other workloads have their own")
 
 
-def _check_lengths(args: argparse.Namespace, model: ModelConfig, requests: list[Request]) -> None:
+def check_lengths(args: argparse.Namespace, model: ModelConfig, requests: list[Request]) -> None:
     longest, allowed = max(request.entries + 1 for request in requests), model.max_position_embeddings
     if args.max_model_len is not None:
         require(args.max_model_len <= allowed, "--max-model-len", args.max_model_len, f"the model allows {allowed}")
@@ -204,7 +245,7 @@ def make_job(
     }
     require(engine["block_size"] >= 1, "block_size", engine["block_size"], "between 1 and 256")
     require(engine["max_num_seqs"] >= 1, "max_num_seqs", engine["max_num_seqs"], "at least 1")
-    engine["num_gpu_blocks_override"] = _pool(args, engine, model, requests)
+    engine["num_gpu_blocks_override"] = pool_blocks(args, engine, model, requests)
     config = EngineConfig(
         num_blocks=engine["num_gpu_blocks_override"],
         max_model_len=engine["max_model_len"],
@@ -223,7 +264,7 @@ def make_job(
     return Job(model=str(path), engine=engine, compression=variant.compression, requests=requests)
 
 
-def _pool(args: argparse.Namespace, engine: dict[str, Any], model: ModelConfig, requests: list[Request]) -> int:
+def pool_blocks(args: argparse.Namespace, engine: dict[str, Any], model: ModelConfig, requests: list[Request]) -> int:
     """Blocks in a variant's pool."""
     if args.num_gpu_blocks_override is not None:
         return args.num_gpu_blocks_override
@@ -253,13 +294,13 @@ def weight_bytes(model: ModelConfig, dtype: str) -> int:
     return (model.num_layers * layer + model.vocab_size * model.hidden_size) * itemsize(model, dtype)
 
 
-def physical_limit(model: ModelConfig, dtype: str) -> dict[str, float | None]:
+def physical_limit(model: ModelConfig, dtype: str, device: str) -> dict[str, float | None]:
     """Tokens/s at which one sequence could decode if a step cost no more than reading the weights once from memory.
 
-    None in place of the rate for weights that fit into the last-level cache: memory is not what limits them.
+    None in place of the rate for weights that fit into the CPU's last-level cache: memory is not what limits them.
     """
-    size, bandwidth = weight_bytes(model, dtype), report.read_bandwidth()
-    cached = size <= (report.last_level_cache() or 0)
+    size, bandwidth = weight_bytes(model, dtype), report.read_bandwidth(device)
+    cached = device == "cpu" and size <= (report.last_level_cache() or 0)
     return {
         "weight_bytes": size,
         "read_bytes_per_s": bandwidth,
@@ -301,18 +342,18 @@ def run_process(name: str, job: Job) -> Measurement:
 def summarize(runs: list[Measurement]) -> dict[str, dict[str, float]]:
     """Median, least and most of each figure over the repeats."""
     summary = {}
-    for name in SHOWN | {"peak_kv_bytes": None, "peak_memory_bytes": None}:
+    for name in (*SHOWN, *MEMORY):
         values = [getattr(run, name) for run in runs]
         summary[name] = {"median": median(values), "min": min(values), "max": max(values)}
     return summary
 
 
-def ratios(runs: dict[str, list[Measurement]]) -> dict[str, dict[str, float]]:
-    """Output tokens/s against the first variant, within each repeat; the median, least and most of these ratios."""
+def ratios(runs: dict[str, list[Measurement]], figure: str = "output_tokens_per_s") -> dict[str, dict[str, float]]:
+    """A figure against that of the first variant, within each repeat; the median, least and most of these ratios."""
     first, *others = runs
     result = {}
     for name in others:
-        pairs = [b.output_tokens_per_s / a.output_tokens_per_s for a, b in zip(runs[first], runs[name], strict=True)]
+        pairs = [getattr(b, figure) / getattr(a, figure) for a, b in zip(runs[first], runs[name], strict=True)]
         result[name] = {"median": median(pairs), "min": min(pairs), "max": max(pairs)}
     return result
 
@@ -321,18 +362,18 @@ def show(summaries: dict[str, dict[str, dict[str, float]]], against: dict[str, d
     """Medians over the repeats (least - most), one column for each variant."""
     header = ["", *(name.replace(":", ":\n").replace(",", ",\n") for name in summaries)]
     rows = [
-        [title, *(_spread(summary[name], shape) for summary in summaries.values())]
+        [title, *(spread(summary[name], shape) for summary in summaries.values())]
         for name, (title, shape) in SHOWN.items()
     ]
-    for name, title in (("peak_kv_bytes", "peak KV in use, MiB"), ("peak_memory_bytes", "peak process memory, MiB")):
+    for name, title in MEMORY.items():
         cells = [{k: v / report.MIB for k, v in summary[name].items()} for summary in summaries.values()]
-        rows.append([title, *(_spread(cell, "{:.1f}") for cell in cells)])
+        rows.append([title, *(spread(cell, "{:.1f}") for cell in cells)])
     if against:
-        rows.append(["tokens/s, ratio", "1", *(_spread(ratio, "{:.2f}") for ratio in against.values())])
+        rows.append(["tokens/s, ratio", "1", *(spread(ratio, "{:.2f}") for ratio in against.values())])
     return report.table(header, rows)
 
 
-def _spread(values: dict[str, float], shape: str) -> str:
+def spread(values: dict[str, float], shape: str) -> str:
     middle, least, most = (shape.format(values[key]) for key in ("median", "min", "max"))
     return middle if least == most else f"{middle} ({least}-{most})"
 
@@ -359,7 +400,7 @@ def benchmark(arguments: Sequence[str]) -> None:
         path = named_shape(args.model, Path(directory)) if args.model in SHAPES else Path(args.model).resolve()
         model = load_model_config(path)
         workload, requests = make_requests(args, path, model)
-        _check_lengths(args, model, requests)
+        check_lengths(args, model, requests)
         jobs = {variant.name: make_job(args, variant, path, model, requests) for variant in variants}
         provenance = report.provenance("benchmarks.throughput", arguments)
         totals = {
@@ -371,8 +412,8 @@ def benchmark(arguments: Sequence[str]) -> None:
         print(provenance["command"])
         print(report.describe(provenance["machine"]))
         print("Workload {name}: {requests} requests, {prompt_tokens} + {output_tokens} tokens.".format(**totals))
-        limit = physical_limit(model, args.dtype)
         runs = run_all(jobs, args.repeats)
+    limit = physical_limit(model, args.dtype, runs[names[0]][0].device)
     summaries = {name: summarize(measurements) for name, measurements in runs.items()}
     against = ratios(runs)
     pools = {name: job.engine["num_gpu_blocks_override"] for name, job in jobs.items()}

@@ -8,7 +8,10 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import ceil
+from statistics import mean
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -72,33 +75,64 @@ def parse_variant(text: str) -> Variant:
 
 
 class Measurement(Struct, kw_only=True):
-    """One run. Counts are the run's own, without the warm-up; concurrency is sequences in a step.
+    """One run. Counts and seconds are the run's own, without the warm-up; concurrency is sequences in a step.
 
+    output_tokens_per_s: of the whole run. step_tokens_per_s: the mean over its steps of tokens sampled / time; a long
+        run's last steps, with few sequences, weigh as much as others.
+    mean_latency, p99_latency: seconds from a request's arrival (here: of all at once) to its last token; the 99th
+        percentile is the least that 99% of the requests do not exceed.
     other_load: cores that other processes kept busy meanwhile, on average; times are comparable where it is near 0.
     timeline: for each step (running sequences, blocks in use).
     """
 
+    device: str
     seconds: float
     requests: int
     output_tokens: int
     output_tokens_per_s: float
+    step_tokens_per_s: float
     requests_per_s: float
+    mean_latency: float
+    p99_latency: float
     other_load: float
     steps: int
     mean_concurrency: float
     peak_concurrency: int
     preemptions: int
+    tokens_recomputed: int
     compression_events: int
     windows_compressed: int
     entries_evicted: int
     blocks_released: int
+    decode_seconds: float
+    prefill_seconds: float
+    recompute_seconds: float
+    score_seconds: float
+    compact_seconds: float
     num_blocks: int
     block_bytes: int
+    method_state_bytes: int
     mean_blocks: float
     peak_blocks: int
     peak_kv_bytes: int
     peak_memory_bytes: int
     timeline: list[tuple[int, int]]
+
+
+COUNTERS = (
+    "preemptions",
+    "tokens_recomputed",
+    "compression_events",
+    "windows_compressed",
+    "entries_evicted",
+    "blocks_released",
+    "decode_seconds",
+    "prefill_seconds",
+    "recompute_seconds",
+    "score_seconds",
+    "compact_seconds",
+)
+"""Fields of EngineStats that count up: a run's own are differences."""
 
 
 def measure(
@@ -109,38 +143,69 @@ def measure(
     Raises the error of the first request that could not be served.
     """
     stats = llm.stats()
-    counters = ("preemptions", "compression_events", "windows_compressed", "entries_evicted", "blocks_released")
-    before = {name: stats[name] for name in counters}
+    before = {name: stats[name] for name in COUNTERS}
     steps_before = stats.steps
-    others_before, begin = report.cpu_seconds_of_others(), time.perf_counter()
-    outputs = llm.generate(prompts, sampling_params, use_tqdm)
-    seconds = time.perf_counter() - begin
-    others = report.cpu_seconds_of_others() - others_before
+    with _step_rates(llm) as rates:
+        others_before, begin = report.cpu_seconds_of_others(), time.perf_counter()
+        outputs = llm.generate(prompts, sampling_params, use_tqdm)
+        seconds = time.perf_counter() - begin
+        others = report.cpu_seconds_of_others() - others_before
     for output in outputs:
         if output.error is not None:
             raise output.error
     timeline = stats.timeline[steps_before:]
     output_tokens = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
+    latencies = sorted(_latency(output) for output in outputs)
     peak_blocks = max(blocks for _, blocks in timeline)
     return outputs, Measurement(
+        device=llm.llm_engine.executor.runner.cache.data.device.type,
         seconds=seconds,
         requests=len(outputs),
         output_tokens=output_tokens,
         output_tokens_per_s=output_tokens / seconds,
+        step_tokens_per_s=mean(rates),
         requests_per_s=len(outputs) / seconds,
+        mean_latency=mean(latencies),
+        p99_latency=latencies[ceil(0.99 * len(latencies)) - 1],
         other_load=max(0.0, others / seconds),
         steps=len(timeline),
         mean_concurrency=sum(running for running, _ in timeline) / len(timeline),
         peak_concurrency=max(running for running, _ in timeline),
-        **{name: stats[name] - before[name] for name in counters},
+        **{name: stats[name] - before[name] for name in COUNTERS},
         num_blocks=stats.num_blocks,
         block_bytes=llm.cache_shape.bytes_per_block,
+        method_state_bytes=stats.method_state_bytes,
         mean_blocks=sum(blocks for _, blocks in timeline) / len(timeline),
         peak_blocks=peak_blocks,
         peak_kv_bytes=peak_blocks * llm.cache_shape.bytes_per_block,
         peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         timeline=timeline,
     )
+
+
+def _latency(output: RequestOutput) -> float:
+    assert output.metrics.finished_time is not None
+    return output.metrics.finished_time - output.metrics.arrival_time
+
+
+@contextmanager
+def _step_rates(llm: LLM) -> Iterator[list[float]]:
+    """Time every step that `generate` makes, from outside: tokens sampled per second of each."""
+    engine, stats, rates = llm.llm_engine, llm.stats(), []
+    step = engine.step
+
+    def timed() -> list[RequestOutput]:
+        steps, tokens, begin = stats.steps, stats.output_tokens, time.perf_counter()
+        outputs = step()
+        if stats.steps > steps:  # a step that only preempts is no forward pass
+            rates.append((stats.output_tokens - tokens) / (time.perf_counter() - begin))
+        return outputs
+
+    engine.step = timed
+    try:
+        yield rates
+    finally:
+        del engine.step
 
 
 class Job(Struct, kw_only=True):
@@ -152,17 +217,26 @@ class Job(Struct, kw_only=True):
     requests: list[Request]
 
 
+def make_engine(job: Job) -> LLM:
+    return LLM(job.model, compression=job.compression, **job.engine)
+
+
 def run(job: Job) -> Measurement:
     """Load the model, warm up on prompts of the same lengths but other tokens, measure."""
-    llm = LLM(job.model, compression=job.compression, **job.engine)
+    llm = make_engine(job)
     _warm_up(llm, job.requests[: llm.config.max_num_seqs])
-    prompts = [{"prompt_token_ids": request.prompt_token_ids} for request in job.requests]
-    params = [SamplingParams(temperature=0, max_tokens=r.output_length, ignore_eos=True) for r in job.requests]
+    return serve(llm, job.requests)[1]
+
+
+def serve(llm: LLM, requests: Sequence[Request]) -> tuple[list[RequestOutput], Measurement]:
+    """Generate, greedily, as many tokens as each request asks for, and measure."""
+    prompts = [{"prompt_token_ids": request.prompt_token_ids} for request in requests]
+    params = [SamplingParams(temperature=0, max_tokens=r.output_length, ignore_eos=True) for r in requests]
     outputs, measurement = measure(llm, prompts, params)
     generated = [len(output.outputs[0].token_ids) for output in outputs]
-    if generated != [request.output_length for request in job.requests]:
+    if generated != [request.output_length for request in requests]:
         raise RuntimeError(f"requests did not generate the tokens they were asked for: {generated}")
-    return measurement
+    return outputs, measurement
 
 
 def _warm_up(llm: LLM, requests: list[Request]) -> None:

@@ -1,0 +1,109 @@
+"""Running sequences and use of the KV pool over the steps of a run (figures 1 and 9 of the Kara paper).
+
+    python -m benchmarks.figure_1_9 --model DIR --prompts math500/test.jsonl
+    python -m benchmarks.figure_1_9 --preset cpu
+
+The full cache, SnapKV by threshold, and KvLLM in its modes serve the same requests in the same KV pool, once each,
+every run in a process of its own. The default preset has the paper's settings (appendix B.1) on the shape of its model,
+with random weights; prompts are random ids unless --prompts gives some. Every step goes to figure_1_9.json, the plot to
+figure_1_9.png. Counts repeat exactly; times do not.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from benchmarks import report, runs, tables_2_3, throughput
+from benchmarks.variants import Measurement
+from kvllm.errors import KvLLMError
+
+PRESETS: dict[str, runs.Preset] = {
+    name: {**preset, "max_num_seqs": max(preset["max_num_seqs"])} for name, preset in tables_2_3.PRESETS.items()
+}
+
+
+def table(titles: Mapping[str, str], measurements: Mapping[str, Measurement], limit: dict[str, float | None]) -> str:
+    header = ["", "mean con-\ncurrency", "peak", "pool in\nuse, mean", "peak", "steps", "output\ntokens/s"]
+    header += ["memory\nallows", "preemp-\ntions", "windows", "blocks\nreleased"]
+    rows = []
+    for name, run in measurements.items():
+        allowed = runs.memory_limit(limit, run)
+        rows.append(
+            [
+                titles[name],
+                f"{run.mean_concurrency:.1f}",
+                f"{run.peak_concurrency}",
+                f"{run.mean_blocks / run.num_blocks:.0%}",
+                f"{run.peak_blocks / run.num_blocks:.0%}",
+                f"{run.steps:,}",
+                f"{run.output_tokens_per_s:,.0f}",
+                "no limit" if allowed is None else f"{allowed:,.0f}",
+                f"{run.preemptions:,}",
+                f"{run.windows_compressed:,}",
+                f"{run.blocks_released:,}",
+            ]
+        )
+    return report.table(header, rows)
+
+
+def measure_figure(arguments: Sequence[str]) -> None:
+    parser = runs.make_parser("benchmarks.figure_1_9", __doc__, PRESETS)
+    runs.add_variant_arguments(parser)
+    throughput.add_engine_arguments(parser)("--max-num-seqs", type=int, help="most running sequences")
+    args = runs.parse(parser, PRESETS, arguments)
+    variants = runs.chosen_variants(args)
+    titles = {name: variant.name for name, variant in variants.items()}
+    with tempfile.TemporaryDirectory() as directory:
+        path, model = runs.find_model(args, Path(directory))
+        workload, requests = runs.make_requests(args, path, model)
+        jobs = runs.make_jobs(args, variants, path, model, requests, [args.max_num_seqs])[args.max_num_seqs]
+        totals = runs.totals(workload, requests)
+        provenance = runs.announce("benchmarks.figure_1_9", arguments, totals)
+        measurements = {name: of_variant[0] for name, of_variant in throughput.run_all(jobs, 1).items()}
+    first = measurements[args.variants[0]]
+    limit = throughput.physical_limit(model, args.dtype, first.device)
+    print(f"\nKV pool: {first.num_blocks} blocks of {args.block_size} tokens; {args.max_num_seqs} sequences at most.\n")
+    print(table(titles, measurements, limit))
+    print(f"\nPublished ({runs.PAPER}): figures, whose numbers are not known to us.")
+    print(runs.show_memory_limit(limit))
+    content = {
+        **provenance,
+        "paper": runs.PAPER,
+        "model": {"name": args.model, **msgspec.to_builtins(model)},
+        "workload": totals,
+        "physical_limit": limit,
+        "variants": {
+            name: {
+                "name": titles[name],
+                "engine": jobs[name].engine | {"model": args.model},
+                "compression": msgspec.to_builtins(jobs[name].compression),
+                "memory_limit_tokens_per_s": runs.memory_limit(limit, run),
+                "run": msgspec.to_builtins(run),
+            }
+            for name, run in measurements.items()
+        },
+    }
+    report.write_json(args.output / "figure_1_9.json", content)
+    report.plot_timelines(
+        args.output / "figure_1_9.png",
+        f"{args.model}: at most {args.max_num_seqs} sequences, {first.num_blocks} blocks of {args.block_size}",
+        {titles[name]: run.timeline for name, run in measurements.items()},
+        [run.num_blocks for run in measurements.values()],
+    )
+    print(f"Written: {args.output / 'figure_1_9.json'}, {args.output / 'figure_1_9.png'}")
+
+
+def main() -> None:
+    try:
+        measure_figure(sys.argv[1:])
+    except KvLLMError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

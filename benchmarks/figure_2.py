@@ -1,0 +1,285 @@
+"""What survives of each region of a text after repeated compression (figure 2 of the Kara paper).
+
+    python -m benchmarks.figure_2 --model DIR --prompts math500/test.jsonl
+    python -m benchmarks.figure_2 --preset cpu
+
+Every method generates the same number of tokens for the same prompts, one run after the other. Meanwhile the position
+in the text of every entry of the cache is followed, for each layer and KV head. At the end the text, prompt included,
+is cut into equal regions, and of each region two shares are given: of its entries that survive, and of the layers and
+heads that hold none of it any more.
+
+Kara and its ablations compress windows (1 block of 3, the prompt whole, "periodic"), all others the whole cache at a
+threshold, unless --policy gives one policy to all; methods that it does not allow are left out then. Figures go to
+figure_2.json, a plot to figure_2.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from benchmarks import report, runs, throughput
+from benchmarks.variants import Job, Variant, make_engine, serve
+from kvllm.config import METHODS, RAGGED_METHODS, WINDOW_METHODS, CompressionConfig, require
+from kvllm.core.protocol import CompressionJob, StepPlan, StepResult
+from kvllm.errors import ConfigError, KvLLMError
+from kvllm.worker.executor import Executor
+from kvllm.worker.inline import InlineExecutor
+
+HOLE = -1
+"""In place of a position where a head keeps fewer entries than there is room for."""
+OWN, PERIODIC, THRESHOLD = "own", "periodic", "threshold"
+KARA = (*WINDOW_METHODS, "kara_no_bi")
+EXCLUDED = {OWN: (), PERIODIC: RAGGED_METHODS, THRESHOLD: WINDOW_METHODS}
+PRESETS: dict[str, runs.Preset] = {
+    "paper": {
+        "model": "8b",
+        "num_prompts": 4,
+        "input_len": 128,
+        "output_len": 8192,
+        "block_size": 256,
+    },
+    "cpu": {
+        "model": runs.REASONER,
+        "num_prompts": 2,
+        "input_len": 64,
+        "output_len": 512,
+        "block_size": 32,
+    },
+}
+
+
+class PositionTracker(Executor):
+    """Runs plans, and follows where in its text every cached entry was.
+
+    positions: by sequence, int64 `[layers, kv_heads, entries]`, in the order of the cache; of one that ended, what it
+        had at its end. events: how often each was compressed.
+    """
+
+    def __init__(self, inner: InlineExecutor) -> None:
+        self.inner = inner
+        self.runner = inner.runner
+        self.positions: dict[int, Tensor] = {}
+        self.events: dict[int, int] = {}
+        self._logical: dict[int, int] = {}
+        self._moved: Tensor | None = None
+        if self.runner.compressor:
+            backend = self.runner.compressor.backend
+            self._compact, backend.compact = backend.compact, self._record
+
+    def _record(self, kept: Tensor, sources: Tensor, destinations: Tensor) -> None:
+        self._moved = kept.cpu()
+        self._compact(kept, sources, destinations)
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        result = self.inner.execute(plan)
+        for start in plan.started:
+            self._logical[start.seq_id] = start.cached_length
+            self.positions[start.seq_id] = self._text(0, start.cached_length)
+            self.events[start.seq_id] = 0
+        moving = [job for job in plan.compressions if job.destinations]
+        for i, job in enumerate(moving):
+            assert self._moved is not None
+            self._compress(job, self._moved[:, i])
+        for job in plan.compressions:
+            if not job.destinations:  # whole blocks at the beginning are let go
+                self._compress(job, self._text(0, 0))
+        for item in plan.scheduled:
+            begin = self._logical[item.seq_id]
+            self._logical[item.seq_id] = end = begin + item.num_tokens
+            self.positions[item.seq_id] = torch.cat((self.positions[item.seq_id], self._text(begin, end)), dim=-1)
+        return result
+
+    def _text(self, begin: int, end: int) -> Tensor:
+        shape = self.runner.cache.shape
+        return torch.arange(begin, end).expand(shape.num_layers, shape.num_kv_heads, end - begin)
+
+    def _compress(self, job: CompressionJob, kept: Tensor) -> None:
+        """kept: `[layers, kv_heads, entries]`, offsets in the region, padded with -1 behind what it has room for."""
+        positions = self.positions[job.seq_id]
+        begin = job.first_block * self.runner.block_size
+        end = min(positions.shape[-1], begin + job.region_blocks * self.runner.block_size)
+        kept = kept[:, :, : end - begin - job.dropped]
+        survivors = positions[:, :, begin:end].gather(-1, kept.clamp(min=0)).masked_fill(kept < 0, HOLE)
+        self.positions[job.seq_id] = torch.cat((positions[:, :, :begin], survivors, positions[:, :, end:]), dim=-1)
+        self.events[job.seq_id] += 1
+
+    def length(self, seq_id: int) -> int:
+        """Tokens of the text so far, whatever was evicted."""
+        return self._logical[seq_id]
+
+
+def survivors_of_regions(positions: Tensor, length: int, regions: int) -> tuple[Tensor, Tensor]:
+    """Count what is left of each of `regions` equal parts of a text of `length` tokens.
+
+    positions: int64 `[layers, kv_heads, entries]`, HOLE where there is none.
+    Returns: int64 `[layers, kv_heads, regions]`, and the tokens of each region, int64 `[regions]`.
+    """
+    bounds = torch.tensor([length * i // regions for i in range(regions + 1)])
+    index = torch.bucketize(positions.contiguous(), bounds[1:], right=True)
+    index = index.masked_fill(positions == HOLE, regions)
+    counts = torch.zeros(*positions.shape[:2], regions + 1, dtype=torch.int64)
+    counts.scatter_add_(-1, index, torch.ones_like(index))
+    return counts[..., :regions], bounds.diff()
+
+
+def compression(args: argparse.Namespace, method: str) -> CompressionConfig:
+    policy = (PERIODIC if method in KARA else THRESHOLD) if args.policy == OWN else args.policy
+    eighth = args.block_size // 8
+    shared: dict[str, Any] = {"method": method, "buffer": eighth, "chunk_budget": eighth, "query_window": eighth}
+    if policy == PERIODIC:
+        return CompressionConfig(period=args.block_size // 2, **shared)
+    return CompressionConfig(policy=policy, threshold_tokens=args.threshold, budget_tokens=args.budget, **shared)
+
+
+def make_jobs(args: argparse.Namespace, path: Path, model: Any, requests: list[Any]) -> dict[str, Job]:
+    if args.methods is None:
+        methods = [method for method in METHODS if method not in EXCLUDED[args.policy]]
+    else:
+        methods = args.methods
+    if len(set(methods)) < len(methods):
+        raise ConfigError(f"--methods {' '.join(methods)}: each may be given once")
+    options = argparse.Namespace(**vars(args), max_num_seqs=len(requests))
+    return {
+        name: throughput.make_job(options, Variant(name, compression(args, name)), path, model, requests)
+        for name in methods
+    }
+
+
+def follow(job: Job, regions: int) -> dict[str, Any]:
+    """Run a job and report what survives, on average over its sequences."""
+    llm = make_engine(job)
+    llm.llm_engine.executor = tracker = PositionTracker(llm.llm_engine.executor)
+    _, measurement = serve(llm, job.requests)
+    counts, sizes = zip(
+        *(survivors_of_regions(p, tracker.length(seq_id), regions) for seq_id, p in tracker.positions.items()),
+        strict=True,
+    )
+    share = [(count / size).mean(dim=(0, 1)) for count, size in zip(counts, sizes, strict=True)]
+    lost = [(count == 0).double().mean(dim=(0, 1)) for count in counts]
+    return {
+        "survivors": torch.stack(share).mean(0).tolist(),
+        "lost": torch.stack(lost).mean(0).tolist(),
+        "lost_of_all": torch.stack(lost).mean().item(),
+        "kept_of_all": sum(int(count.sum()) for count in counts)
+        / sum(int(size.sum()) * count[..., 0].numel() for count, size in zip(counts, sizes, strict=True)),
+        "events_per_sequence": mean(tracker.events.values()),
+        "mean_kv_bytes": measurement.mean_blocks * measurement.block_bytes,
+    }
+
+
+def table(results: dict[str, dict[str, Any]], figure: str, title: str) -> str:
+    regions = len(next(iter(results.values()))[figure])
+    header = [title, *(f"{100 * i // regions}-\n{100 * (i + 1) // regions}%" for i in range(regions)), "all", "events"]
+    total = {"survivors": "kept_of_all", "lost": "lost_of_all"}[figure]
+    return report.table(
+        header,
+        [
+            [
+                name,
+                *(f"{value:.0%}" for value in result[figure]),
+                f"{result[total]:.1%}",
+                f"{result['events_per_sequence']:.1f}",
+            ]
+            for name, result in results.items()
+        ],
+    )
+
+
+def plot(path: Path, title: str, results: dict[str, dict[str, Any]]) -> None:
+    def lines(figure: str) -> dict[str, report.Line]:
+        return {
+            name: ([100 * (i + 0.5) / len(r[figure]) for i in range(len(r[figure]))], [100 * v for v in r[figure]])
+            for name, r in results.items()
+        }
+
+    panels = {"entries that survive (%)": lines("survivors"), "layers and heads without any (%)": lines("lost")}
+    report.plot_lines(path, title, "region of the text (%)", panels)
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = runs.make_parser("benchmarks.figure_2", __doc__, PRESETS)
+    add = parser.add_argument
+    add(
+        "--methods",
+        nargs="+",
+        choices=METHODS,
+        metavar="M",
+        help=f"default: all that --policy allows of {', '.join(METHODS)}",
+    )
+    add("--policy", choices=tuple(EXCLUDED), default=OWN, help="own: periodic for Kara and its kin, else threshold")
+    add("--threshold", type=int, help="entries at which a whole cache is compressed (default: 5 blocks)")
+    add("--budget", type=int, help="entries that are left then (default: 4 blocks and one entry)")
+    add("--regions", type=int, default=10, help="equal parts of the text (default 10)")
+    throughput.add_engine_arguments(parser)
+    args = runs.parse(parser, PRESETS, arguments)
+    require(args.regions >= 1, "--regions", args.regions, "at least 1")
+    require(args.block_size >= 8, "--block-size", args.block_size, "at least 8: buffers are an eighth of it")
+    if args.threshold is None:
+        args.threshold = 5 * args.block_size
+    if args.budget is None:
+        args.budget = 4 * args.block_size + 1
+    return args
+
+
+def draw_figure(arguments: Sequence[str]) -> None:
+    args = parse_arguments(arguments)
+    results: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        path, model = runs.find_model(args, Path(directory))
+        workload, requests = runs.make_requests(args, path, model)
+        shortest = min(request.entries for request in requests)
+        require(args.regions <= shortest, "--regions", args.regions, f"at most the shortest text's {shortest} entries")
+        jobs = make_jobs(args, path, model, requests)
+        totals = runs.totals(workload, requests)
+        provenance = runs.announce("benchmarks.figure_2", arguments, totals)
+        for name, job in jobs.items():
+            results[name] = follow(job, args.regions)
+            print(f"{name}: {results[name]['events_per_sequence']:.1f} compressions of a sequence", flush=True)
+    print(f"\n{table(results, 'survivors', 'entries that survive')}\n")
+    print(table(results, "lost", "layers and heads without any"))
+    print(f"\nPublished ({runs.PAPER}): a figure, whose numbers are not known to us.")
+    print(
+        "The limit: what is kept of all is given by the settings, so no method can keep more of one region without "
+        "keeping\nless of another. Methods whose 'all' differ are not comparable."
+    )
+    content = {
+        **provenance,
+        "paper": runs.PAPER,
+        "model": {"name": args.model, **msgspec.to_builtins(model)},
+        "workload": totals,
+        "methods": {
+            name: {
+                "engine": jobs[name].engine | {"model": args.model},
+                "compression": msgspec.to_builtins(jobs[name].compression),
+                **result,
+            }
+            for name, result in results.items()
+        },
+    }
+    report.write_json(args.output / "figure_2.json", content)
+    plot(args.output / "figure_2.png", f"{args.model}: what survives of a text", results)
+    print(f"Written: {args.output / 'figure_2.json'}, {args.output / 'figure_2.png'}")
+
+
+def main() -> None:
+    try:
+        draw_figure(sys.argv[1:])
+    except KvLLMError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

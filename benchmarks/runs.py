@@ -1,0 +1,277 @@
+"""What the scripts for the paper's tables and figures share: presets, models, requests, variants, the memory's limit.
+
+Everything that the paper sets (appendix B.1) is a default. What it leaves open is assumed, and every script's output
+says so: how long answers are (lognormal, a long tail), and how large the KV pool is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+from collections.abc import Mapping, Sequence
+from math import exp, log
+from pathlib import Path
+from statistics import quantiles
+from typing import Any
+
+from benchmarks import report, throughput, workloads
+from benchmarks.reasoner.problems import make_problem
+from benchmarks.simulated_tables import PAPER as PAPER
+from benchmarks.simulated_tables import PUBLISHED
+from benchmarks.variants import Job, Measurement, Variant
+from benchmarks.workloads import Request
+from kvllm.config import CompressionConfig, require
+from kvllm.errors import ConfigError
+from kvllm.llm import DEFAULT_MODEL
+from kvllm.model_config import ModelConfig, load_model_config
+from kvllm.tokenizer import has_tokenizer, load_tokenizer
+
+REASONER = "reasoner"
+LINES = (32, 48)  # of the reasoner's programs
+Preset = dict[str, Any]
+
+
+# Arguments
+
+
+def make_parser(module: str, description: str | None, presets: Mapping[str, Preset]) -> argparse.ArgumentParser:
+    """A parser with the arguments that all scripts have."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {module}",
+        description=description,
+        epilog="--model also takes a config.json, for random weights, and 'reasoner', the model of the package.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--preset", choices=tuple(presets), default=next(iter(presets)), help="defaults of all that is not given")
+    add("--output", type=Path, default=Path("benchmark-output"), metavar="DIR")
+    throughput.add_model_arguments(parser)
+    add = parser.add_argument_group("requests").add_argument
+    add("--num-prompts", type=int)
+    add("--input-len", type=int, help="tokens of a prompt of random ids")
+    add("--prompts", type=Path, metavar="FILE", help="JSONL with a prompt in each line, instead of random ids")
+    add("--field", default="problem", help="where in a line of --prompts the text is (default: problem)")
+    add("--output-len", type=int, help="tokens generated for every prompt; default: lognormal lengths")
+    add("--output-median", type=int, help="median of the lognormal lengths")
+    add("--output-sigma", type=float, help="standard deviation of their logarithm: how long the tail is")
+    add("--max-output-len", type=int, help="longer ones are cut to this")
+    add("--seed", type=int, default=0)
+    parser.set_defaults(max_model_len=None)  # the longest request
+    return parser
+
+
+def parse(
+    parser: argparse.ArgumentParser, presets: Mapping[str, Preset], arguments: Sequence[str]
+) -> argparse.Namespace:
+    """Arguments over the defaults of their preset. Raises ConfigError for numbers that describe no requests."""
+    preset = parser.parse_known_args(arguments)[0].preset
+    parser.set_defaults(**presets[preset])
+    args = parser.parse_args(arguments)
+    for name in ("num_prompts", "input_len", "output_len", "output_median", "max_output_len"):
+        value = getattr(args, name)
+        require(value is None or value >= 1, "--" + name.replace("_", "-"), value, "at least 1")
+    require(args.output_sigma is None or args.output_sigma >= 0, "--output-sigma", args.output_sigma, "at least 0")
+    return args
+
+
+# Models and requests
+
+
+def find_model(args: argparse.Namespace, directory: Path) -> tuple[Path, ModelConfig]:
+    """The checkpoint that `--model` names: a directory, "reasoner" (the model that comes with the package), a shape, or
+    a config.json under any name. Shapes and configs have random weights; their files are written to `directory`."""
+    if args.model in throughput.SHAPES:
+        path = throughput.named_shape(args.model, directory)
+    elif args.model == REASONER:
+        path = DEFAULT_MODEL
+    elif Path(args.model).is_file():
+        path, args.load_format = directory, "dummy"
+        shutil.copyfile(args.model, directory / "config.json")
+    else:
+        path = Path(args.model).resolve()
+    return path, load_model_config(path)
+
+
+def make_requests(args: argparse.Namespace, path: Path, model: ModelConfig) -> tuple[str, list[Request]]:
+    """The requests, and what they are in words: prompts of a file, the reasoner's own problems, or random ids.
+
+    Raises ConfigError if a request is longer than the model allows.
+    """
+    rng = random.Random(args.seed)
+    if args.prompts:
+        if not has_tokenizer(path):
+            raise ConfigError(f"--prompts needs a tokenizer, and {args.model} has none: leave it out for random ids")
+        tokenizer = load_tokenizer(path)
+        texts = workloads.read_prompts(args.prompts, args.field, args.num_prompts)
+        lengths = output_lengths(args, rng, len(texts))
+        requests = [Request(tokenizer.encode(text), n) for text, n in zip(texts, lengths, strict=True)]
+        name = f"{args.prompts}: {args.field}, {_describe_lengths(args)}"
+    elif args.model == REASONER:
+        requests = _problems(args, rng, path)
+        name = "the reasoner's problems, " + (
+            "as many tokens as a right working has" if args.output_len is None else _describe_lengths(args)
+        )
+    else:
+        lengths = [(args.input_len, n) for n in output_lengths(args, rng, args.num_prompts)]
+        requests = workloads.random_requests(rng, lengths, model.vocab_size)
+        name = f"{args.input_len} random ids each, {_describe_lengths(args)}"
+    throughput.check_lengths(args, model, requests)
+    return name, requests
+
+
+def output_lengths(args: argparse.Namespace, rng: random.Random, count: int) -> list[int]:
+    """Tokens to generate for each request: the same for all, or drawn from a lognormal distribution.
+
+    exp(N(log median, sigma^2)), rounded, at least 1 and at most `--max-output-len`. Its mean, before that cut, is
+    median * exp(sigma^2 / 2); with sigma 0.8 one answer in a hundred is more than six times as long as the median.
+    """
+    if args.output_len is not None:
+        return [args.output_len] * count
+    drawn = [exp(rng.gauss(log(args.output_median), args.output_sigma)) for _ in range(count)]
+    return [min(args.max_output_len, max(1, round(length))) for length in drawn]
+
+
+def _describe_lengths(args: argparse.Namespace) -> str:
+    if args.output_len is not None:
+        return f"{args.output_len} output tokens each"
+    return (
+        f"lognormal output lengths (assumed: median {args.output_median}, sigma {args.output_sigma}, "
+        f"at most {args.max_output_len})"
+    )
+
+
+def _problems(args: argparse.Namespace, rng: random.Random, path: Path) -> list[Request]:
+    problems = [make_problem(rng, rng.randint(*LINES)) for _ in range(args.num_prompts)]
+    tokenizer = load_tokenizer(path)
+    return [
+        Request(tokenizer.encode(problem.prompt), args.output_len or len(problem.working) + 1) for problem in problems
+    ]
+
+
+def totals(name: str, requests: Sequence[Request]) -> dict[str, Any]:
+    """What a report says of its requests."""
+    lengths = sorted(request.output_length for request in requests)
+    return {
+        "name": name,
+        "requests": len(requests),
+        "prompt_tokens": sum(len(request.prompt_token_ids) for request in requests),
+        "output_tokens": sum(lengths),
+        "output_length_deciles": quantiles(lengths, n=10, method="inclusive") if len(lengths) > 1 else lengths,
+        "longest_output": lengths[-1],
+    }
+
+
+def announce(module: str, arguments: Sequence[str], requests: Mapping[str, Any]) -> dict[str, Any]:
+    """Print what is about to run and where, and return the provenance for the report."""
+    provenance = report.provenance(module, arguments)
+    print(f"{provenance['command']}\n{report.describe(provenance['machine'])}")
+    print(
+        "Workload: {name}: {requests} requests, {prompt_tokens} + {output_tokens} tokens, the longest output "
+        "{longest_output}.".format(**requests),
+        flush=True,
+    )
+    return provenance
+
+
+# Variants
+
+
+def paper_variants(block_size: int) -> dict[str, Variant]:
+    """What the paper compares, and KvLLM's own modes, by the name they have on the command line.
+
+    The paper's numbers are for blocks of 256 tokens (SnapKV from 1280 to 1025 entries; KvLLM 257 of 768 every 128
+    steps, buffer 32); with other blocks they are scaled.
+    """
+    require(block_size >= 8, "--block-size", block_size, "at least 8: the paper's numbers are scaled by it")
+    threshold, budget = 5 * block_size, 4 * block_size + 1
+    eighth = block_size // 8
+    snapkv = CompressionConfig(
+        method="snapkv",
+        policy="threshold",
+        threshold_tokens=threshold,
+        budget_tokens=budget,
+        query_window=eighth,
+        buffer=eighth,
+    )
+
+    def kara(**options: Any) -> CompressionConfig:
+        return CompressionConfig(period=block_size // 2, buffer=eighth, chunk_budget=eighth, **options)
+
+    return {
+        "vanilla": Variant("vanilla"),
+        "snapkv": Variant(f"SnapKV, {threshold} to {budget}", snapkv),
+        "periodic": Variant(
+            f"KvLLM periodic, {block_size + 1} of {3 * block_size}", kara(retain_tokens=block_size + 1)
+        ),
+        "periodic-blocks": Variant("KvLLM periodic, 1 block of 3", kara()),
+        "pressure": Variant("KvLLM pressure, 1 block of 3", kara(policy="pressure")),
+    }
+
+
+def published_gain(variant: str) -> str:
+    """The paper's gain in output throughput over vanilla, where it is known to us."""
+    return {"vanilla": "", "periodic": PUBLISHED["Kara, 257 of 768"]}.get(variant, "not known")
+
+
+def add_variant_arguments(parser: argparse.ArgumentParser) -> None:
+    names = tuple(paper_variants(256))
+    parser.add_argument("--variants", nargs="+", choices=names, default=names, metavar="V", help=", ".join(names))
+
+
+def chosen_variants(args: argparse.Namespace) -> dict[str, Variant]:
+    if len(set(args.variants)) < len(args.variants):
+        raise ConfigError(f"--variants {' '.join(args.variants)}: each may be given once")
+    variants = paper_variants(args.block_size)
+    return {name: variants[name] for name in args.variants}
+
+
+def make_jobs(
+    args: argparse.Namespace,
+    variants: Mapping[str, Variant],
+    path: Path,
+    model: ModelConfig,
+    requests: list[Request],
+    max_num_seqs: Sequence[int],
+) -> dict[int, dict[str, Job]]:
+    """Jobs by most running sequences and variant, all with the same pool.
+
+    A share of the demand as the pool's size goes by the largest of `max_num_seqs`.
+    """
+    for number in max_num_seqs:
+        require(number >= 1, "--max-num-seqs", number, "at least 1")
+    require(args.block_size >= 1, "--block-size", args.block_size, "between 1 and 256")
+    options = argparse.Namespace(**vars(args))
+    largest = {"block_size": args.block_size, "max_num_seqs": max(max_num_seqs), "dtype": args.dtype}
+    options.num_gpu_blocks_override = throughput.pool_blocks(args, largest, model, requests)
+    jobs: dict[int, dict[str, Job]] = {}
+    for number in max_num_seqs:
+        options.max_num_seqs = number
+        jobs[number] = {
+            name: throughput.make_job(options, variant, path, model, requests) for name, variant in variants.items()
+        }
+    return jobs
+
+
+# The physical limit
+
+
+def memory_limit(limit: Mapping[str, float | None], run: Measurement) -> float | None:
+    """Output tokens/s that a run's own steps would allow if each took no longer than reading the weights and the blocks
+    in use once from memory. None if all of that fits into the CPU's last-level cache."""
+    weights, bandwidth = limit["weight_bytes"], limit["read_bytes_per_s"]
+    assert weights is not None and bandwidth is not None
+    step = weights + run.mean_blocks * run.block_bytes
+    if run.device == "cpu" and step <= (report.last_level_cache() or 0):
+        return None
+    return run.output_tokens * bandwidth / (run.steps * step)
+
+
+def show_memory_limit(limit: Mapping[str, float | None]) -> str:
+    weights, bandwidth = limit["weight_bytes"], limit["read_bytes_per_s"]
+    assert weights is not None and bandwidth is not None
+    return (
+        f"Weights read in a step: {weights / 1e6:,.0f} MB; memory is read at {bandwidth / 1e9:,.1f} GB/s. The column "
+        "'memory allows' is what\na run's steps would reach if reading the weights and the KV blocks in use once were "
+        "all that they cost."
+    )

@@ -1,0 +1,222 @@
+"""Throughput and latency over the number of sequences that may run at once (tables 2 and 3 of the Kara paper).
+
+    python -m benchmarks.tables_2_3 --model DIR --prompts math500/test.jsonl
+    python -m benchmarks.tables_2_3 --preset cpu
+
+The full cache, SnapKV by threshold, and KvLLM in its modes serve the same requests in the same KV pool; all requests
+are there from the beginning. Every run is a process of its own, and the variants take turns. The default preset has the
+paper's settings (appendix B.1) on the shape of its model, with random weights; prompts are random ids unless --prompts
+gives some. Figures go to tables_2_3.json, a plot to tables_2_3.png.
+
+Throughput has two definitions here, because the paper's own figures mix them: output tokens over the time of the run,
+and the mean over its steps of tokens / the step's time. The second weighs a long run's last, nearly empty steps as much
+as full ones.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks import report, runs, throughput
+from benchmarks.variants import Measurement
+from kvllm.config import require
+from kvllm.errors import KvLLMError
+
+PRESETS: dict[str, runs.Preset] = {
+    "paper": {
+        "model": "8b",
+        "num_prompts": 500,
+        "input_len": 128,
+        "output_median": 2048,
+        "output_sigma": 0.8,
+        "max_output_len": 8192,
+        "block_size": 256,
+        "max_num_seqs": [16, 32, 64, 128, 256],
+        "pool_fraction": 0.5,
+        "repeats": 3,
+    },
+    "cpu": {
+        "model": "50m",
+        "num_prompts": 24,
+        "input_len": 64,
+        "output_median": 256,
+        "output_sigma": 0.6,
+        "max_output_len": 768,
+        "block_size": 64,
+        "max_num_seqs": [8, 16],
+        "pool_fraction": 0.5,
+        "repeats": 1,
+    },
+}
+PHASES = ("decode_seconds", "prefill_seconds", "recompute_seconds", "score_seconds", "compact_seconds")
+Runs = dict[str, list[Measurement]]
+
+
+class Row:
+    """The runs of one variant at one number of sequences, and how they compare with the first variant's."""
+
+    def __init__(self, of_variant: list[Measurement], limit: dict[str, float | None]) -> None:
+        self.runs = of_variant
+        self.summary = throughput.summarize(of_variant)
+        self.memory_limit = runs.memory_limit(limit, of_variant[0])
+        self.gains: dict[str, dict[str, float]] = {}
+
+    def median(self, figure: str, shape: str) -> str:
+        return shape.format(self.summary[figure]["median"])
+
+    def gain(self, figure: str) -> str:
+        return f"{self.gains[figure]['median'] - 1:+.1%}" if self.gains else ""
+
+
+def make_rows(of_variants: Runs, limit: dict[str, float | None]) -> dict[str, Row]:
+    rows = {name: Row(measurements, limit) for name, measurements in of_variants.items()}
+    for figure in ("output_tokens_per_s", "step_tokens_per_s"):
+        for name, ratio in throughput.ratios(of_variants, figure).items():
+            rows[name].gains[figure] = ratio
+    return rows
+
+
+def throughput_table(titles: dict[str, str], rows: dict[str, Row]) -> str:
+    header = ["throughput", "output\ntokens/s", "gain", "paper", "mean over\nsteps", "gain", "memory\nallows"]
+    header += ["mean con-\ncurrency", "preemp-\ntions", "tokens re-\ncomputed", "events", "windows"]
+    return report.table(
+        header,
+        [
+            [
+                titles[name],
+                row.median("output_tokens_per_s", "{:,.0f}"),
+                row.gain("output_tokens_per_s"),
+                runs.published_gain(name),
+                row.median("step_tokens_per_s", "{:,.0f}"),
+                row.gain("step_tokens_per_s"),
+                "no limit" if row.memory_limit is None else f"{row.memory_limit:,.0f}",
+                row.median("mean_concurrency", "{:.1f}"),
+                *(
+                    row.median(figure, "{:,.0f}")
+                    for figure in ("preemptions", "tokens_recomputed", "compression_events", "windows_compressed")
+                ),
+            ]
+            for name, row in rows.items()
+        ],
+    )
+
+
+def latency_table(titles: dict[str, str], rows: dict[str, Row]) -> str:
+    header = [
+        "latency and phases, s",
+        "mean",
+        "99th per-\ncentile",
+        "decode",
+        "prefill",
+        "recompute",
+        "score",
+        "compact",
+    ]
+    return report.table(
+        [*header, "other load,\ncores"],
+        [
+            [
+                titles[name],
+                *(row.median(figure, "{:,.2f}") for figure in ("mean_latency", "p99_latency", *PHASES)),
+                row.median("other_load", "{:.1f}"),
+            ]
+            for name, row in rows.items()
+        ],
+    )
+
+
+def plot(path: Path, model: str, titles: dict[str, str], tables: dict[int, dict[str, Row]]) -> None:
+    def lines(figure: str) -> dict[str, report.Line]:
+        return {
+            title: (list(tables), [rows[name].summary[figure]["median"] for rows in tables.values()])
+            for name, title in titles.items()
+        }
+
+    panels = {
+        "output tokens/s": lines("output_tokens_per_s"),
+        "tokens/s, mean over steps": lines("step_tokens_per_s"),
+        "mean latency (s)": lines("mean_latency"),
+        "99th percentile (s)": lines("p99_latency"),
+    }
+    report.plot_lines(path, f"{model}: throughput and latency", "most running sequences", panels)
+
+
+def to_json(rows: dict[str, Row], jobs: dict[str, Any], model: str) -> dict[str, Any]:
+    return {
+        name: {
+            "engine": jobs[name].engine | {"model": model},
+            "compression": msgspec.to_builtins(jobs[name].compression),
+            "published_gain": runs.published_gain(name),
+            "gains": row.gains,
+            "memory_limit_tokens_per_s": row.memory_limit,
+            "summary": row.summary,
+            "runs": [
+                {field: value for field, value in msgspec.to_builtins(run).items() if field != "timeline"}
+                for run in row.runs
+            ],
+        }
+        for name, row in rows.items()
+    }
+
+
+def measure_tables(arguments: Sequence[str]) -> None:
+    parser = runs.make_parser("benchmarks.tables_2_3", __doc__, PRESETS)
+    runs.add_variant_arguments(parser)
+    parser.add_argument("--repeats", type=int)
+    add = throughput.add_engine_arguments(parser)
+    add("--max-num-seqs", type=int, nargs="+", help="most running sequences: a table for each")
+    args = runs.parse(parser, PRESETS, arguments)
+    require(args.repeats >= 1, "--repeats", args.repeats, "at least 1")
+    variants = runs.chosen_variants(args)
+    titles = {name: variant.name for name, variant in variants.items()}
+    tables: dict[int, dict[str, Row]] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        path, model = runs.find_model(args, Path(directory))
+        workload, requests = runs.make_requests(args, path, model)
+        jobs = runs.make_jobs(args, variants, path, model, requests, args.max_num_seqs)
+        totals = runs.totals(workload, requests)
+        provenance = runs.announce("benchmarks.tables_2_3", arguments, totals)
+        pool = jobs[args.max_num_seqs[0]][args.variants[0]].engine["num_gpu_blocks_override"]
+        print(f"KV pool: {pool} blocks of {args.block_size} tokens.", flush=True)
+        limit: dict[str, float | None] = {}
+        for number in args.max_num_seqs:
+            print(f"\nAt most {number} sequences at once")
+            of_variants = throughput.run_all(jobs[number], args.repeats)
+            limit = limit or throughput.physical_limit(model, args.dtype, of_variants[args.variants[0]][0].device)
+            tables[number] = rows = make_rows(of_variants, limit)
+            print(f"\n{throughput_table(titles, rows)}\n\n{latency_table(titles, rows)}", flush=True)
+    print(
+        f"\nMedians of {args.repeats} runs; gains are over {titles[args.variants[0]]}, "
+        "of runs that followed each other."
+    )
+    print(f"'paper': {runs.PAPER}; of its figures only this one is known to us, without its setting.")
+    print(runs.show_memory_limit(limit))
+    content = {
+        **provenance,
+        "paper": runs.PAPER,
+        "model": {"name": args.model, **msgspec.to_builtins(model)},
+        "workload": totals,
+        "physical_limit": limit,
+        "variants": titles,
+        "tables": {str(number): to_json(rows, jobs[number], args.model) for number, rows in tables.items()},
+    }
+    report.write_json(args.output / "tables_2_3.json", content)
+    plot(args.output / "tables_2_3.png", args.model, titles, tables)
+    print(f"Written: {args.output / 'tables_2_3.json'}, {args.output / 'tables_2_3.png'}")
+
+
+def main() -> None:
+    try:
+        measure_tables(sys.argv[1:])
+    except KvLLMError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

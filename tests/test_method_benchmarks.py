@@ -1,0 +1,61 @@
+"""The benchmarks that compare methods and query strides, end to end on a few problems."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks import methods, query_stride
+from kvllm.config import METHODS, RAGGED_METHODS, WINDOW_METHODS
+from kvllm.errors import ConfigError
+
+
+def test_every_method_runs_under_every_policy_that_allows_it() -> None:
+    names = {variant.name for variant in methods.variants(METHODS, methods.POLICIES)}
+    assert len(names) == 1 + 3 * len(METHODS) - len(WINDOW_METHODS) - 2 * len(RAGGED_METHODS)
+    assert {"full cache", "kara, pressure", "adakv, threshold"} <= names
+
+
+def test_methods(tmp_path, capsys) -> None:
+    arguments = ["--methods", "kara", "sliding_window", "--policies", "periodic", "threshold", "--problems", "6"]
+    methods.run_methods([*arguments, "--max-num-seqs", "6", "--threads", "1", "--output", str(tmp_path)])
+    written = json.loads((tmp_path / "methods.json").read_text())
+    assert list(written["runs"]) == [
+        "full cache",
+        "kara, periodic",
+        "sliding_window, periodic",
+        "sliding_window, threshold",
+    ]
+    full, kara = written["runs"]["full cache"], written["runs"]["kara, periodic"]
+    assert full["exact_workings"] == 6 and full["measurement"]["windows_compressed"] == 0
+    assert kara["measurement"]["windows_compressed"] > 0 and kara["measurement"]["recompute_seconds"] > 0
+    assert written["runs"]["sliding_window, threshold"]["measurement"]["recompute_seconds"] == pytest.approx(
+        0, abs=0.05
+    )
+    table = capsys.readouterr().out
+    assert all(name in table for name in written["runs"])
+    assert (tmp_path / "methods.png").stat().st_size > 1000
+
+
+def test_query_stride(tmp_path, capsys) -> None:
+    query_stride.run_strides(
+        ["--strides", "1", "4", "--problems", "6", "--max-num-seqs", "6", "--output", str(tmp_path)]
+    )
+    written = json.loads((tmp_path / "query_stride.json").read_text())["strides"]
+    assert written["1"]["overlap"] == 1 and 0.2 < written["4"]["overlap"] < 1
+    assert all(run["measurement"]["windows_compressed"] > 0 for run in written.values())
+    assert "kept as with" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("run", "arguments", "message"),
+    [
+        (methods.run_methods, ["--problems", "0"], "--problems=0"),
+        (methods.run_methods, ["--threads", "0"], "--threads=0"),
+        (query_stride.run_strides, ["--strides", "2", "0"], "--strides"),
+    ],
+)
+def test_wrong_arguments(run, arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(arguments)

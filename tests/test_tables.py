@@ -1,0 +1,355 @@
+"""The scripts for the paper's tables and figures: run small, and their figures held against the engine's own."""
+
+from __future__ import annotations
+
+import json
+import random
+from argparse import Namespace
+from statistics import mean, median
+
+import msgspec
+import pytest
+import torch
+
+from benchmarks import figure_1_9, figure_2, report, runs, sliding_window, tables_2_3
+from benchmarks.variants import Job, make_engine, measure, run, serve
+from kvllm import LLM, CompressionConfig, SamplingParams
+from kvllm.llm import DEFAULT_MODEL
+from kvllm.tokenizer import load_tokenizer
+from tests.checkpoints import make_checkpoint
+
+PNG = b"\x89PNG"
+COUNTS = ("steps", "mean_concurrency", "preemptions", "tokens_recomputed", "windows_compressed", "blocks_released")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tiny")
+    make_checkpoint(path, "qwen3", head_dim=16, tie_word_embeddings=True)
+    return path
+
+
+def arguments_of(tiny, tmp_path, *more):
+    return ["--model", str(tiny), "--output", str(tmp_path), "--block-size", "8", "--input-len", "20", *more]
+
+
+def requests_of(content, tiny, **options):
+    """The requests of a run, made again."""
+    args = Namespace(**{"model": str(tiny), "prompts": None, "seed": 0, "max_model_len": None, **options})
+    model = runs.load_model_config(tiny)
+    name, requests = runs.make_requests(args, tiny, model)
+    assert runs.totals(name, requests) == content["workload"]
+    return requests
+
+
+def job_of(entry, requests):
+    """What a report's entry describes."""
+    compression = msgspec.convert(entry["compression"], CompressionConfig | None)
+    job = Job(engine=dict(entry["engine"]), model="", compression=compression, requests=requests)
+    job.model = job.engine.pop("model")
+    return job
+
+
+# What a run measures
+
+
+def test_measures_latency_steps_and_phases_of_the_run_alone(tiny):
+    config = CompressionConfig(method="h2o", policy="threshold", threshold_tokens=40, budget_tokens=24, buffer=4)
+    llm = LLM(tiny, block_size=8, num_gpu_blocks_override=64, max_model_len=128, compression=config)
+    prompts = [{"prompt_token_ids": [i + 3] * 20} for i in range(3)]
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (20, 30, 50)]
+    _, first = measure(llm, prompts, params)
+    outputs, second = measure(llm, prompts, params)
+    stats = llm.stats()
+
+    latencies = [output.metrics.finished_time - output.metrics.arrival_time for output in outputs]
+    assert second.mean_latency == pytest.approx(mean(latencies))
+    assert second.p99_latency == max(latencies) <= second.seconds
+    for name in ("decode_seconds", "prefill_seconds", "score_seconds", "recompute_seconds", "compact_seconds"):
+        assert getattr(first, name) + getattr(second, name) == pytest.approx(stats[name])
+    assert first.decode_seconds + first.prefill_seconds < first.seconds
+    assert min(first.decode_seconds, first.prefill_seconds, first.score_seconds, first.compact_seconds) > 0
+    assert first.windows_compressed == second.windows_compressed > 0
+    assert second.method_state_bytes == stats.method_state_bytes > 0
+    assert llm.llm_engine.step.__self__ is llm.llm_engine  # the timer is gone
+
+
+def test_the_mean_over_steps_weighs_steps_and_not_tokens(tiny):
+    """Alone, a sequence gets one token a step: the mean of its steps' rates is at least the rate of all of them."""
+    llm = LLM(tiny, block_size=8, num_gpu_blocks_override=64, max_model_len=128)
+    _, measured = measure(llm, [{"prompt_token_ids": [3] * 4}], SamplingParams(max_tokens=40, ignore_eos=True))
+    assert measured.steps == measured.output_tokens == 40
+    assert measured.output_tokens_per_s <= measured.step_tokens_per_s < 100 * measured.output_tokens_per_s
+
+
+# Requests and variants
+
+
+def test_output_lengths_are_lognormal_with_a_long_tail():
+    args = Namespace(output_len=None, output_median=200, output_sigma=0.8, max_output_len=2000)
+    lengths = runs.output_lengths(args, random.Random(0), 4000)
+    assert (
+        lengths
+        == runs.output_lengths(args, random.Random(0), 4000)
+        != runs.output_lengths(args, random.Random(1), 4000)
+    )
+    assert median(lengths) == pytest.approx(200, rel=0.05)
+    assert mean(lengths) == pytest.approx(200 * 2.71828**0.32, rel=0.05)
+    assert min(lengths) >= 1 and max(lengths) == 2000
+    assert 0.008 < sum(length > 1200 for length in lengths) / 4000 < 0.018
+    args.output_len = 7
+    assert runs.output_lengths(args, random.Random(0), 3) == [7, 7, 7]
+
+
+def test_prompts_of_a_file_are_encoded(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"problem": "a+b"}\n{"problem": "c"}\n')
+    args = Namespace(model=runs.REASONER, prompts=file, field="problem", num_prompts=9, output_len=5, seed=0)
+    args.max_model_len = None
+    model = runs.load_model_config(DEFAULT_MODEL)
+    _, requests = runs.make_requests(args, DEFAULT_MODEL, model)
+    tokenizer = load_tokenizer(DEFAULT_MODEL)
+    assert [request.prompt_token_ids for request in requests] == [tokenizer.encode("a+b"), tokenizer.encode("c")]
+    assert [request.output_length for request in requests] == [5, 5]
+
+
+def test_a_config_alone_gets_random_weights(tiny, tmp_path):
+    args = Namespace(model=str(tiny / "config.json"), load_format="auto")
+    path, model = runs.find_model(args, tmp_path)
+    assert (path, args.load_format) == (tmp_path, "dummy")
+    assert model == runs.load_model_config(tiny)
+
+
+def test_blocks_of_256_give_the_settings_of_the_paper():
+    variants = {name: variant.compression for name, variant in runs.paper_variants(256).items()}
+    assert variants["vanilla"] is None
+    snapkv = CompressionConfig(
+        method="snapkv", policy="threshold", threshold_tokens=1280, budget_tokens=1025, query_window=32
+    )
+    assert variants["snapkv"] == snapkv
+    assert variants["periodic"] == CompressionConfig(retain_tokens=257)  # the other defaults are the paper's
+    assert variants["periodic-blocks"] == CompressionConfig()
+    assert variants["pressure"] == CompressionConfig(policy="pressure")
+    assert [name for name in variants if runs.published_gain(name) == "+12.75%"] == ["periodic"]
+
+
+# Tables 2 and 3, figures 1 and 9
+
+LENGTHS = {"num_prompts": 6, "input_len": 20, "output_len": None, "output_median": 40, "output_sigma": 0.5}
+LENGTHS["max_output_len"] = 100
+SHORT = ["--num-prompts", "6", "--output-median", "40", "--output-sigma", "0.5", "--max-output-len", "100"]
+
+
+def test_tables_2_3_report_what_the_engine_counts(tiny, tmp_path, capsys):
+    chosen = ["--max-num-seqs", "4", "--variants", "vanilla", "periodic", "--repeats", "1", "--pool-fraction", "0.6"]
+    tables_2_3.measure_tables(arguments_of(tiny, tmp_path, *SHORT, *chosen))
+
+    printed = capsys.readouterr().out
+    content = json.loads((tmp_path / "tables_2_3.json").read_text())
+    assert (tmp_path / "tables_2_3.png").read_bytes().startswith(PNG)
+    assert content["command"] in printed and content["machine"]["cores"] and content["versions"]["torch"]
+    requests = requests_of(content, tiny, **LENGTHS)
+    assert len({request.output_length for request in requests}) > 1
+    vanilla, periodic = (content["tables"]["4"][name] for name in ("vanilla", "periodic"))
+    assert periodic["compression"]["retain_tokens"] == 9 and periodic["engine"]["max_num_seqs"] == 4
+    for entry in (vanilla, periodic):
+        assert entry["engine"]["num_gpu_blocks_override"] == vanilla["engine"]["num_gpu_blocks_override"]
+        own = run(job_of(entry, requests))
+        (reported,) = entry["runs"]
+        assert {name: reported[name] for name in COUNTS} == {name: getattr(own, name) for name in COUNTS}
+        assert entry["summary"]["mean_latency"]["median"] == reported["mean_latency"] > 0
+        for figure in ("output_tokens_per_s", "step_tokens_per_s"):
+            assert f"{reported[figure]:,.0f}" in printed
+    assert vanilla["runs"][0]["preemptions"] > 0 and periodic["runs"][0]["windows_compressed"] > 0
+    gain = periodic["runs"][0]["output_tokens_per_s"] / vanilla["runs"][0]["output_tokens_per_s"]
+    assert periodic["gains"]["output_tokens_per_s"]["median"] == pytest.approx(gain)
+    assert f"{gain - 1:+.1%}" in printed and "+12.75%" in printed
+
+
+def test_figure_1_9_has_every_step(tiny, tmp_path, capsys):
+    chosen = ["--max-num-seqs", "4", "--variants", "vanilla", "pressure", "--pool-fraction", "0.6"]
+    figure_1_9.measure_figure(arguments_of(tiny, tmp_path, *SHORT, *chosen))
+
+    content = json.loads((tmp_path / "figure_1_9.json").read_text())
+    assert (tmp_path / "figure_1_9.png").read_bytes().startswith(PNG)
+    assert content["command"] in capsys.readouterr().out
+    requests = requests_of(content, tiny, **LENGTHS)
+    for entry in content["variants"].values():
+        own = run(job_of(entry, requests))
+        assert entry["run"]["timeline"] == [list(step) for step in own.timeline]
+    assert content["variants"]["pressure"]["run"]["windows_compressed"] > 0
+
+
+def test_memory_limit_is_the_time_to_read_weights_and_blocks(tiny):
+    llm = LLM(tiny, block_size=8, num_gpu_blocks_override=64, max_model_len=128)
+    _, measured = measure(llm, [{"prompt_token_ids": [3] * 4}], SamplingParams(max_tokens=20, ignore_eos=True))
+    large = msgspec.structs.replace(measured, block_bytes=10**12)  # in no cache
+    num_bytes = 20 * 3e12 + sum(blocks for _, blocks in large.timeline) * 10**12
+    limit = runs.memory_limit({"weight_bytes": 3e12, "read_bytes_per_s": 1e9}, large)
+    assert limit == pytest.approx(20 / (num_bytes / 1e9))
+    if report.last_level_cache():
+        assert runs.memory_limit({"weight_bytes": 1.0, "read_bytes_per_s": 1e9}, measured) is None
+
+
+# Figure 2
+
+WINDOW = {"policy": "periodic", "period": 4, "buffer": 2, "chunk_budget": 2}
+CUT = {"policy": "threshold", "threshold_tokens": 40, "budget_tokens": 25, "buffer": 2, "query_window": 2}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        CompressionConfig(method="kara", retain_tokens=9, **WINDOW),
+        CompressionConfig(method="kara", **WINDOW),
+        CompressionConfig(method="snapkv", **CUT),
+        CompressionConfig(method="adakv", **CUT),
+        CompressionConfig(method="sliding_window", **CUT | {"budget_tokens": 24}),
+    ],
+    ids=lambda config: f"{config.method}-{config.policy}",
+)
+def test_tracked_positions_are_those_of_the_cached_keys(tiny, config):
+    """In the first layer a key is a function of its token and position alone: look it up in an uncompressed cache."""
+    llm = LLM(tiny, block_size=8, num_gpu_blocks_override=64, max_model_len=256, compression=config)
+    llm.llm_engine.executor = tracker = figure_2.PositionTracker(llm.llm_engine.executor)
+    rng = random.Random(0)
+    prompts = [rng.choices(range(256), k=length) for length in (13, 30)]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=90, ignore_eos=True), use_tqdm=False)
+
+    for seq_id, output in enumerate(outputs):
+        text = (output.prompt_token_ids + output.outputs[0].token_ids)[:-1]
+        assert tracker.length(seq_id) == len(text) and tracker.events[seq_id] >= 2
+        positions = tracker.positions[seq_id]
+        keys = keys_of(llm, seq_id, layer=0)
+        assert positions.shape == (3, 2, keys.shape[1])
+        full = LLM(tiny, block_size=8, num_gpu_blocks_override=64, max_model_len=256)
+        full.generate([text], SamplingParams(max_tokens=1), use_tqdm=False)
+        expected = keys_of(full, 0, layer=0)
+        for head in range(2):
+            real = positions[0, head] != figure_2.HOLE
+            torch.testing.assert_close(keys[head, real], expected[head, positions[0, head][real]])
+        for row in positions.flatten(0, 1):
+            kept = row[row != figure_2.HOLE]
+            assert (kept.diff() > 0).all()
+
+
+def keys_of(llm, seq_id, layer):
+    """Keys of a sequence that ended last, `[kv_heads, entries, head_dim]`: the worker is told with the next plan."""
+    runner = llm.llm_engine.executor.runner
+    state = runner.states[seq_id]
+    table = torch.from_numpy(runner.tables.table[[state.row], : state.num_blocks])
+    return runner.cache.gather_keys(layer, table)[0, :, : state.cached_length]
+
+
+def test_survivors_are_counted_by_region():
+    positions = torch.tensor([[[0, 1, 4, 9], [7, 8, 9, figure_2.HOLE]]])
+    counts, sizes = figure_2.survivors_of_regions(positions, length=10, regions=3)
+    assert sizes.tolist() == [3, 3, 4]
+    assert counts.tolist() == [[[2, 1, 1], [0, 0, 3]]]
+
+
+def test_figure_2_shows_what_each_method_forgets(tiny, tmp_path, capsys):
+    methods = ["kara", "streaming", "sliding_window", "pyramidkv"]
+    chosen = ["--num-prompts", "2", "--output-len", "100", "--methods", *methods, "--regions", "4"]
+    figure_2.draw_figure(arguments_of(tiny, tmp_path, *chosen))
+
+    content = json.loads((tmp_path / "figure_2.json").read_text())
+    assert (tmp_path / "figure_2.png").read_bytes().startswith(PNG)
+    assert content["command"] in capsys.readouterr().out
+    kara, streaming, sliding, pyramid = (content["methods"][name] for name in methods)
+    # 119 entries; windows leave the prompt of 20 alone and never come back to what they compressed.
+    assert kara["lost"] == [0, 0, 0, 0] and kara["events_per_sequence"] >= 2
+    # 40 entries are cut to 33: the last 33 and up to 6 more, and with streaming 4 of these are the first.
+    assert sliding["survivors"][:2] == [0, 0] and sliding["lost"][:2] == [1, 1] and sliding["survivors"][3] == 1
+    assert streaming["survivors"][0] == pytest.approx(4 / 29) and streaming["lost"] == [0, 1, 0, 0]
+    assert 33 / 119 <= sliding["kept_of_all"] == streaming["kept_of_all"] <= 39 / 119
+    assert pyramid["compression"]["budget_tokens"] == 33 and pyramid["events_per_sequence"] > 0
+
+
+def test_figure_2_takes_all_methods_that_a_policy_allows(tmp_path):
+    for policy, left_out in (("own", set()), ("periodic", {"pyramidkv", "adakv"})):
+        args = figure_2.parse_arguments(["--preset", "cpu", "--policy", policy])
+        path, model = runs.find_model(args, tmp_path)
+        _, requests = runs.make_requests(args, path, model)
+        jobs = figure_2.make_jobs(args, path, model, requests)
+        assert set(figure_2.METHODS) - set(jobs) == left_out
+
+
+# The sliding window
+
+
+def test_agreement_counts_equal_tokens_and_first_differences():
+    full = [[1, 2, 3, 4], [5, 6], [7, 8, 9, 9]]
+    assert sliding_window.agreement(full, full) == sliding_window.Agreement(1.0, 1.0, None)
+    other = [[1, 2, 0, 4], [5, 6], [0, 0, 9, 9]]
+    assert sliding_window.agreement(other, full) == sliding_window.Agreement(
+        pytest.approx(0.7), pytest.approx(1 / 3), 1.0
+    )
+
+
+def test_sliding_window_tables_come_from_the_engine(tiny, tmp_path, capsys):
+    chosen = ["--num-prompts", "5", "--output-len", "60", "--windows", "24", "80", "--max-num-seqs", "4"]
+    sliding_window.measure_windows(arguments_of(tiny, tmp_path, *chosen, "--num-blocks", "20"))
+
+    printed = capsys.readouterr().out
+    content = json.loads((tmp_path / "sliding_window.json").read_text())
+    assert (tmp_path / "sliding_window.png").read_bytes().startswith(PNG)
+    assert content["command"] in printed
+    requests = requests_of(content, tiny, num_prompts=5, input_len=20, output_len=60)
+    full, narrow, wide = content["results"]
+    tokens = {}
+    for entry in (full, narrow, wide):
+        outputs, own = serve(make_engine(job_of(entry, requests)), requests)
+        tokens[entry["window"]] = [output.outputs[0].token_ids for output in outputs]
+        for name in (*COUNTS, "mean_blocks", "peak_blocks", "entries_evicted"):
+            assert entry["ample"][name] == getattr(own, name), name
+        assert entry["ample"]["preemptions"] == 0 and entry["small"]["num_blocks"] == 20
+    # 79 entries fill 10 blocks; 32 are cut to 24, so that 4 blocks are the most.
+    assert (full["sequence_blocks"], narrow["sequence_blocks"], wide["sequence_blocks"]) == (10, 4, 10)
+    assert full["small"]["preemptions"] > 0 == narrow["small"]["preemptions"]
+    assert narrow["small"]["peak_concurrency"] == 4 > full["small"]["mean_concurrency"]
+    assert narrow["ample"]["entries_evicted"] == 5 * 6 * 8 and wide["ample"]["entries_evicted"] == 0
+    assert wide["agreement"] == {"equal_tokens": 1, "identical": 1, "first_difference": None}
+    pairs = [
+        (a, b) for one, other in zip(tokens[24], tokens[None], strict=True) for a, b in zip(one, other, strict=True)
+    ]
+    assert narrow["agreement"]["equal_tokens"] == pytest.approx(sum(a == b for a, b in pairs) / len(pairs))
+    assert f"{1 - narrow['ample']['mean_blocks'] / full['ample']['mean_blocks']:.1%}" in printed
+
+
+# Wrong arguments
+
+SCRIPTS = {"tables_2_3": tables_2_3, "figure_1_9": figure_1_9, "figure_2": figure_2, "sliding_window": sliding_window}
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "message"),
+    [
+        *((name, ["--model", "absent"], "absent is not a directory") for name in SCRIPTS),
+        *((name, ["--num-prompts", "0"], "--num-prompts=0 is not allowed: at least 1") for name in SCRIPTS),
+        *((name, ["--prompts", "absent", "--model", "50m"], "needs a tokenizer") for name in SCRIPTS),
+        ("tables_2_3", ["--max-num-seqs", "16", "0"], "--max-num-seqs=0"),
+        ("tables_2_3", ["--repeats", "0"], "--repeats=0"),
+        ("tables_2_3", ["--block-size", "4"], "--block-size=4 .*at least 8"),
+        ("tables_2_3", ["--pool-fraction", "2"], "--pool-fraction=2.0"),
+        ("tables_2_3", ["--num-blocks", "3"], "a request needs .* blocks of 256 tokens and the pool has 3"),
+        ("tables_2_3", ["--max-num-seqs", "9999"], "max_num_batched_tokens=2048"),
+        ("figure_1_9", ["--variants", "vanilla", "vanilla"], "each may be given once"),
+        ("figure_1_9", ["--output-sigma", "-1"], "--output-sigma=-1.0 .*at least 0"),
+        ("figure_2", ["--preset", "cpu", "--output-len", "100000"], "the longest request has 100"),
+        ("figure_2", ["--preset", "cpu", "--regions", "0"], "--regions=0"),
+        ("figure_2", ["--preset", "cpu", "--regions", "9999"], "--regions=9999 .*at most the shortest text"),
+        ("figure_2", ["--preset", "cpu", "--methods", "adakv", "--policy", "periodic"], 'use policy="threshold"'),
+        ("figure_2", ["--preset", "cpu", "--methods", "kara", "--policy", "threshold"], "query of every entry"),
+        ("figure_2", ["--preset", "cpu", "--budget", "9999"], "budget_tokens=9999"),
+        ("sliding_window", ["--windows", "64", "64"], "each may be given once"),
+        ("sliding_window", ["--windows", "0"], "--windows=0"),
+        ("sliding_window", ["--drop-blocks", "0"], "--drop-blocks=0"),
+        ("sliding_window", ["--max-num-seqs", "0"], "max_num_seqs=0"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_runs(script, arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", [script, *arguments])
+    with pytest.raises(SystemExit, match=message):
+        SCRIPTS[script].main()
+    assert capsys.readouterr().out == ""
