@@ -38,7 +38,7 @@ QUIET = 0.1  # cores that other processes may use without spoiling the times
 
 # The model's working is dense: 27% of it are digits, each needed again. Chunks around them and a long buffer would take
 # the place of other digits, so both are small here.
-KARA = CompressionConfig(period=32, window_blocks=6, retain_blocks=3, buffer=8, chunk_budget=0)
+KARA = CompressionConfig(policy="pressure", period=32, window_blocks=6, retain_blocks=3, buffer=8, chunk_budget=0)
 VARIANTS = (
     Variant("full cache"),
     Variant("Kara, keeps\n1/2", KARA),
@@ -152,7 +152,7 @@ def describe(variant: Variant) -> str:
         else f"{compression.retain_tokens} tokens kept"
     )
     return (
-        f"{name}: {compression.method}, {compression.policy}, every {compression.period} decode steps; windows of "
+        f"{name}: {compression.method}, {compression.policy}, period {compression.period}; windows of "
         f"{compression.window_blocks} blocks, {kept}; buffer {compression.buffer}, chunk budget "
         f"{compression.chunk_budget}; prompts {'compressed too' if compression.compress_prompt else 'kept whole'}"
     )

@@ -234,5 +234,12 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     @property
     def shares_prefixes(self) -> bool:
         """Whether sequences may share blocks that hold the same tokens."""
-        observes = self.compression is not None and self.compression.method in OBSERVING_METHODS
-        return self.enable_prefix_caching and not observes
+        return self.enable_prefix_caching and not self.observes_attention
+
+    @property
+    def observes_attention(self) -> bool:
+        """Whether the compression method adds up attention."""
+        compression = self.compression
+        if compression is None or compression.method not in OBSERVING_METHODS:
+            return False
+        return not compression.keeps_all(self.block_size)

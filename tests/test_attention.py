@@ -98,12 +98,21 @@ def dense_attention(case: Case) -> torch.Tensor:
     group = case.queries.shape[1] // KV_HEADS
     for sequence, (keys, values) in enumerate(zip(case.keys, case.values, strict=True)):
         rows = case.rows(sequence)
-        hidden = torch.arange(len(keys)) > case.batch.query_index[rows, None]
+        later = torch.arange(len(keys)) > case.batch.query_index[rows, None]
         for head in range(case.queries.shape[1]):
+            hidden = later | hole(case.batch, sequence, head // group, len(keys))
             scores = case.queries[rows, head].double() @ keys[:, head // group].double().T * case.scale
             weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
             output[rows, head] = weights @ values[:, head // group].double()
     return output
+
+
+def hole(batch: AttentionBatch, sequence: int, kv_head: int, length: int) -> torch.Tensor:
+    """bool `[length]`, the entries that a head of layer 0 lacks."""
+    if batch.packed is None or batch.head_lengths is None:
+        return torch.zeros(length, dtype=torch.bool)
+    entries = torch.arange(length)
+    return (entries >= batch.head_lengths[0, sequence, kv_head]) & (entries < batch.packed[sequence])
 
 
 # A decode, a first token, a whole prompt, a chunk behind cached entries, a recomputation with stride 3, a long decode.
@@ -135,6 +144,88 @@ def test_edges_match_dense(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("block_size", [1, 3, 256])
 def test_reference_matches_dense(block_size: int) -> None:
     assert_matches_dense(make_case(MIXED[:5], block_size=block_size, head_dim=16), "reference")
+
+
+# Heads that hold different numbers of entries: the rows of a sequence, `packed`, and the lengths of both heads.
+HOLES = [
+    ([64], 50, (50, 31)),  # one head has none
+    ([64], 64, (0, 10)),  # one head has nothing but the row's own entry
+    (list(range(40, 59)), 40, (17, 0)),  # a chunk right behind the packed part
+    (list(range(23, 80, 3)), 20, (3, 20)),  # a recomputation with stride 3
+    (list(range(35)), 0, (0, 0)),  # a prompt
+    ([600], 0, (7, 99)),  # never compressed: the lengths mean nothing
+    ([700], 650, (5, 649)),  # across tiles and segments, and a hole of one entry
+    (list(range(1100, 1130)), 1090, (64, 513)),
+    ([300], 256, (256, 256)),  # compressed, and no hole
+]
+
+
+def make_holes(**options) -> Case:
+    """A case of HOLES; a hole is NaN."""
+    case = make_case([rows for rows, _, _ in HOLES], **options)
+    batch = replace(
+        case.batch,
+        packed=torch.tensor([packed for _, packed, _ in HOLES], dtype=torch.int32),
+        head_lengths=torch.tensor([[lengths for _, _, lengths in HOLES]], dtype=torch.int32),
+    )
+    block_size = case.cache.shape.block_size
+    for sequence, values in enumerate(case.values):
+        for head in range(KV_HEADS):
+            (entries,) = hole(batch, sequence, head, len(values)).nonzero(as_tuple=True)
+            blocks = batch.block_tables[sequence].long()[entries // block_size]
+            case.cache.data[0, :, blocks, head, entries % block_size] = float("nan")
+    return replace(case, batch=batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("block_size", [1, 3, 16, 256])
+@pytest.mark.parametrize("name", ["cpu", "reference"])
+def test_holes_are_not_attended(name: str, block_size: int, dtype: torch.dtype) -> None:
+    assert_matches_dense(make_holes(block_size=block_size, head_dim=16, dtype=dtype), name)
+
+
+@pytest.mark.parametrize("group", [1, 3, 8])
+@pytest.mark.parametrize("head_dim", [4, 48, 128])
+def test_holes_in_any_shape_of_head(head_dim: int, group: int) -> None:
+    for block_size in (1, 3, 16, 256):
+        assert_matches_dense(make_holes(block_size=block_size, head_dim=head_dim, group=group), "cpu")
+
+
+@pytest.mark.parametrize("name", ["cpu", "reference"])
+def test_each_layer_has_its_own_holes(name: str) -> None:
+    """The same entries in two layers, with the lengths of the heads exchanged."""
+    case = make_case([[40]], head_dim=16)
+    shape = replace(case.cache.shape, num_layers=2)
+    cache = PagedKVCache(shape, case.cache.num_blocks)
+    cache.data.copy_(case.cache.data.expand_as(cache.data))
+    lengths = torch.tensor([[[9, 25]], [[25, 9]]], dtype=torch.int32)
+    batch = replace(case.batch, packed=torch.tensor([30], dtype=torch.int32), head_lengths=lengths)
+    backend = make_backend(name, cache, case.queries.shape[1], case.scale)
+    for layer in range(2):
+        found = backend.run(layer, case.queries, backend.plan(batch))
+        one = replace(case, batch=replace(batch, head_lengths=lengths[layer : layer + 1]))
+        torch.testing.assert_close(found.double(), dense_attention(one), atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_bits_of_a_row_beside_holes_do_not_depend_on_the_batch(num_threads: int) -> None:
+    torch.set_num_threads(num_threads)
+    case = make_holes(dtype=torch.bfloat16)
+    together = case.run()
+    for sequence in range(len(HOLES)):
+        rows, one = case.rows(sequence), slice(sequence, sequence + 1)
+        batch = AttentionBatch(
+            torch.tensor([0, rows.stop - rows.start], dtype=torch.int32),
+            case.batch.query_index[rows],
+            case.batch.block_tables[one],
+            case.batch.packed[one],
+            case.batch.head_lengths[:, one].contiguous(),
+        )
+        alone = replace(case, queries=case.queries[rows], batch=batch)
+        assert torch.equal(alone.run(), together[rows])
+        if not any(hole(batch, 0, head, len(case.keys[sequence])).any() for head in range(KV_HEADS)):
+            without = replace(batch, packed=None, head_lengths=None)
+            assert torch.equal(replace(alone, batch=without).run(), together[rows])
 
 
 def test_queries_may_be_a_view_of_wider_rows() -> None:
@@ -230,6 +321,8 @@ def check_every_kernel() -> None:
         for head_dim, group, block_size in ((4, 3, 3), (48, 2, 16), (64, 4, 16), (80, 1, 256), (128, 8, 16)):
             case = make_case(MIXED, head_dim=head_dim, group=group, block_size=block_size, dtype=dtype)
             assert_matches_dense(case, "cpu")
+            holes = make_holes(head_dim=head_dim, group=group, block_size=block_size, dtype=dtype)
+            assert_matches_dense(holes, "cpu")
         for group in (1, 3, 4):
             test_bits_of_a_row_do_not_depend_on_the_batch(group, dtype)
         test_later_entries_of_the_same_sequence_stay_hidden(dtype)
@@ -283,6 +376,15 @@ def test_operator_refuses_bad_batches() -> None:
         "query_index has dtype Long": replaced(case, query_index=case.batch.query_index.long()),
         "dtype Half": replace(case, queries=case.queries.half()),
         "not contiguous": replace(case, queries=case.queries.transpose(0, 1).contiguous().transpose(0, 1)),
+    }
+    packed = torch.tensor([40, 4], dtype=torch.int32)
+    lengths = torch.tensor([[[40, 40], [4, 4]]], dtype=torch.int32)
+    bad |= {
+        "sequence 1 has 4 packed entries, and queries among them": replaced(case, packed=packed, head_lengths=lengths),
+        "packed and head_lengths go together": replaced(case, packed=packed),
+        "sequence 0 has a head of negative length": replaced(
+            case, packed=packed.clamp(max=3), head_lengths=lengths - 41
+        ),
     }
     for message, wrong in bad.items():
         with pytest.raises(RuntimeError, match=message):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from kvllm.config import CompressionConfig, EngineConfig
-from kvllm.core.compression_policy import peak_blocks
+from kvllm.core.compression_policy import Compression, Load, PressurePolicy, peak_blocks
 from kvllm.core.protocol import SampledToken, StepResult
 from kvllm.core.regions import Windows
 from kvllm.core.scheduler import Scheduler
@@ -139,6 +141,218 @@ def test_standalone_schedule(load_vectors) -> None:
                 assert (cached, tail) == tuple(expected[row][:2])
 
 
+@pytest.mark.parametrize("case", [0, 1, 2])
+@pytest.mark.parametrize("block_size", [1, 16, 256])
+def test_threshold_traces(load_vectors, case: int, block_size: int) -> None:
+    """The length after every decode step. The event that the engine puts at the beginning of a step counts before."""
+    vectors, meta = load_vectors("threshold_policy")
+    settings = meta["cases"][case]
+    threshold, budget, expected = settings["C_max"], settings["N"], vectors[f"t{case + 1}"]
+    compression = CompressionConfig(
+        method="keydiff", policy="threshold", threshold_tokens=threshold, budget_tokens=budget
+    )
+    events, history = run(compression, block_size, [(settings["C0"], len(expected) + 1)])
+    lengths = np.array(history)[:, 0, 0]
+    for decode_steps, _, found, start, tail, after in events:
+        assert (found, start, tail, after) == (threshold, 0, 0, budget)
+        lengths[decode_steps - 1] = after
+    assert (lengths[: len(expected)] == expected).all()
+
+
+def test_a_threshold_holds_for_a_prompt_too() -> None:
+    """Whatever its length, it is cut before the first token is decoded."""
+    compression = CompressionConfig(method="keydiff", policy="threshold", threshold_tokens=50, budget_tokens=33)
+    events, history = run(compression, 16, [(49, 40), (50, 40), (51, 40), (500, 40)])
+    first = {seq_id: (step, found, after) for step, seq_id, found, _, _, after in reversed(events)}
+    assert first == {0: (1, 50, 33), 1: (0, 50, 33), 2: (0, 51, 33), 3: (0, 500, 33)}
+    assert [cached for cached, _ in history[0]] == [50, 34, 34, 34]
+
+
+@pytest.mark.parametrize("method", ["pyramidkv", "adakv"])
+def test_methods_that_keep_different_numbers_hold_half_of_the_gap_more(method: str) -> None:
+    sizes = {"threshold_tokens": 61, "budget_tokens": 20, "buffer": 4, "query_window": 8}
+    compression = CompressionConfig(method=method, policy="threshold", **sizes)
+    events, _ = run(compression, 16, [(10, 100)])
+    assert [after for *_, after in events] == [40, 40, 40] == [compression.held_tokens] * 3
+
+
+class Pool:
+    """Sequences in a small pool under the pressure policy, with a worker that returns token 0."""
+
+    def __init__(self, num_blocks: int, **options: Any) -> None:
+        sizes = {"period": 8, "window_blocks": 4, "retain_blocks": 1, "buffer": 1, "method": "keydiff"}
+        self.config = EngineConfig(
+            num_blocks=num_blocks,
+            block_size=4,
+            max_model_len=2000,
+            max_num_seqs=8,
+            watermark=0.0,
+            enable_prefix_caching=False,
+            compression=CompressionConfig(policy="pressure", **(sizes | options)),
+        )
+        self.stats = EngineStats(num_blocks=num_blocks)
+        self.scheduler = Scheduler(self.config, self.stats)
+        self.jobs: list[tuple[int, int, int]] = []
+        self.steps = 0
+        self.next_id = 0
+
+    def add(self, prompt: int, max_tokens: int) -> Sequence:
+        seq = Sequence(self.next_id, "", [0] * prompt, SamplingParams(), max_length=prompt + max_tokens)
+        self.scheduler.add(seq)
+        self.next_id += 1
+        return seq
+
+    def step(self) -> list[int]:
+        """-> the sequences that are compressed. `jobs` notes them with the decode steps so far, and what was free."""
+        free = self.scheduler.blocks.num_available
+        found = [job.seq_id for job, _ in step(self.scheduler)]
+        self.scheduler.check()
+        self.jobs += [(self.steps, seq_id, free) for seq_id in found]
+        self.steps += 1
+        return found
+
+    def run(self, steps: int = 10_000) -> Pool:
+        for _ in range(steps):
+            if not self.scheduler.has_unfinished:
+                break
+            self.step()
+        return self
+
+
+def test_nothing_is_compressed_while_blocks_last() -> None:
+    pool = Pool(num_blocks=200)
+    for _ in range(4):
+        pool.add(8, 150)
+    pool.run()
+    assert not pool.jobs and pool.stats.preemptions == 0
+
+
+def test_a_waiting_request_is_let_in_by_compression() -> None:
+    """It lacks a block; one window is compressed at the next look, and it comes in with the same step."""
+    pool = Pool(num_blocks=40, period=4)
+    for _ in range(2):
+        pool.add(4, 400)
+    pool.run(44)
+    waiting = pool.add(61, 10)
+    assert pool.step() == [] and waiting not in pool.scheduler.running
+    assert pool.step() == [0]
+    assert waiting in pool.scheduler.running and pool.stats.preemptions == 0
+
+
+def test_windows_that_filled_while_blocks_lasted_are_compressed_later() -> None:
+    """Two sequences hold two complete windows each when a third one lacks eight blocks: it need not wait for them to
+    end, 350 steps later."""
+    pool = Pool(num_blocks=40)
+    for _ in range(2):
+        pool.add(4, 400)
+    pool.run(44)
+    waiting = pool.add(70, 10)
+    pool.run(24)
+    assert waiting.logical_length > 0
+    assert pool.stats.preemptions == 0
+
+
+def test_compression_comes_before_preemption() -> None:
+    """Two of three sequences that are about to begin a block find one free block, long before the next look."""
+    pool = Pool(num_blocks=40)
+    for _ in range(2):
+        pool.add(4, 400)
+    pool.run(44)
+    pool.add(57, 10)
+    assert pool.step() == [] and pool.scheduler.blocks.num_available == 1
+    assert pool.step() != []
+    assert pool.stats.preemptions == 0 and len(pool.scheduler.running) == 3
+
+    without = Pool(num_blocks=40, retain_blocks=4)  # retention of everything: no compression
+    for request in ((4, 120), (4, 120), (57, 10)):
+        without.add(*request)
+    assert without.run().stats.preemptions > 0
+
+
+def test_the_same_requests_are_compressed_the_same_way_under_pressure() -> None:
+    def jobs() -> list[tuple[int, int, int]]:
+        pool = Pool(num_blocks=40, retain_tokens=6)
+        for i in range(12):
+            pool.add(3 + 5 * i % 17, 60 + i)
+        return pool.run().jobs
+
+    assert jobs() == jobs() and len(jobs()) >= 10
+
+
+# One look of the pressure policy: windows of 4 blocks of 4 release 3 blocks each
+
+
+def pressure(**options: Any) -> PressurePolicy:
+    sizes = {"period": 8, "window_blocks": 4, "retain_blocks": 1, "buffer": 1}
+    compression = Compression(CompressionConfig(policy="pressure", **(sizes | options)), 4)
+    assert isinstance(compression.policy, PressurePolicy)
+    return compression.policy
+
+
+def decoding(seq_id: int, cached: int, remaining: int = 100, carried: int = 0) -> Sequence:
+    """A sequence without a prompt, of `cached` entries; it ends after `remaining` tokens at the latest."""
+    seq = Sequence(seq_id, "", [0] * (cached + 1), SamplingParams(), max_length=cached + 1 + remaining, tail_start=0)
+    seq.advance(cached)
+    seq.carried_tail = carried
+    seq.block_table = list(range(-(-cached // 4)))
+    return seq
+
+
+def chosen(policy: PressurePolicy, sequences: list[Sequence], available: int, missing: int = 0, steps: int = 8):
+    return [seq.seq_id for seq, _ in policy.select(sequences, Load(steps, available, missing))]
+
+
+def test_only_as_many_as_it_takes_are_compressed() -> None:
+    sequences = [decoding(i, 18) for i in range(4)]  # each adds two blocks within 8 steps
+    for available, expected in ((8, []), (7, [0]), (5, [0]), (4, [0, 1]), (2, [0, 1]), (1, [0, 1, 2]), (0, [0, 1, 2])):
+        assert chosen(pressure(), sequences, available) == expected
+    assert chosen(pressure(max_sequences=2), sequences, 0) == [0, 1]
+    assert chosen(pressure(), sequences, 100, missing=3) == [0]
+
+
+def test_all_windows_that_filled_are_compressed_if_it_takes_them() -> None:
+    policy, seq = pressure(), decoding(0, 50)
+    for needed, expected in ((3, 3), (4, 6), (9, 9), (20, 9)):
+        jobs = policy.select([seq], Load(8 * needed, 50, needed))
+        assert sum(region.dropped for _, region in jobs) == 4 * expected
+
+
+def test_growth_ends_with_the_sequence() -> None:
+    sequences = [decoding(0, 18), decoding(1, 18, remaining=2)]  # the second has its last block
+    assert chosen(pressure(), sequences, 2) == []
+    assert chosen(pressure(), sequences, 1) == [0]
+
+
+def test_the_need_is_looked_at_once_in_a_period() -> None:
+    sequences, policy = [decoding(0, 18)], pressure()
+    for steps in (1, 4, 7, 9):
+        assert chosen(policy, sequences, 0, missing=5, steps=steps) == []
+    assert chosen(policy, sequences, 0, missing=5, steps=16) == [0]
+    assert chosen(policy, sequences, 0, missing=5, steps=16) == []  # a step without a decode does not move the clock
+
+
+def test_a_sequence_that_ends_soon_is_left_alone_except_in_an_emergency() -> None:
+    policy = pressure()
+    assert chosen(policy, [decoding(0, 18, remaining=8), decoding(1, 18, remaining=9)], 0, steps=8) == [1]
+    on_edge = [decoding(0, 20, remaining=3), decoding(1, 20, remaining=8)]
+    assert chosen(policy, on_edge, 2, missing=9, steps=16) == []
+    for steps in (16, 17, 17, 18):
+        assert chosen(policy, on_edge, 1, steps=steps) == [1]  # the next step would preempt
+
+
+def test_those_go_first_whose_blocks_serve_longest() -> None:
+    sequences = [decoding(0, 18, remaining=20), decoding(1, 18, remaining=40), decoding(2, 18, remaining=30)]
+    assert chosen(pressure(), sequences, 5) == [1]
+    assert chosen(pressure(), sequences, 5, missing=7) == [1, 2, 0]
+
+
+def test_of_equals_who_waited_longest_goes_first() -> None:
+    sequences = [decoding(0, 19, carried=3), decoding(1, 19, carried=1), decoding(2, 18, carried=0), decoding(3, 18)]
+    for seq in sequences:
+        seq.max_length = seq.num_tokens + 50
+    assert chosen(pressure(), sequences, 0, missing=20) == [1, 2, 3, 0]
+
+
 def simulated_peak(windows: Windows, prompt: int, total: int, tail_start: int) -> int:
     """Entry by entry."""
     cached = logical = prompt
@@ -180,11 +394,60 @@ def test_peak_without_compression() -> None:
         ({"period": 0}, "period=0 is not allowed: at least 1"),
         ({"max_chunk": 2}, "max_chunk=2 is not allowed: at least 3"),
         ({"buffer": -1}, "buffer=-1"),
+        ({"query_window": 0}, "query_window=0 is not allowed: at least 1"),
+        ({"method": "kara_no_bi", "buffer": 0}, "buffer=0 is not allowed: at least 1: method='kara_no_bi' scores with"),
+        ({"threshold_tokens": 9}, 'threshold_tokens=9 is not allowed: only with policy="threshold"'),
+        ({"policy": "pressure", "budget_tokens": 9}, 'budget_tokens=9 is not allowed: only with policy="threshold"'),
+        (
+            {"method": "adakv"},
+            "method='adakv' is not allowed: it keeps more .*use policy=\"threshold\", not 'periodic'",
+        ),
+        ({"method": "pyramidkv", "policy": "pressure"}, "method='pyramidkv' is not allowed: .*, not 'pressure'"),
+        ({"method": "adakv", "policy": "standalone"}, "method='adakv' is not allowed: .*, not 'standalone'"),
     ],
 )
 def test_wrong_options_are_named(options: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         CompressionConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"threshold_tokens": None}, 'policy="threshold" needs threshold_tokens: the entries at which'),
+        ({"budget_tokens": None}, 'policy="threshold" needs budget_tokens'),
+        ({"threshold_tokens": 0}, "threshold_tokens=0 is not allowed: at least 1"),
+        ({"threshold_tokens": "64"}, "threshold_tokens='64': Expected"),
+        ({"budget_tokens": 0}, "budget_tokens=0 is not allowed: between 1 and threshold_tokens=64"),
+        ({"budget_tokens": 65}, "budget_tokens=65 is not allowed: between 1 and threshold_tokens=64"),
+        ({"buffer": 33}, "buffer=33 is not allowed: at most budget_tokens=32, which it is part of"),
+        ({"method": "kara"}, "method='kara' is not allowed: it scores with the query of every entry.*kara_no_bi"),
+        ({"method": "kara_no_token2chunk"}, "method='kara_no_token2chunk' is not allowed: it scores with the query"),
+        (
+            {"query_window": 33},
+            "query_window=33 is not allowed: at most 32: the last 32 entries are those whose tokens",
+        ),
+        ({"budget_tokens": 62, "query_window": 5}, "query_window=5 is not allowed: at most 4"),
+        ({"method": "adakv", "query_window": 17}, "query_window=17 is not allowed: at most 16"),
+        ({"method": "pyramidkv", "buffer": 17}, "buffer=17 is not allowed: at most 16: the last 16 entries"),
+    ],
+)
+def test_wrong_options_of_a_threshold_are_named(options: dict, message: str) -> None:
+    sizes = {"method": "snapkv", "threshold_tokens": 64, "budget_tokens": 32, "buffer": 4, "query_window": 8}
+    CompressionConfig(policy="threshold", **sizes)
+    with pytest.raises(ConfigError, match=message):
+        CompressionConfig(policy="threshold", **(sizes | options))
+
+
+def test_the_largest_sizes_of_a_threshold_are_accepted() -> None:
+    sizes = {"policy": "threshold", "threshold_tokens": 64, "budget_tokens": 32}
+    CompressionConfig(method="snapkv", buffer=32, query_window=32, **sizes)
+    CompressionConfig(method="rkv", buffer=20, query_window=20, **(sizes | {"budget_tokens": 60}))
+    CompressionConfig(method="adakv", buffer=16, query_window=16, **sizes)
+    CompressionConfig(method="keydiff", buffer=32, query_window=1000, **sizes)
+    # With everything kept nothing is ever scored.
+    everything = CompressionConfig(method="snapkv", **(sizes | {"budget_tokens": 64}))
+    assert everything.keeps_all(16)
 
 
 @pytest.mark.parametrize(

@@ -120,10 +120,11 @@ class BlockManager:
         """Replace blocks `first .. first + count` of the table by the `keep` blocks that will hold the survivors.
 
         In place when every block of the region is exclusively owned: their hashes are dropped, the first `keep` stay.
-        Otherwise the survivors go to fresh blocks and the sources are let go untouched. Returns the destinations.
+        Otherwise the survivors go to fresh blocks and the sources are let go untouched; so they are if none survives.
+        Returns the destinations.
         """
         region = seq.block_table[first : first + count]
-        if self.blocks_to_compact(seq, first, count, keep):
+        if not keep or self.blocks_to_compact(seq, first, count, keep):
             destinations = self._allocate(keep)
             self._release(region)
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Sequences
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvllm.config import CompressionConfig, EngineConfig, require
 from kvllm.core.regions import Region, Regions, WholeCache, Windows
@@ -116,14 +116,23 @@ class PressurePolicy(CompressionPolicy):
         jobs.sort(key=self._order)
         return self._enough(jobs, needed)
 
+    def eligible(self, decoding: Sequences[Sequence]) -> list[Job]:
+        """All that is complete: while blocks lasted, more than one window of a sequence may have filled up."""
+        regions = ((seq, self.regions.complete(seq.cached_length, seq.uncompressed_tail)) for seq in decoding)
+        return [(seq, region) for seq, region in regions if region is not None]
+
     def _enough(self, jobs: list[Job], needed: int) -> list[Job]:
-        """The first jobs that release `needed` blocks together, at most `max_sequences`."""
-        released = 0
-        for count, (_, region) in enumerate(jobs[: self.config.max_sequences], start=1):
-            released += region.dropped // self.regions.block_size
-            if released >= needed:
-                return jobs[:count]
-        return jobs[: self.config.max_sequences]
+        """The first windows that release `needed` blocks together, of at most `max_sequences` sequences."""
+        missing = needed * self.regions.block_size
+        chosen: list[Job] = []
+        for seq, region in jobs[: self.config.max_sequences]:
+            if missing <= 0:
+                break
+            windows = -(-missing // (region.size - region.retain))
+            part = replace(region, count=min(region.count, windows))
+            missing -= part.dropped
+            chosen.append((seq, part))
+        return chosen
 
     def _order(self, job: Job) -> tuple[float, int, int]:
         """Released entries times the steps they are of use, for each entry scored; then who waited longest."""
