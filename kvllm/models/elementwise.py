@@ -1,11 +1,17 @@
 """The work between the matrix products: normalization, rotary embedding, gated activation.
 
-CPU tensors go to the compiled operators, all others to the plain torch functions at the end of this file, which define
-the results. Arithmetic is in float32; values are rounded to the tensor's dtype (float32 or bfloat16) where Hugging
-Face's modules round them, except that the rotation rounds once.
+CPU tensors go to the compiled operators, CUDA tensors to the Triton kernels if Triton is installed, all others to the
+plain torch functions at the end of this file, which define the results. Arithmetic is in float32; values are rounded to
+the tensor's dtype where Hugging Face's modules round them, except that the rotation rounds once.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,25 +19,29 @@ import torch.nn.functional as F
 from kvllm._extension import operator
 
 
+@cache
+def _implementation(name: str, device: str) -> Callable[..., Any]:
+    """The function of this file `name`, for tensors on a type of device."""
+    if device == "cpu":
+        return operator("rotary_" if name == "rotary" else name)
+    if device == "cuda" and find_spec("triton"):
+        return getattr(import_module("kvllm.attention.kernels.elementwise"), name)
+    return globals()[f"torch_{name}"]
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """RMSNorm over the last dimension: contiguous `[T, D]`, weight `[D]` of the same dtype -> `[T, D]`."""
-    if x.is_cpu:
-        return operator("rms_norm")(x, weight, eps)
-    return torch_rms_norm(x, weight, eps)
+    return _implementation("rms_norm", x.device.type)(x, weight, eps)
 
 
 def add_rms_norm(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Add `x` to `residual` in place and return the RMSNorm of the sum; both `[T, D]`."""
-    if x.is_cpu:
-        return operator("add_rms_norm")(residual, x, weight, eps)
-    return torch_add_rms_norm(residual, x, weight, eps)
+    return _implementation("add_rms_norm", x.device.type)(residual, x, weight, eps)
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """`silu(gate) * up` of `[T, 2 * I]`, gate in the first half -> `[T, I]`."""
-    if gate_up.is_cpu:
-        return operator("silu_mul")(gate_up)
-    return torch_silu_mul(gate_up)
+    return _implementation("silu_mul", gate_up.device.type)(gate_up)
 
 
 def rotary(
@@ -53,7 +63,7 @@ def rotary(
     cos_sin: float32 `[max_positions, head_dim]`, cosines in the first half of a row, sines in the second.
     q_weight, k_weight: `[head_dim]`, RMSNorm of each head before the rotation (Qwen3), or None.
     """
-    rotate = operator("rotary_") if qkv.is_cpu else torch_rotary
+    rotate = _implementation("rotary", qkv.device.type)
     rotate(qkv, positions, cos_sin, num_query_heads, num_kv_heads, head_dim, q_weight, k_weight, eps)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -56,6 +57,10 @@ def scores(queries: Tensor, keys: Tensor, buffer: int) -> Tensor:
         raise ValueError(f"buffer={buffer} must leave at least one of the {window} positions of the window to score")
     if keys.is_cpu and queries.dtype == keys.dtype in (torch.float32, torch.bfloat16) and keys.shape[3] % 2 == 0:
         return operator("attention_mass")(queries, keys.contiguous(), window - buffer, keys.shape[3] ** -0.5)
+    if keys.is_cuda and queries.dtype == keys.dtype and find_spec("triton"):
+        from kvllm.attention.kernels.scores import window_scores
+
+        return window_scores(queries, keys.contiguous(), window - buffer, keys.shape[3] ** -0.5)
     # One sequence at a time: a batched product may choose its order of summation by the size of the batch.
     scored = keys[:, :, : window - buffer]
     return torch.stack([attention_mass(*sequence) for sequence in zip(queries, scored, strict=True)])

@@ -1,0 +1,76 @@
+"""Move surviving entries to the front of their region, in place, all layers in one launch."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["num_blocks", "num_sequences", "num_kept", "num_sources", "num_destinations"])
+def _compact_head(
+    cache,
+    kept,
+    sources,
+    destinations,
+    num_blocks,
+    num_sequences,
+    num_kept,
+    num_sources,
+    num_destinations,
+    KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    plane, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    cache += plane * num_blocks * (KV_HEADS * BLOCK_SIZE * HEAD_DIM) + head * (BLOCK_SIZE * HEAD_DIM)
+    channel = tl.arange(0, CHANNELS)
+    for sequence in range(num_sequences):
+        row = ((plane // 2) * num_sequences + sequence) * KV_HEADS + head
+        for begin in range(0, num_kept, TILE):
+            new = begin + tl.arange(0, TILE)
+            old = tl.load(kept + row * num_kept + new, mask=new < num_kept, other=-1)
+            survives = old >= 0
+            mask = survives[:, None] & (channel < HEAD_DIM)[None, :]
+            source = tl.load(sources + sequence * num_sources + old // BLOCK_SIZE, mask=survives, other=0)
+            target = tl.load(destinations + sequence * num_destinations + new // BLOCK_SIZE, mask=survives, other=0)
+            old_row = (source * (KV_HEADS * BLOCK_SIZE) + old % BLOCK_SIZE) * HEAD_DIM
+            new_row = (target * (KV_HEADS * BLOCK_SIZE) + new % BLOCK_SIZE) * HEAD_DIM
+            entries = tl.load(cache + old_row[:, None] + channel[None, :], mask=mask)
+            # One thread's new row is another's old one: all must have read. Later tiles read only rows that lie behind
+            # what this one writes, because an entry never moves to a later row.
+            tl.debug_barrier()
+            tl.store(cache + new_row[:, None] + channel[None, :], entries, mask=mask)
+
+
+def compact(cache: torch.Tensor, kept: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor) -> None:
+    """AttentionBackend.compact: keys and values of every layer, bit for bit, without a temporary copy.
+
+    A program has one head of one layer's keys or values and takes the sequences in order, because a destination may be
+    a source of a sequence before it.
+
+    cache: contiguous `[layers, 2, blocks, kv_heads, block_size, head_dim]`. kept: contiguous int64
+        `[layers, S, kv_heads, K]`. sources, destinations: contiguous int64 `[S, source_blocks]`,
+        `[S, destination_blocks]`.
+    """
+    layers, planes, num_blocks, kv_heads, block_size, head_dim = cache.shape
+    _compact_head[(layers * planes, kv_heads)](
+        cache,
+        kept,
+        sources,
+        destinations,
+        num_blocks,
+        kept.shape[1],
+        kept.shape[3],
+        sources.shape[1],
+        destinations.shape[1],
+        KV_HEADS=kv_heads,
+        BLOCK_SIZE=block_size,
+        HEAD_DIM=head_dim,
+        CHANNELS=triton.next_power_of_2(head_dim),
+        TILE=64,
+        num_warps=4,
+        num_stages=1,
+    )

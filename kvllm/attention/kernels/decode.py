@@ -1,0 +1,231 @@
+"""Attention of sequences with one query row over their paged caches; each segment of entries has its own program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kvllm.attention.kernels.tiles import (
+    LOG2_E,
+    SEGMENT,
+    attend_tile,
+    decode_rows,
+    entry_offsets,
+    hole_of,
+    merge,
+    stages,
+    tile_entries,
+    warps,
+)
+
+
+@dataclass(frozen=True)
+class Partials:
+    """Softmax over each segment, before they are merged; one allocation serves all layers of a step.
+
+    weighted: float32 `[S, query_heads, segments, head_dim]`; maximum, total: float32 `[S, query_heads, segments]`.
+    """
+
+    weighted: torch.Tensor
+    maximum: torch.Tensor
+    total: torch.Tensor
+
+    @staticmethod
+    def allocate(num_sequences: int, num_heads: int, max_entries: int, head_dim: int, device: torch.device) -> Partials:
+        size = (num_sequences, num_heads, triton.cdiv(max_entries, SEGMENT))
+        weighted, maximum, total = (
+            torch.empty(shape, dtype=torch.float32, device=device) for shape in ((*size, head_dim), size, size)
+        )
+        return Partials(weighted, maximum, total)
+
+
+@triton.jit
+def _decode_length(query_index, row, packed, head_lengths, sequence, head, KV_HEADS: tl.constexpr, HOLES: tl.constexpr):
+    """Entries that the row attends, and the hole among them."""
+    length = tl.load(query_index + row) + 1
+    if HOLES:
+        hole_begin, hole_size = hole_of(packed, head_lengths, sequence, head, KV_HEADS)
+    else:
+        hole_begin, hole_size = length, 0
+    return length - hole_size, hole_begin, hole_size
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_segments"])
+def _attend_segment(
+    queries,
+    keys,
+    values,
+    query_starts,
+    query_index,
+    tables,
+    packed,
+    head_lengths,
+    scale,
+    partial_weighted,
+    partial_maximum,
+    partial_total,
+    query_stride,
+    table_stride,
+    num_segments,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    HOLES: tl.constexpr,
+):
+    sequence, head, segment = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = tl.load(query_starts + sequence)
+    if tl.load(query_starts + sequence + 1) - row != 1:  # of the prefill kernel
+        return
+    length, hole_begin, hole_size = _decode_length(
+        query_index, row, packed, head_lengths, sequence, head, KV_HEADS, HOLES
+    )
+    begin = segment * SEGMENT
+    if begin >= length:
+        return
+
+    member, channel = tl.arange(0, ROWS), tl.arange(0, CHANNELS)
+    query_head = head * GROUP + member
+    mask = (member < GROUP)[:, None] & (channel < HEAD_DIM)[None, :]
+    query_offsets = row.to(tl.int64) * query_stride + query_head[:, None] * HEAD_DIM + channel[None, :]
+    query = tl.load(queries + query_offsets, mask=mask, other=0.0)
+    maximum = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    weighted = tl.zeros([ROWS, CHANNELS], tl.float32)
+    table = tables + sequence.to(tl.int64) * table_stride
+    for start in range(begin, tl.minimum(begin + SEGMENT, length), TILE):
+        entries = start + tl.arange(0, TILE)
+        exists = entries < length
+        offsets = entry_offsets(table, entries, exists, head, hole_begin, hole_size, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+        maximum, total, weighted = attend_tile(
+            query, keys, values, offsets, exists, exists[None, :], scale, maximum, total, weighted, HEAD_DIM, CHANNELS
+        )
+
+    partial = (sequence.to(tl.int64) * (KV_HEADS * GROUP) + query_head) * num_segments + segment
+    tl.store(partial_maximum + partial, maximum, mask=member < GROUP)
+    tl.store(partial_total + partial, total, mask=member < GROUP)
+    tl.store(partial_weighted + partial[:, None] * HEAD_DIM + channel[None, :], weighted, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_segments"])
+def _merge_segments(
+    output,
+    query_starts,
+    query_index,
+    packed,
+    head_lengths,
+    partial_weighted,
+    partial_maximum,
+    partial_total,
+    num_segments,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ROWS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    HOLES: tl.constexpr,
+):
+    sequence, head = tl.program_id(0), tl.program_id(1)
+    row = tl.load(query_starts + sequence)
+    if tl.load(query_starts + sequence + 1) - row != 1:
+        return
+    length, _, _ = _decode_length(query_index, row, packed, head_lengths, sequence, head, KV_HEADS, HOLES)
+
+    member, channel = tl.arange(0, ROWS), tl.arange(0, CHANNELS)
+    query_head = head * GROUP + member
+    exists = member < GROUP
+    mask = exists[:, None] & (channel < HEAD_DIM)[None, :]
+    maximum = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    weighted = tl.zeros([ROWS, CHANNELS], tl.float32)
+    first_partial = (sequence.to(tl.int64) * (KV_HEADS * GROUP) + query_head) * num_segments
+    for segment in range(tl.cdiv(length, SEGMENT)):
+        partial = first_partial + segment
+        later_maximum = tl.load(partial_maximum + partial, mask=exists, other=0.0)
+        later_total = tl.load(partial_total + partial, mask=exists, other=1.0)
+        later_weighted = tl.load(
+            partial_weighted + partial[:, None] * HEAD_DIM + channel[None, :], mask=mask, other=0.0
+        )
+        maximum, total, weighted = merge(maximum, total, weighted, later_maximum, later_total, later_weighted)
+
+    offsets = (row.to(tl.int64) * (KV_HEADS * GROUP) + query_head)[:, None] * HEAD_DIM + channel[None, :]
+    tl.store(output + offsets, (weighted / total[:, None]).to(output.dtype.element_ty), mask=mask)
+
+
+def paged_decode(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    query_starts: torch.Tensor,
+    query_index: torch.Tensor,
+    block_tables: torch.Tensor,
+    packed: torch.Tensor | None,
+    head_lengths: torch.Tensor | None,
+    scale: float,
+    partials: Partials,
+    output: torch.Tensor,
+) -> None:
+    """Attention of the sequences that have exactly one row; the rows of others in `output` are left alone.
+
+    queries: `[T, query_heads, head_dim]`, the heads of a row contiguous. keys, values: one layer of the cache,
+        contiguous `[blocks, kv_heads, block_size, head_dim]` of the same dtype.
+    query_starts, query_index, block_tables, packed: as in AttentionBatch; head_lengths: of this layer, `[S, kv_heads]`.
+    output: contiguous, the shape and dtype of `queries`.
+
+    Source: Flash-Decoding (Dao et al., 2023) over block tables, the query heads of a KV head in one tile.
+    """
+    num_heads, head_dim = queries.shape[1:]
+    _, kv_heads, block_size, _ = keys.shape
+    group = num_heads // kv_heads
+    rows = decode_rows(group)
+    num_sequences, num_segments = query_starts.shape[0] - 1, partials.total.shape[2]
+    holes = (packed, head_lengths) if packed is not None else (query_index, query_index)
+    shape = {
+        "KV_HEADS": kv_heads,
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "CHANNELS": triton.next_power_of_2(head_dim),
+        "ROWS": rows,
+        "SEGMENT": SEGMENT,
+        "HOLES": packed is not None,
+        "num_warps": warps(queries.dtype, rows, head_dim),
+    }
+    _attend_segment[(num_sequences, kv_heads, num_segments)](
+        queries,
+        keys,
+        values,
+        query_starts,
+        query_index,
+        block_tables,
+        *holes,
+        scale * LOG2_E,
+        partials.weighted,
+        partials.maximum,
+        partials.total,
+        queries.stride(0),
+        block_tables.stride(0),
+        num_segments,
+        BLOCK_SIZE=block_size,
+        TILE=tile_entries(head_dim),
+        num_stages=stages(queries.dtype, head_dim),
+        **shape,
+    )
+    _merge_segments[(num_sequences, kv_heads)](
+        output,
+        query_starts,
+        query_index,
+        *holes,
+        partials.weighted,
+        partials.maximum,
+        partials.total,
+        num_segments,
+        **shape,
+    )

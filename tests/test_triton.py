@@ -1,0 +1,464 @@
+"""The Triton kernels without a GPU: their results in Triton's interpreter, and their compilation to cubins.
+
+The interpreter must be chosen before Triton is first imported, which other tests do. So all checks run in one process
+of their own, and all compilations for one architecture in another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvllm import LLM, CompressionConfig, SamplingParams
+from kvllm.attention.backend import AttentionBatch
+from kvllm.attention.backends import make_backend
+from kvllm.attention.cache import CacheShape, PagedKVCache
+from kvllm.errors import ConfigError
+from kvllm.models import elementwise as torch_forms
+from tests import test_attention as attention
+from tests import test_cpu_ops as cpu_ops
+from tests import test_kara as kara
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton, which is not installed")
+
+ROOT = Path(__file__).parents[1]
+# Bytes of shared memory that one program may have.
+SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10}
+CHECKS: dict[str, Callable[[], None]] = {}
+
+
+def check(function: Callable[[], None]) -> Callable[[], None]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def run_python(code: str, **environment: str) -> Any:
+    """The JSON that `code` prints last, run in a process of its own with this file as `tests`."""
+    inherited = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, "-c", f"from tests.test_triton import *; {code}"],
+        cwd=ROOT,
+        env={**inherited, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+# Results
+
+
+def run_checks() -> None:
+    failures = {}
+    for name, function in CHECKS.items():
+        try:
+            function()
+        except Exception:
+            failures[name] = traceback.format_exc()
+    print(json.dumps(failures))
+
+
+@pytest.fixture(scope="module")
+def failures() -> dict[str, str]:
+    return run_python("run_checks()", TRITON_INTERPRET="1")
+
+
+def assert_matches_dense(case: attention.Case) -> None:
+    tolerance = {torch.float32: 3e-6, torch.float16: 3e-3}[case.queries.dtype]
+    expected = attention.dense_attention(case)
+    torch.testing.assert_close(case.run("triton").double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@check
+def attention_matches_dense() -> None:
+    """Decodes and chunks side by side, in every shape of head, and what no sequence holds is NaN."""
+    for head_dim, group, block_size, dtype in (
+        (64, 4, 16, torch.float32),
+        (64, 2, 32, torch.float16),
+        (96, 1, 64, torch.float32),
+        (128, 8, 16, torch.float16),
+        (256, 3, 256, torch.float32),
+        (16, 20, 32, torch.float16),
+    ):
+        options = {"head_dim": head_dim, "group": group, "block_size": block_size, "dtype": dtype}
+        assert_matches_dense(attention.make_case(attention.MIXED, **options))
+
+
+@check
+def edges_of_tiles_and_segments() -> None:
+    assert_matches_dense(attention.make_case(attention.EDGES, head_dim=16, group=3))
+
+
+@check
+def decodes_alone() -> None:
+    """The prefill kernel is not started at all. In most of the small caches, block 0 is one of those that are NaN."""
+    assert_matches_dense(attention.make_case([[64], [0], [700]], head_dim=32))
+    for seed in range(4):
+        assert_matches_dense(attention.make_case([[3]], head_dim=16, seed=seed))
+
+
+@check
+def holes_are_not_attended() -> None:
+    for dtype in (torch.float32, torch.float16):
+        assert_matches_dense(attention.make_holes(head_dim=16, group=2, dtype=dtype))
+    assert_matches_dense(attention.make_holes(head_dim=64, group=1, block_size=64))
+
+
+@check
+def each_layer_has_its_own_holes() -> None:
+    attention.test_each_layer_has_its_own_holes("triton")
+
+
+@check
+def scores_far_apart() -> None:
+    case = attention.make_case([[600], list(range(70))], head_dim=32)
+    case.queries *= 300
+    torch.testing.assert_close(case.run("triton").double(), attention.dense_attention(case), atol=1e-3, rtol=1e-3)
+
+
+@check
+def queries_may_be_a_view_of_wider_rows() -> None:
+    case = attention.make_case([[64], list(range(40, 59))], head_dim=32)
+    wide = torch.full((len(case.queries), 700), float("nan"))
+    wide[:, 100:356] = case.queries.flatten(1)
+    view = wide[:, 100:356].unflatten(1, case.queries.shape[1:])
+    assert torch.equal(replace(case, queries=view).run("triton"), case.run("triton"))
+
+
+def part(case: attention.Case, sequence: int, rows: slice) -> attention.Case:
+    """Some rows of one sequence, without the rest of the batch."""
+    batch = AttentionBatch(
+        torch.tensor([0, rows.stop - rows.start], dtype=torch.int32),
+        case.batch.query_index[rows],
+        case.batch.block_tables[sequence : sequence + 1],
+    )
+    return replace(case, queries=case.queries[rows], batch=batch)
+
+
+@check
+def bits_of_a_row_do_not_depend_on_the_batch() -> None:
+    rows_of = [[600], [0], list(range(35)), list(range(505, 540)), list(range(7, 80, 9))]
+    for dtype in (torch.float32, torch.float16):
+        case = attention.make_case(rows_of, head_dim=16, group=3, dtype=dtype)
+        together = case.run("triton")
+        for sequence in range(len(rows_of)):
+            rows = case.rows(sequence)
+            assert torch.equal(part(case, sequence, rows).run("triton"), together[rows])
+
+
+@check
+def bits_of_a_float32_row_do_not_depend_on_the_chunk() -> None:
+    """Every chunk from one row, which is a decode, to all of them, across the end of a segment."""
+    case = attention.make_case([list(range(500, 520))], head_dim=16, group=3)
+    with pytest.MonkeyPatch.context() as patch:
+        # The interpreter multiplies with BLAS, whose order of summation depends on a row's place in the matrix.
+        patch.setattr(np, "matmul", lambda a, b, dtype: (a[:, :, None] * b[None]).astype(dtype).sum(1))
+        together = case.run("triton")
+        for size in (1, 7, 16):
+            for start in range(0, 20, size):
+                rows = slice(start, min(20, start + size))
+                assert torch.equal(part(case, 0, rows).run("triton"), together[rows])
+
+
+@check
+def an_empty_batch_is_fine() -> None:
+    case = attention.make_case([[3]], head_dim=16)
+    starts, index = torch.zeros(1, dtype=torch.int32), torch.empty(0, dtype=torch.int32)
+    batch = AttentionBatch(starts, index, torch.empty(0, 4, dtype=torch.int32))
+    assert replace(case, queries=case.queries[:0], batch=batch).run("triton").shape == (0, 8, 16)
+
+
+def random_cache(dtype: torch.dtype, *, num_blocks: int = 12, head_dim: int = 48) -> PagedKVCache:
+    """Any bits, NaNs among them, so that a copy by arithmetic would show."""
+    cache = PagedKVCache(CacheShape(2, 3, head_dim, 16, dtype), num_blocks)
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    limits = torch.iinfo(bits)
+    cache.data.view(bits).random_(limits.min, limits.max, generator=torch.Generator().manual_seed(0))
+    return cache
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
+
+
+@check
+def store() -> None:
+    from kvllm.attention.kernels.store import store_kv
+
+    for dtype in (torch.float32, torch.bfloat16):
+        cache, rows = random_cache(dtype), random_cache(dtype, num_blocks=1).data.flatten()
+        qkv = rows[: 5 * 900].view(5, 900)
+        keys, values = qkv[:, 10:154].unflatten(1, (3, 48)), qkv[:, 400:544].unflatten(1, (3, 48))
+        expected = cache.data.clone()
+        slots = torch.tensor([17, -1, 0, 12 * 16 - 1, 100])
+        for row, slot in enumerate(slots.tolist()):
+            if slot >= 0:
+                expected[1, 0, slot // 16, :, slot % 16] = keys[row]
+                expected[1, 1, slot // 16, :, slot % 16] = values[row]
+        store_kv(cache.keys(1), cache.values(1), keys, values, slots)
+        assert torch.equal(bits_of(cache.data), bits_of(expected))
+
+
+@check
+def copies_of_blocks() -> None:
+    from kvllm.attention.kernels.copy_blocks import copy_blocks
+
+    for dtype, head_dim in ((torch.float32, 48), (torch.bfloat16, 96)):  # a block of less and of more than a chunk
+        cache = random_cache(dtype, head_dim=head_dim)
+        expected = cache.data.clone()
+        expected[:, :, torch.tensor([5, 0, 1])] = cache.data[:, :, torch.tensor([2, 2, 8])]
+        copy_blocks(cache.data, torch.tensor([2, 2, 8]), torch.tensor([5, 0, 1]))
+        assert torch.equal(bits_of(cache.data), bits_of(expected))
+
+
+@check
+def compaction() -> None:
+    """In place and out of place, more rows than a tile, and regions that end early."""
+    from kvllm.attention.kernels.compact import compact
+
+    sources = torch.tensor([[11, 3, 7, 1, 8, 2], [0, 6, 99, 99, 99, 99]])
+    for dtype in (torch.float32, torch.bfloat16):
+        for destinations in (sources[:, :5].contiguous(), torch.tensor([[10, 4, 9, 5, 12], [7, -1, -1, -1, -1]])):
+            for ragged in (False, True):
+                cache = random_cache(dtype, num_blocks=13)
+                kept = cpu_ops.random_kept(2, [96, 32], 3, [75, 16], ragged=ragged)
+                expected = cpu_ops.literal_compaction(bits_of(cache.data), kept, sources, destinations)
+                compact(cache.data, kept, sources, destinations)
+                assert torch.equal(bits_of(cache.data), expected)
+
+
+@check
+def compaction_takes_sequences_in_order() -> None:
+    """Two sequences share their blocks: one moves its survivors out, then the other compacts in place."""
+    cache = random_cache(torch.float32)
+    reference = PagedKVCache(cache.shape, cache.num_blocks)
+    reference.data.copy_(cache.data)
+    sources, destinations = torch.tensor([[0, 1, 2], [0, 1, 2]]), torch.tensor([[5], [0]])
+    generator = torch.Generator().manual_seed(1)
+    kept = torch.rand(2, 2, 3, 48, generator=generator).argsort(-1)[..., :16].sort(-1).values
+    make_backend("triton", cache, 3, 1.0).compact(kept, sources, destinations)
+    make_backend("reference", reference, 3, 1.0).compact(kept, sources, destinations)
+    assert torch.equal(bits_of(cache.data), bits_of(reference.data))
+
+
+@check
+def scores_of_a_window() -> None:
+    from kvllm.attention.kernels.scores import window_scores
+
+    for head_dim, heads, kv_heads, dtype in (
+        (64, 4, 2, torch.float32),
+        (96, 3, 3, torch.float16),
+        (4, 8, 1, torch.float32),
+    ):
+        queries, keys = kara.window_tensors(0, 2, heads, kv_heads, 90, head_dim, dtype)
+        found = window_scores(queries, keys, 77, head_dim**-0.5)
+        expected = kara.dense_scores(queries, keys, 13)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-6)
+        alone = window_scores(queries[1:], keys[1:], 77, head_dim**-0.5)
+        assert torch.equal(found[1:], alone)
+
+
+@check
+def scores_from_rows_of_a_step() -> None:
+    """Queries as the recomputation has them, every third row; keys behind the scored ones may be anything."""
+    from kvllm.attention.kernels.scores import window_scores
+
+    queries, keys = kara.window_tensors(1, 2, 4, 2, 70, 16)
+    expected = window_scores(queries[:, :, ::3].contiguous(), keys, 40, 0.25)
+    step = queries[:, :, ::3].transpose(1, 2).flatten(0, 1).contiguous()
+    keys[:, :, 40:] = float("nan")
+    found = window_scores(step.view(2, -1, 4, 16).transpose(1, 2), keys, 40, 0.25)
+    assert torch.equal(found, expected)
+
+
+def both_dtypes(rows: int, width: int) -> list[torch.Tensor]:
+    """Not bfloat16: the interpreter truncates where it should round."""
+    return [cpu_ops.randn(rows, width, dtype=dtype) for dtype in (torch.float32, torch.float16)]
+
+
+@check
+def norms() -> None:
+    from kvllm.attention.kernels import elementwise
+
+    for x in (*both_dtypes(3, 1027), *both_dtypes(1, 64)):
+        weight = cpu_ops.randn(x.shape[1], dtype=x.dtype, seed=1)
+        expected = torch_forms.torch_rms_norm(x, weight, 1e-6)
+        cpu_ops.assert_same_rounding(elementwise.rms_norm(x, weight, 1e-6), expected)
+        residual = cpu_ops.randn(*x.shape, dtype=x.dtype, seed=2)
+        other = residual.clone()
+        normalized = elementwise.add_rms_norm(residual, x, weight, 1e-6)
+        expected = torch_forms.torch_add_rms_norm(other, x, weight, 1e-6)
+        assert torch.equal(residual, other)
+        cpu_ops.assert_same_rounding(normalized, expected)
+
+
+@check
+def gated_activation() -> None:
+    from kvllm.attention.kernels import elementwise
+
+    for gate_up in both_dtypes(2, 2 * 1100):
+        expected = torch_forms.torch_silu_mul(4 * gate_up)
+        cpu_ops.assert_same_rounding(elementwise.silu_mul(4 * gate_up), expected)
+
+
+@check
+def rotation() -> None:
+    """With q/k norm and without, 6 query heads and 3 or no KV heads; values behind them stay."""
+    from kvllm.attention.kernels import elementwise
+
+    for head_dim, kv_heads, norm in ((64, 3, True), (96, 3, False), (16, 0, True)):
+        for qkv in both_dtypes(4, 12 * head_dim):
+            weights = [cpu_ops.randn(head_dim, dtype=qkv.dtype, seed=seed) if norm else None for seed in (1, 2)]
+            positions, table = torch.tensor([99, 0, 7, 7]), cpu_ops.cos_sin_table(head_dim)
+            expected = qkv.clone()
+            torch_forms.torch_rotary(expected, positions, table, 6, kv_heads, head_dim, *weights)
+            elementwise.rotary(qkv, positions, table, 6, kv_heads, head_dim, *weights)
+            cpu_ops.assert_same_rounding(qkv, expected)
+
+
+@check
+def the_engine_generates_the_same_tokens() -> None:
+    """Prompts, decodes and a compression event, over the model that comes with the package."""
+    compression = CompressionConfig(
+        period=4, window_blocks=2, retain_blocks=1, buffer=4, chunk_budget=4, compress_prompt=True
+    )
+    outputs = []
+    for name in ("reference", "triton"):
+        llm = LLM(
+            dtype="float32",
+            max_model_len=64,
+            block_size=16,
+            num_gpu_blocks_override=12,
+            attention_backend=name,
+            compression=compression,
+        )
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        found = llm.generate([list(range(5, 45)), list(range(7, 20))], params, use_tqdm=False)
+        assert llm.stats().compression_events > 0
+        outputs.append([request.outputs[0].token_ids for request in found])
+    assert outputs[0] == outputs[1]
+
+
+@check
+def what_the_backend_refuses() -> None:
+    shape = CacheShape(1, 2, 64, 16, torch.float32)
+    for message, fields in {
+        "bfloat16 in Triton's interpreter.*use 'cpu' or 'reference'": {"dtype": torch.bfloat16},
+        "float32, not torch.float64": {"dtype": torch.float64},
+        "power of two from 16 on, not 8": {"block_size": 8},
+        "power of two from 16 on, not 48": {"block_size": 48},
+        "multiple of 16 up to 256, not 72": {"head_dim": 72},
+        "multiple of 16 up to 256, not 272": {"head_dim": 272},
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            make_backend("triton", PagedKVCache(replace(shape, **fields), 2), 4, 1.0)
+    assert make_backend("triton", PagedKVCache(shape, 2), 4, 1.0).name == "triton"
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_in_the_interpreter(name: str, failures: dict[str, str]) -> None:
+    assert name not in failures, failures[name]
+
+
+def test_cpu_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    cache = PagedKVCache(CacheShape(1, 2, 64, 16, torch.float32), 2)
+    with pytest.raises(ConfigError, match="'triton' runs on CUDA devices, not on cpu: use 'cpu' or 'reference'"):
+        make_backend("triton", cache, 4, 1.0)
+    assert make_backend("auto", cache, 4, 1.0).name == "cpu"
+
+
+# Compilation
+
+
+def compile_kernels(capability: int) -> None:
+    """Call every launcher with kernels that are compiled, but not started; print their shared memory by name."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.jit import JITFunction
+
+    class Device:
+        """What Triton asks of a driver before it compiles."""
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", capability, 32)
+
+    compiled: dict[str, list[int]] = {}
+    compile_and_start = JITFunction.run
+
+    def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        kernel = compile_and_start(self, *args, grid=grid, warmup=True, **options)
+        assert kernel.asm["cubin"].startswith(b"\x7fELF")
+        compiled.setdefault(self.__name__, []).append(kernel.metadata.shared)
+
+    triton.runtime.driver.set_active(Device())
+    JITFunction.run = compile_only
+    for dtype, head_dims in ((torch.bfloat16, (64, 96, 128, 256)), (torch.float32, (128,))):
+        for head_dim in head_dims:
+            launch_attention(dtype, head_dim)
+        launch_elementwise(dtype)
+    print(json.dumps(compiled))
+
+
+def launch_attention(dtype: torch.dtype, head_dim: int) -> None:
+    """A batch of a decode and a chunk, with holes and without, and everything else that touches a cache."""
+    from kvllm.attention.kernels.scores import window_scores
+    from kvllm.attention.triton import TritonBackend
+
+    def ints(*size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.int32)
+
+    cache = PagedKVCache(CacheShape(1, 8, head_dim, 256, dtype), 4)
+    backend = TritonBackend(cache, 32, head_dim**-0.5)
+    queries = torch.zeros(33, 32, head_dim, dtype=dtype)
+    with_holes = {"packed": ints(2), "head_lengths": ints(1, 2, 8)}
+    for holes in ({}, with_holes) if head_dim == 128 else ({},):
+        batch = AttentionBatch(torch.tensor([0, 1, 33], dtype=torch.int32), ints(33), ints(2, 8), **holes)
+        backend.run(0, queries, backend.plan(batch))
+    alone = AttentionBatch(torch.tensor([0, 33], dtype=torch.int32), ints(33), ints(1, 1))
+    backend.run(0, queries, backend.plan(alone))
+    backend.store(0, queries[:, :8], queries[:, 8:16], ints(33).long())
+    backend.copy_blocks(ints(1).long(), ints(1).long())
+    backend.compact(ints(1, 2, 8, 256).long(), ints(2, 3).long(), ints(2, 1).long())
+    window_scores(queries[None].transpose(1, 2), torch.zeros(1, 8, 768, head_dim, dtype=dtype), 736, 0.1)
+
+
+def launch_elementwise(dtype: torch.dtype) -> None:
+    from kvllm.attention.kernels import elementwise
+
+    x, weight = torch.zeros(3, 6144, dtype=dtype), torch.zeros(6144, dtype=dtype)
+    elementwise.rms_norm(x, weight, 1e-6)
+    elementwise.add_rms_norm(x, x, weight, 1e-6)
+    elementwise.silu_mul(x)
+    positions, table = torch.zeros(3, dtype=torch.int64), torch.zeros(9, 128)
+    elementwise.rotary(x, positions, table, 32, 8, 128)
+    elementwise.rotary(x, positions, table, 32, 8, 128, weight[:128], weight[:128])
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
+    compiled = run_python(f"compile_kernels({capability})", TRITON_CACHE_DIR=str(tmp_path))
+    sources = [path.read_text() for path in (ROOT / "kvllm" / "attention" / "kernels").glob("*.py")]
+    assert set(compiled) == {name for source in sources for name in re.findall(r"(\w+)\[\(", source)}
+    assert max(max(shared) for shared in compiled.values()) <= SHARED_MEMORY[capability]
