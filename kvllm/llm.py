@@ -5,22 +5,21 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 from tqdm import tqdm
 
-from kvllm.attention.backends import make_backend
-from kvllm.attention.cache import CacheShape, PagedKVCache
+from kvllm.attention.cache import CacheShape
 from kvllm.config import OBSERVING_METHODS, CompressionConfig, EngineConfig, require
 from kvllm.core.compression_policy import check_pool
 from kvllm.core.engine import LLMEngine, Prompt
 from kvllm.errors import ConfigError, RequestError
 from kvllm.model_config import ModelConfig, load_model_config
-from kvllm.models.loader import load_model, random_model
 from kvllm.outputs import RequestOutput
 from kvllm.parallel import SingleRank
 from kvllm.sampling_params import SamplingParams
@@ -28,12 +27,17 @@ from kvllm.stats import EngineStats
 from kvllm.tokenizer import has_tokenizer, load_tokenizer
 from kvllm.worker.attention_state import AttentionMass
 from kvllm.worker.inline import InlineExecutor
-from kvllm.worker.model_runner import ModelRunner
+from kvllm.worker.rank import DTYPES, RunnerSettings, make_runner
+from kvllm.worker.restarting import RestartingEngine
+
+if TYPE_CHECKING:
+    from kvllm.worker.ray import RayExecutor
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_MODEL = Path(__file__).parent / "assets" / "reasoner"
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+BACKENDS = ("inline", "ray")
+PLACEMENTS = ("STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD")
 GIB = 1 << 30
 
 
@@ -49,9 +53,12 @@ class LLM:
         max_num_batched_tokens: most tokens of one step; longer prompts are computed in chunks.
         block_size: tokens of a KV block, 1 to 256.
         num_gpu_blocks_override: blocks in the KV pool, or
-        kv_cache_memory_bytes: its size in bytes. Default: half of the free memory, 4 GiB at most.
+        kv_cache_memory_bytes: its size in bytes, on each rank. Default: half of the free memory, 4 GiB at most.
         enable_prefix_caching: let requests share the blocks of equal beginnings.
-        tensor_parallel_size: ranks that share the model.
+        tensor_parallel_size: ranks that share the model, each a process; more than one need Ray (docs/distributed.md).
+        distributed_executor_backend: "inline" (one rank, in this process) or "ray"; default "ray" for several ranks.
+        placement_strategy: where Ray puts the ranks: "STRICT_PACK" (one node), "PACK", "SPREAD" or "STRICT_SPREAD".
+        max_worker_restarts: how many times lost workers are replaced before `generate` raises.
         seed: of requests that bring none.
         compression: how the KV cache is compressed while decoding; None for not at all.
         attention_backend: "cpu", "reference", or "auto" for the fastest.
@@ -74,6 +81,9 @@ class LLM:
         kv_cache_memory_bytes: int | None = None,
         enable_prefix_caching: bool = True,
         tensor_parallel_size: int = 1,
+        distributed_executor_backend: str | None = None,
+        placement_strategy: str = "STRICT_PACK",
+        max_worker_restarts: int = 3,
         seed: int = 0,
         compression: CompressionConfig | None = None,
         attention_backend: str = "auto",
@@ -82,56 +92,65 @@ class LLM:
         path = Path(model)
         self.model_config = load_model_config(path)
         _check_parallel(tensor_parallel_size, self.model_config)
-        torch_dtype = _dtype(dtype, self.model_config)
+        _check_workers(placement_strategy, max_worker_restarts)
+        backend = _backend(distributed_executor_backend, tensor_parallel_size)
+        dtype = _dtype(dtype, self.model_config)
         length = _model_length(max_model_len, self.model_config)
         require(load_format in ("auto", "dummy"), "load_format", load_format, "choose one of auto, dummy")
         require(type(block_size) is int and 1 <= block_size <= 256, "block_size", block_size, "between 1 and 256")
         shape = CacheShape(
             self.model_config.num_layers,
-            self.model_config.num_kv_heads,
+            max(1, self.model_config.num_kv_heads // tensor_parallel_size),
             self.model_config.head_dim,
             block_size,
-            torch_dtype,
+            DTYPES[dtype],
         )
         require(type(max_num_seqs) is int and max_num_seqs >= 1, "max_num_seqs", max_num_seqs, "at least 1")
         most_useful = max_num_seqs * -(-length // block_size)
         state_bytes = _state_bytes(compression, shape, max_num_seqs, length)
-        self.config = EngineConfig(
-            num_blocks=_num_blocks(num_gpu_blocks_override, kv_cache_memory_bytes, shape, most_useful, state_bytes),
-            max_model_len=length,
-            block_size=block_size,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            enable_prefix_caching=enable_prefix_caching,
-            seed=seed,
-            compression=compression,
-        )
-        if max_model_len is not None:
-            check_pool(self.config)
         self.cache_shape = shape
         self.tokenizer = load_tokenizer(path) if has_tokenizer(path) else None
-        runner = self._load(path, shape, attention_backend, load_format)
-        self.llm_engine = LLMEngine(
-            self.config,
-            InlineExecutor(runner),
-            vocab_size=self.model_config.vocab_size,
-            eos_token_ids=self.model_config.eos_token_ids,
-            tokenizer=self.tokenizer,
-        )
-        self.llm_engine.stats.method_state_bytes = state_bytes
         self._request_ids = count()
+        with ExitStack() as started:  # ended here unless all goes well
+            workers = None
+            if backend == "ray":
+                workers = _start_workers(tensor_parallel_size, placement_strategy, max_worker_restarts)
+                started.callback(workers.close)
+            free = workers.available_memory if workers else psutil.virtual_memory().available
+            num_blocks = _num_blocks(
+                num_gpu_blocks_override, kv_cache_memory_bytes, shape, most_useful, state_bytes, free
+            )
+            self.config = EngineConfig(
+                num_blocks=num_blocks,
+                max_model_len=length,
+                block_size=block_size,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                enable_prefix_caching=enable_prefix_caching,
+                seed=seed,
+                compression=compression,
+            )
+            if max_model_len is not None:
+                check_pool(self.config)
+            settings = RunnerSettings(
+                str(path.resolve()), self.model_config, self.config, dtype, attention_backend, load_format
+            )
+            self.llm_engine = self._engine(settings, workers)
+            started.pop_all()
+        self.llm_engine.stats.method_state_bytes = state_bytes
 
-    def _load(self, path: Path, shape: CacheShape, attention_backend: str, load_format: str) -> ModelRunner:
-        device = torch.device("cpu")
-        cache = PagedKVCache(shape, self.config.num_blocks, device)
-        # Made before the weights are read: a wrong name must not cost a minute.
-        backend = make_backend(attention_backend, cache, self.model_config.num_query_heads, shape.head_dim**-0.5)
-        arguments = (self.model_config, SingleRank(), shape.dtype, device, self.config.max_model_len)
-        if load_format == "dummy":
-            model = random_model(*arguments, seed=self.config.seed)
-        else:
-            model = load_model(path, *arguments)
-        return ModelRunner(model, cache, backend, self.config, self.model_config.eos_token_ids)
+    def _engine(self, settings: RunnerSettings, workers: RayExecutor | None) -> LLMEngine:
+        """Load the model, on Ray's workers or in this process."""
+        options = {
+            "vocab_size": self.model_config.vocab_size,
+            "eos_token_ids": self.model_config.eos_token_ids,
+            "tokenizer": self.tokenizer,
+        }
+        if workers:
+            workers.load(settings)
+            return RestartingEngine(self.config, workers, **options)
+        runner = make_runner(settings, SingleRank(), torch.device("cpu"))
+        return LLMEngine(self.config, InlineExecutor(runner), **options)
 
     def generate(
         self,
@@ -234,15 +253,53 @@ def _check_parallel(tensor_parallel_size: int, model: ModelConfig) -> None:
     field, value = "tensor_parallel_size", tensor_parallel_size
     require(type(value) is int and value >= 1, field, value, "at least 1")
     heads = model.num_kv_heads
-    require(heads % value == 0, field, value, f"a divisor of the model's {heads} KV heads")
-    require(value == 1, field, value, "1: this version runs the model on one rank")
+    shared_out = heads % value == 0 or value % heads == 0
+    require(shared_out, field, value, f"a divisor of the model's {heads} KV heads, or a multiple of them")
+    sizes = {
+        "query heads": model.num_query_heads,
+        "MLP columns": model.intermediate_size,
+        "vocabulary entries": model.vocab_size,
+    }
+    for name, size in sizes.items():
+        require(size % value == 0, field, value, f"a divisor of the model's {size} {name}")
 
 
-def _dtype(dtype: str, model: ModelConfig) -> torch.dtype:
+def _check_workers(placement_strategy: str, max_worker_restarts: int) -> None:
+    field, value = "placement_strategy", placement_strategy
+    require(value in PLACEMENTS, field, value, f"choose one of {', '.join(PLACEMENTS)}")
+    field, value = "max_worker_restarts", max_worker_restarts
+    require(type(value) is int and value >= 0, field, value, "at least 0")
+
+
+def _backend(name: str | None, tensor_parallel_size: int) -> str:
+    if name is None:
+        return "inline" if tensor_parallel_size == 1 else "ray"
+    field = "distributed_executor_backend"
+    require(name in BACKENDS, field, name, f"choose one of {', '.join(BACKENDS)}, or None")
+    if name == "inline":
+        one_rank = f'it runs one rank, and tensor_parallel_size={tensor_parallel_size}: use "ray" or None'
+        require(tensor_parallel_size == 1, field, name, one_rank)
+    return name
+
+
+def _start_workers(world_size: int, placement: str, max_restarts: int) -> RayExecutor:
+    try:
+        from kvllm.worker.ray import RayExecutor
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise ConfigError(
+            f"tensor_parallel_size={world_size} on several processes needs Ray, which is not installed: "
+            'pip install "kvllm[ray]" (or: pip install ray), or use tensor_parallel_size=1'
+        ) from error
+    return RayExecutor(world_size, placement, max_restarts)
+
+
+def _dtype(dtype: str, model: ModelConfig) -> str:
     if dtype == "auto":
-        dtype = "bfloat16" if model.dtype == "bfloat16" else "float32"
+        return "bfloat16" if model.dtype == "bfloat16" else "float32"
     require(dtype in DTYPES, "dtype", dtype, f"choose one of auto, {', '.join(DTYPES)}")
-    return DTYPES[dtype]
+    return dtype
 
 
 def _model_length(max_model_len: int | None, model: ModelConfig) -> int:
@@ -256,12 +313,16 @@ def _model_length(max_model_len: int | None, model: ModelConfig) -> int:
 
 def _state_bytes(compression: CompressionConfig | None, shape: CacheShape, max_num_seqs: int, length: int) -> int:
     """What the compression method keeps beside the cache; it counts as memory of the cache."""
-    if isinstance(compression, CompressionConfig) and compression.method in OBSERVING_METHODS:
+    if not isinstance(compression, CompressionConfig) or compression.method not in OBSERVING_METHODS:
+        return 0
+    if not compression.keeps_all(shape.block_size):
         return AttentionMass.bytes_for(shape, max_num_seqs, length)
     return 0
 
 
-def _num_blocks(override: int | None, memory: int | None, shape: CacheShape, most_useful: int, state_bytes: int) -> int:
+def _num_blocks(
+    override: int | None, memory: int | None, shape: CacheShape, most_useful: int, state_bytes: int, free: int
+) -> int:
     """Blocks in the pool, from the two ways to ask for them, or from the free memory; of memory, `state_bytes` less."""
     if override is not None and memory is not None:
         raise ConfigError(
@@ -271,7 +332,7 @@ def _num_blocks(override: int | None, memory: int | None, shape: CacheShape, mos
         require(type(override) is int and override >= 1, "num_gpu_blocks_override", override, "at least 1")
         return override
     if memory is None:
-        available = min(4 * GIB, psutil.virtual_memory().available // 2) - state_bytes
+        available = min(4 * GIB, free // 2) - state_bytes
         return max(1, min(most_useful, available // shape.bytes_per_block))
     least = shape.bytes_per_block + state_bytes
     one_block = f"at least one block of {shape.block_size} tokens, {shape.bytes_per_block} bytes"

@@ -1,12 +1,19 @@
-"""Tensor parallelism as a model sees it: which rank it is, and the two collectives it needs."""
+"""Tensor parallelism as a model sees it: which rank it is, what it holds, and the two collectives it needs."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
+import torch.distributed
 
-from kvllm.errors import ConfigError
+from kvllm.errors import ConfigError, KvLLMError
+
+
+class WorkerError(KvLLMError, RuntimeError):
+    """A rank died, hangs or failed. The message says which, and carries its own traceback if it left one."""
 
 
 class Shard(ABC):
@@ -35,6 +42,52 @@ class SingleRank(Shard):
 
     def all_gather_last_dim(self, x: torch.Tensor) -> torch.Tensor:
         return x
+
+
+class ProcessGroupShard(Shard):
+    """Collectives of torch.distributed: between machines ("gloo") and between GPUs ("nccl").
+
+    A process has one such group. store: that all ranks share. timeout: seconds that a collective may take.
+    """
+
+    def __init__(
+        self, rank: int, world_size: int, backend: str, store: torch.distributed.Store, timeout: float
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        torch.distributed.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
+        )
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        torch.distributed.all_reduce(x)
+        return x
+
+    def all_gather_last_dim(self, x: torch.Tensor) -> torch.Tensor:
+        parts = [torch.empty_like(x) for _ in range(self.world_size)]
+        torch.distributed.all_gather(parts, x)
+        return torch.cat(parts, dim=-1)
+
+
+@dataclass(frozen=True)
+class KVHeads:
+    """The KV heads of one rank: `count` from `first` on, and on how many ranks each of them is (`replicas`)."""
+
+    first: int
+    count: int
+    replicas: int
+
+
+def kv_heads(total: int, shard: Shard) -> KVHeads:
+    """Share out `total` KV heads; with fewer heads than ranks, neighbouring ranks hold the same one.
+
+    Raises ConfigError if neither number divides the other.
+    """
+    if total < shard.world_size and shard.world_size % total == 0:
+        replicas = shard.world_size // total
+        return KVHeads(shard.rank // replicas, 1, replicas)
+    count = split(total, shard, "KV heads")
+    return KVHeads(shard.rank * count, count, 1)
 
 
 def split(total: int, shard: Shard, what: str) -> int:

@@ -25,7 +25,7 @@ from kvllm.models import MODELS
 from kvllm.models.layers import QKVLinear, linear, pack, rotary_table
 from kvllm.models.llama import LlamaModel
 from kvllm.models.loader import load_model, random_model
-from kvllm.parallel import Shard, SingleRank, split
+from kvllm.parallel import Shard, SingleRank, kv_heads, split
 from tests.checkpoints import make_checkpoint
 
 CPU = torch.device("cpu")
@@ -317,14 +317,14 @@ def test_random_model_is_the_same_on_any_number_of_ranks(qwen3: Path) -> None:
 
 
 def test_ranks_that_do_not_divide_the_model(qwen3: Path) -> None:
-    ranks = ThreadShard(0, threading.Barrier(4), [])
-    with pytest.raises(
-        ConfigError, match="tensor_parallel_size 4 does not divide the model's 2 KV heads: use one of 1, 2"
-    ):
+    ranks = ThreadShard(0, threading.Barrier(3), [])
+    with pytest.raises(ConfigError, match="tensor_parallel_size 3 does not divide the model's 256 vocabulary entries"):
         load(qwen3, shard=ranks)
-    with pytest.raises(ConfigError, match="6 whatever"):
-        split(6, ranks, "whatever")
-    assert split(8, ranks, "whatever") == 2
+    with pytest.raises(ConfigError, match="tensor_parallel_size 3 does not divide the model's 2 KV heads: use one"):
+        kv_heads(2, ranks)
+    with pytest.raises(ConfigError, match="7 whatever"):
+        split(7, ranks, "whatever")
+    assert split(6, ranks, "whatever") == 2
 
 
 def generate(paged: PagedModel, bos: int, count: int) -> list[int]:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from kvllm.model_config import ModelConfig, RopeScaling
-from kvllm.parallel import Shard, split
+from kvllm.parallel import Shard, kv_heads, split
 
 
 @dataclass(frozen=True)
@@ -61,17 +61,19 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 class QKVLinear:
-    """The projections to queries, keys and values as one product; heads are shared out.
+    """The projections to queries, keys and values as one product; heads are shared out, or repeated (`kv_heads`).
 
     The rows of the weight are those of the queries, keys and values, in this order.
     """
 
     def __init__(self, config: ModelConfig, shard: Shard, dtype: torch.dtype, device: torch.device) -> None:
-        self.shard = shard
         self.head_dim = config.head_dim
-        self.totals = {"q": config.num_query_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
         self.num_query_heads = split(config.num_query_heads, shard, "query heads")
-        self.num_kv_heads = split(config.num_kv_heads, shard, "KV heads")
+        held = kv_heads(config.num_kv_heads, shard)
+        self.num_kv_heads = held.count
+        # How many heads the checkpoint has, and the first of this rank.
+        of_keys = (config.num_kv_heads, held.first)
+        self.heads = {"q": (config.num_query_heads, shard.rank * self.num_query_heads), "k": of_keys, "v": of_keys}
         query_size, kv_size = self.num_query_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.sizes = (query_size, kv_size, kv_size)
         self.weight = torch.empty(sum(self.sizes), config.hidden_size, dtype=dtype, device=device)
@@ -82,8 +84,9 @@ class QKVLinear:
         found = {}
         for kind, tensor in (("weight", self.weight), ("bias", self.bias)):
             if tensor is not None:
-                for (name, heads), part in zip(self.totals.items(), tensor.split(self.sizes), strict=True):
-                    found[f"{prefix}.{name}_proj.{kind}"] = row_part(heads * self.head_dim, part, self.shard)
+                for (name, (total, first)), part in zip(self.heads.items(), tensor.split(self.sizes), strict=True):
+                    shape = (total * self.head_dim, *part.shape[1:])
+                    found[f"{prefix}.{name}_proj.{kind}"] = Weight(shape, part, 0, first * self.head_dim)
         return found
 
     def pack(self) -> None:

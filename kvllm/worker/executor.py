@@ -7,6 +7,10 @@ from abc import ABC, abstractmethod
 from kvllm.core.protocol import StepPlan, StepResult
 
 
+class WorkersRestarted(Exception):
+    """The last plan is lost, and so is all that the workers knew: sequences and cache. New workers are ready."""
+
+
 class Executor(ABC):
     """Runs plans on all ranks. One plan is in flight at a time."""
 

@@ -1,0 +1,88 @@
+"""What a step costs beside the model: Ray's executor with one rank against the executor in this process.
+
+    python -m benchmarks.executor_overhead
+
+The same requests run on both, with the same model. A step's overhead is the time of `execute` less the time that the
+worker spent on the plan, as it reports it; medians over the steps that only decode. Besides, the size of the plans.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from statistics import median
+
+import torch
+
+from kvllm import LLM, SamplingParams
+from kvllm.core.protocol import StepPlan, StepResult, encode
+from kvllm.worker.executor import Executor
+
+BLOCK_SIZE = 16
+PROMPT_TOKENS = 32
+
+
+class Measuring(Executor):
+    """Passes plans on, and notes of each step that only decodes what it cost."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
+        self.step_us: list[float] = []
+        self.overhead_us: list[float] = []
+        self.plan_bytes: list[int] = []
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        begin = time.perf_counter()
+        result = self.executor.execute(plan)
+        seconds = time.perf_counter() - begin
+        if not plan.started:
+            self.step_us.append(seconds * 1e6)
+            self.overhead_us.append((seconds - result.seconds.model) * 1e6)
+            self.plan_bytes.append(len(encode(plan)))
+        return result
+
+    def close(self) -> None:
+        self.executor.close()
+
+
+def measure(llm: LLM, batch: int, output_tokens: int) -> Measuring:
+    """Decode `batch` random prompts together."""
+    rng = random.Random(0)
+    vocab = llm.model_config.vocab_size
+    prompts = [[rng.randrange(vocab) for _ in range(PROMPT_TOKENS)] for _ in range(batch)]
+    executor = llm.llm_engine.executor
+    llm.llm_engine.executor = measuring = Measuring(executor)
+    params = SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True)
+    llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    llm.llm_engine.executor = executor
+    return measuring
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.executor_overhead",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--output-tokens", type=int, default=512)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    blocks = max(args.batches) * -(-(PROMPT_TOKENS + args.output_tokens) // BLOCK_SIZE)
+    print("executor  batch  step, us  overhead, us  plan, bytes: first and second half, per sequence")
+    for backend in ("inline", "ray"):
+        llm = LLM(distributed_executor_backend=backend, block_size=BLOCK_SIZE, num_gpu_blocks_override=blocks + 1)
+        for batch in args.batches:
+            found = measure(llm, batch, args.output_tokens)
+            middle = len(found.plan_bytes) // 2
+            first, second = (sum(half) / len(half) for half in (found.plan_bytes[:middle], found.plan_bytes[middle:]))
+            print(
+                f"{backend:8} {batch:6} {median(found.step_us):9.0f} {median(found.overhead_us):13.0f}"
+                f" {first:13.1f} {second:8.1f} {second / batch:8.2f}"
+            )
+        llm.llm_engine.close()
+
+
+if __name__ == "__main__":
+    main()

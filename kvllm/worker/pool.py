@@ -1,0 +1,246 @@
+"""A pool of ranks: Ray actors in a placement group, each with a connection to this process.
+
+Ray places the ranks, starts their processes and tells why one ended. Plans and results do not pass through Ray.
+"""
+
+from __future__ import annotations
+
+import hmac
+import platform
+import secrets
+import selectors
+import socket
+import time
+from contextlib import suppress
+
+import msgspec
+import psutil
+import ray
+import ray.util
+import torch
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from kvllm.errors import ConfigError, KvLLMError
+from kvllm.parallel import WorkerError
+from kvllm.worker.channel import Channel
+from kvllm.worker.rank import Hello, Place, Rank, RunnerSettings, Start
+
+PLACEMENT_SECONDS = 60.0
+START_SECONDS = 120.0
+LOAD_SECONDS = 3600.0
+STEP_SECONDS = 600.0
+SILENCE_SECONDS = 5.0
+"""A rank at work sends a heartbeat every second: one that has not for so long hangs."""
+POLL_SECONDS = 0.5
+ORDERED_STORES = ("x86_64", "AMD64")
+"""Processors on which the collectives in shared memory work."""
+
+
+class Pool:
+    """Starts the ranks. `load` comes first, then any number of `execute`, one at a time.
+
+    available_memory: bytes for each rank, the least over all. pids: by rank.
+    in_step: False if an exception, such as an interrupt, kept a plan from some ranks. Then the pool is of no more use.
+
+    Raises:
+        ConfigError: the cluster cannot hold the ranks. WorkerError: a rank did not start.
+    """
+
+    def __init__(self, world_size: int, placement: str) -> None:
+        self.world_size = world_size
+        self.in_step = True
+        self.pids: list[int] = []
+        self._number = 0
+        self._channels: list[Channel] = []
+        self._actors: list[ray.actor.ActorHandle] = []
+        self._runs: list[ray.ObjectRef] = []
+        self._processes: list[psutil.Process] = []
+        self._selector = selectors.DefaultSelector()
+        self._group: PlacementGroup | None = None
+        try:
+            self._group, device = _place(world_size, placement)
+            hellos = self._start(device)
+        except BaseException:
+            self.close()
+            raise
+        self._meeting_point = hellos[0].meeting_point
+        self.available_memory = min(hello.available_memory for hello in hellos)
+
+    def load(self, settings: RunnerSettings) -> None:
+        """Let every rank load its shard. A ConfigError or CheckpointError of a rank is raised here."""
+        try:
+            self._send(msgspec.msgpack.encode(Start(self._meeting_point, settings)))
+            self._receive(LOAD_SECONDS, silence=LOAD_SECONDS)
+        except WorkerError:
+            for error in self._errors():
+                if isinstance(error, RayTaskError) and isinstance(error.cause, KvLLMError):
+                    raise error.cause from error
+            raise
+
+    def execute(self, plan: bytes) -> bytes:
+        """The plan to all ranks, and the result of rank 0 when all have finished. Raises WorkerError."""
+        self._number += 1
+        self._send(plan)
+        return self._receive(STEP_SECONDS, SILENCE_SECONDS)[0]
+
+    def close(self) -> None:
+        """End the ranks, whatever they do, and give back their places."""
+        self._selector.close()
+        for channel in self._channels:
+            channel.close()
+        for process in self._processes:  # at once, and even if it is stopped
+            with suppress(psutil.Error):
+                process.kill()
+        if ray.is_initialized():
+            for actor in self._actors:
+                ray.kill(actor)
+            if self._group:
+                remove_placement_group(self._group)
+        psutil.wait_procs(self._processes, timeout=SILENCE_SECONDS)
+
+    # Start
+
+    def _start(self, device: str) -> list[Hello]:
+        """Start the ranks, in the order of their nodes, and connect to them."""
+        assert self._group
+        here = ray.get_runtime_context().get_node_id()
+        node_of: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
+        bundles = sorted(node_of, key=lambda bundle: (node_of[bundle] != here, node_of[bundle], bundle))
+        nodes = [node_of[bundle] for bundle in bundles]
+        address = "127.0.0.1" if set(nodes) == {here} else ray.util.get_node_ip_address()
+        with socket.create_server((address, 0), backlog=self.world_size) as listener:
+            secret = secrets.token_bytes(16)
+            for rank, bundle in enumerate(bundles):
+                place = Place(
+                    rank,
+                    self.world_size,
+                    _collectives(nodes, device),
+                    device,
+                    nodes.count(nodes[rank]),
+                    max(1, torch.get_num_threads() // nodes.count(nodes[rank])),
+                    listener.getsockname(),
+                    secret,
+                )
+                self._start_rank(place, bundle)
+            hellos = self._accept(listener, secret)
+        self.pids = [hello.pid for hello in hellos]
+        for pid, node in zip(self.pids, nodes, strict=True):
+            if node == here:
+                with suppress(psutil.NoSuchProcess):
+                    self._processes.append(psutil.Process(pid))
+        return hellos
+
+    def _start_rank(self, place: Place, bundle: int) -> None:
+        actor = ray.remote(Rank).options(
+            num_cpus=1,
+            num_gpus=int(place.device == "cuda"),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, bundle),
+        )
+        self._actors.append(actor.remote())
+        self._runs.append(self._actors[-1].run.remote(msgspec.msgpack.encode(place)))
+
+    def _accept(self, listener: socket.socket, secret: bytes) -> list[Hello]:
+        """Wait until every rank has connected: their channels are then in order."""
+        listener.settimeout(POLL_SECONDS)
+        found: dict[int, tuple[Hello, Channel]] = {}
+        deadline = time.monotonic() + START_SECONDS
+        while len(found) < self.world_size:
+            if ray.wait(self._runs, timeout=0)[0]:
+                raise self._fault("a rank ended while it started")
+            if time.monotonic() > deadline:
+                raise self._fault(f"{self.world_size - len(found)} ranks have not started in {START_SECONDS:g} s")
+            with suppress(TimeoutError):
+                channel = Channel(listener.accept()[0])
+                channel.connection.settimeout(SILENCE_SECONDS)
+                if hmac.compare_digest(channel.receive_exactly(len(secret)), secret):
+                    hello = msgspec.msgpack.decode(channel.receive()[1], type=Hello)
+                    found[hello.rank] = hello, channel
+        for rank in range(self.world_size):
+            self._channels.append(found[rank][1])
+            self._selector.register(self._channels[rank], selectors.EVENT_READ, rank)
+        return [found[rank][0] for rank in range(self.world_size)]
+
+    # Messages
+
+    def _send(self, message: bytes) -> None:
+        self.in_step = False
+        for rank, channel in enumerate(self._channels):
+            try:
+                channel.send(self._number, message)
+            except OSError as error:
+                raise self._fault(f"rank {rank} takes no plans ({error})") from error
+        self.in_step = True
+
+    def _receive(self, seconds: float, silence: float) -> list[bytes]:
+        """Every rank's answer to the last message, in order. Answers to earlier ones, heartbeats too, are dropped."""
+        begin = time.monotonic()
+        heard = [begin] * self.world_size
+        found: dict[int, bytes] = {}
+        while len(found) < self.world_size:
+            for key, _ in self._selector.select(POLL_SECONDS):
+                try:
+                    number, message = self._channels[key.data].receive()
+                except (EOFError, OSError) as error:
+                    raise self._fault(f"rank {key.data} (pid {self.pids[key.data]}) is gone ({error})") from error
+                heard[key.data] = time.monotonic()
+                if number == self._number:
+                    found[key.data] = message
+            now = time.monotonic()
+            for rank in range(self.world_size):
+                if rank not in found and now - heard[rank] > silence:
+                    raise self._fault(f"rank {rank} (pid {self.pids[rank]}) hangs: silent for {silence:g} s")
+            if now - begin > seconds:
+                raise self._fault(f"a step has taken more than {seconds:g} s")
+        return [found[rank] for rank in range(self.world_size)]
+
+    def _fault(self, what: str) -> WorkerError:
+        """The error to raise: what was noticed here, and what the ranks that have ended left behind."""
+        return WorkerError("\n".join([what, *map(str, self._errors())]))
+
+    def _errors(self) -> list[RayError]:
+        """Of ended ranks; their own tracebacks come first. Ray knows of an end within a fraction of a second."""
+        ray.wait(self._runs, timeout=1.0)
+        time.sleep(0.1)
+        errors = []
+        for run in ray.wait(self._runs, num_returns=self.world_size, timeout=0)[0]:
+            try:
+                ray.get(run)
+            except RayError as error:
+                errors.append(error)
+        return sorted(errors, key=lambda error: isinstance(error, RayActorError))
+
+
+def _place(world_size: int, strategy: str) -> tuple[PlacementGroup, str]:
+    """Reserve a bundle for each rank, and say for which device: GPUs if the cluster has enough of them."""
+    device = "cuda" if ray.cluster_resources().get("GPU", 0) >= world_size else "cpu"
+    kind = "GPU" if device == "cuda" else "CPU"
+    _check_resources(world_size, kind, strategy)
+    bundle = {"CPU": 1, "GPU": 1} if device == "cuda" else {"CPU": 1}
+    group = placement_group([bundle] * world_size, strategy=strategy)
+    if not group.wait(PLACEMENT_SECONDS):
+        remove_placement_group(group)
+        raise ConfigError(
+            f"tensor_parallel_size={world_size}: no place for the ranks in {PLACEMENT_SECONDS:g} s, "
+            f"{ray.available_resources().get(kind, 0):g} {kind}s are free: end what uses the others"
+        )
+    return group, device
+
+
+def _check_resources(world_size: int, kind: str, strategy: str) -> None:
+    """What can never be placed would wait without an end."""
+    nodes = [int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"]]
+    per_node = sorted(nodes, reverse=True)
+    room = per_node[0] if strategy == "STRICT_PACK" else sum(per_node)
+    if room < world_size:
+        raise ConfigError(
+            f"tensor_parallel_size={world_size} needs as many {kind}s on one node (with "
+            f'placement_strategy="STRICT_PACK") or in the cluster; the nodes have {", ".join(map(str, per_node))}'
+        )
+
+
+def _collectives(nodes: list[str], device: str) -> str:
+    if device == "cuda":
+        return "nccl"
+    return "shared_memory" if len(set(nodes)) == 1 and platform.machine() in ORDERED_STORES else "gloo"

@@ -1,0 +1,429 @@
+"""Tensor parallelism: equal tokens and survivors on any number of ranks, and workers that die, hang and fail.
+
+The ranks run in real Ray actors, in a cluster of two nodes on this machine. What survives a compression is compared on
+real runners in threads of this process, where it can be seen.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kvllm import LLM, CheckpointError, CompressionConfig, ConfigError, SamplingParams
+from kvllm.attention.compression import METHODS
+from kvllm.config import RAGGED_METHODS
+from kvllm.core.protocol import StepPlan, StepResult, decode_plan, encode
+from kvllm.model_config import load_model_config
+from kvllm.parallel import Shard, SingleRank, WorkerError
+from kvllm.worker.executor import Executor
+from kvllm.worker.rank import RunnerSettings, make_runner
+from kvllm.worker.shared_memory import BUFFER_BYTES, SharedMemoryShard, create_memory
+from tests.checkpoints import make_checkpoint
+from tests.test_engine import greedy, make_llm, random_prompts, tokens
+
+ray = pytest.importorskip("ray", reason="needs ray: pip install ray")
+from ray.cluster_utils import Cluster  # noqa: E402
+
+FAMILIES = {"qwen3": {"head_dim": 16}, "llama": {"tie_word_embeddings": True}}
+KARA = CompressionConfig(period=8, window_blocks=3, retain_blocks=1, buffer=4, chunk_budget=4)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    paths = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
+    for family, path in paths.items():
+        make_checkpoint(path, family, **FAMILIES[family])
+    return paths
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """Ray on two nodes, of four CPUs and of one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        cluster = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": 4, "include_dashboard": False, "object_store_memory": 80 << 20},
+        )
+        try:
+            cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
+            ray.init(address=cluster.address, log_to_driver=False, logging_level="WARNING")
+            yield
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
+
+
+@pytest.fixture
+def ray_llm(cluster) -> Iterator[Callable[..., LLM]]:
+    """Makes an LLM on Ray; its workers end with the test."""
+    made: list[LLM] = []
+
+    def make(path: Path, ranks: int = 2, **options: Any) -> LLM:
+        made.append(make_llm(path, tensor_parallel_size=ranks, distributed_executor_backend="ray", **options))
+        return made[-1]
+
+    yield make
+    for llm in made:
+        llm.llm_engine.close()
+
+
+# The whole life, without a cluster to join
+
+
+SCRIPT = """
+import sys
+from kvllm import LLM, SamplingParams
+if __name__ == "__main__":
+    llm = LLM(sys.argv[1], tensor_parallel_size=2, block_size=16, num_gpu_blocks_override=400)
+    print(*llm.llm_engine.executor.pids, flush=True)
+    while True:
+        llm.generate([[5]] * 8, SamplingParams(max_tokens=400, ignore_eos=True), use_tqdm=False)
+"""
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "killed"])
+def test_nothing_is_left_when_the_engine_is_ended(checkpoints, tmp_path: Path, end: signal.Signals) -> None:
+    """In a process of its own, which starts its own Ray. It would join one that runs: so these tests come first."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    memory = set(os.listdir("/dev/shm"))
+    process = subprocess.Popen(
+        [sys.executable, script, checkpoints["qwen3"]],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout
+        ranks = [int(pid) for pid in process.stdout.readline().split()]
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert {*ranks} <= {each.pid for each in family}
+        time.sleep(0.3)
+        os.killpg(process.pid, end)  # a terminal, too, signals the whole group
+        process.wait(20)
+    finally:
+        process.kill()
+        process.stdout.close()
+    gone, alive = psutil.wait_procs(family, timeout=20)
+    assert not alive and len(gone) == len(family)
+    assert set(os.listdir("/dev/shm")) <= memory
+
+
+# Collectives
+
+
+def on_threads(world_size: int, work: Callable[[int], Any]) -> list[Any]:
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(work, range(world_size)))
+
+
+@pytest.fixture
+def shards() -> Iterator[Callable[..., list[SharedMemoryShard]]]:
+    descriptors: list[int] = []
+
+    def make(world_size: int, timeout: float = 20) -> list[SharedMemoryShard]:
+        descriptors.append(create_memory(world_size))
+        return [SharedMemoryShard(rank, world_size, descriptors[-1], timeout) for rank in range(world_size)]
+
+    yield make
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_collectives_in_shared_memory(shards, world_size: int, dtype: torch.dtype) -> None:
+    """Sums in the order of the ranks, bit for bit; sizes of one value up to several buffers, one call upon another."""
+    several_buffers = 5 * BUFFER_BYTES // dtype.itemsize // 2 + 3
+    shapes = [(1, 1), (3, 7), (1, several_buffers), (2, 5), (3, several_buffers // 3)] * 3
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(world_size, *shape, generator=generator).to(dtype) for shape in shapes]
+    members = shards(world_size)
+
+    def run(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        shard = members[rank]
+        return [(shard.all_gather_last_dim(each[rank]), shard.all_reduce(each[rank].clone())) for each in inputs]
+
+    for results in on_threads(world_size, run):
+        for each, (gathered, reduced) in zip(inputs, results, strict=True):
+            assert torch.equal(gathered, torch.cat(list(each), dim=-1))
+            expected = each[0].clone()
+            for other in each[1:]:
+                expected += other
+            assert torch.equal(reduced, expected)
+
+
+def test_a_collective_does_not_wait_for_ever(shards) -> None:
+    shard = shards(2, timeout=0.2)[0]
+    with pytest.raises(WorkerError, match=r"rank 0 has waited 0\.2 s for rank 1"):
+        shard.all_reduce(torch.ones(3))
+
+
+# What survives
+
+
+class ThreadExecutor(Executor):
+    """One runner for each rank, each in a thread. Records the offsets that every call of the method keeps, by rank."""
+
+    def __init__(self, llm: LLM, path: Path, shards: list[Shard]) -> None:
+        settings = RunnerSettings(str(path), load_model_config(path), llm.config, "float32", "auto", "auto")
+        self.runners = on_threads(len(shards), lambda rank: make_runner(settings, shards[rank], torch.device("cpu")))
+        self.kept: list[list[torch.Tensor]] = [[] for _ in shards]
+        for runner, kept in zip(self.runners, self.kept, strict=True):
+            runner.compressor.select = self._recording(runner.compressor.select, kept)
+
+    @staticmethod
+    def _recording(select: Callable[..., torch.Tensor], kept: list[torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def call(*args: Any, **options: Any) -> torch.Tensor:
+            kept.append(select(*args, **options))
+            return kept[-1]
+
+        return call
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        plan_bytes = encode(plan)
+        results = on_threads(len(self.runners), lambda rank: self.runners[rank].execute(decode_plan(plan_bytes)))
+        assert all(result.tokens == results[0].tokens for result in results)
+        return results[0]
+
+    def close(self) -> None:
+        pass
+
+
+def compression_of(method: str) -> CompressionConfig:
+    options = {"method": method, "buffer": 4, "chunk_budget": 4, "query_window": 6}
+    if method in RAGGED_METHODS:
+        return CompressionConfig(policy="threshold", threshold_tokens=44, budget_tokens=25, **options)
+    return CompressionConfig(period=8, window_blocks=3, retain_blocks=1, **options)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_keeps_on_all_ranks_what_it_keeps_on_one(checkpoints, shards, method: str, ranks: int) -> None:
+    """On four ranks, two hold each KV head, with half of its query heads each."""
+    path = checkpoints["qwen3"]
+    prompts = random_prompts(256, lengths=(1, 17, 40, 63))
+
+    def run(members: list[Shard]) -> tuple[list[list[int]], list[list[torch.Tensor]]]:
+        llm = make_llm(path, block_size=8, compression=compression_of(method), num_gpu_blocks_override=100)
+        llm.llm_engine.executor = executor = ThreadExecutor(llm, path, members)
+        return tokens(llm, prompts, greedy(60)), executor.kept
+
+    expected_tokens, (expected,) = run([SingleRank()])
+    found_tokens, kept = run(shards(ranks))
+    assert len(expected) >= 6 or method == "sliding_window"  # which lets blocks go, and chooses nothing
+    for of_ranks, of_one in zip(zip(*kept, strict=True), expected, strict=True):
+        replicas = ranks * of_ranks[0].shape[1] // of_one.shape[1]
+        for replica in range(replicas):
+            assert torch.equal(torch.cat(of_ranks[replica::replicas], dim=1), of_one)
+    assert found_tokens == expected_tokens
+
+
+# Ray
+
+
+@pytest.mark.parametrize("compression", [None, KARA], ids=["full cache", "kara"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_give_the_tokens_of_one(ray_llm, checkpoints, family: str, compression) -> None:
+    prompts = random_prompts(256)
+    expected = tokens(make_llm(checkpoints[family], compression=compression), prompts)
+    llm = ray_llm(checkpoints[family], compression=compression)
+    assert tokens(llm, prompts) == expected
+    assert (llm.stats().windows_compressed > 0) == (compression is not None)
+
+
+def test_four_ranks_with_two_kv_heads(ray_llm, checkpoints) -> None:
+    prompts = random_prompts(256, lengths=(1, 17, 63))
+    expected = tokens(make_llm(checkpoints["qwen3"], compression=KARA), prompts)
+    assert tokens(ray_llm(checkpoints["qwen3"], ranks=4, compression=KARA), prompts) == expected
+
+
+def test_ranks_on_two_nodes(ray_llm, checkpoints) -> None:
+    """They meet over gloo. One on the other node that hangs is ended too."""
+    prompts = random_prompts(256, lengths=(1, 17, 63))
+    expected = tokens(make_llm(checkpoints["qwen3"], compression=KARA), prompts)
+    llm = ray_llm(checkpoints["qwen3"], compression=KARA, placement_strategy="STRICT_SPREAD")
+    assert tokens(llm, prompts) == expected
+    stopped = llm.llm_engine.executor.pids[1]
+    os.kill(stopped, signal.SIGSTOP)
+    assert all(len(found) == 60 for found in tokens(llm, prompts, greedy(60)))
+    wait_until(lambda: not psutil.pid_exists(stopped), "the stopped rank's end")
+
+
+def test_sampling_and_pool_size(ray_llm, checkpoints) -> None:
+    """Without a size for the pool, the ranks agree on one."""
+    options = {"num_gpu_blocks_override": None, "max_num_seqs": 8}
+    params = SamplingParams(n=2, seed=3, temperature=0.8, top_p=0.9, logprobs=2, max_tokens=20, ignore_eos=True)
+
+    def sample(llm: LLM) -> list[list[int]]:
+        outputs = llm.generate(random_prompts(256), params, use_tqdm=False)
+        return [completion.token_ids for output in outputs for completion in output.outputs]
+
+    llm = ray_llm(checkpoints["qwen3"], **options)
+    assert llm.config.num_blocks == 8 * 512 // 16  # more than sequences fill is never wanted
+    assert sample(llm) == sample(make_llm(checkpoints["qwen3"], **options))
+
+
+# Faults
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not come in {seconds} s"
+        time.sleep(0.05)
+
+
+def test_requests_survive_workers_that_die_and_hang(ray_llm, checkpoints) -> None:
+    rng = random.Random(0)
+    prompts = random_prompts(256, lengths=[rng.randrange(1, 60) for _ in range(32)])
+    params = [greedy(40 + i) for i in range(32)]
+    expected = [
+        output.outputs[0].token_ids
+        for output in make_llm(checkpoints["qwen3"]).generate(prompts, params, use_tqdm=False)
+    ]
+    llm = ray_llm(checkpoints["qwen3"])
+    engine, executor = llm.llm_engine, llm.llm_engine.executor
+    outputs = [engine.add_request(str(i), prompt, params[i]) for i, prompt in enumerate(prompts)]
+    faults = [(rng.randrange(3, 15), signal.SIGKILL, 1), (rng.randrange(20, 30), signal.SIGSTOP, 0)]
+    faults += [(rng.randrange(35, 45), signal.SIGKILL, 0)]
+    while engine.has_unfinished_requests():
+        if faults and llm.stats().steps >= faults[0][0]:
+            _, number, rank = faults.pop(0)
+            threading.Timer(rng.random() / 100, os.kill, (executor.pids[rank], number)).start()
+        engine.step()
+    assert not faults and len(executor.restart_seconds) == 3
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    engine.scheduler.check()
+    assert tokens(llm, prompts[:4], greedy(40)) == [found[:40] for found in expected[:4]]
+
+
+def test_the_budget_of_restarts_ends_with_the_workers_traceback(ray_llm, checkpoints, tmp_path: Path) -> None:
+    for file in checkpoints["qwen3"].iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.norm.weight"].fill_(float("nan"))
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    llm = ray_llm(tmp_path, ranks=1, max_worker_restarts=1)
+    with pytest.raises(WorkerError, match=r"(?s)again after 1 restarts.*_check_finite.*logits are not finite"):
+        llm.generate([[5]], use_tqdm=False)
+    assert not llm.llm_engine.has_unfinished_requests()
+    with pytest.raises(WorkerError, match="again after 1 restarts"):
+        llm.generate([[5]], use_tqdm=False)
+
+
+@pytest.mark.parametrize("all_have_it", [True, False])
+def test_an_interrupted_step_loses_no_request(ray_llm, checkpoints, monkeypatch, all_have_it: bool) -> None:
+    """Ctrl-C between plan and result, or before every rank has the plan."""
+    expected = tokens(make_llm(checkpoints["qwen3"]), random_prompts(256, lengths=(3, 20)), greedy(12))
+    llm = ray_llm(checkpoints["qwen3"])
+    engine = llm.llm_engine
+    outputs = [engine.add_request(str(i), p, greedy(12)) for i, p in enumerate(random_prompts(256, lengths=(3, 20)))]
+    engine.step()
+
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    pool = engine.executor._pools[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(*((pool, "_receive") if all_have_it else (pool._channels[1], "send")), interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert len(engine.executor.restart_seconds) == (0 if all_have_it else 1)
+
+
+# Errors and leftovers
+
+
+def test_errors_of_a_rank_are_the_callers(ray_llm, checkpoints, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((checkpoints["qwen3"] / "config.json").read_text())
+    with pytest.raises(CheckpointError, match="has no weights"):
+        ray_llm(tmp_path)
+
+
+def test_more_ranks_than_the_cluster_holds(ray_llm, checkpoints) -> None:
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=8 needs as many CPUs on one node .* have 4, 1"):
+        ray_llm(checkpoints["qwen3"], ranks=8)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 .* divisor of the model's 2 KV heads, or a multiple"),
+        ({"tensor_parallel_size": 16}, "tensor_parallel_size=16 .* divisor of the model's 8 query heads"),
+        ({"tensor_parallel_size": 2, "distributed_executor_backend": "inline"}, 'one rank.*=2: use "ray" or None'),
+        ({"distributed_executor_backend": "mp"}, "choose one of inline, ray, or None"),
+        ({"placement_strategy": "pack"}, "choose one of STRICT_PACK, PACK, SPREAD, STRICT_SPREAD"),
+        ({"max_worker_restarts": -1}, "max_worker_restarts=-1 is not allowed: at least 0"),
+    ],
+    ids=str,
+)
+def test_wrong_options(checkpoints, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(checkpoints["qwen3"], **options)
+
+
+def test_without_ray_the_error_says_what_to_install(checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name in ("kvllm.worker.ray", "kvllm.worker.pool")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r'needs Ray, which is not installed: pip install "kvllm\[ray\]"'):
+        LLM(checkpoints["qwen3"], tensor_parallel_size=2)
+    assert LLM(checkpoints["qwen3"], tensor_parallel_size=1, num_gpu_blocks_override=4)
+
+
+def our_memory() -> list[int]:
+    """Processes that have the shared memory of a pool open."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            maps = Path(f"/proc/{process.pid}/maps").read_text()
+        except OSError:
+            continue
+        if "memfd:kvllm" in maps:
+            found.append(process.pid)
+    return found
+
+
+@pytest.mark.parametrize("end", ["close", "garbage"])
+def test_nothing_is_left_of_a_pool(ray_llm, cluster, checkpoints, end: str) -> None:
+    gc.collect()
+    sockets_before, memory_before = len(psutil.Process().net_connections()), set(our_memory())
+    free_before = ray.available_resources()["CPU"]
+    llm = make_llm(checkpoints["qwen3"], tensor_parallel_size=2)
+    tokens(llm, random_prompts(256, lengths=(3,)), greedy(3))
+    pids = llm.llm_engine.executor.pids
+    assert set(our_memory()) - memory_before == set(pids) and all(map(psutil.pid_exists, pids))
+    assert len(psutil.Process().net_connections()) > sockets_before
+    if end == "close":
+        llm.llm_engine.close()
+        llm.llm_engine.close()
+    else:
+        del llm
+        gc.collect()
+    assert not any(map(psutil.pid_exists, pids))
+    assert set(our_memory()) == memory_before
+    wait_until(lambda: len(psutil.Process().net_connections()) <= sockets_before, "the sockets' end")
+    wait_until(lambda: ray.available_resources().get("CPU") == free_before, "the CPUs' return")
+    assert all(group["state"] == "REMOVED" for group in ray.util.placement_group_table().values())
