@@ -109,6 +109,7 @@ SHOWN = {
 MEMORY = {
     "peak_kv_bytes": "peak KV in use, MiB",
     "method_state_bytes": "kept by the method beside it, MiB",
+    "peak_event_bytes": "peak of a compression event, MiB",
     "peak_memory_bytes": "peak process memory, MiB",
 }
 

@@ -112,6 +112,7 @@ class Measurement(Struct, kw_only=True):
     num_blocks: int
     block_bytes: int
     method_state_bytes: int
+    peak_event_bytes: int
     mean_blocks: float
     peak_blocks: int
     peak_kv_bytes: int
@@ -175,6 +176,7 @@ def measure(
         num_blocks=stats.num_blocks,
         block_bytes=llm.cache_shape.bytes_per_block,
         method_state_bytes=stats.method_state_bytes,
+        peak_event_bytes=stats.peak_event_bytes,
         mean_blocks=sum(blocks for _, blocks in timeline) / len(timeline),
         peak_blocks=peak_blocks,
         peak_kv_bytes=peak_blocks * llm.cache_shape.bytes_per_block,
