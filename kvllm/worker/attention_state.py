@@ -30,10 +30,6 @@ class RaggedLengths:
     def clear(self, row: int) -> None:
         self.packed[row] = 0
 
-    def copy(self, source: int, row: int) -> None:
-        self.packed[row] = self.packed[source]
-        self.head_lengths[:, row] = self.head_lengths[:, source]
-
     def set(self, row: int, head_lengths: torch.Tensor, packed: int) -> None:
         """head_lengths: int64 `[layers, kv_heads]`."""
         self.packed[row] = packed

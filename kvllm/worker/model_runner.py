@@ -199,8 +199,7 @@ class ModelRunner:
             sample_row=row,
         )
         self.tables.copy(parent, child.row)
-        for table in (self.ragged, self.mass):
-            if table:
-                table.copy(parent.row, child.row)
+        if self.mass:  # lengths need no copy: forks come before any compression
+            self.mass.copy(parent.row, child.row)
         self.states[fork.seq_id] = child
         return child
