@@ -22,7 +22,7 @@ from kvllm.simulation.cost import CostModel, Rows, query_rows, resolve_dtype
 from kvllm.simulation.hardware import Hardware, load_hardware, shipped_names
 from kvllm.simulation.simulate import simulate
 from kvllm.simulation.workload import arrival_times, load_workload
-from kvllm.worker.simulated import QUERIES, SimulatedExecutor
+from kvllm.worker.simulated import SimulatedExecutor, recomputed_queries
 from tests.checkpoints import make_checkpoint
 
 MODEL = {
@@ -161,10 +161,12 @@ def test_query_rows_of_the_most_recent_entries_alone():
 
 
 def test_every_method_recomputes_the_queries_it_needs():
-    assert {name: QUERIES.get(name, "none") for name in METHODS} == {
-        name: method.queries for name, method in METHODS.items()
-    }
-    assert set(QUERIES) <= set(METHODS)
+    expected = {"window": (5, 3), "buffer": (5, 0), "recent": (7, 0), "none": (0, 0)}
+    options = {"buffer": 5, "query_stride": 3, "query_window": 7}
+    threshold = {"policy": "threshold", "threshold_tokens": 64, "budget_tokens": 32}
+    for name, method in METHODS.items():
+        config = CompressionConfig(method=name, **options, **(threshold if method.ragged else {}))
+        assert recomputed_queries(config) == expected[method.queries], name
 
 
 # The executor

@@ -128,6 +128,7 @@ class Compressor:
     def _kept(self, windows: list[_Window], size: int, retain: int, offsets: np.ndarray) -> torch.Tensor:
         """Offsets that survive in windows of one size: `[layers, windows, kv_heads, retain]`."""
         tables = self._window_tables(windows, size)
+        seeds = [_seed(window) for window in windows]
         kept: list[torch.Tensor] = []
 
         def visit(layer: int, queries: torch.Tensor | None) -> None:
@@ -140,6 +141,7 @@ class Compressor:
                 keys,
                 retain=self._mean_retained(retain),
                 buffer=self.config.buffer,
+                seeds=seeds,
                 **self._options(windows, layer),
             )
             # Layers and heads may keep fewer than there is room for.
@@ -160,13 +162,12 @@ class Compressor:
         return self.config.budget_tokens or retain if self.ragged else retain
 
     def _options(self, windows: list[_Window], layer: int) -> dict[str, Any]:
-        """All that a method may ask for."""
+        """What else a method may ask for in a layer."""
         options: dict[str, Any] = {
             "chunk_budget": self.config.chunk_budget,
             "max_chunk": self.config.max_chunk,
             "layer": layer,
             "num_layers": self.cache.shape.num_layers,
-            "seeds": [_seed(window) for window in windows],
         }
         rows = [window.state.row for window in windows]
         if self.ragged:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import tempfile
 import time
 import weakref
 from pathlib import Path
@@ -20,7 +21,7 @@ from kvllm.worker.rank import RunnerSettings
 
 logger = logging.getLogger(__name__)
 
-CLUSTER_FILE = Path("/tmp/ray/ray_current_cluster")
+CLUSTER_FILE = Path(tempfile.gettempdir(), "ray", "ray_current_cluster")
 """Where Ray notes the address of the last cluster that was started on a machine."""
 STEPS_FOR_NEW_BUDGET = 1000
 """So many steps without a fault, and as many restarts as in the beginning are allowed again."""

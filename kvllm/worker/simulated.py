@@ -6,24 +6,13 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
-from kvllm.config import CompressionConfig, EngineConfig
+from kvllm.config import RECENT_METHODS, WINDOW_METHODS, CompressionConfig, EngineConfig
 from kvllm.core.compression_policy import Compression
 from kvllm.core.protocol import CompressionJob, SampledToken, StepPlan, StepResult
 from kvllm.simulation.cost import CostModel, Rows, query_rows
 from kvllm.worker.executor import Executor
 
 TOKEN = SampledToken(0)
-QUERIES = {
-    "kara": "window",
-    "kara_no_token2chunk": "window",
-    "kara_no_bi": "buffer",
-    "snapkv": "recent",
-    "rkv": "recent",
-    "pyramidkv": "recent",
-    "adakv": "recent",
-    "chunkkv": "recent",
-}
-"""Of which entries a method needs the queries, as in `kvllm.attention.compression.METHODS`; others need none."""
 Window = tuple[int, int]
 """Index in the cache of a window's first entry, and its entries."""
 
@@ -110,7 +99,7 @@ class SimulatedExecutor(Executor):
         batch: list[Window] = []
         rows = 0
         for window in windows:
-            of_window = max(1, query_rows(window[1], *_recomputed(config))[0])
+            of_window = max(1, query_rows(window[1], *recomputed_queries(config))[0])
             if batch and rows + of_window > self.config.max_num_batched_tokens:
                 yield batch
                 batch, rows = [], 0
@@ -124,7 +113,7 @@ class SimulatedExecutor(Executor):
         recomputed = Rows(sequences=len(windows))
         products = keys = 0
         for start, size in windows:
-            rows, visible = query_rows(size, *_recomputed(config))
+            rows, visible = query_rows(size, *recomputed_queries(config))
             recomputed.rows += rows
             recomputed.visible += rows * start + visible
             recomputed.read += start + size
@@ -135,14 +124,10 @@ class SimulatedExecutor(Executor):
         self.seconds.score += self.cost.score(products, keys)
 
 
-def _recomputed(config: CompressionConfig) -> tuple[int, int]:
+def recomputed_queries(config: CompressionConfig) -> tuple[int, int]:
     """The entries of a window whose queries are recomputed: how many at its end, and every how many-th before."""
-    match QUERIES.get(config.method):
-        case "window":
-            return config.buffer, config.query_stride
-        case "buffer":
-            return config.buffer, 0
-        case "recent":
-            return config.query_window, 0
-        case _:
-            return 0, 0
+    if config.method in WINDOW_METHODS:
+        return config.buffer, config.query_stride
+    if config.method in RECENT_METHODS:
+        return config.query_window, 0
+    return (config.buffer, 0) if config.method == "kara_no_bi" else (0, 0)
