@@ -70,11 +70,13 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
     chunk_budget: of the entries kept, how many go to completing chunks (alpha of Token2Chunk).
     max_chunk: longest chunk, both ends counted (gamma of Token2Chunk).
     compress_prompt: compress the prompt too, right after it is computed. By default windows leave it whole; a threshold
-        always means the whole cache.
+        means the whole cache, unless `protect_prompt` is set.
     query_stride: recompute every `query_stride`-th query of a window (and all of the buffer) for the scores.
     query_window: the most recent queries that score, for methods which do not use all (SnapKV and its kin).
     order: of the eligible sequences, "most_uncompressed" or "queue" (oldest) first; "periodic" alone.
-    threshold_tokens, budget_tokens: of "threshold" alone (the paper: 1280 and 1025, at blocks of 256).
+    threshold_tokens, budget_tokens: of "threshold" alone (the paper: 1280 and 1025, at blocks of 256). A request's
+        `SamplingParams.budget_tokens` comes first, and moves both by the same number of entries.
+    protect_prompt: "threshold" leaves the blocks of the prompt whole, too; they count among `budget_tokens`.
     """
 
     method: str = "kara"
@@ -93,6 +95,7 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
     order: str = "most_uncompressed"
     threshold_tokens: int | None = None
     budget_tokens: int | None = None
+    protect_prompt: bool = False
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -117,6 +120,8 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
         else:
             for field in ("threshold_tokens", "budget_tokens"):
                 require(getattr(self, field) is None, field, getattr(self, field), 'only with policy="threshold"')
+            allowed = 'only with policy="threshold": windows leave the prompt whole unless compress_prompt is set'
+            require(not self.protect_prompt, "protect_prompt", self.protect_prompt, allowed)
             require(
                 self.method not in RAGGED_METHODS,
                 "method",

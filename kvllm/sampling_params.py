@@ -33,6 +33,8 @@ class SamplingParams(Struct, frozen=True, kw_only=True, array_like=True):
     logprobs: also report this many most likely tokens at each position, and the log probability of the one sampled.
     skip_special_tokens: leave special tokens out of the text.
     include_stop_str_in_output: keep the stop string at the end of the text.
+    budget_tokens: KV entries that compression by threshold leaves of this request's cache, instead of the engine's
+        `CompressionConfig.budget_tokens`.
     """
 
     n: int = 1
@@ -52,6 +54,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, array_like=True):
     logprobs: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    budget_tokens: int | None = None
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -94,6 +97,8 @@ class SamplingParams(Struct, frozen=True, kw_only=True, array_like=True):
         require(most >= 1, "max_tokens", self.max_tokens, "at least 1, or None for no limit but the model's")
         require(self.min_tokens >= 0, "min_tokens", self.min_tokens, "at least 0")
         require(self.min_tokens <= most, "min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}")
+        budget_fits = self.budget_tokens is None or self.budget_tokens >= 1
+        require(budget_fits, "budget_tokens", self.budget_tokens, "at least 1, or None for the engine's")
         require("" not in (self.stop or []), "stop", self.stop, "strings of at least one character")
         negative = any(token_id < 0 for token_id in self.stop_token_ids or [])
         require(not negative, "stop_token_ids", self.stop_token_ids, "token ids, at least 0")

@@ -160,6 +160,33 @@ def test_a_request_id_can_be_used_once_at_a_time(llm: LLM) -> None:
     assert not engine.has_unfinished_requests()
 
 
+@pytest.mark.parametrize(
+    ("options", "prompt_length", "budget", "message"),
+    [
+        (None, 2, 20, "budget_tokens=20 needs an engine with .*threshold"),
+        ({"window_blocks": 2, "buffer": 4}, 2, 20, "budget_tokens=20 needs an engine with .*threshold"),
+        ({}, 2, 4, "budget_tokens=4 leaves no room: buffer=4 and one entry more make 5"),
+        ({"protect_prompt": True}, 17, 36, "budget_tokens=36 .* 17 tokens of the protected prompt .* make 37.*shorten"),
+        ({"protect_prompt": True}, 33, None, "budget_tokens=30 leaves no room"),
+    ],
+)
+def test_budgets_of_requests(
+    path: Path, options: dict | None, prompt_length: int, budget: int | None, message: str
+) -> None:
+    """A bad budget is refused before any work, a good one beside it is served."""
+    threshold = {"policy": "threshold", "method": "keydiff", "threshold_tokens": 50, "budget_tokens": 30, "buffer": 4}
+    if options is not None:
+        options = options if "window_blocks" in options else threshold | options
+    compression = None if options is None else CompressionConfig(**options)
+    llm = LLM(path, block_size=16, num_gpu_blocks_override=40, max_model_len=200, compression=compression)
+    good, bad = (SamplingParams(max_tokens=3, ignore_eos=True, budget_tokens=tokens) for tokens in (None, budget))
+    refused, served = llm.generate([[1] * prompt_length, [1, 2]], [bad, good], use_tqdm=False)
+    assert refused.finished and not refused.outputs
+    with pytest.raises(RequestError, match=message):
+        raise refused.error
+    assert len(served.outputs[0].token_ids) == 3
+
+
 def test_numpy_token_ids(llm: LLM) -> None:
     (output,) = llm.generate([np.array([5, 6])[:2].tolist()], SamplingParams(max_tokens=2), use_tqdm=False)
     (same,) = llm.generate([list(np.array([5, 6]))], SamplingParams(max_tokens=2), use_tqdm=False)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from kvllm import LLM, CompressionConfig, SamplingParams
@@ -403,7 +404,7 @@ class Expected:
             chosen = self.method(
                 None if queries is None else queries[layer][None].float(),
                 keys.take_along_dim(index[..., None], 1).masked_fill(holes[..., None], torch.nan)[None].float(),
-                retain=self.config.budget_tokens if self.method.ragged else event.retain,
+                retain=mean_retained(event, self.config),
                 buffer=self.config.buffer,
                 chunk_budget=self.config.chunk_budget,
                 max_chunk=self.config.max_chunk,
@@ -431,13 +432,20 @@ def without_padding(kept: Tensor) -> list:
     return kept[kept >= 0].tolist()
 
 
+def mean_retained(event: Event, config: CompressionConfig) -> int:
+    """What heads or layers keep of a region in the mean: less than there is room for where they differ."""
+    return event.retain - (config.held_tokens - config.budget_tokens if METHODS[config.method].ragged else 0)
+
+
 def assert_counts(event: Event, config: CompressionConfig) -> None:
     """Exact numbers of entries: `retain` in every head, or the budget in the mean of heads or layers."""
     counts = (event.kept >= 0).sum(-1)
     if config.method == "adakv":
-        assert (counts.sum(1) == config.budget_tokens * counts.shape[1]).all() and counts.max() <= event.retain
+        mean = mean_retained(event, config)
+        assert (counts.sum(1) == mean * counts.shape[1]).all() and counts.max() <= event.retain
     elif config.method == "pyramidkv":
-        assert (counts.sum(0) == config.budget_tokens * counts.shape[0]).all() and counts.max() <= event.retain
+        mean = mean_retained(event, config)
+        assert (counts.sum(0) == mean * counts.shape[0]).all() and counts.max() <= event.retain
         assert (counts == counts[:, :1]).all() and (counts.diff(dim=0) <= 0).all()
     else:
         assert (counts == event.retain).all()
@@ -491,6 +499,24 @@ def test_decoding_and_survivors_are_those_of_dense_attention(
     assert len(recorder.events) >= 10 and len({id(event.text) for event in recorder.events}) >= 4
     assert_as_expected(decoder, llm)
     assert_stats(llm)
+
+
+@pytest.mark.parametrize("method", THRESHOLD_METHODS)
+def test_requests_with_budgets_of_their_own_and_a_protected_prompt(
+    checkpoint: Path, decoder: DenseDecoder, method: str
+) -> None:
+    """A budget moves the threshold along; the blocks of the prompt stay whole and count."""
+    llm, recorder = make_llm(checkpoint, compression_config(method, "threshold", protect_prompt=True))
+    prompts, budgets = random_prompts(9, 20, 3), [37, 45, None]  # 20 tokens: 3 blocks of 8, of which 4 are output
+    params = [structs.replace(greedy(70, i), budget_tokens=budget) for i, budget in enumerate(budgets)]
+    run(llm, prompts, params)
+    assert_as_expected(decoder, llm)
+    for prompt, budget in zip(prompts, [37, 45, 25], strict=True):
+        protected = -(-len(prompt) // BLOCK_SIZE) * BLOCK_SIZE
+        events = [event for event in recorder.events if event.text.tokens[: len(prompt)] == prompt]
+        assert [event.start for event in events] == [protected] * len(events) and len(events) >= 2
+        assert {event.layout.shape[-1] for event in events} == {budget + 44 - 25}
+        assert {protected + mean_retained(event, llm.config.compression) for event in events} == {budget}
 
 
 @pytest.mark.parametrize("policy", ["periodic", "standalone"])

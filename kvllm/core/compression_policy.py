@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from kvllm.config import CompressionConfig, EngineConfig, require
 from kvllm.core.regions import Region, Regions, WholeCache, Windows
 from kvllm.core.sequence import Sequence
+from kvllm.errors import RequestError
+from kvllm.sampling_params import SamplingParams
 
 Job = tuple[Sequence, Region]
 
@@ -39,13 +41,17 @@ class CompressionPolicy(ABC):
         self.config = config
         self.regions = regions
 
+    def regions_of(self, seq: Sequence) -> Regions:
+        """The arithmetic that holds for one sequence."""
+        return self.regions
+
     @abstractmethod
     def select(self, decoding: Sequences[Sequence], load: Load) -> list[Job]:
         """What to compress before the next step."""
 
     def eligible(self, decoding: Sequences[Sequence]) -> list[Job]:
         """All sequences with something to compress, in the order given."""
-        regions = ((seq, self.regions.trailing(seq.cached_length, seq.uncompressed_tail)) for seq in decoding)
+        regions = ((seq, self.regions_of(seq).trailing(seq.cached_length, seq.uncompressed_tail)) for seq in decoding)
         return [(seq, region) for seq, region in regions if region is not None]
 
 
@@ -86,6 +92,17 @@ class StandalonePolicy(CompressionPolicy):
 
 class ThresholdPolicy(CompressionPolicy):
     """A sequence's whole cache is cut to `budget_tokens` entries when it has `threshold_tokens` (paper, Eq. 2-3)."""
+
+    def regions_of(self, seq: Sequence) -> Regions:
+        """A budget of the request's own moves the threshold along with what is kept."""
+        config = self.config
+        budget = seq.sampling.budget_tokens
+        if budget is None and not config.protect_prompt:
+            return self.regions
+        assert config.threshold_tokens is not None and config.budget_tokens is not None
+        more = 0 if budget is None else budget - config.budget_tokens
+        protected = seq.prompt_length if config.protect_prompt else 0
+        return WholeCache(self.regions.block_size, config.threshold_tokens + more, config.held_tokens + more, protected)
 
     def select(self, decoding: Sequences[Sequence], load: Load) -> list[Job]:
         return self.eligible(decoding)
@@ -177,6 +194,22 @@ class Compression:
             return WholeCache(block_size, config.threshold_tokens, config.held_tokens)
         return Windows(block_size, config.window_blocks, config.retained(block_size), overlap)
 
+    def check(self, prompt_length: int, sampling: SamplingParams) -> None:
+        """Raises RequestError if a request's prompt and budget do not go together."""
+        config = self.config
+        if config.policy != "threshold" or not (config.protect_prompt or sampling.budget_tokens):
+            return
+        budget = sampling.budget_tokens or config.budget_tokens
+        assert budget is not None
+        blocks = -(-prompt_length // self.regions.block_size) if config.protect_prompt else 0
+        least = blocks * self.regions.block_size + config.buffer + 1
+        if budget < least:
+            protected = f"the {prompt_length} tokens of the protected prompt in whole blocks, " if blocks else ""
+            raise RequestError(
+                f"budget_tokens={budget} leaves no room: {protected}buffer={config.buffer} and one entry more make "
+                f"{least}: raise budget_tokens, lower buffer" + (" or shorten the prompt" if blocks else "")
+            )
+
     @property
     def keeps_end(self) -> bool:
         """Whether the end of a region is all that survives, so that nothing moves if whole blocks are dropped."""
@@ -191,17 +224,21 @@ class Compression:
         return Compression(compression, config.block_size)
 
 
-def peak_blocks(config: EngineConfig, compression: Compression | None, prompt: int, total: int) -> int:
-    """Most blocks that a sequence alone needs to reach `total` entries, `prompt` of them its prompt."""
-    if compression is None:
+def peak_blocks(config: EngineConfig, regions: Regions | None, prompt: int, total: int) -> int:
+    """Most blocks that a sequence alone needs to reach `total` entries, `prompt` of them its prompt.
+
+    regions: None if nothing is ever dropped.
+    """
+    if regions is None:
         return -(-total // config.block_size)
-    tail_start = 0 if compression.config.compress_prompt else prompt
-    return compression.regions.peak_blocks(prompt, total, tail_start)
+    compresses_prompt = config.compression is not None and config.compression.compress_prompt
+    return regions.peak_blocks(prompt, total, 0 if compresses_prompt else prompt)
 
 
 def check_pool(config: EngineConfig) -> None:
     """Raises ConfigError unless a sequence of `max_model_len`, compressed if that is on, fits into the pool."""
-    blocks = peak_blocks(config, Compression.of(config), 1, config.max_model_len - 1)
+    compression = Compression.of(config)
+    blocks = peak_blocks(config, compression and compression.regions, 1, config.max_model_len - 1)
     require(
         blocks <= config.num_blocks,
         "max_model_len",

@@ -191,6 +191,12 @@ class LLMEngine:
         if sampling.n > self.config.max_num_seqs:
             most = self.config.max_num_seqs
             raise RequestError(f"n={sampling.n} completions of a prompt run together: raise max_num_seqs={most}")
+        compression = self.config.compression
+        if sampling.budget_tokens is not None and (compression is None or compression.policy != "threshold"):
+            raise RequestError(
+                f"budget_tokens={sampling.budget_tokens} needs an engine with "
+                'compression=CompressionConfig(policy="threshold", ...): only a threshold has a budget'
+            )
         if sampling.stop and self.tokenizer is None:
             raise RequestError(f"stop={sampling.stop!r} needs a tokenizer, and there is none: use stop_token_ids")
 

@@ -119,15 +119,22 @@ class Windows(Regions):
 
 
 class WholeCache(Regions):
-    """The whole cache, prompt included, once it has `threshold` entries; `retain` of them survive (paper, Eq. 2-3)."""
+    """The whole cache once it has `threshold` entries; `retain` of them survive (paper, Eq. 2-3).
 
-    def __init__(self, block_size: int, threshold: int, retain: int) -> None:
+    protected: the first entries are not touched, in whole blocks; they count among those that survive.
+    """
+
+    def __init__(self, block_size: int, threshold: int, retain: int, protected: int = 0) -> None:
         super().__init__(block_size)
         self.threshold = threshold
-        self.retain = retain
+        self.start = -(-protected // block_size) * block_size
+        self.retain = retain - self.start
 
     def trailing(self, cached: int, tail: int) -> Region | None:
-        return Region(0, cached, self.retain, cached) if cached >= self.threshold else None
+        if cached < self.threshold:
+            return None
+        size = cached - self.start
+        return Region(self.start, size, self.retain, size)
 
     def complete(self, cached: int, tail: int) -> Region | None:
         return self.trailing(cached, tail)

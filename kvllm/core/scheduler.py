@@ -33,7 +33,7 @@ class Scheduler:
     def __init__(self, config: EngineConfig, stats: EngineStats) -> None:
         self.config = config
         self.stats = stats
-        self.blocks = BlockManager(config.num_blocks, config.block_size, config.shares_prefixes)
+        self.reset_cache()
         self.waiting: OrderedDict[int, Sequence] = OrderedDict()
         self.running: list[Sequence] = []
         self.compression = Compression.of(config)
@@ -50,8 +50,10 @@ class Scheduler:
         """Queue a sequence.
 
         Raises:
-            RequestError: it could not finish even with the whole pool to itself.
+            RequestError: it could not finish even with the whole pool to itself, or its budget is too small.
         """
+        if self.compression:
+            self.compression.check(seq.prompt_length, seq.sampling)
         entries = seq.max_length - 1  # the last token is never stored
         needed = self._peak_blocks(seq, entries)
         if needed > self.config.num_blocks:
@@ -215,7 +217,7 @@ class Scheduler:
             return 0
         logical = max(seq.logical_length, seq.prompt_length)
         cached = seq.cached_length + logical - seq.logical_length
-        complete = self.compression.regions.next_end(cached, seq.uncompressed_tail)
+        complete = self.compression.policy.regions_of(seq).next_end(cached, seq.uncompressed_tail)
         target = min(complete, cached + seq.max_length - 1 - logical)
         return max(0, self.blocks.blocks_for(target) - len(seq.block_table))
 
@@ -227,7 +229,7 @@ class Scheduler:
         if self.compression is None or not seq.is_prefilling:
             return num_tokens
         prompt_left = max(0, seq.prompt_length - seq.logical_length)
-        regions, prompt_end = self.compression.regions, seq.cached_length + prompt_left
+        regions, prompt_end = self.compression.policy.regions_of(seq), seq.cached_length + prompt_left
         if prompt_left and (self.compression.config.compress_prompt or regions.complete(prompt_end, 0)):
             return min(num_tokens, prompt_left)
         tail = 0 if prompt_left else seq.uncompressed_tail
@@ -250,7 +252,8 @@ class Scheduler:
         return self._peak_blocks(seq, seq.num_tokens) * self.config.block_size
 
     def _peak_blocks(self, seq: Sequence, entries: int) -> int:
-        return peak_blocks(self.config, self.compression, seq.prompt_length, entries)
+        regions = self.compression and self.compression.policy.regions_of(seq)
+        return peak_blocks(self.config, regions, seq.prompt_length, entries)
 
     # Compression
 
@@ -274,7 +277,7 @@ class Scheduler:
 
     def _compress_complete(self, plan: StepPlan, compression: Compression, seq: Sequence) -> bool:
         """Compress all that is complete. False if nothing is, or it cannot be copied."""
-        region = compression.regions.complete(seq.cached_length, seq.uncompressed_tail)
+        region = compression.policy.regions_of(seq).complete(seq.cached_length, seq.uncompressed_tail)
         return region is not None and self._compress(plan, compression, seq, region)
 
     def _compress(self, plan: StepPlan, compression: Compression, seq: Sequence, region: Region) -> bool:
@@ -289,7 +292,7 @@ class Scheduler:
         plan.compressions.append(
             CompressionJob(seq.seq_id, first, region.count, region.size, region.retain, blocks, destinations)
         )
-        seq.compacted(region.dropped, compression.regions.tail_after(seq.cached_length, region))
+        seq.compacted(region.dropped, compression.policy.regions_of(seq).tail_after(seq.cached_length, region))
         return True
 
     def _blocks_of(self, compression: Compression, seq: Sequence, region: Region) -> tuple[int, int, int]:
@@ -333,6 +336,10 @@ class Scheduler:
         for seq in self.running[::-1]:
             self._requeue(seq)
         self._scheduled = []
+
+    def reset_cache(self) -> None:
+        """Start with an empty pool: the content of all blocks is lost. No sequence may own one."""
+        self.blocks = BlockManager(self.config.num_blocks, self.config.block_size, self.config.shares_prefixes)
 
     def _fork(self, parent: Sequence, forks: list[Fork]) -> list[Sequence]:
         """Let the other completions of a request branch off: they share all blocks computed so far."""

@@ -30,10 +30,10 @@ class RaggedLengths:
     def clear(self, row: int) -> None:
         self.packed[row] = 0
 
-    def set(self, row: int, head_lengths: torch.Tensor, packed: int) -> None:
-        """head_lengths: int64 `[layers, kv_heads]`."""
-        self.packed[row] = packed
-        self.head_lengths[:, row] = head_lengths.cpu().numpy()
+    def set(self, row: int, start: int, kept: torch.Tensor, retain: int) -> None:
+        """Of the entries from `start` on, heads keep `kept`, int64 `[layers, kv_heads]`, in room for `retain`."""
+        self.packed[row] = start + retain
+        self.head_lengths[:, row] = start + kept.cpu().numpy()
 
     def of(self, rows: Any) -> dict[str, torch.Tensor]:
         """The fields of an AttentionBatch for the sequences in `rows`."""
@@ -42,9 +42,9 @@ class RaggedLengths:
             "head_lengths": torch.from_numpy(np.ascontiguousarray(self.head_lengths[:, rows])).to(self.device),
         }
 
-    def holes(self, layer: int, rows: list[int], size: int) -> torch.Tensor:
-        """bool `[S, kv_heads, size]` over the first `size` entries."""
-        entries = np.arange(size)
+    def holes(self, layer: int, rows: list[int], starts: list[int], size: int) -> torch.Tensor:
+        """bool `[S, kv_heads, size]` over `size` entries of each sequence, from the one in `starts` on."""
+        entries = np.array(starts)[:, None, None] + np.arange(size)
         behind_head = entries >= self.head_lengths[layer, rows][:, :, None]
         return torch.from_numpy(behind_head & (entries < self.packed[rows][:, None, None])).to(self.device)
 

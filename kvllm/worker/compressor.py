@@ -7,7 +7,7 @@ order of the regions nor the size of a pass can change what survives.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from time import perf_counter
@@ -41,6 +41,7 @@ class Compressor:
     """Executes the compression jobs of a plan.
 
     overlap: entries that neighbouring windows of a job share. ragged, mass: what some methods keep beside the cache.
+    select: called in place of the method itself.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Compressor:
         max_num_batched_tokens: int,
         ragged: RaggedLengths | None = None,
         mass: AttentionMass | None = None,
+        select: Callable[..., torch.Tensor] | None = None,
     ) -> None:
         self.model = model
         self.cache = cache
@@ -64,8 +66,9 @@ class Compressor:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.ragged = ragged
         self.mass = mass
-        self.select = METHODS[config.method]
-        self.queries = self.select.queries
+        method = METHODS[config.method]
+        self.select = select or method
+        self.queries = method.queries
         self.block_size = cache.shape.block_size
         self._score_seconds = 0.0
         self.event_bytes = 0
@@ -159,7 +162,9 @@ class Compressor:
 
     def _mean_retained(self, retain: int) -> int:
         """What heads keep on average, where `retain` is what they have room for."""
-        return self.config.budget_tokens or retain if self.ragged else retain
+        if not self.ragged or self.config.budget_tokens is None:
+            return retain
+        return retain - (self.config.held_tokens - self.config.budget_tokens)
 
     def _options(self, windows: list[_Window], layer: int) -> dict[str, Any]:
         """What else a method may ask for in a layer."""
@@ -170,11 +175,12 @@ class Compressor:
             "num_layers": self.cache.shape.num_layers,
         }
         rows = [window.state.row for window in windows]
+        starts = [window.start for window in windows]
         if self.ragged:
             options["capacity"] = windows[0].retain
-            options["holes"] = self.ragged.holes(layer, rows, windows[0].size)
+            options["holes"] = self.ragged.holes(layer, rows, starts, windows[0].size)
         if self.mass:
-            options["mass"] = self.mass.gather(layer, rows, [window.start for window in windows], windows[0].size)
+            options["mass"] = self.mass.gather(layer, rows, starts, windows[0].size)
         return options
 
     def _window_tables(self, windows: list[_Window], size: int) -> torch.Tensor:
@@ -220,7 +226,7 @@ class Compressor:
             indices.append(region_indices(of_job, job.size, self.overlap, region_end - end))
             sources.append(self.tables.table[state.row, job.first_block : job.first_block + job.region_blocks])
             if self.ragged:
-                self.ragged.set(state.row, (of_job[:, 0] >= 0).sum(-1), job.retain)
+                self.ragged.set(state.row, start, (of_job[:, 0] >= 0).sum(-1), job.retain)
             if self.mass:
                 self.mass.compact(state.row, start, region_end, state.cached_length, indices[-1])
         self.backend.compact(
