@@ -5,7 +5,7 @@
 PYTHON ?= python3
 VENV := .venv
 READY := $(VENV)/ready
-SOURCES := $(wildcard csrc/*/*.cpp csrc/*/*.h)
+SOURCES := $(wildcard csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu csrc/*/*.cuh)
 
 .PHONY: venv demo test lint clean
 
@@ -15,7 +15,7 @@ $(READY): constraints.txt pyproject.toml setup.py $(SOURCES)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
 	test -x $(VENV)/bin/pip || $(PYTHON) -m venv --clear $(VENV)
 	$(VENV)/bin/pip install --quiet -c constraints.txt torch setuptools wheel
-	@echo "Building the extension: the CPU operators alone, without CUDA"
+	@echo "Building the operators: for the CPU, and for CUDA if there is an nvcc"
 	$(VENV)/bin/pip install --quiet --no-build-isolation -c constraints.txt -e '.[dev]'
 	touch $@
 

@@ -1,20 +1,31 @@
 """Builds the compiled operators; everything else about the package is in pyproject.toml.
 
-The extension uses only PyTorch's stable ABI: built once, it loads in every torch from 2.11 and every Python from 3.11.
+The extensions use only PyTorch's stable ABI: built once, they load in every torch from 2.11 and every Python from 3.11.
+That of the CUDA operators is built wherever there is an nvcc, whatever torch is installed, and loaded only by a torch
+with CUDA.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 from pathlib import Path
 
-from setuptools import setup
-from torch.utils.cpp_extension import BuildExtension, CppExtension, include_paths
+from setuptools import Extension, setup
+from setuptools.errors import CompileError
+from torch.utils.cpp_extension import TORCH_LIB_PATH, BuildExtension, CppExtension, include_paths
 
 ROOT = Path(__file__).parent
-TORCH_2_11 = "0x020b000000000000"
+CUDA_EXTENSION = "kvllm._C_cuda"
+# Compute capabilities; the code of one runs on all later ones of the same generation.
+CUDA_ARCHITECTURES = (80, 90, 100, 120)
 
+TORCH_2_11 = "-DTORCH_TARGET_VERSION=0x020b000000000000"
 COMPILE_ARGUMENTS = [
     "-std=c++20",
+    TORCH_2_11,
+    *(f"-isystem{path}" for path in include_paths()),  # no warnings about torch's headers
     "-O3",
     "-g0",
     "-Wall",
@@ -22,8 +33,6 @@ COMPILE_ARGUMENTS = [
     "-fvisibility=hidden",
     "-ffp-contract=off",
     f"-fmacro-prefix-map={ROOT.resolve()}/=",
-    f"-DTORCH_TARGET_VERSION={TORCH_2_11}",
-    *(f"-isystem{path}" for path in include_paths()),  # no warnings about torch's headers
 ]
 
 
@@ -32,23 +41,68 @@ def sources(folder: str, pattern: str) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in (ROOT / folder).glob(pattern))
 
 
+def find_nvcc() -> str | None:
+    home = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
+    return shutil.which("nvcc") or shutil.which("nvcc", path=home / "bin")
+
+
+def cuda_command(nvcc: str, output: str | Path) -> list[str]:
+    """Compiles and links the CUDA operators for all architectures that this nvcc knows. The CUDA runtime is inside."""
+    known = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True, check=True).stdout.split()
+    return [
+        nvcc,
+        *sources("csrc/cuda", "*.cu"),
+        "-std=c++20",
+        TORCH_2_11,
+        "-DUSE_CUDA",
+        *(f"-isystem={path}" for path in include_paths()),
+        "-O3",
+        "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra",
+        "--threads=0",
+        *(f"-gencode=arch=compute_{n},code=sm_{n}" for n in CUDA_ARCHITECTURES if f"sm_{n}" in known),
+        "--shared",
+        "--cudart=static",
+        f"-L{TORCH_LIB_PATH}",
+        "-Xlinker=--no-as-needed,-s",  # through libtorch, symbols of the CUDA part are found where there is one
+        *("-ltorch", "-ltorch_cpu", "-lc10"),
+        f"-o={output}",
+    ]
+
+
 class BuildOperators(BuildExtension):
     def build_extensions(self) -> None:
-        print("kvllm: building the CPU operators alone, without CUDA")
+        print("kvllm: building the operators for", "CPU and CUDA" if find_nvcc() else "the CPU alone: there is no nvcc")
         super().build_extensions()
 
+    def build_extension(self, ext: Extension) -> None:
+        if ext.name != CUDA_EXTENSION:
+            super().build_extension(ext)
+            return
+        output = Path(self.get_ext_fullpath(ext.name))
+        output.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            subprocess.run(cuda_command(find_nvcc(), output), check=True, cwd=ROOT)
+        except subprocess.CalledProcessError as error:
+            raise CompileError(str(error)) from error
 
-setup(
-    ext_modules=[
-        CppExtension(
-            "kvllm._C",
-            sources("csrc/cpu", "*.cpp"),
-            depends=sources("csrc/cpu", "*.h"),
-            extra_compile_args=COMPILE_ARGUMENTS,
-            extra_link_args=["-s"],
-            py_limited_api=True,
-        )
-    ],
-    cmdclass={"build_ext": BuildOperators},
-    options={"bdist_wheel": {"py_limited_api": "cp311"}},
-)
+
+def extensions() -> list[Extension]:
+    cpu = CppExtension(
+        "kvllm._C",
+        sources("csrc/cpu", "*.cpp"),
+        depends=sources("csrc/cpu", "*.h"),
+        extra_compile_args=COMPILE_ARGUMENTS,
+        extra_link_args=["-s"],
+        py_limited_api=True,
+    )
+    # Without sources of its own: a torch without CUDA refuses them. If it cannot be built, there is a warning.
+    cuda = Extension(CUDA_EXTENSION, [], depends=sources("csrc/cuda", "*.cu*"), py_limited_api=True, optional=True)
+    return [cpu, cuda] if find_nvcc() else [cpu]
+
+
+if __name__ == "__main__":
+    setup(
+        ext_modules=extensions(),
+        cmdclass={"build_ext": BuildOperators},
+        options={"bdist_wheel": {"py_limited_api": "cp311"}},
+    )

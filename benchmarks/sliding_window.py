@@ -124,7 +124,9 @@ def sequence_blocks(job: Job) -> int:
         **{name: job.engine[name] for name in names},
     )
     compressed = Compression.of(config)
-    return max(peak_blocks(config, compressed, len(r.prompt_token_ids), r.entries) for r in job.requests)
+    return max(
+        peak_blocks(config, compressed and compressed.regions, len(r.prompt_token_ids), r.entries) for r in job.requests
+    )
 
 
 def generate(job: Job) -> tuple[list[list[int]], Measurement]:

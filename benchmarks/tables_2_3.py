@@ -15,6 +15,7 @@ as full ones.
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -165,7 +166,7 @@ def to_json(rows: dict[str, Row], jobs: dict[str, Any], model: str) -> dict[str,
     }
 
 
-def measure_tables(arguments: Sequence[str]) -> None:
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = runs.make_parser("benchmarks.tables_2_3", __doc__, PRESETS)
     runs.add_variant_arguments(parser)
     parser.add_argument("--repeats", type=int)
@@ -173,6 +174,11 @@ def measure_tables(arguments: Sequence[str]) -> None:
     add("--max-num-seqs", type=int, nargs="+", help="most running sequences: a table for each")
     args = runs.parse(parser, PRESETS, arguments)
     require(args.repeats >= 1, "--repeats", args.repeats, "at least 1")
+    return args
+
+
+def measure_tables(arguments: Sequence[str]) -> None:
+    args = parse_arguments(arguments)
     variants = runs.chosen_variants(args)
     titles = {name: variant.name for name, variant in variants.items()}
     tables: dict[int, dict[str, Row]] = {}

@@ -94,6 +94,7 @@ SHOWN = {
     "recompute_seconds": ("recompute queries, s", "{:.2f}"),
     "score_seconds": ("score and select, s", "{:.2f}"),
     "compact_seconds": ("compact, s", "{:.2f}"),
+    "longest_stall_seconds": ("longest wait for a token, s", "{:.3f}"),
     "mean_latency": ("latency, mean, s", "{:.2f}"),
     "p99_latency": ("latency, 99th percentile, s", "{:.2f}"),
     "other_load": ("cores busy with other work", "{:.1f}"),
@@ -256,7 +257,9 @@ def make_job(
         compression=variant.compression,
     )
     compression = Compression.of(config)
-    needed = max(peak_blocks(config, compression, len(r.prompt_token_ids), r.entries) for r in requests)
+    needed = max(
+        peak_blocks(config, compression and compression.regions, len(r.prompt_token_ids), r.entries) for r in requests
+    )
     if needed > config.num_blocks:
         raise ConfigError(
             f"variant {variant.name}: a request needs {needed} KV blocks of {config.block_size} tokens and the pool "

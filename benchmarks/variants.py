@@ -109,6 +109,7 @@ class Measurement(Struct, kw_only=True):
     recompute_seconds: float
     score_seconds: float
     compact_seconds: float
+    longest_stall_seconds: float
     num_blocks: int
     block_bytes: int
     method_state_bytes: int
@@ -145,6 +146,7 @@ def measure(
     """
     stats = llm.stats()
     before = {name: stats[name] for name in COUNTERS}
+    stats.longest_stall_seconds = 0.0  # in a warm-up, kernels may be compiled
     steps_before = stats.steps
     with _step_rates(llm) as rates:
         others_before, begin = report.cpu_seconds_of_others(), time.perf_counter()
@@ -173,6 +175,7 @@ def measure(
         mean_concurrency=sum(running for running, _ in timeline) / len(timeline),
         peak_concurrency=max(running for running, _ in timeline),
         **{name: stats[name] - before[name] for name in COUNTERS},
+        longest_stall_seconds=stats.longest_stall_seconds,
         num_blocks=stats.num_blocks,
         block_bytes=llm.cache_shape.bytes_per_block,
         method_state_bytes=stats.method_state_bytes,

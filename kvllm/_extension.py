@@ -18,17 +18,39 @@ def load_extension() -> None:
 
     Raises KvLLMError if it was not built, or was built in a way this torch cannot load.
     """
-    libraries = sorted(Path(__file__).parent.glob("_C.*so"))
+    libraries = _libraries("_C")
     if not libraries:
         raise KvLLMError(
             f"the compiled extension of kvllm is missing: no _C*.so in {Path(__file__).parent}. "
             "Build it from the root of the source tree: pip install --no-build-isolation -e ."
         )
+    _load(libraries[0])
+
+
+@functools.cache
+def has_cuda_operators() -> bool:
+    """Load the CUDA operators as well, if they were built and torch has CUDA; whether there are any.
+
+    Raises KvLLMError if they were built in a way this torch cannot load.
+    """
+    libraries = _libraries("_C_cuda")
+    if not libraries or torch.version.cuda is None:
+        return False
+    load_extension()
+    _load(libraries[0])
+    return True
+
+
+def _libraries(name: str) -> list[Path]:
+    return sorted(Path(__file__).parent.glob(f"{name}.*so"))
+
+
+def _load(library: Path) -> None:
     try:
-        torch.ops.load_library(libraries[0])
+        torch.ops.load_library(library)
     except OSError as error:
         raise KvLLMError(
-            f"{libraries[0]} cannot be loaded with torch {torch.__version__} (2.11 or newer is needed): {error}. "
+            f"{library} cannot be loaded with torch {torch.__version__} (2.11 or newer is needed): {error}. "
             "Rebuild it: pip install --no-build-isolation -e ."
         ) from error
 

@@ -12,6 +12,7 @@ from kvllm.errors import ConfigError
 
 METHODS = (
     "kara",
+    "kara_keydiff",
     "kara_no_bi",
     "kara_no_token2chunk",
     "snapkv",
@@ -25,7 +26,7 @@ METHODS = (
     "sliding_window",
     "random",
 )
-WINDOW_METHODS = ("kara", "kara_no_token2chunk")
+WINDOW_METHODS = ("kara", "kara_keydiff", "kara_no_token2chunk")
 """Need the query of every entry that they score, so all of these must still be known as tokens."""
 RAGGED_METHODS = ("pyramidkv", "adakv")
 """Keep different numbers of entries in different layers or heads."""
@@ -204,7 +205,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     num_blocks: blocks in the KV pool, of `block_size` tokens each.
     max_model_len: longest sequence, prompt and output together, in tokens.
     max_num_seqs: most sequences that run at once.
-    max_num_batched_tokens: most query rows of one step (prefill chunks and decodes together).
+    max_num_batched_tokens: most query rows of one step: decodes, what is recomputed for a compression, prefill chunks.
     watermark: share of the pool that admission leaves free, so that running sequences can grow.
     """
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
+from msgspec import structs
 from tqdm import tqdm
 
 from kvllm.attention.cache import CacheShape
@@ -26,17 +27,20 @@ from kvllm.sampling_params import SamplingParams
 from kvllm.stats import EngineStats
 from kvllm.tokenizer import has_tokenizer, load_tokenizer
 from kvllm.worker.attention_state import AttentionMass
+from kvllm.worker.data_parallel import DataParallelEngine
 from kvllm.worker.inline import InlineExecutor
 from kvllm.worker.rank import DTYPES, RunnerSettings, make_runner
 from kvllm.worker.restarting import RestartingEngine
 
 if TYPE_CHECKING:
+    from kvllm.worker.engines import Engines
     from kvllm.worker.ray import RayExecutor
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_MODEL = Path(__file__).parent / "assets" / "reasoner"
 BACKENDS = ("inline", "ray")
+DEVICES = ("auto", "cuda", "cpu")
 PLACEMENTS = ("STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD")
 GIB = 1 << 30
 
@@ -47,21 +51,29 @@ class LLM:
     Args:
         model: directory of a Hugging Face checkpoint (config.json, safetensors, tokenizer). Default: the small
             reasoning model that comes with the package.
-        dtype: "bfloat16", "float32", or "auto" for the checkpoint's own (float16 runs as float32).
+        dtype: "bfloat16", "float32", "float16" (on a GPU alone), or "auto" for the checkpoint's own; on a CPU, float16
+            runs as float32.
+        device: "cuda", "cpu", or "auto" for a GPU if there is one. With Ray, the cluster decides.
         max_model_len: longest sequence in tokens, prompt and output; default what the model was made for.
         max_num_seqs: most sequences that run at once.
-        max_num_batched_tokens: most tokens of one step; longer prompts are computed in chunks.
+        max_num_batched_tokens: most tokens of one step; longer prompts are computed in chunks, and what takes more to
+            compress is compressed over several steps.
         block_size: tokens of a KV block, 1 to 256.
         num_gpu_blocks_override: blocks in the KV pool, or
-        kv_cache_memory_bytes: its size in bytes, on each rank. Default: half of the free memory, 4 GiB at most.
+        kv_cache_memory_bytes: its size in bytes, on each rank. Default: on a GPU, what model and steps leave of
+            `gpu_memory_utilization`; else half of the free memory, 4 GiB at most.
+        gpu_memory_utilization: share of a GPU's memory that may be in use, by other processes too.
+        enforce_eager: on a GPU, launch kernels one by one, instead of replaying CUDA graphs of decode steps.
         enable_prefix_caching: let requests share the blocks of equal beginnings.
         tensor_parallel_size: ranks that share the model, each a process; more than one need Ray (docs/distributed.md).
+        data_parallel_size: engines that share out the requests, each with its own ranks and KV pool, on Ray.
         distributed_executor_backend: "inline" (one rank, in this process) or "ray"; default "ray" for several ranks.
         placement_strategy: where Ray puts the ranks: "STRICT_PACK" (one node), "PACK", "SPREAD" or "STRICT_SPREAD".
         max_worker_restarts: how many times lost workers are replaced before `generate` raises.
         seed: of requests that bring none.
         compression: how the KV cache is compressed while decoding; None for not at all.
-        attention_backend: "cpu", "reference", or "auto" for the fastest.
+        attention_backend: "triton", "flash_attn", "xformers", "cpu", "reference", or "auto" for the fastest of those
+            that can do what is asked.
         load_format: "auto" reads the checkpoint's weights, "dummy" makes random ones from its config.json alone.
 
     Raises:
@@ -73,14 +85,18 @@ class LLM:
         model: str | Path = DEFAULT_MODEL,
         *,
         dtype: str = "auto",
+        device: str = "auto",
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 2048,
         block_size: int = 256,
         num_gpu_blocks_override: int | None = None,
         kv_cache_memory_bytes: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+        enforce_eager: bool = False,
         enable_prefix_caching: bool = True,
         tensor_parallel_size: int = 1,
+        data_parallel_size: int = 1,
         distributed_executor_backend: str | None = None,
         placement_strategy: str = "STRICT_PACK",
         max_worker_restarts: int = 3,
@@ -92,9 +108,14 @@ class LLM:
         path = Path(model)
         self.model_config = load_model_config(path)
         _check_parallel(tensor_parallel_size, self.model_config)
+        field, value = "data_parallel_size", data_parallel_size
+        require(type(value) is int and value >= 1, field, value, "at least 1")
         _check_workers(placement_strategy, max_worker_restarts)
-        backend = _backend(distributed_executor_backend, tensor_parallel_size)
-        dtype = _dtype(dtype, self.model_config)
+        backend = _backend(distributed_executor_backend, tensor_parallel_size, data_parallel_size)
+        device = _device(device, backend)
+        dtype = _dtype(dtype, self.model_config, device)
+        field, value = "gpu_memory_utilization", gpu_memory_utilization
+        require(type(value) in (int, float) and 0 < value <= 1, field, value, "greater than 0 and at most 1")
         length = _model_length(max_model_len, self.model_config)
         require(load_format in ("auto", "dummy"), "load_format", load_format, "choose one of auto, dummy")
         require(type(block_size) is int and 1 <= block_size <= 256, "block_size", block_size, "between 1 and 256")
@@ -114,12 +135,18 @@ class LLM:
         with ExitStack() as started:  # ended here unless all goes well
             workers = None
             if backend == "ray":
-                workers = _start_workers(tensor_parallel_size, placement_strategy, max_worker_restarts)
+                workers = _start_workers(
+                    data_parallel_size, tensor_parallel_size, placement_strategy, max_worker_restarts
+                )
                 started.callback(workers.close)
+            device = workers.device if workers else device
+            profiles = device == "cuda" and num_gpu_blocks_override is None and kv_cache_memory_bytes is None
             free = workers.available_memory if workers else psutil.virtual_memory().available
-            num_blocks = _num_blocks(
-                num_gpu_blocks_override, kv_cache_memory_bytes, shape, most_useful, state_bytes, free
-            )
+            num_blocks = most_useful
+            if not profiles:
+                num_blocks = _num_blocks(
+                    num_gpu_blocks_override, kv_cache_memory_bytes, shape, most_useful, state_bytes, free
+                )
             self.config = EngineConfig(
                 num_blocks=num_blocks,
                 max_model_len=length,
@@ -133,23 +160,36 @@ class LLM:
             if max_model_len is not None:
                 check_pool(self.config)
             settings = RunnerSettings(
-                str(path.resolve()), self.model_config, self.config, dtype, attention_backend, load_format
+                str(path.resolve()),
+                self.model_config,
+                self.config,
+                dtype,
+                attention_backend,
+                load_format,
+                enforce_eager,
+                gpu_memory_utilization if profiles else None,
             )
-            self.llm_engine = self._engine(settings, workers)
+            self.llm_engine = self._engine(settings, workers, device, data_parallel_size)
+            if max_model_len is not None:
+                check_pool(self.config)  # of the size that was found
             started.pop_all()
-        self.llm_engine.stats.method_state_bytes = state_bytes
+        self.llm_engine.stats.method_state_bytes = state_bytes * data_parallel_size
 
-    def _engine(self, settings: RunnerSettings, workers: RayExecutor | None) -> LLMEngine:
-        """Load the model, on Ray's workers or in this process."""
+    def _engine(
+        self, settings: RunnerSettings, workers: RayExecutor | Engines | None, device: str, data_parallel_size: int
+    ) -> LLMEngine:
+        """Load the model, on Ray's workers or in this process, and learn how many blocks there are."""
         options = {
             "vocab_size": self.model_config.vocab_size,
             "eos_token_ids": self.model_config.eos_token_ids,
             "tokenizer": self.tokenizer,
         }
         if workers:
-            workers.load(settings)
-            return RestartingEngine(self.config, workers, **options)
-        runner = make_runner(settings, SingleRank(), torch.device("cpu"))
+            self.config = structs.replace(self.config, num_blocks=workers.load(settings))
+            engine = RestartingEngine if data_parallel_size == 1 else DataParallelEngine
+            return engine(self.config, workers, **options)
+        runner = make_runner(settings, SingleRank(), torch.device(device))
+        self.config = structs.replace(self.config, num_blocks=runner.cache.num_blocks)
         return LLMEngine(self.config, InlineExecutor(runner), **options)
 
     def generate(
@@ -244,7 +284,7 @@ class LLM:
         running, blocks = self.stats().timeline[-1] if self.stats().timeline else (0, 0)
         bar.set_postfix_str(
             f"input {prompt_tokens / seconds:.0f} tok/s, output {output_tokens / seconds:.0f} tok/s, "
-            f"running {running}, KV pool {blocks / self.config.num_blocks:.0%}",
+            f"running {running}, KV pool {blocks / self.stats().num_blocks:.0%}",
             refresh=False,
         )
 
@@ -258,7 +298,6 @@ def _check_parallel(tensor_parallel_size: int, model: ModelConfig) -> None:
     sizes = {
         "query heads": model.num_query_heads,
         "MLP columns": model.intermediate_size,
-        "vocabulary entries": model.vocab_size,
     }
     for name, size in sizes.items():
         require(size % value == 0, field, value, f"a divisor of the model's {size} {name}")
@@ -271,33 +310,46 @@ def _check_workers(placement_strategy: str, max_worker_restarts: int) -> None:
     require(type(value) is int and value >= 0, field, value, "at least 0")
 
 
-def _backend(name: str | None, tensor_parallel_size: int) -> str:
+def _backend(name: str | None, tensor_parallel_size: int, data_parallel_size: int) -> str:
+    alone = tensor_parallel_size == data_parallel_size == 1
     if name is None:
-        return "inline" if tensor_parallel_size == 1 else "ray"
+        return "inline" if alone else "ray"
     field = "distributed_executor_backend"
     require(name in BACKENDS, field, name, f"choose one of {', '.join(BACKENDS)}, or None")
     if name == "inline":
-        one_rank = f'it runs one rank, and tensor_parallel_size={tensor_parallel_size}: use "ray" or None'
-        require(tensor_parallel_size == 1, field, name, one_rank)
+        sizes = f"tensor_parallel_size={tensor_parallel_size} and data_parallel_size={data_parallel_size}"
+        require(alone, field, name, f'it runs one rank, with {sizes} there are more: use "ray" or None')
     return name
 
 
-def _start_workers(world_size: int, placement: str, max_restarts: int) -> RayExecutor:
+def _start_workers(num_engines: int, num_ranks: int, placement: str, max_restarts: int) -> RayExecutor | Engines:
     try:
+        from kvllm.worker.engines import Engines
         from kvllm.worker.ray import RayExecutor
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise
         raise ConfigError(
-            f"tensor_parallel_size={world_size} on several processes needs Ray, which is not installed: "
-            'pip install "kvllm[ray]" (or: pip install ray), or use tensor_parallel_size=1'
+            f"tensor_parallel_size={num_ranks} with data_parallel_size={num_engines} on several processes needs Ray, "
+            'which is not installed: pip install "kvllm[ray]" (or: pip install ray), or leave both at 1'
         ) from error
-    return RayExecutor(world_size, placement, max_restarts)
+    if num_engines > 1:
+        return Engines(num_engines, num_ranks, placement, max_restarts)
+    return RayExecutor(num_ranks, placement, max_restarts)
 
 
-def _dtype(dtype: str, model: ModelConfig) -> str:
+def _device(device: str, backend: str) -> str:
+    require(device in DEVICES, "device", device, f"choose one of {', '.join(DEVICES)}")
+    with_ray = 'Ray runs ranks on GPUs if the cluster has enough of them, else on CPUs: use "auto"'
+    require(backend == "inline" or device == "auto", "device", device, with_ray)
+    available = torch.cuda.is_available()
+    require(available or device != "cuda", "device", device, 'torch finds no GPU here: use "auto" or "cpu"')
+    return device if device != "auto" else "cuda" if available else "cpu"
+
+
+def _dtype(dtype: str, model: ModelConfig, device: str) -> str:
     if dtype == "auto":
-        return "bfloat16" if model.dtype == "bfloat16" else "float32"
+        return "float32" if device == "cpu" and model.dtype == "float16" else model.dtype
     require(dtype in DTYPES, "dtype", dtype, f"choose one of auto, {', '.join(DTYPES)}")
     return dtype
 

@@ -44,10 +44,30 @@ class SingleRank(Shard):
         return x
 
 
+class Counted(Shard):
+    """A shard that counts its collectives: as long as `calls` grows, the rank advances."""
+
+    def __init__(self, shard: Shard) -> None:
+        self.rank = shard.rank
+        self.world_size = shard.world_size
+        self.calls = 0
+        self._shard = shard
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self._shard.all_reduce(x)
+
+    def all_gather_last_dim(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self._shard.all_gather_last_dim(x)
+
+
 class ProcessGroupShard(Shard):
     """Collectives of torch.distributed: between machines ("gloo") and between GPUs ("nccl").
 
-    A process has one such group. store: that all ranks share. timeout: seconds that a collective may take.
+    A process has one such group, and with "nccl" one GPU, the current one.
+
+    store: that all ranks share. timeout: seconds that a collective may take.
     """
 
     def __init__(
@@ -55,8 +75,15 @@ class ProcessGroupShard(Shard):
     ) -> None:
         self.rank = rank
         self.world_size = world_size
+        # With a device, NCCL connects the ranks now, and not in the first collective.
+        device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
         torch.distributed.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout),
+            device_id=device,
         )
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 from msgspec import Struct
+
+SIZES = ("num_blocks", "method_state_bytes")
+PEAKS = ("peak_blocks", "peak_event_bytes", "longest_stall_seconds")
 
 
 class EngineStats(Struct):
@@ -19,6 +23,8 @@ class EngineStats(Struct):
     blocks_released: blocks by which block tables shrank.
     decode_seconds, prefill_seconds: the model's time in steps without and with prompt tokens (decodes ride along).
     recompute_seconds, score_seconds, compact_seconds: of compression events: queries, scores and selection, movement.
+    longest_stall_seconds: the longest that a running sequence waited for its next token while the engine was at work:
+    the step that computed it, and others that had no room for it.
     peak_event_bytes: the most memory that an event took beside the activations of its pass.
     timeline: for each step (running sequences, blocks in use).
     """
@@ -39,11 +45,28 @@ class EngineStats(Struct):
     recompute_seconds: float = 0.0
     score_seconds: float = 0.0
     compact_seconds: float = 0.0
+    longest_stall_seconds: float = 0.0
     peak_event_bytes: int = 0
     timeline: list[tuple[int, int]] = []
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)
+
+    def add(self, other: EngineStats) -> None:
+        """Count what was counted elsewhere, too. The sizes stay."""
+        for name in self.__struct_fields__:
+            mine, theirs = self[name], other[name]
+            if name in PEAKS:
+                setattr(self, name, max(mine, theirs))
+            elif name not in SIZES:
+                setattr(self, name, mine + theirs)
+
+    def take(self) -> EngineStats:
+        """What was counted since the last call."""
+        taken, empty = copy(self), EngineStats(self.num_blocks, self.method_state_bytes)
+        for name in self.__struct_fields__:
+            setattr(self, name, empty[name])
+        return taken
 
     def record_step(self, *, running: int, blocks: int) -> None:
         self.steps += 1

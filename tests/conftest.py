@@ -1,9 +1,9 @@
-"""Test data that lives beside the checkout."""
+"""What several test files share: data that lives beside the checkout, and a Ray cluster."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,3 +32,25 @@ def load_vectors(shared_dir: Path) -> Callable[[str], Vectors]:
         return arrays, json.loads(str(arrays.pop("meta")))
 
     return load
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """Ray on two nodes of this machine, of four CPUs and of one."""
+    ray = pytest.importorskip("ray", reason="needs ray: pip install ray")
+    from ray.cluster_utils import Cluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        cluster = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": 4, "include_dashboard": False, "object_store_memory": 80 << 20},
+        )
+        try:
+            cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
+            ray.init(address=cluster.address, log_to_driver=False, logging_level="WARNING")
+            yield
+        finally:
+            ray.shutdown()
+            cluster.shutdown()

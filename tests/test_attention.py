@@ -402,7 +402,7 @@ def test_make_backend() -> None:
     cache = PagedKVCache(CacheShape(1, 2, 16, 4, torch.float32), 4)
     assert make_backend("auto", cache, 4, 1.0).name == "cpu"
     assert make_backend("reference", cache, 4, 1.0).name == "reference"
-    with pytest.raises(ConfigError, match="unknown attention backend 'flash'.*'auto' or one of cpu, reference"):
+    with pytest.raises(ConfigError, match="unknown attention backend 'flash'.*'auto' or one of cpu, flash_attn"):
         make_backend("flash", cache, 4, 1.0)
     half = PagedKVCache(CacheShape(1, 2, 16, 4, torch.float16), 4)
     with pytest.raises(ConfigError, match="float32 or bfloat16 with an even head_dim, not torch.float16"):

@@ -546,13 +546,17 @@ def compression_config(**options: Any) -> CompressionConfig:
 
 
 def run_engine(path: Path, prompts: list[list[int]], params: SamplingParams, **options: Any) -> tuple[LLM, Recorder]:
-    """Complete the prompts, all added at once."""
+    """Complete the prompts with an engine of these options."""
     llm = make_llm(path, **options)
-    engine, recorder = llm.llm_engine, llm.llm_engine.executor
+    complete(llm, prompts, params)
+    return llm, llm.llm_engine.executor
+
+
+def complete(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> None:
+    """All are added at once."""
     for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), prompt, params)
+        llm.llm_engine.add_request(str(i), prompt, params)
     finish(llm)
-    return llm, recorder
 
 
 def make_llm(path: Path, **options: Any) -> LLM:
@@ -678,14 +682,17 @@ def test_survivors_depend_on_their_sequence_alone(checkpoints: dict[str, Path], 
     prompts = random_prompts(2, 2, 2, 2, 2)
     options: dict[str, Any] = {"compression": compression_config(retain_tokens=retain_tokens)}
 
-    def run(prompts: list[list[int]], **more: Any) -> dict:
-        return survivors(run_engine(checkpoints["qwen3"], prompts, greedy(150), **options, **more)[1])
+    def run(prompts: list[list[int]], rows_per_pass: int = 256) -> dict:
+        llm = make_llm(checkpoints["qwen3"], **options)
+        llm.llm_engine.executor.runner.compressor.max_num_batched_tokens = rows_per_pass
+        complete(llm, prompts, greedy(150))
+        return survivors(llm.llm_engine.executor)
 
     together = run(prompts)
     assert len(together) == 5 and all(len(windows) >= 3 for windows in together.values())
     assert run(prompts[::-1]) == together
-    assert run(prompts, max_num_batched_tokens=16) == together  # a window at a time
-    assert run(prompts, max_num_batched_tokens=3 * 32) == together
+    assert run(prompts, rows_per_pass=16) == together  # a window at a time
+    assert run(prompts, rows_per_pass=3 * 32) == together
     for prompt in prompts[:2]:
         assert run([prompt]) == {tuple(prompt): together[tuple(prompt)]}
 

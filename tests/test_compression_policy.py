@@ -7,8 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvllm.attention.compression import METHODS
 from kvllm.config import CompressionConfig, EngineConfig
-from kvllm.core.compression_policy import Compression, Load, PressurePolicy, peak_blocks
+from kvllm.core.compression_policy import (
+    Compression,
+    CompressionPolicy,
+    Load,
+    PressurePolicy,
+    peak_blocks,
+    window_tokens,
+)
 from kvllm.core.protocol import SampledToken, StepResult
 from kvllm.core.regions import Windows
 from kvllm.core.scheduler import Scheduler
@@ -16,6 +24,8 @@ from kvllm.core.sequence import Sequence
 from kvllm.errors import ConfigError
 from kvllm.sampling_params import SamplingParams
 from kvllm.stats import EngineStats
+
+TOKENS = 1 << 20  # more than any event takes
 
 
 def sequence(seq_id: int, prompt: int, decode_steps: int) -> Sequence:
@@ -298,8 +308,15 @@ def decoding(seq_id: int, cached: int, remaining: int = 100, carried: int = 0) -
     return seq
 
 
-def chosen(policy: PressurePolicy, sequences: list[Sequence], available: int, missing: int = 0, steps: int = 8):
-    return [seq.seq_id for seq, _ in policy.select(sequences, Load(steps, available, missing))]
+def chosen(
+    policy: CompressionPolicy,
+    sequences: list[Sequence],
+    available: int,
+    missing: int = 0,
+    steps: int = 8,
+    tokens: int = TOKENS,
+) -> list[int]:
+    return [seq.seq_id for seq, _ in policy.select(sequences, Load(steps, available, missing, tokens))]
 
 
 def test_only_as_many_as_it_takes_are_compressed() -> None:
@@ -313,7 +330,7 @@ def test_only_as_many_as_it_takes_are_compressed() -> None:
 def test_all_windows_that_filled_are_compressed_if_it_takes_them() -> None:
     policy, seq = pressure(), decoding(0, 50)
     for needed, expected in ((3, 3), (4, 6), (9, 9), (20, 9)):
-        jobs = policy.select([seq], Load(8 * needed, 50, needed))
+        jobs = policy.select([seq], Load(8 * needed, 50, needed, TOKENS))
         assert sum(region.dropped for _, region in jobs) == 4 * expected
 
 
@@ -351,6 +368,48 @@ def test_of_equals_who_waited_longest_goes_first() -> None:
     for seq in sequences:
         seq.max_length = seq.num_tokens + 50
     assert chosen(pressure(), sequences, 0, missing=20) == [1, 2, 3, 0]
+
+
+def test_a_need_that_takes_more_tokens_than_a_step_has_is_met_in_several() -> None:
+    """Each window has 16 entries, all of which are recomputed, and releases three blocks."""
+    sequences, policy = [decoding(i, 18) for i in range(4)], pressure()
+    assert chosen(policy, sequences, 100, missing=9, tokens=32) == [0, 1]
+    assert chosen(policy, sequences[2:], 106, missing=3, steps=9, tokens=15) == [2]  # one in any case
+    assert chosen(policy, sequences[3:], 109, missing=3, steps=10) == []  # another need, later
+
+
+def test_windows_of_one_sequence_are_divided_by_the_tokens() -> None:
+    policy, seq = pressure(), decoding(0, 50)
+    (_, region), *others = policy.select([seq], Load(8, 50, 9, 40))
+    assert region.count == 2 and not others
+
+
+def test_blocks_that_are_missing_now_come_before_the_tokens() -> None:
+    sequences = [decoding(i, 20) for i in range(5)]  # each is about to begin a block
+    assert chosen(pressure(), sequences, 1, tokens=0) == [0, 1]  # four are missing
+    assert chosen(pressure(), sequences, 4, tokens=16) == [0]
+
+
+def test_an_event_goes_on_until_its_sequences_are_served() -> None:
+    compression = CompressionConfig(period=20, window_blocks=4, retain_blocks=1, buffer=1, max_sequences=5)
+    policy = Compression(compression, 4).policy
+    sequences = [decoding(i, 20, carried=i) for i in range(7)]
+    found = []
+    for steps in range(20, 26):
+        served = chosen(policy, sequences, 0, steps=steps, tokens=35)
+        sequences = [seq for seq in sequences if seq.seq_id not in served]
+        found.append(served)
+    assert found == [[0, 1], [2, 3], [4], [], [], []]
+    assert chosen(policy, sequences, 0, steps=40, tokens=3) == [5]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_tokens_of_a_window_are_the_queries_that_the_method_recomputes(method: str) -> None:
+    """Or, where few or none are needed, an eighth of its entries."""
+    sizes = {"policy": "threshold", "threshold_tokens": 900, "budget_tokens": 300} if METHODS[method].ragged else {}
+    config = CompressionConfig(method=method, query_window=100, buffer=32, query_stride=3, **sizes)
+    expected = {"window": 32 + 246, "recent": 100, "buffer": 97, "none": 97}
+    assert window_tokens(config, 770) == expected[METHODS[method].queries]
 
 
 def simulated_peak(windows: Windows, prompt: int, total: int, tail_start: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import transformers
 
 from kvllm import LLM, CompressionConfig, SamplingParams
+from kvllm.core.protocol import StepPlan, StepResult
 from tests.checkpoints import make_checkpoint
 
 PROMPT_LENGTHS = (1, 2, 7, 16, 17, 40, 63, 100)
@@ -145,17 +147,14 @@ def test_retention_of_everything_changes_no_token(qwen3: Path, expected) -> None
     assert tokens(make_llm(qwen3, compression=compression), random_prompts(256)) == expected
 
 
-@pytest.mark.parametrize(
-    "options", [{"attention_backend": "reference"}, {"max_num_batched_tokens": 48, "max_num_seqs": 8}]
-)
-def test_what_survives_does_not_depend_on_how_it_is_computed(qwen3: Path, options: dict) -> None:
+@pytest.mark.parametrize("rows_per_pass", [48, None])
+def test_what_survives_does_not_depend_on_how_it_is_computed(qwen3: Path, rows_per_pass: int | None) -> None:
     prompts = random_prompts(256)
     usual = tokens(make_llm(qwen3, compression=COMPRESSION), prompts)
-    # The same steps, so that events fall on the same tokens: only the size of a recomputation pass differs.
-    if "max_num_batched_tokens" in options:
-        prompts = [prompt for prompt in prompts if len(prompt["prompt_token_ids"]) <= 2]
-        usual = tokens(make_llm(qwen3, compression=COMPRESSION), prompts)
-    assert tokens(make_llm(qwen3, compression=COMPRESSION, **options), prompts) == usual
+    llm = make_llm(qwen3, compression=COMPRESSION, attention_backend="auto" if rows_per_pass else "reference")
+    if rows_per_pass:
+        llm.llm_engine.executor.runner.compressor.max_num_batched_tokens = rows_per_pass
+    assert tokens(llm, prompts) == usual
 
 
 def test_compression_under_preemption_and_compress_prompt(qwen3: Path) -> None:
@@ -217,6 +216,27 @@ def test_stepping_the_engine_by_hand(qwen3: Path, expected) -> None:
                 finished[output.request_id] = output.outputs[0].token_ids
     assert finished == {"request-0": expected[0], "request-2": expected[2]}
     assert engine.scheduler.blocks.num_owned == 0
+
+
+def test_the_longest_stall_is_that_of_a_running_sequence(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps with prompts are slow here. The step of a first token, and pauses between steps, keep nobody waiting."""
+    engine = make_llm(qwen3, max_num_batched_tokens=64, max_num_seqs=8).llm_engine
+    execute = engine.executor.execute
+
+    def slow_with_prompts(plan: StepPlan) -> StepResult:
+        time.sleep(0.2 if any(item.num_tokens > 1 for item in plan.scheduled) else 0)
+        return execute(plan)
+
+    monkeypatch.setattr(engine.executor, "execute", slow_with_prompts)
+    for i, length in enumerate((20, 100)):
+        prompt = random_prompts(256, lengths=(length,))[0]
+        engine.add_request(str(i), prompt, greedy(8))
+        engine.step()
+        time.sleep(0.5)
+        for _ in range(3):
+            engine.step()
+        stall = engine.stats.longest_stall_seconds
+        assert stall < 0.2 if i == 0 else 0.2 < stall < 0.4
 
 
 def test_logprobs_are_those_of_transformers(qwen3: Path) -> None:

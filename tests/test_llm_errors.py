@@ -52,7 +52,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "max_num_batched_tokens=32 .* at least max_num_seqs=64"),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 is not allowed: a divisor of the model's 2 KV heads"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 is not allowed: at least 1"),
-        ({"attention_backend": "flash"}, "unknown attention backend 'flash': use 'auto' or one of cpu, reference"),
+        ({"attention_backend": "flash"}, "unknown attention backend 'flash': use 'auto' or one of cpu, flash_attn"),
         ({"load_format": "pt"}, "load_format='pt' is not allowed: choose one of auto, dummy"),
         ({"compression": CompressionConfig()}, "buffer=32 is not allowed: at most what a window keeps, 16 entries"),
         ({"compression": CompressionConfig(buffer=4, retain_tokens=49)}, "retain_tokens=49 .* between 1 and 48"),

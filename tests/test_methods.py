@@ -377,6 +377,20 @@ def literal_kara(queries, keys, retain, buffer, chunk_budget, max_chunk):
     return kept
 
 
+def literal_kara_keydiff(queries, keys, retain, buffer, chunk_budget, max_chunk):
+    kept = []
+    for head, head_keys in enumerate(keys):
+        unit = [[x / math.sqrt(dot(key, key)) for x in key] for key in head_keys]
+        mean = [sum(column) / len(unit) for column in zip(*unit, strict=True)]
+        scores = [0.0] * (len(head_keys) - buffer)
+        for rows in group_of(queries, keys, head):
+            for row in rows:
+                for j, probability in enumerate(softmax(logits_of(row, head_keys[: len(scores)]))):
+                    scores[j] += probability * (2 - dot(unit[j], mean))
+        kept.append(literal_token2chunk(scores, retain - buffer, chunk_budget, max_chunk))
+    return kept
+
+
 def literal_rkv(queries, keys, retain, buffer):
     kept = []
     for head, head_keys in enumerate(keys):
@@ -440,6 +454,8 @@ def literal(name, queries, keys, heavy, seed, retain, buffer, capacity):
     match name:
         case "kara" | "kara_no_bi":
             return literal_kara(queries, keys, retain, buffer, CHUNK_BUDGET, MAX_CHUNK)
+        case "kara_keydiff":
+            return literal_kara_keydiff(queries, keys, retain, buffer, CHUNK_BUDGET, MAX_CHUNK)
         case "kara_no_token2chunk":
             return literal_kara(queries, keys, retain, buffer, 0, MAX_CHUNK)
         case "snapkv":

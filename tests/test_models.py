@@ -279,9 +279,11 @@ class ThreadShard(Shard):
         return torch.cat(self._exchange(x), dim=-1)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3-tied-sharded"])
-def test_two_ranks_equal_one(tmp_path: Path, family: str) -> None:
-    make_checkpoint(tmp_path, **FAMILIES[family])
+@pytest.mark.parametrize(
+    ("family", "vocab_size"), [("qwen2", 256), ("qwen2", 257), ("qwen3-tied-sharded", 256), ("qwen3-tied-sharded", 257)]
+)
+def test_two_ranks_equal_one(tmp_path: Path, family: str, vocab_size: int) -> None:
+    make_checkpoint(tmp_path, **FAMILIES[family], vocab_size=vocab_size)
     token_ids = tokens(25)
     expected = PagedModel(*load(tmp_path)).logits({0: token_ids})
     barrier, board = threading.Barrier(2), [torch.empty(0)] * 2
@@ -302,6 +304,20 @@ def test_two_ranks_equal_one(tmp_path: Path, family: str) -> None:
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_small_vocabulary_on_many_ranks(tmp_path: Path, tied: bool) -> None:
+    """Five tokens, two for each of four ranks: the third has one, the last has none."""
+    theirs = make_checkpoint(tmp_path, "qwen3", head_dim=16, vocab_size=5, tie_word_embeddings=tied)
+    models = [load(tmp_path, shard=ThreadShard(rank, threading.Barrier(4), []))[0] for rank in range(4)]
+    for found, expected in (("embedding", theirs.model.embed_tokens.weight), ("lm_head", theirs.lm_head.weight)):
+        weights = [getattr(model, found).weight for model in models]
+        rows = torch.cat([weight.to_dense() if weight.is_mkldnn else weight for weight in weights])
+        assert torch.equal(rows, torch.cat((expected, torch.zeros(3, 64))))
+    config = load_model_config(tmp_path)
+    last = random_model(config, ThreadShard(3, threading.Barrier(4), []), torch.float32, CPU, 64, 7)
+    assert not last.embedding.weight.any()
+
+
 def test_random_model_is_the_same_on_any_number_of_ranks(qwen3: Path) -> None:
     config = load_model_config(qwen3)
     args = (torch.bfloat16, CPU, 64, 7)
@@ -318,7 +334,7 @@ def test_random_model_is_the_same_on_any_number_of_ranks(qwen3: Path) -> None:
 
 def test_ranks_that_do_not_divide_the_model(qwen3: Path) -> None:
     ranks = ThreadShard(0, threading.Barrier(3), [])
-    with pytest.raises(ConfigError, match="tensor_parallel_size 3 does not divide the model's 256 vocabulary entries"):
+    with pytest.raises(ConfigError, match="tensor_parallel_size 3 does not divide the model's 8 query heads"):
         load(qwen3, shard=ranks)
     with pytest.raises(ConfigError, match="tensor_parallel_size 3 does not divide the model's 2 KV heads: use one"):
         kv_heads(2, ranks)

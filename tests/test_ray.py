@@ -7,11 +7,13 @@ real runners in threads of this process, where it can be seen.
 from __future__ import annotations
 
 import gc
+import json
 import os
 import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,22 +26,24 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvllm import LLM, CheckpointError, CompressionConfig, ConfigError, SamplingParams
+from benchmarks import worker_faults
+from kvllm import LLM, CheckpointError, CompressionConfig, ConfigError, KvLLMError, RequestOutput, SamplingParams
 from kvllm.attention.compression import METHODS
 from kvllm.config import RAGGED_METHODS
 from kvllm.core.protocol import StepPlan, StepResult, decode_plan, encode
 from kvllm.model_config import load_model_config
 from kvllm.parallel import Shard, SingleRank, WorkerError
+from kvllm.worker import pool
 from kvllm.worker.executor import Executor
 from kvllm.worker.rank import RunnerSettings, make_runner
 from kvllm.worker.shared_memory import BUFFER_BYTES, SharedMemoryShard, create_memory
+from kvllm.worker.watch import Watch
 from tests.checkpoints import make_checkpoint
 from tests.test_engine import greedy, make_llm, random_prompts, tokens
 
 ray = pytest.importorskip("ray", reason="needs ray: pip install ray")
-from ray.cluster_utils import Cluster  # noqa: E402
 
-FAMILIES = {"qwen3": {"head_dim": 16}, "llama": {"tie_word_embeddings": True}}
+FAMILIES = {"qwen3": {"head_dim": 16}, "llama": {"tie_word_embeddings": True, "vocab_size": 257}}
 KARA = CompressionConfig(period=8, window_blocks=3, retain_blocks=1, buffer=4, chunk_budget=4)
 
 
@@ -51,27 +55,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return paths
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    """Ray on two nodes, of four CPUs and of one."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("RAY_AUTH_MODE", "disabled")
-        cluster = Cluster(
-            initialize_head=True,
-            head_node_args={"num_cpus": 4, "include_dashboard": False, "object_store_memory": 80 << 20},
-        )
-        try:
-            cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
-            ray.init(address=cluster.address, log_to_driver=False, logging_level="WARNING")
-            yield
-        finally:
-            ray.shutdown()
-            cluster.shutdown()
-
-
 @pytest.fixture
-def ray_llm(cluster) -> Iterator[Callable[..., LLM]]:
+def ray_llm(ray_cluster) -> Iterator[Callable[..., LLM]]:
     """Makes an LLM on Ray; its workers end with the test."""
     made: list[LLM] = []
 
@@ -91,21 +76,35 @@ SCRIPT = """
 import sys
 from kvllm import LLM, SamplingParams
 if __name__ == "__main__":
-    llm = LLM(sys.argv[1], tensor_parallel_size=2, block_size=16, num_gpu_blocks_override=400)
+    llm = LLM(sys.argv[1], block_size=16, num_gpu_blocks_override=400, **{sys.argv[2]: 2})
     print(*llm.llm_engine.executor.pids, flush=True)
     while True:
         llm.generate([[5]] * 8, SamplingParams(max_tokens=400, ignore_eos=True), use_tqdm=False)
 """
 
 
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "killed"])
-def test_nothing_is_left_when_the_engine_is_ended(checkpoints, tmp_path: Path, end: signal.Signals) -> None:
-    """In a process of its own, which starts its own Ray. It would join one that runs: so these tests come first."""
-    script = tmp_path / "script.py"
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A directory for a Ray of one's own, whose sockets must not have long names."""
+    with tempfile.TemporaryDirectory(prefix="kvllm", ignore_cleanup_errors=True) as path:
+        yield Path(path)
+
+
+@pytest.mark.parametrize(
+    ("end", "size"),
+    [(signal.SIGINT, "tensor_parallel_size"), (signal.SIGKILL, "data_parallel_size")],
+    ids=["Ctrl-C", "killed"],
+)
+def test_nothing_is_left_when_the_engine_is_ended(
+    checkpoints, short_path: Path, end: signal.Signals, size: str
+) -> None:
+    """In a process of its own, which starts its own Ray: it finds none in its directory for temporary files."""
+    script = short_path / "script.py"
     script.write_text(SCRIPT)
     memory = set(os.listdir("/dev/shm"))
     process = subprocess.Popen(
-        [sys.executable, script, checkpoints["qwen3"]],
+        [sys.executable, script, checkpoints["qwen3"], size],
+        env=os.environ | {"TMPDIR": str(short_path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -115,10 +114,10 @@ def test_nothing_is_left_when_the_engine_is_ended(checkpoints, tmp_path: Path, e
         assert process.stdout
         ranks = [int(pid) for pid in process.stdout.readline().split()]
         family = psutil.Process(process.pid).children(recursive=True)
-        assert {*ranks} <= {each.pid for each in family}
+        assert len(ranks) == 2 and {*ranks} <= {each.pid for each in family}
         time.sleep(0.3)
         os.killpg(process.pid, end)  # a terminal, too, signals the whole group
-        process.wait(20)
+        process.wait(60)
     finally:
         process.kill()
         process.stdout.close()
@@ -201,7 +200,7 @@ class ThreadExecutor(Executor):
     def execute(self, plan: StepPlan) -> StepResult:
         plan_bytes = encode(plan)
         results = on_threads(len(self.runners), lambda rank: self.runners[rank].execute(decode_plan(plan_bytes)))
-        assert all(result.tokens == results[0].tokens for result in results)
+        assert not any(result.tokens for result in results[1:])  # they do not sample
         return results[0]
 
     def close(self) -> None:
@@ -292,7 +291,10 @@ def wait_until(condition: Callable[[], bool], what: str, seconds: float = 10) ->
         time.sleep(0.05)
 
 
-def test_requests_survive_workers_that_die_and_hang(ray_llm, checkpoints) -> None:
+def test_requests_survive_workers_that_die_and_hang(ray_llm, checkpoints, monkeypatch, caplog) -> None:
+    """When a rank is stopped, the other waits for it, and its heartbeats say that it has got no further."""
+    monkeypatch.setattr(pool, "SILENCE_SECONDS", 60.0)
+    monkeypatch.setattr(pool, "STANDSTILL_SECONDS", 2.5)
     rng = random.Random(0)
     prompts = random_prompts(256, lengths=[rng.randrange(1, 60) for _ in range(32)])
     params = [greedy(40 + i) for i in range(32)]
@@ -311,9 +313,48 @@ def test_requests_survive_workers_that_die_and_hang(ray_llm, checkpoints) -> Non
             threading.Timer(rng.random() / 100, os.kill, (executor.pids[rank], number)).start()
         engine.step()
     assert not faults and len(executor.restart_seconds) == 3
+    assert "hangs: no progress for 2.5 s" in caplog.text
     assert [output.outputs[0].token_ids for output in outputs] == expected
     engine.scheduler.check()
     assert tokens(llm, prompts[:4], greedy(40)) == [found[:40] for found in expected[:4]]
+
+
+def test_the_benchmark_of_faults_compares_the_tokens(ray_cluster, checkpoints, tmp_path, capsys, monkeypatch) -> None:
+    undisturbed = worker_faults.run_undisturbed
+
+    def wrong_once(*args: Any) -> list[RequestOutput]:
+        outputs = undisturbed(*args)
+        outputs[2].outputs[0].token_ids[-1] += 1
+        return outputs
+
+    monkeypatch.setattr(worker_faults, "run_undisturbed", wrong_once)
+    arguments = ["--model", str(checkpoints["qwen3"]), "--tensor-parallel-size", "1", "--output", str(tmp_path)]
+    with pytest.raises(KvLLMError, match="^1 requests have other tokens"):
+        worker_faults.run_faults([*arguments, "--faults", "2", "--requests", "4", "--output-len", "300"])
+    content = json.loads((tmp_path / "worker_faults.json").read_text())
+    assert content["requests_with_the_same_tokens"] == 3 and len(content["faults"]) == 2
+    for fault in content["faults"]:
+        assert 0 < fault["noticed_seconds"] < fault["restarted_seconds"] < fault["resumed_seconds"] < 60
+    assert "3 of 4 requests have the tokens" in capsys.readouterr().out
+    assert (tmp_path / "worker_faults.png").stat().st_size > 1000
+
+
+def test_a_heartbeat_alone_is_no_progress() -> None:
+    watch = Watch(silence=5, standstill=60, now=0)
+    for second in range(50):
+        watch.hear(second, b"7")
+    assert watch.complaint(54) is None
+    assert watch.complaint(55) == "hangs: silent for 5 s"
+    for second in range(50, 100):
+        watch.hear(second, str(second // 30).encode())
+    assert watch.complaint(100) is None
+    for second in range(100, 151):
+        watch.hear(second, b"3")
+        assert watch.complaint(second) is None
+    watch.hear(152, b"3")
+    assert watch.complaint(152) == "hangs: no progress for 60 s"
+    watch.hear(153)
+    assert watch.complaint(153) is None
 
 
 def test_the_budget_of_restarts_ends_with_the_workers_traceback(ray_llm, checkpoints, tmp_path: Path) -> None:
@@ -323,7 +364,7 @@ def test_the_budget_of_restarts_ends_with_the_workers_traceback(ray_llm, checkpo
     weights["model.norm.weight"].fill_(float("nan"))
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     llm = ray_llm(tmp_path, ranks=1, max_worker_restarts=1)
-    with pytest.raises(WorkerError, match=r"(?s)again after 1 restarts.*_check_finite.*logits are not finite"):
+    with pytest.raises(WorkerError, match=r"(?s)again after 1 restarts.*sampler.py.*logits are not finite"):
         llm.generate([[5]], use_tqdm=False)
     assert not llm.llm_engine.has_unfinished_requests()
     with pytest.raises(WorkerError, match="again after 1 restarts"):
@@ -372,7 +413,7 @@ def test_more_ranks_than_the_cluster_holds(ray_llm, checkpoints) -> None:
     [
         ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 .* divisor of the model's 2 KV heads, or a multiple"),
         ({"tensor_parallel_size": 16}, "tensor_parallel_size=16 .* divisor of the model's 8 query heads"),
-        ({"tensor_parallel_size": 2, "distributed_executor_backend": "inline"}, 'one rank.*=2: use "ray" or None'),
+        ({"tensor_parallel_size": 2, "distributed_executor_backend": "inline"}, 'one rank.*=2 .*: use "ray" or None'),
         ({"distributed_executor_backend": "mp"}, "choose one of inline, ray, or None"),
         ({"placement_strategy": "pack"}, "choose one of STRICT_PACK, PACK, SPREAD, STRICT_SPREAD"),
         ({"max_worker_restarts": -1}, "max_worker_restarts=-1 is not allowed: at least 0"),
@@ -385,8 +426,8 @@ def test_wrong_options(checkpoints, options: dict[str, Any], message: str) -> No
 
 
 def test_without_ray_the_error_says_what_to_install(checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name in ("kvllm.worker.ray", "kvllm.worker.pool")]:
-        monkeypatch.delitem(sys.modules, name)
+    for name in ("cluster", "engine_actor", "engines", "pool", "ray"):
+        monkeypatch.delitem(sys.modules, f"kvllm.worker.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r'needs Ray, which is not installed: pip install "kvllm\[ray\]"'):
         LLM(checkpoints["qwen3"], tensor_parallel_size=2)
@@ -407,7 +448,7 @@ def our_memory() -> list[int]:
 
 
 @pytest.mark.parametrize("end", ["close", "garbage"])
-def test_nothing_is_left_of_a_pool(ray_llm, cluster, checkpoints, end: str) -> None:
+def test_nothing_is_left_of_a_pool(ray_llm, checkpoints, end: str) -> None:
     gc.collect()
     sockets_before, memory_before = len(psutil.Process().net_connections()), set(our_memory())
     free_before = ray.available_resources()["CPU"]

@@ -23,7 +23,7 @@ from kvllm.errors import ConfigError, KvLLMError
 from kvllm.outputs import CompletionOutput, RequestOutput
 from kvllm.sampling_params import SamplingParams
 from kvllm.worker import sampler
-from kvllm.worker.sampler import SampleRow, filter_logits, penalize, sample, uniform
+from kvllm.worker.sampler import SampleRow, filter_logits, penalize, uniform
 
 MASK = 2**64 - 1
 
@@ -34,6 +34,10 @@ def random_logits(rows: int, vocab: int, seed: int = 0) -> torch.Tensor:
 
 def row_of(seed: int = 0, output: list[int] | None = None, prompt: list[int] | None = None, eos=(), **options):
     return SampleRow(SamplingParams(**options), seed, prompt or [], output or [], eos)
+
+
+def sample(logits: torch.Tensor, rows: list[SampleRow]) -> list[SampledToken]:
+    return sampler.sample(logits, rows).tokens()
 
 
 def token_ids(tokens: list[SampledToken]) -> list[int]:

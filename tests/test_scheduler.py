@@ -20,6 +20,7 @@ from kvllm.config import (
     EngineConfig,
 )
 from kvllm.core import compression_policy
+from kvllm.core.compression_policy import window_tokens
 from kvllm.core.scheduler import Scheduler
 from kvllm.core.sequence import Sequence
 from kvllm.errors import RequestError
@@ -281,6 +282,38 @@ def test_every_eligible_sequence_is_compressed_eventually() -> None:
     sequences = [harness.live[harness.add([i], 200)] for i in range(8)]
     harness.run()
     assert all(seq.evicted > 0 for seq in sequences)
+
+
+BUDGETED = {
+    "periodic": (4, CompressionConfig(period=20, window_blocks=4, retain_blocks=1, buffer=1)),
+    "prompts": (4, CompressionConfig(period=1000, window_blocks=4, retain_blocks=1, buffer=1, compress_prompt=True)),
+    "standalone": (1, CompressionConfig(policy="standalone", window_blocks=16, retain_tokens=8, buffer=2)),
+    "threshold": (
+        4,
+        CompressionConfig(
+            method="snapkv", policy="threshold", threshold_tokens=60, budget_tokens=30, buffer=2, query_window=16
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BUDGETED)
+def test_compression_takes_no_more_tokens_than_decodes_leave(name: str) -> None:
+    """So no event keeps all sequences waiting for more than a step's worth of tokens: others decode meanwhile."""
+    block_size, compression = BUDGETED[name]
+    config = engine_config(1000, block_size=block_size, max_num_batched_tokens=40, compression=compression)
+    harness = Harness(config)
+    for i in range(6):
+        harness.add([0, 1] * (50 if name == "prompts" else 5), 60 + i)
+    harness.run()
+    events = [plan for plan in harness.plans if plan.compressions]
+    windows = [sum(job.num_windows for job in plan.compressions) for plan in events]
+    assert max(windows) == 2 and sum(windows) >= 6
+    for plan in events:
+        tokens = sum(window_tokens(compression, job.size) * job.num_windows for job in plan.compressions)
+        assert tokens + sum(item.num_tokens for item in plan.scheduled) <= 40
+    if name != "periodic":  # whose sequences go on until it is their turn
+        assert any(0 < len(plan.scheduled) < 6 for plan in events)
 
 
 def test_the_clock_counts_decode_steps_only() -> None:

@@ -105,6 +105,19 @@ def edges_of_tiles_and_segments() -> None:
 
 
 @check
+def programs_share_segments() -> None:
+    """However many programs there are for a sequence, its segments are the same."""
+    from kvllm.attention.kernels import decode
+
+    case = attention.make_case([[1600], [3], [511]], head_dim=16)
+    expected = case.run("triton")
+    for programs in (1, 2 * 6):  # one and two for each head of a sequence, which has up to four segments
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(decode, "_PROGRAMS", programs)
+            assert torch.equal(case.run("triton"), expected)
+
+
+@check
 def decodes_alone() -> None:
     """The prefill kernel is not started at all. In most of the small caches, block 0 is one of those that are NaN."""
     assert_matches_dense(attention.make_case([[64], [0], [700]], head_dim=32))
@@ -122,6 +135,61 @@ def holes_are_not_attended() -> None:
 @check
 def each_layer_has_its_own_holes() -> None:
     attention.test_each_layer_has_its_own_holes("triton")
+
+
+def run_observed(case: attention.Case, mass: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """Run the only layer, which adds to `mass` `[1, table rows, kv_heads, entries]`."""
+    return replace(case, batch=replace(case.batch, rows=rows, mass=mass)).run("triton")
+
+
+def dense_mass(case: attention.Case, sequence: int) -> torch.Tensor:
+    """Probabilities summed over the rows and the query heads of a KV head, written out, in float64."""
+    keys, rows = case.keys[sequence].double(), case.rows(sequence)
+    queries = case.queries[rows].double().unflatten(1, (attention.KV_HEADS, -1))
+    scores = torch.einsum("thgd,ehd->thge", queries, keys) * case.scale
+    later = torch.arange(len(keys)) > case.batch.query_index[rows, None]
+    return scores.masked_fill(later[:, None, None], -torch.inf).softmax(-1).sum((0, 2))
+
+
+@check
+def attention_mass() -> None:
+    """Added to what is there, for decodes and chunks, long and short; attention itself has the same bits."""
+    for head_dim, group, block_size, dtype in (
+        (96, 3, 16, torch.float32),
+        (64, 4, 64, torch.float16),
+        (16, 1, 256, torch.float32),
+    ):
+        options = {"head_dim": head_dim, "group": group, "block_size": block_size, "dtype": dtype}
+        case = attention.make_case([[64], [0], list(range(35)), list(range(40, 59)), [1100]], **options)
+        mass = torch.rand(1, 7, attention.KV_HEADS, 1200)
+        before, rows = mass.clone(), [4, 0, 6, 2, 1]
+        assert torch.equal(run_observed(case, mass, rows), case.run("triton"))
+        for sequence, row in enumerate(rows):
+            expected = dense_mass(case, sequence)
+            before[0, row, :, : expected.shape[1]] += expected
+        torch.testing.assert_close(mass, before, atol=2e-5, rtol=1e-5)
+
+
+@check
+def attention_mass_of_decodes_alone() -> None:
+    case = attention.make_case([[600], [3], [0]], head_dim=16)
+    mass = torch.zeros(1, 3, attention.KV_HEADS, 601)
+    run_observed(case, mass, [2, 1, 0])
+    for sequence, row in enumerate([2, 1, 0]):
+        expected = dense_mass(case, sequence)
+        torch.testing.assert_close(mass[0, row, :, : expected.shape[1]].double(), expected, atol=1e-6, rtol=1e-5)
+        assert not mass[0, row, :, expected.shape[1] :].any()
+
+
+@check
+def bits_of_attention_mass_do_not_depend_on_the_batch() -> None:
+    case = attention.make_case([[600], list(range(90)), list(range(7, 40, 3))], head_dim=16, group=3)
+    together = torch.zeros(1, 3, attention.KV_HEADS, 700)
+    run_observed(case, together, [0, 1, 2])
+    for sequence in range(3):
+        alone = torch.zeros(1, 1, attention.KV_HEADS, 700)
+        run_observed(part(case, sequence, case.rows(sequence)), alone, [0])
+        assert torch.equal(alone[0, 0], together[0, sequence])
 
 
 @check
@@ -332,26 +400,53 @@ def rotation() -> None:
 
 
 @check
+def bounds_of_top_p() -> None:
+    """Those of a sort, bit for bit: among ties, forbidden tokens and rows of which one token is everything."""
+    from kvllm.attention.kernels.sampling import top_p_bounds
+    from kvllm.worker.sampler import RESOLUTION, filter_logits
+
+    logits = cpu_ops.randn(6, 3000) * torch.tensor([1, 1, 3, 8, 100, 0])[:, None]
+    logits[1] = logits[1].round()
+    logits[2, ::2] = -torch.inf
+    top_p = [0.95, 0.5, 0.999, 0.3, 0.9, 0.7]
+    relative = (logits - logits.amax(-1, keepdim=True)) / 0.6
+    weights = relative.exp().mul(RESOLUTION).round()
+    needed = weights.sum(-1, dtype=torch.float64) * torch.tensor(top_p, dtype=torch.float64)
+    bounds = top_p_bounds(relative, weights, needed)
+    filter_logits(logits, [SamplingParams(temperature=0.6, top_p=p) for p in top_p])
+    kept = relative.masked_fill(relative < bounds[:, None], -torch.inf)
+    torch.testing.assert_close(kept, logits, atol=0, rtol=1e-6)
+    assert (bounds[:, None] == relative).any(-1).all()
+    few, weights = torch.tensor([[-1.0, 0.0, -2.0], [1.0, 2.0, 1.0]]).unsqueeze(1).expand(2, 4, 3).contiguous()
+    assert top_p_bounds(few, weights, torch.tensor([2, 3, 3.5, 4], dtype=torch.float64)).tolist() == [0, -1, -2, -2]
+
+
+@check
 def the_engine_generates_the_same_tokens() -> None:
-    """Prompts, decodes and a compression event, over the model that comes with the package."""
-    compression = CompressionConfig(
-        period=4, window_blocks=2, retain_blocks=1, buffer=4, chunk_budget=4, compress_prompt=True
-    )
-    outputs = []
-    for name in ("reference", "triton"):
-        llm = LLM(
-            dtype="float32",
-            max_model_len=64,
-            block_size=16,
-            num_gpu_blocks_override=12,
-            attention_backend=name,
-            compression=compression,
-        )
-        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-        found = llm.generate([list(range(5, 45)), list(range(7, 20))], params, use_tqdm=False)
-        assert llm.stats().compression_events > 0
-        outputs.append([request.outputs[0].token_ids for request in found])
-    assert outputs[0] == outputs[1]
+    """Prompts, decodes and a compression event, over the model that comes with the package. H2O's mass is added up by
+    the kernels, AdaKV leaves heads of different lengths."""
+    window = {"period": 4, "window_blocks": 2, "retain_blocks": 1, "buffer": 4, "compress_prompt": True}
+    cache = {"policy": "threshold", "threshold_tokens": 32, "budget_tokens": 16, "buffer": 4, "query_window": 4}
+    for options in (
+        {"method": "kara", "chunk_budget": 4, **window},
+        {"method": "h2o", **window},
+        {"method": "adakv", **cache},
+    ):
+        outputs = []
+        for name in ("reference", "triton"):
+            llm = LLM(
+                dtype="float32",
+                max_model_len=64,
+                block_size=16,
+                num_gpu_blocks_override=12,
+                attention_backend=name,
+                compression=CompressionConfig(**options),
+            )
+            params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+            found = llm.generate([list(range(5, 45)), list(range(7, 20))], params, use_tqdm=False)
+            assert llm.stats().compression_events > 0
+            outputs.append([request.outputs[0].token_ids for request in found])
+        assert outputs[0] == outputs[1], options["method"]
 
 
 @check
@@ -373,6 +468,23 @@ def what_the_backend_refuses() -> None:
 @pytest.mark.parametrize("name", CHECKS)
 def test_in_the_interpreter(name: str, failures: dict[str, str]) -> None:
     assert name not in failures, failures[name]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and a torch with CUDA")
+@pytest.mark.parametrize("dtype, head_dim, group", [(torch.bfloat16, 128, 4), (torch.float32, 96, 3)])
+def test_attention_mass_on_a_device(dtype: torch.dtype, head_dim: int, group: int) -> None:
+    rows = [[1100], list(range(300)), [0], list(range(40, 59))]
+    case = attention.make_case(rows, head_dim=head_dim, group=group, dtype=dtype)
+    mass = torch.zeros(1, 4, attention.KV_HEADS, 1200, device="cuda")
+    cache = PagedKVCache(case.cache.shape, case.cache.num_blocks, "cuda")
+    cache.data.copy_(case.cache.data)
+    tensors = {name: getattr(case.batch, name).cuda() for name in ("query_starts", "query_index", "block_tables")}
+    on_device = replace(case, cache=cache, queries=case.queries.cuda(), batch=replace(case.batch, **tensors))
+    run_observed(on_device, mass, [3, 0, 1, 2])
+    for sequence, row in enumerate([3, 0, 1, 2]):
+        expected = dense_mass(case, sequence)
+        found = mass[0, row, :, : expected.shape[1]].cpu().double()
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_cpu_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -433,8 +545,9 @@ def launch_attention(dtype: torch.dtype, head_dim: int) -> None:
     backend = TritonBackend(cache, 32, head_dim**-0.5)
     queries = torch.zeros(33, 32, head_dim, dtype=dtype)
     with_holes = {"packed": ints(2), "head_lengths": ints(1, 2, 8)}
-    for holes in ({}, with_holes) if head_dim == 128 else ({},):
-        batch = AttentionBatch(torch.tensor([0, 1, 33], dtype=torch.int32), ints(33), ints(2, 8), **holes)
+    observed = {"rows": [0, 1], "mass": torch.zeros(1, 2, 8, 4096)}
+    for options in ({}, with_holes, observed) if head_dim == 128 else ({},):
+        batch = AttentionBatch(torch.tensor([0, 1, 33], dtype=torch.int32), ints(33), ints(2, 8), **options)
         backend.run(0, queries, backend.plan(batch))
     alone = AttentionBatch(torch.tensor([0, 33], dtype=torch.int32), ints(33), ints(1, 1))
     backend.run(0, queries, backend.plan(alone))
@@ -446,7 +559,10 @@ def launch_attention(dtype: torch.dtype, head_dim: int) -> None:
 
 def launch_elementwise(dtype: torch.dtype) -> None:
     from kvllm.attention.kernels import elementwise
+    from kvllm.attention.kernels.sampling import top_p_bounds
 
+    logits = torch.zeros(1, 9)
+    top_p_bounds(logits, logits, torch.zeros(1, dtype=torch.float64))
     x, weight = torch.zeros(3, 6144, dtype=dtype), torch.zeros(6144, dtype=dtype)
     elementwise.rms_norm(x, weight, 1e-6)
     elementwise.add_rms_norm(x, x, weight, 1e-6)

@@ -30,6 +30,8 @@ class AttentionBatch:
         hole for head h of layer l of sequence s, and not attended, if `head_lengths[l, s, h] <= e < packed[s]`. The
         entries of queries lie behind.
     rows: the sequences' rows in the worker's tables, where attention is observed.
+    mass: float32 `[layers, rows of the tables, kv_heads, entries]`, what a backend that `observes` adds the attention
+        probabilities of all rows to, summed over the query heads of a KV head. Not where there are holes.
     """
 
     query_starts: torch.Tensor
@@ -38,12 +40,20 @@ class AttentionBatch:
     packed: torch.Tensor | None = None
     head_lengths: torch.Tensor | None = None
     rows: list[int] | None = None
+    mass: torch.Tensor | None = None
 
 
 class AttentionBackend(ABC):
-    """Attention and data movement over one `PagedKVCache`."""
+    """Attention and data movement over one `PagedKVCache`.
+
+    capturable: a CUDA graph may hold `plan`, `store` and `run` for sequences of one row each. They read nothing back to
+        the host, and what they launch depends on the shapes of a batch alone, not on what its tensors hold.
+    observes: `run` adds to `AttentionBatch.mass`.
+    """
 
     name: str
+    capturable: bool = False
+    observes: bool = False
 
     def __init__(self, cache: PagedKVCache, num_query_heads: int, scale: float) -> None:
         self.cache = cache

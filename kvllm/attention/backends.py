@@ -1,28 +1,53 @@
-"""The attention backends by name."""
+"""The attention backends by name, and what each of them cannot do."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 
 import torch
 
 from kvllm.attention.backend import AttentionBackend
 from kvllm.attention.cache import PagedKVCache
-from kvllm.attention.cpu import CpuBackend
-from kvllm.attention.reference import ReferenceBackend
 from kvllm.errors import ConfigError
 
 
-def why_not_triton(cache: PagedKVCache) -> str | None:
-    """What keeps the Triton kernels from serving `cache`, or None if they can."""
-    shape = cache.shape
+@dataclass(frozen=True)
+class Case:
+    """What a backend is asked to do.
+
+    ragged: heads hold different numbers of entries. observed: attention probabilities are added up.
+    """
+
+    cache: PagedKVCache
+    num_query_heads: int
+    ragged: bool = False
+    observed: bool = False
+
+
+def why_not_cpu(case: Case) -> str | None:
+    """What keeps the compiled CPU operators from serving a case, or None if they can; so do the functions below."""
+    shape = case.cache.shape
+    group = case.num_query_heads // shape.num_kv_heads
+    if not case.cache.data.is_cpu:
+        return f"cannot read a cache on {case.cache.data.device}"
+    if group > 64:
+        return f"shares a KV head among at most 64 query heads, the model has {group}"
+    if shape.dtype not in (torch.float32, torch.bfloat16) or shape.head_dim % 2:
+        return f"reads float32 or bfloat16 with an even head_dim, not {shape.dtype} with head_dim {shape.head_dim}"
+    return None
+
+
+def why_not_triton(case: Case) -> str | None:
+    shape = case.cache.shape
     if find_spec("triton") is None:
         return "needs the package triton, which is not installed"
-    if not cache.data.is_cuda:
+    if not case.cache.data.is_cuda:
         if os.environ.get("TRITON_INTERPRET") != "1":
-            return f"runs on CUDA devices, not on {cache.data.device}"
+            return f"runs on CUDA devices, not on {case.cache.data.device}"
         if shape.dtype == torch.bfloat16:
             return "cannot use bfloat16 in Triton's interpreter, whose bfloat16 arithmetic is wrong"
     if shape.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -34,39 +59,82 @@ def why_not_triton(cache: PagedKVCache) -> str | None:
     return None
 
 
-def make_triton(cache: PagedKVCache, num_query_heads: int, scale: float) -> AttentionBackend:
-    """TritonBackend, imported only when it is asked for.
-
-    Raises ConfigError if it cannot serve the cache.
-    """
-    if reason := why_not_triton(cache):
-        alternatives = "'cpu' or 'reference'" if cache.data.is_cpu else "'reference'"
-        raise ConfigError(f"the attention backend 'triton' {reason}: use {alternatives}")
-    from kvllm.attention.triton import TritonBackend
-
-    return TritonBackend(cache, num_query_heads, scale)
+def why_not_flash_attn(case: Case) -> str | None:
+    shape = case.cache.shape
+    if shape.block_size % 256:
+        return f"needs a block_size that is a multiple of 256, not {shape.block_size}"
+    if shape.head_dim % 8 or shape.head_dim > 256:
+        return f"needs a head_dim that is a multiple of 8 up to 256, not {shape.head_dim}"
+    return _why_not_library(case, "flash_attn", "flash-attn")
 
 
-BACKENDS: dict[str, Callable[[PagedKVCache, int, float], AttentionBackend]] = {
-    "cpu": CpuBackend,
-    "reference": ReferenceBackend,
-    "triton": make_triton,
+def why_not_xformers(case: Case) -> str | None:
+    shape = case.cache.shape
+    if shape.block_size % 64:
+        return f"needs a block_size that is a multiple of 64, not {shape.block_size}"
+    if shape.head_dim not in (16, 32, 64, 128, 256):
+        return f"needs a head_dim that is a power of two from 16 to 256, not {shape.head_dim}"
+    return _why_not_library(case, "xformers", "xformers")
+
+
+def _why_not_library(case: Case, module: str, package: str) -> str | None:
+    """What attention libraries have in common."""
+    if case.cache.shape.dtype not in (torch.bfloat16, torch.float16):
+        return f"computes in bfloat16 or float16, not {case.cache.shape.dtype}"
+    if case.ragged:
+        return "cannot leave out entries of single heads, which the compression method asks for"
+    if case.observed:
+        return "does not tell the attention probabilities, which the compression method adds up"
+    if find_spec(module) is None:
+        return f"needs the package {package}, which is not installed"
+    if find_spec("triton") is None:
+        return "needs the package triton, which is not installed, to write the cache"
+    if not case.cache.data.is_cuda:
+        return f"runs on CUDA devices, not on {case.cache.data.device}"
+    return None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """module, type: where the backend is; it is imported only when it is asked for."""
+
+    module: str
+    type: str
+    why_not: Callable[[Case], str | None]
+
+
+BACKENDS = {
+    "cpu": Entry("kvllm.attention.cpu", "CpuBackend", why_not_cpu),
+    "flash_attn": Entry("kvllm.attention.flash_attn", "FlashAttentionBackend", why_not_flash_attn),
+    "reference": Entry("kvllm.attention.reference", "ReferenceBackend", lambda case: None),
+    "triton": Entry("kvllm.attention.triton", "TritonBackend", why_not_triton),
+    "xformers": Entry("kvllm.attention.xformers", "XformersBackend", why_not_xformers),
 }
+FASTEST = ("cpu", "triton", "flash_attn", "xformers", "reference")
+"""What "auto" tries. flash_attn and xformers can do nothing that triton cannot, where triton is installed."""
 
 
-def make_backend(name: str, cache: PagedKVCache, num_query_heads: int, scale: float) -> AttentionBackend:
-    """The backend `name` over `cache`; "auto" takes the fastest one for the cache's device.
+def make_backend(
+    name: str,
+    cache: PagedKVCache,
+    num_query_heads: int,
+    scale: float,
+    *,
+    ragged: bool = False,
+    observed: bool = False,
+) -> AttentionBackend:
+    """The backend `name` over `cache`; "auto" takes the fastest one that can do it.
 
-    Raises ConfigError for a name that is not in BACKENDS, and for a backend that cannot serve the cache.
+    ragged, observed: as in Case. Raises ConfigError for a name that is not in BACKENDS, and for a backend that cannot.
     """
+    case = Case(cache, num_query_heads, ragged, observed)
+    able = [other for other in FASTEST if BACKENDS[other].why_not(case) is None]
     if name == "auto":
-        name = _fastest(cache)
+        name = able[0]
     if name not in BACKENDS:
         raise ConfigError(f"unknown attention backend {name!r}: use 'auto' or one of {', '.join(sorted(BACKENDS))}")
-    return BACKENDS[name](cache, num_query_heads, scale)
-
-
-def _fastest(cache: PagedKVCache) -> str:
-    if cache.data.is_cpu:
-        return "cpu"
-    return "reference" if why_not_triton(cache) else "triton"
+    if reason := BACKENDS[name].why_not(case):
+        alternatives = " or ".join(repr(other) for other in able)
+        raise ConfigError(f"the attention backend {name!r} {reason}: use {alternatives}")
+    backend: type[AttentionBackend] = getattr(import_module(BACKENDS[name].module), BACKENDS[name].type)
+    return backend(cache, num_query_heads, scale)

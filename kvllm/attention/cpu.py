@@ -7,30 +7,16 @@ import torch
 from kvllm._extension import operator
 from kvllm.attention.backend import AttentionBackend, AttentionBatch
 from kvllm.attention.cache import PagedKVCache
-from kvllm.errors import ConfigError
 
 
 class CpuBackend(AttentionBackend):
-    """Reads keys and values in place. float32 or bfloat16, any block size, head_dim even; sums are in float32."""
+    """Reads keys and values in place, any block size; sums are in float32. See `backends.why_not_cpu`."""
 
     name = "cpu"
+    capturable = True
 
     def __init__(self, cache: PagedKVCache, num_query_heads: int, scale: float) -> None:
         super().__init__(cache, num_query_heads, scale)
-        group = num_query_heads // cache.shape.num_kv_heads
-        if group > 64:
-            raise ConfigError(
-                f"the attention backend 'cpu' shares a KV head among at most 64 query heads, the model has {group}: "
-                "use 'reference'"
-            )
-        if not cache.data.is_cpu:
-            device = cache.data.device
-            raise ConfigError(f"the attention backend 'cpu' cannot read a cache on {device}: use 'reference'")
-        if cache.shape.dtype not in (torch.float32, torch.bfloat16) or cache.shape.head_dim % 2:
-            raise ConfigError(
-                f"the attention backend 'cpu' reads float32 or bfloat16 with an even head_dim, not "
-                f"{cache.shape.dtype} with head_dim {cache.shape.head_dim}: use 'reference'"
-            )
         self._keys = [cache.keys(layer) for layer in range(cache.shape.num_layers)]
         self._values = [cache.values(layer) for layer in range(cache.shape.num_layers)]
         self._attention = operator("paged_attention")

@@ -6,25 +6,28 @@ from dataclasses import dataclass
 
 import torch
 
-from kvllm.attention.backend import AttentionBackend, AttentionBatch
-from kvllm.attention.cache import PagedKVCache
-from kvllm.attention.kernels.compact import compact
-from kvllm.attention.kernels.copy_blocks import copy_blocks
-from kvllm.attention.kernels.decode import Partials, paged_decode
+from kvllm.attention.backend import AttentionBatch
+from kvllm.attention.kernels.decode import Observed, Partials, paged_decode
+from kvllm.attention.kernels.mass import add_mass
 from kvllm.attention.kernels.prefill import paged_prefill
-from kvllm.attention.kernels.store import store_kv
+from kvllm.attention.movement import DeviceBackend
 
 
 @dataclass(frozen=True)
 class TritonPlan:
-    """The batch, and memory that its layers use one after the other."""
+    """The batch, and memory that its layers use one after the other.
+
+    table_rows: `batch.rows` on the device, where attention is observed.
+    """
 
     batch: AttentionBatch
     partials: Partials
+    observed: Observed | None
+    table_rows: torch.Tensor | None
 
 
-class TritonBackend(AttentionBackend):
-    """See `backends.why_not_triton` for what it can do. Ids and slots are not checked: they live on the device.
+class TritonBackend(DeviceBackend):
+    """See `backends.why_not_triton` for what it can do.
 
     Sequences with one row and with several go to different kernels, which find their own: no length is read back to the
     host, so a plan costs no synchronization. With 16 bits a row's bits depend on which of the two takes it, and on
@@ -32,31 +35,27 @@ class TritonBackend(AttentionBackend):
     """
 
     name = "triton"
-
-    def __init__(self, cache: PagedKVCache, num_query_heads: int, scale: float) -> None:
-        super().__init__(cache, num_query_heads, scale)
-        self._keys = [cache.keys(layer) for layer in range(cache.shape.num_layers)]
-        self._values = [cache.values(layer) for layer in range(cache.shape.num_layers)]
+    capturable = True
+    observes = True
 
     def plan(self, batch: AttentionBatch) -> TritonPlan:
         num_sequences, num_blocks = batch.block_tables.shape
-        shape = self.cache.shape
-        partials = Partials.allocate(
-            num_sequences,
-            self.num_query_heads,
-            num_blocks * shape.block_size,
-            shape.head_dim,
-            self.cache.data.device,
-        )
-        return TritonPlan(batch, partials)
+        shape, device = self.cache.shape, self.cache.data.device
+        max_entries = num_blocks * shape.block_size
+        partials = Partials.allocate(num_sequences, self.num_query_heads, max_entries, shape.head_dim, device)
+        if batch.mass is None:
+            return TritonPlan(batch, partials, None, None)
+        observed = Observed.allocate(partials, len(batch.query_index))
+        table_rows = torch.tensor(batch.rows, dtype=torch.int32, device=device)
+        return TritonPlan(batch, partials, observed, table_rows)
 
     def run(self, layer: int, queries: torch.Tensor, plan: TritonPlan) -> torch.Tensor:
         batch = plan.batch
         output = torch.empty_like(queries, memory_format=torch.contiguous_format)
         arguments = (
             queries,
-            self._keys[layer],
-            self._values[layer],
+            self.keys[layer],
+            self.values[layer],
             batch.query_starts,
             batch.query_index,
             batch.block_tables,
@@ -64,16 +63,19 @@ class TritonBackend(AttentionBackend):
             None if batch.head_lengths is None else batch.head_lengths[layer],
             self.scale,
         )
-        paged_decode(*arguments, plan.partials, output)
+        paged_decode(*arguments, plan.partials, plan.observed, output)
         if len(queries) > len(batch.block_tables):
-            paged_prefill(*arguments, output)
+            paged_prefill(*arguments, plan.observed, output)
+        if batch.mass is not None and plan.observed is not None and plan.table_rows is not None:
+            add_mass(
+                batch.mass[layer],
+                queries,
+                self.keys[layer],
+                batch.query_starts,
+                batch.query_index,
+                batch.block_tables,
+                plan.table_rows,
+                self.scale,
+                plan.observed,
+            )
         return output
-
-    def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        store_kv(self._keys[layer], self._values[layer], keys, values, slots)
-
-    def copy_blocks(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
-        copy_blocks(self.cache.data, sources, destinations)
-
-    def compact(self, kept: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor) -> None:
-        compact(self.cache.data, kept.contiguous(), sources.contiguous(), destinations.contiguous())

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, replace
 
-from kvllm.config import CompressionConfig, EngineConfig, require
+from kvllm.config import RECENT_METHODS, WINDOW_METHODS, CompressionConfig, EngineConfig, require
 from kvllm.core.regions import Region, Regions, WholeCache, Windows
 from kvllm.core.sequence import Sequence
 from kvllm.errors import RequestError
@@ -14,28 +14,54 @@ from kvllm.sampling_params import SamplingParams
 
 Job = tuple[Sequence, Region]
 
+ENTRIES_PER_TOKEN = 8
+"""Entries whose scores count as much in the token budget as one token that goes through the model."""
+
 
 @dataclass(slots=True)
 class Load:
     """What a policy sees of the engine.
 
     decode_steps: of the engine so far. available_blocks: that can be allocated now. missing_blocks: how many more the
-    first waiting sequence would have needed to be admitted in the last step.
+    first waiting sequence would have needed to be admitted in the last step. tokens: of the step's budget, what
+    compression may take.
     """
 
     decode_steps: int
     available_blocks: int
     missing_blocks: int
+    tokens: int
+
+
+def recomputed_queries(config: CompressionConfig) -> tuple[int, int]:
+    """The entries of a window whose queries are recomputed: how many at its end, and every how many-th before."""
+    if config.method in WINDOW_METHODS:
+        return config.buffer, config.query_stride
+    if config.method in RECENT_METHODS:
+        return config.query_window, 0
+    return (config.buffer, 0) if config.method == "kara_no_bi" else (0, 0)
+
+
+def window_tokens(config: CompressionConfig, size: int) -> int:
+    """What compressing a window of `size` entries takes of a token budget: the queries that are recomputed, or the
+    entries that are scored, if these weigh more."""
+    recent, stride = recomputed_queries(config)
+    recent = min(recent, size)
+    queries = recent + (-(-(size - recent) // stride) if stride else 0)
+    return max(queries, -(-size // ENTRIES_PER_TOKEN))
 
 
 class CompressionPolicy(ABC):
     """Names the regions that are compressed now.
 
-    Called once per step with the decoding sequences, none of them finished or prefilling, in order of age.
+    Called once per step with the decoding sequences, none of them finished or prefilling, in order of age. What does
+    not fit into the step's tokens waits for the next, so that no event keeps all sequences from decoding for long.
     """
 
     overlap: bool = False
     """Whether a window's buffer is scored again as the beginning of the next window."""
+    at_once: bool = False
+    """Whether a named sequence decodes no more until it is compressed. Then `select` does not look at the tokens."""
 
     def __init__(self, config: CompressionConfig, regions: Regions) -> None:
         self.config = config
@@ -59,23 +85,30 @@ class PeriodicPolicy(CompressionPolicy):
     """Kara's schedule (paper, section 4.3 and Alg. 1): every `period` decode steps at most `max_sequences` sequences.
 
     The first event is not before more than a window's length of steps. Of the eligible sequences those that stored most
-    since they were last served go first (`order="most_uncompressed"`), so none starves.
+    since they were last served go first (`order="most_uncompressed"`), so none starves. An event for which the tokens
+    of a step do not suffice goes on in the following steps.
     """
 
     def __init__(self, config: CompressionConfig, regions: Regions) -> None:
         super().__init__(config, regions)
         self._last_event = 0
+        self._left = 0  # sequences that the present event may still serve
 
     def select(self, decoding: Sequences[Sequence], load: Load) -> list[Job]:
         steps = load.decode_steps
         due = steps > self.config.window_blocks * self.regions.block_size and steps % self.config.period == 0
-        if not due or steps == self._last_event:  # steps without a decode do not move the clock
+        if due and steps != self._last_event:  # steps without a decode do not move the clock
+            self._last_event = steps
+            self._left = self.config.max_sequences
+        if not self._left:
             return []
-        self._last_event = steps
         jobs = self.eligible(decoding)
         if self.config.order == "most_uncompressed":
             jobs.sort(key=lambda job: (job[0].carried_tail - job[0].uncompressed_tail, job[0].seq_id))
-        return jobs[: self.config.max_sequences]
+        jobs = jobs[: self._left]
+        affordable = max(1, load.tokens // window_tokens(self.config, jobs[0][1].size)) if jobs else 0
+        self._left = self._left - affordable if affordable < len(jobs) else 0
+        return jobs[:affordable]
 
 
 class StandalonePolicy(CompressionPolicy):
@@ -85,6 +118,7 @@ class StandalonePolicy(CompressionPolicy):
     """
 
     overlap = True
+    at_once = True
 
     def select(self, decoding: Sequences[Sequence], load: Load) -> list[Job]:
         return self.eligible(decoding)
@@ -92,6 +126,8 @@ class StandalonePolicy(CompressionPolicy):
 
 class ThresholdPolicy(CompressionPolicy):
     """A sequence's whole cache is cut to `budget_tokens` entries when it has `threshold_tokens` (paper, Eq. 2-3)."""
+
+    at_once = True
 
     def regions_of(self, seq: Sequence) -> Regions:
         """A budget of the request's own moves the threshold along with what is kept."""
@@ -114,41 +150,52 @@ class PressurePolicy(CompressionPolicy):
     Blocks are short when a waiting sequence lacked some, or when the running ones would use up the pool within `period`
     steps. Sequences go first whose released blocks serve longest for the rows that are recomputed; one that ends within
     `period` steps is left alone, unless the next step would have to preempt. The need is looked at once in a period,
-    or when a preemption is near, so that windows are scored together.
+    or when a preemption is near, so that windows are scored together; and in the steps behind, until it is met. A step
+    takes more tokens than it should only for blocks that are missing now.
     """
 
     def __init__(self, config: CompressionConfig, regions: Regions) -> None:
         super().__init__(config, regions)
         self._last_look = 0
+        self._unmet = False
 
     def select(self, decoding: Sequences[Sequence], load: Load) -> list[Job]:
-        emergency = sum(map(self._fills_block, decoding)) > load.available_blocks
-        if not emergency and (load.decode_steps % self.config.period or load.decode_steps == self._last_look):
+        urgent = sum(map(self._fills_block, decoding)) - load.available_blocks
+        looks = load.decode_steps % self.config.period == 0 and load.decode_steps != self._last_look
+        if not (urgent > 0 or looks or self._unmet):
             return []
         self._last_look = load.decode_steps
         needed = max(load.missing_blocks, sum(map(self._growth, decoding)) - load.available_blocks)
+        self._unmet = False
         if needed <= 0:
             return []
-        jobs = [job for job in self.eligible(decoding) if emergency or self._remaining(job[0]) > self.config.period]
+        jobs = [job for job in self.eligible(decoding) if urgent > 0 or self._remaining(job[0]) > self.config.period]
         jobs.sort(key=self._order)
-        return self._enough(jobs, needed)
+        return self._enough(jobs[: self.config.max_sequences], needed, urgent, load.tokens)
 
     def eligible(self, decoding: Sequences[Sequence]) -> list[Job]:
         """All that is complete: while blocks lasted, more than one window of a sequence may have filled up."""
         regions = ((seq, self.regions.complete(seq.cached_length, seq.uncompressed_tail)) for seq in decoding)
         return [(seq, region) for seq, region in regions if region is not None]
 
-    def _enough(self, jobs: list[Job], needed: int) -> list[Job]:
-        """The first windows that release `needed` blocks together, of at most `max_sequences` sequences."""
-        missing = needed * self.regions.block_size
+    def _enough(self, jobs: list[Job], needed: int, urgent: int, tokens: int) -> list[Job]:
+        """The first windows that release `needed` blocks together, and of these the ones that fit into the tokens; but
+        at least one, and at least those that release `urgent` blocks."""
+        released = 0
         chosen: list[Job] = []
-        for seq, region in jobs[: self.config.max_sequences]:
+        for seq, region in jobs:
+            missing, missing_now = (number * self.regions.block_size - released for number in (needed, urgent))
             if missing <= 0:
                 break
-            windows = -(-missing // (region.size - region.retain))
-            part = replace(region, count=min(region.count, windows))
-            missing -= part.dropped
-            chosen.append((seq, part))
+            each, cost = region.size - region.retain, window_tokens(self.config, region.size)
+            wanted = min(region.count, -(-missing // each))
+            count = min(wanted, max(tokens // cost, -(-missing_now // each), 0 if chosen else 1))
+            self._unmet = count < wanted
+            if count <= 0:
+                break
+            tokens -= count * cost
+            released += count * each
+            chosen.append((seq, replace(region, count=count)))
         return chosen
 
     def _order(self, job: Job) -> tuple[float, int, int]:

@@ -59,6 +59,7 @@ class LLMEngine:
         self.scheduler = Scheduler(config, self.stats)
         self._requests: dict[str, _Request] = {}
         self._next_seq_id = 0
+        self._step_seconds = 0.0  # of all steps: time passes for a sequence only while the engine is at work
         self._seeds = random.Random(config.seed)
 
     def add_request(
@@ -117,6 +118,7 @@ class LLMEngine:
             The requests that got tokens. An output object belongs to its request and grows with it: copy what must not
             change. After an exception no request is lost: the next step computes the running ones again.
         """
+        begin = time.monotonic()
         try:
             plan = self.scheduler.schedule()
             result = self.executor.execute(plan)
@@ -124,20 +126,23 @@ class LLMEngine:
             self.scheduler.recover()
             raise
         sampled = self.scheduler.update(plan, result)
-        now = time.monotonic()
-        for seq, _ in sampled:  # forks appear here first, and their request must not end before all are known
-            self._requests[seq.request_id].sequences[seq.index] = seq
-        touched = {}
-        for seq, token in sampled:
-            request = self._requests[seq.request_id]
-            self._receive(request, seq, token, now)
-            touched[seq.request_id] = request.output
+        self._count_stalls(sampled, time.monotonic() - begin)
+        touched = self._deliver(sampled)
         self.stats.output_tokens += len(sampled)
         self._count_seconds(plan, result.seconds)
         self.stats.peak_event_bytes = max(self.stats.peak_event_bytes, result.event_bytes)
         if not self.scheduler.has_unfinished and self.scheduler.blocks.num_owned:
             raise RuntimeError(f"{self.scheduler.blocks.num_owned} KV blocks are owned, but no request is unfinished")
-        return list(touched.values())
+        return touched
+
+    def _count_stalls(self, sampled: list[tuple[Sequence, SampledToken]], seconds: float) -> None:
+        """seconds: that this step took."""
+        self._step_seconds += seconds
+        for seq, _ in sampled:
+            if seq.last_token_time is not None:
+                stall = self._step_seconds - seq.last_token_time
+                self.stats.longest_stall_seconds = max(self.stats.longest_stall_seconds, stall)
+            seq.last_token_time = self._step_seconds
 
     def _count_seconds(self, plan: StepPlan, seconds: PhaseSeconds) -> None:
         stats = self.stats
@@ -220,6 +225,18 @@ class LLMEngine:
         return seq
 
     # Out of the engine
+
+    def _deliver(self, sampled: list[tuple[Sequence, SampledToken]]) -> list[RequestOutput]:
+        """Give tokens to their requests. Returns the outputs that grew."""
+        now = time.monotonic()
+        for seq, _ in sampled:  # forks appear here first, and their request must not end before all are known
+            self._requests[seq.request_id].sequences[seq.index] = seq
+        touched = {}
+        for seq, token in sampled:
+            request = self._requests[seq.request_id]
+            self._receive(request, seq, token, now)
+            touched[seq.request_id] = request.output
+        return list(touched.values())
 
     def _receive(self, request: _Request, seq: Sequence, token: SampledToken, now: float) -> None:
         """Account for one sampled token, and end its sequence and request if it was the last."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import replace
 
 from kvllm.config import EngineConfig
 from kvllm.core.block_manager import BlockManager
-from kvllm.core.compression_policy import Compression, Load, peak_blocks
+from kvllm.core.compression_policy import Compression, Load, peak_blocks, window_tokens
 from kvllm.core.protocol import (
     BlockCopy,
     CompressionJob,
@@ -43,6 +44,8 @@ class Scheduler:
         self._scheduled: list[Sequence] = []
         self._decode_steps = 0
         self._missing_blocks = 0
+        self._tokens = 0  # of the budget of the step being planned
+        self._held: set[int] = set()  # ids of running sequences that wait for tokens to be compressed before they go on
 
     # Requests
 
@@ -80,6 +83,7 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """The next step. It may schedule nothing when a lone sequence had to be preempted; the one after will."""
         self._plan = plan = StepPlan()
+        self._tokens = self.config.max_num_batched_tokens
         if self.compression:
             self._compress_due(plan, self.compression)
         budget, preempted = self._schedule_running(plan)
@@ -91,10 +95,9 @@ class Scheduler:
         return plan
 
     def _record(self, plan: StepPlan) -> None:
-        if not plan.scheduled:
-            return
         stats = self.stats
-        stats.record_step(running=len(plan.scheduled), blocks=self.blocks.num_owned)
+        if plan.scheduled:
+            stats.record_step(running=len(plan.scheduled), blocks=self.blocks.num_owned)
         if self.compression and plan.compressions:
             stats.compression_events += 1
             stats.windows_compressed += sum(job.num_windows for job in plan.compressions)
@@ -103,11 +106,14 @@ class Scheduler:
 
     def _schedule_running(self, plan: StepPlan) -> tuple[int, bool]:
         """Give each running sequence its decode or its next prefill chunk, oldest first."""
-        budget = self.config.max_num_batched_tokens
+        budget = self._tokens
         running_before = len(self.running)
         position = 0
         while position < len(self.running) and budget > 0:
             seq = self.running[position]
+            if seq.seq_id in self._held:
+                position += 1
+                continue
             num_tokens = self._chunk(seq, budget)
             if not self._make_room(plan, seq, num_tokens):
                 break
@@ -139,14 +145,15 @@ class Scheduler:
 
     def _plan_tokens(self, plan: StepPlan, seq: Sequence, num_tokens: int, new_blocks: list[int]) -> None:
         samples = num_tokens == seq.num_uncomputed
-        forks = []
-        if samples and seq.forks_pending:
-            # A fork's seed differs in its upper half, so that requests with neighbouring seeds stay apart.
-            forks = [Fork(seq.seq_id + i, seq.seed ^ (i << 32)) for i in range(1, seq.forks_pending + 1)]
+        forks = self._forks(seq) if samples and seq.forks_pending else []
         new_tokens = seq.token_ids[seq.known_tokens :]
         seq.known_tokens = seq.num_tokens
         plan.scheduled.append(ScheduledSequence(seq.seq_id, num_tokens, new_blocks, new_tokens, samples, forks))
         self._scheduled.append(seq)
+
+    def _forks(self, seq: Sequence) -> list[Fork]:
+        # A fork's seed differs in its upper half, so that requests with neighbouring seeds stay apart.
+        return [Fork(seq.seq_id + i, seq.seed ^ (i << 32)) for i in range(1, seq.forks_pending + 1)]
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
         """Start waiting sequences in order while their whole prefill fits into the pool and leaves the running ones
@@ -258,26 +265,43 @@ class Scheduler:
     # Compression
 
     def _compress_due(self, plan: StepPlan, compression: Compression) -> None:
-        """Compress what was just prefilled, and what the policy names."""
+        """Compress what was just prefilled, and what the policy names, with the tokens that decodes leave over."""
+        self._held.clear()
+        self._tokens -= len(self.running)
         decoding = []
         for seq in self.running:
             if seq.logical_length <= self._compressed_at_once(seq):
-                if seq.logical_length >= seq.prompt_length:
-                    self._compress_complete(plan, compression, seq)
+                if seq.logical_length >= seq.prompt_length and (region := self._complete(compression, seq)):
+                    self._compress_at_once(plan, compression, seq, region)
             elif not seq.is_prefilling:
                 decoding.append(seq)
-        load = Load(self._decode_steps, self.blocks.num_available, self._missing_blocks)
+        load = Load(self._decode_steps, self.blocks.num_available, self._missing_blocks, self._tokens)
         for seq, region in compression.policy.select(decoding, load):
-            self._compress(plan, compression, seq, region)
+            if compression.policy.at_once:
+                self._compress_at_once(plan, compression, seq, region)
+            else:
+                self._compress(plan, compression, seq, region)
+        self._tokens = max(0, self._tokens) + len(self.running)
+
+    def _compress_at_once(self, plan: StepPlan, compression: Compression, seq: Sequence, region: Region) -> None:
+        """Compress as much as there are tokens for. For the rest the sequence waits, and computes nothing meanwhile."""
+        affordable = self._tokens // window_tokens(compression.config, region.size)
+        part = replace(region, count=min(region.count, max(affordable, 0 if plan.compressions else 1)))
+        done = part.count > 0 and (not self._compress(plan, compression, seq, part) or part.count == region.count)
+        if not done:
+            self._held.add(seq.seq_id)
 
     def _compressed_at_once(self, seq: Sequence) -> int:
         """Logical length up to which complete windows wait for no policy: output that a preempted sequence computes
         again, and a prompt that may be compressed. The prompt's windows are compressed when all of it is computed."""
         return max(seq.refill_length, seq.prompt_length if seq.tail_start < seq.prompt_length else 0)
 
+    def _complete(self, compression: Compression, seq: Sequence) -> Region | None:
+        return compression.policy.regions_of(seq).complete(seq.cached_length, seq.uncompressed_tail)
+
     def _compress_complete(self, plan: StepPlan, compression: Compression, seq: Sequence) -> bool:
         """Compress all that is complete. False if nothing is, or it cannot be copied."""
-        region = compression.policy.regions_of(seq).complete(seq.cached_length, seq.uncompressed_tail)
+        region = self._complete(compression, seq)
         return region is not None and self._compress(plan, compression, seq, region)
 
     def _compress(self, plan: StepPlan, compression: Compression, seq: Sequence, region: Region) -> bool:
@@ -293,6 +317,7 @@ class Scheduler:
             CompressionJob(seq.seq_id, first, region.count, region.size, region.retain, blocks, destinations)
         )
         seq.compacted(region.dropped, compression.policy.regions_of(seq).tail_after(seq.cached_length, region))
+        self._tokens -= region.count * window_tokens(compression.config, region.size)
         return True
 
     def _blocks_of(self, compression: Compression, seq: Sequence, region: Region) -> tuple[int, int, int]:

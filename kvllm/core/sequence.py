@@ -25,6 +25,7 @@ class Sequence:
         "hashed_blocks",
         "index",
         "known_tokens",
+        "last_token_time",
         "logical_length",
         "max_length",
         "preemptions",
@@ -84,6 +85,7 @@ class Sequence:
         self.carried_tail = 0
         self.hashed_blocks = 0
         self.known_tokens = 0  # tokens the workers were told of
+        self.last_token_time: float | None = None  # of the token sampled last, if it is running since
 
     @property
     def num_tokens(self) -> int:

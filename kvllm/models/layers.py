@@ -37,6 +37,13 @@ def row_part(total: int, target: torch.Tensor, shard: Shard) -> Weight:
     return Weight((total, *target.shape[1:]), target, 0, shard.rank * target.shape[0])
 
 
+def vocab_part(vocab_size: int, target: torch.Tensor, shard: Shard) -> Weight:
+    """A tensor with a row for each token. Where the ranks do not divide the vocabulary, the last have rows to spare."""
+    first = min(shard.rank * target.shape[0], vocab_size)
+    held = min(target.shape[0], vocab_size - first)
+    return Weight((vocab_size, *target.shape[1:]), target[:held], 0, first)
+
+
 def pack(weight: torch.Tensor) -> torch.Tensor:
     """A copy of `weight` `[out, in]` in oneDNN's blocked layout, if oneDNN multiplies its dtype here; else itself.
 
@@ -170,11 +177,11 @@ class VocabEmbedding:
     ) -> None:
         self.shard = shard
         self.vocab_size = vocab_size
-        self.size = split(vocab_size, shard, "vocabulary entries")
-        self.weight = torch.empty(self.size, hidden_size, dtype=dtype, device=device)
+        self.size = -(-vocab_size // shard.world_size)
+        self.weight = torch.zeros(self.size, hidden_size, dtype=dtype, device=device)
 
     def weights(self, prefix: str) -> dict[str, Weight]:
-        return {f"{prefix}.weight": row_part(self.vocab_size, self.weight, self.shard)}
+        return {f"{prefix}.weight": vocab_part(self.vocab_size, self.weight, self.shard)}
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 `[T]` -> `[T, hidden_size]`, a fresh tensor."""
@@ -196,17 +203,17 @@ class LMHead:
         self.shard = shard
         self.tied = tied
         self.vocab_size = embedding.vocab_size
-        self.weight = embedding.weight if tied else torch.empty_like(embedding.weight)
+        self.weight = embedding.weight if tied else torch.zeros_like(embedding.weight)
 
     def weights(self, prefix: str) -> dict[str, Weight]:
-        return {} if self.tied else {f"{prefix}.weight": row_part(self.vocab_size, self.weight, self.shard)}
+        return {} if self.tied else {f"{prefix}.weight": vocab_part(self.vocab_size, self.weight, self.shard)}
 
     def pack(self) -> None:
         self.weight = pack(self.weight)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[R, hidden_size]` -> logits `[R, vocab_size]`."""
-        return self.shard.all_gather_last_dim(linear(hidden, self.weight))
+        return self.shard.all_gather_last_dim(linear(hidden, self.weight))[:, : self.vocab_size]
 
 
 def rotary_table(config: ModelConfig, num_positions: int, device: torch.device) -> torch.Tensor:

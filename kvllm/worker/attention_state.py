@@ -5,14 +5,18 @@ Both are tables with a row for each running sequence, like the block tables. An 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from kvllm._extension import has_cuda_operators, operator
 from kvllm.attention.backend import AttentionBackend, AttentionBatch
 from kvllm.attention.cache import CacheShape
+from kvllm.attention.compaction import pad
 from kvllm.attention.compression.mass import attention_mass
+from kvllm.worker.transfer import upload
 
 
 class RaggedLengths:
@@ -27,6 +31,11 @@ class RaggedLengths:
         self.packed = np.zeros(num_rows, dtype=np.int32)
         self.head_lengths = np.zeros((shape.num_layers, num_rows, shape.num_kv_heads), dtype=np.int32)
 
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Layers, and KV heads of each."""
+        return self.head_lengths.shape[0], self.head_lengths.shape[2]
+
     def clear(self, row: int) -> None:
         self.packed[row] = 0
 
@@ -38,15 +47,15 @@ class RaggedLengths:
     def of(self, rows: Any) -> dict[str, torch.Tensor]:
         """The fields of an AttentionBatch for the sequences in `rows`."""
         return {
-            "packed": torch.from_numpy(self.packed[rows]).to(self.device),
-            "head_lengths": torch.from_numpy(np.ascontiguousarray(self.head_lengths[:, rows])).to(self.device),
+            "packed": upload(self.packed[rows], self.device),
+            "head_lengths": upload(self.head_lengths[:, rows], self.device),
         }
 
     def holes(self, layer: int, rows: list[int], starts: list[int], size: int) -> torch.Tensor:
         """bool `[S, kv_heads, size]` over `size` entries of each sequence, from the one in `starts` on."""
         entries = np.array(starts)[:, None, None] + np.arange(size)
         behind_head = entries >= self.head_lengths[layer, rows][:, :, None]
-        return torch.from_numpy(behind_head & (entries < self.packed[rows][:, None, None])).to(self.device)
+        return upload(behind_head & (entries < self.packed[rows][:, None, None]), self.device)
 
 
 class AttentionMass:
@@ -74,17 +83,26 @@ class AttentionMass:
         parts = [self.mass[layer, row, :, start : start + size] for row, start in zip(rows, starts, strict=True)]
         return torch.stack(parts)
 
-    def compact(self, row: int, start: int, end: int, cached: int, kept: torch.Tensor) -> None:
-        """Of entries `start .. end`, those at `kept` `[layers, kv_heads, K]` survive, and what is behind moves up."""
-        mass = self.mass[:, row]
-        survivors = mass[:, :, start:end].gather(-1, kept)
-        moved = torch.cat((survivors, mass[:, :, end:cached]), dim=-1)
-        mass[:, :, start:] = 0
-        mass[:, :, start : start + moved.shape[-1]] = moved
+    def compact(self, regions: list[tuple[int, int, int, int]], kept: list[torch.Tensor]) -> None:
+        """Let the survivors of several sequences move up.
+
+        regions: for each its row, the start and the end of the region, and the end of what is behind, which moves up
+            with it. kept: offsets into the region, `[layers, kv_heads, K]`.
+        """
+        if self.mass.is_cuda and has_cuda_operators():
+            numbers = [(offsets.shape[-1], *region) for region, offsets in zip(regions, kept, strict=True)]
+            operator("compact_mass")(self.mass, pad(kept), *upload(numbers, self.mass.device).T.contiguous())
+            return
+        for (row, start, end, length), offsets in zip(regions, kept, strict=True):
+            mass = self.mass[:, row]
+            survivors = mass[:, :, start:end].gather(-1, offsets)
+            moved = torch.cat((survivors, mass[:, :, end:length]), dim=-1)
+            mass[:, :, start:length] = 0
+            mass[:, :, start : start + moved.shape[-1]] = moved
 
 
 class ObservingBackend(AttentionBackend):
-    """A backend that adds up attention mass as it goes: a second product of queries and keys in every layer."""
+    """A backend whose attention mass is added up: by itself, or by a second product of queries and keys."""
 
     name = "observing"
 
@@ -95,6 +113,8 @@ class ObservingBackend(AttentionBackend):
 
     def plan(self, batch: AttentionBatch) -> Any:
         assert batch.rows is not None
+        if self.backend.observes:
+            return self.backend.plan(replace(batch, mass=self.mass.mass)), batch, []
         starts, index = batch.query_starts.tolist(), batch.query_index.tolist()
         sequences = list(zip(batch.rows, starts, starts[1:], strict=False))
         return self.backend.plan(batch), batch, [(row, a, b, index[a]) for row, a, b in sequences]

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -22,9 +21,12 @@ from kvllm.attention.compaction import pad, region_indices
 from kvllm.attention.compression import METHODS
 from kvllm.attention.compression.queries import query_offsets
 from kvllm.config import CompressionConfig
-from kvllm.core.protocol import CompressionJob, PhaseSeconds
+from kvllm.core.compression_policy import window_tokens
+from kvllm.core.protocol import CompressionJob
 from kvllm.worker.attention_state import AttentionMass, RaggedLengths
 from kvllm.worker.state import BlockTables, SequenceState
+from kvllm.worker.timing import PhaseClock
+from kvllm.worker.transfer import upload
 
 
 @dataclass(frozen=True)
@@ -70,42 +72,39 @@ class Compressor:
         self.select = select or method
         self.queries = method.queries
         self.block_size = cache.shape.block_size
-        self._score_seconds = 0.0
         self.event_bytes = 0
 
-    def compress(self, jobs: list[CompressionJob], states: dict[int, SequenceState]) -> PhaseSeconds:
+    def compress(self, jobs: list[CompressionJob], states: dict[int, SequenceState], clock: PhaseClock) -> None:
         """Select and compact, then update the tables and cached lengths of the jobs' sequences.
 
         Leaves in `event_bytes` what StepResult reports under that name.
         """
-        begin, self._score_seconds, self.event_bytes = perf_counter(), 0.0, 0
+        self.event_bytes = 0
         moving = [job for job in jobs if job.destinations]
-        kept = self._select(moving, states)
-        selected = perf_counter()
-        if moving:
-            self._compact(moving, states, kept)
-        for job in jobs:
-            state = states[job.seq_id]
-            self.tables.replace(state, job.first_block, job.region_blocks, job.destinations)
-            state.cached_length -= job.dropped
-        return PhaseSeconds(
-            recompute=selected - begin - self._score_seconds,
-            score=self._score_seconds,
-            compact=perf_counter() - selected,
-        )
+        with clock.measure("select"):
+            kept = self._select(moving, states, clock)
+        with clock.measure("compact"):
+            if moving:
+                self._compact(moving, states, kept)
+            for job in jobs:
+                state = states[job.seq_id]
+                self.tables.replace(state, job.first_block, job.region_blocks, job.destinations)
+                state.cached_length -= job.dropped
 
     # Selection
 
-    def _select(self, jobs: list[CompressionJob], states: dict[int, SequenceState]) -> list[torch.Tensor]:
+    def _select(
+        self, jobs: list[CompressionJob], states: dict[int, SequenceState], clock: PhaseClock
+    ) -> list[torch.Tensor]:
         """For each job the offsets that its windows keep: `[layers, windows, kv_heads, retain]`."""
         windows = [window for job in jobs for window in self._windows_of(job, states[job.seq_id])]
         kept: list[torch.Tensor] = []
         for (size, retain), group in groupby(windows, key=lambda window: (window.size, window.retain)):
             alike = list(group)
             offsets = self._query_offsets(size)
-            windows_per_pass = max(1, self.max_num_batched_tokens // max(1, len(offsets)))
+            windows_per_pass = max(1, self.max_num_batched_tokens // window_tokens(self.config, size))
             for i in range(0, len(alike), windows_per_pass):
-                kept += self._kept(alike[i : i + windows_per_pass], size, retain, offsets).unbind(1)
+                kept += self._kept(alike[i : i + windows_per_pass], size, retain, offsets, clock).unbind(1)
         counts = [job.num_windows for job in jobs]
         ends = np.cumsum(counts)
         return [torch.stack(kept[end - count : end], dim=1) for count, end in zip(counts, ends.tolist(), strict=True)]
@@ -128,28 +127,29 @@ class Compressor:
             case "none":
                 return np.arange(0)
 
-    def _kept(self, windows: list[_Window], size: int, retain: int, offsets: np.ndarray) -> torch.Tensor:
+    def _kept(
+        self, windows: list[_Window], size: int, retain: int, offsets: np.ndarray, clock: PhaseClock
+    ) -> torch.Tensor:
         """Offsets that survive in windows of one size: `[layers, windows, kv_heads, retain]`."""
         tables = self._window_tables(windows, size)
         seeds = [_seed(window) for window in windows]
         kept: list[torch.Tensor] = []
 
         def visit(layer: int, queries: torch.Tensor | None) -> None:
-            begin = perf_counter()
-            if queries is not None:
-                queries = queries.view(len(windows), len(offsets), *queries.shape[1:]).transpose(1, 2)
-            keys = self.cache.gather_keys(layer, tables)[:, :, :size]
-            chosen = self.select(
-                queries,
-                keys,
-                retain=self._mean_retained(retain),
-                buffer=self.config.buffer,
-                seeds=seeds,
-                **self._options(windows, layer),
-            )
-            # Layers and heads may keep fewer than there is room for.
-            kept.append(torch.nn.functional.pad(chosen, (0, retain - chosen.shape[-1]), value=-1))
-            self._score_seconds += perf_counter() - begin
+            with clock.measure("score"):
+                if queries is not None:
+                    queries = queries.view(len(windows), len(offsets), *queries.shape[1:]).transpose(1, 2)
+                keys = self.cache.gather_keys(layer, tables)[:, :, :size]
+                chosen = self.select(
+                    queries,
+                    keys,
+                    retain=self._mean_retained(retain),
+                    buffer=self.config.buffer,
+                    seeds=seeds,
+                    **self._options(windows, layer),
+                )
+                # Layers and heads may keep fewer than there is room for.
+                kept.append(torch.nn.functional.pad(chosen, (0, retain - chosen.shape[-1]), value=-1))
             held = sum(tensor.nbytes for tensor in (keys, *kept) + (() if queries is None else (queries,)))
             self.event_bytes = max(self.event_bytes, held)
 
@@ -188,7 +188,7 @@ class Compressor:
         first = np.array([window.start // self.block_size for window in windows])[:, None]
         blocks = first + np.arange(-(-size // self.block_size))
         tables = self.tables.table[[window.state.row for window in windows]]
-        return torch.from_numpy(np.take_along_axis(tables, blocks, axis=1)).to(self.cache.data.device)
+        return upload(np.take_along_axis(tables, blocks, axis=1), self.cache.data.device)
 
     def _recompute(self, windows: list[_Window], offsets: np.ndarray, visit: Any) -> None:
         """One pass of the model over rows of all windows."""
@@ -201,13 +201,13 @@ class Compressor:
         num_blocks = int(index.max()) // self.block_size + 1
         batch = AttentionBatch(
             query_starts=torch.arange(0, index.size + 1, len(offsets), dtype=torch.int32, device=device),
-            query_index=torch.from_numpy(index.astype(np.int32).ravel()).to(device),
-            block_tables=torch.from_numpy(np.ascontiguousarray(self.tables.table[rows, :num_blocks])).to(device),
+            query_index=upload(index.astype(np.int32).ravel(), device),
+            block_tables=upload(self.tables.table[rows, :num_blocks], device),
             **(self.ragged.of(rows) if self.ragged else {}),
         )
         self.model.recompute_queries(
-            torch.tensor(token_ids, device=device),
-            torch.from_numpy(positions.ravel()).to(device),
+            upload(token_ids, device),
+            upload(positions.ravel(), device),
             self.backend,
             self.backend.plan(batch),
             visit,
@@ -217,7 +217,7 @@ class Compressor:
 
     def _compact(self, jobs: list[CompressionJob], states: dict[int, SequenceState], kept: list[torch.Tensor]) -> None:
         """Move the survivors of all jobs, in all layers, at once."""
-        indices, sources = [], []
+        indices, sources, regions = [], [], []
         for job, of_job in zip(jobs, kept, strict=True):
             state = states[job.seq_id]
             start = job.first_block * self.block_size
@@ -227,8 +227,9 @@ class Compressor:
             sources.append(self.tables.table[state.row, job.first_block : job.first_block + job.region_blocks])
             if self.ragged:
                 self.ragged.set(state.row, start, (of_job[:, 0] >= 0).sum(-1), job.retain)
-            if self.mass:
-                self.mass.compact(state.row, start, region_end, state.cached_length, indices[-1])
+            regions.append((state.row, start, region_end, state.cached_length))
+        if self.mass:
+            self.mass.compact(regions, indices)
         self.backend.compact(
             pad(indices),
             self._stack(sources),
@@ -239,7 +240,7 @@ class Compressor:
         """Lists of block ids -> int64 `[S, longest]`, padded at the end by each row's last block."""
         longest = max(len(row) for row in rows)
         padded = np.array([[*row, *[row[-1]] * (longest - len(row))] for row in rows], dtype=np.int64)
-        return torch.from_numpy(padded).to(self.cache.data.device)
+        return upload(padded, self.cache.data.device)
 
 
 def _seed(window: _Window) -> int:

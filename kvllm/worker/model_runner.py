@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from time import perf_counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from msgspec import structs
 
-from kvllm.attention.backend import AttentionBackend, AttentionBatch
+from kvllm.attention.backend import AttentionBackend
 from kvllm.attention.cache import PagedKVCache
 from kvllm.attention.compression import METHODS
 from kvllm.config import EngineConfig
@@ -17,8 +16,6 @@ from kvllm.core.compression_policy import Compression
 from kvllm.core.protocol import (
     BlockCopy,
     Fork,
-    PhaseSeconds,
-    SampledToken,
     ScheduledSequence,
     SequenceStart,
     StepPlan,
@@ -26,14 +23,19 @@ from kvllm.core.protocol import (
 )
 from kvllm.worker.attention_state import AttentionMass, ObservingBackend, RaggedLengths
 from kvllm.worker.compressor import Compressor
-from kvllm.worker.sampler import SampleRow, sample
+from kvllm.worker.graphs import Capture, DecodeGraphs
+from kvllm.worker.inputs import HostInputs, InputShape, StepInputs
+from kvllm.worker.sampler import SampleRow, Samples, sample
 from kvllm.worker.state import BlockTables, SequenceState
+from kvllm.worker.timing import PhaseClock
+from kvllm.worker.transfer import upload
 
 
 class ModelRunner:
     """One model shard with its part of the KV cache.
 
     model: see `kvllm.models.llama`. eos_token_ids: tokens that end a text, kept from being sampled before `min_tokens`.
+    select: called in place of the compression method, with its arguments. samples: whether tokens are sampled here.
     """
 
     def __init__(
@@ -43,28 +45,34 @@ class ModelRunner:
         backend: AttentionBackend,
         config: EngineConfig,
         eos_token_ids: tuple[int, ...] = (),
+        select: Callable[..., torch.Tensor] | None = None,
+        samples: bool = True,
     ) -> None:
         self.model = model
         self.cache = cache
+        self.device = cache.data.device
         self.backend = backend
         self.block_size = config.block_size
         self.eos_token_ids = eos_token_ids
+        self.samples = samples
         self.states: dict[int, SequenceState] = {}
         max_blocks = -(-config.max_model_len // config.block_size)
-        self.tables = BlockTables(config.max_num_seqs, max_blocks)
+        self.tables = BlockTables(config.max_num_seqs, max_blocks, config.block_size)
         self.ragged: RaggedLengths | None = None
         self.mass: AttentionMass | None = None
         self.compressor = None
+        self.graphs: DecodeGraphs | None = None
         if compression := Compression.of(config):
-            self._prepare_compression(compression, config)
+            self._prepare_compression(compression, config, select)
 
-    def _prepare_compression(self, compression: Compression, config: EngineConfig) -> None:
-        device = self.cache.data.device
+    def _prepare_compression(
+        self, compression: Compression, config: EngineConfig, select: Callable[..., torch.Tensor] | None
+    ) -> None:
         method = METHODS[compression.config.method]
         if method.ragged:
-            self.ragged = RaggedLengths(self.cache.shape, config.max_num_seqs, device)
+            self.ragged = RaggedLengths(self.cache.shape, config.max_num_seqs, self.device)
         if method.observes:
-            self.mass = AttentionMass(self.cache.shape, config.max_num_seqs, config.max_model_len, device)
+            self.mass = AttentionMass(self.cache.shape, config.max_num_seqs, config.max_model_len, self.device)
             self.backend = ObservingBackend(self.backend, self.mass)
         self.compressor = Compressor(
             self.model,
@@ -76,7 +84,17 @@ class ModelRunner:
             config.max_num_batched_tokens,
             self.ragged,
             self.mass,
+            select,
         )
+
+    @torch.inference_mode()
+    def use_graphs(self, capture: Capture, num_blocks: int) -> None:
+        """Record decode steps and replay them from now on. Where the attention backend cannot be recorded, and none can
+        where attention is observed, they go on being launched as others are. num_blocks: in the pool."""
+        if self.backend.capturable:
+            max_blocks = min(num_blocks, self.tables.table.shape[1])
+            self.graphs = DecodeGraphs(self._pass, capture, self.device, self.tables, max_blocks, self.ragged)
+            self.graphs.capture_largest()
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -85,15 +103,20 @@ class ModelRunner:
                 self.tables.release(state.row)
         for start in plan.started:
             self._start(start)
-        seconds, event_bytes = PhaseSeconds(), 0
+        graphs = self.graphs if all(item.num_tokens == 1 for item in plan.scheduled) else None
+        if self.graphs and (plan.compressions or plan.copies or not graphs):
+            self.graphs.forget()
+        clock, event_bytes = PhaseClock(self.device), 0
         if plan.compressions and self.compressor:
-            seconds = self.compressor.compress(plan.compressions, self.states)
+            self.compressor.compress(plan.compressions, self.states, clock)
             event_bytes = self.compressor.event_bytes
-        begin = perf_counter()
-        if plan.copies:
-            self._copy_on_write(plan.copies)
-        tokens = self._forward(plan.scheduled) if plan.scheduled else []
-        return StepResult(tokens, structs.replace(seconds, model=perf_counter() - begin), event_bytes)
+        with clock.measure("model"):
+            if plan.copies:
+                self._copy_on_write(plan.copies)
+            samples = self._forward(plan.scheduled, graphs) if plan.scheduled else None
+        if plan.scheduled and graphs:  # the next step is probably one more token of each, and this one still runs
+            graphs.place([self.states[item.seq_id] for item in plan.scheduled])
+        return StepResult(samples.tokens() if samples else [], clock.seconds(), event_bytes)
 
     def _start(self, start: SequenceStart) -> None:
         prompt, output = start.token_ids[: start.prompt_length], start.token_ids[start.prompt_length :]
@@ -120,17 +143,21 @@ class ModelRunner:
             state = self.states[copy.seq_id]
             sources.append(int(self.tables.table[state.row, copy.index]))
             self.tables.replace(state, copy.index, 1, [copy.destination])
-        device = self.cache.data.device
         destinations = [copy.destination for copy in copies]
-        self.backend.copy_blocks(torch.tensor(sources, device=device), torch.tensor(destinations, device=device))
+        self.backend.copy_blocks(upload(sources, self.device), upload(destinations, self.device))
 
-    def _forward(self, scheduled: list[ScheduledSequence]) -> list[SampledToken]:
+    def _forward(self, scheduled: list[ScheduledSequence], graphs: DecodeGraphs | None) -> Samples | None:
+        """Run the model and sample. On a GPU both have only been launched when this returns."""
         states = [self.states[item.seq_id] for item in scheduled]
         for item, state in zip(scheduled, states, strict=True):
             state.extend(item.new_tokens)
-            self.tables.append(state, item.new_blocks)
+            if item.new_blocks:
+                self.tables.append(state, item.new_blocks)
         num_tokens = np.array([item.num_tokens for item in scheduled])
-        hidden = self._run_model(states, num_tokens)
+        if graphs:
+            hidden = graphs.run(states, [i for i, item in enumerate(scheduled) if item.new_blocks])
+        else:
+            hidden = self._run_model(states, num_tokens)
         for item, state in zip(scheduled, states, strict=True):
             state.logical_length += item.num_tokens
             state.cached_length += item.num_tokens
@@ -138,34 +165,18 @@ class ModelRunner:
 
     def _run_model(self, states: list[SequenceState], num_tokens: np.ndarray) -> torch.Tensor:
         """Hidden states `[T, hidden_size]` of the next `num_tokens[i]` tokens of each sequence."""
-        starts = np.concatenate([[0], np.cumsum(num_tokens)])
-        offset = np.arange(starts[-1]) - np.repeat(starts[:-1], num_tokens)
-        logical = np.array([state.logical_length for state in states])
-        cached = np.array([state.cached_length for state in states])
-        rows = np.array([state.row for state in states])
-        token_ids: list[int] = []
-        for state, count in zip(states, num_tokens.tolist(), strict=True):
-            token_ids += state.token_ids[state.logical_length : state.logical_length + count]
-        index = np.repeat(cached, num_tokens) + offset
-        slots = self.tables.slots(np.repeat(rows, num_tokens), index, self.block_size)
-        num_blocks = max(state.num_blocks for state in states)
-        device = self.cache.data.device
-        plan = self.backend.plan(
-            AttentionBatch(
-                query_starts=torch.from_numpy(starts.astype(np.int32)).to(device),
-                query_index=torch.from_numpy(index.astype(np.int32)).to(device),
-                block_tables=torch.from_numpy(self.tables.table[rows, :num_blocks]).to(device),
-                rows=rows.tolist() if self.mass else None,
-                **(self.ragged.of(rows) if self.ragged else {}),
-            )
-        )
-        return self.model.forward(
-            torch.tensor(token_ids, device=device),
-            torch.from_numpy(np.repeat(logical, num_tokens) + offset).to(device),
-            torch.from_numpy(slots).to(device),
-            self.backend,
-            plan,
-        )
+        width = max(state.num_blocks for state in states)
+        heads = self.ragged.heads if self.ragged else None
+        inputs = HostInputs.allocate(InputShape(int(num_tokens.sum()), len(states), width, heads), self.device)
+        inputs.place(states, num_tokens, self.tables, self.ragged)
+        inputs.complete(states, num_tokens, self.tables)
+        rows = [state.row for state in states] if self.mass else None
+        return self._pass(inputs.tensors.to(self.device), rows)
+
+    def _pass(self, inputs: StepInputs, rows: list[int] | None = None) -> torch.Tensor:
+        """The model over inputs on its device. rows: see AttentionBatch."""
+        plan = self.backend.plan(inputs.attention_batch(rows))
+        return self.model.forward(inputs.token_ids, inputs.positions, inputs.slots, self.backend, plan)
 
     def _sample(
         self,
@@ -173,7 +184,7 @@ class ModelRunner:
         states: list[SequenceState],
         hidden: torch.Tensor,
         last_rows: np.ndarray,
-    ) -> list[SampledToken]:
+    ) -> Samples | None:
         """Sample where the plan says so; a fork samples from its parent's logits."""
         logit_rows: list[int] = []
         sample_rows: list[SampleRow] = []
@@ -184,8 +195,11 @@ class ModelRunner:
                 logit_rows.append(last_row)
                 sample_rows.append(each.sample_row)
         if not sample_rows:
-            return []
-        return sample(self.model.logits(hidden[logit_rows]), sample_rows)
+            return None
+        in_order = logit_rows == list(range(len(logit_rows)))
+        sampled = hidden[: len(logit_rows)] if in_order else hidden[upload(logit_rows, self.device)]
+        logits = self.model.logits(sampled)  # of which every rank computes a part
+        return sample(logits, sample_rows) if self.samples else None
 
     def _fork(self, parent: SequenceState, fork: Fork) -> SequenceState:
         source = parent.sample_row

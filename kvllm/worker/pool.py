@@ -19,36 +19,40 @@ import ray
 import ray.util
 import torch
 from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from kvllm.errors import ConfigError, KvLLMError
+from kvllm.errors import KvLLMError
 from kvllm.parallel import WorkerError
 from kvllm.worker.channel import Channel
-from kvllm.worker.rank import Hello, Place, Rank, RunnerSettings, Start
+from kvllm.worker.cluster import kind_of, nodes_of, reserve
+from kvllm.worker.rank import HEARTBEAT, Hello, Place, Rank, RunnerSettings, Start
+from kvllm.worker.watch import Watch
 
-PLACEMENT_SECONDS = 60.0
 START_SECONDS = 120.0
 LOAD_SECONDS = 3600.0
-STEP_SECONDS = 600.0
 SILENCE_SECONDS = 5.0
 """A rank at work sends a heartbeat every second: one that has not for so long hangs."""
+STANDSTILL_SECONDS = 60.0
+"""A heartbeat also says how far the rank is, in parts of layers: one that gets nowhere for so long hangs as well."""
 POLL_SECONDS = 0.5
 ORDERED_STORES = ("x86_64", "AMD64")
 """Processors on which the collectives in shared memory work."""
 
 
 class Pool:
-    """Starts the ranks. `load` comes first, then any number of `execute`, one at a time.
+    """Starts the ranks, in `group` or in places of its own. `load` comes first, then any number of `execute`, one at a
+    time.
 
-    available_memory: bytes for each rank, the least over all. pids: by rank.
-    in_step: False if an exception, such as an interrupt, kept a plan from some ranks. Then the pool is of no more use.
+    device: "cuda" or "cpu". available_memory: bytes for each rank, the least over all. pids: by rank.
+    in_step: False if an exception, such as an interrupt, kept a plan from some ranks, or cut an answer in two. Then the
+        pool is of no more use.
 
     Raises:
         ConfigError: the cluster cannot hold the ranks. WorkerError: a rank did not start.
     """
 
-    def __init__(self, world_size: int, placement: str) -> None:
+    def __init__(self, world_size: int, placement: str, group: PlacementGroup | None = None) -> None:
         self.world_size = world_size
         self.in_step = True
         self.pids: list[int] = []
@@ -58,21 +62,26 @@ class Pool:
         self._runs: list[ray.ObjectRef] = []
         self._processes: list[psutil.Process] = []
         self._selector = selectors.DefaultSelector()
-        self._group: PlacementGroup | None = None
+        self._owned_group: PlacementGroup | None = None
         try:
-            self._group, device = _place(world_size, placement)
-            hellos = self._start(device)
+            if not group:
+                group = self._owned_group = reserve(1, world_size, placement)[0]
+            self.device = "cuda" if kind_of(group) == "GPU" else "cpu"
+            hellos = self._start(group)
         except BaseException:
             self.close()
             raise
         self._meeting_point = hellos[0].meeting_point
         self.available_memory = min(hello.available_memory for hello in hellos)
 
-    def load(self, settings: RunnerSettings) -> None:
-        """Let every rank load its shard. A ConfigError or CheckpointError of a rank is raised here."""
+    def load(self, settings: RunnerSettings) -> int:
+        """Let every rank load its shard. A ConfigError or CheckpointError of a rank is raised here.
+
+        Returns the blocks that the KV pool has.
+        """
         try:
             self._send(msgspec.msgpack.encode(Start(self._meeting_point, settings)))
-            self._receive(LOAD_SECONDS, silence=LOAD_SECONDS)
+            return int(self._receive(LOAD_SECONDS, LOAD_SECONDS)[0])
         except WorkerError:
             for error in self._errors():
                 if isinstance(error, RayTaskError) and isinstance(error.cause, KvLLMError):
@@ -83,7 +92,7 @@ class Pool:
         """The plan to all ranks, and the result of rank 0 when all have finished. Raises WorkerError."""
         self._number += 1
         self._send(plan)
-        return self._receive(STEP_SECONDS, SILENCE_SECONDS)[0]
+        return self._receive(SILENCE_SECONDS, STANDSTILL_SECONDS)[0]
 
     def close(self) -> None:
         """End the ranks, whatever they do, and give back their places."""
@@ -96,18 +105,18 @@ class Pool:
         if ray.is_initialized():
             for actor in self._actors:
                 ray.kill(actor)
-            if self._group:
-                remove_placement_group(self._group)
+            if self._owned_group:
+                remove_placement_group(self._owned_group)
         psutil.wait_procs(self._processes, timeout=SILENCE_SECONDS)
 
     # Start
 
-    def _start(self, device: str) -> list[Hello]:
+    def _start(self, group: PlacementGroup) -> list[Hello]:
         """Start the ranks, in the order of their nodes, and connect to them."""
-        assert self._group
+        device = self.device
         here = ray.get_runtime_context().get_node_id()
-        node_of: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
-        bundles = sorted(node_of, key=lambda bundle: (node_of[bundle] != here, node_of[bundle], bundle))
+        node_of = nodes_of(group)
+        bundles = sorted(range(self.world_size), key=lambda i: (node_of[i] != here, node_of[i], i))
         nodes = [node_of[bundle] for bundle in bundles]
         address = "127.0.0.1" if set(nodes) == {here} else ray.util.get_node_ip_address()
         with socket.create_server((address, 0), backlog=self.world_size) as listener:
@@ -123,7 +132,7 @@ class Pool:
                     listener.getsockname(),
                     secret,
                 )
-                self._start_rank(place, bundle)
+                self._start_rank(place, group, bundle)
             hellos = self._accept(listener, secret)
         self.pids = [hello.pid for hello in hellos]
         for pid, node in zip(self.pids, nodes, strict=True):
@@ -132,11 +141,11 @@ class Pool:
                     self._processes.append(psutil.Process(pid))
         return hellos
 
-    def _start_rank(self, place: Place, bundle: int) -> None:
+    def _start_rank(self, place: Place, group: PlacementGroup, bundle: int) -> None:
         actor = ray.remote(Rank).options(
             num_cpus=1,
             num_gpus=int(place.device == "cuda"),
-            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, bundle),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
         )
         self._actors.append(actor.remote())
         self._runs.append(self._actors[-1].run.remote(msgspec.msgpack.encode(place)))
@@ -173,27 +182,35 @@ class Pool:
                 raise self._fault(f"rank {rank} takes no plans ({error})") from error
         self.in_step = True
 
-    def _receive(self, seconds: float, silence: float) -> list[bytes]:
-        """Every rank's answer to the last message, in order. Answers to earlier ones, heartbeats too, are dropped."""
+    def _receive(self, silence: float, standstill: float) -> list[bytes]:
+        """Every rank's answer to the last message, in order. Answers to earlier ones are dropped.
+
+        Raises WorkerError when a rank's connection ends, it has said nothing for `silence` seconds, or said that it
+        got no further for `standstill` seconds.
+        """
         begin = time.monotonic()
-        heard = [begin] * self.world_size
+        watches = [Watch(silence, standstill, begin) for _ in range(self.world_size)]
         found: dict[int, bytes] = {}
         while len(found) < self.world_size:
             for key, _ in self._selector.select(POLL_SECONDS):
-                try:
-                    number, message = self._channels[key.data].receive()
-                except (EOFError, OSError) as error:
-                    raise self._fault(f"rank {key.data} (pid {self.pids[key.data]}) is gone ({error})") from error
-                heard[key.data] = time.monotonic()
+                number, message = self._receive_from(key.data)
+                watches[key.data].hear(time.monotonic(), message if number == HEARTBEAT else None)
                 if number == self._number:
                     found[key.data] = message
             now = time.monotonic()
-            for rank in range(self.world_size):
-                if rank not in found and now - heard[rank] > silence:
-                    raise self._fault(f"rank {rank} (pid {self.pids[rank]}) hangs: silent for {silence:g} s")
-            if now - begin > seconds:
-                raise self._fault(f"a step has taken more than {seconds:g} s")
+            for rank, watch in enumerate(watches):
+                if rank not in found and (complaint := watch.complaint(now)):
+                    raise self._fault(f"rank {rank} (pid {self.pids[rank]}) {complaint}")
         return [found[rank] for rank in range(self.world_size)]
+
+    def _receive_from(self, rank: int) -> tuple[int, bytes]:
+        self.in_step = False
+        try:
+            message = self._channels[rank].receive()
+        except (EOFError, OSError) as error:
+            raise self._fault(f"rank {rank} (pid {self.pids[rank]}) is gone ({error})") from error
+        self.in_step = True
+        return message
 
     def _fault(self, what: str) -> WorkerError:
         """The error to raise: what was noticed here, and what the ranks that have ended left behind."""
@@ -210,34 +227,6 @@ class Pool:
             except RayError as error:
                 errors.append(error)
         return sorted(errors, key=lambda error: isinstance(error, RayActorError))
-
-
-def _place(world_size: int, strategy: str) -> tuple[PlacementGroup, str]:
-    """Reserve a bundle for each rank, and say for which device: GPUs if the cluster has enough of them."""
-    device = "cuda" if ray.cluster_resources().get("GPU", 0) >= world_size else "cpu"
-    kind = "GPU" if device == "cuda" else "CPU"
-    _check_resources(world_size, kind, strategy)
-    bundle = {"CPU": 1, "GPU": 1} if device == "cuda" else {"CPU": 1}
-    group = placement_group([bundle] * world_size, strategy=strategy)
-    if not group.wait(PLACEMENT_SECONDS):
-        remove_placement_group(group)
-        raise ConfigError(
-            f"tensor_parallel_size={world_size}: no place for the ranks in {PLACEMENT_SECONDS:g} s, "
-            f"{ray.available_resources().get(kind, 0):g} {kind}s are free: end what uses the others"
-        )
-    return group, device
-
-
-def _check_resources(world_size: int, kind: str, strategy: str) -> None:
-    """What can never be placed would wait without an end."""
-    nodes = [int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"]]
-    per_node = sorted(nodes, reverse=True)
-    room = per_node[0] if strategy == "STRICT_PACK" else sum(per_node)
-    if room < world_size:
-        raise ConfigError(
-            f"tensor_parallel_size={world_size} needs as many {kind}s on one node (with "
-            f'placement_strategy="STRICT_PACK") or in the cluster; the nodes have {", ".join(map(str, per_node))}'
-        )
 
 
 def _collectives(nodes: list[str], device: str) -> str:

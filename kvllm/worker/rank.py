@@ -17,27 +17,36 @@ import torch
 import torch.distributed
 from msgspec import Struct
 
+from kvllm.attention.backend import AttentionBackend
 from kvllm.attention.backends import make_backend
 from kvllm.attention.cache import CacheShape, PagedKVCache
-from kvllm.config import EngineConfig
+from kvllm.config import RAGGED_METHODS, EngineConfig
 from kvllm.core.protocol import decode_plan, encode
 from kvllm.model_config import ModelConfig
+from kvllm.models.llama import LlamaModel
 from kvllm.models.loader import load_model, random_model
-from kvllm.parallel import ProcessGroupShard, Shard, SingleRank, kv_heads
+from kvllm.parallel import Counted, ProcessGroupShard, Shard, SingleRank, kv_heads
 from kvllm.worker.channel import Channel
+from kvllm.worker.graphs import cuda_capture
+from kvllm.worker.memory import enough_memory, fitting_blocks, run_heaviest_steps
 from kvllm.worker.model_runner import ModelRunner
 from kvllm.worker.sharded_method import ShardedMethod
 from kvllm.worker.shared_memory import SharedMemoryShard, create_memory
 
-COLLECTIVE_TIMEOUT = 120.0
+COLLECTIVE_TIMEOUT = 3600.0
+"""As long as loading may take: the first collective waits for the slowest disk. In a step, the engine's process notices
+sooner who keeps the others waiting."""
 HEARTBEAT_SECONDS = 1.0
 HEARTBEAT = -1
-"""In place of a step's number: the rank is at work."""
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+"""In place of a step's number: the rank is at work. The message changes as long as it advances."""
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
 
 class RunnerSettings(Struct, frozen=True):
-    """All that a rank needs to know to load its shard. load_format: see `kvllm.llm.LLM`."""
+    """All that a rank needs to know to load its shard. load_format, enforce_eager: see `kvllm.llm.LLM`.
+
+    gpu_memory_utilization: if set, `engine.num_blocks` is the most that is of use, and the pool gets as many as fit.
+    """
 
     path: str
     model: ModelConfig
@@ -45,6 +54,8 @@ class RunnerSettings(Struct, frozen=True):
     dtype: str
     attention_backend: str
     load_format: str
+    enforce_eager: bool = False
+    gpu_memory_utilization: float | None = None
 
 
 class Place(Struct, frozen=True):
@@ -78,26 +89,65 @@ class Start(Struct, frozen=True):
 
 
 def make_runner(settings: RunnerSettings, shard: Shard, device: torch.device) -> ModelRunner:
-    """Load a rank's shard of the model and allocate its part of the KV pool.
+    """Load a rank's shard of the model, and allocate its part of the KV pool. All ranks do it together.
 
-    Raises ConfigError and CheckpointError as `load_model` and `make_backend` do.
+    Raises ConfigError and CheckpointError as `load_model` and `make_backend` do, and ConfigError if a GPU's memory is
+    too small.
     """
-    model_config, engine, dtype = settings.model, settings.engine, DTYPES[settings.dtype]
-    held = kv_heads(model_config.num_kv_heads, shard)
-    shape = CacheShape(model_config.num_layers, held.count, model_config.head_dim, engine.block_size, dtype)
-    cache = PagedKVCache(shape, engine.num_blocks, device)
-    num_query_heads = model_config.num_query_heads // shard.world_size
-    # Made before the weights are read: a wrong name must not cost a minute.
-    backend = make_backend(settings.attention_backend, cache, num_query_heads, shape.head_dim**-0.5)
-    arguments = (model_config, shard, dtype, device, engine.max_model_len)
-    if settings.load_format == "dummy":
-        model = random_model(*arguments, seed=engine.seed)
-    else:
-        model = load_model(Path(settings.path), *arguments)
-    runner = ModelRunner(model, cache, backend, engine, model_config.eos_token_ids)
-    if runner.compressor and engine.compression and shard.world_size > 1:
-        runner.compressor.select = ShardedMethod(engine.compression.method, held, shard)
+    engine, num_blocks, utilization = settings.engine, settings.engine.num_blocks, settings.gpu_memory_utilization
+    with_graphs = device.type == "cuda" and not settings.enforce_eager
+    small = _backend(settings, shard, device, 1)  # before the weights are read: a wrong name must not cost a minute
+    with enough_memory("the model", "take a smaller one"):
+        model = _load(settings, shard, device)
+    if utilization is not None:
+        fitting = fitting_blocks(_runner(settings, shard, model, small), engine, utilization, with_graphs)
+        num_blocks = min(num_blocks, _least(fitting, shard, device))
+    with enough_memory(f"a KV pool of {num_blocks} blocks", "give it less"):
+        runner = _runner(settings, shard, model, _backend(settings, shard, device, num_blocks))
+    if device.type == "cuda" and utilization is None:
+        run_heaviest_steps(runner, engine)  # no request shall wait until kernels are compiled
+    if with_graphs:
+        with enough_memory("what CUDA graphs need", "set enforce_eager=True, give the KV pool less"):
+            runner.use_graphs(cuda_capture(), num_blocks)
     return runner
+
+
+def _backend(settings: RunnerSettings, shard: Shard, device: torch.device, num_blocks: int) -> AttentionBackend:
+    """The attention backend of a rank, over a cache of its own."""
+    model = settings.model
+    held = kv_heads(model.num_kv_heads, shard)
+    shape = CacheShape(model.num_layers, held.count, model.head_dim, settings.engine.block_size, DTYPES[settings.dtype])
+    compression = settings.engine.compression
+    return make_backend(
+        settings.attention_backend,
+        PagedKVCache(shape, num_blocks, device),
+        model.num_query_heads // shard.world_size,
+        shape.head_dim**-0.5,
+        ragged=compression is not None and compression.method in RAGGED_METHODS,
+        observed=settings.engine.observes_attention,
+    )
+
+
+def _runner(settings: RunnerSettings, shard: Shard, model: LlamaModel, backend: AttentionBackend) -> ModelRunner:
+    engine, select = settings.engine, None
+    if engine.compression and shard.world_size > 1:
+        held = kv_heads(settings.model.num_kv_heads, shard)
+        select = ShardedMethod(engine.compression.method, held, shard)
+    return ModelRunner(
+        model, backend.cache, backend, engine, settings.model.eos_token_ids, select, samples=shard.rank == 0
+    )
+
+
+def _load(settings: RunnerSettings, shard: Shard, device: torch.device) -> LlamaModel:
+    arguments = (settings.model, shard, DTYPES[settings.dtype], device, settings.engine.max_model_len)
+    if settings.load_format == "dummy":
+        return random_model(*arguments, seed=settings.engine.seed)
+    return load_model(Path(settings.path), *arguments)
+
+
+def _least(number: int, shard: Shard, device: torch.device) -> int:
+    """The least of all ranks' numbers."""
+    return int(shard.all_gather_last_dim(torch.tensor([[number]], device=device)).min())
 
 
 class Rank:
@@ -109,7 +159,8 @@ class Rank:
         channel = Channel(socket.create_connection(place.address))
         channel.connection.sendall(place.secret)
         meeting = _open_meeting_point(place, channel) if place.rank == 0 and place.world_size > 1 else None
-        hello = Hello(place.rank, os.getpid(), _available_memory(place), meeting.name if meeting else "")
+        memory = available_memory(place.device, place.neighbours)
+        hello = Hello(place.rank, os.getpid(), memory, meeting.name if meeting else "")
         channel.send(0, msgspec.msgpack.encode(hello))
         try:
             _serve(channel, place, meeting)
@@ -119,9 +170,10 @@ class Rank:
 
 def _serve(channel: Channel, place: Place, meeting: _MeetingPoint | None) -> None:
     start = msgspec.msgpack.decode(channel.receive()[1], type=Start)
-    runner = make_runner(start.settings, _join(place, meeting, start.meeting_point), torch.device(place.device))
-    channel.send(0)
-    with _heartbeat(channel) as busy:
+    shard = Counted(_join(place, meeting, start.meeting_point))
+    runner = make_runner(start.settings, shard, torch.device(place.device))
+    channel.send(0, str(runner.cache.num_blocks).encode())
+    with _heartbeat(channel, shard) as busy:
         while True:
             number, plan = channel.receive()
             busy.set()
@@ -130,23 +182,24 @@ def _serve(channel: Channel, place: Place, meeting: _MeetingPoint | None) -> Non
             channel.send(number, encode(result) if place.rank == 0 else b"")
 
 
-def _available_memory(place: Place) -> int:
-    """Bytes on the rank's device, shared out among the ranks that use it."""
-    if place.device == "cuda":
+def available_memory(device: str, neighbours: int) -> int:
+    """Bytes on a rank's device; a machine's memory is shared out among the ranks that run there."""
+    if device == "cuda":
         return torch.cuda.mem_get_info()[0]
-    return psutil.virtual_memory().available // place.neighbours
+    return psutil.virtual_memory().available // neighbours
 
 
 @contextmanager
-def _heartbeat(channel: Channel) -> Iterator[threading.Event]:
-    """Says every second that this process is alive, but only while the event is set: nobody listens between steps."""
+def _heartbeat(channel: Channel, shard: Counted) -> Iterator[threading.Event]:
+    """Says every second that this process is alive, and how far it is in its work. Only while the event is set: nobody
+    listens between steps."""
     busy, ended = threading.Event(), threading.Event()
 
     def beat() -> None:
         while not ended.wait(HEARTBEAT_SECONDS):
             with suppress(OSError):  # the main thread will notice
                 if busy.is_set():
-                    channel.send(HEARTBEAT)
+                    channel.send(HEARTBEAT, str(shard.calls).encode())
 
     thread = threading.Thread(target=beat, daemon=True)
     thread.start()

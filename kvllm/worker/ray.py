@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import socket
-import tempfile
 import time
 import weakref
-from pathlib import Path
 from typing import NoReturn
 
-import ray
+from msgspec.structs import replace
+from ray.util.placement_group import PlacementGroup
 
 from kvllm.core.protocol import StepPlan, StepResult, decode_result, encode
 from kvllm.parallel import WorkerError
+from kvllm.worker.cluster import acquire_ray, release_ray
 from kvllm.worker.executor import Executor, WorkersRestarted
 from kvllm.worker.pool import Pool
 from kvllm.worker.rank import RunnerSettings
-
-logger = logging.getLogger(__name__)
-
-CLUSTER_FILE = Path(tempfile.gettempdir(), "ray", "ray_current_cluster")
-"""Where Ray notes the address of the last cluster that was started on a machine."""
-STEPS_FOR_NEW_BUDGET = 1000
-"""So many steps without a fault, and as many restarts as in the beginning are allowed again."""
-OBJECT_STORE_BYTES = 80 << 20
-"""Of a local Ray: nothing is put there, and Ray allows no less."""
+from kvllm.worker.restarting import RestartBudget
 
 
 class RayExecutor(Executor):
@@ -35,24 +24,30 @@ class RayExecutor(Executor):
     Args:
         placement: a strategy of Ray's placement groups. "STRICT_PACK": all ranks on one node.
         max_restarts: how many faults are repaired before `execute` raises WorkerError.
+        group: where the ranks go, if their places are reserved already.
 
     Raises:
         ConfigError: the cluster cannot hold the ranks.
     """
 
-    def __init__(self, world_size: int, placement: str = "STRICT_PACK", max_restarts: int = 3) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        placement: str = "STRICT_PACK",
+        max_restarts: int = 3,
+        group: PlacementGroup | None = None,
+    ) -> None:
         self.world_size = world_size
         self.placement = placement
-        self.max_restarts = max_restarts
         self.restart_seconds: list[float] = []
         """How long each restart took, from the discovery of the fault until all ranks had loaded the model."""
         self._settings: RunnerSettings | None = None
-        self._failure: WorkerError | None = None
-        self._restarts = self._good_steps = 0
+        self._budget = RestartBudget(max_restarts)
+        self._group = group
         self._pools: list[Pool] = []  # the one pool, or none
-        _acquire_ray(world_size)
+        acquire_ray(world_size)
         self._finalizer = weakref.finalize(self, _end, self._pools)
-        self._pools.append(Pool(world_size, placement))
+        self._pools.append(Pool(world_size, placement, group))
 
     @property
     def available_memory(self) -> int:
@@ -60,28 +55,35 @@ class RayExecutor(Executor):
         return self._pools[0].available_memory
 
     @property
+    def device(self) -> str:
+        """What the ranks run on: "cuda" or "cpu"."""
+        return self._pools[0].device
+
+    @property
     def pids(self) -> list[int]:
         """Process ids of the ranks, on their nodes."""
         return self._pools[0].pids
 
-    def load(self, settings: RunnerSettings) -> None:
-        """Let every rank load its shard. Raises ConfigError and CheckpointError as `make_runner` does."""
-        self._settings = settings
-        self._pools[0].load(settings)
+    def load(self, settings: RunnerSettings) -> int:
+        """Let every rank load its shard. Raises ConfigError and CheckpointError as `make_runner` does.
+
+        Returns the blocks that the KV pool has, which will be the same after a restart.
+        """
+        num_blocks = self._pools[0].load(settings)
+        engine = replace(settings.engine, num_blocks=num_blocks)
+        self._settings = replace(settings, engine=engine, gpu_memory_utilization=None)
+        return num_blocks
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Raises WorkersRestarted when a fault was repaired, WorkerError when there were too many."""
-        if self._failure:
-            raise self._failure
+        self._budget.check()
         if not self._pools or not self._pools[0].in_step:
             self._restart(WorkerError("a step was interrupted before every rank had its plan"))
         try:
             result = decode_result(self._pools[0].execute(encode(plan)))
         except WorkerError as fault:
             self._restart(fault)
-        self._good_steps += 1
-        if self._good_steps >= STEPS_FOR_NEW_BUDGET:
-            self._restarts = 0
+        self._budget.count(1)
         return result
 
     def close(self) -> None:
@@ -89,16 +91,11 @@ class RayExecutor(Executor):
 
     def _restart(self, fault: WorkerError) -> NoReturn:
         begin = time.monotonic()
-        self._good_steps = 0
         while True:
             _close(self._pools)
-            if self._restarts == self.max_restarts:
-                self._failure = WorkerError(f"the workers failed again after {self._restarts} restarts: {fault}")
-                raise self._failure from fault
-            self._restarts += 1
-            logger.warning("restart %d of at most %d: %s", self._restarts, self.max_restarts, fault)
+            self._budget.spend(fault)
             try:
-                self._pools.append(Pool(self.world_size, self.placement))
+                self._pools.append(Pool(self.world_size, self.placement, self._group))
                 if self._settings:
                     self._pools[0].load(self._settings)
             except WorkerError as another:
@@ -116,55 +113,4 @@ def _close(pools: list[Pool]) -> None:
 
 def _end(pools: list[Pool]) -> None:
     _close(pools)
-    _release_ray()
-
-
-_users_of_local_ray = 0
-"""Executors that use a Ray which one of them started: the last one ends it."""
-
-
-def _acquire_ray(world_size: int) -> None:
-    global _users_of_local_ray
-    if _users_of_local_ray:
-        _users_of_local_ray += 1
-    elif not ray.is_initialized():
-        if address := _running_ray():
-            ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
-        else:
-            _start_ray(world_size)
-            _users_of_local_ray = 1
-
-
-def _running_ray() -> str | None:
-    """The address of a Ray to join. With address="auto", Ray itself would wait a minute for one that has died."""
-    if address := os.environ.get("RAY_ADDRESS"):
-        return address
-    try:
-        address = CLUSTER_FILE.read_text().strip()
-        host, port = address.rsplit(":", 1)
-        socket.create_connection((host, int(port)), timeout=2).close()
-    except (OSError, ValueError):
-        return None
-    return address
-
-
-def _start_ray(world_size: int) -> None:
-    # Nobody else reaches a local Ray: no reports, and no token file in the home directory.
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    ray.init(
-        address="local",
-        num_cpus=max(world_size, os.cpu_count() or 1),
-        object_store_memory=OBJECT_STORE_BYTES,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.WARNING,
-    )
-
-
-def _release_ray() -> None:
-    global _users_of_local_ray
-    if _users_of_local_ray:
-        _users_of_local_ray -= 1
-        if not _users_of_local_ray:
-            ray.shutdown()
+    release_ray()

@@ -16,7 +16,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from itertools import islice
 
 import numpy as np
 import torch
@@ -25,11 +28,14 @@ from torch import Tensor
 from kvllm.core.protocol import SampledToken
 from kvllm.errors import KvLLMError
 from kvllm.sampling_params import SamplingParams
+from kvllm.worker.transfer import Download, upload
 
 RESOLUTION = 2.0**34
 # Rows are drawn in parts of this many logits: it bounds the copies alive at once, some 30 bytes per logit.
 LOGITS_AT_ONCE = 2**22
 MASK_64 = 2**64 - 1
+NOT_FINITE = -1
+"""In place of a token, where the logits allow none: the host raises the error, once it has the tokens anyway."""
 
 
 @dataclass(slots=True)
@@ -58,30 +64,58 @@ class SampleRow:
         return self._counts
 
 
-def sample(logits: Tensor, rows: list[SampleRow]) -> list[SampledToken]:
+def sample(logits: Tensor, rows: list[SampleRow]) -> Samples:
     """Sample one token for each row.
 
     Args:
         logits: [R, V] float32, not modified.
         rows: R of them.
-
-    Raises:
-        KvLLMError: the logits of a row are not finite.
     """
     special = [i for i, row in enumerate(rows) if not row.params.greedy or _is_adjusted(row)]
     if len(special) < len(rows):
-        chosen = logits.argmax(-1)
-        _check_finite(logits.gather(-1, chosen.unsqueeze(-1)))  # the argmax of a row with a NaN is a NaN
+        highest, chosen = logits.max(-1)  # the maximum of a row with a NaN is a NaN
+        chosen.masked_fill_(~highest.isfinite(), NOT_FINITE)
     else:
         chosen = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
     rows_at_once = max(1, LOGITS_AT_ONCE // logits.shape[-1])
     for start in range(0, len(special), rows_at_once):
         part = special[start : start + rows_at_once]
-        chosen[part] = _choose(logits[part], [rows[i] for i in part])
-    return [
-        SampledToken(token_id) if row.params.logprobs is None else _report(row_logits, token_id, row.params.logprobs)
-        for row, row_logits, token_id in zip(rows, logits, chosen.tolist(), strict=True)
+        index = upload(part, logits.device)
+        chosen[index] = _choose(logits[index], [rows[i] for i in part])
+    reports = [
+        _report(logits[i], chosen[i : i + 1], row.params.logprobs)
+        for i, row in enumerate(rows)
+        if row.params.logprobs is not None
     ]
+    return Samples(chosen, reports, [row.params.logprobs for row in rows])
+
+
+class Samples:
+    """Sampled tokens and what is reported of them, on their way to the host in one copy.
+
+    chosen: int64 [R]. reports: of the rows whose `counts` is not None, as `_report` makes them.
+    """
+
+    def __init__(self, chosen: Tensor, reports: list[Tensor], counts: list[int | None]) -> None:
+        self._counts = counts
+        # float64 holds every token id.
+        self._download = Download(torch.cat((chosen.double(), *reports)) if reports else chosen)
+
+    def tokens(self) -> list[SampledToken]:
+        """Waits for the copy.
+
+        Raises:
+            KvLLMError: the logits of a row are not finite.
+        """
+        values = self._download.wait().tolist()
+        num_rows = len(self._counts)
+        chosen, reported = [int(value) for value in values[:num_rows]], iter(values[num_rows:])
+        if NOT_FINITE in chosen:
+            raise KvLLMError("the model's logits are not finite: check its weights, or use a dtype with a wider range")
+        return [
+            SampledToken(token_id) if count is None else _read_report(token_id, count, reported)
+            for token_id, count in zip(chosen, self._counts, strict=True)
+        ]
 
 
 def uniform(seed: int, position: int) -> float:
@@ -119,7 +153,8 @@ def _choose(logits: Tensor, rows: list[SampleRow]) -> Tensor:
         return _draw(logits, rows)
     chosen = logits.argmax(-1)
     if random:
-        chosen[random] = _draw(logits[random], [rows[i] for i in random])
+        index = upload(random, logits.device)
+        chosen[index] = _draw(logits[index], [rows[i] for i in random])
     return chosen
 
 
@@ -134,8 +169,8 @@ def penalize(logits: Tensor, row: SampleRow) -> None:
     seen = list(counts.keys() | row.prompt_tokens()) if params.repetition_penalty != 1 else list(counts)
     if not seen:
         return
-    token_ids = torch.tensor(seen, device=logits.device)
-    occurrences = torch.tensor([counts[token_id] for token_id in seen], dtype=logits.dtype, device=logits.device)
+    token_ids = upload(seen, logits.device)
+    occurrences = upload([counts[token_id] for token_id in seen], logits.device, logits.dtype)
     values = logits[token_ids]
     values = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
     values -= params.frequency_penalty * occurrences + params.presence_penalty * (occurrences > 0)
@@ -149,22 +184,23 @@ def _forbid_stopping(logits: Tensor, row: SampleRow) -> None:
     stopping = {*row.eos_token_ids, *(row.params.stop_token_ids or [])}
     stopping = [token_id for token_id in stopping if token_id < len(logits)]
     if len(stopping) < len(logits):
-        logits[stopping] = -math.inf
+        logits.index_fill_(0, upload(stopping, logits.device, torch.int64), -math.inf)
 
 
 def _draw(logits: Tensor, rows: list[SampleRow]) -> Tensor:
     """One draw for each row by the inverse of its cumulative distribution, in token order. Overwrites `logits` [r, V].
 
-    Returns int64 [r].
+    Returns int64 [r], NOT_FINITE for a row without a finite maximum.
     """
-    filter_logits(logits, [row.params for row in rows])
+    highest = filter_logits(logits, [row.params for row in rows])
     cumulative = _weights(logits).cumsum_(-1)
     total = cumulative[:, -1:]
     target = _column([uniform(row.seed, len(row.output_token_ids)) for row in rows], cumulative)
     # At most total - 1, as `uniform` is at most 1 - 2**-53. So some token's cumulative weight exceeds the target; the
     # first one's own weight is at least 1.
     target = (target * total).floor_()
-    return torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+    drawn = torch.searchsorted(cumulative, target, right=True)
+    return drawn.masked_fill_(~highest.isfinite(), NOT_FINITE).squeeze(-1)
 
 
 def _weights(logits: Tensor) -> Tensor:
@@ -172,16 +208,14 @@ def _weights(logits: Tensor) -> Tensor:
     return logits.exp().mul_(RESOLUTION).round_().double()
 
 
-def filter_logits(logits: Tensor, params: list[SamplingParams]) -> None:
+def filter_logits(logits: Tensor, params: list[SamplingParams]) -> Tensor:
     """Temperature and filters, in place.
 
     logits: [r, V]. Becomes relative to the row's largest, which is 0 afterwards; rejected tokens become -inf.
 
-    Raises:
-        KvLLMError: a row has no finite maximum.
+    Returns what was largest, [r, 1]. If that is not finite, the row makes no sense.
     """
     highest = logits.amax(-1, keepdim=True)
-    _check_finite(highest)
     # The maximum becomes exactly 0 before the division, so that no temperature can overflow it.
     logits.sub_(highest).div_(_column([each.temperature for each in params], logits))
     bounds = torch.full_like(highest, -math.inf)
@@ -189,30 +223,38 @@ def filter_logits(logits: Tensor, params: list[SamplingParams]) -> None:
     top_p = [i for i, each in enumerate(params) if each.top_k == 0 and each.top_p < 1]
     for group in (top_k, top_p):
         if group:
-            bounds[group] = _top_k_top_p_bounds(logits[group], [params[i] for i in group])
-    min_p = [i for i, each in enumerate(params) if each.min_p > 0]
-    if min_p:
-        bounds[min_p] = bounds[min_p].maximum(_column([math.log(params[i].min_p) for i in min_p], logits))
-    if top_k or top_p or min_p:
+            index = upload(group, logits.device)
+            bounds[index] = _top_k_top_p_bounds(logits[index], [params[i] for i in group])
+    if any(each.min_p for each in params):
+        bounds = bounds.maximum(_column([math.log(each.min_p) if each.min_p else -math.inf for each in params], logits))
+    if top_k or top_p or any(each.min_p for each in params):
         logits.masked_fill_(logits < bounds, -math.inf)
-
-
-def _check_finite(highest: Tensor) -> None:
-    if not highest.isfinite().all():
-        raise KvLLMError("the model's logits are not finite: check its weights, or use a dtype with a wider range")
+    return highest
 
 
 def _top_k_top_p_bounds(logits: Tensor, params: list[SamplingParams]) -> Tensor:
     """The smallest logit [r, 1] in the top-p set (Holtzman et al. 2020, arXiv 1904.09751) of the top-k tokens."""
+    if logits.is_cuda and find_spec("triton") and not any(each.top_k for each in params):
+        return _top_p_bounds(logits, params)
     vocab = logits.shape[-1]
     top_k = [min(each.top_k, vocab) or vocab for each in params]
     descending = _largest(logits, max(top_k))
     weights = _weights(descending)
     ranks = torch.arange(max(top_k), device=logits.device)
-    weights.masked_fill_(ranks >= torch.tensor(top_k, device=logits.device).unsqueeze(-1), 0)
+    weights.masked_fill_(ranks >= upload(top_k, logits.device).unsqueeze(-1), 0)
     cumulative = weights.cumsum_(-1)
     needed = cumulative[:, -1:] * _column([each.top_p for each in params], cumulative)
     return descending.gather(-1, torch.searchsorted(cumulative, needed))
+
+
+def _top_p_bounds(logits: Tensor, params: list[SamplingParams]) -> Tensor:
+    """The same bounds for the top-p set of all tokens, without a sort."""
+    from kvllm.attention.kernels.sampling import top_p_bounds
+
+    weights = logits.exp().mul_(RESOLUTION).round_()
+    total = weights.sum(-1, keepdim=True, dtype=torch.float64)
+    needed = total * _column([each.top_p for each in params], total)
+    return top_p_bounds(logits, weights, needed.squeeze(-1)).unsqueeze(-1)
 
 
 def _largest(logits: Tensor, count: int) -> Tensor:
@@ -224,14 +266,25 @@ def _largest(logits: Tensor, count: int) -> Tensor:
 
 
 def _column(values: list[float], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device).unsqueeze(-1)
+    return upload(values, like.device, like.dtype).unsqueeze(-1)
 
 
-def _report(logits: Tensor, token_id: int, count: int) -> SampledToken:
-    """The token with its log probability and rank, and the `count` most likely tokens. logits: [V], untouched ones."""
-    top = logits.topk(count).indices.tolist()
+def _report(logits: Tensor, chosen: Tensor, count: int) -> Tensor:
+    """Log probability and rank of the token `chosen` [1], then ids and log probabilities of the `count` most likely.
+
+    logits: [V], untouched ones. Returns float64 [2 + 2 * count].
+    """
+    chosen = chosen.clamp(min=0)
+    top = logits.topk(count).indices
     # Summed in float64, reported in float32: the order of summation does not show.
     values = logits.double()
-    values = (values[[token_id, *top]] - values.logsumexp(-1)).float().tolist()
-    rank = int((logits > logits[token_id]).sum()) + 1
-    return SampledToken(token_id, logprob=values[0], rank=rank, top_logprobs=list(zip(top, values[1:], strict=True)))
+    logprobs = (values[torch.cat((chosen, top))] - values.logsumexp(-1)).float().double()
+    rank = (logits > logits[chosen]).sum(dtype=torch.float64) + 1
+    return torch.cat((logprobs[:1], rank.view(1), top.double(), logprobs[1:]))
+
+
+def _read_report(token_id: int, count: int, values: Iterator[float]) -> SampledToken:
+    """Reads on where the last report has ended."""
+    logprob, rank = next(values), int(next(values))
+    top = [int(each) for each in islice(values, count)]
+    return SampledToken(token_id, logprob, rank, list(zip(top, islice(values, count), strict=True)))

@@ -24,7 +24,6 @@ class ShardedMethod:
 
     def __init__(self, name: str, heads: KVHeads, shard: Shard) -> None:
         self.method = METHODS[name]
-        self.queries = self.method.queries
         self.whole_layer = name in WHOLE_LAYER_METHODS
         self.heads = heads
         self.shard = shard

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
-from kvllm.config import RECENT_METHODS, WINDOW_METHODS, CompressionConfig, EngineConfig
-from kvllm.core.compression_policy import Compression
+from kvllm.config import CompressionConfig, EngineConfig
+from kvllm.core.compression_policy import Compression, recomputed_queries, window_tokens
 from kvllm.core.protocol import CompressionJob, SampledToken, StepPlan, StepResult
 from kvllm.simulation.cost import CostModel, Rows, query_rows
 from kvllm.worker.executor import Executor
@@ -99,7 +99,7 @@ class SimulatedExecutor(Executor):
         batch: list[Window] = []
         rows = 0
         for window in windows:
-            of_window = max(1, query_rows(window[1], *recomputed_queries(config))[0])
+            of_window = window_tokens(config, window[1])
             if batch and rows + of_window > self.config.max_num_batched_tokens:
                 yield batch
                 batch, rows = [], 0
@@ -122,12 +122,3 @@ class SimulatedExecutor(Executor):
         if recomputed.rows:
             self.seconds.recompute += self.cost.recompute(recomputed)
         self.seconds.score += self.cost.score(products, keys)
-
-
-def recomputed_queries(config: CompressionConfig) -> tuple[int, int]:
-    """The entries of a window whose queries are recomputed: how many at its end, and every how many-th before."""
-    if config.method in WINDOW_METHODS:
-        return config.buffer, config.query_stride
-    if config.method in RECENT_METHODS:
-        return config.query_window, 0
-    return (config.buffer, 0) if config.method == "kara_no_bi" else (0, 0)

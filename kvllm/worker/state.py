@@ -9,7 +9,7 @@ import numpy as np
 from kvllm.worker.sampler import SampleRow
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class SequenceState:
     """row: where its block table lies. Lengths as in `kvllm.core.sequence.Sequence`."""
 
@@ -33,8 +33,9 @@ class SequenceState:
 class BlockTables:
     """Block tables of all sequences of a worker, one row each, so that a batch is a slice and not a Python loop."""
 
-    def __init__(self, max_num_seqs: int, max_blocks: int) -> None:
+    def __init__(self, max_num_seqs: int, max_blocks: int, block_size: int) -> None:
         self.table = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
+        self.block_size = block_size
         self._free_rows = list(reversed(range(max_num_seqs)))
 
     def acquire(self) -> int:
@@ -58,6 +59,7 @@ class BlockTables:
     def copy(self, source: SequenceState, row: int) -> None:
         self.table[row, : source.num_blocks] = self.table[source.row, : source.num_blocks]
 
-    def slots(self, rows: np.ndarray, index: np.ndarray, block_size: int) -> np.ndarray:
+    def slots(self, rows: np.ndarray, index: np.ndarray) -> np.ndarray:
         """Slot of cache entry `index[i]` of the sequence in row `rows[i]`."""
-        return self.table[rows, index // block_size].astype(np.int64) * block_size + index % block_size
+        block, offset = np.divmod(index, self.block_size)
+        return self.table[rows, block].astype(np.int64) * self.block_size + offset

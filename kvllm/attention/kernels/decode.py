@@ -1,4 +1,4 @@
-"""Attention of sequences with one query row over their paged caches; each segment of entries has its own program."""
+"""Attention of sequences with one query row over their paged caches; segments of entries are shared among programs."""
 
 from __future__ import annotations
 
@@ -11,15 +11,21 @@ import triton.language as tl
 from kvllm.attention.kernels.tiles import (
     LOG2_E,
     SEGMENT,
+    STAGES,
     attend_tile,
     decode_rows,
     entry_offsets,
     hole_of,
     merge,
-    stages,
     tile_entries,
     warps,
 )
+
+# Programs that are started for a batch: many times what any device runs at once, so that it stays evenly busy to the
+# end, and not one for each segment that a table has room for, most of which are empty.
+_PROGRAMS = 4096
+# Segments whose partials are read at a time.
+_MERGED = 4
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,26 @@ class Partials:
         return Partials(weighted, maximum, total)
 
 
+@dataclass(frozen=True)
+class Observed:
+    """What the probabilities of all rows follow from, for the attention mass; one allocation serves all layers.
+
+    scores: float32 `[S, query_heads, segments * SEGMENT]` of sequences with one row, times the scale, in base 2.
+    totals: float32 `[T, query_heads]`, the logarithm in base 2 of the sum of the powers of a row's scores.
+    """
+
+    scores: torch.Tensor
+    totals: torch.Tensor
+
+    @staticmethod
+    def allocate(partials: Partials, num_rows: int) -> Observed:
+        num_sequences, num_heads, num_segments = partials.total.shape
+        return Observed(
+            partials.total.new_empty(num_sequences, num_heads, num_segments * SEGMENT),
+            partials.total.new_empty(num_rows, num_heads),
+        )
+
+
 @triton.jit
 def _decode_length(query_index, row, packed, head_lengths, sequence, head, KV_HEADS: tl.constexpr, HOLES: tl.constexpr):
     """Entries that the row attends, and the hole among them."""
@@ -54,7 +80,7 @@ def _decode_length(query_index, row, packed, head_lengths, sequence, head, KV_HE
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_segments"])
-def _attend_segment(
+def _attend_segments(
     queries,
     keys,
     values,
@@ -67,6 +93,7 @@ def _attend_segment(
     partial_weighted,
     partial_maximum,
     partial_total,
+    observed_scores,
     query_stride,
     table_stride,
     num_segments,
@@ -79,39 +106,52 @@ def _attend_segment(
     TILE: tl.constexpr,
     SEGMENT: tl.constexpr,
     HOLES: tl.constexpr,
+    OBSERVED: tl.constexpr,
 ):
-    sequence, head, segment = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    sequence, head = tl.program_id(0), tl.program_id(1)
     row = tl.load(query_starts + sequence)
     if tl.load(query_starts + sequence + 1) - row != 1:  # of the prefill kernel
         return
     length, hole_begin, hole_size = _decode_length(
         query_index, row, packed, head_lengths, sequence, head, KV_HEADS, HOLES
     )
-    begin = segment * SEGMENT
-    if begin >= length:
-        return
-
     member, channel = tl.arange(0, ROWS), tl.arange(0, CHANNELS)
     query_head = head * GROUP + member
     mask = (member < GROUP)[:, None] & (channel < HEAD_DIM)[None, :]
     query_offsets = row.to(tl.int64) * query_stride + query_head[:, None] * HEAD_DIM + channel[None, :]
     query = tl.load(queries + query_offsets, mask=mask, other=0.0)
-    maximum = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    weighted = tl.zeros([ROWS, CHANNELS], tl.float32)
     table = tables + sequence.to(tl.int64) * table_stride
-    for start in range(begin, tl.minimum(begin + SEGMENT, length), TILE):
-        entries = start + tl.arange(0, TILE)
-        exists = entries < length
-        offsets = entry_offsets(table, entries, exists, head, hole_begin, hole_size, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-        maximum, total, weighted = attend_tile(
-            query, keys, values, offsets, exists, exists[None, :], scale, maximum, total, weighted, HEAD_DIM, CHANNELS
-        )
-
-    partial = (sequence.to(tl.int64) * (KV_HEADS * GROUP) + query_head) * num_segments + segment
-    tl.store(partial_maximum + partial, maximum, mask=member < GROUP)
-    tl.store(partial_total + partial, total, mask=member < GROUP)
-    tl.store(partial_weighted + partial[:, None] * HEAD_DIM + channel[None, :], weighted, mask=mask)
+    first_partial = (sequence.to(tl.int64) * (KV_HEADS * GROUP) + query_head) * num_segments
+    for segment in range(tl.program_id(2), tl.cdiv(length, SEGMENT), tl.num_programs(2)):
+        maximum = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        weighted = tl.zeros([ROWS, CHANNELS], tl.float32)
+        begin = segment * SEGMENT
+        for start in range(begin, tl.minimum(begin + SEGMENT, length), TILE):
+            entries = start + tl.arange(0, TILE)
+            exists = entries < length
+            offsets = entry_offsets(table, entries, exists, head, hole_begin, hole_size, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+            scores, maximum, total, weighted = attend_tile(
+                query,
+                keys,
+                values,
+                offsets,
+                exists,
+                exists[None, :],
+                scale,
+                maximum,
+                total,
+                weighted,
+                HEAD_DIM,
+                CHANNELS,
+            )
+            if OBSERVED:
+                places = first_partial[:, None] * SEGMENT + entries[None, :]
+                tl.store(observed_scores + places, scores, mask=(member < GROUP)[:, None] & exists[None, :])
+        partial = first_partial + segment
+        tl.store(partial_maximum + partial, maximum, mask=member < GROUP)
+        tl.store(partial_total + partial, total, mask=member < GROUP)
+        tl.store(partial_weighted + partial[:, None] * HEAD_DIM + channel[None, :], weighted, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_segments"])
@@ -124,6 +164,7 @@ def _merge_segments(
     partial_weighted,
     partial_maximum,
     partial_total,
+    observed_totals,
     num_segments,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -132,6 +173,8 @@ def _merge_segments(
     ROWS: tl.constexpr,
     SEGMENT: tl.constexpr,
     HOLES: tl.constexpr,
+    OBSERVED: tl.constexpr,
+    MERGED: tl.constexpr,
 ):
     sequence, head = tl.program_id(0), tl.program_id(1)
     row = tl.load(query_starts + sequence)
@@ -143,20 +186,25 @@ def _merge_segments(
     query_head = head * GROUP + member
     exists = member < GROUP
     mask = exists[:, None] & (channel < HEAD_DIM)[None, :]
-    maximum = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    maximum = tl.where(exists, float("-inf"), 0.0)  # rows that do not exist have seen something: no NaN
+    total = tl.where(exists, 0.0, 1.0)
     weighted = tl.zeros([ROWS, CHANNELS], tl.float32)
     first_partial = (sequence.to(tl.int64) * (KV_HEADS * GROUP) + query_head) * num_segments
-    for segment in range(tl.cdiv(length, SEGMENT)):
-        partial = first_partial + segment
-        later_maximum = tl.load(partial_maximum + partial, mask=exists, other=0.0)
-        later_total = tl.load(partial_total + partial, mask=exists, other=1.0)
-        later_weighted = tl.load(
-            partial_weighted + partial[:, None] * HEAD_DIM + channel[None, :], mask=mask, other=0.0
-        )
-        maximum, total, weighted = merge(maximum, total, weighted, later_maximum, later_total, later_weighted)
+    held_segments = tl.cdiv(length, SEGMENT)
+    for first_segment in range(0, held_segments, MERGED):
+        for i in tl.static_range(MERGED):  # whose reads need not wait for each other
+            held = exists & (first_segment + i < held_segments)
+            partial = first_partial + first_segment + i
+            later_maximum = tl.load(partial_maximum + partial, mask=held, other=float("-inf"))
+            later_total = tl.load(partial_total + partial, mask=held, other=0.0)
+            places = partial[:, None] * HEAD_DIM + channel[None, :]
+            later_weighted = tl.load(partial_weighted + places, mask=mask & held[:, None], other=0.0)
+            maximum, total, weighted = merge(maximum, total, weighted, later_maximum, later_total, later_weighted)
 
-    offsets = (row.to(tl.int64) * (KV_HEADS * GROUP) + query_head)[:, None] * HEAD_DIM + channel[None, :]
+    output_row = row.to(tl.int64) * (KV_HEADS * GROUP) + query_head
+    if OBSERVED:
+        tl.store(observed_totals + output_row, maximum + tl.log2(total), mask=exists)
+    offsets = output_row[:, None] * HEAD_DIM + channel[None, :]
     tl.store(output + offsets, (weighted / total[:, None]).to(output.dtype.element_ty), mask=mask)
 
 
@@ -171,6 +219,7 @@ def paged_decode(
     head_lengths: torch.Tensor | None,
     scale: float,
     partials: Partials,
+    observed: Observed | None,
     output: torch.Tensor,
 ) -> None:
     """Attention of the sequences that have exactly one row; the rows of others in `output` are left alone.
@@ -178,6 +227,7 @@ def paged_decode(
     queries: `[T, query_heads, head_dim]`, the heads of a row contiguous. keys, values: one layer of the cache,
         contiguous `[blocks, kv_heads, block_size, head_dim]` of the same dtype.
     query_starts, query_index, block_tables, packed: as in AttentionBatch; head_lengths: of this layer, `[S, kv_heads]`.
+    observed: where scores and totals are written, if they are wanted. Entries are counted without those in a hole.
     output: contiguous, the shape and dtype of `queries`.
 
     Source: Flash-Decoding (Dao et al., 2023) over block tables, the query heads of a KV head in one tile.
@@ -196,9 +246,11 @@ def paged_decode(
         "ROWS": rows,
         "SEGMENT": SEGMENT,
         "HOLES": packed is not None,
+        "OBSERVED": observed is not None,
         "num_warps": warps(queries.dtype, rows, head_dim),
     }
-    _attend_segment[(num_sequences, kv_heads, num_segments)](
+    programs = min(num_segments, triton.cdiv(_PROGRAMS, max(1, num_sequences * kv_heads)))
+    _attend_segments[(num_sequences, kv_heads, programs)](
         queries,
         keys,
         values,
@@ -210,12 +262,13 @@ def paged_decode(
         partials.weighted,
         partials.maximum,
         partials.total,
+        observed.scores if observed else partials.total,
         queries.stride(0),
         block_tables.stride(0),
         num_segments,
         BLOCK_SIZE=block_size,
-        TILE=tile_entries(head_dim),
-        num_stages=stages(queries.dtype, head_dim),
+        TILE=tile_entries(queries.dtype, head_dim),
+        num_stages=STAGES,
         **shape,
     )
     _merge_segments[(num_sequences, kv_heads)](
@@ -226,6 +279,8 @@ def paged_decode(
         partials.weighted,
         partials.maximum,
         partials.total,
+        observed.totals if observed else partials.total,
         num_segments,
+        MERGED=_MERGED,
         **shape,
     )

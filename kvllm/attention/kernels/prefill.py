@@ -6,15 +6,16 @@ import torch
 import triton
 import triton.language as tl
 
+from kvllm.attention.kernels.decode import Observed
 from kvllm.attention.kernels.tiles import (
     LOG2_E,
     SEGMENT,
+    STAGES,
     attend_tile,
     entry_offsets,
     hole_of,
     merge,
     prefill_rows,
-    stages,
     tile_entries,
     warps,
 )
@@ -33,6 +34,41 @@ def _sequence_of(tile, query_starts, num_sequences, QUERIES: tl.constexpr):
     return low
 
 
+@triton.jit
+def _attend_entries(
+    query,
+    keys,
+    values,
+    table,
+    begin,
+    end,
+    length,
+    head,
+    hole_begin,
+    hole_size,
+    scale,
+    KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Softmax of a tile of rows over the entries `begin .. end`, of which a row attends those below its `length`."""
+    maximum = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    weighted = tl.zeros([ROWS, CHANNELS], tl.float32)
+    for start in range(begin, end, TILE):
+        entries = start + tl.arange(0, TILE)
+        exists = entries < end
+        offsets = entry_offsets(table, entries, exists, head, hole_begin, hole_size, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+        visible = entries[None, :] < length[:, None]
+        _, maximum, total, weighted = attend_tile(
+            query, keys, values, offsets, exists, visible, scale, maximum, total, weighted, HEAD_DIM, CHANNELS
+        )
+    return maximum, total, weighted
+
+
 @triton.jit(do_not_specialize=["table_stride", "num_sequences"])
 def _attend_rows(
     output,
@@ -44,6 +80,7 @@ def _attend_rows(
     tables,
     packed,
     head_lengths,
+    observed_totals,
     scale,
     query_stride,
     table_stride,
@@ -57,7 +94,9 @@ def _attend_rows(
     QUERIES: tl.constexpr,
     TILE: tl.constexpr,
     SEGMENT: tl.constexpr,
+    SEGMENTED: tl.constexpr,
     HOLES: tl.constexpr,
+    OBSERVED: tl.constexpr,
 ):
     tile, head = tl.program_id(0), tl.program_id(1)
     sequence = _sequence_of(tile, query_starts, num_sequences, QUERIES)
@@ -84,35 +123,57 @@ def _attend_rows(
     length = tl.where(exists_row, length, 1)  # rows that do not exist attend something, too: no NaN
     end = tl.max(length, 0)
 
-    maximum = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    weighted = tl.zeros([ROWS, CHANNELS], tl.float32)
     table = tables + tl.cast(sequence, tl.int64) * table_stride
-    for begin in range(0, end, SEGMENT):
-        segment_maximum = tl.full([ROWS], float("-inf"), tl.float32)
-        segment_total = tl.zeros([ROWS], tl.float32)
-        segment_weighted = tl.zeros([ROWS, CHANNELS], tl.float32)
-        for start in range(begin, tl.minimum(begin + SEGMENT, end), TILE):
-            entries = start + tl.arange(0, TILE)
-            exists = entries < end
-            offsets = entry_offsets(table, entries, exists, head, hole_begin, hole_size, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-            segment_maximum, segment_total, segment_weighted = attend_tile(
+    if SEGMENTED:
+        maximum = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        weighted = tl.zeros([ROWS, CHANNELS], tl.float32)
+        for begin in range(0, end, SEGMENT):
+            later_maximum, later_total, later_weighted = _attend_entries(
                 query,
                 keys,
                 values,
-                offsets,
-                exists,
-                entries[None, :] < length[:, None],
+                table,
+                begin,
+                tl.minimum(begin + SEGMENT, end),
+                length,
+                head,
+                hole_begin,
+                hole_size,
                 scale,
-                segment_maximum,
-                segment_total,
-                segment_weighted,
+                KV_HEADS,
+                BLOCK_SIZE,
                 HEAD_DIM,
                 CHANNELS,
+                ROWS,
+                TILE,
             )
-        maximum, total, weighted = merge(maximum, total, weighted, segment_maximum, segment_total, segment_weighted)
+            maximum, total, weighted = merge(maximum, total, weighted, later_maximum, later_total, later_weighted)
+    else:
+        maximum, total, weighted = _attend_entries(
+            query,
+            keys,
+            values,
+            table,
+            0,
+            end,
+            length,
+            head,
+            hole_begin,
+            hole_size,
+            scale,
+            KV_HEADS,
+            BLOCK_SIZE,
+            HEAD_DIM,
+            CHANNELS,
+            ROWS,
+            TILE,
+        )
 
-    offsets = (row.to(tl.int64) * (KV_HEADS * GROUP) + query_head)[:, None] * HEAD_DIM + channel[None, :]
+    output_row = row.to(tl.int64) * (KV_HEADS * GROUP) + query_head
+    if OBSERVED:
+        tl.store(observed_totals + output_row, maximum + tl.log2(total), mask=exists_row)
+    offsets = output_row[:, None] * HEAD_DIM + channel[None, :]
     tl.store(output + offsets, (weighted / total[:, None]).to(output.dtype.element_ty), mask=mask)
 
 
@@ -126,6 +187,7 @@ def paged_prefill(
     packed: torch.Tensor | None,
     head_lengths: torch.Tensor | None,
     scale: float,
+    observed: Observed | None,
     output: torch.Tensor,
 ) -> None:
     """Attention of the sequences that have two rows or more; the rows of others in `output` are left alone.
@@ -150,6 +212,7 @@ def paged_prefill(
         query_index,
         block_tables,
         *((packed, head_lengths) if packed is not None else (query_index, query_index)),
+        observed.totals if observed else output,
         scale * LOG2_E,
         queries.stride(0),
         block_tables.stride(0),
@@ -161,9 +224,11 @@ def paged_prefill(
         CHANNELS=triton.next_power_of_2(head_dim),
         ROWS=rows,
         QUERIES=queries_per_tile,
-        TILE=tile_entries(head_dim),
+        TILE=tile_entries(queries.dtype, head_dim),
         SEGMENT=SEGMENT,
+        SEGMENTED=queries.dtype == torch.float32,  # as in a decode
         HOLES=packed is not None,
+        OBSERVED=observed is not None,
         num_warps=warps(queries.dtype, rows, head_dim),
-        num_stages=stages(queries.dtype, head_dim),
+        num_stages=STAGES,
     )

@@ -162,19 +162,22 @@ def window_scores(queries: torch.Tensor, keys: torch.Tensor, num_keys: int, scal
         2, num_sequences, kv_heads, group * num_rows, dtype=torch.float32, device=keys.device
     ).unbind()
     mass = torch.empty(num_sequences, kv_heads, num_keys, dtype=torch.float32, device=keys.device)
-    tile = 32 if keys.dtype == torch.float32 else 64
     sizes = (scale * LOG2_E, num_rows, num_keys, window, *queries.stride()[:3])
     shape = {
         "KV_HEADS": kv_heads,
         "GROUP": group,
         "HEAD_DIM": head_dim,
         "CHANNELS": max(16, triton.next_power_of_2(head_dim)),
-        "ROWS": tile,
-        "KEYS": tile,
-        "num_warps": 4,
         "num_stages": 2,
     }
-    row_tiles, key_tiles = triton.cdiv(group * num_rows, tile), triton.cdiv(num_keys, tile)
-    _row_softmax[(num_sequences, kv_heads, row_tiles)](queries, keys, maxima, inverses, *sizes, **shape)
-    _column_sums[(num_sequences, kv_heads, key_tiles)](mass, queries, keys, maxima, inverses, *sizes, **shape)
+    if keys.dtype == torch.float32:
+        first = second = {"ROWS": 32, "KEYS": 32, "num_warps": 4}
+    else:
+        # What a program keeps is as large as it can be, because all of the other side passes through.
+        width = 128 if head_dim <= 128 else 64
+        first = {"ROWS": 128, "KEYS": width, "num_warps": 8}
+        second = {"ROWS": 64, "KEYS": width, "num_warps": 4}
+    row_tiles, key_tiles = triton.cdiv(group * num_rows, first["ROWS"]), triton.cdiv(num_keys, second["KEYS"])
+    _row_softmax[(num_sequences, kv_heads, row_tiles)](queries, keys, maxima, inverses, *sizes, **shape, **first)
+    _column_sums[(num_sequences, kv_heads, key_tiles)](mass, queries, keys, maxima, inverses, *sizes, **shape, **second)
     return mass

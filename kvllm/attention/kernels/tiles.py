@@ -19,9 +19,9 @@ SEGMENT = 512
 LOG2_E = 1.4426950408889634
 
 
-def tile_entries(head_dim: int) -> int:
-    """Entries whose keys and values are in shared memory at a time; a divisor of SEGMENT."""
-    return 64 if head_dim <= 128 else 32
+def tile_entries(dtype: torch.dtype, head_dim: int) -> int:
+    """Entries that a program attends at a time: 16 KiB of keys, and as many of values. A divisor of SEGMENT."""
+    return min(64, (16 << 10) // (dtype.itemsize * triton.next_power_of_2(head_dim)))
 
 
 def decode_rows(group: int) -> int:
@@ -31,17 +31,17 @@ def decode_rows(group: int) -> int:
 
 def prefill_rows(group: int, dtype: torch.dtype) -> int:
     """Rows of a tile that holds several queries. Those of float32 must add up like those of a decode."""
-    return decode_rows(group) if dtype == torch.float32 else max(64, decode_rows(group))
+    return decode_rows(group) if dtype == torch.float32 else max(128, decode_rows(group))
 
 
-def stages(dtype: torch.dtype, head_dim: int) -> int:
-    """Tiles of keys and values that are on their way, as many as fit the 160 KiB of shared memory of sm_80."""
-    return 3 if dtype.itemsize * head_dim <= 512 else 2
+# Triton's depth of pipelining. Where a tile lies is read from a table first, so it takes this much to have one tile on
+# its way while another is used.
+STAGES = 5
 
 
 def warps(dtype: torch.dtype, rows: int, head_dim: int) -> int:
-    """Enough that a tile's sums stay in registers."""
-    return 8 if rows * head_dim > 64 * 128 or (dtype == torch.float32 and head_dim > 64) else 4
+    """Enough that a tile's scores and sums stay in registers."""
+    return 8 if rows * max(128, head_dim) > 64 * 128 or (dtype == torch.float32 and head_dim > 64) else 4
 
 
 @triton.jit
@@ -87,8 +87,9 @@ def attend_tile(
 ):
     """Add one tile of entries to the softmax of `queries` `[rows, CHANNELS]`.
 
-    exists: bool `[entries]`, what may be read; visible: bool `[rows, entries]`, what a row attends. Returns the new
-    maximum, the sum of weights (both float32 `[rows]`) and of weighted values (float32 `[rows, CHANNELS]`).
+    exists: bool `[entries]`, what may be read; visible: bool `[rows, entries]`, what a row attends. Returns the scores
+    (float32 `[rows, entries]`), the new maximum, the sum of weights (both float32 `[rows]`) and of weighted values
+    (float32 `[rows, CHANNELS]`).
     """
     channel = tl.arange(0, CHANNELS)
     mask = exists[:, None] & (channel < HEAD_DIM)[None, :]
@@ -105,12 +106,12 @@ def attend_tile(
     weighted = tl.dot(
         weights.to(tile_values.dtype), tile_values, acc=weighted * shrink[:, None], input_precision="ieee"
     )
-    return new_maximum, total * shrink + tl.sum(weights, 1), weighted
+    return scores, new_maximum, total * shrink + tl.sum(weights, 1), weighted
 
 
 @triton.jit
 def merge(maximum, total, weighted, later_maximum, later_total, later_weighted):
-    """The softmax over two segments from those over each; the later one may be empty (maximum -inf), not the first."""
+    """The softmax over two segments from those over each; one of them may be empty (maximum -inf, sums 0)."""
     new_maximum = tl.maximum(maximum, later_maximum)
     shrink = tl.exp2(maximum - new_maximum)
     later_shrink = tl.exp2(later_maximum - new_maximum)

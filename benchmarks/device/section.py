@@ -1,0 +1,121 @@
+"""The sections of a device check. As a program it runs one of them.
+
+Each has a process of its own: a fault of the device, or a kernel that never ends, costs one section, and of that only
+what was not written down yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.device.log import FAILED, Log, read_rows
+
+ROOT = Path(__file__).parents[2]
+GRACE_SECONDS = 15.0
+"""A section knows its limit and ends by itself; it is killed this much later."""
+LAST_WORDS = 6000
+"""Of what a process has printed, the characters that are kept if it fails."""
+DRY_ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+
+
+class Section(NamedTuple):
+    """module: its `run(target, log)` writes the rows. seconds: that it may take. title: what it finds out."""
+
+    module: str
+    seconds: float
+    title: str
+
+
+SECTIONS = {
+    "extension": Section("benchmarks.device.extension", 60, "Compiled operators"),
+    "kernels": Section("benchmarks.device.check_kernels", 90, "Kernels against float64"),
+    "vectors": Section("benchmarks.device.check_vectors", 20, "Golden vectors"),
+    "engine": Section("benchmarks.device.check_engine", 90, "Engine against transformers and the CPU"),
+    "tests": Section("benchmarks.device.check_tests", 60, "Tests that need a GPU"),
+    "ceilings": Section("benchmarks.device.ceilings", 15, "What the device can do at most"),
+    "times": Section("benchmarks.device.kernels", 60, "Kernels against their floors"),
+    "decode": Section("benchmarks.device.decode", 120, "Decode steps against their floors"),
+    "transformers": Section("benchmarks.device.peer", 60, "Decode steps of transformers"),
+    "events": Section("benchmarks.device.events", 60, "Compression events, and the longest stall"),
+    "tables": Section("benchmarks.device.tables", 200, "Tables 2 and 3: 64 GB for weights and cache"),
+}
+"""In the order in which they run. Together they may take less time than the sum: see `benchmarks.device_check`."""
+
+
+def run_section(name: str, section: Section, seconds: float, dry_run: bool) -> dict[str, Any]:
+    """Run a section in a new process for at most `seconds`; what it found, as it goes into the report.
+
+    status: "passed"; "failed" if the process or a row did, or there is no row; "timed out". error: the process's last
+    words, if it failed.
+    """
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as directory:
+        rows, output = Path(directory) / "rows", Path(directory) / "output"
+        command = [sys.executable, "-m", "benchmarks.device.section", section.module, str(seconds), str(rows)]
+        environment = {**os.environ, **DRY_ENVIRONMENT} if dry_run else None
+        with output.open("wb") as file:
+            process = subprocess.Popen(
+                command + ["--dry-run"] * dry_run,
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a group of its own, to end with all that it starts
+            )
+            timed_out = not _wait(process, seconds + GRACE_SECONDS)
+        found = read_rows(rows)
+        last_words = output.read_text(errors="replace")[-LAST_WORDS:]
+    failed = process.returncode != 0 or not found or any(row["status"] == FAILED for row in found)
+    return {
+        "name": name,
+        "title": section.title,
+        "status": "timed out" if timed_out else "failed" if failed else "passed",
+        "seconds": time.monotonic() - begin,
+        "limit_seconds": seconds,
+        "rows": found,
+        "error": last_words if process.returncode != 0 else None,
+    }
+
+
+def _wait(process: subprocess.Popen[bytes], seconds: float) -> bool:
+    """Whether the process ends in time. Its whole group does, then or now."""
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return False
+    else:
+        return True
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.device.section", description=__doc__)
+    parser.add_argument("module")
+    parser.add_argument("seconds", type=float)
+    parser.add_argument("rows", type=Path)
+    parser.add_argument("--dry-run", action="store_true")
+    args = parser.parse_args()
+    faulthandler.enable()
+    log = Log(args.rows, args.seconds)
+    from benchmarks.device.target import Target  # torch takes seconds to import
+
+    importlib.import_module(args.module).run(Target.find(args.dry_run), log)
+
+
+if __name__ == "__main__":
+    main()

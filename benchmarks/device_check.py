@@ -1,0 +1,145 @@
+"""Check KvLLM on this machine's GPU, then measure it: ten minutes, one JSON file, one page of tables.
+
+    python -m benchmarks.device_check
+    python -m benchmarks.device_check --section decode --seconds 300
+    python -m benchmarks.device_check --dry-run
+
+Correctness comes first, figures after. Each section is a process of its own with a time limit, so one that fails, hangs
+or crashes is reported, and the others still run. --dry-run does all of it with tiny shapes on the CPU, to see that the
+script works; its figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from benchmarks.device import show
+from benchmarks.device.section import ROOT, SECTIONS, run_section
+from benchmarks.device.target import Target
+from kvllm.config import require
+from kvllm.errors import KvLLMError
+
+TOTAL_SECONDS = 540.0
+RESULTS = ROOT / "benchmarks" / "results"
+OPTIONAL_PACKAGES = ("triton", "flash-attn", "xformers", "ray")
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.device_check",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--section", action="append", choices=tuple(SECTIONS), help="run this one alone; may be given several times")
+    add("--seconds", type=float, help="limit of each section, instead of its own and of ten minutes in all")
+    add("--dry-run", action="store_true", help="tiny shapes on the CPU: no figure is a device's")
+    add("--output", type=Path, metavar="DIR", help="default: benchmarks/results; of a dry run: benchmark-output")
+    add("--commit", help="of the source, where git cannot tell")
+    args = parser.parse_args(arguments)
+    require(args.seconds is None or args.seconds > 0, "--seconds", args.seconds, "above 0")
+    return args
+
+
+def describe_device(dry_run: bool) -> dict[str, Any]:
+    """By a process of its own: this one must not take memory of the device. Raises KvLLMError if there is none."""
+    if dry_run:
+        return Target.find(dry_run).describe()
+    command = [sys.executable, "-m", "benchmarks.device.target"]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if process.returncode != 0:
+        raise KvLLMError(process.stderr.strip().removeprefix("error: "))
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+def find_commit() -> str:
+    """Short hash of the checkout, with "-dirty" behind it if files have changed since; "unknown" without git."""
+    try:
+        command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def installed_versions() -> dict[str, str]:
+    found = {}
+    for name in OPTIONAL_PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def describe_run(args: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
+    """All of the report but its results."""
+    device = describe_device(args.dry_run)
+    run = report.provenance("benchmarks.device_check", arguments)
+    run["versions"] |= installed_versions()
+    return {"dry_run": args.dry_run, "device": device, "commit": args.commit or find_commit(), **run}
+
+
+def header(run: dict[str, Any]) -> str:
+    device = ", ".join(f"{name} {value}" for name, value in run["device"].items() if name != "name")
+    lines = [
+        f"{run['device']['name']}{device and ': ' + device}",
+        report.describe(run["machine"]),
+        ", ".join(f"{name} {value}" for name, value in run["versions"].items()),
+        f"commit {run['commit']}: {run['command']}",
+    ]
+    if run["dry_run"]:
+        lines.append("DRY RUN on the CPU with tiny shapes: no figure below is one of a device.")
+    return "\n".join(lines)
+
+
+def run_sections(args: argparse.Namespace, run: dict[str, Any], file: Path) -> dict[str, Any]:
+    """Results by section. They are written to `file` as they come."""
+    results: dict[str, Any] = {}
+    chosen = [name for name in SECTIONS if not args.section or name in args.section]
+    end = time.monotonic() + TOTAL_SECONDS
+    for name in chosen:
+        section = SECTIONS[name]
+        seconds = args.seconds or max(1.0, min(section.seconds, end - time.monotonic()))
+        results[name] = run_section(name, section, seconds, args.dry_run)
+        report.write_json(file, {**run, "sections": results})
+        print(f"{name}: {results[name]['status']}, {results[name]['seconds']:.0f} s", flush=True)
+    return results
+
+
+def check_device(arguments: Sequence[str]) -> bool:
+    """Whether every section passed."""
+    args = parse_arguments(arguments)
+    run = describe_run(args, arguments)
+    device = "dry-run" if args.dry_run else re.sub(r"[^a-z0-9]+", "-", run["device"]["name"].lower()).strip("-")
+    folder = args.output or (ROOT / "benchmark-output" if args.dry_run else RESULTS)
+    file = folder / ("-".join([device, run["commit"], *(args.section or [])]) + ".json")
+    results = run_sections(args, run, file)
+    print(f"\n{header(run)}")
+    for result in results.values():
+        print(f"\n{show.show_section(result, args.dry_run)}")
+    if comparison := show.compare(results):
+        print(f"\n{comparison}")
+    failed = [name for name, result in results.items() if result["status"] != "passed"]
+    print(f"\nNot passed: {', '.join(failed) or 'none'}. Written: {file}")
+    return not failed
+
+
+def main() -> None:
+    try:
+        sys.exit(0 if check_device(sys.argv[1:]) else 1)
+    except KvLLMError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

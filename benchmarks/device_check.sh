@@ -1,0 +1,42 @@
+#!/bin/sh
+# Check KvLLM on this machine's GPU with the Python that is there. Nothing is downloaded.
+#
+#   benchmarks/device_check.sh [--packages DIR] [arguments of python -m benchmarks.device_check]
+#
+# DIR holds what that Python lacks, as wheels or unpacked. PYTHON names another interpreter than python3.
+set -eu
+PYTHON=${PYTHON:-python3}
+site=
+
+if [ "${1:-}" = --packages ]; then
+    packages=$(cd "$2" && pwd)
+    shift 2
+    if ls "$packages"/*.whl >/dev/null 2>&1; then
+        site=$(mktemp -d)
+        trap 'rm -rf "$site"' EXIT
+        "$PYTHON" -m pip install --quiet --no-index --no-deps --no-compile --target "$site" "$packages"/*.whl
+        packages=$site
+    fi
+    PYTHONPATH=$packages${PYTHONPATH:+:$PYTHONPATH}
+    export PYTHONPATH
+fi
+
+cd "$(dirname "$0")/.."
+missing=$("$PYTHON" - <<'PROGRAM'
+import re, tomllib
+from importlib.util import find_spec
+
+with open("pyproject.toml", "rb") as file:
+    needed = tomllib.load(file)["project"]["dependencies"] + ["matplotlib", "pytest", "hypothesis"]
+names = [re.match(r"[\w-]+", entry)[0] for entry in needed]
+print(" ".join(name for name in names if find_spec(name) is None))
+PROGRAM
+)
+if [ -n "$missing" ]; then
+    echo "error: $PYTHON lacks: $missing" >&2
+    echo "Where there is a package index: pip download --no-deps --only-binary=:all: --python-version 3.12 \\" >&2
+    echo "    --platform manylinux2014_x86_64 -d packages $missing" >&2
+    echo "with the version of that Python; then: $0 --packages packages" >&2
+    exit 2
+fi
+"$PYTHON" -m benchmarks.device_check "$@"

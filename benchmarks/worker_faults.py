@@ -1,0 +1,213 @@
+"""Workers that die, or hang, while requests decode: the tokens stay the same, and how long it takes.
+
+    python -m benchmarks.worker_faults
+    python -m benchmarks.worker_faults --stop
+
+The requests run twice on Ray: undisturbed, and with a signal to one rank at random moments of decoding: SIGKILL or,
+with --stop, SIGSTOP. Half of them are greedy, half are sampled. All must end with the tokens of the undisturbed run, or
+the script fails. Times are from the signal: until it was noticed, until new workers had the model, until the next
+token.
+The figures go to worker_faults.json, and a plot to worker_faults.png (with --stop, worker_faults_stop).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from msgspec import Struct, structs
+
+from benchmarks import report, throughput, workloads
+from benchmarks.workloads import Request
+from kvllm import LLM, SamplingParams
+from kvllm.config import require
+from kvllm.errors import KvLLMError
+from kvllm.outputs import RequestOutput
+
+LAST_FAULT = 0.9
+"""Of the tokens: the last one must have something left to disturb."""
+TIMES = {"noticed_seconds": "noticed", "restarted_seconds": "workers restarted", "resumed_seconds": "next token"}
+
+
+class Fault(Struct):
+    """tokens: how many had been generated. Times are in seconds after the signal."""
+
+    rank: int
+    tokens: int
+    noticed_seconds: float = 0.0
+    restarted_seconds: float = 0.0
+    resumed_seconds: float = 0.0
+
+
+class Signal:
+    """Sends a signal to a process, `delay` seconds from now. sent: when that was."""
+
+    def __init__(self, pid: int, number: int, delay: float) -> None:
+        self.pid = pid
+        self.number = number
+        self.sent = 0.0
+        threading.Timer(delay, self._send).start()
+
+    def _send(self) -> None:
+        self.sent = time.monotonic()
+        os.kill(self.pid, self.number)
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.worker_faults",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    shapes = ", ".join(throughput.SHAPES)
+    add("--model", default="50m", help=f"directory of a checkpoint, or a shape with random weights: {shapes}")
+    add("--tensor-parallel-size", type=int, default=2)
+    add("--faults", type=int, default=10)
+    add("--stop", action="store_true", help="let ranks hang instead of ending them")
+    add("--requests", type=int, default=32)
+    add("--input-len", type=int, default=32)
+    add("--output-len", type=int, default=128)
+    add("--seed", type=int, default=0, help="of the requests, the ranks and the moments")
+    add("--output", type=Path, default=Path("benchmark-output"), metavar="DIR")
+    args = parser.parse_args(arguments)
+    for name in ("faults", "requests", "input_len", "output_len"):
+        require(getattr(args, name) >= 1, f"--{name.replace('_', '-')}", getattr(args, name), "at least 1")
+    return args
+
+
+def start(args: argparse.Namespace, path: Path) -> LLM:
+    """float32, for which the engine promises the same tokens however they are computed."""
+    return LLM(
+        path,
+        dtype="float32",
+        load_format="dummy" if args.model in throughput.SHAPES else "auto",
+        block_size=16,
+        num_gpu_blocks_override=args.requests * -(-(args.input_len + args.output_len) // 16),
+        tensor_parallel_size=args.tensor_parallel_size,
+        distributed_executor_backend="ray",
+        max_worker_restarts=args.faults,
+    )
+
+
+def add_requests(llm: LLM, requests: list[Request]) -> list[RequestOutput]:
+    outputs = []
+    for i, request in enumerate(requests):
+        params = SamplingParams(temperature=i % 2, seed=i, max_tokens=request.output_length, ignore_eos=True)
+        outputs.append(llm.llm_engine.add_request(str(i), request.prompt_token_ids, params))
+    return outputs
+
+
+def run_undisturbed(llm: LLM, requests: list[Request]) -> list[RequestOutput]:
+    outputs = add_requests(llm, requests)
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+    return outputs
+
+
+def run_disturbed(
+    llm: LLM, requests: list[Request], faults: list[Fault], number: int, rng: random.Random
+) -> list[RequestOutput]:
+    """The same, with a fault as soon as its tokens are generated and the one before is repaired. Fills in its times."""
+    engine, restarts = llm.llm_engine, llm.llm_engine.executor.restart_seconds
+    outputs, before, due = add_requests(llm, requests), llm.stats().output_tokens, faults[:]
+    sent: Signal | None = None
+    noticed, now, step_seconds = False, time.monotonic(), 0.0
+    while engine.has_unfinished_requests():
+        if due and not sent and llm.stats().output_tokens - before >= due[0].tokens:
+            sent = Signal(engine.executor.pids[due[0].rank], number, rng.uniform(0, step_seconds))
+        touched = engine.step()
+        begin, now = now, time.monotonic()
+        step_seconds = now - begin
+        if sent and not noticed and len(restarts) > len(faults) - len(due):
+            noticed = True
+            due[0].restarted_seconds = now - sent.sent
+            due[0].noticed_seconds = now - sent.sent - restarts[-1]
+        elif sent and noticed and touched:
+            due.pop(0).resumed_seconds = now - sent.sent
+            sent, noticed = None, False
+    if due:
+        raise KvLLMError(f"{len(due)} faults came too late: give --output-len more than {requests[0].output_length}")
+    return outputs
+
+
+def show(faults: list[Fault]) -> str:
+    def row(name: str, rank: str, tokens: str, times: Sequence[float]) -> list[str]:
+        return [name, rank, tokens, *(f"{seconds:.2f}" for seconds in times)]
+
+    rows = [
+        row(str(i), str(fault.rank), str(fault.tokens), [getattr(fault, name) for name in TIMES])
+        for i, fault in enumerate(faults, start=1)
+    ]
+    columns = [[getattr(fault, name) for fault in faults] for name in TIMES]
+    rows += [row("median", "", "", map(median, columns)), row("longest", "", "", map(max, columns))]
+    return report.table(["fault", "rank", "after\ntokens", *(f"{title}\nafter s" for title in TIMES.values())], rows)
+
+
+def write(args: argparse.Namespace, provenance: dict[str, Any], faults: list[Fault], same: int) -> None:
+    name = "worker_faults_stop" if args.stop else "worker_faults"
+    content = {
+        **provenance,
+        "requests": args.requests,
+        "requests_with_the_same_tokens": same,
+        "faults": [structs.asdict(fault) for fault in faults],
+        "median": {each: median(getattr(fault, each) for fault in faults) for each in TIMES},
+    }
+    report.write_json(args.output / f"{name}.json", content)
+    numbers = range(1, len(faults) + 1)
+    lines = {title: (numbers, [getattr(fault, each) for fault in faults]) for each, title in TIMES.items()}
+    done = "stopped" if args.stop else "killed"
+    title = f"A rank {done}, {args.tensor_parallel_size} ranks, {args.requests} requests"
+    report.plot_lines(args.output / f"{name}.png", title, "fault", {"seconds after the signal": lines})
+
+
+def run_faults(arguments: Sequence[str]) -> None:
+    """Raises KvLLMError if a request has other tokens than undisturbed."""
+    args = parse_arguments(arguments)
+    provenance = report.provenance("benchmarks.worker_faults", arguments)
+    rng = random.Random(args.seed)
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(args.model)
+        if args.model in throughput.SHAPES:
+            path = throughput.named_shape(args.model, Path(scratch))
+        llm = start(args, path)
+        try:
+            lengths = [(args.input_len, args.output_len)] * args.requests
+            requests = workloads.random_requests(rng, lengths, llm.model_config.vocab_size)
+            moments = sorted(rng.uniform(0, LAST_FAULT) for _ in range(args.faults))
+            tokens = args.requests * args.output_len
+            faults = [Fault(rng.randrange(args.tensor_parallel_size), int(at * tokens)) for at in moments]
+            expected = run_undisturbed(llm, requests)
+            number = signal.SIGSTOP if args.stop else signal.SIGKILL
+            found = run_disturbed(llm, requests, faults, number, rng)
+        finally:
+            llm.llm_engine.close()
+    same = sum(a.outputs == b.outputs for a, b in zip(expected, found, strict=True))
+    print(report.describe(provenance["machine"]))
+    print(provenance["command"], end="\n\n")
+    print(show(faults), end="\n\n")
+    print(f"{same} of {args.requests} requests have the tokens of the undisturbed run")
+    write(args, provenance, faults, same)
+    if same < args.requests:
+        raise KvLLMError(f"{args.requests - same} requests have other tokens than in the undisturbed run")
+
+
+def main() -> None:
+    try:
+        run_faults(sys.argv[1:])
+    except KvLLMError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

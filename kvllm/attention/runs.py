@@ -1,0 +1,44 @@
+"""Rows of a batch as attention libraries want them: in runs that end with the newest entry they attend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvllm.attention.backend import AttentionBatch
+from kvllm.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Rows that follow each other in a sequence and in its cache. On the host.
+
+    starts: `[runs + 1]`, rows of run r are `starts[r] : starts[r + 1]`. sequences: `[runs]`. lengths: `[runs]`, entries
+    that the last row of a run attends; the row before it attends one less, and so on.
+    """
+
+    starts: np.ndarray
+    sequences: np.ndarray
+    lengths: np.ndarray
+
+    @property
+    def sizes(self) -> np.ndarray:
+        return np.diff(self.starts)
+
+
+def runs_of(batch: AttentionBatch) -> Runs:
+    """The fewest runs that hold all rows in their order: one for each chunk of a prompt, several where rows of a
+    recomputation are left out. Waits for the device."""
+    starts, index = batch.query_starts.cpu().numpy(), batch.query_index.cpu().numpy()
+    sequence = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+    follows = (np.diff(index) == 1) & (np.diff(sequence) == 0)
+    first = np.flatnonzero(np.concatenate(([True], ~follows)))
+    ends = np.append(first[1:], len(index))
+    return Runs(np.append(first, len(index)), sequence[first], index[ends - 1] + 1)
+
+
+def refuse_holes(name: str, batch: AttentionBatch) -> None:
+    """For the backend `name`, which knows one length for all heads of a sequence. Raises ConfigError."""
+    if batch.packed is not None:
+        raise ConfigError(f"the attention backend {name!r} cannot leave out entries of single heads: use 'triton'")

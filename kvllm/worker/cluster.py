@@ -1,0 +1,134 @@
+"""The Ray cluster that the workers live in: joined or started here, and places reserved in it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import tempfile
+import time
+from pathlib import Path
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+
+from kvllm.errors import ConfigError
+
+CLUSTER_FILE = Path(tempfile.gettempdir(), "ray", "ray_current_cluster")
+"""Where Ray notes the address of the last cluster that was started on a machine."""
+OBJECT_STORE_BYTES = 80 << 20
+"""Of a local Ray: nothing is put there, and Ray allows no less."""
+PLACEMENT_SECONDS = 60.0
+
+_users_of_local_ray = 0
+"""Executors that use a Ray which one of them started: the last one ends it."""
+
+
+def acquire_ray(num_ranks: int) -> None:
+    """Join the cluster that this process belongs to, that RAY_ADDRESS names, or that runs here; else start one."""
+    global _users_of_local_ray
+    if _users_of_local_ray:
+        _users_of_local_ray += 1
+    elif not ray.is_initialized():
+        if address := _running_ray():
+            ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+        else:
+            _start_ray(num_ranks)
+            _users_of_local_ray = 1
+
+
+def release_ray() -> None:
+    global _users_of_local_ray
+    if _users_of_local_ray:
+        _users_of_local_ray -= 1
+        if not _users_of_local_ray:
+            ray.shutdown()
+
+
+def _running_ray() -> str | None:
+    """The address of a Ray to join. With address="auto", Ray itself would wait a minute for one that has died."""
+    if address := os.environ.get("RAY_ADDRESS"):
+        return address
+    try:
+        address = CLUSTER_FILE.read_text().strip()
+        host, port = address.rsplit(":", 1)
+        socket.create_connection((host, int(port)), timeout=2).close()
+    except (OSError, ValueError):
+        return None
+    return address
+
+
+def _start_ray(num_ranks: int) -> None:
+    # Nobody else reaches a local Ray: no reports, and no token file in the home directory.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    ray.init(
+        address="local",
+        num_cpus=max(num_ranks, os.cpu_count() or 1),
+        object_store_memory=OBJECT_STORE_BYTES,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.WARNING,
+    )
+
+
+# Places
+
+
+def reserve(num_engines: int, num_ranks: int, strategy: str) -> list[PlacementGroup]:
+    """A placement group for each engine, with a bundle for each of its ranks: of GPUs if the cluster has enough.
+
+    Raises:
+        ConfigError: the cluster cannot hold the ranks.
+    """
+    kind = "GPU" if ray.cluster_resources().get("GPU", 0) >= num_engines * num_ranks else "CPU"
+    _check_resources(num_engines, num_ranks, kind, strategy)
+    groups = [ask_for(num_ranks, kind, strategy) for _ in range(num_engines)]
+    try:
+        _wait(groups, f"{_sizes(num_engines, num_ranks)}: no place for the ranks", kind)
+    except BaseException:
+        for group in groups:
+            remove_placement_group(group)
+        raise
+    return groups
+
+
+def _wait(groups: list[PlacementGroup], what: str, kind: str) -> None:
+    deadline = time.monotonic() + PLACEMENT_SECONDS
+    if not all(group.wait(max(0.0, deadline - time.monotonic())) for group in groups):
+        free = ray.available_resources().get(kind, 0)
+        raise ConfigError(f"{what} in {PLACEMENT_SECONDS:g} s, {free:g} {kind}s are free: end what uses the others")
+
+
+def ask_for(num_ranks: int, kind: str, strategy: str) -> PlacementGroup:
+    """The same for one engine, without waiting for it."""
+    bundle = {"CPU": 1, "GPU": 1} if kind == "GPU" else {"CPU": 1}
+    return placement_group([bundle] * num_ranks, strategy=strategy)
+
+
+def kind_of(group: PlacementGroup) -> str:
+    return "GPU" if "GPU" in group.bundle_specs[0] else "CPU"
+
+
+def nodes_of(group: PlacementGroup) -> list[str]:
+    """The node of each bundle. The group must be placed."""
+    found: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
+    return [found[bundle] for bundle in range(group.bundle_count)]
+
+
+def _check_resources(num_engines: int, num_ranks: int, kind: str, strategy: str) -> None:
+    """What can never be placed would wait without an end."""
+    nodes = [int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"]]
+    on_one_node = strategy == "STRICT_PACK"
+    room = sum(node // num_ranks for node in nodes) if on_one_node else sum(nodes) // num_ranks
+    if room < num_engines:
+        per_node = ", ".join(map(str, sorted(nodes, reverse=True)))
+        raise ConfigError(
+            f"{_sizes(num_engines, num_ranks)} needs as many {kind}s on one node for each engine (with "
+            f'placement_strategy="STRICT_PACK") or in the cluster; the nodes have {per_node}'
+        )
+
+
+def _sizes(num_engines: int, num_ranks: int) -> str:
+    ranks = f"tensor_parallel_size={num_ranks}"
+    return ranks if num_engines == 1 else f"data_parallel_size={num_engines} with {ranks}"

@@ -1,0 +1,135 @@
+"""Decode steps as recordings: a CUDA graph launches all kernels of a step at once, as they were when it was captured.
+
+So the kernels' arguments must stay where they are. Inputs are copied into one static piece of memory; a batch is filled
+up to one of a few sizes, and its block tables to one of a few widths. There is a graph for each of these shapes,
+captured when it is first needed. What changes tables and lengths between two steps, such as a compression, needs to
+know nothing of graphs: each step brings its own inputs.
+
+Most inputs follow from lengths alone. They are written for the next step while the GPU still works on this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import torch
+
+from kvllm.worker.attention_state import RaggedLengths
+from kvllm.worker.inputs import HostInputs, InputShape, StepInputs
+from kvllm.worker.state import BlockTables, SequenceState
+
+Step = Callable[[], torch.Tensor]
+Capture = Callable[[Step], Step]
+"""Makes of a step one that does the same with the same memory, and returns the same tensor."""
+
+LEAST_ENTRIES = 1024
+"""For which the narrowest block tables have room."""
+
+
+class DecodeGraphs:
+    """Recorded decode steps: one token of each sequence.
+
+    forward: the model's pass over inputs on the device -> hidden states `[rows, hidden_size]`. It must read nothing
+        back to the host. capture: `cuda_capture()`; where there are no graphs, anything that keeps the step.
+    max_blocks: of one sequence.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[StepInputs], torch.Tensor],
+        capture: Capture,
+        device: torch.device,
+        tables: BlockTables,
+        max_blocks: int,
+        ragged: RaggedLengths | None,
+    ) -> None:
+        self.tables = tables
+        self.ragged = ragged
+        max_num_seqs = len(tables.table)
+        self.largest = InputShape(max_num_seqs, max_num_seqs, max_blocks, ragged.heads if ragged else None)
+        self._forward = forward
+        self._capture = capture
+        self._steps: dict[InputShape, Step] = {}
+        size = self.largest.num_bytes
+        self._static = torch.zeros(size, dtype=torch.uint8, device=device)
+        # One is written while the other may be on its way to the device.
+        self._host = [torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(2)]
+        self._placed: tuple[list[SequenceState], HostInputs] | None = None
+
+    def run(self, states: list[SequenceState], grown: Iterable[int]) -> torch.Tensor:
+        """Compute the next token of each sequence. `grown` names those whose table is longer than a step ago.
+
+        Returns hidden states `[at least S, hidden_size]`, valid until the next call; on a GPU the step has only been
+        launched.
+        """
+        if not self._placed or self._placed[0] != states:
+            self.place(states)
+        assert self._placed
+        inputs, self._placed = self._placed[1], None
+        inputs.refresh(grown, self.tables)
+        inputs.complete(states, _one_each(states), self.tables)
+        self._static[: inputs.shape.num_bytes].copy_(inputs.memory, non_blocking=True)
+        return self._step(inputs.shape)()
+
+    def place(self, states: list[SequenceState]) -> None:
+        """Write what is known of the step that computes the next token of each sequence."""
+        self._host.reverse()
+        inputs = HostInputs(self._shape_of(states), self._host[0])
+        inputs.place(states, _one_each(states), self.tables, self.ragged)
+        self._placed = states, inputs
+
+    def forget(self) -> None:
+        """Lengths or tables change otherwise than by one more token each, so what was placed is wrong."""
+        self._placed = None
+
+    def capture_largest(self) -> None:
+        """Capture the graph that takes most memory, in which the others then have room."""
+        inputs = StepInputs(self.largest, self._static)
+        inputs.slots.fill_(-1)
+        inputs.query_starts.copy_(torch.arange(len(inputs.query_starts)))
+        self._step(self.largest)
+
+    def shape_for(self, num_seqs: int, num_blocks: int) -> InputShape:
+        """The least shape for so many sequences, of so many blocks at most."""
+        size = 1 << (num_seqs - 1).bit_length() if num_seqs <= 8 else -(-num_seqs // 16) * 16
+        width = max(-(-LEAST_ENTRIES // self.tables.block_size), 1 << (num_blocks - 1).bit_length())
+        most, _, widest, heads = self.largest
+        return InputShape(min(size, most), min(size, most), min(width, widest), heads)
+
+    def _shape_of(self, states: list[SequenceState]) -> InputShape:
+        longest = max(state.cached_length for state in states)
+        return self.shape_for(len(states), longest // self.tables.block_size + 1)
+
+    def _step(self, shape: InputShape) -> Step:
+        if shape not in self._steps:
+            static = StepInputs(shape, self._static)
+            self._steps[shape] = self._capture(lambda: self._forward(static))
+        return self._steps[shape]
+
+
+def _one_each(states: list[SequenceState]) -> np.ndarray:
+    return np.ones(len(states), dtype=np.int64)
+
+
+def cuda_capture() -> Capture:
+    """Captures CUDA graphs that share their memory: only one of them runs at a time."""
+    pool = torch.cuda.graph_pool_handle()
+    stream = torch.cuda.Stream()
+
+    def capture(step: Step) -> Step:
+        step()  # compiles the kernels that were never used: a capture must not do that
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            hidden = step()
+            graph.capture_end()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return hidden
+
+        return replay
+
+    return capture

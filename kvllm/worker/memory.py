@@ -1,0 +1,132 @@
+"""How many blocks the KV pool of a GPU can have: what is left beside the steps that take most memory. These are run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from kvllm.config import EngineConfig
+from kvllm.core.compression_policy import Compression, window_tokens
+from kvllm.core.protocol import CompressionJob, ScheduledSequence, SequenceStart, StepPlan
+from kvllm.errors import ConfigError
+from kvllm.sampling_params import SamplingParams
+from kvllm.worker.graphs import Step
+from kvllm.worker.model_runner import ModelRunner
+
+GIB = 1 << 30
+GRAPHS_BYTES = 256 << 20
+"""An allowance for what the driver keeps of graphs, beside the memory that their kernels use."""
+SAMPLING = SamplingParams(temperature=1.0, top_p=0.9)
+"""The kind that takes most memory."""
+
+
+def fitting_blocks(probe: ModelRunner, config: EngineConfig, utilization: float, with_graphs: bool) -> int:
+    """Blocks that fit beside the model and all that a step needs.
+
+    Args:
+        probe: a runner on the GPU whose cache has one block; what else it holds, the real one will hold too.
+        utilization: share of the GPU's memory that may be in use, whoever uses it.
+
+    Raises:
+        ConfigError: not a single block fits, or not even a step.
+    """
+    step_bytes = _peak(lambda: run_heaviest_steps(probe, config))
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(probe.device)
+    in_use, block_bytes = total - free, probe.cache.shape.bytes_per_block
+    left, graph_bytes = int(total * utilization) - in_use - step_bytes, 0
+    if with_graphs and left > block_bytes:
+        graph_bytes = _peak(lambda: probe.use_graphs(_run_once, left // block_bytes)) + GRAPHS_BYTES
+        probe.graphs = None
+    blocks = (left - graph_bytes) // block_bytes
+    if blocks < 1:
+        raise ConfigError(
+            f"gpu_memory_utilization={utilization} leaves no memory for the KV pool: of {total / GIB:.1f} GiB, "
+            f"{in_use / GIB:.1f} are in use once the model is loaded, a step takes {step_bytes / GIB:.1f} and CUDA "
+            f"graphs {graph_bytes / GIB:.1f} more. Raise it, lower max_num_batched_tokens or max_num_seqs, share the "
+            "model among GPUs with tensor_parallel_size, or end what else uses this one"
+        )
+    return blocks
+
+
+@contextmanager
+def enough_memory(what: str, remedy: str) -> Iterator[None]:
+    """Raises ConfigError, with what was going on and what helps, when a GPU's memory does not suffice."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info()
+        raise ConfigError(
+            f"{what} does not fit on the GPU, which has {free / GIB:.1f} of {total / GIB:.1f} GiB free: {remedy}, or "
+            "share the model among GPUs with tensor_parallel_size, or end what else uses this one"
+        ) from error
+
+
+def run_heaviest_steps(runner: ModelRunner, config: EngineConfig) -> None:
+    """Execute plans that need as much memory as any that the scheduler makes. All their entries go to block 0.
+
+    Raises ConfigError if there is too little of it.
+    """
+    runner.cache.data[:, :, 0] = 0
+    tokens, seqs = config.max_num_batched_tokens, config.max_num_seqs
+    with enough_memory(f"a step of max_num_batched_tokens={tokens} and max_num_seqs={seqs}", "lower these"):
+        for plan in (*_prefill(config), *_event(config)):
+            runner.execute(plan)
+
+
+def _prefill(config: EngineConfig) -> Iterator[StepPlan]:
+    """As many tokens, and as many sequences that sample, as a step can have."""
+    num_tokens = min(config.max_num_batched_tokens // config.max_num_seqs, config.max_model_len)
+    seq_ids = range(config.max_num_seqs)
+    yield StepPlan(
+        started=[SequenceStart(i, [0] * num_tokens, num_tokens, 0, SAMPLING, i) for i in seq_ids],
+        scheduled=[ScheduledSequence(i, num_tokens, _blocks(num_tokens, config), [], True) for i in seq_ids],
+    )
+    yield StepPlan(forgotten=list(seq_ids))
+
+
+def _event(config: EngineConfig) -> Iterator[StepPlan]:
+    """A compression event of as many windows as go into a step, in the sequences' caches of zeros."""
+    compression = Compression.of(config)
+    if compression is None:
+        return
+    length = compression.regions.next_end(0, 0)
+    region = compression.regions.complete(length, length)
+    if region is None or length + 1 > config.max_model_len:
+        return  # no sequence gets so long
+    num_windows = config.max_num_batched_tokens // window_tokens(compression.config, region.size)
+    seq_ids = range(min(config.max_num_seqs, max(1, num_windows)))
+    yield StepPlan(
+        started=[SequenceStart(i, [0] * length, length, length - 1, SAMPLING, i) for i in seq_ids],
+        scheduled=[ScheduledSequence(i, 1, _blocks(length, config), [], True) for i in seq_ids],
+    )
+    first = region.start // config.block_size
+    old, new = _blocks(region.end, config)[first:], _blocks(region.end - region.dropped, config)[first:]
+    yield StepPlan(
+        compressions=[
+            CompressionJob(i, first, region.count, region.size, region.retain, len(old), new) for i in seq_ids
+        ],
+        scheduled=[ScheduledSequence(i, 1, [0], [0], True) for i in seq_ids],
+    )
+    yield StepPlan(forgotten=list(seq_ids))
+
+
+def _blocks(num_entries: int, config: EngineConfig) -> list[int]:
+    return [0] * -(-num_entries // config.block_size)
+
+
+def _run_once(step: Step) -> Step:
+    """In place of a capture."""
+    step()
+    return step
+
+
+def _peak(run: Callable[[], None]) -> int:
+    """Bytes that are allocated at once while something runs, beyond those before."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before

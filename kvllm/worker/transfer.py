@@ -1,0 +1,35 @@
+"""Copies between the host and a device that nobody waits for. On the CPU nothing is copied twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def upload(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A contiguous tensor of numbers in (nested) lists or a NumPy array. A GPU gets it when it comes to that point."""
+    on_gpu = device.type == "cuda"
+    if isinstance(values, np.ndarray):
+        values = np.ascontiguousarray(values)  # torch would keep the order of its memory
+    return torch.tensor(values, dtype=dtype, pin_memory=on_gpu).to(device, non_blocking=on_gpu)
+
+
+class Download:
+    """A copy of a tensor on its way to the host."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._copied: torch.cuda.Event | None = None
+        self._tensor = tensor
+        if tensor.is_cuda:
+            self._tensor = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            self._tensor.copy_(tensor, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def wait(self) -> torch.Tensor:
+        """The copy, once it is complete."""
+        if self._copied:
+            self._copied.synchronize()
+        return self._tensor

@@ -1,0 +1,154 @@
+"""Which device an engine runs on, and how much of a GPU's memory it takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvllm import LLM, CompressionConfig, ConfigError
+from kvllm.attention.compression import METHODS
+from kvllm.config import RAGGED_METHODS, EngineConfig
+from kvllm.core.compression_policy import window_tokens
+from kvllm.model_config import load_model_config
+from kvllm.parallel import SingleRank
+from kvllm.worker.memory import run_heaviest_steps
+from kvllm.worker.model_runner import ModelRunner
+from kvllm.worker.rank import RunnerSettings, make_runner
+from tests.checkpoints import make_checkpoint
+from tests.test_engine import greedy, random_prompts, tokens
+
+without_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+with_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen3")
+    make_checkpoint(path, "qwen3", head_dim=16)
+    return path
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("float16")
+    make_checkpoint(path, "qwen3", head_dim=16, dtype="float16")
+    return path
+
+
+# Choice
+
+
+@with_gpu
+def test_without_a_gpu_everything_is_on_the_cpu(checkpoint: Path) -> None:
+    assert LLM(checkpoint, num_gpu_blocks_override=4).llm_engine.executor.runner.device.type == "cpu"
+    with pytest.raises(ConfigError, match="device='cuda' is not allowed: torch finds no GPU here"):
+        LLM(checkpoint, device="cuda")
+
+
+@without_gpu
+def test_with_a_gpu_everything_is_on_it_cuda(checkpoint: Path) -> None:
+    runner = LLM(checkpoint, num_gpu_blocks_override=4).llm_engine.executor.runner
+    assert runner.device.type == "cuda" and runner.backend.name == "triton" and runner.graphs
+    assert LLM(checkpoint, num_gpu_blocks_override=4, device="cpu").llm_engine.executor.runner.device.type == "cpu"
+    assert not LLM(checkpoint, num_gpu_blocks_override=4, enforce_eager=True).llm_engine.executor.runner.graphs
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "tpu"}, "device='tpu' is not allowed: choose one of auto, cuda, cpu"),
+        ({"device": "cpu", "distributed_executor_backend": "ray"}, "device='cpu' .* Ray runs ranks on GPUs if"),
+        ({"gpu_memory_utilization": 0}, "gpu_memory_utilization=0 is not allowed: greater than 0 and at most 1"),
+        ({"gpu_memory_utilization": 90}, "gpu_memory_utilization=90 is not allowed"),
+        ({"gpu_memory_utilization": "0.5"}, "gpu_memory_utilization='0.5' is not allowed"),
+        ({"device": "cpu", "dtype": "float16"}, "float16 is not computed on the CPU: use bfloat16 or float32"),
+    ],
+    ids=str,
+)
+def test_wrong_options(checkpoint: Path, options: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(checkpoint, **options)
+
+
+def test_float16_runs_as_float32_on_the_cpu(half: Path) -> None:
+    llm = LLM(half, device="cpu", num_gpu_blocks_override=4, block_size=16)
+    assert llm.cache_shape.dtype == torch.float32
+    assert LLM(half, device="cpu", num_gpu_blocks_override=4, dtype="bfloat16").cache_shape.dtype == torch.bfloat16
+
+
+@without_gpu
+def test_float16_runs_as_it_is_on_cuda(half: Path) -> None:
+    llm = LLM(half, num_gpu_blocks_override=40, block_size=16)
+    assert llm.cache_shape.dtype == torch.float16
+    assert all(len(found) == 20 for found in tokens(llm, random_prompts(256), greedy(20)))
+
+
+# Memory
+
+
+def make_probe(path: Path, compression: CompressionConfig | None, **options: Any) -> tuple[ModelRunner, EngineConfig]:
+    """A runner whose cache has a single block, as for the steps that are run to find out how much memory they take."""
+    sizes = {"block_size": 16, "max_model_len": 256, "max_num_seqs": 6, "max_num_batched_tokens": 200}
+    engine = EngineConfig(num_blocks=1, compression=compression, **(sizes | options))
+    settings = RunnerSettings(str(path), load_model_config(path), engine, "float32", "auto", "auto")
+    return make_runner(settings, SingleRank(), torch.device("cpu")), engine
+
+
+def compressions() -> dict[str, CompressionConfig]:
+    common: dict[str, Any] = {"buffer": 8, "chunk_budget": 4, "query_window": 8}
+    found = {}
+    for method in METHODS:
+        if method not in RAGGED_METHODS:
+            found[method] = CompressionConfig(method=method, **common)
+        if METHODS[method].queries != "window":
+            sizes = {"threshold_tokens": 100, "budget_tokens": 50}
+            found[f"{method}, threshold"] = CompressionConfig(method=method, policy="threshold", **sizes, **common)
+    return found
+
+
+@pytest.mark.parametrize("name", compressions())
+def test_the_heaviest_steps_are_as_heavy_as_any(checkpoint: Path, name: str) -> None:
+    """All tokens of the budget, all sequences sampled, and the windows that fit into a step."""
+    compression = compressions()[name]
+    probe, engine = make_probe(checkpoint, compression)
+    rows, sampled, windows = [], [], []
+    forward, logits, select = probe.model.forward, probe.model.logits, probe.compressor.select
+    probe.model.forward = lambda token_ids, *args: rows.append(len(token_ids)) or forward(token_ids, *args)
+    probe.model.logits = lambda hidden: sampled.append(len(hidden)) or logits(hidden)
+    probe.compressor.select = lambda queries, keys, **options: windows.append(keys) or select(queries, keys, **options)
+    run_heaviest_steps(probe, engine)
+    assert max(rows) == 200 - 200 % 6 and max(sampled) == 6
+    size = windows[0].shape[2]
+    assert size == (100 if compression.policy == "threshold" else 48)
+    assert sum(len(keys) for keys in windows) / 3 == min(6, 200 // window_tokens(compression, size))
+    assert not probe.states and probe.tables.acquire() is not None
+
+
+def test_no_event_is_run_for_sequences_that_end_before_it(checkpoint: Path) -> None:
+    run_heaviest_steps(*make_probe(checkpoint, CompressionConfig(buffer=8, window_blocks=16)))
+    run_heaviest_steps(*make_probe(checkpoint, None, max_num_seqs=200))
+
+
+@without_gpu
+def test_the_pool_gets_what_model_and_steps_leave_on_cuda(checkpoint: Path) -> None:
+    total = torch.cuda.get_device_properties(0).total_memory
+    before = torch.cuda.mem_get_info()[0]
+    allowed = 3 * GIB // 2
+    utilization = (total - before + allowed) / total
+    options = {"max_num_seqs": 4096, "max_num_batched_tokens": 4096, "block_size": 256}
+    llm = LLM(checkpoint, gpu_memory_utilization=utilization, compression=CompressionConfig(), **options)
+    assert tokens(llm, random_prompts(256), greedy(100))
+    assert before - torch.cuda.mem_get_info()[0] < allowed
+    assert llm.stats().num_blocks == llm.config.num_blocks == llm.llm_engine.executor.runner.cache.num_blocks < 2 * 4096
+
+
+@without_gpu
+def test_what_does_not_fit_on_cuda(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match=r"gpu_memory_utilization=0\.001 leaves no memory for the KV pool"):
+        LLM(checkpoint, gpu_memory_utilization=0.001)
+    with pytest.raises(ConfigError, match=r"a KV pool of 100000000 blocks does not fit on the GPU, which has"):
+        LLM(checkpoint, num_gpu_blocks_override=100_000_000)

@@ -1,0 +1,302 @@
+"""The device check: a dry run from end to end, sections that fail, and checks that notice what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from benchmarks import device_check
+from benchmarks.device import check_kernels, check_tests, extension, section, show
+from benchmarks.device.log import FAILED, LEFT_OUT, MEASURED, PASSED, Log, read_rows, within
+from benchmarks.device.section import SECTIONS, Section, run_section
+from benchmarks.device.target import Target
+from kvllm.attention.reference import ReferenceBackend
+from kvllm.models import elementwise
+
+ROOT = Path(__file__).parents[1]
+CPU = Target(torch.device("cpu"), dry_run=True)
+
+
+# The dry run
+
+
+@dataclass
+class DryRun:
+    exit_code: int
+    output: str
+    files: list[Path]
+    content: dict[str, Any]
+
+    def rows(self, name: str, status: str) -> dict[str, dict[str, Any]]:
+        rows = self.content["sections"][name]["rows"]
+        return {row["name"]: row["figures"] for row in rows if row["status"] == status}
+
+
+@pytest.fixture(scope="module")
+def dry_run(tmp_path_factory: pytest.TempPathFactory) -> DryRun:
+    folder = tmp_path_factory.mktemp("results")
+    command = ["sh", "benchmarks/device_check.sh", "--dry-run", "--commit", "abc", "--output", str(folder)]
+    environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert not process.stderr, process.stderr
+    files = list(folder.iterdir())
+    return DryRun(process.returncode, process.stdout, files, json.loads(files[0].read_text()))
+
+
+def test_a_dry_run_goes_through_every_section(dry_run: DryRun) -> None:
+    found = {name: result["status"] for name, result in dry_run.content["sections"].items()}
+    assert found == dict.fromkeys(SECTIONS, "passed"), dry_run.output
+    assert dry_run.exit_code == 0 and "Not passed: none" in dry_run.output
+
+
+def test_a_dry_run_never_looks_like_a_device(dry_run: DryRun) -> None:
+    assert [file.name for file in dry_run.files] == ["dry-run-abc.json"]
+    assert dry_run.content["dry_run"] is True and "no device" in dry_run.content["device"]["name"]
+    assert "no figure below is one of a device" in dry_run.output
+    titles = [line for line in dry_run.output.splitlines() if any(entry.title in line for entry in SECTIONS.values())]
+    assert len(titles) == len(SECTIONS) and all(line.startswith("DRY RUN: ") for line in titles)
+
+
+def test_the_report_says_what_ran_where(dry_run: DryRun) -> None:
+    content = dry_run.content
+    assert content["commit"] == "abc" and content["versions"]["torch"] == torch.__version__
+    assert content["command"].startswith("python -m benchmarks.device_check --dry-run")
+    assert {"cpu", "cores", "system"} <= set(content["machine"]) and "triton" in content["versions"]
+    assert content["command"] in dry_run.output and torch.__version__ in dry_run.output
+
+
+def test_a_dry_run_checks_every_kernel(dry_run: DryRun) -> None:
+    names = list(dry_run.rows("kernels", PASSED))
+    backends = ["cpu", "reference", *(["triton"] if find_spec("triton") else [])]
+    for what in ("decodes and chunks", "decodes alone", "store", "copy blocks", "compact"):
+        for backend in backends:
+            assert any(name.startswith(f"{what}: {backend},") for name in names)
+    for what in ("scores", "token2chunk", "attention mass", "rms_norm", "silu_mul", "rotary", "sampling"):
+        assert any(name.startswith(what) for name in names)
+    errors = [figures for figures in dry_run.rows("kernels", PASSED).values() if "error" in figures]
+    assert len(errors) > 10 and all(0 <= figures["error"] <= figures["allowed"] for figures in errors)
+
+
+def test_a_dry_run_checks_the_engine(dry_run: DryRun) -> None:
+    rows = dry_run.rows("engine", PASSED)
+    assert rows["Qwen3-0.6B, float32"]["equal"] == 1.0
+    assert "Qwen3-0.6B, float32, all memory NaN before it is written" in rows
+    assert rows["kara, periodic, with graphs"]["windows"] > 0
+
+
+def test_golden_vectors_are_found(dry_run: DryRun, shared_dir: Path) -> None:
+    assert len(dry_run.rows("vectors", PASSED)) == 15 and not dry_run.rows("vectors", LEFT_OUT)
+
+
+def test_every_measurement_has_its_floor(dry_run: DryRun) -> None:
+    for name, time_field, floor_field in (
+        ("times", "kernel_seconds", "kernel_floor_seconds"),
+        ("decode", "step_seconds", "step_floor_seconds"),
+        ("transformers", "step_seconds", "step_floor_seconds"),
+    ):
+        rows = dry_run.rows(name, MEASURED)
+        assert rows and all(row[time_field] > 0 and row[floor_field] > 0 for row in rows.values())
+    assert all(figures for figures in dry_run.rows("ceilings", MEASURED).values())
+
+
+def test_steps_stand_beside_those_of_transformers(dry_run: DryRun) -> None:
+    ours, theirs = (dry_run.rows(name, MEASURED) for name in ("decode", "transformers"))
+    assert set(theirs) <= set(ours)
+    assert show.compare(dry_run.content["sections"]) in dry_run.output
+
+
+def test_events_have_phases_and_a_longest_stall(dry_run: DryRun) -> None:
+    rows = dry_run.rows("events", MEASURED)
+    of_events = rows["3 sequences, every query scores"]
+    assert of_events["windows_of_an_event"] >= 1
+    for phase in ("recompute", "score", "compact"):
+        assert of_events[f"{phase}_of_event_seconds"] > 0
+    assert all(row["longest_step_seconds"] >= row["step_seconds"] > 0 for row in rows.values())
+
+
+def test_tables_compare_with_the_full_cache(dry_run: DryRun) -> None:
+    rows = dry_run.rows("tables", MEASURED)
+    assert list(rows) == [f"at most 4: {name}" for name in ("vanilla", "periodic", "pressure", "snapkv")]
+    vanilla, periodic = rows["at most 4: vanilla"], rows["at most 4: periodic"]
+    assert vanilla["gain"] == 0 and vanilla["windows_compressed"] == 0 < periodic["windows_compressed"]
+    gain = periodic["output_tokens_per_s"] / vanilla["output_tokens_per_s"] - 1
+    assert periodic["gain"] == pytest.approx(gain)
+
+
+# Sections that do not go well
+
+Write = Callable[[str, str], Section]
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    """Writes the body of a section's `run`, and returns the section."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def write(name: str, body: str) -> Section:
+        lines = ["import os, subprocess, sys, time", "def run(target, log):", '    log.check("before", lambda: None)']
+        (tmp_path / f"{name}.py").write_text("\n".join([*lines, *(f"    {line}" for line in body.splitlines())]))
+        return Section(name, 30, f"The section {name}")
+
+    return write
+
+
+def test_an_exception_is_reported_and_other_sections_run(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = 'log.check("a row", lambda: 1 / 0)\nraise RuntimeError("on purpose")'
+    sections = {"bad": write("bad_section", body), "good": write("good_section", "pass")}
+    monkeypatch.setattr(device_check, "SECTIONS", sections)
+    assert not device_check.check_device(["--dry-run", "--output", str(tmp_path / "out"), "--commit", "abc"])
+    found = json.loads((tmp_path / "out" / "dry-run-abc.json").read_text())["sections"]
+    assert found["good"]["status"] == "passed" and found["good"]["error"] is None
+    assert found["bad"]["status"] == "failed" and "RuntimeError: on purpose" in found["bad"]["error"]
+    assert [row["status"] for row in found["bad"]["rows"]] == [PASSED, FAILED]
+    assert "ZeroDivisionError" in found["bad"]["rows"][1]["error"]
+    printed = capsys.readouterr().out
+    assert all(text in printed for text in ("on purpose", "FAILED: a row", "ZeroDivisionError", "Not passed: bad"))
+
+
+def test_a_crash_keeps_what_was_found(write: Write) -> None:
+    found = run_section("crash", write("crashing_section", "os.abort()"), 30, dry_run=True)
+    assert found["status"] == "failed" and [row["name"] for row in found["rows"]] == ["before"]
+    assert "Aborted" in found["error"]
+
+
+def test_a_hanging_section_is_killed_with_all_that_it_started(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(section, "GRACE_SECONDS", 0.0)
+    body = f"""child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+open({str(tmp_path / "pid")!r}, "w").write(str(child.pid))
+time.sleep(600)"""
+    begin = time.monotonic()
+    found = run_section("hang", write("hanging_section", body), 6, dry_run=True)
+    assert found["status"] == "timed out" and time.monotonic() - begin < 30
+    assert [row["name"] for row in found["rows"]] == ["before"]
+    pid = int((tmp_path / "pid").read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_section_knows_how_much_time_it_has(tmp_path: Path) -> None:
+    log = Log(tmp_path / "rows", 5.0)
+    assert 4 < log.seconds_left <= 5
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_device_it_says_so(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.device_check", "--output", str(tmp_path)]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 1 and not list(tmp_path.iterdir())
+    assert "error: torch finds no CUDA device" in process.stderr and "--dry-run" in process.stderr
+
+
+def test_the_wrapper_names_the_packages_that_are_absent(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without site-packages
+    python.chmod(0o755)
+    (tmp_path / "packages" / "msgspec").mkdir(parents=True)
+    command = ["sh", "benchmarks/device_check.sh", "--packages", str(tmp_path / "packages"), "--dry-run"]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"PYTHON": str(python)}
+    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    absent = process.stderr.splitlines()[0].partition("lacks: ")[2].split()
+    assert process.returncode == 2
+    assert {"torch", "transformers", "matplotlib"} <= set(absent) and "msgspec" not in absent
+
+
+# Checks that notice
+
+
+def rows_of(tmp_path: Path, check: Callable[[Log], None]) -> dict[str, dict[str, Any]]:
+    log = Log(tmp_path / "rows", 60)
+    check(log)
+    return {row["name"]: row for row in read_rows(log.file)}
+
+
+def test_an_output_that_is_not_written_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = ReferenceBackend.run
+
+    def all_but_the_last_row(self: ReferenceBackend, layer: int, queries: torch.Tensor, plan: Any) -> torch.Tensor:
+        output = torch.empty_like(queries)
+        output[:-1] = run(self, layer, queries, plan)[:-1]
+        return output
+
+    def check(log: Log) -> None:
+        with check_kernels.poisoned():
+            check_kernels.check_backend(CPU, log, "reference", 16, 2, 16, torch.float32)
+
+    assert {row["status"] for row in rows_of(tmp_path, check).values()} == {PASSED}
+    monkeypatch.setattr(ReferenceBackend, "run", all_but_the_last_row)
+    rows = rows_of(tmp_path, check)
+    failed = {name.partition(":")[0] for name, row in rows.items() if row["status"] == FAILED}
+    assert failed == {"decodes and chunks", "decodes alone", "heads with holes"}
+    assert all("error nan" in row["error"] for row in rows.values() if row["status"] == FAILED)
+
+
+def test_a_wrong_movement_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compact = ReferenceBackend.compact
+    off_by_one = lambda self, kept, *blocks: compact(self, (kept - 1).clamp(min=-1), *blocks)  # noqa: E731
+    monkeypatch.setattr(ReferenceBackend, "compact", off_by_one)
+    rows = rows_of(tmp_path, lambda log: check_kernels.check_backend(CPU, log, "reference", 16, 2, 16, torch.float32))
+    assert {name.partition(":")[0] for name, row in rows.items() if row["status"] == FAILED} == {"compact"}
+
+
+def test_lost_digits_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = elementwise.silu_mul
+    monkeypatch.setattr(elementwise, "silu_mul", lambda x: exact(x.bfloat16()).to(x.dtype))
+    rows = rows_of(tmp_path, lambda log: check_kernels.check_elementwise(CPU, log))
+    failed = [name for name, row in rows.items() if row["status"] == FAILED]
+    assert failed == ["silu_mul: 3 x 40, float32"]
+
+
+def test_no_number_is_no_small_error() -> None:
+    assert within(0.5, 0.5) == {"error": 0.5, "allowed": 0.5}
+    for error in (0.6, float("nan")):
+        with pytest.raises(AssertionError, match="is above 0.5"):
+            within(error, 0.5)
+
+
+def test_tests_become_rows(tmp_path: Path) -> None:
+    file = tmp_path / "test_some.py"
+    file.write_text(
+        "import pytest\n"
+        "def test_cuda_adds(): assert 1 + 1 == 2\n"
+        "def test_cuda_fails(): assert 1 + 1 == 3\n"
+        "def test_on_a_device(): pass\n"
+        "def test_other(): assert False\n"
+        "@pytest.mark.skip(reason='not today')\n"
+        "def test_cuda_skips(): pass\n"
+    )
+    rows = rows_of(tmp_path, lambda log: check_tests.run_tests(log, [file]))
+    found = {name.partition("::")[2]: row for name, row in rows.items()}
+    assert {name: row["status"] for name, row in found.items()} == {
+        "test_cuda_adds": PASSED,
+        "test_cuda_fails": FAILED,
+        "test_on_a_device": PASSED,
+        "test_cuda_skips": LEFT_OUT,
+    }
+    assert "assert (1 + 1) == 3" in found["test_cuda_fails"]["error"]
+    assert found["test_cuda_skips"]["reason"] == "not today"
+
+
+def test_the_tests_that_need_a_gpu_are_found() -> None:
+    assert check_tests.looks_for_gpu(ROOT / "tests" / "test_kara.py")
+    assert not check_tests.looks_for_gpu(ROOT / "tests" / "test_scheduler.py")
+
+
+def test_what_cannot_be_built_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extension, "BUILD", [sys.executable, "-c", "import sys; sys.exit('no compiler')"])
+    with pytest.raises(RuntimeError, match="no compiler"):
+        extension.build()

@@ -1,0 +1,243 @@
+"""Recorded decode steps give the tokens of ordinary ones, whatever happens between two of them.
+
+On a CPU a "recording" is the step itself: padding, static memory and inputs that are placed ahead are those of a GPU.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvllm import LLM, CompressionConfig, SamplingParams
+from kvllm.attention.compression import METHODS
+from kvllm.config import RAGGED_METHODS, WINDOW_METHODS
+from kvllm.worker import graphs
+from kvllm.worker.graphs import DecodeGraphs, Step, cuda_capture
+from kvllm.worker.model_runner import ModelRunner
+from kvllm.worker.state import BlockTables, SequenceState
+from tests import test_methods_engine as methods_engine
+from tests.checkpoints import make_checkpoint
+from tests.dense_decoder import DenseDecoder
+from tests.test_engine import greedy, random_prompts
+
+without_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=without_gpu)])
+LENGTHS = (1, 2, 7, 16, 17, 40, 33, 5, 3, 20, 11)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen3")
+    make_checkpoint(path, "qwen3", head_dim=16)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def narrow_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short sequences shall have tables of several widths."""
+    monkeypatch.setattr(graphs, "LEAST_ENTRIES", 32)
+
+
+class Recordings:
+    """Counts what is recorded and replayed, and how often inputs were not placed ahead of their step."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self.recorded = self.replayed = self.late = 0
+        capture = cuda_capture() if self.runner.device.type == "cuda" else lambda step: step
+
+        def counting(step: Step) -> Step:
+            self.recorded += 1
+            recorded = capture(step)
+
+            def replay() -> torch.Tensor:
+                self.replayed += 1
+                return recorded()
+
+            return replay
+
+        self.runner.use_graphs(counting, self.runner.cache.num_blocks)
+        if self.runner.graphs:
+            self._place, self.runner.graphs.place = self.runner.graphs.place, self._count_late
+            self._run, self.runner.graphs.run = self.runner.graphs.run, self._run_counting
+            self._running = False
+
+    def _run_counting(self, *args: Any) -> torch.Tensor:
+        self._running = True
+        hidden = self._run(*args)
+        self._running = False
+        return hidden
+
+    def _count_late(self, states: list[SequenceState]) -> None:
+        self.late += self._running
+        self._place(states)
+
+
+def make_llm(path: Path, device: str, **options: Any) -> LLM:
+    defaults = {"block_size": 16, "num_gpu_blocks_override": 400, "max_num_batched_tokens": 64, "max_num_seqs": 11}
+    return LLM(path, device=device, enforce_eager=True, **(defaults | options))
+
+
+def tokens(llm: LLM, params: SamplingParams, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    outputs = llm.generate(random_prompts(256, lengths), params, use_tqdm=False)
+    return [completion.token_ids for output in outputs for completion in output.outputs]
+
+
+def assert_same_tokens(path: Path, device: str, params: SamplingParams, **options: Any) -> tuple[LLM, Recordings]:
+    """Recorded steps give the tokens of ordinary ones -> the engine that recorded."""
+    ordinary, llm = make_llm(path, device, **options), make_llm(path, device, **options)
+    recordings = Recordings(llm.llm_engine.executor.runner)
+    assert tokens(llm, params) == tokens(ordinary, params)
+    counters = ("steps", "preemptions", "windows_compressed", "entries_evicted")
+    assert [llm.stats()[name] for name in counters] == [ordinary.stats()[name] for name in counters]
+    return llm, recordings
+
+
+# Tokens
+
+
+@DEVICES
+@pytest.mark.parametrize("options", [{}, {"max_num_seqs": 3}, {"block_size": 128}], ids=str)
+def test_batches_of_every_size(checkpoint: Path, device: str, options: dict) -> None:
+    params = [greedy(20 + 9 * i) for i in range(len(LENGTHS))]  # they end one after the other
+    _, recordings = assert_same_tokens(checkpoint, device, params, **options)
+    assert recordings.recorded >= 3 and recordings.replayed > 60
+
+
+@DEVICES
+def test_forks_and_preemption(checkpoint: Path, device: str) -> None:
+    """Forks share a block until the first of them writes it, and a short pool has some of them start again."""
+    params = SamplingParams(n=3, seed=7, max_tokens=60, ignore_eos=True, repetition_penalty=1.1)
+    options = {"num_gpu_blocks_override": 30, "enable_prefix_caching": False}
+    llm, recordings = assert_same_tokens(checkpoint, device, params, **options)
+    assert llm.stats().preemptions > 0 and recordings.replayed > 60
+
+
+def compressions() -> dict[str, CompressionConfig]:
+    common: dict[str, Any] = {"buffer": 4, "chunk_budget": 3, "query_window": 6}
+    clock = {"period": 4, "window_blocks": 2, "retain_tokens": 9}
+    found = {f"{name}-kara": CompressionConfig(policy=name, **clock, **common) for name in ("periodic", "pressure")}
+    found["periodic-kara-prompt"] = CompressionConfig(compress_prompt=True, **clock, **common)
+    threshold = {"policy": "threshold", "threshold_tokens": 44, "budget_tokens": 25}
+    for method in METHODS:
+        if method not in WINDOW_METHODS:
+            found[f"threshold-{method}"] = CompressionConfig(method=method, **threshold, **common)
+    return found
+
+
+@DEVICES
+@pytest.mark.parametrize("name", compressions())
+def test_compression_events_between_recorded_steps(checkpoint: Path, device: str, name: str) -> None:
+    """Events fire with recordings on: they change tables and lengths, and the next recorded step sees that."""
+    options = {"compression": compressions()[name], "block_size": 8, "num_gpu_blocks_override": 60}
+    if device == "cuda":
+        options |= {"block_size": 16, "num_gpu_blocks_override": 40}
+    llm, recordings = assert_same_tokens(checkpoint, device, greedy(60), **options)
+    assert llm.stats().compression_events > 10
+    if recordings.runner.graphs:
+        assert recordings.replayed > llm.stats().compression_events
+    else:
+        assert recordings.runner.mass  # attention that is observed is read by the host
+
+
+@pytest.mark.parametrize("method", ["kara", *RAGGED_METHODS])
+def test_all_that_a_run_with_recordings_computes(checkpoint: Path, method: str) -> None:
+    """Against dense attention over what survived, where all memory that holds no entry is NaN."""
+    policy = "threshold" if method in RAGGED_METHODS else "periodic"
+    compression = methods_engine.compression_config(method, policy)
+    llm, recorder = methods_engine.make_llm(checkpoint, compression, device="cpu", max_num_batched_tokens=64)
+    recordings = Recordings(recorder.runner)
+    prompts = methods_engine.random_prompts(3, 20, 41)
+    methods_engine.run(llm, prompts, [methods_engine.greedy(60)] * len(prompts))
+    assert recordings.replayed > len(recorder.events) >= 6
+    methods_engine.assert_as_expected(DenseDecoder(checkpoint), llm)
+
+
+# Steps
+
+
+@DEVICES
+def test_padding_is_not_stored(checkpoint: Path, device: str) -> None:
+    """Five sequences in a batch of eight: a step writes one entry of each, and nothing else."""
+    llm = make_llm(checkpoint, device)
+    recordings, cache = Recordings(llm.llm_engine.executor.runner), llm.llm_engine.executor.runner.cache
+    cache.data.fill_(7)
+    for i, prompt in enumerate(random_prompts(256, (1, 7, 16, 3, 40))):
+        llm.llm_engine.add_request(str(i), prompt, greedy(40))
+    for _ in range(4):
+        llm.llm_engine.step()
+    before, replayed = cache.data.clone(), recordings.replayed
+    llm.llm_engine.step()
+    assert recordings.replayed == replayed + 1
+    written = (cache.data != before).any(dim=-1).any(dim=3).any(dim=1).any(dim=0)  # [blocks, block_size]
+    states = recordings.runner.states.values()
+    index = torch.tensor([state.cached_length - 1 for state in states])
+    blocks = [int(recordings.runner.tables.table[state.row, i // 16]) for state, i in zip(states, index, strict=True)]
+    assert written.nonzero().tolist() == sorted(map(list, zip(blocks, (index % 16).tolist(), strict=True)))
+
+
+@DEVICES
+def test_recording_writes_nothing(checkpoint: Path, device: str) -> None:
+    llm = make_llm(checkpoint, device)
+    runner = llm.llm_engine.executor.runner
+    runner.cache.data.fill_(3)
+
+    def run_once(step: Step) -> Step:
+        step()
+        return step
+
+    runner.use_graphs(cuda_capture() if device == "cuda" else run_once, runner.cache.num_blocks)
+    assert (runner.cache.data == 3).all()
+
+
+def test_inputs_are_placed_ahead(checkpoint: Path) -> None:
+    """New blocks are no surprise."""
+    llm = make_llm(checkpoint, "cpu")
+    recordings = Recordings(llm.llm_engine.executor.runner)
+    tokens(llm, greedy(100), (3, 20, 30))
+    assert recordings.replayed == 99
+    assert recordings.late == 1
+
+
+def test_what_was_placed_before_a_chunk_of_a_prompt_is_not_used_behind_it(checkpoint: Path) -> None:
+    prompts = random_prompts(256, (3, 20, 200))
+    expected = tokens(make_llm(checkpoint, "cpu"), greedy(40), (3, 20))
+    llm = make_llm(checkpoint, "cpu")
+    recordings, engine = Recordings(llm.llm_engine.executor.runner), llm.llm_engine
+    outputs = [engine.add_request(str(i), prompt, greedy(40)) for i, prompt in enumerate(prompts[:2])]
+    for _ in range(10):
+        engine.step()
+    engine.add_request("2", prompts[2], greedy(40))
+    engine.step()
+    engine.abort("2")
+    late = recordings.late
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert recordings.late > late
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+
+
+def test_a_shape_for_every_batch() -> None:
+    tables, max_num_seqs, max_blocks = BlockTables(100, 200, block_size=16), 100, 48
+    recorded = DecodeGraphs(
+        lambda inputs: inputs.slots, lambda step: step, torch.device("cpu"), tables, max_blocks, None
+    )
+    shapes = set()
+    for num_seqs in range(1, max_num_seqs + 1):
+        for num_blocks in range(1, max_blocks + 1):
+            shape = recorded.shape_for(num_seqs, num_blocks)
+            assert num_seqs <= shape.rows == shape.sequences <= max_num_seqs and num_blocks <= shape.width <= max_blocks
+            assert shape.num_bytes <= recorded.largest.num_bytes
+            shapes.add(shape)
+    assert {shape.rows for shape in shapes} == {1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 100}
+    assert {shape.width for shape in shapes} == {2, 4, 8, 16, 32, 48}
+
+
+def test_what_cannot_be_recorded_runs_as_before(checkpoint: Path) -> None:
+    llm = make_llm(checkpoint, "cpu", attention_backend="reference")
+    recordings = Recordings(llm.llm_engine.executor.runner)
+    assert tokens(llm, greedy(5)) == tokens(make_llm(checkpoint, "cpu"), greedy(5))
+    assert recordings.recorded == 0

@@ -1,0 +1,218 @@
+"""The backends that are made of other packages: what is passed to these, and what the backends refuse.
+
+Their kernels need a GPU. On the CPU the packages' functions are written out here, over xFormers' own masks.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from kvllm import LLM, CompressionConfig
+from kvllm.attention import backends
+from kvllm.attention.backends import make_backend
+from kvllm.attention.cache import CacheShape, PagedKVCache
+from kvllm.attention.runs import runs_of
+from kvllm.errors import ConfigError
+from tests import test_attention as attention
+
+needs_triton = pytest.mark.skipif(
+    find_spec("triton") is None, reason="needs the package triton, which is not installed"
+)
+
+
+def attend(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """`[T, query_heads, d]` over `[entries, kv_heads, d]`, of which a row sees those in bool `[T, entries]`."""
+    group = queries.shape[1] // keys.shape[1]
+    keys, values = (tensor.repeat_interleave(group, dim=1) for tensor in (keys, values))
+    scores = torch.einsum("thd,ehd->hte", queries, keys) * scale
+    return torch.einsum("hte,ehd->thd", scores.masked_fill(~visible, -torch.inf).softmax(-1), values.nan_to_num())
+
+
+# Runs of rows
+
+
+def test_runs() -> None:
+    """A decode, a chunk behind cached entries, rows of a recomputation, and a decode that follows none of them."""
+    case = attention.make_case([[64], list(range(40, 59)), [3, 6, 7, 8], [9]])
+    runs = runs_of(case.batch)
+    assert runs.starts.tolist() == [0, 1, 20, 21, 24, 25]
+    assert runs.sequences.tolist() == [0, 1, 2, 2, 3]
+    assert runs.lengths.tolist() == [65, 59, 4, 9, 10]
+    assert runs.sizes.tolist() == [1, 19, 1, 3, 1]
+
+
+# FlashAttention
+
+
+def paged(cache: torch.Tensor, block_table: torch.Tensor, length: int) -> torch.Tensor:
+    """The first entries `[length, kv_heads, d]` of a cache `[blocks, block_size, kv_heads, d]`."""
+    return cache[block_table[: -(-length // cache.shape[1])].long()].flatten(0, 1)[:length]
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    cache_seqlens: torch.Tensor,
+    block_table: torch.Tensor,
+    softmax_scale: float,
+) -> torch.Tensor:
+    """q `[S, 1, query_heads, d]`: the newest row of each sequence."""
+    rows = zip(q, cache_seqlens.tolist(), block_table, strict=True)
+    return torch.stack(
+        [
+            attend(row, paged(k_cache, table, n), paged(v_cache, table, n), torch.ones(1, n).bool(), softmax_scale)
+            for row, n, table in rows
+        ]
+    )
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    softmax_scale: float,
+    causal: bool,
+    block_table: torch.Tensor,
+) -> torch.Tensor:
+    """q `[T, query_heads, d]`; the last row of each sequence sees all of its entries, the one before one less."""
+    assert causal and cu_seqlens_q.dtype == cu_seqlens_k.dtype == block_table.dtype == torch.int32
+    sizes, lengths = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
+    assert max_seqlen_q == max(sizes) and max_seqlen_k == max(lengths)
+    output = []
+    for rows, n, table in zip(q.split(sizes), lengths, block_table, strict=True):
+        visible = torch.ones(len(rows), n).tril(n - len(rows)).bool()
+        output.append(attend(rows, paged(k, table, n), paged(v, table, n), visible, softmax_scale))
+    return torch.cat(output)
+
+
+def on_the_cpu(module: str, name: str, case: attention.Case) -> Any:
+    """A backend over a cache on the CPU, which `make_backend` does not allow."""
+    return getattr(import_module(module), name)(case.cache, case.queries.shape[1], case.scale)
+
+
+@needs_triton
+@pytest.mark.parametrize("rows", [attention.MIXED, [[600], [0], [255]]], ids=["mixed", "decodes"])
+def test_flash_attn(monkeypatch: pytest.MonkeyPatch, rows: list[list[int]]) -> None:
+    library = ModuleType("flash_attn")
+    library.flash_attn_with_kvcache = flash_attn_with_kvcache
+    library.flash_attn_varlen_func = flash_attn_varlen_func
+    monkeypatch.setitem(sys.modules, "flash_attn", library)
+    monkeypatch.delitem(sys.modules, "kvllm.attention.flash_attn", raising=False)
+    case = attention.make_case(rows, block_size=256, head_dim=64, group=3)
+    backend = on_the_cpu("kvllm.attention.flash_attn", "FlashAttentionBackend", case)
+    found = backend.run(0, case.queries, backend.plan(case.batch))
+    monkeypatch.delitem(sys.modules, "kvllm.attention.flash_attn")
+    torch.testing.assert_close(found.double(), attention.dense_attention(case), atol=3e-6, rtol=3e-6)
+
+
+# xFormers
+
+
+def memory_efficient_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    attn_bias: Any,
+    scale: float,
+    op: Any = None,
+) -> torch.Tensor:
+    """`[1, T, heads, d]`, or `[1, T, groups, heads, d]`, with a mask as xFormers itself writes it out."""
+    if op is not None:
+        assert op.NAME.startswith("triton_splitK") and attn_bias.page_size % op.BLOCK_N == 0
+    entries = attn_bias.k_seqinfo.seqstart_py[-1]
+    visible = attn_bias.materialize((query.shape[1], entries), device=query.device) == 0
+    queries, keys, values = (tensor[0].flatten(1, -2) for tensor in (query, key, value))
+    hidden = torch.zeros(len(queries), len(keys) - visible.shape[1], dtype=torch.bool)
+    return attend(queries, keys.nan_to_num(), values, torch.cat((visible, hidden), 1), scale).view_as(query)
+
+
+@needs_triton
+@pytest.mark.skipif(find_spec("xformers") is None, reason="needs the package xformers, which is not installed")
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("rows", [attention.MIXED, [[300], [0]], [list(range(70))]], ids=["mixed", "decodes", "prompt"])
+def test_xformers(monkeypatch: pytest.MonkeyPatch, rows: list[list[int]], group: int) -> None:
+    from xformers.ops import fmha
+
+    monkeypatch.setattr(fmha, "memory_efficient_attention_forward", memory_efficient_attention)
+    case = attention.make_case(rows, block_size=64, head_dim=32, group=group)
+    tables = case.batch.block_tables
+    unused = min(set(range(case.cache.num_blocks)) - set(tables.flatten().tolist()))
+    case = replace(case, batch=replace(case.batch, block_tables=tables.where(tables >= 0, unused)))
+    backend = on_the_cpu("kvllm.attention.xformers", "XformersBackend", case)
+    found = backend.run(0, case.queries, backend.plan(case.batch))
+    torch.testing.assert_close(found.double(), attention.dense_attention(case), atol=3e-6, rtol=3e-6)
+
+
+# What is refused
+
+SHAPE = CacheShape(1, 2, 64, 256, torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["flash_attn", "xformers"])
+def test_refusals(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    multiple = {"flash_attn": 256, "xformers": 64}[name]
+    heads = {"flash_attn": "multiple of 8 up to 256, not 300", "xformers": "power of two from 16 to 256, not 300"}[name]
+    for message, fields, options in (
+        ("computes in bfloat16 or float16, not torch.float32", {"dtype": torch.float32}, {}),
+        (f"block_size that is a multiple of {multiple}, not 32", {"block_size": 32}, {}),
+        (heads, {"head_dim": 300}, {}),
+        ("cannot leave out entries of single heads", {}, {"ragged": True}),
+        ("does not tell the attention probabilities", {}, {"observed": True}),
+    ):
+        with pytest.raises(ConfigError, match=f"'{name}' .*{message}.*: use 'cpu' or 'reference'"):
+            make_backend(name, PagedKVCache(replace(SHAPE, **fields), 1), 4, 1.0, **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(backends, "find_spec", lambda package: None)
+        package = name.replace("_", "-")
+        with pytest.raises(ConfigError, match=f"needs the package {package}, which is not installed: use 'cpu' or"):
+            make_backend(name, PagedKVCache(SHAPE, 1), 4, 1.0)
+    monkeypatch.setattr(backends, "find_spec", lambda package: True)
+    with pytest.raises(ConfigError, match="runs on CUDA devices, not on cpu: use 'cpu' or 'reference'"):
+        make_backend(name, PagedKVCache(SHAPE, 1), 4, 1.0)
+
+
+@needs_triton
+@pytest.mark.skipif(find_spec("xformers") is None, reason="needs the package xformers, which is not installed")
+def test_holes_are_refused() -> None:
+    case = attention.make_holes(block_size=64)
+    backend = on_the_cpu("kvllm.attention.xformers", "XformersBackend", case)
+    with pytest.raises(ConfigError, match="'xformers' cannot leave out entries of single heads: use 'triton'"):
+        backend.plan(case.batch)
+
+
+def test_auto_goes_by_what_can_do_it() -> None:
+    half = PagedKVCache(replace(SHAPE, dtype=torch.float16), 1)
+    assert make_backend("auto", half, 4, 1.0).name == "reference"
+    assert make_backend("auto", PagedKVCache(SHAPE, 1), 4, 1.0).name == "cpu"
+    with pytest.raises(ConfigError, match="'cpu' shares a KV head among at most 64 query heads.*: use 'reference'"):
+        make_backend("cpu", PagedKVCache(SHAPE, 1), 200, 1.0)
+
+
+@pytest.mark.parametrize("method, reason", [("h2o", "attention probabilities"), ("adakv", "entries of single heads")])
+def test_the_engine_says_what_a_method_needs(method: str, reason: str) -> None:
+    cache = {"policy": "threshold", "threshold_tokens": 512, "budget_tokens": 256}
+    with pytest.raises(ConfigError, match=f"'flash_attn' .*{reason}.*: use 'cpu' or 'reference'"):
+        LLM(
+            attention_backend="flash_attn",
+            device="cpu",
+            dtype="bfloat16",
+            compression=CompressionConfig(method=method, **cache),
+        )

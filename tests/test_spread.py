@@ -1,0 +1,160 @@
+"""How requests are spread over engines, whatever comes in whatever order."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvllm.config import EngineConfig
+from kvllm.core.dispatcher import Dispatcher, Report, Sampled
+from kvllm.core.protocol import SampledToken
+from kvllm.core.sequence import Sequence
+from kvllm.core.spread import FULLER, HIT_WEIGHT, SEQUENCES_AHEAD, Spread, needed_blocks
+from kvllm.sampling_params import SamplingParams
+from kvllm.stats import EngineStats
+
+BLOCK = 4
+Prompt = list[int]
+
+prompts = st.tuples(  # with one of few beginnings, more or less of it
+    st.integers(0, 3), st.integers(0, 40), st.lists(st.integers(4, 6), max_size=12)
+).map(lambda parts: [parts[0]] * parts[1] + parts[2] + [9])
+
+
+def make_spread(num_engines: int, num_blocks: int = 10**6, max_num_seqs: int = 10**6, shares: bool = True) -> Spread:
+    return Spread([num_blocks] * num_engines, block_size=BLOCK, max_num_seqs=max_num_seqs, shares_prefixes=shares)
+
+
+def used(spread: Spread) -> list[int]:
+    return [blocks - room for blocks, room in zip(spread.num_blocks, spread.room, strict=True)]
+
+
+@given(st.integers(1, 4), st.lists(st.tuples(st.integers(1, 100), st.integers(1, 3)), max_size=60))
+def test_different_requests_fill_engines_equally(num_engines: int, requests: list[tuple[int, int]]) -> None:
+    spread = make_spread(num_engines)
+    most = 0
+    for number, (length, sequences) in enumerate(requests):
+        spread.place([number] * length, sequences)
+        most = max(most, needed_blocks(length, sequences, BLOCK))
+        assert max(used(spread)) - min(used(spread)) <= most
+    assert sum(used(spread)) == sum(needed_blocks(*request, BLOCK) for request in requests)
+
+
+@given(st.integers(1, 4), st.lists(prompts, max_size=60), st.booleans())
+def test_common_prefixes_leave_no_engine_far_behind(num_engines: int, requests: list[Prompt], shares: bool) -> None:
+    spread = make_spread(num_engines, shares=shares)
+    for prompt in requests:
+        spread.place(prompt, 1)
+    blocks = max((len(prompt) // BLOCK for prompt in requests), default=0)
+    allowed = HIT_WEIGHT * blocks if shares else 0
+    assert max(used(spread)) <= min(used(spread)) * (1 + FULLER * shares) + allowed + blocks + 1
+
+
+@given(st.integers(1, 4), st.lists(prompts, min_size=1, max_size=40), st.data())
+def test_a_request_goes_where_its_prefix_went_last_unless_it_is_fuller(num_engines, requests, data) -> None:
+    """Against the rule, told over the whole history of prompts."""
+    spread = make_spread(num_engines)
+    history: list[tuple[Prompt, int]] = []
+    for prompt in requests:
+        for engine in range(num_engines):
+            spread.report(engine, 10**6 - data.draw(st.integers(0, 60)))
+        before = used(spread)
+        hits, home = 0, None
+        for earlier, engine in history:
+            common = next((i for i, (a, b) in enumerate(zip(prompt, earlier, strict=False)) if a != b), None)
+            common = min(len(prompt), len(earlier)) if common is None else common
+            if common // BLOCK and common // BLOCK >= hits:
+                hits, home = common // BLOCK, engine
+        chosen = spread.place(prompt, 1)
+        if home is not None and before[home] <= min(before) * (1 + FULLER) + HIT_WEIGHT * hits:
+            assert chosen == home
+        else:
+            assert before[chosen] == min(before)
+        history.append((prompt, chosen))
+
+
+@given(
+    st.lists(st.integers(5, 40), min_size=1, max_size=4),
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("place"), prompts, st.integers(1, 3)),
+            st.tuples(st.just("report"), st.integers(0, 3), st.integers(-20, 40)),
+            st.tuples(st.just("finish"), st.integers(0, 3)),
+            st.tuples(st.just("lose"), st.integers(0, 3)),
+        ),
+        max_size=80,
+    ),
+)
+def test_an_engine_gets_what_it_has_room_for(num_blocks: list[int], operations: list[tuple]) -> None:
+    spread = Spread(num_blocks, block_size=BLOCK, max_num_seqs=3, shares_prefixes=True)
+    room, running = num_blocks[:], [0] * len(num_blocks)
+    for name, *arguments in operations:
+        engine = arguments[0] % len(num_blocks) if name != "place" else None
+        if name == "place":
+            prompt, sequences = arguments
+            open_engines = [i for i, r in enumerate(room) if r > 0 and running[i] < SEQUENCES_AHEAD * 3]
+            engine = spread.place(prompt, sequences)
+            assert engine in open_engines if open_engines else engine is None
+            if engine is not None:
+                room[engine] -= needed_blocks(len(prompt), sequences, BLOCK)
+                running[engine] += sequences
+        elif name == "report":
+            room[engine] = min(arguments[1], num_blocks[engine])
+            spread.report(engine, room[engine])
+        elif name == "finish" and running[engine]:
+            running[engine] -= 1
+            spread.finish(engine, 1)
+        elif name == "lose":
+            room[engine] = running[engine] = 0
+            spread.lose(engine)
+        assert (spread.room, spread.sequences) == (room, running)
+
+
+def test_a_lost_engine_has_no_prefixes() -> None:
+    spread = make_spread(2)
+    prompt = [1] * 40
+    home = spread.place(prompt, 1)
+    assert spread.place(prompt, 1) == home
+    spread.lose(home)
+    other = spread.place([1] * 40, 1)
+    assert other == 1 - home
+    spread.report(home, 10**6)
+    assert spread.place(prompt, 1) == other  # a little fuller, and the prefix is there
+
+
+def test_what_a_lost_engine_had_is_queued_again_in_front() -> None:
+    """In order of age, with its tokens; each branch of a request on its own."""
+    config = EngineConfig(num_blocks=10, max_model_len=64, block_size=BLOCK, max_num_seqs=4)
+    dispatcher = Dispatcher(config, EngineStats(10), [10, 10])
+    sampling = SamplingParams(n=2)
+    sequences = [Sequence(2 * i, str(i), [i] * 8, sampling, seed=i, max_length=32, forks=1) for i in range(8)]
+    for seq in sequences:
+        dispatcher.add(seq)
+    dispatcher.dispatch()
+    assert list(dispatcher.waiting) == [12, 14]  # the other six fill two pools
+    sent = [dispatcher.take(engine) for engine in (0, 1)]
+    assert [[start.seq_id for start in starts or []] for starts in sent] == [[0, 4, 8], [2, 6, 10]]
+    tokens = [(4, SampledToken(7)), (5, SampledToken(8))]
+    ((parent, _), (child, token)) = next(dispatcher.receive(0, Report([Sampled(tokens)], EngineStats(10), 0)))
+    assert parent is sequences[2] and (child.seq_id, child.index, child.seed, token.token_id) == (5, 1, 2 ^ 1 << 32, 8)
+    dispatcher.finish(sequences[0])
+    dispatcher.lose(0)
+    assert list(dispatcher.waiting) == [4, 5, 8, 12, 14] and dispatcher.take(0) is None
+    dispatcher.spread.report(0, 10)
+    dispatcher.dispatch()
+    assert list(dispatcher.receive(0, Report([], EngineStats(10), 10))) == []
+    assert dispatcher.spread.room[0] == 10 - 3 - 3 - 4  # of what it was not sent yet, it does not know
+    again = dispatcher.take(0)
+    assert again and [(start.seq_id, start.token_ids[8:], start.sampling.n) for start in again[:3]] == [
+        (4, [7], 1),
+        (5, [8], 1),
+        (8, [], 2),
+    ]
+
+
+def test_what_it_remembers_of_prefixes_is_bounded() -> None:
+    spread = make_spread(2, num_blocks=50)
+    for number in range(100):
+        spread.report(0, 50)
+        spread.place([number] * 40, 1)
+    assert len(spread._engine_of) == 100
