@@ -3,9 +3,9 @@
     python -m benchmarks.methods
 
 The problems are those of the demo (benchmarks/demo.py): a small reasoning model runs programs line by line, in a KV
-pool that holds a quarter of what is wanted. By windows ("periodic", "pressure") a method keeps half of each window of 6
-blocks and the prompt whole; by threshold it cuts a cache of 576 entries, prompt included, to 480, which is about what
-the windows leave of a sequence when it ends. The figures go to methods.json and a plot to methods.png.
+pool that holds a quarter of what is wanted. By windows ("periodic", "pressure") a method keeps a quarter of each window
+of 256 entries; by threshold it cuts a cache of 832 entries to 768, which is about what the windows leave of a sequence
+when it ends. The prompt stays whole. The figures go to methods.json and a plot to methods.png.
 """
 
 from __future__ import annotations
@@ -28,11 +28,9 @@ from kvllm.config import METHODS, RAGGED_METHODS, WINDOW_METHODS, require
 from kvllm.errors import KvLLMError
 
 POLICIES = ("periodic", "pressure", "threshold")
-WINDOWS = {"period": 32, "window_blocks": 6, "retain_blocks": 3}
-THRESHOLD = {"threshold_tokens": 576, "budget_tokens": 480}
-# As in the demo: the text is dense, so chunks and a long buffer take the place of digits that are needed.
-OPTIONS = {"buffer": 8, "query_window": 8, "chunk_budget": 0}
-CHUNKS = {**OPTIONS, "chunk_budget": 6, "max_chunk": 5}
+WINDOWS = {"period": 32, "window_blocks": 16, "retain_blocks": 4}
+THRESHOLD = {"threshold_tokens": 832, "budget_tokens": 768, "protect_prompt": True}
+OPTIONS = {"buffer": 32, "query_window": 32, "chunk_budget": 8}
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -62,11 +60,9 @@ def variants(methods: Sequence[str], policies: Sequence[str]) -> list[Variant]:
         for method in methods:
             if method in (WINDOW_METHODS if threshold else RAGGED_METHODS):
                 continue
-            # Token2Chunk has a part only where there are chunks.
-            options = CHUNKS if method in ("kara", "kara_no_bi") else OPTIONS
             sizes = THRESHOLD if threshold else WINDOWS
             found.append(
-                Variant(f"{method}, {policy}", CompressionConfig(method=method, policy=policy, **sizes, **options))
+                Variant(f"{method}, {policy}", CompressionConfig(method=method, policy=policy, **sizes, **OPTIONS))
             )
     return found
 

@@ -22,7 +22,7 @@ import torch
 from msgspec import structs
 
 from benchmarks import report
-from benchmarks.demo import KARA, MAX_NUM_SEQS, Demo, Run
+from benchmarks.demo import KARA, MAX_NUM_SEQS, MAX_TOKENS, Demo, Run
 from benchmarks.variants import Variant
 from kvllm import LLM, SamplingParams
 from kvllm.attention.compression.queries import query_offsets
@@ -56,7 +56,9 @@ def overlaps(demo: Demo, strides: Sequence[int]) -> dict[int, float]:
     llm = LLM(compression=KARA, **demo.engine(Variant("overlap")))
     compressor = llm.llm_engine.executor.runner.compressor  # pyright: ignore[reportAttributeAccessIssue]
     compressor.select = Overlap(compressor.select, strides)
-    llm.generate([p.prompt for p in demo.problems], SamplingParams(temperature=0, max_tokens=640), use_tqdm=False)
+    llm.generate(
+        [p.prompt for p in demo.problems], SamplingParams(temperature=0, max_tokens=MAX_TOKENS), use_tqdm=False
+    )
     return {stride: mean(shares) for stride, shares in compressor.select.shares.items()}
 
 

@@ -16,7 +16,8 @@ from statistics import quantiles
 from typing import Any
 
 from benchmarks import report, throughput, workloads
-from benchmarks.reasoner.problems import make_problem
+from benchmarks.reasoner.tasks import make_problem
+from benchmarks.reasoner.tokenizer import encode
 from benchmarks.simulated_tables import PAPER as PAPER
 from benchmarks.simulated_tables import PUBLISHED
 from benchmarks.variants import Job, Measurement, Variant
@@ -28,7 +29,7 @@ from kvllm.model_config import ModelConfig, load_model_config
 from kvllm.tokenizer import has_tokenizer, load_tokenizer
 
 REASONER = "reasoner"
-LINES = (32, 48)  # of the reasoner's programs
+LINES = (26, 40)  # of the reasoner's programs
 Preset = dict[str, Any]
 
 
@@ -108,7 +109,7 @@ def make_requests(args: argparse.Namespace, path: Path, model: ModelConfig) -> t
         requests = [Request(tokenizer.encode(text), n) for text, n in zip(texts, lengths, strict=True)]
         name = f"{args.prompts}: {args.field}, {_describe_lengths(args)}"
     elif args.model == REASONER:
-        requests = _problems(args, rng, path)
+        requests = _problems(args, rng)
         name = "the reasoner's problems, " + (
             "as many tokens as a right working has" if args.output_len is None else _describe_lengths(args)
         )
@@ -141,11 +142,10 @@ def _describe_lengths(args: argparse.Namespace) -> str:
     )
 
 
-def _problems(args: argparse.Namespace, rng: random.Random, path: Path) -> list[Request]:
+def _problems(args: argparse.Namespace, rng: random.Random) -> list[Request]:
     problems = [make_problem(rng, rng.randint(*LINES)) for _ in range(args.num_prompts)]
-    tokenizer = load_tokenizer(path)
     return [
-        Request(tokenizer.encode(problem.prompt), args.output_len or len(problem.working) + 1) for problem in problems
+        Request(encode(problem.prompt), args.output_len or len(encode(problem.working)) + 1) for problem in problems
     ]
 
 

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks import demo, report, throughput, workloads
+from benchmarks.reasoner.tokenizer import encode
 from benchmarks.variants import Job, parse_variant
 from benchmarks.workloads import Request
 from kvllm.errors import ConfigError, KvLLMError
@@ -241,11 +242,11 @@ def test_demo_solves_problems_in_a_small_pool(tmp_path, capsys):
     content = json.loads((tmp_path / "demo.json").read_text())
     assert (tmp_path / "demo.png").read_bytes().startswith(PNG)
     problems = demo.Demo(6, 16, seed=1).problems
-    assert content["problems"]["prompt_tokens"] == sum(len(problem.prompt) for problem in problems)
+    assert content["problems"]["prompt_tokens"] == sum(len(encode(problem.prompt)) for problem in problems)
     assert problems[0].working.splitlines()[-1] in printed
     full, compressed = content["runs"].values()
     assert full["exact_workings"] == full["right_answers"] == 6
-    assert full["measurement"]["output_tokens"] == sum(len(problem.working) + 1 for problem in problems)
+    assert full["measurement"]["output_tokens"] == sum(len(encode(problem.working)) + 1 for problem in problems)
     assert full["engine"]["num_gpu_blocks_override"] == full["measurement"]["num_blocks"]
     assert full["measurement"]["num_blocks"] == content["problems"]["wanted_blocks"] // 4
     assert compressed["exact_workings"] <= compressed["right_answers"]

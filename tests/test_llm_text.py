@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.reasoner.problems import grade, make_problem
+from benchmarks.reasoner.problems import grade
+from benchmarks.reasoner.tasks import make_problem
+from benchmarks.reasoner.tokenizer import encode
 from kvllm import LLM, CompressionConfig, RequestError, SamplingParams
 from tests.checkpoints import make_checkpoint
 
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(block_size=16, num_gpu_blocks_override=300, max_model_len=1024)
+    return LLM(block_size=16, num_gpu_blocks_override=300, max_model_len=2048)
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +28,7 @@ def problems():
 
 
 def test_the_embedded_model_solves_its_problems(llm: LLM, problems) -> None:
-    params = SamplingParams(temperature=0, max_tokens=600)
+    params = SamplingParams(temperature=0, max_tokens=1800)
     outputs = llm.generate([problem.prompt for problem in problems], params, use_tqdm=False)
     for problem, output in zip(problems, outputs, strict=True):
         assert output.prompt == problem.prompt
@@ -36,9 +38,9 @@ def test_the_embedded_model_solves_its_problems(llm: LLM, problems) -> None:
 
 
 def test_the_embedded_model_solves_problems_while_it_is_compressed(problems) -> None:
-    compression = CompressionConfig(period=32, window_blocks=8, retain_blocks=6, buffer=16)
-    llm = LLM(block_size=16, num_gpu_blocks_override=300, max_model_len=1024, compression=compression)
-    params = SamplingParams(temperature=0, max_tokens=600)
+    compression = CompressionConfig(period=32, window_blocks=16, retain_blocks=4, buffer=32)
+    llm = LLM(block_size=16, num_gpu_blocks_override=500, max_model_len=2048, compression=compression)
+    params = SamplingParams(temperature=0, max_tokens=1800)
     outputs = llm.generate([problem.prompt for problem in problems], params, use_tqdm=False)
     right = sum(grade(p, o.outputs[0].text)[0] for p, o in zip(problems, outputs, strict=True))
     assert llm.stats().windows_compressed >= 12
@@ -50,7 +52,7 @@ def test_stop_strings_and_token_ids(llm: LLM, problems) -> None:
     line = problem.working.splitlines()[2]
 
     def run(**options):
-        params = SamplingParams(temperature=0, max_tokens=600, **options)
+        params = SamplingParams(temperature=0, max_tokens=1800, **options)
         return llm.generate(problem.prompt, params, use_tqdm=False)[0].outputs[0]
 
     before = problem.working[: problem.working.index(line)]
@@ -73,7 +75,7 @@ def test_text_grows_while_stepping(llm: LLM, problems) -> None:
     while engine.has_unfinished_requests():
         engine.step()
         seen.append(output.outputs[0].text)
-    assert seen[-1] == problems[0].working[:20]
+    assert seen[-1] == llm.tokenizer.decode(encode(problems[0].working)[:20])
     assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(seen))
     assert len(set(seen)) == 20
 

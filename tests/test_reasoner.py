@@ -12,72 +12,154 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.reasoner.problems import DEFAULT_LINES, MAX_LINES, SYMBOLS, grade, make_problem
+from benchmarks.reasoner import recall
+from benchmarks.reasoner.evaluate import Transformers, answer_with_engine, held_out
+from benchmarks.reasoner.problems import grade
+from benchmarks.reasoner.programs import KEPT, MAX_LINES, NUM_INPUTS, RECENT
+from benchmarks.reasoner.tasks import DEFAULT_SIZE, TASKS, make_problem
+from benchmarks.reasoner.tokenizer import EOS, SYMBOLS, TOKEN_IDS, VOCABULARY, encode
 
 CHECKPOINT = Path(__file__).parents[1] / "kvllm" / "assets" / "reasoner"
+CONTEXT = 4096
+seeds = st.integers(0, 2**32)
+every_task = pytest.mark.parametrize("task", TASKS)
 
 
-def solve(prompt: str) -> list[str]:
-    """Run the program in `prompt` by following its labels; return the lines of its working."""
-    inputs, *program, question = prompt.splitlines()
-    registers = {pair[0]: int(pair[1]) for pair in inputs.split(",")}
+def solve(prompt: str) -> tuple[list[tuple], str]:
+    """Run a program by following its labels: (label, x, a, sign, y, b, z, result) of each line, and the answer."""
+    first, *program, question = prompt.splitlines()
+    registers = {pair[0]: int(pair[1]) for pair in first.split(": ")[1].split(",")}
     lines = {line[0]: line for line in program}
-    label, working = "#", []
+    label, steps = "#", []
     while label in lines:
         x, sign, y, z = re.findall(r"^.>(.)([+-])(.)=(.)$", lines.pop(label))[0]
         a, b = registers[x], registers[y]
         assert z not in registers, "a name is written twice"
         registers[z] = {"+": a + b, "-": a - b}[sign] % 10
-        working.append(f"{label}>{x}{a}{sign}{y}{b}={z}{registers[z]}")
+        steps.append((label, x, a, sign, y, b, z, registers[z]))
         label = z
     assert not lines, "the chain of labels misses a line"
     assert question[:3] == f"{label}>?"
-    return [*working, question[:3] + "".join(f"{name}{registers[name]}" for name in question[3:])]
+    return steps, "".join(f"{name}{registers[name]}" for name in question[3:].split(","))
 
 
 @settings(deadline=None)
-@given(seed=st.integers(0, 2**32), lines=st.integers(1, MAX_LINES))
-def test_working_is_what_an_independent_interpreter_writes(seed, lines):
-    problem = make_problem(random.Random(seed), lines)
-    assert problem.working.splitlines() == solve(problem.prompt)
-    assert problem.working.endswith("?" + problem.answer)
-    assert set(problem.prompt + problem.working) <= set(SYMBOLS)
-    assert len(problem.working.splitlines()) == lines + 1
+@given(seed=seeds, lines=st.integers(1, MAX_LINES))
+def test_a_dense_working_is_what_an_independent_interpreter_writes(seed: int, lines: int) -> None:
+    problem = make_problem(random.Random(seed), lines, "dense")
+    steps, answer = solve(problem.prompt)
+    written = [f"{label}>{x}{a}{sign}{y}{b}={z}{result}" for label, x, a, sign, y, b, z, result in steps]
+    assert problem.working.splitlines() == [*written, f"{steps[-1][6]}>?{answer}"]
+    assert problem.answer == answer
 
 
-def test_problems_depend_on_the_seed_alone():
+@settings(deadline=None)
+@given(seed=seeds, lines=st.integers(1, MAX_LINES), task=st.sampled_from(["program", "long"]))
+def test_a_working_in_words_says_what_an_independent_interpreter_finds(seed: int, lines: int, task: str) -> None:
+    problem = make_problem(random.Random(seed), lines, task)
+    steps, answer = solve(problem.prompt)
+    *sentences, end = problem.working.splitlines()
+    assert end == f"at {steps[-1][6]} all is done, so the answer is ?{answer}" and problem.answer == answer
+    for sentence, (label, x, a, sign, y, b, z, result) in zip(sentences, steps, strict=True):
+        raw = a + b if sign == "+" else a - b
+        assert sentence.startswith(f"at {label} we have {x}{sign}{y}={z}. now {x}{a} and {y}{b}, so we get {raw}")
+        assert ("over ten" in sentence) == (raw > 9) and ("below zero" in sentence) == (raw < 0)
+        assert f", that is {z}{result}." in sentence
+        assert ("check" in sentence) == (task == "long")
+        assert set(re.findall(r"\b[a-zA-Z]\d", sentence)) == {f"{x}{a}", f"{y}{b}", f"{z}{result}"}
+
+
+def named_digits(working: str) -> dict[str, str]:
+    return dict(re.findall(r"that is ([a-zA-Z])(\d) and carry", working))
+
+
+@settings(deadline=None)
+@given(seed=seeds, places=st.integers(3, 52))
+def test_additions_add_up(seed: int, places: int) -> None:
+    problem = make_problem(random.Random(seed), places, "addition")
+    columns = re.findall(r"(\d)\+(\d)=([a-zA-Z]),", problem.prompt)
+    first, second = (int("".join(column[i] for column in columns[::-1])) for i in (0, 1))
+    total = f"{first + second:0{places}}"[-places:]
+    digits = named_digits(problem.working)
+    assert "".join(digits[name] for _, _, name in columns[::-1]) == total
+    asked = problem.prompt.splitlines()[-1][1:].split(",")
+    assert problem.answer == "".join(name + digits[name] for name in asked)
+
+
+@settings(deadline=None)
+@given(seed=seeds, places=st.integers(3, 52))
+def test_multiplications_multiply(seed: int, places: int) -> None:
+    problem = make_problem(random.Random(seed), places, "multiplication")
+    factor = int(problem.prompt.split()[1][:-1])
+    columns = re.findall(r"(\d)=([a-zA-Z]),", problem.prompt)
+    number = int("".join(digit for digit, _ in columns[::-1]))
+    product = f"{number * factor:0{places}}"[-places:]
+    digits = named_digits(problem.working)
+    assert "".join(digits[name] for _, name in columns[::-1]) == product
+    asked = problem.prompt.splitlines()[-1][1:].split(",")
+    assert problem.answer == "".join(name + digits[name] for name in asked)
+
+
+@settings(deadline=None)
+@given(seed=seeds, size=st.integers(4, 52), task=st.sampled_from(["recall", "needle"]))
+def test_facts_to_recall_are_in_the_prompt(seed: int, size: int, task: str) -> None:
+    problem = make_problem(random.Random(seed), size, task)
+    *text, question = problem.prompt.splitlines()
+    found = [name + value for name in question[1:].split(",") for value in re.findall(rf"{name}(\d{{3}})", text[0])]
+    assert problem.answer == "".join(found) and len(found) == len(question[1:].split(","))
+
+
+def test_a_needle_lies_at_its_depth() -> None:
+    for depth in (0.0, 0.5, 1.0):
+        (text, _) = recall.hide(random.Random(3), 40, [depth]).prompt.splitlines()
+        before = text.partition("note that")[0].count(". ")
+        assert before == round(40 * depth)
+
+
+def test_problems_depend_on_the_seed_alone() -> None:
     first, again, other = (make_problem(random.Random(seed)) for seed in (3, 3, 4))
     assert first == again
     assert first != other
-    assert (len(first.prompt), len(first.working)) == (len(other.prompt), len(other.working))
 
 
-def test_lines_are_shuffled_and_operands_reach_all_the_way_back():
-    problem = make_problem(random.Random(0))
-    labels = [line[0] for line in problem.prompt.splitlines()[1:-1]]
-    in_order = [line[0] for line in problem.working.splitlines()[:-1]]
-    assert labels != in_order and sorted(labels) == sorted(in_order)
-
-    rng, reach = random.Random(1), []
+def test_lines_are_shuffled_and_half_of_the_operands_reach_far_back() -> None:
+    rng, far, near = random.Random(1), 0, 0
     for _ in range(50):
-        *working, _ = make_problem(rng).working.splitlines()
-        written = {line[8]: i for i, line in enumerate(working)}
-        for i, line in enumerate(working):
-            # Inputs count as written just before the first line; a uniform operand then lies half-way back on average.
-            reach += [(i - written.get(x, -1)) / (i + 1) for x in (line[2], line[5]) if i >= DEFAULT_LINES // 2]
-    assert sum(reach) / len(reach) == pytest.approx(0.55, abs=0.07)
+        problem = make_problem(rng, MAX_LINES, "dense")
+        labels = [line[0] for line in problem.prompt.splitlines()[1:-1]]
+        steps, _ = solve(problem.prompt)
+        in_order = [step[0] for step in steps]
+        assert labels != in_order and sorted(labels) == sorted(in_order)
+        order = [pair[0] for pair in problem.prompt.splitlines()[0].split(": ")[1].split(",")]
+        order += [step[6] for step in steps]
+        for i, step in enumerate(steps, start=NUM_INPUTS):
+            for name in (step[1], step[4]):
+                distance = i - order.index(name)
+                assert distance <= RECENT or order.index(name) % KEPT == 0
+                far, near = far + (distance > RECENT), near + (distance <= RECENT)
+    assert 0.25 < far / (far + near) < 0.35
 
 
-@pytest.mark.parametrize("lines", [0, MAX_LINES + 1])
-def test_refuses_lines_it_has_no_names_for(lines):
-    with pytest.raises(ValueError, match=f"lines is {lines}.*1 to {MAX_LINES}"):
-        make_problem(random.Random(0), lines)
+@pytest.mark.parametrize(
+    ("task", "size", "message"),
+    [
+        ("program", 0, f"lines is 0.*1 to {MAX_LINES}"),
+        ("dense", MAX_LINES + 1, f"lines is {MAX_LINES + 1}.*1 to {MAX_LINES}"),
+        ("addition", 53, "places is 53.*3 to 52"),
+        ("recall", 2, "pairs is 2.*3 to 52"),
+        ("needle", 0, "sentences is 0"),
+        ("chess", 8, "task is 'chess'; choose one of dense, program"),
+    ],
+)
+def test_refuses_what_it_cannot_make(task: str, size: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_problem(random.Random(0), size, task)
 
 
-def test_grade_tells_a_right_answer_from_exact_working():
+def test_grade_tells_a_right_answer_from_exact_working() -> None:
     problem = make_problem(random.Random(5), 6)
     first, rest = problem.working.split("\n", 1)
-    slip = first[:-1] + str((int(first[-1]) + 1) % 10) + "\n" + rest
+    slip = first[:-2] + str((int(first[-2]) + 1) % 10) + ".\n" + rest
     wrong = problem.working[:-1] + str((int(problem.working[-1]) + 1) % 10)
     assert grade(problem, problem.working) == (True, True)
     assert grade(problem, slip) == (True, False)
@@ -85,31 +167,58 @@ def test_grade_tells_a_right_answer_from_exact_working():
     assert grade(problem, "") == (False, False)
 
 
-def test_tokenizer_maps_every_character_to_one_token_and_back():
+@every_task
+def test_the_largest_problems_fit_the_context(task: str) -> None:
+    for seed in range(20):
+        problem = make_problem(random.Random(seed), TASKS[task].largest, task)
+        assert len(encode(problem.prompt + problem.working)) < CONTEXT
+
+
+def test_the_default_task_has_long_workings_with_few_facts() -> None:
+    working = make_problem(random.Random(0)).working
+    tokens = len(encode(working))
+    results = len(re.findall(r"that is [a-zA-Z]\d", working))
+    assert tokens >= 1000 and results == DEFAULT_SIZE
+    assert 2 * results / tokens < 0.1  # a name and its value, stated once for good
+
+
+@every_task
+def test_the_tokenizer_of_the_checkpoint_maps_words_to_tokens_and_back(task: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
-    problem = make_problem(random.Random(7))
-    text = SYMBOLS + "\n\n" + problem.prompt + problem.working
+    problem = make_problem(random.Random(7), TASKS[task].largest, task)
+    text = problem.prompt + problem.working
     ids = tokenizer.encode(text)
-    assert len(ids) == len(text)
+    assert ids == encode(text)
     assert tokenizer.decode(ids) == text
     assert "".join(tokenizer.decode([i]) for i in ids) == text
     assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == text
-    assert len({*tokenizer.get_vocab().values()}) == len(SYMBOLS) + 2
 
 
-def test_checkpoint_is_small():
-    assert sum(file.stat().st_size for file in CHECKPOINT.iterdir()) < 10_000_000
+def test_every_token_has_an_id_of_its_own() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    assert tokenizer.get_vocab() == TOKEN_IDS and len(TOKEN_IDS) == len(VOCABULARY)
+    assert tokenizer.eos_token_id == TOKEN_IDS[EOS]
+    assert tokenizer.encode(SYMBOLS.replace("", " ")[1:])  # single letters are names, whatever stands beside them
 
 
-@pytest.mark.parametrize("lines", [8, DEFAULT_LINES])
-def test_transformers_solves_new_problems_greedily_and_stops(lines):
+def test_checkpoint_is_small() -> None:
+    assert sum(file.stat().st_size for file in CHECKPOINT.iterdir()) < 25_000_000
+
+
+def test_transformers_solves_new_problems_greedily_and_stops() -> None:
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
     model = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32)
-    rng = random.Random("tests/test_reasoner.py")
-    problems = [make_problem(rng, lines) for _ in range(2)]
-    prompts = tokenizer([p.prompt for p in problems], return_tensors="pt")
-    output = model.generate(**prompts, max_new_tokens=len(problems[0].working) + 50)
-    generated = output[:, prompts.input_ids.shape[1] :]
-    assert generated.shape[1] == len(problems[0].working) + 1, "generation stops at the end-of-sequence token"
-    texts = tokenizer.batch_decode(generated, skip_special_tokens=True)
-    assert [grade(p, t) for p, t in zip(problems, texts, strict=True)] == [(True, True)] * 2
+    (problem,) = held_out("program", DEFAULT_SIZE, 1)
+    prompt = tokenizer(problem.prompt, return_tensors="pt")
+    output = model.generate(**prompt, max_new_tokens=len(encode(problem.working)) + 50)
+    generated = output[0, prompt.input_ids.shape[1] :]
+    assert len(generated) == len(encode(problem.working)) + 1, "generation stops at the end-of-sequence token"
+    assert grade(problem, tokenizer.decode(generated, skip_special_tokens=True)) == (True, True)
+
+
+@pytest.mark.parametrize(("task", "size"), [("program", 10), ("addition", 8), ("needle", 20)])
+def test_the_engine_writes_what_transformers_writes(task: str, size: int) -> None:
+    problems = held_out(task, size, 6)
+    texts = Transformers(CHECKPOINT).answer(problems)
+    assert answer_with_engine(CHECKPOINT, problems) == texts
+    assert sum(grade(problem, text)[0] for problem, text in zip(problems, texts, strict=True)) >= 5

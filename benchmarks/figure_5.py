@@ -1,0 +1,184 @@
+"""Accuracy against retention, at equal memory (paper, figure 5).
+
+    python -m benchmarks.figure_5
+
+Kara runs first, at each retention, as in the paper's accuracy runs: of every window it keeps that share, the prompt
+stays whole. The entries that it holds when a question ends become that question's budget for each baseline, which cuts
+its cache to the budget whenever it has a few entries more, prompt kept whole and counted. So every method ends every
+question with the same memory. All are asked the same questions, greedily; the full cache is the line to reach.
+
+`--short` asks fewer questions at fewer retentions. The figures go to figure_5.json and a plot to figure_5.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from benchmarks import accuracy, report
+from benchmarks.accuracy import FULL, Outcome, Trial
+from kvllm.config import WINDOW_METHODS, require
+from kvllm.errors import KvLLMError
+
+METHODS = (
+    "kara",
+    "kara_keydiff",
+    "snapkv",
+    "rkv",
+    "keydiff",
+    "streaming",
+    "pyramidkv",
+    "adakv",
+    "chunkkv",
+    "h2o",
+    "sliding_window",
+    "random",
+)
+RETENTIONS = ("0.2", "0.3", "0.4", "0.5", "0.6")
+SHORT = {"problems": 100, "retentions": ("0.2", "0.3", "0.5"), "methods": ("kara", "snapkv", "keydiff", "streaming")}
+
+Outcomes = dict[tuple[str, str], Outcome]
+"""By method and retention."""
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = accuracy.make_parser("benchmarks.figure_5", __doc__)
+    add = parser.add_argument
+    add("--methods", nargs="+", choices=METHODS, metavar="M", help=f"kara and others (default: {' '.join(METHODS)})")
+    add("--retentions", nargs="+", metavar="R", help=f"default: {' '.join(RETENTIONS)}")
+    add("--window", type=int, default=accuracy.WINDOW, help=f"of Kara (default {accuracy.WINDOW})")
+    add("--buffer", type=int, default=accuracy.BUFFER, help=f"last entries, always kept (default {accuracy.BUFFER})")
+    add("--gap", type=int, default=accuracy.GAP, help=f"from a budget to its threshold (default {accuracy.GAP})")
+    add("--short", action="store_true", help="under ten minutes on two cores")
+    args = parser.parse_args(arguments)
+    for name, value in SHORT.items() if args.short else ():
+        setattr(args, name, getattr(args, name) or value)
+    args.methods = args.methods or METHODS
+    args.retentions = args.retentions or RETENTIONS
+    accuracy.unique(args.methods, "--methods")
+    accuracy.unique(args.retentions, "--retentions")
+    require(args.methods[0] == "kara", "--methods", " ".join(args.methods), "kara first: it sets the budgets")
+    for retention in args.retentions:
+        accuracy.check_retention("--retentions", retention)
+    return args
+
+
+def kara_trials(args: argparse.Namespace) -> list[Trial]:
+    """The full cache, and Kara with its variants at every retention."""
+    options = {"window": args.window, "buffer": args.buffer}
+    return [
+        Trial(name=FULL),
+        *(
+            Trial(name=f"{method} {r}", compression=accuracy.kara(r, method=method, **options))
+            for method in args.methods
+            if method in WINDOW_METHODS
+            for r in args.retentions
+        ),
+    ]
+
+
+def baseline_trials(args: argparse.Namespace, kara: Mapping[str, Outcome]) -> list[Trial]:
+    """The others, with what Kara held at the end of each question as its budget."""
+    baselines = [method for method in args.methods if method not in WINDOW_METHODS]
+    return [
+        Trial(
+            name=f"{method} {r}",
+            compression=accuracy.threshold(method, buffer=buffer_of(method, args, kara[f"kara {r}"]), gap=args.gap),
+            budgets=kara[f"kara {r}"].entries,
+        )
+        for method in baselines
+        for r in args.retentions
+    ]
+
+
+def buffer_of(method: str, args: argparse.Namespace, kara: Outcome) -> int:
+    """H2O keeps as many recent entries as heavy hitters: half of what the smallest budget leaves beside the prompt."""
+    if method != "h2o":
+        return args.buffer
+    prompts = [logical - tokens + 1 for logical, tokens in zip(kara.logical, kara.tokens, strict=True)]
+    blocks = [-(-length // accuracy.BLOCK_SIZE) * accuracy.BLOCK_SIZE for length in prompts]
+    return max(args.buffer, min(n - prompt for n, prompt in zip(kara.entries, blocks, strict=True)) // 2)
+
+
+def show(args: argparse.Namespace, outcomes: Mapping[str, Outcome]) -> str:
+    """Accuracy, then each method's difference to Kara on the same questions."""
+    accuracies, differences = [], []
+    for method in args.methods:
+        of_method = [outcomes[f"{method} {r}"] for r in args.retentions]
+        accuracies.append([method, *map(accuracy.percent, of_method)])
+        if method != "kara":
+            pairs = zip(of_method, (outcomes[f"kara {r}"] for r in args.retentions), strict=True)
+            found = [accuracy.paired_difference(outcome.right, kara.right) for outcome, kara in pairs]
+            differences.append([method, *(f"{d.text} (p {d.p_value:.1g})" for d in found)])
+    kara = [outcomes[f"kara {r}"] for r in args.retentions]
+    losses = [accuracy.paired_difference(outcome.right, outcomes[FULL].right).text for outcome in kara]
+    rows = [
+        ["entries kept at the end, %", *(f"{100 * outcome.kept:.1f}" for outcome in kara)],
+        ["kara minus full cache", *losses],
+    ]
+    header = [f"retention {r}" for r in args.retentions]
+    full = outcomes[FULL]
+    return "\n".join(
+        [
+            f"Right answers in % with {accuracy.CONFIDENCE:.0%} intervals; full cache {accuracy.percent(full)}",
+            report.table(["", *header], accuracies),
+            "",
+            "Minus Kara, same questions, in points (p: McNemar's exact test)",
+            report.table(["", *header], [*rows, *differences]),
+        ]
+    )
+
+
+def plot(path: Path, args: argparse.Namespace, outcomes: Mapping[str, Outcome]) -> None:
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    axes = figure.subplots()
+    x = [100 * float(Fraction(r)) for r in args.retentions]
+    for i, method in enumerate(args.methods):
+        of_method = [outcomes[f"{method} {r}"] for r in args.retentions]
+        y = [100 * outcome.accuracy for outcome in of_method]
+        bounds = [accuracy.interval(sum(outcome.right), len(outcome.right)) for outcome in of_method]
+        errors = [
+            [value - 100 * low for value, (low, _) in zip(y, bounds, strict=True)],
+            [100 * high - value for value, (_, high) in zip(y, bounds, strict=True)],
+        ]
+        style = {"color": report.COLOURS[i % len(report.COLOURS)], "linestyle": report.STYLES[i // len(report.COLOURS)]}
+        axes.errorbar(x, y, yerr=errors, marker="o", markersize=3, linewidth=1.2, capsize=2, label=method, **style)
+    axes.axhline(100 * outcomes[FULL].accuracy, color="grey", linewidth=0.8, label=FULL)
+    axes.set(xlabel="retention (%)", ylabel="right answers (%)", ylim=(-2, 103))
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def run_figure(arguments: Sequence[str]) -> None:
+    args = parse_arguments(arguments)
+    setting, processes = accuracy.setting_of(args)
+    provenance = accuracy.provenance("benchmarks.figure_5", arguments, setting)
+    trials = kara_trials(args)
+    print(f"{report.describe(provenance['machine'])}\n{setting.questions.load().describe()}", flush=True)
+    begin = time.perf_counter()
+    log = accuracy.Log(args.output / "figure_5.json", provenance)
+    outcomes = accuracy.run_all(setting, trials, processes, log)
+    outcomes |= accuracy.run_all(setting, baseline_trials(args, outcomes), processes, log)
+    print(f"\n{show(args, outcomes)}\n\nIt took {(time.perf_counter() - begin) / 60:.0f} minutes.")
+    plot(args.output / "figure_5.png", args, outcomes)
+    print(f"Written: {args.output / 'figure_5.json'}, {args.output / 'figure_5.png'}")
+
+
+def main() -> None:
+    try:
+        run_figure(sys.argv[1:])
+    except KvLLMError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

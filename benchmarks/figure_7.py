@@ -1,0 +1,288 @@
+"""Which tokens of a window survive, before and after Token2Chunk, drawn over the text (paper, figure 7).
+
+    python -m benchmarks.figure_7
+
+One problem is answered, and one of the windows that Kara compresses meanwhile is looked at. Every layer and KV head
+chooses for itself, so what is drawn of a token is the share of them that keep it, in three sets: the candidates, which
+are the best scores alone; what Kara keeps, where Token2Chunk has completed chunks between candidates; and as many of
+the best scores, which is what would be kept without it. The window's last entries, the buffer, are kept in any case.
+
+The terminal shows the text with a digit under each token (0: no layer and head keeps it, 9: all do). The sets and all
+scores go to figure_7.json and a drawing to figure_7.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import msgspec
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from benchmarks import accuracy, report
+from benchmarks.accuracy import REASONER
+from benchmarks.questions import QuestionSource
+from benchmarks.reasoner.tasks import DEFAULT_SIZE, DEFAULT_TASK, TASKS
+from kvllm import LLM, CompressionConfig, SamplingParams
+from kvllm.attention.compression import kara
+from kvllm.config import require
+from kvllm.core.protocol import StepPlan, StepResult
+from kvllm.errors import ConfigError, KvLLMError
+from kvllm.worker.executor import Executor
+from kvllm.worker.inline import InlineExecutor
+
+CANDIDATES, KEPT, PLAIN = "before: candidates", "after Token2Chunk", "as many, without Token2Chunk"
+WIDTH = 100
+"""Characters of a line in the terminal."""
+COLUMNS = 16
+"""Tokens of a line in the drawing."""
+
+
+class Window:
+    """What was seen of one window: where it is in the text, and by layer its scores and what each set keeps of it.
+
+    scores: float32 `[kv_heads, entries scored]`. kept: int64 `[kv_heads, entries]`, ascending offsets, without the
+        buffer.
+    """
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+        self.scores: list[Tensor] = []
+        self.kept: dict[str, list[Tensor]] = {CANDIDATES: [], KEPT: [], PLAIN: []}
+
+    def shares(self, name: str) -> list[float]:
+        """Of layers and heads that keep a token, for each token before the buffer."""
+        pairs = zip(self.scores, self.kept[name], strict=True)
+        return torch.cat([torch.zeros_like(scores).scatter(-1, kept, 1.0) for scores, kept in pairs]).mean(0).tolist()
+
+    def mean_scores(self) -> list[float]:
+        """Of a token, over layers and heads, where 1 is what every token would have if all were attended alike."""
+        relative = torch.cat([scores / scores.mean(-1, keepdim=True) for scores in self.scores])
+        return relative.mean(0).tolist()
+
+
+class Observer(Executor):
+    """Runs the plans of one sequence alone, and looks at every window when it is chosen from."""
+
+    def __init__(self, inner: InlineExecutor) -> None:
+        self.inner = inner
+        self.windows: list[Window] = []
+        self._dropped = 0
+        compressor = inner.runner.compressor
+        if compressor is None:
+            raise ConfigError("nothing is compressed: choose a retention below 1")
+        self._block_size = compressor.block_size
+        self._select, compressor.select = compressor.select, self._observe
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        for job in plan.compressions:
+            # The standalone policy compresses a window as soon as there is one, and all before it was dropped from.
+            self.windows.append(Window(job.first_block * self._block_size + self._dropped))
+            self._dropped += job.dropped
+        return self.inner.execute(plan)
+
+    def _observe(
+        self, queries: Tensor, keys: Tensor, *, retain: int, buffer: int, chunk_budget: int, **options: Any
+    ) -> Tensor:
+        """Once for each layer."""
+
+        def select(retain: int, chunk_budget: int) -> Tensor:
+            return self._select(queries, keys, retain=retain, buffer=buffer, chunk_budget=chunk_budget, **options)
+
+        kept = select(retain, chunk_budget)
+        sets = {
+            CANDIDATES: select(max(buffer, retain - chunk_budget), 0),
+            KEPT: kept,
+            PLAIN: select(retain, 0),
+        }
+        self.windows[-1].scores.append(kara.scores(queries, keys, buffer)[0].cpu())
+        for name, chosen in sets.items():
+            self.windows[-1].kept[name].append(chosen[0, :, : chosen.shape[-1] - buffer].cpu())
+        return kept
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+def observe(args: argparse.Namespace, compression: CompressionConfig) -> tuple[list[str], list[Window]]:
+    """Answer the question. Returns the tokens of prompt and answer, and the windows that were compressed."""
+    source = QuestionSource(
+        task=args.task,
+        sizes=(args.size, args.size),
+        count=1,
+        seed=args.seed,
+        dataset=args.dataset,
+        limit=args.max_tokens,
+    )
+    questions = source.load()
+    llm = LLM(
+        accuracy.path_of(args), dtype=accuracy.dtype_of(args), block_size=1, max_num_seqs=1, compression=compression
+    )
+    llm.llm_engine.executor = observer = Observer(llm.llm_engine.executor)  # pyright: ignore[reportArgumentType]
+    answer = llm.chat if questions.chat else llm.generate
+    params = SamplingParams(temperature=0, max_tokens=questions.max_tokens[0])
+    output = answer(questions.prompts[0], params, use_tqdm=False)[0]
+    assert llm.tokenizer is not None  # or the prompt could not have been read
+    token_ids = output.prompt_token_ids + output.outputs[0].token_ids
+    return [llm.tokenizer.decode([token_id]) for token_id in token_ids], observer.windows
+
+
+# Figures
+
+
+def runs_of(kept: Sequence[int]) -> int:
+    """Stretches of neighbouring positions."""
+    return 1 + sum(after - before > 1 for before, after in pairwise(kept)) if kept else 0
+
+
+def show(window: Window) -> str:
+    """What the sets look like, on average over layers and heads."""
+    rows = []
+    for name, by_layer in window.kept.items():
+        heads = [head for kept in by_layer for head in kept.tolist()]
+        scores = [row for scores in window.scores for row in scores.tolist()]
+        mass = mean(sum(row[i] for i in head) / sum(row) for head, row in zip(heads, scores, strict=True))
+        entries, runs, shares = len(heads[0]), mean(map(runs_of, heads)), window.shares(name)
+        length = f"{entries / runs:.2f}" if entries else ""
+        everyone, nobody = sum(share == 1 for share in shares), sum(share == 0 for share in shares)
+        rows.append([name, str(entries), f"{100 * mass:.1f}", f"{runs:.1f}", length, str(everyone), str(nobody)])
+    header = ["", "entries\nkept", "of the\nscores, %", "stretches", "their\nlength", "tokens kept\nby all"]
+    return report.table([*header, "tokens kept\nby none"], rows)
+
+
+def visible(token: str) -> str:
+    """A token's text without characters that would break a line."""
+    return "".join(c if c.isprintable() else {"\n": "¶", "\t": "→"}.get(c, "�") for c in token) or "∅"
+
+
+def render(tokens: Sequence[str], lines: Mapping[str, Sequence[float]]) -> str:
+    """The text, and under each token a digit for each of `lines`, whose values are shares."""
+    labels = [f"{name}  " for name in ("", *lines)]
+    margin = max(map(len, labels))
+    rows: list[list[str]] = [[""] * len(labels)]
+    for i, token in enumerate(map(visible, tokens)):
+        if len(rows[-1][0]) + len(token) > WIDTH - margin:
+            rows.append([""] * len(labels))
+        digits = [str(round(9 * values[i])) * len(token) for values in lines.values()]
+        rows[-1] = [line + piece for line, piece in zip(rows[-1], [token, *digits], strict=True)]
+    blocks = ["\n".join(label.ljust(margin) + line for label, line in zip(labels, row, strict=True)) for row in rows]
+    return "\n\n".join(blocks)
+
+
+def draw(axes: Axes, title: str, tokens: Sequence[str], values: Sequence[float], highest: float) -> Any:
+    """A field for each token, the first of `tokens` coloured by `values`; those without a value are grey."""
+    rows = -(-len(tokens) // COLUMNS)
+    padded = [*values, *[float("nan")] * (rows * COLUMNS - len(values))]
+    grid = torch.tensor(padded).view(rows, COLUMNS).numpy()
+    axes.set_facecolor("lightgrey")
+    image = axes.imshow(grid, vmin=0, vmax=highest, cmap="YlOrRd", aspect="auto")
+    for i, (token, value) in enumerate(zip(tokens, padded, strict=False)):
+        colour = "white" if value > 0.7 * highest else "black"
+        text = visible(token).strip() or "␣"
+        axes.text(i % COLUMNS, i // COLUMNS, text, ha="center", va="center", fontsize=6, color=colour)
+    axes.set_title(title, fontsize=9)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    return image
+
+
+def plot(path: Path, title: str, tokens: Sequence[str], window: Window) -> None:
+    """The scores, and for each set the share of layers and heads that keep a token."""
+    rows = -(-len(tokens) // COLUMNS)
+    panels = 1 + len(window.kept)
+    figure = Figure(figsize=(11, panels * (0.28 * rows + 0.5) + 0.6), layout="constrained")
+    scores, *sets = figure.subplots(panels)
+    relative = window.mean_scores()
+    image = draw(scores, "score (1: as if all were attended alike)", tokens, relative, max(relative))
+    figure.colorbar(image, ax=scores)
+    for axes, name in zip(sets, window.kept, strict=True):
+        image = draw(axes, f"{name} ({window.kept[name][0].shape[-1]} entries)", tokens, window.shares(name), 1)
+        figure.colorbar(image, ax=axes, label="layers and heads")
+    figure.suptitle(title, fontsize=10)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def content(tokens: Sequence[str], window: Window) -> dict[str, Any]:
+    """All that was seen. The sets: by layer and KV head, offsets in the window."""
+    return {
+        "position": window.position,
+        "tokens": list(tokens),
+        "mean_scores": window.mean_scores(),
+        "scores": [scores.tolist() for scores in window.scores],
+        "sets": {
+            name: {"kept": [kept.tolist() for kept in by_layer], "shares": window.shares(name)}
+            for name, by_layer in window.kept.items()
+        },
+    }
+
+
+# The script
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.figure_7", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", default=REASONER, metavar="DIR", help="a checkpoint (default: the model of the package)")
+    add("--dtype", help="default: float32 for the package's model, else the checkpoint's")
+    add("--task", choices=TASKS, default=DEFAULT_TASK, help=f"of the reasoner (default {DEFAULT_TASK})")
+    add("--size", type=int, default=DEFAULT_SIZE, help=f"of its problem (default {DEFAULT_SIZE})")
+    add("--seed", type=int, default=1, help="of its problem (default 1)")
+    add("--dataset", metavar="FILE", help="JSONL with 'problem' and 'answer': its first question instead")
+    add("--max-tokens", type=int, default=8192, help="generated for a question of --dataset (default 8192)")
+    add("--event", type=int, default=1, metavar="I", help="the I-th window that is compressed (default: the first)")
+    add("--retention", default="0.3", help="default 0.3")
+    add("--window", type=int, default=128, help="entries (default 128)")
+    add("--buffer", type=int, default=16, help="of these, the last ones, always kept (default 16)")
+    add("--chunk-budget", type=int, default=8, help="entries that complete chunks (default 8)")
+    add("--max-chunk", type=int, default=8, help="longest chunk (default 8)")
+    add("--output", type=Path, default=Path("benchmark-output"), metavar="DIR")
+    args = parser.parse_args(arguments)
+    accuracy.check_retention("--retention", args.retention)
+    return args
+
+
+def run_figure(arguments: Sequence[str]) -> None:
+    args = parse_arguments(arguments)
+    compression = accuracy.kara(
+        args.retention,
+        window=args.window,
+        buffer=args.buffer,
+        chunk_budget=args.chunk_budget,
+        max_chunk=args.max_chunk,
+    )
+    provenance = report.provenance("benchmarks.figure_7", arguments)
+    tokens, windows = observe(args, compression)
+    require(1 <= args.event <= len(windows), "--event", args.event, f"from 1 to {len(windows)}, this text's windows")
+    window = windows[args.event - 1]
+    tokens = tokens[window.position : window.position + args.window]
+    lines = {name: [*window.shares(name), *[1.0] * args.buffer] for name in (CANDIDATES, KEPT)}
+    title = f"Window {args.event} of {len(windows)}, from position {window.position}"
+    print(f"{report.describe(provenance['machine'])}\n{title}\n\n{render(tokens, lines)}\n\n{show(window)}")
+    report.write_json(
+        args.output / "figure_7.json",
+        {**provenance, "compression": msgspec.to_builtins(compression), **content(tokens, window)},
+    )
+    plot(args.output / "figure_7.png", title, tokens, window)
+    print(f"Written: {args.output / 'figure_7.json'}, {args.output / 'figure_7.png'}")
+
+
+def main() -> None:
+    try:
+        run_figure(sys.argv[1:])
+    except KvLLMError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,268 @@
+"""A needle in a haystack: is a fact in a long prompt found again when the prompt is compressed?
+
+    python -m benchmarks.niah
+    python -m benchmarks.niah --question-after
+
+Several problems for each depth of the needle and each length of the prompt: sentences that say nothing, one that gives
+a name its value, and behind them the question for that name (benchmarks/reasoner/recall.py). Prompts are compressed as
+soon as they are computed. Kara runs first, window by window; what it holds when a question ends is the budget to which
+each of the other methods cuts the whole cache. So all of them answer with the same memory.
+
+The question comes with the prompt, as in the paper. Methods that score with the last queries then know what is asked
+for before they choose. Kara's windows end before the question, but for the last: it scores the rest of the text without
+knowing. With --question-after no method knows: the prompt is compressed first, and the question follows token by token.
+
+The figures go to niah.json and heat maps, one for each method, to niah.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any, NamedTuple
+
+import msgspec
+from matplotlib.figure import Figure
+from msgspec import structs
+
+from benchmarks import accuracy, report
+from benchmarks.accuracy import REASONER, Outcome, Trial
+from benchmarks.agreement import feed
+from benchmarks.reasoner.problems import Problem, grade
+from benchmarks.reasoner.recall import hide
+from benchmarks.reasoner.tasks import TASKS
+from kvllm import LLM, SamplingParams
+from kvllm.config import require
+from kvllm.errors import KvLLMError
+from kvllm.tokenizer import Tokenizer, load_tokenizer
+
+FULL, KARA = "full cache", "kara"
+BASELINES = ("chunkkv", "adakv", "snapkv", "pyramidkv", "rkv", "keydiff", "streaming", "h2o", "random")
+SENTENCES = (10, 20, 40, 80, 140, 210, 280)
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+SPARE = 16
+"""Tokens that an answer may have beyond the right one's."""
+
+
+class Needle(NamedTuple):
+    """One problem: its cell of the grid, and as token ids what is compressed and the question behind it."""
+
+    row: int
+    column: int
+    problem: Problem
+    haystack: list[int]
+    question: list[int]
+
+    @property
+    def length(self) -> int:
+        return len(self.haystack) + len(self.question)
+
+
+def make_needles(args: argparse.Namespace, tokenizer: Tokenizer) -> list[Needle]:
+    rng = random.Random(f"needles/{args.seed}")
+    needles = []
+    for row, depth in enumerate(args.depths):
+        for column, sentences in enumerate(args.sentences):
+            for _ in range(args.problems):
+                problem = hide(rng, sentences, [depth])
+                text, mark, question = problem.prompt.rpartition("\n?")
+                rest = tokenizer.encode(mark + question, add_special_tokens=False)
+                needles.append(Needle(row, column, problem, tokenizer.encode(text), rest))
+    return needles
+
+
+# One trial
+
+
+def run(args: argparse.Namespace, trial: Trial, needles: Sequence[Needle], tokenizer: Tokenizer) -> Outcome:
+    """Answer all questions greedily. With `question_after` they are forced on the engine as the answers' beginnings."""
+    limits = [len(tokenizer.encode(needle.problem.working, add_special_tokens=False)) + SPARE for needle in needles]
+    if args.question_after:
+        prompts, forced = [needle.haystack for needle in needles], [needle.question for needle in needles]
+    else:
+        prompts, forced = [needle.haystack + needle.question for needle in needles], [[] for _ in needles]
+    llm = LLM(
+        accuracy.path_of(args),
+        dtype=accuracy.dtype_of(args),
+        block_size=trial.block_size,
+        max_num_seqs=min(args.max_num_seqs, len(needles)),
+        max_model_len=max(needle.length + limit for needle, limit in zip(needles, limits, strict=True)),
+        compression=trial.compression,
+    )
+    params = [
+        SamplingParams(temperature=0, max_tokens=len(given) + limit, budget_tokens=budget)
+        for given, limit, budget in zip(forced, limits, trial.budgets or [None] * len(needles), strict=True)
+    ]
+    begin = time.perf_counter()
+    outputs = feed(llm, prompts, forced, params)
+    seconds = time.perf_counter() - begin
+    answers = [output.outputs[0].token_ids[len(given) :] for output, given in zip(outputs, forced, strict=True)]
+    texts = [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
+    grades = [grade(needle.problem, text) for needle, text in zip(needles, texts, strict=True)]
+    # The token sampled last is never stored.
+    logical = [needle.length + len(answer) - 1 for needle, answer in zip(needles, answers, strict=True)]
+    return Outcome(
+        right=[right for right, _ in grades],
+        exact=[exact for _, exact in grades],
+        entries=[n - output.metrics.evicted_entries for n, output in zip(logical, outputs, strict=True)],
+        tokens=[len(answer) for answer in answers],
+        logical=logical,
+        windows=llm.stats().windows_compressed,
+        seconds=seconds,
+    )
+
+
+def trial_of(args: argparse.Namespace, method: str, budgets: list[int]) -> Trial:
+    if method == FULL:
+        return Trial(name=method)
+    if method == KARA:
+        compression = accuracy.kara(args.retention, window=args.window, buffer=args.buffer, compress_prompt=True)
+        return Trial(name=method, compression=compression)
+    # With a smaller gap, methods that keep more in some heads than in others would not know their last `buffer` tokens.
+    compression = accuracy.threshold(method, buffer=args.buffer, gap=2 * args.buffer)
+    return Trial(name=method, compression=structs.replace(compression, protect_prompt=False), budgets=budgets)
+
+
+# Figures
+
+
+def cells(needles: Sequence[Needle], values: Sequence[float]) -> list[list[float]]:
+    """Means by depth and length."""
+    grid: dict[tuple[int, int], list[float]] = {}
+    for needle, value in zip(needles, values, strict=True):
+        grid.setdefault((needle.row, needle.column), []).append(value)
+    rows, columns = (range(1 + max(cell[axis] for cell in grid)) for axis in (0, 1))
+    return [[mean(grid[row, column]) for column in columns] for row in rows]
+
+
+def lengths(needles: Sequence[Needle]) -> list[int]:
+    """Tokens of a prompt, by column."""
+    grid = cells(needles, [needle.length for needle in needles])
+    return [round(mean(column)) for column in zip(*grid, strict=True)]
+
+
+def show(needles: Sequence[Needle], outcomes: Mapping[str, Outcome]) -> str:
+    rows = []
+    for name, outcome in outcomes.items():
+        columns = zip(*cells(needles, outcome.right), strict=True)
+        difference = accuracy.paired_difference(outcome.right, outcomes[KARA].right)
+        against = "" if name == KARA else f"{difference.text} (p {difference.p_value:.1g})"
+        by_length = [f"{100 * mean(column):.0f}" for column in columns]
+        rows.append([name, f"{100 * outcome.kept:.1f}", accuracy.percent(outcome), against, *by_length])
+    header = ["", "entries kept\nat the end, %", "right answers,\n%", "minus Kara,\npoints"]
+    header += [f"{length}\ntokens" for length in lengths(needles)]
+    return report.table(header, rows)
+
+
+def plot(path: Path, title: str, args: argparse.Namespace, needles: Sequence[Needle], outcomes: Any) -> None:
+    """A heat map for each method: depth over length."""
+    columns = min(4, len(outcomes))
+    rows = -(-len(outcomes) // columns)
+    height = 0.8 + 0.3 * len(args.depths)
+    figure = Figure(figsize=(max(6, 3.4 * columns), rows * height + 0.8), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False).flatten()
+    image = None
+    for axes, (name, outcome) in zip(panels, outcomes.items(), strict=False):
+        grid = [[100 * value for value in row] for row in cells(needles, outcome.right)]
+        image = axes.imshow(grid, vmin=0, vmax=100, cmap="viridis", aspect="auto")
+        for i, row in enumerate(grid):
+            for j, value in enumerate(row):
+                colour = "black" if value > 60 else "white"  # on a bright or a dark field
+                axes.text(j, i, f"{value:.0f}", ha="center", va="center", fontsize=7, color=colour)
+        axes.set_title(f"{name}: {100 * outcome.accuracy:.0f}%", fontsize=9)
+        axes.set_xticks(range(len(args.sentences)), [str(n) for n in lengths(needles)], fontsize=7, rotation=90)
+        axes.set_yticks(range(len(args.depths)), [f"{100 * depth:.0f}%" for depth in args.depths], fontsize=7)
+    for axes in panels[len(outcomes) :]:
+        axes.set_axis_off()
+    figure.supxlabel("tokens of the prompt", fontsize=9)
+    figure.supylabel("depth of the needle", fontsize=9)
+    figure.suptitle(title, fontsize=10)
+    assert image is not None
+    figure.colorbar(image, ax=figure.axes, label="right answers (%)", shrink=0.8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+# The script
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    task = TASKS["needle"]
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.niah", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", default=REASONER, metavar="DIR", help="a checkpoint of the reasoner (default: the package's)")
+    add("--dtype", help="default: float32 for the package's model, else the checkpoint's")
+    add("--sentences", type=int, nargs="+", default=SENTENCES, metavar="N", help="of the prompts, by column")
+    add("--depths", type=float, nargs="+", default=DEPTHS, metavar="D", help="of the needle, from 0 to 1, by row")
+    add("--problems", type=int, default=10, help="of each depth and length (default 10)")
+    add("--seed", type=int, default=1, help="of the problems (default 1)")
+    add("--retention", default="0.3", help="of Kara (default 0.3)")
+    add("--window", type=int, default=128, help="of Kara (default 128)")
+    add("--buffer", type=int, default=16, help="the last entries, always kept, of every method (default 16)")
+    add("--question-after", action="store_true", help="let the question follow when the prompt is compressed")
+    add("--methods", nargs="+", choices=BASELINES, default=BASELINES, metavar="M", help="beside Kara (default: all)")
+    add("--max-num-seqs", type=int, default=32, metavar="N", help="at once (default 32)")
+    add("--output", type=Path, default=Path("benchmark-output"), metavar="DIR")
+    args = parser.parse_args(arguments)
+    for field in ("problems", "max_num_seqs", "buffer"):
+        require(getattr(args, field) >= 1, f"--{field.replace('_', '-')}", getattr(args, field), "at least 1")
+    fits = all(task.smallest <= sentences <= task.largest for sentences in args.sentences)
+    require(fits, "--sentences", args.sentences, f"numbers from {task.smallest} to {task.largest}")
+    require(all(0 <= depth <= 1 for depth in args.depths), "--depths", args.depths, "numbers from 0 to 1")
+    accuracy.check_retention("--retention", args.retention)
+    accuracy.unique(args.methods, "--methods")
+    return args
+
+
+def run_niah(arguments: Sequence[str]) -> None:
+    args = parse_arguments(arguments)
+    tokenizer = load_tokenizer(accuracy.path_of(args))
+    needles = make_needles(args, tokenizer)
+    provenance = report.provenance("benchmarks.niah", arguments)
+    print(f"{report.describe(provenance['machine'])}\n{len(needles)} questions", flush=True)
+    written: dict[str, Any] = {
+        **provenance,
+        "depths": list(args.depths),
+        "sentences": list(args.sentences),
+        "tokens": lengths(needles),
+        "problems": args.problems,
+        "methods": {},
+    }
+    outcomes: dict[str, Outcome] = {}
+    for method in (FULL, KARA, *args.methods):
+        trial = trial_of(args, method, outcomes[KARA].entries if KARA in outcomes else [])
+        outcomes[method] = outcome = run(args, trial, needles, tokenizer)
+        print(f"  {method}: {accuracy.percent(outcome)} % right", flush=True)
+        written["methods"][method] = {
+            "compression": msgspec.to_builtins(trial.compression),
+            "accuracy": outcome.accuracy,
+            "interval": accuracy.interval(sum(outcome.right), len(outcome.right)),
+            "cells": cells(needles, outcome.right),
+            "kept": outcome.kept,
+            **msgspec.to_builtins(outcome),
+        }
+        report.write_json(args.output / "niah.json", written)
+    print(f"\nRight answers with {accuracy.CONFIDENCE:.0%} intervals, then by length of the prompt")
+    print(show(needles, outcomes))
+    asked = "after the prompt is compressed" if args.question_after else "with the prompt"
+    title = f"A needle in a haystack; of the prompt, Kara keeps {args.retention}; the question comes {asked}"
+    plot(args.output / "niah.png", title, args, needles, outcomes)
+    print(f"Written: {args.output / 'niah.json'}, {args.output / 'niah.png'}")
+
+
+def main() -> None:
+    try:
+        run_niah(sys.argv[1:])
+    except KvLLMError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

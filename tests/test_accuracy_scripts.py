@@ -1,0 +1,280 @@
+"""The scripts about needles in haystacks, the survivors of a window, and agreement with the full cache."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from fractions import Fraction
+from math import ceil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import accuracy, agreement, figure_7, niah
+from benchmarks.questions import QuestionSource
+from benchmarks.reasoner.checkpoint import save_checkpoint
+from benchmarks.reasoner.model import HIDDEN, ROPE_THETA, Reasoner
+from benchmarks.reasoner.tokenizer import EOS, TOKEN_IDS, encode
+from kvllm import LLM, SamplingParams
+from kvllm.errors import ConfigError
+from kvllm.tokenizer import load_tokenizer
+from tests.dense_decoder import DenseDecoder
+from tests.test_compression import Recorder
+from tests.test_kara import literal_token2chunk
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The reasoner with random weights that all matter in the logits."""
+    torch.manual_seed(0)
+    model = Reasoner(len(TOKEN_IDS))
+    nn.init.normal_(model.embed_tokens.weight, std=0.3)
+    for name, parameter in model.layers.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+    path = tmp_path_factory.mktemp("random")
+    save_checkpoint(model, path)
+    config = json.loads((path / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": ROPE_THETA}  # where the dense decoder looks
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def write_parrot(path: Path, text: str) -> None:
+    """A reasoner that says one sentence, of words that are all different, behind its first word."""
+    chain = [*encode(text), TOKEN_IDS[EOS]]
+    assert len(set(chain)) == len(chain)
+    weight = torch.zeros(len(TOKEN_IDS), HIDDEN)
+    for i, token in enumerate(chain):
+        # The product of a word's embedding with the next one's is 1.5 times that with itself, and all others are less.
+        weight[token, [i, max(0, i - 1)]] = 3.0**i
+    model = Reasoner(len(TOKEN_IDS))  # whose layers add nothing before it is trained
+    model.embed_tokens.weight.data = weight
+    save_checkpoint(model, path)
+
+
+# Agreement
+
+
+def window_evictions(prompt: int, output: int, window: int, buffer: int, retention: str, start: int) -> int:
+    """Entries that Kara drops of a text whose last token is never stored; windows may cover it from `start` on."""
+    scored, evicted, tail = window - buffer, 0, prompt - start
+    for _ in range(output - 1):
+        while tail >= window:
+            tail -= scored
+            evicted += scored - ceil(Fraction(retention) * scored)
+        tail += 1
+    return evicted
+
+
+def streaming_cache(prompt: int, output: int, budget: int, gap: int, protected: int) -> list[list[int]]:
+    """By row of the output but the last, the positions that StreamingLLM leaves it to attend."""
+    cached, visible = list(range(prompt)), []
+    for position in range(prompt, prompt + output - 1):
+        if len(cached) >= budget + gap:
+            whole, rest = cached[:protected], cached[protected:]
+            cached = [*whole, *rest[:4], *rest[len(rest) - (budget - protected - 4) :]]
+        cached.append(position)
+        visible.append(list(cached))
+    return visible
+
+
+def dense_divergence(decoder: DenseDecoder, text: agreement.Text, visible: list[list[int]]) -> tuple[float, float]:
+    """Mean KL and agreement with the full cache where rows of the output attend `visible` alone, in float64."""
+    tokens, prompt = [*text.prompt, *text.output[:-1]], len(text.prompt)
+    full = torch.ones(4, 2, len(tokens), len(tokens), dtype=torch.bool).tril()
+    less = full.clone()
+    for row, positions in enumerate(visible, start=prompt):
+        less[..., row, :] = False
+        less[..., row, positions] = True
+    p, q = (decoder.forward(tokens, mask).logits[prompt - 1 :].log_softmax(-1) for mask in (full, less))
+    return (p.exp() * (p - q)).sum(-1).mean().item(), (p.argmax(-1) == q.argmax(-1)).double().mean().item()
+
+
+def test_agreement_is_that_of_dense_attention_over_what_is_cached(checkpoint: Path, tmp_path: Path, capsys) -> None:
+    arguments = ["--model", str(checkpoint), "--sizes", "5", "6", "--texts", "2", "--retention", "0.3"]
+    arguments += ["--window", "48", "--buffer", "8", "--methods", "kara", "streaming", "--output", str(tmp_path)]
+    agreement.run_agreement(arguments)
+    kara, streaming = json.loads((tmp_path / "agreement.json").read_text())["methods"].values()
+    decoder = DenseDecoder(checkpoint)
+    texts = agreement.make_texts(agreement.parse_arguments(arguments))
+    for i, text in enumerate(texts):
+        prompt, output = len(text.prompt), len(text.output)
+        evicted = window_evictions(prompt, output, 48, 8, "0.3", start=prompt)
+        assert evicted and kara["entries"][i] == prompt + output - 1 - evicted
+        visible = streaming_cache(prompt, output, kara["entries"][i], gap=16, protected=-(-prompt // 16) * 16)
+        assert streaming["entries"][i] == len(visible[-1])
+        divergence, same = dense_divergence(decoder, text, visible)
+        assert divergence > 0.01
+        assert streaming["divergence"]["by_text"][i] == pytest.approx(divergence, rel=1e-3)
+        assert streaming["agreement"]["by_text"][i] == pytest.approx(same)
+    parts = streaming["divergence"]["parts"]
+    assert parts[0] < 1e-9 < parts[-1]  # a cache is whole until it reaches its budget
+    shown = capsys.readouterr().out
+    assert f"{streaming['divergence']['mean']:.4f}" in shown and f"{100 * streaming['agreement']['mean']:.1f}" in shown
+    assert (tmp_path / "agreement.png").stat().st_size > 1000
+
+
+def test_agreement_is_complete_where_all_is_kept(checkpoint: Path, tmp_path: Path) -> None:
+    arguments = ["--model", str(checkpoint), "--sizes", "3", "3", "--texts", "2", "--retention", "1"]
+    agreement.run_agreement([*arguments, "--methods", "kara", "--output", str(tmp_path)])
+    kara = json.loads((tmp_path / "agreement.json").read_text())["methods"]["kara"]
+    assert kara["kept"] == kara["agreement"]["mean"] == 1
+    assert 0 <= kara["divergence"]["mean"] < 1e-9
+
+
+def test_texts_of_a_file(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("the old house sees the green dog near the river. " * 20)
+    arguments = ["--model", str(checkpoint), "--text", str(tmp_path / "text"), "--length", "50", "--prompt-tokens", "7"]
+    texts = agreement.make_texts(agreement.parse_arguments(arguments))
+    token_ids = load_tokenizer(checkpoint).encode((tmp_path / "text").read_text())
+    assert [len(text.prompt) for text in texts] == [7] * (len(token_ids) // 50)
+    assert [i for text in texts for i in text.prompt + text.output] == token_ids[: 50 * len(texts)]
+
+
+def test_means_over_parts_and_positions() -> None:
+    values = [[1.0, 1.0, 3.0, 3.0], [2.0, 4.0], [6.0, 8.0, 10.0]]
+    assert agreement.mean_of(values) == pytest.approx(38 / 9)
+    assert agreement.parts_of(values, 2) == pytest.approx([(1 + 1 + 2 + 6) / 4, (3 + 3 + 4 + 8 + 10) / 5])
+    x, y = agreement.line_of(values)  # up to the third position, which two of three texts reach
+    assert (list(x), list(y)) == ([0.5, 1.5, 2.5], pytest.approx([3.0, 13 / 3, 6.5]))
+    assert agreement.half_width(values) == pytest.approx(1.96 * np.std([2, 3, 8], ddof=1) / 3**0.5, rel=1e-3)
+
+
+# Needles
+
+
+def test_given_tokens_are_as_good_as_a_longer_prompt(checkpoint: Path) -> None:
+    token_ids = [encode("the old house sees the green dog near the "), encode("at we have 3+4, so we get ")]
+    params = [SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)] * 2
+    expected = LLM(checkpoint).generate([{"prompt_token_ids": ids} for ids in token_ids], params, use_tqdm=False)
+    prompts, forced = [ids[:5] for ids in token_ids], [ids[5:] for ids in token_ids]
+    longer = [SamplingParams(temperature=0, max_tokens=12 + len(ids), ignore_eos=True) for ids in forced]
+    outputs = agreement.feed(LLM(checkpoint), prompts, forced, longer)
+    for output, ids, other in zip(outputs, forced, expected, strict=True):
+        assert output.outputs[0].token_ids == ids + other.outputs[0].token_ids
+
+
+def niah_arguments(path: Path, output: Path, *more: str) -> list[str]:
+    grid = ["--sentences", "6", "20", "--depths", "0", "0.5", "1", "--problems", "2", "--window", "32", "--buffer", "8"]
+    methods = ["--methods", "snapkv", "streaming", "--output", str(output)]
+    return ["--model", str(path), *grid, *methods, "--retention", "0.4", *more]
+
+
+@pytest.mark.parametrize("more", [(), ("--question-after",)])
+def test_needles(checkpoint: Path, tmp_path: Path, capsys, more: Sequence[str]) -> None:
+    """A model that knows one answer finds that needle alone; every method has the memory of Kara."""
+    tokenizer = load_tokenizer(checkpoint)
+    needles = niah.make_needles(niah.parse_arguments(niah_arguments(checkpoint, tmp_path)), tokenizer)
+    known = next(needle for needle in needles if needle.column and len(set(needle.problem.answer)) == 4)
+    (tmp_path / "parrot").mkdir()
+    write_parrot(tmp_path / "parrot", f"\n{known.problem.working}")
+    niah.run_niah(niah_arguments(tmp_path / "parrot", tmp_path, *more))
+    written = json.loads((tmp_path / "niah.json").read_text())["methods"]
+    assert list(written) == ["full cache", "kara", "snapkv", "streaming"]
+    expected = [[0.5 * ((row, column) == (known.row, known.column)) for column in range(2)] for row in range(3)]
+    for name, found in written.items():
+        assert found["cells"] == expected, name
+        assert found["accuracy"] == pytest.approx(1 / 12)
+    for i, needle in enumerate(needles):
+        output = written["kara"]["tokens"][i] + (len(needle.question) if more else 0)
+        prompt = len(needle.haystack) + (0 if more else len(needle.question))
+        logical = prompt + output - 1
+        evicted = window_evictions(prompt, output, 32, 8, "0.4", start=0)
+        assert written["full cache"]["entries"][i] == written["kara"]["logical"][i] == logical
+        assert evicted and written["kara"]["entries"][i] == logical - evicted
+        visible = streaming_cache(prompt, output, logical - evicted, gap=16, protected=0)
+        assert written["streaming"]["entries"][i] == written["snapkv"]["entries"][i] == len(visible[-1]) < logical
+    assert "8.3 [" in capsys.readouterr().out
+    assert (tmp_path / "niah.png").stat().st_size > 1000
+
+
+def test_needles_are_where_they_should_be(checkpoint: Path) -> None:
+    arguments = ["--model", str(checkpoint), "--sentences", "10", "40", "--depths", "0", "0.3", "1", "--problems", "3"]
+    needles = niah.make_needles(niah.parse_arguments(arguments), load_tokenizer(checkpoint))
+    assert len(needles) == 2 * 3 * 3
+    for needle in needles:
+        assert needle.haystack + needle.question == encode(needle.problem.prompt)
+        before = needle.problem.prompt.partition("note that")[0]
+        assert before.count("then") == round((0, 0.3, 1)[needle.row] * (10, 40)[needle.column])
+        name = needle.problem.answer[0]
+        assert needle.question == encode(f"\n?{name}\n")
+        assert f" that {needle.problem.answer} is" in needle.problem.prompt
+
+
+# The survivors of a window
+
+
+def test_figure_7_shows_what_is_in_the_cache(checkpoint: Path, tmp_path: Path, capsys) -> None:
+    settings = {"window": 48, "buffer": 8, "chunk_budget": 6, "max_chunk": 5}
+    options = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    arguments = ["--model", str(checkpoint), "--size", "5", "--retention", "0.4", "--event", "2", *options]
+    figure_7.run_figure([*arguments, "--output", str(tmp_path)])
+    written = json.loads((tmp_path / "figure_7.json").read_text())
+
+    questions = QuestionSource(sizes=(5, 5), count=1).load()
+    llm = LLM(checkpoint, max_model_len=512, block_size=1, compression=accuracy.kara("0.4", **settings))
+    llm.llm_engine.executor = recorder = Recorder(llm.llm_engine.executor.runner, llm.config)
+    params = SamplingParams(temperature=0, max_tokens=questions.max_tokens[0])
+    (output,) = llm.generate(questions.prompts, params, use_tqdm=False)
+    token_ids = output.prompt_token_ids + output.outputs[0].token_ids
+
+    position, scored = written["position"], 40
+    assert position == len(output.prompt_token_ids) + scored
+    assert written["tokens"] == [llm.tokenizer.decode([i]) for i in token_ids[position : position + 48]]
+    sets = {name: found["kept"] for name, found in written["sets"].items()}
+    for layer, of_layer in enumerate(written["scores"]):
+        for head, scores in enumerate(of_layer):
+            row = np.array(scores, dtype=np.float32)
+            kept = sets[figure_7.KEPT][layer][head]
+            assert kept == literal_token2chunk(row, 16, 6, 5)
+            assert sets[figure_7.CANDIDATES][layer][head] == literal_token2chunk(row, 10, 0, 5)
+            assert sets[figure_7.PLAIN][layer][head] == literal_token2chunk(row, 16, 0, 5)
+            cached = recorder.texts[0].cached[layer, head, position : position + scored]
+            assert cached.nonzero().flatten().tolist() == kept
+    for name, of_layers in sets.items():
+        heads = [head for of_layer in of_layers for head in of_layer]
+        expected = [sum(offset in head for head in heads) / 8 for offset in range(scored)]
+        assert written["sets"][name]["shares"] == pytest.approx(expected)
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in sets)
+    assert (tmp_path / "figure_7.png").stat().st_size > 1000
+
+
+def test_figure_7_in_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figure_7, "WIDTH", 12)
+    text = figure_7.render(["at", " we", "\n", "5", "."], {"kept": [0, 1, 0.5, 0.25, 1]})
+    assert text.splitlines() == ["      at we¶", "kept  009994", "", "      5.", "kept  29"]
+
+
+def test_stretches() -> None:
+    assert [figure_7.runs_of(kept) for kept in ([], [4], [1, 2, 3], [1, 3, 4, 7])] == [0, 1, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("parse", "arguments", "message"),
+    [
+        (niah.parse_arguments, ["--sentences", "1"], "--sentences"),
+        (niah.parse_arguments, ["--depths", "1.5"], "--depths"),
+        (niah.parse_arguments, ["--retention", "0"], "--retention"),
+        (agreement.parse_arguments, ["--retention", "third"], "--retention"),
+        (agreement.parse_arguments, ["--methods", "snapkv"], "--methods"),
+        (agreement.parse_arguments, ["--length", "10"], "--prompt-tokens"),
+        (agreement.parse_arguments, ["--text", "a", "--dataset", "b"], "--text"),
+        (figure_7.parse_arguments, ["--retention", "2"], "--retention"),
+    ],
+)
+def test_wrong_arguments(parse, arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(arguments)
+
+
+def test_figure_7_names_the_windows_there_are(checkpoint: Path, tmp_path: Path) -> None:
+    arguments = ["--model", str(checkpoint), "--size", "3", "--window", "48", "--event", "9", "--output", str(tmp_path)]
+    with pytest.raises(ConfigError, match="--event=9.*from 1 to"):
+        figure_7.run_figure(arguments)
+    with pytest.raises(ConfigError, match="retention below 1"):
+        figure_7.run_figure([*arguments, "--retention", "1"])
