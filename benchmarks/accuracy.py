@@ -330,7 +330,7 @@ class Log:
             "compression": msgspec.to_builtins(trial.compression),
             "accuracy": outcome.accuracy,
             "interval": interval(sum(outcome.right), len(outcome.right)),
-            "exact": mean(outcome.exact),
+            "exact_workings": mean(outcome.exact),
             "kept": outcome.kept,
             **msgspec.to_builtins(outcome),
         }

@@ -39,27 +39,14 @@ from benchmarks.accuracy import REASONER, Trial
 from benchmarks.questions import QuestionSource, ReasonerQuestions
 from benchmarks.reasoner.tasks import DEFAULT_TASK, TASKS
 from kvllm import LLM, RequestOutput, SamplingParams
-from kvllm.config import require
+from kvllm.config import METHODS, require
 from kvllm.core.protocol import SampledToken, StepPlan, StepResult
 from kvllm.errors import KvLLMError
 from kvllm.tokenizer import load_tokenizer
 from kvllm.worker.executor import Executor
 from kvllm.worker.inline import InlineExecutor
 
-KARA = ("kara", "kara_keydiff", "kara_no_bi", "kara_no_token2chunk")
-METHODS = (
-    *KARA,
-    "snapkv",
-    "rkv",
-    "keydiff",
-    "streaming",
-    "pyramidkv",
-    "adakv",
-    "chunkkv",
-    "h2o",
-    "sliding_window",
-    "random",
-)
+KARA = tuple(method for method in METHODS if method.startswith("kara"))
 PARTS = 4
 """Of a text, for which figures are given one by one."""
 BINS = 32

@@ -23,23 +23,11 @@ from matplotlib.figure import Figure
 
 from benchmarks import accuracy, report
 from benchmarks.accuracy import FULL, Outcome, Trial
+from kvllm.config import METHODS as ALL_METHODS
 from kvllm.config import WINDOW_METHODS, require
 from kvllm.errors import KvLLMError
 
-METHODS = (
-    "kara",
-    "kara_keydiff",
-    "snapkv",
-    "rkv",
-    "keydiff",
-    "streaming",
-    "pyramidkv",
-    "adakv",
-    "chunkkv",
-    "h2o",
-    "sliding_window",
-    "random",
-)
+METHODS = tuple(method for method in ALL_METHODS if not method.startswith("kara_no"))  # those are in table_1
 RETENTIONS = ("0.2", "0.3", "0.4", "0.5", "0.6")
 SHORT = {"problems": 100, "retentions": ("0.2", "0.3", "0.5"), "methods": ("kara", "snapkv", "keydiff", "streaming")}
 
