@@ -26,7 +26,7 @@ from msgspec import Struct
 from scipy.stats import binomtest
 
 from benchmarks import report
-from benchmarks.questions import QuestionSource
+from benchmarks.questions import Questions, QuestionSource
 from benchmarks.reasoner.tasks import DEFAULT_TASK, TASKS
 from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.config import require
@@ -111,7 +111,7 @@ def run(job: Job) -> Outcome:
         block_size=trial.block_size,
         max_num_seqs=min(setting.max_num_seqs, len(questions.prompts)),
         compression=trial.compression,
-        **pool(setting, trial),
+        **pool(setting, trial, questions),
     )
     budgets = trial.budgets or [None] * len(questions.prompts)
     params = [
@@ -139,11 +139,10 @@ def run(job: Job) -> Outcome:
     )
 
 
-def pool(setting: Setting, trial: Trial) -> dict[str, int]:
+def pool(setting: Setting, trial: Trial, questions: Questions) -> dict[str, int]:
     """For the reasoner's problems on the CPU, a KV pool in which all fit; else it is sized by the memory, as ever."""
     if torch.cuda.is_available() or setting.questions.dataset:
         return {}
-    questions = setting.questions.load()
     longest = max(len(prompt) + n for prompt, n in zip(questions.prompts, questions.max_tokens, strict=True))
     rows = min(setting.max_num_seqs, len(questions.prompts))
     return {"num_gpu_blocks_override": rows * (-(-longest // trial.block_size) + 1)}

@@ -1,0 +1,60 @@
+"""Accuracy over retention: budgets are matched, answers graded, differences paired."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import accuracy, figure_5
+from benchmarks.questions import QuestionSource, read_records, same_answer
+from kvllm.errors import ConfigError
+
+
+def test_figure_5_compares_methods_at_equal_memory(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    arguments = ["--problems", "4", "--sizes", "6", "7", "--retentions", "0.2", "--methods", "kara", "streaming"]
+    figure_5.run_figure([*arguments, "--window", "128", "--gap", "64", "--output", str(tmp_path)])
+    trials = json.loads((tmp_path / "figure_5.json").read_text())["trials"]
+    assert sorted(trials) == ["full cache", "kara 0.2", "streaming 0.2"]
+    full, kara, streaming = (trials[name] for name in sorted(trials))
+    assert full["right"] == [True] * 4 and full["entries"] == full["logical"]
+    assert kara["windows"] > 0 and kara["kept"] < 0.9
+    for budget, held, logical in zip(kara["entries"], streaming["entries"], streaming["logical"], strict=True):
+        assert min(budget, logical) <= held < budget + 64
+    assert "minus Kara" in capsys.readouterr().out.replace("Minus", "minus")
+    assert (tmp_path / "figure_5.png").stat().st_size > 1000
+
+
+def test_differences_are_paired() -> None:
+    first, second = [True] * 8 + [False] * 2, [True] * 2 + [False] * 6 + [True, False]
+    difference = accuracy.paired_difference(first, second)
+    assert difference.mean == pytest.approx(0.5)
+    assert difference.p_value == pytest.approx(2 * (1 + 7) / 2**7)  # one loss in seven that differ
+    low, high = accuracy.interval(10, 10)
+    assert (low, high) == (pytest.approx(10 / (10 + 1.959964**2)), 1)
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "right"),
+    [
+        (r"\frac{1}{2}", r"so it is \boxed{0.5}.", True),
+        ("x^2+1", r"\boxed{1+x^2}", True),
+        ("12", r"\boxed{13}", False),
+        ("5", "", False),
+    ],
+)
+def test_mathematical_answers(answer: str, text: str, right: bool) -> None:
+    assert same_answer(answer, text) == right
+
+
+def test_wrong_questions(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--sizes.*2 to 48"):
+        QuestionSource(sizes=(1, 9))
+    with pytest.raises(ConfigError, match="no such file"):
+        read_records(tmp_path / "nothing.jsonl")
+    (tmp_path / "bad.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n{"problem": "2+2"}\n')
+    with pytest.raises(ConfigError, match="line 2 is no JSON object with"):
+        read_records(tmp_path / "bad.jsonl")
+    with pytest.raises(ConfigError, match="--retention='2'"):
+        accuracy.check_retention("--retention", "2")
