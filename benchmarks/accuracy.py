@@ -35,13 +35,15 @@ from kvllm.llm import DEFAULT_MODEL
 
 CONFIDENCE = 0.95
 FULL = "full cache"
-SIZES = (18, 26)
+SIZES = (44, 48)
+"""Lines of the programs: of so long ones the full cache gets nearly, but not all right."""
 REASONER = "reasoner"
 BLOCK_SIZE = 16
-WINDOW, BUFFER = 256, 32
-"""Of Kara, in entries: the shortest window and the buffer of the paper's accuracy runs."""
-GAP = 64
-"""Entries between a baseline's budget and its threshold: the paper has 128, for longer texts."""
+WINDOW, BUFFER = 384, 128
+"""Of Kara, in entries: what benchmarks/settings.py found to keep most of the right answers."""
+RECENT, GAP = 32, 64
+"""Of the baselines: the last entries, always kept, whose queries score; and the entries between a budget and its
+threshold."""
 
 
 class Setting(Struct, frozen=True, kw_only=True):
@@ -194,7 +196,7 @@ def kara(
     )
 
 
-def threshold(method: str, *, buffer: int = BUFFER, gap: int = GAP) -> CompressionConfig:
+def threshold(method: str, *, recent: int = RECENT, gap: int = GAP) -> CompressionConfig:
     """A baseline that cuts a cache to its budget whenever it has `gap` entries more; prompts stay whole, as Kara's do.
 
     The budget here is replaced by one for each question.
@@ -205,9 +207,20 @@ def threshold(method: str, *, buffer: int = BUFFER, gap: int = GAP) -> Compressi
         protect_prompt=True,
         threshold_tokens=1024 + gap,
         budget_tokens=1024,
-        buffer=buffer,
-        query_window=buffer,
+        buffer=recent,
+        query_window=recent,
     )
+
+
+def recent_of(method: str, recent: int, kara: Iterable[int], prompts: Iterable[int]) -> int:
+    """The last entries that a baseline keeps in any case, for texts of which Kara ends with `kara` entries.
+
+    H2O keeps as many recent entries as heavy hitters: half of what the smallest budget leaves beside the prompt.
+    """
+    if method != "h2o":
+        return recent
+    blocks = (-(-prompt // BLOCK_SIZE) * BLOCK_SIZE for prompt in prompts)
+    return max(recent, min(n - prompt for n, prompt in zip(kara, blocks, strict=True)) // 2)
 
 
 # How sure

@@ -247,14 +247,13 @@ def compare(args: argparse.Namespace, trial: Trial, texts: Sequence[Text], refer
     )
 
 
-def trial_of(args: argparse.Namespace, method: str, budgets: list[int] | None) -> Trial:
+def trial_of(args: argparse.Namespace, method: str, budgets: list[int] | None, texts: Sequence[Text]) -> Trial:
     if method in KARA:
         compression = accuracy.kara(args.retention, window=args.window, buffer=args.buffer, method=method)
         return Trial(name=method, compression=compression)
-    # With a smaller gap, methods that keep more in some heads than in others would not know their last `buffer` tokens.
-    return Trial(
-        name=method, compression=accuracy.threshold(method, buffer=args.buffer, gap=2 * args.buffer), budgets=budgets
-    )
+    assert budgets is not None
+    recent = accuracy.recent_of(method, args.recent, budgets, (len(text.prompt) for text in texts))
+    return Trial(name=method, compression=accuracy.threshold(method, recent=recent, gap=args.gap), budgets=budgets)
 
 
 # Figures
@@ -357,7 +356,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--model", default=REASONER, metavar="DIR", help="a checkpoint (default: the model of the package)")
     add("--dtype", help="default: float32 for the package's model, else the checkpoint's")
     add("--task", choices=TASKS, default=DEFAULT_TASK, help=f"of the reasoner (default {DEFAULT_TASK})")
-    add("--sizes", type=int, nargs=2, metavar=("MIN", "MAX"), default=(20, 32), help="of its problems (default 20 32)")
+    add("--sizes", type=int, nargs=2, metavar=("MIN", "MAX"), default=accuracy.SIZES, help="of its problems")
     add("--seed", type=int, default=1, help="of its problems (default 1)")
     add("--text", metavar="FILE", help="text instead of problems")
     add("--length", type=int, default=1024, help="tokens of a piece of --text (default 1024)")
@@ -366,8 +365,10 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--max-tokens", type=int, default=2048, help="generated for a question of --dataset (default 2048)")
     add("--texts", type=int, default=32, metavar="N", help="at most (default 32)")
     add("--retention", default="0.3", help="of Kara (default 0.3)")
-    add("--window", type=int, default=128, help="of Kara (default 128)")
-    add("--buffer", type=int, default=16, help="the last entries, always kept, of every method (default 16)")
+    add("--window", type=int, default=accuracy.WINDOW, help=f"of Kara (default {accuracy.WINDOW})")
+    add("--buffer", type=int, default=accuracy.BUFFER, help=f"of Kara (default {accuracy.BUFFER})")
+    add("--recent", type=int, default=accuracy.RECENT, help=f"last entries of the others (default {accuracy.RECENT})")
+    add("--gap", type=int, default=accuracy.GAP, help=f"from a budget to its threshold (default {accuracy.GAP})")
     add("--methods", nargs="+", choices=METHODS, default=METHODS, metavar="M", help="kara and others (default: all)")
     add("--max-num-seqs", type=int, default=32, metavar="N", help="at once (default 32)")
     add("--output", type=Path, default=Path("benchmark-output"), metavar="DIR")
@@ -395,7 +396,7 @@ def run_agreement(arguments: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         reference = refer(args, texts, Path(directory) / "logits.npy")
         for method in args.methods:
-            trial = trial_of(args, method, outcomes["kara"].entries if outcomes else None)
+            trial = trial_of(args, method, outcomes["kara"].entries if outcomes else None, texts)
             outcomes[method] = compare(args, trial, texts, reference)
             print(f"  {method}: KL {mean_of(outcomes[method].divergence):.4f}", flush=True)
             written.setdefault("methods", {})[method] = content(trial, outcomes[method])

@@ -41,7 +41,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--methods", nargs="+", choices=METHODS, metavar="M", help=f"kara and others (default: {' '.join(METHODS)})")
     add("--retentions", nargs="+", metavar="R", help=f"default: {' '.join(RETENTIONS)}")
     add("--window", type=int, default=accuracy.WINDOW, help=f"of Kara (default {accuracy.WINDOW})")
-    add("--buffer", type=int, default=accuracy.BUFFER, help=f"last entries, always kept (default {accuracy.BUFFER})")
+    add("--buffer", type=int, default=accuracy.BUFFER, help=f"of Kara (default {accuracy.BUFFER})")
+    add("--recent", type=int, default=accuracy.RECENT, help=f"last entries of the others (default {accuracy.RECENT})")
     add("--gap", type=int, default=accuracy.GAP, help=f"from a budget to its threshold (default {accuracy.GAP})")
     add("--short", action="store_true", help="under ten minutes on two cores")
     args = parser.parse_args(arguments)
@@ -77,7 +78,7 @@ def baseline_trials(args: argparse.Namespace, kara: Mapping[str, Outcome]) -> li
     return [
         Trial(
             name=f"{method} {r}",
-            compression=accuracy.threshold(method, buffer=buffer_of(method, args, kara[f"kara {r}"]), gap=args.gap),
+            compression=accuracy.threshold(method, recent=recent_of(method, args, kara[f"kara {r}"]), gap=args.gap),
             budgets=kara[f"kara {r}"].entries,
         )
         for method in baselines
@@ -85,13 +86,9 @@ def baseline_trials(args: argparse.Namespace, kara: Mapping[str, Outcome]) -> li
     ]
 
 
-def buffer_of(method: str, args: argparse.Namespace, kara: Outcome) -> int:
-    """H2O keeps as many recent entries as heavy hitters: half of what the smallest budget leaves beside the prompt."""
-    if method != "h2o":
-        return args.buffer
+def recent_of(method: str, args: argparse.Namespace, kara: Outcome) -> int:
     prompts = [logical - tokens + 1 for logical, tokens in zip(kara.logical, kara.tokens, strict=True)]
-    blocks = [-(-length // accuracy.BLOCK_SIZE) * accuracy.BLOCK_SIZE for length in prompts]
-    return max(args.buffer, min(n - prompt for n, prompt in zip(kara.entries, blocks, strict=True)) // 2)
+    return accuracy.recent_of(method, args.recent, kara.entries, prompts)
 
 
 def show(args: argparse.Namespace, outcomes: Mapping[str, Outcome]) -> str:

@@ -124,7 +124,7 @@ def trial_of(args: argparse.Namespace, method: str, budgets: list[int]) -> Trial
         compression = accuracy.kara(args.retention, window=args.window, buffer=args.buffer, compress_prompt=True)
         return Trial(name=method, compression=compression)
     # With a smaller gap, methods that keep more in some heads than in others would not know their last `buffer` tokens.
-    compression = accuracy.threshold(method, buffer=args.buffer, gap=2 * args.buffer)
+    compression = accuracy.threshold(method, recent=args.buffer, gap=2 * args.buffer)
     return Trial(name=method, compression=structs.replace(compression, protect_prompt=False), budgets=budgets)
 
 

@@ -20,9 +20,9 @@ from kvllm.errors import KvLLMError
 
 MIDDLE = {"window": accuracy.WINDOW, "buffer": accuracy.BUFFER, "chunk_budget": 8, "max_chunk": 8, "query_stride": 1}
 VALUES = {
-    "window": (64, 128, 192, 384),
-    "buffer": (8, 16, 64),
-    "chunk_budget": (0, 4, 16),
+    "window": (192, 256, 320, 512, 768),
+    "buffer": (16, 32, 64, 192),
+    "chunk_budget": (0, 16, 32),
     "max_chunk": (4, 6, 12),
     "query_stride": (2, 4, 8, 16),
 }
@@ -30,7 +30,7 @@ VALUES = {
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = accuracy.make_parser("benchmarks.settings", __doc__)
-    parser.add_argument("--retention", default="0.3", help="default: 0.3")
+    parser.add_argument("--retention", default="0.2", help="default: 0.2")
     parser.add_argument("--vary", nargs="+", choices=VALUES, default=VALUES, help="default: all")
     args = parser.parse_args(arguments)
     accuracy.check_retention("--retention", args.retention)

@@ -14,7 +14,7 @@ from kvllm.errors import ConfigError
 
 def test_figure_5_compares_methods_at_equal_memory(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     arguments = ["--problems", "4", "--sizes", "6", "7", "--retentions", "0.2", "--methods", "kara", "streaming"]
-    figure_5.run_figure([*arguments, "--window", "128", "--gap", "64", "--output", str(tmp_path)])
+    figure_5.run_figure([*arguments, "--window", "128", "--buffer", "32", "--output", str(tmp_path)])
     trials = json.loads((tmp_path / "figure_5.json").read_text())["trials"]
     assert sorted(trials) == ["full cache", "kara 0.2", "streaming 0.2"]
     full, kara, streaming = (trials[name] for name in sorted(trials))

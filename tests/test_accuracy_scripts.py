@@ -96,7 +96,8 @@ def dense_divergence(decoder: DenseDecoder, text: agreement.Text, visible: list[
 
 def test_agreement_is_that_of_dense_attention_over_what_is_cached(checkpoint: Path, tmp_path: Path, capsys) -> None:
     arguments = ["--model", str(checkpoint), "--sizes", "5", "6", "--texts", "2", "--retention", "0.3"]
-    arguments += ["--window", "48", "--buffer", "8", "--methods", "kara", "streaming", "--output", str(tmp_path)]
+    arguments += ["--window", "48", "--buffer", "8", "--recent", "8", "--gap", "16", "--methods", "kara", "streaming"]
+    arguments += ["--output", str(tmp_path)]
     agreement.run_agreement(arguments)
     kara, streaming = json.loads((tmp_path / "agreement.json").read_text())["methods"].values()
     decoder = DenseDecoder(checkpoint)
@@ -273,7 +274,8 @@ def test_wrong_arguments(parse, arguments: list[str], message: str) -> None:
 
 
 def test_figure_7_names_the_windows_there_are(checkpoint: Path, tmp_path: Path) -> None:
-    arguments = ["--model", str(checkpoint), "--size", "3", "--window", "48", "--event", "9", "--output", str(tmp_path)]
+    arguments = ["--model", str(checkpoint), "--size", "3", "--window", "48", "--buffer", "16", "--event", "9"]
+    arguments += ["--output", str(tmp_path)]
     with pytest.raises(ConfigError, match="--event=9.*from 1 to"):
         figure_7.run_figure(arguments)
     with pytest.raises(ConfigError, match="retention below 1"):

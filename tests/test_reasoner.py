@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import random
 import re
 from pathlib import Path
@@ -12,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.reasoner import recall
+from benchmarks.reasoner import recall, train
 from benchmarks.reasoner.evaluate import Transformers, answer_with_engine, held_out
+from benchmarks.reasoner.model import Reasoner
 from benchmarks.reasoner.problems import grade
 from benchmarks.reasoner.programs import KEPT, MAX_LINES, NUM_INPUTS, RECENT
 from benchmarks.reasoner.tasks import DEFAULT_SIZE, TASKS, make_problem
@@ -222,3 +224,40 @@ def test_the_engine_writes_what_transformers_writes(task: str, size: int) -> Non
     texts = Transformers(CHECKPOINT).answer(problems)
     assert answer_with_engine(CHECKPOINT, problems) == texts
     assert sum(grade(problem, text)[0] for problem, text in zip(problems, texts, strict=True)) >= 5
+
+
+def training_run(progress: Path) -> dict[str, torch.Tensor]:
+    """The weights after 5 steps."""
+    torch.manual_seed(0)
+    model = Reasoner(len(TOKEN_IDS))
+    with torch.compiler.set_stance("force_eager"):
+        numbers = train.train(model, argparse.Namespace(tokens=18_000, seed=0, resume=progress))
+    assert numbers["step"] == 5
+    return model.state_dict()
+
+
+def test_training_again_or_resumed_gives_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "SAVE_STEPS", 3)
+    first, second = training_run(tmp_path / "first"), training_run(tmp_path / "second")
+    resumed = training_run(tmp_path / "first")  # from step 3 on
+    for name, weights in first.items():
+        assert torch.equal(weights, second[name]) and torch.equal(weights, resumed[name]), name
+
+
+def test_signs_weigh_once_names_are_known_and_problems_grow_once_signs_are() -> None:
+    curriculum = train.Curriculum()
+    largest = round(curriculum.reach * TASKS["program"].largest)
+    plus, name = TOKEN_IDS["+"], TOKEN_IDS["K"]
+
+    def learn(looked_up: float, signs: float) -> None:
+        for _ in range(train.GROW_WINDOW):
+            curriculum.update("program", largest, looked_up, signs)
+            curriculum.update("program", largest - 1, 0.0, 0.0)  # smaller problems say nothing
+
+    learn(0.7, 0.5)
+    assert curriculum.weights()[plus] == curriculum.weights()[name] == 1
+    learn(0.99, 0.5)
+    assert curriculum.weights()[plus] == train.SIGN_WEIGHT and curriculum.weights()[name] == 1
+    assert curriculum.reach == train.FIRST_REACH
+    learn(0.99, 0.99)
+    assert curriculum.reach == train.FIRST_REACH * train.GROWTH

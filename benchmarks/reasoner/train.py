@@ -8,7 +8,7 @@ import math
 import random
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean
 
@@ -37,12 +37,13 @@ BATCH_TOKENS = 4096
 MUON_LR, ADAMW_LR, WARMUP_STEPS = 0.02, 3e-3, 40
 FIRST_REACH, GROWTH, GROW_ACCURACY, GROW_WINDOW = 0.25, 1.25, 0.97, 8
 IGNORED = -100
-LOOKED_UP = torch.tensor([len(token) == 1 and (token.isalnum() or token in "+-") for token in TOKEN_IDS])
-"""Names, signs and digits: what has to be found or computed. The rest follows from its neighbours."""
-WEIGHTS = torch.ones(len(TOKEN_IDS))
-WEIGHTS[[TOKEN_IDS["+"], TOKEN_IDS["-"]]] = 8.0
-"""In the loss. Without a weight the signs of a program are learned last of all: one bit a line, and either sign makes
-sense."""
+LOOKED_UP = torch.tensor([len(token) == 1 and token.isalnum() for token in TOKEN_IDS])
+"""Names and digits: what has to be found or computed. The rest follows from its neighbours, but for the signs."""
+SIGNS = torch.tensor([token in "+-" for token in TOKEN_IDS])
+SIGN_WEIGHT, SIGN_ACCURACY = 8.0, 0.8
+"""Signs weigh more in the loss as soon as so many names and digits are right. Without a weight signs are learned last
+of all: one bit a line, and either makes sense. With it from the beginning, names and digits are not learned."""
+SAVE_STEPS = 200
 
 
 def make_batch(rng: random.Random, task: str, size: int) -> tuple[Tensor, Tensor]:
@@ -65,10 +66,11 @@ def make_batch(rng: random.Random, task: str, size: int) -> tuple[Tensor, Tensor
 @dataclass
 class Curriculum:
     """Half of the batches are as large as `reach` (a share of each task's largest size) allows, the rest are smaller.
-    `reach` grows as soon as the largest programs are predicted well."""
+    `reach` grows as soon as the largest programs are predicted well, their signs too; these begin to weigh before."""
 
-    reach: float
-    recent: deque[float] = field(default_factory=lambda: deque(maxlen=GROW_WINDOW))
+    reach: float = FIRST_REACH
+    sign_weight: float = 1.0
+    recent: list[tuple[float, float]] = field(default_factory=list)
 
     def draw(self, rng: random.Random) -> tuple[str, int]:
         (name,) = rng.choices([*SHARES], [*SHARES.values()])
@@ -76,13 +78,23 @@ class Curriculum:
         largest = max(task.smallest, round(self.reach * task.largest))
         return name, largest if rng.random() < 0.5 else rng.randint(task.smallest, largest)
 
-    def update(self, task: str, size: int, accuracy: float) -> None:
-        if task == "program" and size == round(self.reach * TASKS[task].largest):
-            self.recent.append(accuracy)
-        learned = len(self.recent) == GROW_WINDOW and sum(self.recent) / GROW_WINDOW > GROW_ACCURACY
-        if learned and self.reach < 1:
+    def update(self, task: str, size: int, looked_up: float, signs: float) -> None:
+        """`looked_up`, `signs`: how many of them are predicted rightly in a batch."""
+        if task != "program" or size != round(self.reach * TASKS[task].largest):
+            return
+        self.recent = [*self.recent, (looked_up, signs)][-GROW_WINDOW:]
+        if len(self.recent) < GROW_WINDOW:
+            return
+        looked_up, signs = (mean(values) for values in zip(*self.recent, strict=True))
+        if looked_up > SIGN_ACCURACY:
+            self.sign_weight = SIGN_WEIGHT
+        if min(looked_up, signs) > GROW_ACCURACY and self.reach < 1:
             self.reach = min(1.0, self.reach * GROWTH)
-            self.recent.clear()
+            self.recent = []
+
+    def weights(self) -> Tensor:
+        """Of the tokens, in the loss."""
+        return torch.where(SIGNS, self.sign_weight, 1.0)
 
 
 def make_optimizers(model: Reasoner) -> list[torch.optim.Optimizer]:
@@ -130,10 +142,10 @@ def means_of(recent: dict[str, deque[tuple[float, float]]]) -> dict[str, list[fl
 def train(model: Reasoner, args: argparse.Namespace) -> dict:
     """Train on `args.tokens` tokens; returns steps, tokens, seconds, reach, and recent loss and accuracy by task."""
     optimizers = make_optimizers(model)
-    numbers = {"step": 0, "tokens": 0, "seconds": 0.0, "reach": FIRST_REACH}
+    numbers = {"step": 0, "tokens": 0, "seconds": 0.0}
     if args.resume and args.resume.exists():
         numbers = load_progress(args.resume, model, optimizers)
-    curriculum = Curriculum(args.reach or numbers["reach"])
+    curriculum = Curriculum(**numbers.pop("curriculum", {}))
     compiled = torch.compile(model, dynamic=True)
     cos, sin = rope_tables(CONTEXT)
     recent = {task: deque(maxlen=20) for task in SHARES}
@@ -152,33 +164,33 @@ def train(model: Reasoner, args: argparse.Namespace) -> dict:
         with torch.autocast("cpu", torch.bfloat16):
             logits = compiled(ids, cos[:length], sin[:length])
         logits, targets = logits[targets != IGNORED].float(), targets[targets != IGNORED]
-        loss = F.cross_entropy(logits, targets, weight=WEIGHTS)
+        loss = F.cross_entropy(logits, targets, weight=curriculum.weights())
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
 
-        looked_up = LOOKED_UP[targets]
-        accuracy = (logits.argmax(-1) == targets)[looked_up].float().mean().item()
-        curriculum.update(task, size, accuracy)
-        recent[task].append((loss.item(), accuracy))
-        numbers |= {"step": numbers["step"] + 1, "tokens": numbers["tokens"] + ids.numel(), "reach": curriculum.reach}
+        right = (logits.argmax(-1) == targets).float()
+        looked_up, signs = (right[kind[targets]].mean().item() for kind in (LOOKED_UP, SIGNS))
+        curriculum.update(task, size, looked_up, signs)
+        recent[task].append((loss.item(), looked_up))
+        numbers |= {"step": numbers["step"] + 1, "tokens": numbers["tokens"] + ids.numel()}
         numbers["seconds"] = time.monotonic() - started
         if numbers["step"] % 50 == 0:
-            print(json.dumps(numbers | {"loss, accuracy of look-ups": means_of(recent)}), flush=True)
-        if args.resume and numbers["step"] % 200 == 0:
-            save_progress(args.resume, model, optimizers, numbers)
+            state = {"reach": curriculum.reach, "sign weight": curriculum.sign_weight}
+            print(json.dumps(numbers | state | {"loss, accuracy of look-ups": means_of(recent)}), flush=True)
+        if args.resume and numbers["step"] % SAVE_STEPS == 0:
+            save_progress(args.resume, model, optimizers, numbers | {"curriculum": asdict(curriculum)})
     return numbers
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=16_000_000, help="train on this many tokens")
+    parser.add_argument("--tokens", type=int, default=20_000_000, help="train on this many tokens")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
     parser.add_argument("--resume", type=Path, help="file that keeps the progress; continue from it if it exists")
-    parser.add_argument("--reach", type=float, help="begin the curriculum, or after --resume begin it again, here")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
 
