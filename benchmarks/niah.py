@@ -44,7 +44,8 @@ from kvllm.tokenizer import Tokenizer, load_tokenizer
 FULL, KARA = "full cache", "kara"
 BASELINES = ("chunkkv", "adakv", "snapkv", "pyramidkv", "rkv", "keydiff", "streaming", "h2o", "random")
 SENTENCES = (10, 20, 40, 80, 140, 210, 280)
-DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 0.9)
+"""In training a needle hardly ever stands right before the question: at 1.0 the full cache fails, too."""
 SPARE = 16
 """Tokens that an answer may have beyond the right one's."""
 

@@ -156,7 +156,7 @@ def measure(
     for output in outputs:
         if output.error is not None:
             raise output.error
-    timeline = stats.timeline[steps_before:]
+    timeline = stats.timeline_since(steps_before)
     output_tokens = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
     latencies = sorted(_latency(output) for output in outputs)
     peak_blocks = max(blocks for _, blocks in timeline)

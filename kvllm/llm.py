@@ -10,7 +10,6 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 from msgspec import structs
 from tqdm import tqdm
@@ -20,6 +19,7 @@ from kvllm.config import OBSERVING_METHODS, CompressionConfig, EngineConfig, req
 from kvllm.core.compression_policy import check_pool
 from kvllm.core.engine import LLMEngine, Prompt
 from kvllm.errors import ConfigError, RequestError
+from kvllm.host_memory import available_memory
 from kvllm.model_config import ModelConfig, load_model_config
 from kvllm.outputs import RequestOutput
 from kvllm.parallel import SingleRank
@@ -141,7 +141,7 @@ class LLM:
                 started.callback(workers.close)
             device = workers.device if workers else device
             profiles = device == "cuda" and num_gpu_blocks_override is None and kv_cache_memory_bytes is None
-            free = workers.available_memory if workers else psutil.virtual_memory().available
+            free = workers.available_memory if workers else available_memory()
             num_blocks = most_useful
             if not profiles:
                 num_blocks = _num_blocks(

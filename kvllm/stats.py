@@ -8,6 +8,8 @@ from typing import Any
 from msgspec import Struct
 
 SIZES = ("num_blocks", "method_state_bytes")
+MOST_STEPS = 1 << 19
+"""In the timeline, or an engine that serves for weeks would fill the memory with it."""
 PEAKS = ("peak_blocks", "peak_event_bytes", "longest_stall_seconds")
 
 
@@ -26,7 +28,7 @@ class EngineStats(Struct):
     longest_stall_seconds: the longest that a running sequence waited for its next token while the engine was at work:
     the step that computed it, and others that had no room for it.
     peak_event_bytes: the most memory that an event took beside the activations of its pass.
-    timeline: for each step (running sequences, blocks in use).
+    timeline: for each step (running sequences, blocks in use); of old steps no more than MOST_STEPS.
     """
 
     num_blocks: int
@@ -72,3 +74,9 @@ class EngineStats(Struct):
         self.steps += 1
         self.peak_blocks = max(self.peak_blocks, blocks)
         self.timeline.append((running, blocks))
+        if len(self.timeline) > MOST_STEPS:
+            del self.timeline[: MOST_STEPS // 2]
+
+    def timeline_since(self, steps: int) -> list[tuple[int, int]]:
+        """The timeline without the first `steps` of all steps."""
+        return self.timeline[max(0, len(self.timeline) - self.steps + steps) :]

@@ -26,6 +26,13 @@ def test_figure_5_compares_methods_at_equal_memory(tmp_path: Path, capsys: pytes
     assert (tmp_path / "figure_5.png").stat().st_size > 1000
 
 
+def test_h2o_keeps_as_many_recent_entries_as_heavy_hitters() -> None:
+    kara, prompts = [500, 400], [100, 97]  # prompts are kept in whole blocks of 16: 112 entries
+    assert accuracy.recent_of("h2o", 32, kara, prompts) == (400 - 112) // 2
+    assert accuracy.recent_of("snapkv", 32, kara, prompts) == 32
+    assert accuracy.recent_of("h2o", 32, [150], [100]) == 32
+
+
 def test_differences_are_paired() -> None:
     first, second = [True] * 8 + [False] * 2, [True] * 2 + [False] * 6 + [True, False]
     difference = accuracy.paired_difference(first, second)

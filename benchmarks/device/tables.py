@@ -104,7 +104,7 @@ def serve(llm: LLM, requests: Sequence[Request], seconds: float) -> dict[str, An
         tokens.append(stats.output_tokens)
     middle = next(i for i, end in enumerate(ends) if end >= (begin + ends[-1]) / 2)
     latencies = [latency(output) for output in outputs if output.finished]
-    running = [running for running, _ in stats.timeline[steps_before:]]
+    running = [running for running, _ in stats.timeline_since(steps_before)]
     for output in outputs:
         engine.abort(output.request_id)
     return {

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 import torch
 import torch.distributed
 from msgspec import Struct
 
+from kvllm import host_memory
 from kvllm.attention.backend import AttentionBackend
 from kvllm.attention.backends import make_backend
 from kvllm.attention.cache import CacheShape, PagedKVCache
@@ -186,7 +186,7 @@ def available_memory(device: str, neighbours: int) -> int:
     """Bytes on a rank's device; a machine's memory is shared out among the ranks that run there."""
     if device == "cuda":
         return torch.cuda.mem_get_info()[0]
-    return psutil.virtual_memory().available // neighbours
+    return host_memory.available_memory() // neighbours
 
 
 @contextmanager
