@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-from kvllm._extension import operator
-from kvllm.attention.compression.mass import attention_mass
+from kvllm.attention.compression.mass import mass_of_all_rows
 from kvllm.attention.compression.region import check_queries, everything, keeps_everything, with_buffer
 from kvllm.attention.compression.token2chunk import expand
 
@@ -55,15 +53,7 @@ def scores(queries: Tensor, keys: Tensor, buffer: int) -> Tensor:
     window = keys.shape[2]
     if not 0 <= buffer < window:
         raise ValueError(f"buffer={buffer} must leave at least one of the {window} positions of the window to score")
-    if keys.is_cpu and queries.dtype == keys.dtype in (torch.float32, torch.bfloat16) and keys.shape[3] % 2 == 0:
-        return operator("attention_mass")(queries, keys.contiguous(), window - buffer, keys.shape[3] ** -0.5)
-    if keys.is_cuda and queries.dtype == keys.dtype and find_spec("triton"):
-        from kvllm.attention.kernels.scores import window_scores
-
-        return window_scores(queries, keys.contiguous(), window - buffer, keys.shape[3] ** -0.5)
-    # One sequence at a time: a batched product may choose its order of summation by the size of the batch.
-    scored = keys[:, :, : window - buffer]
-    return torch.stack([attention_mass(*sequence) for sequence in zip(queries, scored, strict=True)])
+    return mass_of_all_rows(queries, keys, window - buffer)
 
 
 def budget(num_scored: int, retention: Fraction | str | int, chunk_budget: int) -> tuple[int, int]:

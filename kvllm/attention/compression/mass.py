@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor
 
+from kvllm._extension import operator
 from kvllm.attention.compression.precision import no_tf32
 
 # Attention probabilities of one KV head that are alive at a time. On a CPU the tiles of all heads should stay in
@@ -18,6 +21,27 @@ def rows_per_tile(keys: Tensor) -> int:
     """Query rows of one KV head whose float32 logits over `keys [Hkv, n, d]` fit one tile, at least 1."""
     tile_bytes = _CPU_TILE_BYTES if keys.device.type == "cpu" else _GPU_TILE_BYTES
     return max(1, tile_bytes // (4 * keys.shape[1]))
+
+
+@torch.no_grad()
+def mass_of_all_rows(queries: Tensor, keys: Tensor, num_keys: int) -> Tensor:
+    """Softmax attention of every row to the first `num_keys` keys, summed as `attention_mass` does.
+
+    Args:
+        queries: `[S, Hq, rows, d]`, rotated, bfloat16 or float32.
+        keys: `[S, Hkv, W, d]`, rotated.
+
+    Returns:
+        float32 `[S, Hkv, num_keys]`, bit-identical for a sequence whatever the others in the batch are.
+    """
+    if keys.is_cpu and queries.dtype == keys.dtype in (torch.float32, torch.bfloat16) and keys.shape[3] % 2 == 0:
+        return operator("attention_mass")(queries, keys.contiguous(), num_keys, keys.shape[3] ** -0.5)
+    if keys.is_cuda and queries.dtype == keys.dtype and find_spec("triton"):
+        from kvllm.attention.kernels.scores import window_scores
+
+        return window_scores(queries, keys.contiguous(), num_keys, keys.shape[3] ** -0.5)
+    # One sequence at a time: a batched product may choose its order of summation by the size of the batch.
+    return torch.stack([attention_mass(*sequence) for sequence in zip(queries, keys[:, :, :num_keys], strict=True)])
 
 
 @torch.no_grad()
