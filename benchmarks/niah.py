@@ -6,7 +6,7 @@
 Several problems for each depth of the needle and each length of the prompt: sentences that say nothing, one that gives
 a name its value, and behind them the question for that name (benchmarks/reasoner/recall.py). Prompts are compressed as
 soon as they are computed. Kara runs first, window by window; what it holds when a question ends is the budget to which
-each of the other methods cuts the whole cache. So all of them answer with the same memory.
+each of the baselines cuts the whole cache. So all of them answer with the same memory.
 
 The question comes with the prompt, as in the paper. Methods that score with the last queries then know what is asked
 for before they choose. Kara's windows end before the question, but for the last: it scores the rest of the text without
@@ -37,12 +37,12 @@ from benchmarks.reasoner.problems import Problem, grade
 from benchmarks.reasoner.recall import hide
 from benchmarks.reasoner.tasks import TASKS
 from kvllm import LLM, SamplingParams
-from kvllm.config import require
+from kvllm.config import WINDOW_METHODS, require
 from kvllm.errors import KvLLMError
 from kvllm.tokenizer import Tokenizer, load_tokenizer
 
 FULL, KARA = "full cache", "kara"
-BASELINES = ("chunkkv", "adakv", "snapkv", "pyramidkv", "rkv", "keydiff", "streaming", "h2o", "random")
+OTHERS = ("kara_keydiff", "chunkkv", "adakv", "snapkv", "pyramidkv", "rkv", "keydiff", "streaming", "h2o", "random")
 SENTENCES = (10, 20, 40, 80, 140, 210, 280)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 0.9)
 """In training a needle hardly ever stands right before the question: at 1.0 the full cache fails, too."""
@@ -121,9 +121,9 @@ def run(args: argparse.Namespace, trial: Trial, needles: Sequence[Needle], token
 def trial_of(args: argparse.Namespace, method: str, budgets: list[int]) -> Trial:
     if method == FULL:
         return Trial(name=method)
-    if method == KARA:
-        compression = accuracy.kara(args.retention, window=args.window, buffer=args.buffer, compress_prompt=True)
-        return Trial(name=method, compression=compression)
+    if method in WINDOW_METHODS:
+        options = {"window": args.window, "buffer": args.buffer, "method": method, "compress_prompt": True}
+        return Trial(name=method, compression=accuracy.kara(args.retention, **options))
     # With a smaller gap, methods that keep more in some heads than in others would not know their last `buffer` tokens.
     compression = accuracy.threshold(method, recent=args.buffer, gap=2 * args.buffer)
     return Trial(name=method, compression=structs.replace(compression, protect_prompt=False), budgets=budgets)
@@ -208,7 +208,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--window", type=int, default=128, help="of Kara (default 128)")
     add("--buffer", type=int, default=16, help="the last entries, always kept, of every method (default 16)")
     add("--question-after", action="store_true", help="let the question follow when the prompt is compressed")
-    add("--methods", nargs="+", choices=BASELINES, default=BASELINES, metavar="M", help="beside Kara (default: all)")
+    add("--methods", nargs="+", choices=OTHERS, default=OTHERS, metavar="M", help="beside Kara (default: all)")
     add("--max-num-seqs", type=int, default=32, metavar="N", help="at once (default 32)")
     add("--output", type=Path, default=Path("benchmark-output"), metavar="DIR")
     args = parser.parse_args(arguments)
