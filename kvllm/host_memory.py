@@ -18,7 +18,7 @@ cached files, which the kernel drops when memory runs short."""
 
 def available_memory() -> int:
     """Bytes."""
-    return min(psutil.virtual_memory().available, *_left_in_groups(CGROUPS, Path("/proc/self/cgroup")))
+    return min([psutil.virtual_memory().available, *_left_in_groups(CGROUPS, Path("/proc/self/cgroup"))])
 
 
 def _left_in_groups(mount: Path, membership: Path) -> Iterator[int]:

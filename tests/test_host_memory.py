@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvllm import stats
+from kvllm import host_memory, stats
 from kvllm.host_memory import _left_in_groups, available_memory
 from kvllm.stats import EngineStats
 
@@ -52,8 +52,10 @@ def test_version_1(tmp_path: Path) -> None:
     assert min(_left_in_groups(tmp_path / "mount", tmp_path / "own")) == 100 * MIB
 
 
-def test_no_control_groups(tmp_path: Path) -> None:
+def test_no_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(_left_in_groups(tmp_path / "mount", tmp_path / "own")) == []
+    assert 0 < available_memory() <= psutil.virtual_memory().total
+    monkeypatch.setattr(host_memory, "CGROUPS", tmp_path / "mount")
     assert 0 < available_memory() <= psutil.virtual_memory().total
 
 
