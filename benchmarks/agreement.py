@@ -356,7 +356,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--model", default=REASONER, metavar="DIR", help="a checkpoint (default: the model of the package)")
     add("--dtype", help="default: float32 for the package's model, else the checkpoint's")
     add("--task", choices=TASKS, default=DEFAULT_TASK, help=f"of the reasoner (default {DEFAULT_TASK})")
-    add("--sizes", type=int, nargs=2, metavar=("MIN", "MAX"), default=accuracy.SIZES, help="of its problems")
+    low, high = accuracy.SIZES
+    add("--sizes", type=int, nargs=2, metavar=("MIN", "MAX"), default=(low, high), help=f"(default {low} {high})")
     add("--seed", type=int, default=1, help="of its problems (default 1)")
     add("--text", metavar="FILE", help="text instead of problems")
     add("--length", type=int, default=1024, help="tokens of a piece of --text (default 1024)")

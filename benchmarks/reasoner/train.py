@@ -140,7 +140,7 @@ def means_of(recent: dict[str, deque[tuple[float, float]]]) -> dict[str, list[fl
 
 
 def train(model: Reasoner, args: argparse.Namespace) -> dict:
-    """Train on `args.tokens` tokens; returns steps, tokens, seconds, reach, and recent loss and accuracy by task."""
+    """Train on `args.tokens` tokens; returns how many steps, tokens and seconds it took."""
     optimizers = make_optimizers(model)
     numbers = {"step": 0, "tokens": 0, "seconds": 0.0}
     if args.resume and args.resume.exists():
