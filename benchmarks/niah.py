@@ -42,7 +42,19 @@ from kvllm.errors import KvLLMError
 from kvllm.tokenizer import Tokenizer, load_tokenizer
 
 FULL, KARA = "full cache", "kara"
-OTHERS = ("kara_keydiff", "chunkkv", "adakv", "snapkv", "pyramidkv", "rkv", "keydiff", "streaming", "h2o", "random")
+OTHERS = (
+    "kara_sharp",
+    "kara_keydiff",
+    "chunkkv",
+    "adakv",
+    "snapkv",
+    "pyramidkv",
+    "rkv",
+    "keydiff",
+    "streaming",
+    "h2o",
+    "random",
+)
 SENTENCES = (10, 20, 40, 80, 140, 210, 280)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 0.9)
 """In training a needle hardly ever stands right before the question: at 1.0 the full cache fails, too."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvllm.attention.compression import METHODS, adakv, chunkkv, keydiff, mass, pyramidkv, rkv, snapkv
+from kvllm.attention.compression import METHODS, adakv, chunkkv, kara_sharp, keydiff, mass, pyramidkv, rkv, snapkv
 from kvllm.attention.compression.mass import attention_mass
 from tests.test_kara import literal_token2chunk
 
@@ -47,6 +47,7 @@ def call(name, queries, keys, heavy, *, retain, buffer, first_seed=0, **options)
     offered = {
         "chunk_budget": CHUNK_BUDGET, "max_chunk": MAX_CHUNK, "layer": LAYER, "num_layers": NUM_LAYERS,
         "seeds": range(first_seed, first_seed + len(keys)), "capacity": retain + 3, "mass": heavy,
+        "query_offsets": torch.arange(queries.shape[2] - rows, queries.shape[2], device=queries.device),
     }  # fmt: skip
     last_rows = queries[:, :, queries.shape[2] - rows :] if rows else None
     return METHODS[name](last_rows, keys, retain=retain, buffer=buffer, **(offered | options))
@@ -152,10 +153,12 @@ def test_h2o_matches_the_vectors(load_vectors):
         queries, keys = torch.from_numpy(arrays[f"c{i}_q"]), torch.from_numpy(arrays[f"c{i}_k"])
         prompt, retain = case["P"], case["heavy"] + case["recent"]
         positions = torch.arange(prompt).repeat(len(keys), 1)
-        heavy = attention_mass(queries[:, :prompt], keys[:, :prompt], 0)
+        heavy = attention_mass(queries[:, :prompt], keys[:, :prompt], torch.arange(prompt))
         torch.testing.assert_close(heavy, torch.from_numpy(arrays[f"c{i}_prefill_mass"]), **CLOSE)
-        in_chunks = torch.nn.functional.pad(attention_mass(queries[:, :5], keys[:, :5], 0), (0, prompt - 5))
-        in_chunks += attention_mass(queries[:, 5:prompt], keys[:, :prompt], 5)
+        in_chunks = torch.nn.functional.pad(
+            attention_mass(queries[:, :5], keys[:, :5], torch.arange(5)), (0, prompt - 5)
+        )
+        in_chunks += attention_mass(queries[:, 5:prompt], keys[:, :prompt], torch.arange(5, prompt))
         torch.testing.assert_close(in_chunks, heavy)
         lengths = []
         for step in range(prompt, prompt + case["steps"] + 1):
@@ -169,7 +172,7 @@ def test_h2o_matches_the_vectors(load_vectors):
                 positions = torch.cat((positions, torch.full((len(keys), 1), step)), dim=1)
                 cached = keys.gather(1, positions[..., None].expand(-1, -1, case["d"]))
                 heavy = torch.nn.functional.pad(heavy, (0, 1))
-                heavy += attention_mass(queries[:, step : step + 1], cached, positions.shape[1] - 1)
+                heavy += attention_mass(queries[:, step : step + 1], cached, torch.tensor([positions.shape[1] - 1]))
         assert lengths[1:] == arrays[f"c{i}_length_trace"].tolist()
         assert torch.equal(positions, torch.from_numpy(arrays[f"c{i}_positions"]))
         torch.testing.assert_close(heavy, torch.from_numpy(arrays[f"c{i}_mass"]), **CLOSE)
@@ -301,7 +304,8 @@ def test_misuse_is_reported(name):
 
 def required_options(name, heavy):
     options = {"chunk_budget": 4, "max_chunk": 5, "layer": 0, "num_layers": 2, "seeds": [0, 1], "capacity": 12}
-    return {key: value for key, value in {**options, "mass": heavy}.items() if key in METHODS[name].options}
+    options |= {"mass": heavy, "query_offsets": torch.arange(heavy.shape[-1])}
+    return {key: value for key, value in options.items() if key in METHODS[name].options}
 
 
 def test_misuse_of_single_methods_is_reported():
@@ -312,8 +316,8 @@ def test_misuse_of_single_methods_is_reported():
             select(queries, keys, **sizes, kernel=4)
     with pytest.raises(ValueError, match="20 query rows"):
         snapkv.select(queries, keys[:, :, :15], **sizes)
-    with pytest.raises(ValueError, match="first_index=1"):
-        attention_mass(queries[0], keys[0], 1)
+    with pytest.raises(ValueError, match=r"row_index \(19,\).*20 query rows"):
+        attention_mass(queries[0], keys[0], torch.arange(19))
     with pytest.raises(ValueError, match="capacity=9"):
         adakv.select(queries, keys, **sizes, capacity=9)
     with pytest.raises(ValueError, match="3 seeds for 2"):
@@ -422,6 +426,54 @@ def literal_keydiff(keys, retain, buffer):
     return kept
 
 
+def literal_sharp_scores(queries, keys, offsets):
+    """Of one head's rows and keys: squared attention of the row at each offset to the keys up to its own."""
+    scores = [0.0] * len(keys)
+    for rows in queries:
+        for row, own in zip(rows, offsets, strict=True):
+            for j, probability in enumerate(softmax(logits_of(row, keys[: own + 1]))):
+                scores[j] += probability**2
+    return scores
+
+
+def literal_kara_sharp(queries, keys, retain, buffer, chunk_budget, max_chunk):
+    total, length = retain - buffer, len(keys[0])
+    reserved = literal_keydiff(keys, total // 4 + buffer, buffer)
+    kept = []
+    for head, head_keys in enumerate(keys):
+        scores = literal_sharp_scores(group_of(queries, keys, head), head_keys[: length - buffer], range(length))
+        highest = max(scores)
+        lifted = [highest if j in reserved[head] else score for j, score in enumerate(scores)]
+        kept.append(literal_token2chunk(lifted, total, chunk_budget, max_chunk))
+    return kept
+
+
+def test_sharp_scores_of_some_rows():
+    """With a query stride, rows are not as many as keys, and each has to see the keys up to its own place."""
+    queries, keys, _ = region(9, 2, 4, 2, 20, 8)
+    offsets = torch.tensor([1, 4, 7, 10, 13, 16, 17, 18, 19])
+    scores = kara_sharp.scores(queries[:, :, offsets], keys, 4, offsets)
+    for i in range(2):
+        for head in range(2):
+            rows = group_of(queries[i, :, offsets].tolist(), keys[i].tolist(), head)
+            expected = literal_sharp_scores(rows, keys[i, head, :16].tolist(), offsets.tolist())
+            torch.testing.assert_close(scores[i, head], torch.tensor(expected), rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(384, torch.bfloat16), (217, torch.bfloat16), (130, torch.float32)])
+@pytest.mark.parametrize("squared", [False, True])
+def test_compiled_mass_of_masked_rows_equals_torch(rows, dtype, squared):
+    queries, keys, _ = region(10, 2, 8, 2, 384, 64, dtype)
+    row_index = torch.arange(384)[torch.randperm(384, generator=torch.Generator().manual_seed(0))[:rows]].sort().values
+    of_rows = queries[:, :, row_index]
+    found = mass.batched_attention_mass(of_rows, keys, 301, row_index, squared=squared)
+    sequences = zip(of_rows, keys[:, :, :301], strict=True)
+    expected = torch.stack([attention_mass(*each, row_index, squared=squared) for each in sequences])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    alone = mass.batched_attention_mass(of_rows[1:], keys[1:], 301, row_index, squared=squared)
+    assert torch.equal(alone[0], found[1])
+
+
 def literal_chunkkv(scores, total, chunk):
     count = len(scores[0])
     chunks = [range(start, min(start + chunk, count)) for start in range(0, count, chunk)]
@@ -456,6 +508,8 @@ def literal(name, queries, keys, heavy, seed, retain, buffer, capacity):
             return literal_kara(queries, keys, retain, buffer, CHUNK_BUDGET, MAX_CHUNK)
         case "kara_keydiff":
             return literal_kara_keydiff(queries, keys, retain, buffer, CHUNK_BUDGET, MAX_CHUNK)
+        case "kara_sharp":
+            return literal_kara_sharp(queries, keys, retain, buffer, CHUNK_BUDGET, MAX_CHUNK)
         case "kara_no_token2chunk":
             return literal_kara(queries, keys, retain, buffer, 0, MAX_CHUNK)
         case "snapkv":

@@ -115,18 +115,22 @@ class Event:
         """The part of the layout that is compressed: `[layers, kv_heads, size]`."""
         return self.layout[..., self.start : self.start + self.size]
 
-    def scoring(self, config: CompressionConfig) -> tuple[Tensor, Tensor]:
-        """Positions of the tokens whose queries score, and what these see of the cache before the event: bool
-        `[layers, kv_heads, rows, positions]`."""
+    def query_offsets(self, config: CompressionConfig) -> Tensor:
+        """Where in the region the tokens are whose queries score."""
         offsets = torch.arange(self.size)
         match METHODS[config.method].queries:
             case "window":
-                offsets = torch.from_numpy(query_offsets(self.size, config.buffer, config.query_stride))
+                return torch.from_numpy(query_offsets(self.size, config.buffer, config.query_stride))
             case "buffer":
-                offsets = offsets[self.size - config.buffer :]
+                return offsets[self.size - config.buffer :]
             case "recent":
-                offsets = offsets[-config.query_window :]
-        positions = self.region[..., offsets]
+                return offsets[-config.query_window :]
+        return offsets[:0]
+
+    def scoring(self, config: CompressionConfig) -> tuple[Tensor, Tensor]:
+        """Positions of the tokens whose queries score, and what these see of the cache before the event: bool
+        `[layers, kv_heads, rows, positions]`."""
+        positions = self.region[..., self.query_offsets(config)]
         assert (positions == positions[0, 0]).all() and (positions >= 0).all()
         positions, size = positions[0, 0], self.text.visible.shape[-1]
         cached = positions_of(self.layout, size)
@@ -408,6 +412,7 @@ class Expected:
                 buffer=self.config.buffer,
                 chunk_budget=self.config.chunk_budget,
                 max_chunk=self.config.max_chunk,
+                query_offsets=event.query_offsets(self.config),
                 **options,
             )
             kept.append(without_padding(chosen[0]))

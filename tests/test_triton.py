@@ -26,6 +26,7 @@ from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.attention.backend import AttentionBatch
 from kvllm.attention.backends import make_backend
 from kvllm.attention.cache import CacheShape, PagedKVCache
+from kvllm.attention.compression import mass
 from kvllm.errors import ConfigError
 from kvllm.models import elementwise as torch_forms
 from tests import test_attention as attention
@@ -342,6 +343,21 @@ def scores_of_a_window() -> None:
 
 
 @check
+def scores_of_rows_that_see_no_later_key() -> None:
+    from kvllm.attention.kernels.scores import window_scores
+
+    queries, keys = kara.window_tensors(2, 2, 4, 2, 90, 64)
+    row_index = torch.tensor([0, 5, *range(31, 66, 3), 76, 77, 89])
+    rows = queries[:, :, row_index]
+    for squared in (False, True):
+        found = window_scores(rows, keys, 77, 0.125, row_index, squared=squared)
+        sequences = zip(rows, keys[:, :, :77], strict=True)
+        expected = [mass.attention_mass(*each, row_index, squared=squared) for each in sequences]
+        torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-6)
+        assert torch.equal(window_scores(rows[1:], keys[1:], 77, 0.125, row_index, squared=squared), found[1:])
+
+
+@check
 def scores_from_rows_of_a_step() -> None:
     """Queries as the recomputation has them, every third row; keys behind the scored ones may be anything."""
     from kvllm.attention.kernels.scores import window_scores
@@ -554,7 +570,9 @@ def launch_attention(dtype: torch.dtype, head_dim: int) -> None:
     backend.store(0, queries[:, :8], queries[:, 8:16], ints(33).long())
     backend.copy_blocks(ints(1).long(), ints(1).long())
     backend.compact(ints(1, 2, 8, 256).long(), ints(2, 3).long(), ints(2, 1).long())
-    window_scores(queries[None].transpose(1, 2), torch.zeros(1, 8, 768, head_dim, dtype=dtype), 736, 0.1)
+    window = queries[None].transpose(1, 2), torch.zeros(1, 8, 768, head_dim, dtype=dtype), 736, 0.1
+    window_scores(*window)
+    window_scores(*window, ints(33).long(), squared=True)
 
 
 def launch_elementwise(dtype: torch.dtype) -> None:

@@ -196,7 +196,8 @@ def check_compression(target: Target, log: Log) -> None:
         log.check(f"scores of every query: {title}", partial(scores, target, *shape, stride=1))
         log.check(f"scores of every third query: {title}", partial(scores, target, *shape, stride=3))
     log.check("token2chunk", partial(chunks, target))
-    log.check("attention mass", partial(attention_mass, target))
+    for squared in (False, True):
+        log.check(f"attention mass{', squared' if squared else ''}", partial(attention_mass, target, squared=squared))
 
 
 def scores(
@@ -220,14 +221,16 @@ def chunks(target: Target) -> None:
             assert torch.equal(found.cpu(), token2chunk.expand(of_keys, total, budget, longest))
 
 
-def attention_mass(target: Target) -> Figures:
-    """Causal, as H2O adds it up."""
-    queries, keys = (tensor[0] for tensor in window_tensors(2, 1, 4, 2, 200, 64))
-    logits = queries.double() @ keys.double().repeat_interleave(2, dim=0).mT / 8
+def attention_mass(target: Target, *, squared: bool) -> Figures:
+    """Causal, as H2O and `kara_sharp` add it up."""
+    queries, keys = window_tensors(2, 1, 4, 2, 200, 64)
+    logits = queries.double() @ keys.double().repeat_interleave(2, dim=1).mT / 8
     later = torch.ones(200, 200).triu(1).bool()
-    expected = logits.masked_fill(later, -torch.inf).softmax(-1).view(2, -1, 200).sum(1)
-    found = mass.attention_mass(queries.to(target.device), keys.to(target.device), 0)
-    return within(error_of(found, expected), 1e-5)
+    probabilities = logits.masked_fill(later, -torch.inf).softmax(-1)
+    expected = probabilities.pow(2 if squared else 1).view(1, 2, -1, 200).sum(2)
+    row_index = torch.arange(200, device=target.device)
+    rows, keys = queries.to(target.device), keys.to(target.device)
+    return within(error_of(mass.batched_attention_mass(rows, keys, 200, row_index, squared=squared), expected), 1e-5)
 
 
 # Element-wise work

@@ -35,7 +35,7 @@ SHARES = {
 """Of the batches. The dense programs teach look-ups soonest: nearly every token is one."""
 BATCH_TOKENS = 4096
 MUON_LR, ADAMW_LR, WARMUP_STEPS = 0.02, 3e-3, 40
-FIRST_REACH, GROWTH, GROW_ACCURACY, GROW_WINDOW = 0.25, 1.25, 0.97, 8
+FIRST_REACH, GROWTH, GROW_ACCURACY, GROW_WINDOW = 0.1, 1.25, 0.97, 8
 IGNORED = -100
 LOOKED_UP = torch.tensor([len(token) == 1 and token.isalnum() for token in TOKEN_IDS])
 """Names and digits: what has to be found or computed. The rest follows from its neighbours, but for the signs."""

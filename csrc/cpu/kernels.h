@@ -80,10 +80,11 @@ struct Kernels {
   void (*merge)(int count, int head_dim, const PartialSoftmax& into, const PartialSoftmax& later);
   void (*finish)(const QueryTile& tile, int head_dim, const PartialSoftmax& total);
 
-  // mass[key] <- sum of the softmax weights that `num_queries` queries give it, each over all of `num_keys` dense keys.
-  // `mass` has room for whole tiles of keys, `workspace` for mass_workspace_floats.
-  void (*attention_mass)(const void* const* queries, int num_queries, const void* keys, int num_keys, int head_dim,
-                         float scale, float* workspace, float* mass);
+  // mass[key] <- sum of the softmax weights, or their squares, that `num_queries` queries give it, each over the first
+  // `attended` (one number for each) of `num_keys` dense keys. `mass` has room for whole tiles of keys, `workspace` for
+  // mass_workspace_floats.
+  void (*attention_mass)(const void* const* queries, const int* attended, int num_queries, const void* keys,
+                         int num_keys, int head_dim, float scale, bool squared, float* workspace, float* mass);
 
   void (*rms_norm)(const void* x, const void* weight, void* out, int64_t rows, int64_t width, float eps);
   void (*add_rms_norm)(void* residual, const void* x, const void* weight, void* out, int64_t rows, int64_t width,

@@ -11,7 +11,8 @@ constexpr int64_t kRowsPerTask = 512;
 
 }  // namespace
 
-Tensor attention_mass(const Tensor& queries, const Tensor& keys, int64_t num_scored, double scale) {
+Tensor attention_mass(const Tensor& queries, const Tensor& keys, int64_t num_scored, double scale,
+                      const std::optional<Tensor>& row_index, bool squared) {
   const Kernels& kernels = kernels_for(queries, "queries");
   STD_TORCH_CHECK(queries.dim() == 4, "queries has ", queries.dim(), " dimensions, not 4");
   check_contiguous(keys, "keys", 4);
@@ -26,6 +27,12 @@ Tensor attention_mass(const Tensor& queries, const Tensor& keys, int64_t num_sco
                   " KV heads: a multiple is needed");
   STD_TORCH_CHECK(num_scored > 0 && num_scored <= keys.size(2), "num_scored is ", num_scored, " of ", keys.size(2),
                   " keys");
+  if (row_index) {
+    check_contiguous(*row_index, "row_index", 1);
+    check_dtype(*row_index, "row_index", ScalarType::Long);
+    check_size(*row_index, "row_index", 0, rows);
+  }
+  const int64_t* index = row_index ? static_cast<const int64_t*>(row_index->data_ptr()) : nullptr;
 
   const int64_t group = query_heads / kv_heads, group_rows = group * rows;
   const int64_t heads = sequences * kv_heads;
@@ -39,14 +46,21 @@ Tensor attention_mass(const Tensor& queries, const Tensor& keys, int64_t num_sco
         head / kv_heads * queries.stride(0) + query_head * queries.stride(1) + row % rows * queries.stride(2);
     return static_cast<const void*>(static_cast<const char*>(queries.data_ptr()) + offset * element_size);
   };
+  const auto attended = [&](int64_t row) {
+    return static_cast<int>(index ? std::clamp<int64_t>(index[row % rows] + 1, 1, num_scored) : num_scored);
+  };
   for_each_dynamic(heads * parts, [&](int64_t task) {
     const int64_t head = task / parts, begin = task % parts * kRowsPerTask;
     const int64_t end = std::min(group_rows, begin + kRowsPerTask);
     const void* task_queries[kRowsPerTask];
-    for (int64_t row = begin; row < end; ++row) task_queries[row - begin] = pointer(head, row);
+    int task_attended[kRowsPerTask];
+    for (int64_t row = begin; row < end; ++row) {
+      task_queries[row - begin] = pointer(head, row);
+      task_attended[row - begin] = attended(row);
+    }
     const char* head_keys = static_cast<const char*>(keys.data_ptr()) + head * keys.stride(1) * element_size;
-    kernels.attention_mass(task_queries, static_cast<int>(end - begin), head_keys, static_cast<int>(num_scored),
-                           static_cast<int>(head_dim), static_cast<float>(scale),
+    kernels.attention_mass(task_queries, task_attended, static_cast<int>(end - begin), head_keys,
+                           static_cast<int>(num_scored), static_cast<int>(head_dim), static_cast<float>(scale), squared,
                            scratch(mass_workspace_floats(num_scored, head_dim)), partial.data() + task * padded);
   });
 

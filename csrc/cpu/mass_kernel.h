@@ -1,4 +1,4 @@
-// Attention mass: how much probability each key of a window receives from all queries, without a mask (Kara, Eq. 4).
+// Attention mass: how much probability each key of a window receives from all queries (Kara, Eq. 4), or its squares.
 //
 // A row's softmax is complete before it is added, so the matrix of probabilities never exists: four rows of it do. Rows
 // are added in ascending order whatever their number, so the result has the same bits in every blocking.
@@ -18,17 +18,19 @@ struct WindowMass {
   const int head_dim;
   const int num_words;
   const float scale;
+  const bool squared;
   float* packed_keys;  // [num_tiles, num_words, kTileEntries]
   float* scores;       // [num_tiles, kRowBlock, kTileEntries]
   float* rows;         // [kRowBlock, num_words]
   float* mass;         // [num_tiles * kTileEntries]
 
-  WindowMass(const void* keys, int num_keys, int head_dim, float scale, float* workspace, float* mass)
+  WindowMass(const void* keys, int num_keys, int head_dim, float scale, bool squared, float* workspace, float* mass)
       : num_keys(num_keys),
         num_tiles((num_keys + kTileEntries - 1) / kTileEntries),
         head_dim(head_dim),
         num_words(head_dim / Product::kChannels),
         scale(scale),
+        squared(squared),
         packed_keys(workspace),
         scores(packed_keys + static_cast<int64_t>(num_tiles) * head_dim * kTileEntries),
         rows(scores + static_cast<int64_t>(num_tiles) * kRowBlock * kTileEntries),
@@ -46,7 +48,7 @@ struct WindowMass {
   }
 
   template <int kRows>
-  void add_rows(const void* const* queries) const {
+  void add_rows(const void* const* queries, const int* attended) const {
     for (int r = 0; r < kRows; ++r) {
       const Word* query = static_cast<const Word*>(queries[r]);
       for (int word = 0; word < num_words; word += kLanes) {
@@ -59,27 +61,31 @@ struct WindowMass {
       score<Product, kRows>(rows, keys, num_words, scale, scores + t * kRows * kTileEntries);
     }
     Vec inverse[kRows];
-    for (int r = 0; r < kRows; ++r) inverse[r] = exponentiate(scores + r * kTileEntries, kRows * kTileEntries);
+    for (int r = 0; r < kRows; ++r) {
+      inverse[r] = exponentiate(scores + r * kTileEntries, kRows * kTileEntries, attended[r]);
+    }
     for (int t = 0; t < num_tiles; ++t) {
       for (int entry = 0; entry < kTileEntries; entry += kLanes) {
         float* column = mass + t * kTileEntries + entry;
         Vec sum = load(column);
         for (int r = 0; r < kRows; ++r) {
-          sum = fma(load(scores + (t * kRows + r) * kTileEntries + entry), inverse[r], sum);
+          const Vec weight = load(scores + (t * kRows + r) * kTileEntries + entry);
+          const Vec probability = mul(weight, inverse[r]);
+          sum = squared ? fma(probability, probability, sum) : fma(weight, inverse[r], sum);
         }
         store(column, sum);
       }
     }
   }
 
-  // Scores of one row, tiles `stride` apart, to e^(score - max), 0 behind the last key. Returns 1 / their sum.
-  Vec exponentiate(float* row, int stride) const {
+  // Scores of one row, tiles `stride` apart, to e^(score - max), 0 behind the first `attended`. Returns 1 / their sum.
+  Vec exponentiate(float* row, int stride, int attended) const {
     const Vec minus_infinity = broadcast(-__builtin_inff());
     Vec largest = minus_infinity;
     for (int t = 0; t < num_tiles; ++t) {
       for (int entry = 0; entry < kTileEntries; entry += kLanes) {
         float* place = row + t * stride + entry;
-        const int valid = num_keys - t * kTileEntries - entry;
+        const int valid = attended - t * kTileEntries - entry;
         if (valid < kLanes) store(place, valid > 0 ? keep_first(valid, load(place), minus_infinity) : minus_infinity);
         largest = max(load(place), largest);
       }
@@ -99,15 +105,15 @@ struct WindowMass {
 };
 
 template <class T, class Product>
-void attention_mass(const void* const* queries, int num_queries, const void* keys, int num_keys, int head_dim,
-                    float scale, float* workspace, float* mass) {
-  const WindowMass<T, Product> window(keys, num_keys, head_dim, scale, workspace, mass);
+void attention_mass(const void* const* queries, const int* attended, int num_queries, const void* keys, int num_keys,
+                    int head_dim, float scale, bool squared, float* workspace, float* mass) {
+  const WindowMass<T, Product> window(keys, num_keys, head_dim, scale, squared, workspace, mass);
   for (int i = 0; i < num_queries; i += kRowBlock) {
     switch (minimum(kRowBlock, num_queries - i)) {
-      case 4: window.template add_rows<4>(queries + i); break;
-      case 3: window.template add_rows<3>(queries + i); break;
-      case 2: window.template add_rows<2>(queries + i); break;
-      case 1: window.template add_rows<1>(queries + i); break;
+      case 4: window.template add_rows<4>(queries + i, attended + i); break;
+      case 3: window.template add_rows<3>(queries + i, attended + i); break;
+      case 2: window.template add_rows<2>(queries + i, attended + i); break;
+      case 1: window.template add_rows<1>(queries + i, attended + i); break;
     }
   }
 }

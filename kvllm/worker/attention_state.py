@@ -15,7 +15,7 @@ from kvllm._extension import has_cuda_operators, operator
 from kvllm.attention.backend import AttentionBackend, AttentionBatch
 from kvllm.attention.cache import CacheShape
 from kvllm.attention.compaction import pad
-from kvllm.attention.compression.mass import attention_mass, mass_of_all_rows
+from kvllm.attention.compression.mass import batched_attention_mass
 from kvllm.worker.transfer import upload
 
 
@@ -125,11 +125,8 @@ class ObservingBackend(AttentionBackend):
             length = first_index + end - begin
             blocks = batch.block_tables[i : i + 1, : -(-length // self.cache.shape.block_size)]
             keys, rows = self.cache.gather_keys(layer, blocks), queries[begin:end].transpose(0, 1)
-            if end - begin == 1:  # nothing is masked
-                mass = mass_of_all_rows(rows.unsqueeze(0), keys, length)[0]
-            else:
-                mass = attention_mass(rows, keys[0, :, :length], first_index)
-            self.mass.add(layer, row, mass)
+            row_index = torch.arange(first_index, length, device=rows.device)
+            self.mass.add(layer, row, batched_attention_mass(rows.unsqueeze(0), keys, length, row_index)[0])
         return self.backend.run(layer, queries, inner)
 
     def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:

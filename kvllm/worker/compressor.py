@@ -133,6 +133,7 @@ class Compressor:
         """Offsets that survive in windows of one size: `[layers, windows, kv_heads, retain]`."""
         tables = self._window_tables(windows, size)
         seeds = [_seed(window) for window in windows]
+        query_offsets = upload(offsets, self.cache.data.device)
         kept: list[torch.Tensor] = []
 
         def visit(layer: int, queries: torch.Tensor | None) -> None:
@@ -146,6 +147,7 @@ class Compressor:
                     retain=self._mean_retained(retain),
                     buffer=self.config.buffer,
                     seeds=seeds,
+                    query_offsets=query_offsets,
                     **self._options(windows, layer),
                 )
                 # Layers and heads may keep fewer than there is room for.

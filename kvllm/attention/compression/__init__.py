@@ -15,6 +15,7 @@ from kvllm.attention.compression import (
     h2o,
     kara,
     kara_keydiff,
+    kara_sharp,
     keydiff,
     pyramidkv,
     random,
@@ -63,6 +64,7 @@ class Method:
 METHODS: dict[str, Method] = {
     "kara": Method(kara.select, "window", ("chunk_budget", "max_chunk")),
     "kara_keydiff": Method(kara_keydiff.select, "window", ("chunk_budget", "max_chunk")),
+    "kara_sharp": Method(kara_sharp.select, "window", ("chunk_budget", "max_chunk", "query_offsets")),
     "kara_no_bi": Method(kara.select, "buffer", ("chunk_budget", "max_chunk")),
     "kara_no_token2chunk": Method(partial(kara.select, chunk_budget=0), "window", ("max_chunk",)),
     "snapkv": Method(snapkv.select, "recent"),

@@ -8,7 +8,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from kvllm.attention.compression.mass import mass_of_all_rows
+from kvllm.attention.compression.mass import batched_attention_mass
 from kvllm.attention.compression.region import check_queries, everything, keeps_everything, with_buffer
 from kvllm.attention.compression.token2chunk import expand
 
@@ -53,7 +53,7 @@ def scores(queries: Tensor, keys: Tensor, buffer: int) -> Tensor:
     window = keys.shape[2]
     if not 0 <= buffer < window:
         raise ValueError(f"buffer={buffer} must leave at least one of the {window} positions of the window to score")
-    return mass_of_all_rows(queries, keys, window - buffer)
+    return batched_attention_mass(queries, keys, window - buffer)
 
 
 def budget(num_scored: int, retention: Fraction | str | int, chunk_budget: int) -> tuple[int, int]:

@@ -24,63 +24,76 @@ def rows_per_tile(keys: Tensor) -> int:
 
 
 @torch.no_grad()
-def mass_of_all_rows(queries: Tensor, keys: Tensor, num_keys: int) -> Tensor:
+def batched_attention_mass(
+    queries: Tensor, keys: Tensor, num_keys: int, row_index: Tensor | None = None, *, squared: bool = False
+) -> Tensor:
     """Softmax attention of every row to the first `num_keys` keys, summed as `attention_mass` does.
 
     Args:
         queries: `[S, Hq, rows, d]`, rotated, bfloat16 or float32.
         keys: `[S, Hkv, W, d]`, rotated.
+        row_index: int64 `[rows]`, the index of each row among the keys, up to which it attends; None: to all.
+        squared: sum the squares of the probabilities.
 
     Returns:
         float32 `[S, Hkv, num_keys]`, bit-identical for a sequence whatever the others in the batch are.
     """
     if keys.is_cpu and queries.dtype == keys.dtype in (torch.float32, torch.bfloat16) and keys.shape[3] % 2 == 0:
-        return operator("attention_mass")(queries, keys.contiguous(), num_keys, keys.shape[3] ** -0.5)
+        return operator("attention_mass")(
+            queries, keys.contiguous(), num_keys, keys.shape[3] ** -0.5, row_index, squared
+        )
     if keys.is_cuda and queries.dtype == keys.dtype and find_spec("triton"):
         from kvllm.attention.kernels.scores import window_scores
 
-        return window_scores(queries, keys.contiguous(), num_keys, keys.shape[3] ** -0.5)
+        return window_scores(queries, keys.contiguous(), num_keys, keys.shape[3] ** -0.5, row_index, squared=squared)
     # One sequence at a time: a batched product may choose its order of summation by the size of the batch.
-    return torch.stack([attention_mass(*sequence) for sequence in zip(queries, keys[:, :, :num_keys], strict=True)])
+    sequences = zip(queries, keys[:, :, :num_keys], strict=True)
+    return torch.stack([attention_mass(*sequence, row_index, squared=squared) for sequence in sequences])
 
 
 @torch.no_grad()
 @no_tf32()
 def attention_mass(
-    queries: Tensor, keys: Tensor, first_index: int | None = None, holes: Tensor | None = None
+    queries: Tensor,
+    keys: Tensor,
+    row_index: Tensor | None = None,
+    holes: Tensor | None = None,
+    *,
+    squared: bool = False,
 ) -> Tensor:
     """Softmax attention of one sequence, summed over the query rows and over the query heads of each KV head.
 
-    With the rows of a prompt (`first_index` 0) or of one decoded token (the last index) it is what H2O adds to the
-    mass of the cached entries. Rows may come in any chunks; only the order of summation differs.
+    With the rows of a prompt, or of one decoded token, it is what H2O adds to the mass of the cached entries. Rows may
+    come in any chunks; only the order of summation differs.
 
     Args:
         queries: `[Hq, T, d]`, rotated, bfloat16 or float32; query head h reads KV head `h // (Hq // Hkv)`.
         keys: `[Hkv, C, d]`, rotated.
-        first_index: the index of row 0 among the keys; row i attends to the keys 0 .. `first_index + i`. None: every
-            row attends to all keys.
+        row_index: int64 `[T]`, the index of each row among the keys; it attends to the keys up to that. None: every row
+            attends to all keys.
         holes: bool `[Hkv, C]`, keys that no row attends to.
+        squared: sum the squares of the probabilities.
 
     Returns:
-        float32 `[Hkv, C]`; each row sums to `T * Hq / Hkv`.
+        float32 `[Hkv, C]`; each row sums to `T * Hq / Hkv`, or less if squared.
     """
     num_kv_heads, num_keys, head_dim = keys.shape
     num_rows = queries.shape[1]
-    if first_index is not None and not 0 <= first_index <= num_keys - num_rows:
-        raise ValueError(
-            f"first_index={first_index}: {num_rows} query rows from there must be among the {num_keys} keys"
-        )
+    if row_index is not None and row_index.shape != (num_rows,):
+        raise ValueError(f"row_index {tuple(row_index.shape)} must have an index for each of {num_rows} query rows")
     rows = queries.float().contiguous().view(num_kv_heads, -1, head_dim)
     scaled_keys = (keys.float() * head_dim**-0.5).contiguous()
     key_index = torch.arange(num_keys, device=keys.device)
-    row_index = (first_index or 0) + torch.arange(rows.shape[1], device=keys.device) % num_rows
+    if row_index is not None:
+        row_index = row_index.repeat(rows.shape[1] // num_rows)
     tile_rows = rows_per_tile(keys)
     mass = torch.zeros(num_kv_heads, num_keys, device=keys.device)
-    for tile, tile_index in zip(rows.split(tile_rows, dim=1), row_index.split(tile_rows), strict=True):
-        logits = torch.bmm(tile, scaled_keys.mT)
-        if first_index is not None:
-            logits.masked_fill_(key_index > tile_index[:, None], -torch.inf)
+    for start in range(0, rows.shape[1], tile_rows):
+        logits = torch.bmm(rows[:, start : start + tile_rows], scaled_keys.mT)
+        if row_index is not None:
+            logits.masked_fill_(key_index > row_index[start : start + tile_rows, None], -torch.inf)
         if holes is not None:
             logits.masked_fill_(holes[:, None], -torch.inf)
-        mass += torch.softmax(logits, dim=-1, out=logits).sum(dim=1)
+        probabilities = torch.softmax(logits, dim=-1, out=logits)
+        mass += (probabilities.square_() if squared else probabilities).sum(dim=1)
     return mass

@@ -71,9 +71,10 @@ def scores(
         raise ValueError(f"kernel={kernel} must be odd, to be centred on a position")
     rows_per_kv_head = num_rows * (queries.shape[1] // keys.shape[1])
     pooling = avg_pool1d if pool == "average" else max_pool1d
+    row_index = torch.arange(length - num_rows, length, device=keys.device)
     of_sequences = []
     for i in range(len(keys)):
-        mass = attention_mass(queries[i], keys[i], length - num_rows, None if holes is None else holes[i])
+        mass = attention_mass(queries[i], keys[i], row_index, None if holes is None else holes[i])
         scored = mass[:, : length - buffer] / rows_per_kv_head
         of_sequences.append(pooling(scored, kernel, stride=1, padding=kernel // 2))
     pooled = torch.stack(of_sequences)

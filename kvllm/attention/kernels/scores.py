@@ -1,4 +1,4 @@
-"""Kara's window scoring: attention mass of keys without a mask, in two passes, the square never stored."""
+"""Window scoring: attention mass of keys, or its squares, in two passes, the matrix never stored."""
 
 from __future__ import annotations
 
@@ -44,10 +44,20 @@ def _load_keys(
     return tl.load(keys + offsets[:, None] + channel[None, :], mask=mask, other=0.0)
 
 
+@triton.jit
+def _last_key(row_index, row, num_rows, num_keys, GROUP: tl.constexpr, MASKED: tl.constexpr):
+    """The last key that each row attends to."""
+    last = tl.zeros_like(row) + num_keys - 1
+    if MASKED:
+        last = tl.minimum(tl.load(row_index + row % num_rows, mask=row < GROUP * num_rows, other=0).to(tl.int32), last)
+    return last
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_keys", "window"])
 def _row_softmax(
     queries,
     keys,
+    row_index,
     maxima,
     inverses,
     scale,
@@ -61,10 +71,14 @@ def _row_softmax(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     CHANNELS: tl.constexpr,
+    MASKED: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """First pass: the maximum of each row's scores and 1 / the sum of their exponentials."""
+    """First pass: the maximum of each row's scores and 1 / the sum of their exponentials.
+
+    MASKED: a row attends to keys up to its `row_index`, int64 `[num_rows]`, else to all.
+    """
     sequence, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tile * ROWS + tl.arange(0, ROWS)
     query = _load_queries(
@@ -80,13 +94,14 @@ def _row_softmax(
         HEAD_DIM,
         CHANNELS,
     )
+    last = _last_key(row_index, row, num_rows, num_keys, GROUP, MASKED)
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     for begin in range(0, num_keys, KEYS):
         key = begin + tl.arange(0, KEYS)
         key_tile = _load_keys(keys, sequence, head, key, num_keys, window, KV_HEADS, HEAD_DIM, CHANNELS)
         scores = tl.dot(query, tl.trans(key_tile), input_precision="ieee") * scale
-        scores = tl.where((key < num_keys)[None, :], scores, float("-inf"))
+        scores = tl.where(key[None, :] <= last[:, None], scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
         total = total * tl.exp2(maximum - new_maximum) + tl.sum(tl.exp2(scores - new_maximum[:, None]), 1)
         maximum = new_maximum
@@ -100,6 +115,7 @@ def _column_sums(
     mass,
     queries,
     keys,
+    row_index,
     maxima,
     inverses,
     scale,
@@ -113,10 +129,12 @@ def _column_sums(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     CHANNELS: tl.constexpr,
+    MASKED: tl.constexpr,
+    SQUARED: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Second pass: the probabilities of a tile of keys, added up over all rows in ascending tiles."""
+    """Second pass: the probabilities of a tile of keys, or their squares, added up over all rows in ascending tiles."""
     sequence, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     key = tile * KEYS + tl.arange(0, KEYS)
     key_tile = _load_keys(keys, sequence, head, key, num_keys, window, KV_HEADS, HEAD_DIM, CHANNELS)
@@ -141,16 +159,30 @@ def _column_sums(
         maximum = tl.load(maxima + first_place + row, mask=exists, other=0.0)
         inverse = tl.load(inverses + first_place + row, mask=exists, other=0.0)
         scores = tl.dot(query, tl.trans(key_tile), input_precision="ieee") * scale
-        sums += tl.exp2(scores - maximum[:, None]) * inverse[:, None]
+        probabilities = tl.exp2(scores - maximum[:, None]) * inverse[:, None]
+        if MASKED:
+            last = _last_key(row_index, row, num_rows, num_keys, GROUP, MASKED)
+            probabilities = tl.where(key[None, :] <= last[:, None], probabilities, 0.0)
+        sums += probabilities * probabilities if SQUARED else probabilities
     place = (sequence.to(tl.int64) * KV_HEADS + head) * num_keys + key
     tl.store(mass + place, tl.sum(sums, 0), mask=key < num_keys)
 
 
-def window_scores(queries: torch.Tensor, keys: torch.Tensor, num_keys: int, scale: float) -> torch.Tensor:
+def window_scores(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    num_keys: int,
+    scale: float,
+    row_index: torch.Tensor | None = None,
+    *,
+    squared: bool = False,
+) -> torch.Tensor:
     """Attention probability that each of the first `num_keys` keys receives from all queries (Kara paper, Eq. 4).
 
     queries: `[S, Hq, rows, d]`; with contiguous channels they are read where they are, whatever the other strides.
-    keys: contiguous `[S, Hkv, W, d]` of the same dtype. Returns float32 `[S, Hkv, num_keys]`; products are accumulated
+    keys: contiguous `[S, Hkv, W, d]` of the same dtype.
+    row_index: int64 `[rows]`, the key up to which each row attends; None: to all. squared: add up the squares.
+    Returns float32 `[S, Hkv, num_keys]`; products are accumulated
     in float32, and sums have an order that depends on none of S, Hq and Hkv.
     """
     if queries.stride(3) != 1:
@@ -168,6 +200,7 @@ def window_scores(queries: torch.Tensor, keys: torch.Tensor, num_keys: int, scal
         "GROUP": group,
         "HEAD_DIM": head_dim,
         "CHANNELS": max(16, triton.next_power_of_2(head_dim)),
+        "MASKED": row_index is not None,
         "num_stages": 2,
     }
     if keys.dtype == torch.float32:
@@ -178,6 +211,10 @@ def window_scores(queries: torch.Tensor, keys: torch.Tensor, num_keys: int, scal
         first = {"ROWS": 128, "KEYS": width, "num_warps": 8}
         second = {"ROWS": 64, "KEYS": width, "num_warps": 4}
     row_tiles, key_tiles = triton.cdiv(group * num_rows, first["ROWS"]), triton.cdiv(num_keys, second["KEYS"])
-    _row_softmax[(num_sequences, kv_heads, row_tiles)](queries, keys, maxima, inverses, *sizes, **shape, **first)
-    _column_sums[(num_sequences, kv_heads, key_tiles)](mass, queries, keys, maxima, inverses, *sizes, **shape, **second)
+    _row_softmax[(num_sequences, kv_heads, row_tiles)](
+        queries, keys, row_index, maxima, inverses, *sizes, **shape, **first
+    )
+    _column_sums[(num_sequences, kv_heads, key_tiles)](
+        mass, queries, keys, row_index, maxima, inverses, *sizes, **shape, **second, SQUARED=squared
+    )
     return mass
