@@ -73,9 +73,10 @@ def ray_llm(ray_cluster) -> Iterator[Callable[..., LLM]]:
 
 
 SCRIPT = """
-import sys
+import signal, sys
 from kvllm import LLM, SamplingParams
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
     llm = LLM(sys.argv[1], block_size=16, num_gpu_blocks_override=400, **{sys.argv[2]: 2})
     print(*llm.llm_engine.executor.pids, flush=True)
     while True:
