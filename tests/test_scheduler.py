@@ -246,6 +246,17 @@ def test_completions_that_share_a_compressible_prompt_finish_in_a_tight_pool() -
     assert [len(tokens) for tokens in harness.finished.values()] == [260, 260]
 
 
+def test_the_windows_of_a_prompt_go_together_where_survivors_fill_no_whole_blocks() -> None:
+    """One by one, the later windows would begin inside of blocks, and the sequence would need a seventh block."""
+    compression = CompressionConfig(window_blocks=3, retain_tokens=3, buffer=0, compress_prompt=True)
+    harness = Harness(engine_config(6, block_size=2, max_num_batched_tokens=5, max_num_seqs=2, compression=compression))
+    seq_id = harness.add([0, 1] * 6, 9)
+    harness.run(limit=2000)
+    assert len(harness.finished[seq_id]) == 21
+    (prompt, *_) = [job for plan in harness.plans for job in plan.compressions]
+    assert prompt.num_windows == 2
+
+
 def test_a_request_that_can_never_fit_is_refused_with_the_numbers() -> None:
     harness = Harness(engine_config(10))
     with pytest.raises(RequestError, match=r"prompt of 30 tokens.*needs 13 KV blocks of 4 tokens, the pool has 10"):

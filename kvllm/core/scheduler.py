@@ -284,10 +284,18 @@ class Scheduler:
         self._tokens = max(0, self._tokens) + len(self.running)
 
     def _compress_at_once(self, plan: StepPlan, compression: Compression, seq: Sequence, region: Region) -> None:
-        """Compress as much as there are tokens for. For the rest the sequence waits, and computes nothing meanwhile."""
+        """Compress as much as there are tokens for. For the rest the sequence waits, and computes nothing meanwhile.
+
+        Windows that do not lose whole blocks go together: behind the first of them the others would begin inside of
+        blocks, and a sequence admitted for what it takes with all of them compressed might never finish.
+        """
+        together = region.count if (region.size - region.retain) % self.config.block_size else 1
         affordable = self._tokens // window_tokens(compression.config, region.size)
-        part = replace(region, count=min(region.count, max(affordable, 0 if plan.compressions else 1)))
-        done = part.count > 0 and (not self._compress(plan, compression, seq, part) or part.count == region.count)
+        count = min(region.count, affordable) // together * together
+        if not count and not plan.compressions:
+            count = together
+        part = replace(region, count=count)
+        done = count > 0 and (not self._compress(plan, compression, seq, part) or count == region.count)
         if not done:
             self._held.add(seq.seq_id)
 
