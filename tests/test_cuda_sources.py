@@ -178,17 +178,17 @@ for name in ("copy_blocks", "swap_blocks", "compact", "compact_mass"):
 # On a device
 
 
-def needs_device() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU, and a torch with CUDA")
+@pytest.fixture
+def operators() -> None:
     if not has_cuda_operators():
         pytest.skip("needs the CUDA operators, which were not built")
 
 
+@pytest.mark.gpu
+@pytest.mark.usefixtures("operators")
 @pytest.mark.parametrize("dtype, head_dim", [(torch.bfloat16, 128), (torch.float32, 96)])
 def test_operators_that_move(dtype: torch.dtype, head_dim: int) -> None:
     """Against plain torch: compaction and copies, and swaps of blocks with pinned memory."""
-    needs_device()
     cache = random_cache(dtype, num_blocks=13, head_dim=head_dim).data
     on_device, on_host = cache.cuda(), torch.zeros_like(cache[:, :, :4]).pin_memory()
     sources, targets = torch.tensor([11, 3, 3]), torch.tensor([0, 1, 2])
@@ -207,8 +207,9 @@ def test_operators_that_move(dtype: torch.dtype, head_dim: int) -> None:
     assert torch.equal(bits_of(on_device.cpu()), expected)
 
 
+@pytest.mark.gpu
+@pytest.mark.usefixtures("operators")
 def test_operator_that_moves_mass() -> None:
-    needs_device()
     shape, regions = CacheShape(2, 3, 16, 16, torch.float32), [(3, 0, 100, 100), (0, 32, 128, 130), (4, 7, 60, 299)]
     kept = [random_kept(2, [end - start], 3, [30], ragged=False)[:, 0] for _, start, end, _ in regions]
     tables = [AttentionMass(shape, 5, 300, torch.device(device)) for device in ("cpu", "cuda")]

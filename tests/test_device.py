@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,10 +18,10 @@ from kvllm.parallel import SingleRank
 from kvllm.worker.memory import run_heaviest_steps
 from kvllm.worker.model_runner import ModelRunner
 from kvllm.worker.rank import RunnerSettings, make_runner
+from kvllm.worker.transfer import upload
 from tests.checkpoints import make_checkpoint
 from tests.test_engine import greedy, random_prompts, tokens
 
-without_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 with_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 GIB = 1 << 30
 
@@ -49,7 +50,7 @@ def test_without_a_gpu_everything_is_on_the_cpu(checkpoint: Path) -> None:
         LLM(checkpoint, device="cuda")
 
 
-@without_gpu
+@pytest.mark.gpu
 def test_with_a_gpu_everything_is_on_it_cuda(checkpoint: Path) -> None:
     runner = LLM(checkpoint, num_gpu_blocks_override=4).llm_engine.executor.runner
     assert runner.device.type == "cuda" and runner.backend.name == "triton" and runner.graphs
@@ -80,11 +81,18 @@ def test_float16_runs_as_float32_on_the_cpu(half: Path) -> None:
     assert LLM(half, device="cpu", num_gpu_blocks_override=4, dtype="bfloat16").cache_shape.dtype == torch.bfloat16
 
 
-@without_gpu
+@pytest.mark.gpu
 def test_float16_runs_as_it_is_on_cuda(half: Path) -> None:
     llm = LLM(half, num_gpu_blocks_override=40, block_size=16)
     assert llm.cache_shape.dtype == torch.float16
     assert all(len(found) == 20 for found in tokens(llm, random_prompts(256), greedy(20)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("values", [[[1, 2], [3, 4]], np.array([[1, 3], [2, 4]]).T, np.empty((0, 3), dtype=np.int64)])
+def test_what_is_uploaded_arrives(values: Any) -> None:
+    found = upload(values, torch.device("cuda"), torch.int32)
+    assert found.is_cuda and found.is_contiguous() and found.tolist() == np.asarray(values).tolist()
 
 
 # Memory
@@ -115,13 +123,15 @@ def test_the_heaviest_steps_are_as_heavy_as_any(checkpoint: Path, name: str) -> 
     """All tokens of the budget, all sequences sampled, and the windows that fit into a step."""
     compression = compressions()[name]
     probe, engine = make_probe(checkpoint, compression)
-    rows, sampled, windows = [], [], []
+    rows, sampled, windows, widths = [], [], [], []
     forward, logits, select = probe.model.forward, probe.model.logits, probe.compressor.select
+    plan = probe.backend.plan
+    probe.backend.plan = lambda batch: widths.append(tuple(batch.block_tables.shape)) or plan(batch)
     probe.model.forward = lambda token_ids, *args: rows.append(len(token_ids)) or forward(token_ids, *args)
     probe.model.logits = lambda hidden: sampled.append(len(hidden)) or logits(hidden)
     probe.compressor.select = lambda queries, keys, **options: windows.append(keys) or select(queries, keys, **options)
     run_heaviest_steps(probe, engine)
-    assert max(rows) == 200 - 200 % 6 and max(sampled) == 6
+    assert max(rows) == 200 - 200 % 6 and max(sampled) == 6 and (6, 256 // 16) in widths
     size = windows[0].shape[2]
     assert size == (100 if compression.policy == "threshold" else 48)
     assert sum(len(keys) for keys in windows) / 3 == min(6, 200 // window_tokens(compression, size))
@@ -133,7 +143,7 @@ def test_no_event_is_run_for_sequences_that_end_before_it(checkpoint: Path) -> N
     run_heaviest_steps(*make_probe(checkpoint, None, max_num_seqs=200))
 
 
-@without_gpu
+@pytest.mark.gpu
 def test_the_pool_gets_what_model_and_steps_leave_on_cuda(checkpoint: Path) -> None:
     total = torch.cuda.get_device_properties(0).total_memory
     before = torch.cuda.mem_get_info()[0]
@@ -146,7 +156,7 @@ def test_the_pool_gets_what_model_and_steps_leave_on_cuda(checkpoint: Path) -> N
     assert llm.stats().num_blocks == llm.config.num_blocks == llm.llm_engine.executor.runner.cache.num_blocks < 2 * 4096
 
 
-@without_gpu
+@pytest.mark.gpu
 def test_what_does_not_fit_on_cuda(checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match=r"gpu_memory_utilization=0\.001 leaves no memory for the KV pool"):
         LLM(checkpoint, gpu_memory_utilization=0.001)

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from benchmarks import device_check
-from benchmarks.device import check_kernels, check_tests, extension, section, show
+from benchmarks.device import check_kernels, check_tests, extension, peer, section, show, tables
 from benchmarks.device.log import FAILED, LEFT_OUT, MEASURED, PASSED, Log, read_rows, within
 from benchmarks.device.section import SECTIONS, Section, run_section
 from benchmarks.device.target import Target
@@ -57,8 +57,8 @@ def dry_run(tmp_path_factory: pytest.TempPathFactory) -> DryRun:
 
 def test_a_dry_run_goes_through_every_section(dry_run: DryRun) -> None:
     found = {name: result["status"] for name, result in dry_run.content["sections"].items()}
-    assert found == dict.fromkeys(SECTIONS, "passed"), dry_run.output
-    assert dry_run.exit_code == 0 and "Not passed: none" in dry_run.output
+    assert found == {**dict.fromkeys(SECTIONS, "passed"), "tests": LEFT_OUT}, dry_run.output
+    assert dry_run.exit_code == 0 and "Not passed: none. Left out: tests." in dry_run.output
 
 
 def test_a_dry_run_never_looks_like_a_device(dry_run: DryRun) -> None:
@@ -169,8 +169,8 @@ def test_an_exception_is_reported_and_other_sections_run(
     assert all(text in printed for text in ("on purpose", "FAILED: a row", "ZeroDivisionError", "Not passed: bad"))
 
 
-def test_a_crash_keeps_what_was_found(write: Write) -> None:
-    found = run_section("crash", write("crashing_section", "os.abort()"), 30, dry_run=True)
+def test_a_crash_keeps_what_was_found(write: Write, tmp_path: Path) -> None:
+    found = run_section("crash", write("crashing_section", "os.abort()"), 30, True, tmp_path / "rows")
     assert found["status"] == "failed" and [row["name"] for row in found["rows"]] == ["before"]
     assert "Aborted" in found["error"]
 
@@ -183,7 +183,7 @@ def test_a_hanging_section_is_killed_with_all_that_it_started(
 open({str(tmp_path / "pid")!r}, "w").write(str(child.pid))
 time.sleep(600)"""
     begin = time.monotonic()
-    found = run_section("hang", write("hanging_section", body), 6, dry_run=True)
+    found = run_section("hang", write("hanging_section", body), 6, True, tmp_path / "rows")
     assert found["status"] == "timed out" and time.monotonic() - begin < 30
     assert [row["name"] for row in found["rows"]] == ["before"]
     pid = int((tmp_path / "pid").read_text())
@@ -193,6 +193,34 @@ time.sleep(600)"""
 def test_a_section_knows_how_much_time_it_has(tmp_path: Path) -> None:
     log = Log(tmp_path / "rows", 5.0)
     assert 4 < log.seconds_left <= 5
+    log = Log(tmp_path / "rows", 0.0)
+    log.check("too late", lambda: 1 / 0)
+    assert [(row["status"], row["reason"]) for row in read_rows(log.file)] == [(LEFT_OUT, "there is no time left")]
+
+
+def test_sections_without_time_are_left_out(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(device_check, "SECTIONS", {"a": write("first_section", "pass"), "b": write("other", "pass")})
+    monkeypatch.setattr(device_check, "TOTAL_SECONDS", section.GRACE_SECONDS + device_check.LEAST_SECONDS + 0.5)
+    assert device_check.check_device(["--dry-run", "--output", str(tmp_path / "out"), "--commit", "abc"])
+    found = json.loads((tmp_path / "out" / "dry-run-abc.json").read_text())["sections"]
+    assert [result["status"] for result in found.values()] == ["passed", LEFT_OUT]
+    printed = capsys.readouterr().out
+    assert "run it alone with --section b" in printed and "Not passed: none. Left out: b." in printed
+
+
+def test_tables_share_out_their_time() -> None:
+    assert tables.share_out(60) == (0, 0.0)
+    for seconds, expected in ((150, 2), (480, 6), (1000, 6)):
+        count, each = tables.share_out(seconds)
+        assert count == expected and count * (each + tables.LOAD_SECONDS) == pytest.approx(seconds)
+
+
+def test_steps_of_transformers_are_those_in_which_all_decode() -> None:
+    stamps = [[1.0, 2.0, 3.0, 5.0, 8.0], [3.0, 5.0, 8.0, 8.1, 8.2], [2.0, 3.0, 5.0, 8.0, 8.1]]
+    assert peer.common_intervals(stamps) == [2.0, 3.0]
+    assert peer.common_intervals([[1.0, 2.0], [3.0, 4.0]]) == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -272,28 +300,34 @@ def test_tests_become_rows(tmp_path: Path) -> None:
     file = tmp_path / "test_some.py"
     file.write_text(
         "import pytest\n"
-        "def test_cuda_adds(): assert 1 + 1 == 2\n"
-        "def test_cuda_fails(): assert 1 + 1 == 3\n"
-        "def test_on_a_device(): pass\n"
         "def test_other(): assert False\n"
-        "@pytest.mark.skip(reason='not today')\n"
-        "def test_cuda_skips(): pass\n"
+        "@pytest.mark.gpu\n"
+        "class TestOfGpu:\n"
+        "    def test_adds(self): assert 1 + 1 == 2\n"
+        "    def test_fails(self): assert 1 + 1 == 3\n"
+        "    def test_skips(self): pytest.skip('not today')\n"
+        "    def test_lacks(self, fixture): pass\n"
     )
-    rows = rows_of(tmp_path, lambda log: check_tests.run_tests(log, [file]))
-    found = {name.partition("::")[2]: row for name, row in rows.items()}
+    broken = tmp_path / "test_broken.py"
+    broken.write_text("import nothing_of_this_name  # pytest.mark.gpu\n")
+    rows = rows_of(tmp_path, lambda log: check_tests.run_tests(log, [file, broken]))
+    found = {name.rpartition("/")[2].rpartition("::")[2]: row for name, row in rows.items()}
     assert {name: row["status"] for name, row in found.items()} == {
-        "test_cuda_adds": PASSED,
-        "test_cuda_fails": FAILED,
-        "test_on_a_device": PASSED,
-        "test_cuda_skips": LEFT_OUT,
+        "test_broken.py": FAILED,
+        "test_adds": PASSED,
+        "test_fails": FAILED,
+        "test_skips": LEFT_OUT,
+        "test_lacks": FAILED,
     }
-    assert "assert (1 + 1) == 3" in found["test_cuda_fails"]["error"]
-    assert found["test_cuda_skips"]["reason"] == "not today"
+    assert "assert (1 + 1) == 3" in found["test_fails"]["error"] and "nothing_of" in found["test_broken.py"]["error"]
+    assert "not today" in found["test_skips"]["reason"]
 
 
-def test_the_tests_that_need_a_gpu_are_found() -> None:
-    assert check_tests.looks_for_gpu(ROOT / "tests" / "test_kara.py")
-    assert not check_tests.looks_for_gpu(ROOT / "tests" / "test_scheduler.py")
+def test_the_files_with_tests_for_a_gpu_are_found() -> None:
+    assert check_tests.has_marked(ROOT / "tests" / "test_kara.py")
+    assert check_tests.has_marked(ROOT / "tests" / "test_graphs.py")
+    assert not check_tests.has_marked(ROOT / "tests" / "test_scheduler.py")
+    assert not check_tests.has_marked(Path(__file__))  # which only writes such tests
 
 
 def test_what_cannot_be_built_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,7 @@ from tests.checkpoints import make_checkpoint
 from tests.dense_decoder import DenseDecoder
 from tests.test_engine import greedy, random_prompts
 
-without_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=without_gpu)])
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 LENGTHS = (1, 2, 7, 16, 17, 40, 33, 5, 3, 20, 11)
 
 

@@ -486,7 +486,7 @@ def test_in_the_interpreter(name: str, failures: dict[str, str]) -> None:
     assert name not in failures, failures[name]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and a torch with CUDA")
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype, head_dim, group", [(torch.bfloat16, 128, 4), (torch.float32, 96, 3)])
 def test_attention_mass_on_a_device(dtype: torch.dtype, head_dim: int, group: int) -> None:
     rows = [[1100], list(range(300)), [0], list(range(40, 59))]

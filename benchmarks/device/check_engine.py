@@ -67,9 +67,9 @@ COUNTERS = ("steps", "preemptions", "compression_events", "windows_compressed", 
 
 def run(target: Target, log: Log) -> None:
     with tempfile.TemporaryDirectory() as directory:
+        check_compression(target, log, Path(directory) / "small")
         for name, shape in target.size(FAMILIES, {"Qwen3-0.6B": FAMILIES["Qwen3-0.6B"]}).items():
             check_family(target, log, name, Path(directory) / name, dict(shape))
-        check_compression(target, log, Path(directory) / "small")
 
 
 # Against transformers

@@ -71,7 +71,7 @@ class Decoding:
         self.peaks = peaks
         self.crowd = Crowd(llm)
         self.prompt_length = 0
-        self.prompt_tokens_per_s = float("inf")
+        self.prompt_tokens_per_s: float | None = None
 
     def measure(self, batch: int, context: int) -> Figures:
         """Where the pool is too small for all sequences, they have as many entries as it holds."""
@@ -100,9 +100,11 @@ class Decoding:
             self.crowd.disperse()
             self.prompt_length = prompt_length
         tokens = (batch - len(self.crowd.outputs)) * prompt_length
-        if tokens / self.prompt_tokens_per_s > self.log.seconds_left:
+        if self.prompt_tokens_per_s and tokens / self.prompt_tokens_per_s > self.log.seconds_left:
             raise LeftOut("there is no time left for the prompts")
         preemptions = self.llm.stats().preemptions
-        self.prompt_tokens_per_s = tokens / self.crowd.grow(batch, prompt_length)
+        seconds = self.crowd.grow(batch, prompt_length)
+        if tokens >= self.llm.config.max_num_batched_tokens:  # fewer fill no step, and say little about more
+            self.prompt_tokens_per_s = tokens / seconds
         if self.llm.stats().preemptions > preemptions:
             raise RuntimeError(f"the pool is too small for {batch} sequences of {prompt_length} tokens")

@@ -75,7 +75,8 @@ def make_llm(target: Target, setting: Setting, compression: CompressionConfig | 
 
 
 def events(target: Target, setting: Setting, stride: int) -> Figures:
-    """The cost of an event is the time of its step, less that of a step without one."""
+    """An event goes on in the next steps if its windows exceed a step's token budget. Its cost is the time of these
+    steps, less as many without one."""
     compression = CompressionConfig(
         period=setting.period,
         retain_tokens=setting.block_size + 1,
@@ -90,6 +91,7 @@ def events(target: Target, setting: Setting, stride: int) -> Figures:
         crowd.steps(1)
         if stats.steps > 6 * setting.block_size:
             raise RuntimeError(f"no compression event in {stats.steps} steps")
+    crowd.steps(setting.period // 2)  # the first event is over by then, whole ones follow
     before = {name: stats[name] for name in (*PHASES.values(), "compression_events", "windows_compressed")}
     counts = [stats.compression_events]
     num_steps = setting.periods * setting.period
@@ -98,9 +100,10 @@ def events(target: Target, setting: Setting, stride: int) -> Figures:
     plain = median(seconds for seconds, event in zip(times, has_event, strict=True) if not event)
     cost = sum(seconds - plain for seconds, event in zip(times, has_event, strict=True) if event)
     of_run = {name: stats[name] - value for name, value in before.items()}
-    num_events = of_run["compression_events"]
+    num_events = sum(now and not earlier for earlier, now in pairwise([False, *has_event]))
     return {
         "windows_of_an_event": of_run["windows_compressed"] / num_events,
+        "steps_of_an_event": of_run["compression_events"] / num_events,
         "step_seconds": plain,
         "event_seconds": cost / num_events,
         "of_decoding": cost / (num_steps * plain),

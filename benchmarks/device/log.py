@@ -42,6 +42,9 @@ class Log:
         self._guarded(name, MEASURED, call)
 
     def _guarded(self, name: str, status: str, call: Callable[[], Figures | None]) -> None:
+        if self.seconds_left <= 0:
+            self.left_out(name, "there is no time left")
+            return
         try:
             figures = call()
         except LeftOut as reason:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
+from math import ceil
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,7 +25,11 @@ from benchmarks.device.target import Target
 from kvllm.model_config import ModelConfig, load_model_config
 
 # By importance: time may not last for all.
-CASES, TINY_CASES = ((1024, 32), (1024, 128), (1024, 1), (4096, 32)), ((24, 3),)
+CASES, TINY_CASES = ((1024, 32), (1024, 128), (4096, 32), (1024, 1)), ((24, 3),)
+BLOCK_SIZE = 256
+"""Of its cache, as it is by default."""
+PROMPT_STEP = 8192
+"""Tokens of prompts that it computes in a step, in which others decode already."""
 
 
 def run(target: Target, log: Log) -> None:
@@ -39,34 +45,38 @@ def measure_model(target: Target, log: Log, peaks: Ceilings, name: str) -> None:
         config = load_model_config(path)
         with target.device:
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.bfloat16).eval()
-    # Its cache takes what memory there is: on the CPU that is too much for a dry run.
-    batching = ContinuousBatchingConfig(num_blocks=target.size(None, 16), allow_block_sharing=False)
-    seconds_per_token = 0.0
+    seconds_per_token: list[float] = []  # of the cases so far
     for context, batch in target.size(CASES, TINY_CASES):
         title, left = case_name(name, batch, context), log.seconds_left
-        if seconds_per_token * context * batch > left:
+        if seconds_per_token and min(seconds_per_token) * context * batch > left:
             log.left_out(title, "there is no time left for the prompts")
             continue
-        log.measure(title, partial(step, model, config, batching, peaks, batch, context))
-        seconds_per_token = (left - log.seconds_left) / (context * batch)
+        log.measure(title, partial(step, model, config, peaks, batch, context))
+        seconds_per_token.append((left - log.seconds_left) / (context * batch))
+        target.release_memory()
 
 
-def step(
-    model: Any, config: ModelConfig, batching: ContinuousBatchingConfig, peaks: Ceilings, batch: int, context: int
-) -> Figures:
-    """The median interval between tokens of the sequence that began last: by then all of them decode."""
+def step(model: Any, config: ModelConfig, peaks: Ceilings, batch: int, context: int) -> Figures:
+    """The median interval between tokens while all sequences decode."""
     rng = random.Random(0)
     prompts = [rng.choices(range(config.vocab_size), k=context) for _ in range(batch)]
-    options = GenerationConfig(max_new_tokens=WARM_UP + STEPS + 1, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    # The first must still run when the last begins.
+    length = WARM_UP + STEPS + ceil(1.25 * batch * context / PROMPT_STEP) + batch.bit_length()
+    # Left to itself, its cache takes what memory there is.
+    blocks = ceil(1.25 * batch * (ceil((context + length) / BLOCK_SIZE) + 1))
     outputs = model.generate_batch(
-        prompts, generation_config=options, continuous_batching_config=batching, record_timestamps=True
+        prompts,
+        generation_config=GenerationConfig(max_new_tokens=length, do_sample=False, eos_token_id=-1, pad_token_id=0),
+        continuous_batching_config=ContinuousBatchingConfig(num_blocks=blocks, allow_block_sharing=False),
+        record_timestamps=True,
     )
     stamps = [output.timestamps for output in outputs.values() if output.timestamps]
     if len(stamps) < batch:
         raise LeftOut(f"transformers {transformers.__version__} served {len(stamps)} of {batch} requests")
-    last = max(stamps, key=lambda each: each[0])
-    seconds = median([later - earlier for earlier, later in pairwise(last)][WARM_UP:])
-    entries = context + len(last) / 2
+    intervals = common_intervals(stamps)[WARM_UP:]
+    if not intervals:
+        raise LeftOut(f"transformers {transformers.__version__} did not decode all of {batch} requests at once")
+    seconds, entries = median(intervals), context + length / 2
     floor = peaks.floor(*decode_cost(config, batch, entries))
     return {
         "entries": round(entries),
@@ -74,4 +84,12 @@ def step(
         "step_floor_seconds": floor,
         "times_floor": seconds / floor,
         "output_tokens_per_s": batch / seconds,
+        "attention": model.config._attn_implementation,
     }
+
+
+def common_intervals(stamps: Sequence[Sequence[float]]) -> list[float]:
+    """Between the tokens of the sequence that began last, until the first one ends. stamps: of tokens, by sequence."""
+    end = min(each[-1] for each in stamps)
+    last = max(stamps, key=lambda each: each[0])
+    return [later - earlier for earlier, later in pairwise(last) if later <= end]

@@ -35,6 +35,7 @@ FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "output_tokens_per_s": ("output\ntokens/s", _COUNT),
     "prompt_tokens_per_s": ("prompt\ntokens/s", _COUNT),
     "windows_of_an_event": ("windows\nan event", "{:.1f}".format),
+    "steps_of_an_event": ("steps\nan event", "{:.1f}".format),
     "event_seconds": ("event,\nms", _MILLISECONDS),
     "of_decoding": ("of\ndecoding", _SHARE),
     "longest_step_seconds": ("longest\nstep, ms", _MILLISECONDS),

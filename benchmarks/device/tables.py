@@ -42,6 +42,8 @@ TINY_ARGUMENTS = (
 )
 SECONDS, TINY_SECONDS = 60.0, 1.0
 """Each variant serves at least so long: until then the pool has been full for half of the time."""
+LEAST_SECONDS = 20.0
+"""Less says nothing."""
 LOAD_SECONDS = 12.0
 """What a run needs beside."""
 COUNTS = ("preemptions", "compression_events", "windows_compressed")
@@ -50,9 +52,7 @@ PHASES = ("decode_seconds", "prefill_seconds", "recompute_seconds", "score_secon
 
 def run(target: Target, log: Log) -> None:
     planned = target.size(RUNS, TINY_RUNS)
-    fitting = target.size(int(log.seconds_left / (SECONDS + LOAD_SECONDS)), len(TINY_RUNS))
-    count = min(len(planned), max(2, fitting))  # one run alone compares nothing
-    seconds = target.size(log.seconds_left / count - LOAD_SECONDS, TINY_SECONDS)
+    count, seconds = target.size(share_out(log.seconds_left), (len(TINY_RUNS), TINY_SECONDS))
     references: dict[int, Figures] = {}
     with tempfile.TemporaryDirectory() as directory:
         jobs = make_jobs(target, Path(directory))
@@ -62,6 +62,13 @@ def run(target: Target, log: Log) -> None:
             target.release_memory()
     for column, name in planned[count:]:
         log.left_out(f"at most {column}: {name}", "no time is left: run this section alone, with more --seconds")
+
+
+def share_out(seconds: float) -> tuple[int, float]:
+    """How many runs there is time for, and how long each may serve."""
+    count = min(len(RUNS), max(2, int(seconds / (SECONDS + LOAD_SECONDS))))  # one run alone compares nothing
+    each = seconds / count - LOAD_SECONDS
+    return (count, each) if each >= LEAST_SECONDS else (0, 0.0)
 
 
 def make_jobs(target: Target, directory: Path) -> dict[int, dict[str, Job]]:

@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
+#include <torch/headeronly/util/shim_utils.h>
 
 #include <algorithm>
 #include <atomic>
@@ -57,7 +58,7 @@ Tensor empty(int32_t dtype, const int64_t (&sizes)[kDims]) {
   int64_t stride = 1;
   for (size_t dim = kDims; dim-- > 0; stride *= sizes[dim]) strides[dim] = stride;
   AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(
+  TORCH_ERROR_CODE_CHECK(
       aoti_torch_empty_strided(kDims, sizes, strides, dtype, aoti_torch_device_type_cpu(), 0, &handle));
   return Tensor(handle);
 }
@@ -65,7 +66,7 @@ Tensor empty(int32_t dtype, const int64_t (&sizes)[kDims]) {
 template <size_t kDims>
 Tensor empty_like(const Tensor& like, const int64_t (&sizes)[kDims]) {
   int32_t dtype;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
   return empty(dtype, sizes);
 }
 

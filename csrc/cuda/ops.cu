@@ -7,6 +7,7 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
+#include <torch/headeronly/util/shim_utils.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -70,7 +71,7 @@ struct Launch {
   explicit Launch(const Tensor& tensor) : guard(tensor.get_device_index()) {
     STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "this libtorch has no CUDA");
     void* current = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &current));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &current));
     stream = static_cast<cudaStream_t>(current);
   }
 };

@@ -115,17 +115,19 @@ class ObservingBackend(AttentionBackend):
         assert batch.rows is not None
         if self.backend.observes:
             return self.backend.plan(replace(batch, mass=self.mass.mass)), batch, []
-        starts, index = batch.query_starts.tolist(), batch.query_index.tolist()
-        sequences = list(zip(batch.rows, starts, starts[1:], strict=False))
-        return self.backend.plan(batch), batch, [(row, a, b, index[a]) for row, a, b in sequences]
+        starts, row_index = batch.query_starts.tolist(), batch.query_index.long()
+        lengths = (row_index + 1).tolist()
+        sequences = [
+            (row, a, b, lengths[b - 1], row_index[a:b])
+            for row, a, b in zip(batch.rows, starts, starts[1:], strict=False)
+        ]
+        return self.backend.plan(batch), batch, sequences
 
     def run(self, layer: int, queries: torch.Tensor, plan: Any) -> torch.Tensor:
         inner, batch, sequences = plan
-        for i, (row, begin, end, first_index) in enumerate(sequences):
-            length = first_index + end - begin
+        for i, (row, begin, end, length, row_index) in enumerate(sequences):
             blocks = batch.block_tables[i : i + 1, : -(-length // self.cache.shape.block_size)]
             keys, rows = self.cache.gather_keys(layer, blocks), queries[begin:end].transpose(0, 1)
-            row_index = torch.arange(first_index, length, device=rows.device)
             self.mass.add(layer, row, batched_attention_mass(rows.unsqueeze(0), keys, length, row_index)[0])
         return self.backend.run(layer, queries, inner)
 

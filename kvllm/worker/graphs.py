@@ -119,12 +119,9 @@ def cuda_capture() -> Capture:
 
     def capture(step: Step) -> Step:
         step()  # compiles the kernels that were never used: a capture must not do that
-        torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             hidden = step()
-            graph.capture_end()
 
         def replay() -> torch.Tensor:
             graph.replay()

@@ -38,7 +38,8 @@ def fitting_blocks(probe: ModelRunner, config: EngineConfig, utilization: float,
     in_use, block_bytes = total - free, probe.cache.shape.bytes_per_block
     left, graph_bytes = int(total * utilization) - in_use - step_bytes, 0
     if with_graphs and left > block_bytes:
-        graph_bytes = _peak(lambda: probe.use_graphs(_run_once, left // block_bytes)) + GRAPHS_BYTES
+        with enough_memory("what CUDA graphs need", "set enforce_eager=True"):
+            graph_bytes = _peak(lambda: probe.use_graphs(_run_once, left // block_bytes)) + GRAPHS_BYTES
         probe.graphs = None
     blocks = (left - graph_bytes) // block_bytes
     if blocks < 1:
@@ -77,12 +78,19 @@ def run_heaviest_steps(runner: ModelRunner, config: EngineConfig) -> None:
 
 
 def _prefill(config: EngineConfig) -> Iterator[StepPlan]:
-    """As many tokens, and as many sequences that sample, as a step can have."""
+    """As many tokens, and as many sequences that sample, as a step can have; and the widest block tables."""
     num_tokens = min(config.max_num_batched_tokens // config.max_num_seqs, config.max_model_len)
     seq_ids = range(config.max_num_seqs)
     yield StepPlan(
         started=[SequenceStart(i, [0] * num_tokens, num_tokens, 0, SAMPLING, i) for i in seq_ids],
         scheduled=[ScheduledSequence(i, num_tokens, _blocks(num_tokens, config), [], True) for i in seq_ids],
+    )
+    yield StepPlan(forgotten=list(seq_ids))
+    # What attention writes for each part of a table grows with the longest one, for all sequences.
+    lengths = [config.max_model_len - 1] + [1] * (config.max_num_seqs - 1)
+    yield StepPlan(
+        started=[SequenceStart(i, [0] * n, n, n - 1, SAMPLING, i) for i, n in enumerate(lengths)],
+        scheduled=[ScheduledSequence(i, 1, _blocks(n, config), [], True) for i, n in enumerate(lengths)],
     )
     yield StepPlan(forgotten=list(seq_ids))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -93,7 +94,8 @@ class ModelRunner:
         where attention is observed, they go on being launched as others are. num_blocks: in the pool."""
         if self.backend.capturable:
             max_blocks = min(num_blocks, self.tables.table.shape[1])
-            self.graphs = DecodeGraphs(self._pass, capture, self.device, self.tables, max_blocks, self.ragged)
+            forward = partial(_pass, self.model, self.backend)
+            self.graphs = DecodeGraphs(forward, capture, self.device, self.tables, max_blocks, self.ragged)
             self.graphs.capture_largest()
 
     @torch.inference_mode()
@@ -171,12 +173,7 @@ class ModelRunner:
         inputs.place(states, num_tokens, self.tables, self.ragged)
         inputs.complete(states, num_tokens, self.tables)
         rows = [state.row for state in states] if self.mass else None
-        return self._pass(inputs.tensors.to(self.device), rows)
-
-    def _pass(self, inputs: StepInputs, rows: list[int] | None = None) -> torch.Tensor:
-        """The model over inputs on its device. rows: see AttentionBatch."""
-        plan = self.backend.plan(inputs.attention_batch(rows))
-        return self.model.forward(inputs.token_ids, inputs.positions, inputs.slots, self.backend, plan)
+        return _pass(self.model, self.backend, inputs.tensors.to(self.device), rows)
 
     def _sample(
         self,
@@ -217,3 +214,9 @@ class ModelRunner:
             self.mass.copy(parent.row, child.row)
         self.states[fork.seq_id] = child
         return child
+
+
+def _pass(model: Any, backend: AttentionBackend, inputs: StepInputs, rows: list[int] | None = None) -> torch.Tensor:
+    """The model over inputs on its device. rows: see AttentionBatch."""
+    plan = backend.plan(inputs.attention_batch(rows))
+    return model.forward(inputs.token_ids, inputs.positions, inputs.slots, backend, plan)

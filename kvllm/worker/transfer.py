@@ -13,7 +13,10 @@ def upload(values: Any, device: torch.device, dtype: torch.dtype | None = None) 
     on_gpu = device.type == "cuda"
     if isinstance(values, np.ndarray):
         values = np.ascontiguousarray(values)  # torch would keep the order of its memory
-    return torch.tensor(values, dtype=dtype, pin_memory=on_gpu).to(device, non_blocking=on_gpu)
+    tensor = torch.tensor(values, dtype=dtype)
+    if on_gpu:
+        tensor = tensor.pin_memory()  # behind the copy: torch.tensor() pins no memory for NumPy arrays
+    return tensor.to(device, non_blocking=on_gpu)
 
 
 class Download:
