@@ -36,7 +36,7 @@ from kvllm.llm import DEFAULT_MODEL
 CONFIDENCE = 0.95
 FULL = "full cache"
 SIZES = (44, 48)
-"""Lines of the programs: of so long ones the full cache gets nearly, but not all right."""
+"""Lines of the programs: nearly the longest that there are."""
 REASONER = "reasoner"
 BLOCK_SIZE = 16
 WINDOW, BUFFER = 384, 128

@@ -44,7 +44,6 @@ from kvllm.tokenizer import Tokenizer, load_tokenizer
 FULL, KARA = "full cache", "kara"
 OTHERS = (
     "kara_sharp",
-    "kara_keydiff",
     "chunkkv",
     "adakv",
     "snapkv",

@@ -1,4 +1,4 @@
-"""Kara's settings, one at a time around a middle: which would you ship?
+"""The settings of Kara or `kara_sharp`, one at a time around a middle: which would you ship?
 
     python -m benchmarks.settings
 
@@ -18,6 +18,7 @@ from benchmarks import accuracy
 from benchmarks.accuracy import Trial
 from kvllm.errors import KvLLMError
 
+METHODS = ("kara", "kara_sharp")
 MIDDLE = {"window": accuracy.WINDOW, "buffer": accuracy.BUFFER, "chunk_budget": 8, "max_chunk": 8, "query_stride": 1}
 VALUES = {
     "window": (192, 256, 320, 512, 768),
@@ -31,6 +32,7 @@ VALUES = {
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = accuracy.make_parser("benchmarks.settings", __doc__)
     parser.add_argument("--retention", default="0.2", help="default: 0.2")
+    parser.add_argument("--method", choices=METHODS, default="kara", help="default: kara")
     parser.add_argument("--vary", nargs="+", choices=VALUES, default=VALUES, help="default: all")
     args = parser.parse_args(arguments)
     accuracy.check_retention("--retention", args.retention)
@@ -39,9 +41,9 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 def trials_of(args: argparse.Namespace) -> list[Trial]:
     def trial(name: str, **changed: Any) -> Trial:
-        return Trial(name=name, compression=accuracy.kara(args.retention, **(MIDDLE | changed)))
+        return Trial(name=name, compression=accuracy.kara(args.retention, method=args.method, **(MIDDLE | changed)))
 
-    middle = trial(", ".join(f"{name} {value}" for name, value in MIDDLE.items()))
+    middle = trial(f"{args.method}: " + ", ".join(f"{name} {value}" for name, value in MIDDLE.items()))
     varied = [trial(f"{name} {value}", **{name: value}) for name in args.vary for value in VALUES[name]]
     return [middle, *varied, Trial(name=accuracy.FULL)]
 

@@ -12,7 +12,6 @@ from kvllm.errors import ConfigError
 
 METHODS = (
     "kara",
-    "kara_keydiff",
     "kara_sharp",
     "kara_no_bi",
     "kara_no_token2chunk",
@@ -27,7 +26,7 @@ METHODS = (
     "sliding_window",
     "random",
 )
-WINDOW_METHODS = ("kara", "kara_keydiff", "kara_sharp", "kara_no_token2chunk")
+WINDOW_METHODS = ("kara", "kara_sharp", "kara_no_token2chunk")
 """Need the query of every entry that they score, so all of these must still be known as tokens."""
 RAGGED_METHODS = ("pyramidkv", "adakv")
 """Keep different numbers of entries in different layers or heads."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from benchmarks import accuracy, figure_5
+from benchmarks import accuracy, figure_5, settings, table_1
 from benchmarks.questions import QuestionSource, read_records, same_answer
 from kvllm.errors import ConfigError
 
@@ -24,6 +25,38 @@ def test_figure_5_compares_methods_at_equal_memory(tmp_path: Path, capsys: pytes
         assert min(budget, logical) <= held < budget + 64
     assert "minus Kara" in capsys.readouterr().out.replace("Minus", "minus")
     assert (tmp_path / "figure_5.png").stat().st_size > 1000
+
+
+SMALL = ["--problems", "2", "--sizes", "6", "7", "--retention", "0.2"]
+
+
+def run_script(script: ModuleType, arguments: list[str], output: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict]:
+    """The trials it writes, in its order."""
+    monkeypatch.setattr("sys.argv", [script.__name__, *SMALL, *arguments, "--output", str(output)])
+    script.main()
+    name = script.__name__.rpartition(".")[2]
+    assert (output / f"{name}.png").stat().st_size > 1000
+    trials = json.loads((output / f"{name}.json").read_text())["trials"]
+    return sorted(trials.values(), key=lambda trial: trial["compression"] is None)
+
+
+def test_table_1_takes_parts_of_kara_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    *parts, full = run_script(table_1, ["--window", "96", "--buffer", "16"], tmp_path, monkeypatch)
+    assert {trial["compression"]["method"] for trial in parts} == {"kara", "kara_no_bi", "kara_no_token2chunk"}
+    for trial in parts:
+        assert (trial["compression"]["window_blocks"], trial["compression"]["retain_tokens"]) == (96, 16 + 16)
+        assert trial["windows"] > 0 and trial["kept"] < full["kept"] == 1
+
+
+def test_settings_change_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    arguments = ["--method", "kara_sharp", "--vary", "buffer"]
+    *varied, full = run_script(settings, arguments, tmp_path, monkeypatch)
+    compressions = [trial["compression"] for trial in varied]
+    assert {compression["method"] for compression in compressions} == {"kara_sharp"}
+    assert sorted(compression.pop("buffer") for compression in compressions) == [16, 32, 64, 128, 192]
+    assert sorted(compression.pop("retain_tokens") for compression in compressions) == [90, 103, 128, 180, 231]
+    assert all(compression == compressions[0] for compression in compressions)
+    assert full["compression"] is None and "kara_sharp: window 384, buffer 128" in capsys.readouterr().out
 
 
 def test_h2o_keeps_as_many_recent_entries_as_heavy_hitters() -> None:

@@ -299,7 +299,7 @@ def test_inputs_are_left_alone_and_gradients_are_not_tracked():
     assert torch.equal(queries, before[0]) and torch.equal(keys, before[1])
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 def test_cuda_selects_the_same_as_cpu(load_vectors):
     arrays, meta = load_vectors("kara_kvllm_768_a32")
     queries, keys = stack(arrays, ["c0"], "q").cuda(), stack(arrays, ["c0"], "k").cuda()

@@ -38,7 +38,7 @@ def test_the_embedded_model_solves_its_problems(llm: LLM, problems) -> None:
 
 
 def test_the_embedded_model_solves_problems_while_it_is_compressed(problems) -> None:
-    compression = CompressionConfig(period=32, window_blocks=16, retain_blocks=4, buffer=32)
+    compression = CompressionConfig(method="kara_sharp", period=32, window_blocks=16, retain_blocks=8, buffer=32)
     llm = LLM(block_size=16, num_gpu_blocks_override=500, max_model_len=2048, compression=compression)
     params = SamplingParams(temperature=0, max_tokens=1800)
     outputs = llm.generate([problem.prompt for problem in problems], params, use_tqdm=False)

@@ -281,7 +281,7 @@ def test_scoring_turns_tf32_off_for_itself_only(name, monkeypatch):
         torch.set_float32_matmul_precision("highest")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", METHODS)
 def test_cuda_selects_the_same_as_cpu(name):
     tensors = region(0, 3, 4, 2, 46, 16)
@@ -381,20 +381,6 @@ def literal_kara(queries, keys, retain, buffer, chunk_budget, max_chunk):
     return kept
 
 
-def literal_kara_keydiff(queries, keys, retain, buffer, chunk_budget, max_chunk):
-    kept = []
-    for head, head_keys in enumerate(keys):
-        unit = [[x / math.sqrt(dot(key, key)) for x in key] for key in head_keys]
-        mean = [sum(column) / len(unit) for column in zip(*unit, strict=True)]
-        scores = [0.0] * (len(head_keys) - buffer)
-        for rows in group_of(queries, keys, head):
-            for row in rows:
-                for j, probability in enumerate(softmax(logits_of(row, head_keys[: len(scores)]))):
-                    scores[j] += probability * (2 - dot(unit[j], mean))
-        kept.append(literal_token2chunk(scores, retain - buffer, chunk_budget, max_chunk))
-    return kept
-
-
 def literal_rkv(queries, keys, retain, buffer):
     kept = []
     for head, head_keys in enumerate(keys):
@@ -460,6 +446,14 @@ def test_sharp_scores_of_some_rows():
             torch.testing.assert_close(scores[i, head], torch.tensor(expected), rtol=1e-4, atol=1e-7)
 
 
+def test_sharp_keeps_a_quarter_by_key():
+    """Of 20 kept, 5 (a fifth or a third would be 4 or 6)."""
+    queries, keys, heavy = region(11, 1, 4, 2, 46, 8)
+    kept = call("kara_sharp", queries, keys, heavy, retain=26, buffer=6)[0, :, :20].tolist()
+    expected = literal_kara_sharp(queries[0].tolist(), keys[0].tolist(), 26, 6, CHUNK_BUDGET, MAX_CHUNK)
+    assert kept == [sorted(head) for head in expected]
+
+
 @pytest.mark.parametrize(("rows", "dtype"), [(384, torch.bfloat16), (217, torch.bfloat16), (130, torch.float32)])
 @pytest.mark.parametrize("squared", [False, True])
 def test_compiled_mass_of_masked_rows_equals_torch(rows, dtype, squared):
@@ -506,8 +500,6 @@ def literal(name, queries, keys, heavy, seed, retain, buffer, capacity):
     match name:
         case "kara" | "kara_no_bi":
             return literal_kara(queries, keys, retain, buffer, CHUNK_BUDGET, MAX_CHUNK)
-        case "kara_keydiff":
-            return literal_kara_keydiff(queries, keys, retain, buffer, CHUNK_BUDGET, MAX_CHUNK)
         case "kara_sharp":
             return literal_kara_sharp(queries, keys, retain, buffer, CHUNK_BUDGET, MAX_CHUNK)
         case "kara_no_token2chunk":

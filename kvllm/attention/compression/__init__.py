@@ -14,7 +14,6 @@ from kvllm.attention.compression import (
     chunkkv,
     h2o,
     kara,
-    kara_keydiff,
     kara_sharp,
     keydiff,
     pyramidkv,
@@ -63,7 +62,6 @@ class Method:
 
 METHODS: dict[str, Method] = {
     "kara": Method(kara.select, "window", ("chunk_budget", "max_chunk")),
-    "kara_keydiff": Method(kara_keydiff.select, "window", ("chunk_budget", "max_chunk")),
     "kara_sharp": Method(kara_sharp.select, "window", ("chunk_budget", "max_chunk", "query_offsets")),
     "kara_no_bi": Method(kara.select, "buffer", ("chunk_budget", "max_chunk")),
     "kara_no_token2chunk": Method(partial(kara.select, chunk_budget=0), "window", ("max_chunk",)),
