@@ -52,7 +52,7 @@ class LLM:
         model: directory of a Hugging Face checkpoint (config.json, safetensors, tokenizer). Default: the small
             reasoning model that comes with the package.
         dtype: "bfloat16", "float32", "float16" (on a GPU alone), or "auto" for the checkpoint's own; on a CPU, float16
-            runs as float32.
+            runs as float32, and one without bfloat16 products holds bfloat16 weights in float32.
         device: "cuda", "cpu", or "auto" for a GPU if there is one. With Ray, the cluster decides.
         max_model_len: longest sequence in tokens, prompt and output; default what the model was made for.
         max_num_seqs: most sequences that run at once.

@@ -207,12 +207,14 @@ def test_batch_mates_do_not_change_a_row(tmp_path: Path, dtype: torch.dtype) -> 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("widened", [False, True], ids=["as it is", "widened"])
 @pytest.mark.parametrize("width", [40, 512, 1024, 1025, 3072])
-def test_packed_product(dtype: torch.dtype, width: int) -> None:
+def test_packed_product(dtype: torch.dtype, widened: bool, width: int) -> None:
+    """widened: as `pack` does by itself where the CPU has no products of the weight's dtype."""
     torch.manual_seed(0)
     weight, bias, x = (torch.randn(shape).to(dtype) for shape in ((72, width), (72,), (64, width)))
-    packed = pack(weight)
-    assert packed.is_mkldnn
+    packed = pack(weight.float() if widened else weight)
+    assert packed.is_mkldnn and linear(x, packed, bias).dtype == dtype
     exact = x.double() @ weight.double().T + bias.double()
     together = linear(x, packed, bias)
     torch.testing.assert_close(together.double(), exact, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-3)
