@@ -47,8 +47,10 @@ def find_nvcc() -> str | None:
 
 
 def cuda_command(nvcc: str, output: str | Path) -> list[str]:
-    """Compiles and links the CUDA operators for all architectures that this nvcc knows. The CUDA runtime is inside."""
-    known = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True, check=True).stdout.split()
+    """Compiles and links the CUDA operators for all architectures that this nvcc knows, and for later ones, whose
+    drivers translate the newest. The CUDA runtime is inside."""
+    listed = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True, check=True).stdout.split()
+    known = [n for n in CUDA_ARCHITECTURES if f"sm_{n}" in listed]
     return [
         nvcc,
         *sources("csrc/cuda", "*.cu"),
@@ -59,7 +61,8 @@ def cuda_command(nvcc: str, output: str | Path) -> list[str]:
         "-O3",
         "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra",
         "--threads=0",
-        *(f"-gencode=arch=compute_{n},code=sm_{n}" for n in CUDA_ARCHITECTURES if f"sm_{n}" in known),
+        *(f"-gencode=arch=compute_{n},code=sm_{n}" for n in known),
+        f"-gencode=arch=compute_{known[-1]},code=compute_{known[-1]}",
         "--shared",
         "--cudart=static",
         f"-L{TORCH_LIB_PATH}",

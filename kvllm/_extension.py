@@ -11,6 +11,9 @@ import torch
 
 from kvllm.errors import KvLLMError
 
+OLDEST_GPU = (8, 0)
+"""Compute capability, as in `CUDA_ARCHITECTURES` of setup.py. Triton's kernels do the same on older ones."""
+
 
 @functools.cache
 def load_extension() -> None:
@@ -29,12 +32,12 @@ def load_extension() -> None:
 
 @functools.cache
 def has_cuda_operators() -> bool:
-    """Load the CUDA operators as well, if they were built and torch has CUDA; whether there are any.
+    """Load the CUDA operators as well, if they were built and there is a GPU for them; whether there are any.
 
     Raises KvLLMError if they were built in a way this torch cannot load.
     """
     libraries = _libraries("_C_cuda")
-    if not libraries or torch.version.cuda is None:
+    if not libraries or not torch.cuda.is_available() or torch.cuda.get_device_capability() < OLDEST_GPU:
         return False
     load_extension()
     _load(libraries[0])

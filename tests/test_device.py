@@ -126,12 +126,13 @@ def test_the_heaviest_steps_are_as_heavy_as_any(checkpoint: Path, name: str) -> 
     rows, sampled, windows, widths = [], [], [], []
     forward, logits, select = probe.model.forward, probe.model.logits, probe.compressor.select
     plan = probe.backend.plan
-    probe.backend.plan = lambda batch: widths.append(tuple(batch.block_tables.shape)) or plan(batch)
+    probe.backend.plan = lambda batch: widths.append((len(batch.query_index), *batch.block_tables.shape)) or plan(batch)
     probe.model.forward = lambda token_ids, *args: rows.append(len(token_ids)) or forward(token_ids, *args)
     probe.model.logits = lambda hidden: sampled.append(len(hidden)) or logits(hidden)
     probe.compressor.select = lambda queries, keys, **options: windows.append(keys) or select(queries, keys, **options)
     run_heaviest_steps(probe, engine)
-    assert max(rows) == 200 - 200 % 6 and max(sampled) == 6 and (6, 256 // 16) in widths
+    assert max(rows) == 200 - 200 % 6 and max(sampled) == 6
+    assert (max(rows), 6, 256 // 16) in widths  # all in one step
     size = windows[0].shape[2]
     assert size == (100 if compression.policy == "threshold" else 48)
     assert sum(len(keys) for keys in windows) / 3 == min(6, 200 // window_tokens(compression, size))

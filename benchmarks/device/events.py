@@ -31,8 +31,7 @@ class Setting(NamedTuple):
     """That are measured. The paper's are so few that each event finds as many windows as it may take."""
 
 
-# The paper's (appendix B.1): blocks of 256, 257 of 768 entries, every 128 steps, at most 30 sequences. Prompts are so
-# long that no graph for wider block tables is captured between the first event that is measured and the last.
+# The paper's (appendix B.1): blocks of 256, 257 of 768 entries, every 128 steps, at most 30 sequences.
 PAPER = Setting(batch=128, prompt=160, block_size=256, period=128, buffer=32, budget=2048, periods=3)
 TINY = Setting(batch=3, prompt=10, block_size=16, period=8, buffer=4, budget=64, periods=8)
 PHASES = {

@@ -15,15 +15,11 @@ from kvllm.attention.movement import DeviceBackend
 
 @dataclass(frozen=True)
 class TritonPlan:
-    """The batch, and memory that its layers use one after the other.
-
-    table_rows: `batch.rows` on the device, where attention is observed.
-    """
+    """The batch, and memory that its layers use one after the other."""
 
     batch: AttentionBatch
     partials: Partials
     observed: Observed | None
-    table_rows: torch.Tensor | None
 
 
 class TritonBackend(DeviceBackend):
@@ -44,10 +40,8 @@ class TritonBackend(DeviceBackend):
         max_entries = num_blocks * shape.block_size
         partials = Partials.allocate(num_sequences, self.num_query_heads, max_entries, shape.head_dim, device)
         if batch.mass is None:
-            return TritonPlan(batch, partials, None, None)
-        observed = Observed.allocate(partials, len(batch.query_index))
-        table_rows = torch.tensor(batch.rows, dtype=torch.int32, device=device)
-        return TritonPlan(batch, partials, observed, table_rows)
+            return TritonPlan(batch, partials, None)
+        return TritonPlan(batch, partials, Observed.allocate(partials, len(batch.query_index)))
 
     def run(self, layer: int, queries: torch.Tensor, plan: TritonPlan) -> torch.Tensor:
         batch = plan.batch
@@ -66,7 +60,7 @@ class TritonBackend(DeviceBackend):
         paged_decode(*arguments, plan.partials, plan.observed, output)
         if len(queries) > len(batch.block_tables):
             paged_prefill(*arguments, plan.observed, output)
-        if batch.mass is not None and plan.observed is not None and plan.table_rows is not None:
+        if batch.mass is not None and plan.observed is not None and batch.rows is not None:
             add_mass(
                 batch.mass[layer],
                 queries,
@@ -74,7 +68,7 @@ class TritonBackend(DeviceBackend):
                 batch.query_starts,
                 batch.query_index,
                 batch.block_tables,
-                plan.table_rows,
+                batch.rows,
                 self.scale,
                 plan.observed,
             )

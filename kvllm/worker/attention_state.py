@@ -39,10 +39,10 @@ class RaggedLengths:
     def clear(self, row: int) -> None:
         self.packed[row] = 0
 
-    def set(self, row: int, start: int, kept: torch.Tensor, retain: int) -> None:
-        """Of the entries from `start` on, heads keep `kept`, int64 `[layers, kv_heads]`, in room for `retain`."""
-        self.packed[row] = start + retain
-        self.head_lengths[:, row] = start + kept.cpu().numpy()
+    def set(self, rows: list[int], starts: list[int], kept: torch.Tensor, retain: list[int]) -> None:
+        """Of the entries from `starts` on, heads keep `kept`, int64 `[layers, S, kv_heads]`, in room for `retain`."""
+        self.packed[rows] = np.add(starts, retain)
+        self.head_lengths[:, rows] = np.array(starts)[:, None] + kept.cpu().numpy()
 
     def of(self, rows: Any) -> dict[str, torch.Tensor]:
         """The fields of an AttentionBatch for the sequences in `rows`."""
@@ -119,7 +119,7 @@ class ObservingBackend(AttentionBackend):
         lengths = (row_index + 1).tolist()
         sequences = [
             (row, a, b, lengths[b - 1], row_index[a:b])
-            for row, a, b in zip(batch.rows, starts, starts[1:], strict=False)
+            for row, a, b in zip(batch.rows.tolist(), starts, starts[1:], strict=False)
         ]
         return self.backend.plan(batch), batch, sequences
 

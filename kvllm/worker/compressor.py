@@ -227,9 +227,11 @@ class Compressor:
             region_end = min(state.cached_length, start + job.region_blocks * self.block_size)
             indices.append(region_indices(of_job, job.size, self.overlap, region_end - end))
             sources.append(self.tables.table[state.row, job.first_block : job.first_block + job.region_blocks])
-            if self.ragged:
-                self.ragged.set(state.row, start, (of_job[:, 0] >= 0).sum(-1), job.retain)
             regions.append((state.row, start, region_end, state.cached_length))
+        if self.ragged:
+            counts = torch.stack([(of_job[:, 0] >= 0).sum(-1) for of_job in kept], dim=1)
+            rows, starts, *_ = zip(*regions, strict=True)
+            self.ragged.set(list(rows), list(starts), counts, [job.retain for job in jobs])
         if self.mass:
             self.mass.compact(regions, indices)
         self.backend.compact(

@@ -1,8 +1,8 @@
 """Decode steps as recordings: a CUDA graph launches all kernels of a step at once, as they were when it was captured.
 
 So the kernels' arguments must stay where they are. Inputs are copied into one static piece of memory; a batch is filled
-up to one of a few sizes, and its block tables to one of a few widths. There is a graph for each of these shapes,
-captured when it is first needed. What changes tables and lengths between two steps, such as a compression, needs to
+up to one of a few sizes, and its block tables to one of a few widths. There is a graph for each of these shapes, all
+captured before the first request. What changes tables and lengths between two steps, such as a compression, needs to
 know nothing of graphs: each step brings its own inputs.
 
 Most inputs follow from lengths alone. They are written for the next step while the GPU still works on this one.
@@ -51,6 +51,7 @@ class DecodeGraphs:
         self._forward = forward
         self._capture = capture
         self._steps: dict[InputShape, Step] = {}
+        self._hidden: torch.Tensor | None = None
         size = self.largest.num_bytes
         self._static = torch.zeros(size, dtype=torch.uint8, device=device)
         # One is written while the other may be on its way to the device.
@@ -83,16 +84,25 @@ class DecodeGraphs:
         """Lengths or tables change otherwise than by one more token each, so what was placed is wrong."""
         self._placed = None
 
-    def capture_largest(self) -> None:
-        """Capture the graph that takes most memory, in which the others then have room."""
-        inputs = StepInputs(self.largest, self._static)
-        inputs.slots.fill_(-1)
-        inputs.query_starts.copy_(torch.arange(len(inputs.query_starts)))
-        self._step(self.largest)
+    def capture(self, shapes: Iterable[InputShape]) -> None:
+        """Capture the graphs of some shapes ahead of time: no step then waits for that. Nothing is stored meanwhile."""
+        for shape in shapes:
+            self._static.zero_()
+            inputs = StepInputs(shape, self._static)
+            inputs.slots.fill_(-1)
+            inputs.query_starts.copy_(torch.arange(len(inputs.query_starts)))
+            self._step(shape)
+
+    def ladder(self) -> list[InputShape]:
+        """The shape of every batch that there can be. The first takes most memory, in which the others have room."""
+        most, _, widest, _ = self.largest
+        widths = [1 << power for power in range(widest.bit_length() + 1)]
+        return sorted({self.shape_for(n, width) for n in range(1, most + 1) for width in widths}, reverse=True)
 
     def shape_for(self, num_seqs: int, num_blocks: int) -> InputShape:
-        """The least shape for so many sequences, of so many blocks at most."""
-        size = 1 << (num_seqs - 1).bit_length() if num_seqs <= 8 else -(-num_seqs // 16) * 16
+        """The least shape for so many sequences, of so many blocks at most. Of many, an eighth at most is padding."""
+        bits = (num_seqs - 1).bit_length()
+        size = 1 << bits if num_seqs <= 8 else _rounded_up(num_seqs, max(16, 1 << (bits - 4)))
         width = max(-(-LEAST_ENTRIES // self.tables.block_size), 1 << (num_blocks - 1).bit_length())
         most, _, widest, heads = self.largest
         return InputShape(min(size, most), min(size, most), min(width, widest), heads)
@@ -104,8 +114,18 @@ class DecodeGraphs:
     def _step(self, shape: InputShape) -> Step:
         if shape not in self._steps:
             static = StepInputs(shape, self._static)
-            self._steps[shape] = self._capture(lambda: self._forward(static))
+            self._steps[shape] = self._capture(lambda: self._kept(self._forward(static)))
         return self._steps[shape]
+
+    def _kept(self, hidden: torch.Tensor) -> torch.Tensor:
+        """A copy in memory that all shapes share: what a graph itself returns stays allocated as long as the graph."""
+        if self._hidden is None:
+            self._hidden = hidden.new_empty(self.largest.rows, hidden.shape[1])
+        return self._hidden[: len(hidden)].copy_(hidden)
+
+
+def _rounded_up(number: int, step: int) -> int:
+    return -(-number // step) * step
 
 
 def _one_each(states: list[SequenceState]) -> np.ndarray:

@@ -73,7 +73,7 @@ class StepInputs:
             return self
         return StepInputs(self.shape, self.memory.to(device, non_blocking=True))
 
-    def attention_batch(self, rows: list[int] | None = None) -> AttentionBatch:
+    def attention_batch(self, rows: torch.Tensor | None = None) -> AttentionBatch:
         """rows: as there."""
         return AttentionBatch(
             self.query_starts, self.query_index, self.block_tables, self.packed, self.head_lengths, rows

@@ -16,8 +16,8 @@ from kvllm.worker.graphs import Step
 from kvllm.worker.model_runner import ModelRunner
 
 GIB = 1 << 30
-GRAPHS_BYTES = 256 << 20
-"""An allowance for what the driver keeps of graphs, beside the memory that their kernels use."""
+GRAPH_BYTES = 4 << 20
+"""An allowance for what the driver keeps of a graph, beside the memory that its kernels use."""
 SAMPLING = SamplingParams(temperature=1.0, top_p=0.9)
 """The kind that takes most memory."""
 
@@ -39,7 +39,9 @@ def fitting_blocks(probe: ModelRunner, config: EngineConfig, utilization: float,
     left, graph_bytes = int(total * utilization) - in_use - step_bytes, 0
     if with_graphs and left > block_bytes:
         with enough_memory("what CUDA graphs need", "set enforce_eager=True"):
-            graph_bytes = _peak(lambda: probe.use_graphs(_run_once, left // block_bytes)) + GRAPHS_BYTES
+            graph_bytes = _peak(lambda: probe.use_graphs(_run_once, left // block_bytes, largest_alone=True))
+        if probe.graphs:
+            graph_bytes += len(probe.graphs.ladder()) * GRAPH_BYTES
         probe.graphs = None
     blocks = (left - graph_bytes) // block_bytes
     if blocks < 1:
@@ -78,21 +80,15 @@ def run_heaviest_steps(runner: ModelRunner, config: EngineConfig) -> None:
 
 
 def _prefill(config: EngineConfig) -> Iterator[StepPlan]:
-    """As many tokens, and as many sequences that sample, as a step can have; and the widest block tables."""
-    num_tokens = min(config.max_num_batched_tokens // config.max_num_seqs, config.max_model_len)
-    seq_ids = range(config.max_num_seqs)
+    """As many tokens, and as many sequences that sample, as a step can have, with the widest block tables: what
+    attention writes for each part of a table grows with the longest one, for all sequences."""
+    num_tokens = min(config.max_num_batched_tokens // config.max_num_seqs, config.max_model_len - 1)
+    lengths = [config.max_model_len - 1] + [num_tokens] * (config.max_num_seqs - 1)
     yield StepPlan(
-        started=[SequenceStart(i, [0] * num_tokens, num_tokens, 0, SAMPLING, i) for i in seq_ids],
-        scheduled=[ScheduledSequence(i, num_tokens, _blocks(num_tokens, config), [], True) for i in seq_ids],
+        started=[SequenceStart(i, [0] * n, n, n - num_tokens, SAMPLING, i) for i, n in enumerate(lengths)],
+        scheduled=[ScheduledSequence(i, num_tokens, _blocks(n, config), [], True) for i, n in enumerate(lengths)],
     )
-    yield StepPlan(forgotten=list(seq_ids))
-    # What attention writes for each part of a table grows with the longest one, for all sequences.
-    lengths = [config.max_model_len - 1] + [1] * (config.max_num_seqs - 1)
-    yield StepPlan(
-        started=[SequenceStart(i, [0] * n, n, n - 1, SAMPLING, i) for i, n in enumerate(lengths)],
-        scheduled=[ScheduledSequence(i, 1, _blocks(n, config), [], True) for i, n in enumerate(lengths)],
-    )
-    yield StepPlan(forgotten=list(seq_ids))
+    yield StepPlan(forgotten=list(range(config.max_num_seqs)))
 
 
 def _event(config: EngineConfig) -> Iterator[StepPlan]:

@@ -89,14 +89,17 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def use_graphs(self, capture: Capture, num_blocks: int) -> None:
-        """Record decode steps and replay them from now on. Where the attention backend cannot be recorded, and none can
-        where attention is observed, they go on being launched as others are. num_blocks: in the pool."""
+    def use_graphs(self, capture: Capture, num_blocks: int, *, largest_alone: bool = False) -> None:
+        """Record decode steps of every shape, and replay them from now on. Where the attention backend cannot be
+        recorded, and none can where attention is observed, they go on being launched as others are.
+
+        num_blocks: in the pool. largest_alone: record the rest when it is needed.
+        """
         if self.backend.capturable:
             max_blocks = min(num_blocks, self.tables.table.shape[1])
             forward = partial(_pass, self.model, self.backend)
             self.graphs = DecodeGraphs(forward, capture, self.device, self.tables, max_blocks, self.ragged)
-            self.graphs.capture_largest()
+            self.graphs.capture(self.graphs.ladder()[: 1 if largest_alone else None])
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -172,7 +175,7 @@ class ModelRunner:
         inputs = HostInputs.allocate(InputShape(int(num_tokens.sum()), len(states), width, heads), self.device)
         inputs.place(states, num_tokens, self.tables, self.ragged)
         inputs.complete(states, num_tokens, self.tables)
-        rows = [state.row for state in states] if self.mass else None
+        rows = upload([state.row for state in states], self.device, torch.int32) if self.mass else None
         return _pass(self.model, self.backend, inputs.tensors.to(self.device), rows)
 
     def _sample(
@@ -216,7 +219,7 @@ class ModelRunner:
         return child
 
 
-def _pass(model: Any, backend: AttentionBackend, inputs: StepInputs, rows: list[int] | None = None) -> torch.Tensor:
+def _pass(model: Any, backend: AttentionBackend, inputs: StepInputs, rows: torch.Tensor | None = None) -> torch.Tensor:
     """The model over inputs on its device. rows: see AttentionBatch."""
     plan = backend.plan(inputs.attention_batch(rows))
     return model.forward(inputs.token_ids, inputs.positions, inputs.slots, backend, plan)

@@ -11,12 +11,12 @@ import triton.language as tl
 from kvllm.attention.kernels.tiles import (
     LOG2_E,
     SEGMENT,
-    STAGES,
     attend_tile,
     decode_rows,
     entry_offsets,
     hole_of,
     merge,
+    stages,
     tile_entries,
     warps,
 )
@@ -268,7 +268,7 @@ def paged_decode(
         num_segments,
         BLOCK_SIZE=block_size,
         TILE=tile_entries(queries.dtype, head_dim),
-        num_stages=STAGES,
+        num_stages=stages(head_dim),
         **shape,
     )
     _merge_segments[(num_sequences, kv_heads)](

@@ -10,12 +10,12 @@ from kvllm.attention.kernels.decode import Observed
 from kvllm.attention.kernels.tiles import (
     LOG2_E,
     SEGMENT,
-    STAGES,
     attend_tile,
     entry_offsets,
     hole_of,
     merge,
     prefill_rows,
+    stages,
     tile_entries,
     warps,
 )
@@ -201,7 +201,7 @@ def paged_prefill(
     num_rows, num_heads, head_dim = queries.shape
     _, kv_heads, block_size, _ = keys.shape
     group = num_heads // kv_heads
-    rows = prefill_rows(group, queries.dtype)
+    rows = prefill_rows(group, queries.dtype, head_dim)
     num_sequences, queries_per_tile = query_starts.shape[0] - 1, rows // group
     _attend_rows[(num_rows // queries_per_tile + num_sequences, kv_heads)](
         output,
@@ -230,5 +230,5 @@ def paged_prefill(
         HOLES=packed is not None,
         OBSERVED=observed is not None,
         num_warps=warps(queries.dtype, rows, head_dim),
-        num_stages=STAGES,
+        num_stages=stages(head_dim),
     )

@@ -29,14 +29,18 @@ def decode_rows(group: int) -> int:
     return max(16, triton.next_power_of_2(group))
 
 
-def prefill_rows(group: int, dtype: torch.dtype) -> int:
-    """Rows of a tile that holds several queries. Those of float32 must add up like those of a decode."""
-    return decode_rows(group) if dtype == torch.float32 else max(128, decode_rows(group))
+def prefill_rows(group: int, dtype: torch.dtype, head_dim: int) -> int:
+    """Rows of a tile that holds several queries: at most 32 KiB of them. Those of float32 must add up like those of a
+    decode."""
+    if dtype == torch.float32:
+        return decode_rows(group)
+    return max(128 if head_dim <= 128 else 64, decode_rows(group))
 
 
-# Triton's depth of pipelining. Where a tile lies is read from a table first, so it takes this much to have one tile on
-# its way while another is used.
-STAGES = 5
+def stages(head_dim: int) -> int:
+    """Triton's depth of pipelining. Where a tile lies is read from a table first, so it takes 5 to have one tile on its
+    way while another is used; with wide heads that is more than the 99 KiB of shared memory that some GPUs have."""
+    return 5 if head_dim <= 128 else 4
 
 
 def warps(dtype: torch.dtype, rows: int, head_dim: int) -> int:
