@@ -44,6 +44,8 @@ SIGN_WEIGHT, SIGN_ACCURACY = 8.0, 0.8
 """Signs weigh more in the loss as soon as so many names and digits are right. Without a weight signs are learned last
 of all: one bit a line, and either makes sense. With it from the beginning, names and digits are not learned."""
 SAVE_STEPS = 200
+MULTIPLIES_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+"""Whether the CPU does. Others convert every number for it, which takes longer than float32."""
 
 
 def make_batch(rng: random.Random, task: str, size: int) -> tuple[Tensor, Tensor]:
@@ -161,7 +163,7 @@ def train(model: Reasoner, args: argparse.Namespace) -> dict:
         task, size = curriculum.draw(rng)
         ids, targets = make_batch(rng, task, size)
         length = ids.shape[1]
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=MULTIPLIES_BFLOAT16):
             logits = compiled(ids, cos[:length], sin[:length])
         logits, targets = logits[targets != IGNORED].float(), targets[targets != IGNORED]
         loss = F.cross_entropy(logits, targets, weight=curriculum.weights())
