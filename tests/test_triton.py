@@ -12,7 +12,8 @@ import re
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -75,8 +76,21 @@ def run_checks() -> None:
 
 
 @pytest.fixture(scope="module")
-def failures() -> dict[str, str]:
-    return run_python("run_checks()", TRITON_INTERPRET="1")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Any]]]:
+    """The checks in the interpreter, and the compilation for each architecture: minutes in all, so two at a time."""
+    with ThreadPoolExecutor(2) as executor:
+        started = {"checks": executor.submit(run_python, "run_checks()", TRITON_INTERPRET="1")}
+        for capability in SHARED_MEMORY:
+            cache = str(tmp_path_factory.mktemp("cache"))
+            code = f"compile_kernels({capability})"
+            started[f"sm_{capability}"] = executor.submit(run_python, code, TRITON_CACHE_DIR=cache)
+        yield started
+        executor.shutdown(cancel_futures=True)
+
+
+@pytest.fixture(scope="module")
+def failures(processes: dict[str, Future[Any]]) -> dict[str, str]:
+    return processes["checks"].result()
 
 
 def assert_matches_dense(case: attention.Case) -> None:
@@ -591,8 +605,8 @@ def launch_elementwise(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
-def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
-    compiled = run_python(f"compile_kernels({capability})", TRITON_CACHE_DIR=str(tmp_path))
+def test_every_kernel_compiles(capability: int, processes: dict[str, Future[Any]]) -> None:
+    compiled = processes[f"sm_{capability}"].result()
     sources = [path.read_text() for path in (ROOT / "kvllm" / "attention" / "kernels").glob("*.py")]
     assert set(compiled) == {name for source in sources for name in re.findall(r"(\w+)\[\(", source)}
     assert max(max(shared) for shared in compiled.values()) <= SHARED_MEMORY[capability]
