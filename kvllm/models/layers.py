@@ -51,7 +51,7 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     step. With AVX2 or newer, the packed product also sums a row in the same order however many rows there are.
 
     Where the CPU has no bfloat16 products (before AVX-512 or without it), a bfloat16 weight is packed as float32: that
-    takes twice its memory, and a tenth of the time of products that convert every number whenever it is used.
+    takes twice its memory, and a sixth of the time of products that convert every number whenever it is used.
     """
     if not weight.is_cpu or not torch.backends.mkldnn.is_available():
         return weight
