@@ -23,7 +23,8 @@ from kvllm.errors import ConfigError, KvLLMError
 from kvllm.outputs import CompletionOutput, RequestOutput
 from kvllm.sampling_params import SamplingParams
 from kvllm.worker import sampler
-from kvllm.worker.sampler import SampleRow, filter_logits, penalize, uniform
+from kvllm.worker.penalties import penalize
+from kvllm.worker.sampler import SampleRow, filter_logits, uniform
 
 MASK = 2**64 - 1
 
@@ -169,20 +170,38 @@ def test_equal_logits_stay_or_go_together():
 def test_repetition_penalty_agrees_with_transformers(prompt, output, penalty, seed):
     logits = random_logits(1, 50, seed)
     expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([prompt + output]), logits.clone())
-    penalize(logits[0], row_of(prompt=prompt, output=output, repetition_penalty=penalty))
+    penalize(logits, {0: row_of(prompt=prompt, output=output, repetition_penalty=penalty).penalties()})
     torch.testing.assert_close(logits, expected)
 
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.integers(0, 9)), st.floats(-2, 2), st.floats(-2, 2))
 def test_presence_and_frequency_penalties_follow_their_formula(output, presence, frequency):
-    logits = random_logits(1, 10)[0]
+    logits = random_logits(1, 10)
     expected = [
         value - frequency * output.count(token_id) - presence * (token_id in output)
-        for token_id, value in enumerate(logits.tolist())
+        for token_id, value in enumerate(logits[0].tolist())
     ]
-    penalize(logits, row_of(prompt=[1, 2], output=output, presence_penalty=presence, frequency_penalty=frequency))
-    torch.testing.assert_close(logits, torch.tensor(expected))
+    row = row_of(prompt=[1, 2], output=output, presence_penalty=presence, frequency_penalty=frequency)
+    penalize(logits, {0: row.penalties()})
+    torch.testing.assert_close(logits[0], torch.tensor(expected))
+
+
+def test_each_row_has_penalties_of_its_own():
+    """Rows together as each alone, over a growing output; a row without penalties stays as it is."""
+    options = [{"repetition_penalty": 1.3}, {}, {"frequency_penalty": 0.5}, {"presence_penalty": -1.0}]
+    rows = [row_of(i, prompt=[1, i], **each) for i, each in enumerate(options)]
+    for _ in range(5):
+        logits = random_logits(4, 6, len(rows[0].output_token_ids))
+        alone = logits.clone()
+        penalize(logits, {i: rows[i].penalties() for i in (3, 0, 2)})
+        for i in (0, 2, 3):
+            fresh = row_of(i, rows[i].output_token_ids, rows[i].prompt_token_ids, **options[i])
+            penalize(alone[i : i + 1], {0: fresh.penalties()})
+        assert torch.equal(logits, alone)
+        tokens = token_ids(sample(random_logits(4, 6, 99), rows))
+        for row, token_id in zip(rows, tokens, strict=True):
+            row.output_token_ids.append(token_id)
 
 
 def test_a_greedy_row_takes_the_argmax_after_its_penalties():

@@ -15,9 +15,8 @@ Filters apply in the order top-k, top-p, min-p, each to what the one before has 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import islice
 
@@ -28,6 +27,7 @@ from torch import Tensor
 from kvllm.core.protocol import SampledToken
 from kvllm.errors import KvLLMError
 from kvllm.sampling_params import SamplingParams
+from kvllm.worker.penalties import Penalties, forbid, penalize
 from kvllm.worker.transfer import Download, upload
 
 RESOLUTION = 2.0**34
@@ -50,18 +50,27 @@ class SampleRow:
     prompt_token_ids: list[int]
     output_token_ids: list[int]
     eos_token_ids: tuple[int, ...] = ()
-    _prompt: frozenset[int] | None = None
-    _counts: Counter[int] = field(default_factory=Counter)
+    _penalties: Penalties | None = None
 
-    def prompt_tokens(self) -> frozenset[int]:
-        if self._prompt is None:
-            self._prompt = frozenset(self.prompt_token_ids)
-        return self._prompt
+    @property
+    def is_penalized(self) -> bool:
+        params = self.params
+        return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
 
-    def output_counts(self) -> Counter[int]:
-        """Occurrences in the output, counted on from the last call: a step must not cost what the text is long."""
-        self._counts.update(self.output_token_ids[self._counts.total() :])
-        return self._counts
+    @property
+    def must_go_on(self) -> bool:
+        return len(self.output_token_ids) < self.params.min_tokens
+
+    def penalties(self) -> Penalties:
+        """With the output as it is now."""
+        if self._penalties is None:
+            self._penalties = Penalties(self.params, self.prompt_token_ids)
+        self._penalties.count(self.output_token_ids)
+        return self._penalties
+
+    def stopping(self) -> set[int]:
+        """Tokens that would end the sequence."""
+        return {*self.eos_token_ids, *(self.params.stop_token_ids or [])}
 
 
 def sample(logits: Tensor, rows: list[SampleRow]) -> Samples:
@@ -71,7 +80,7 @@ def sample(logits: Tensor, rows: list[SampleRow]) -> Samples:
         logits: [R, V] float32, not modified.
         rows: R of them.
     """
-    special = [i for i, row in enumerate(rows) if not row.params.greedy or _is_adjusted(row)]
+    special = [i for i, row in enumerate(rows) if not row.params.greedy or row.is_penalized or row.must_go_on]
     if len(special) < len(rows):
         highest, chosen = logits.max(-1)  # the maximum of a row with a NaN is a NaN
         chosen.masked_fill_(~highest.isfinite(), NOT_FINITE)
@@ -133,21 +142,11 @@ def _mix(state: int) -> int:
     return state ^ (state >> 31)
 
 
-def _is_adjusted(row: SampleRow) -> bool:
-    return len(row.output_token_ids) < row.params.min_tokens or _is_penalized(row.params)
-
-
-def _is_penalized(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-
-
 def _choose(logits: Tensor, rows: list[SampleRow]) -> Tensor:
     """Token ids [r] of rows that need more than an argmax. Overwrites `logits` [r, V]."""
-    for row_logits, row in zip(logits, rows, strict=True):
-        if _is_penalized(row.params):
-            penalize(row_logits, row)
-        if len(row.output_token_ids) < row.params.min_tokens:
-            _forbid_stopping(row_logits, row)
+    if penalized := {i: row.penalties() for i, row in enumerate(rows) if row.is_penalized}:
+        penalize(logits, penalized)
+    forbid(logits, {i: row.stopping() for i, row in enumerate(rows) if row.must_go_on})
     random = [i for i, row in enumerate(rows) if not row.params.greedy]
     if len(random) == len(rows):
         return _draw(logits, rows)
@@ -156,35 +155,6 @@ def _choose(logits: Tensor, rows: list[SampleRow]) -> Tensor:
         index = upload(random, logits.device)
         chosen[index] = _draw(logits[index], [rows[i] for i in random])
     return chosen
-
-
-def penalize(logits: Tensor, row: SampleRow) -> None:
-    """Penalties on logits [V], in place.
-
-    Repetition on prompt and output (Keskar et al. 2019, arXiv 1909.05858, section 4.1; dividing a positive and
-    multiplying a negative logit), then frequency and presence on the output, as in the OpenAI API.
-    """
-    params = row.params
-    counts = row.output_counts()
-    seen = list(counts.keys() | row.prompt_tokens()) if params.repetition_penalty != 1 else list(counts)
-    if not seen:
-        return
-    token_ids = upload(seen, logits.device)
-    occurrences = upload([counts[token_id] for token_id in seen], logits.device, logits.dtype)
-    values = logits[token_ids]
-    values = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
-    values -= params.frequency_penalty * occurrences + params.presence_penalty * (occurrences > 0)
-    # An extreme repetition penalty overflows. Keep it finite: it is the user's to ask for.
-    largest = torch.finfo(logits.dtype).max
-    logits[token_ids] = values.clamp(-largest, largest)
-
-
-def _forbid_stopping(logits: Tensor, row: SampleRow) -> None:
-    """Forbid the tokens that would end the sequence, unless that leaves none. logits: [V], overwritten."""
-    stopping = {*row.eos_token_ids, *(row.params.stop_token_ids or [])}
-    stopping = [token_id for token_id in stopping if token_id < len(logits)]
-    if len(stopping) < len(logits):
-        logits.index_fill_(0, upload(stopping, logits.device, torch.int64), -math.inf)
 
 
 def _draw(logits: Tensor, rows: list[SampleRow]) -> Tensor:
