@@ -140,7 +140,7 @@ def test_compression_events_between_recorded_steps(checkpoint: Path, device: str
     if recordings.runner.graphs:
         assert recordings.replayed > llm.stats().compression_events
     else:
-        assert recordings.runner.mass  # attention that is observed is read by the host
+        assert device == "cpu" and recordings.runner.mass  # attention that is observed is read by the host
 
 
 @pytest.mark.parametrize("method", ["kara", *RAGGED_METHODS])
@@ -223,7 +223,7 @@ def test_what_was_placed_before_a_chunk_of_a_prompt_is_not_used_behind_it(checkp
 def test_a_shape_for_every_batch() -> None:
     tables, max_num_seqs, max_blocks = BlockTables(100, 200, block_size=16), 100, 48
     recorded = DecodeGraphs(
-        lambda inputs: inputs.slots, lambda step: step, torch.device("cpu"), tables, max_blocks, None
+        lambda inputs: inputs.slots, lambda step: step, torch.device("cpu"), tables, max_blocks, None, False
     )
     shapes = set()
     for num_seqs in range(1, max_num_seqs + 1):
@@ -239,7 +239,7 @@ def test_a_shape_for_every_batch() -> None:
 
 def test_many_sequences_have_few_shapes() -> None:
     tables = BlockTables(4096, 8, block_size=256)
-    recorded = DecodeGraphs(lambda inputs: inputs.slots, lambda step: step, torch.device("cpu"), tables, 8, None)
+    recorded = DecodeGraphs(lambda inputs: inputs.slots, lambda step: step, torch.device("cpu"), tables, 8, None, False)
     sizes = [recorded.shape_for(num_seqs, 1).rows for num_seqs in range(1, 4097)]
     assert all(num_seqs <= size <= num_seqs * 9 / 8 + 15 for num_seqs, size in enumerate(sizes, start=1))
     assert len(set(sizes)) == 52

@@ -745,7 +745,7 @@ def test_mass_belongs_to_a_sequence_so_prefixes_are_not_shared(checkpoint: Path)
 def test_mass_counts_as_memory_of_the_cache(checkpoint: Path) -> None:
     layers, kv_heads, head_dim, num_seqs = 3, 2, 16, 8
     block = 2 * layers * kv_heads * BLOCK_SIZE * head_dim * 4
-    mass = layers * kv_heads * num_seqs * MAX_MODEL_LEN * 4
+    mass = layers * kv_heads * (num_seqs + 1) * MAX_MODEL_LEN * 4
 
     def with_memory(method: str, memory: int) -> LLM:
         return LLM(

@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -30,9 +31,11 @@ from kvllm.attention.cache import CacheShape, PagedKVCache
 from kvllm.attention.compression import mass
 from kvllm.errors import ConfigError
 from kvllm.models import elementwise as torch_forms
+from kvllm.worker.attention_state import AttentionMass
 from tests import test_attention as attention
 from tests import test_cpu_ops as cpu_ops
 from tests import test_kara as kara
+from tests.checkpoints import make_checkpoint
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton, which is not installed")
 
@@ -56,7 +59,7 @@ def run_python(code: str, **environment: str) -> Any:
         env={**inherited, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
@@ -451,32 +454,51 @@ def bounds_of_top_p() -> None:
     assert top_p_bounds(few, weights, torch.tensor([2, 3, 3.5, 4], dtype=torch.float64)).tolist() == [0, -1, -2, -2]
 
 
+def generate_tokens(
+    path: Path, backend: str, compression: CompressionConfig, *, recorded: bool = False
+) -> tuple[list[list[int]], AttentionMass | None]:
+    """The tokens of an engine that compresses, and the mass that it has added up."""
+    llm = LLM(
+        path,
+        dtype="float32",
+        max_model_len=64,
+        block_size=16,
+        num_gpu_blocks_override=12,
+        max_num_seqs=4,
+        attention_backend=backend,
+        compression=compression,
+    )
+    runner = llm.llm_engine.executor.runner
+    if recorded:
+        runner.use_graphs(lambda step: step, runner.cache.num_blocks)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    found = llm.generate([list(range(5, 45)), list(range(7, 20)), [9, 8]], params, use_tqdm=False)
+    assert llm.stats().compression_events > 0 and bool(runner.graphs) == recorded
+    return [request.outputs[0].token_ids for request in found], runner.mass
+
+
 @check
 def the_engine_generates_the_same_tokens() -> None:
-    """Prompts, decodes and a compression event, over the model that comes with the package. H2O's mass is added up by
-    the kernels, AdaKV leaves heads of different lengths."""
+    """Prompts, decodes and a compression event. H2O's mass is added up by the kernels, in recorded steps filled up from
+    three sequences to four as well; AdaKV leaves heads of different lengths."""
     window = {"period": 4, "window_blocks": 2, "retain_blocks": 1, "buffer": 4, "compress_prompt": True}
     cache = {"policy": "threshold", "threshold_tokens": 32, "budget_tokens": 16, "buffer": 4, "query_window": 4}
-    for options in (
-        {"method": "kara", "chunk_budget": 4, **window},
-        {"method": "h2o", **window},
-        {"method": "adakv", **cache},
-    ):
-        outputs = []
-        for name in ("reference", "triton"):
-            llm = LLM(
-                dtype="float32",
-                max_model_len=64,
-                block_size=16,
-                num_gpu_blocks_override=12,
-                attention_backend=name,
-                compression=CompressionConfig(**options),
-            )
-            params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-            found = llm.generate([list(range(5, 45)), list(range(7, 20))], params, use_tqdm=False)
-            assert llm.stats().compression_events > 0
-            outputs.append([request.outputs[0].token_ids for request in found])
-        assert outputs[0] == outputs[1], options["method"]
+    with TemporaryDirectory() as directory:
+        path = Path(directory)
+        make_checkpoint(path, "qwen3", head_dim=16, num_hidden_layers=2, num_attention_heads=4)
+        for options in (
+            {"method": "kara", "chunk_budget": 4, **window},
+            {"method": "h2o", **window},
+            {"method": "adakv", **cache},
+        ):
+            compression = CompressionConfig(**options)
+            expected, _ = generate_tokens(path, "reference", compression)
+            found, mass = generate_tokens(path, "triton", compression)
+            assert found == expected, options["method"]
+            if mass:
+                recorded, recorded_mass = generate_tokens(path, "triton", compression, recorded=True)
+                assert recorded == expected and recorded_mass
+                assert torch.equal(recorded_mass.mass[:, :-1], mass.mass[:, :-1])  # the last row is no sequence's
 
 
 @check
@@ -556,7 +578,7 @@ def compile_kernels(capability: int) -> None:
 
     triton.runtime.driver.set_active(Device())
     JITFunction.run = compile_only
-    for dtype, head_dims in ((torch.bfloat16, (64, 96, 128, 256)), (torch.float32, (128,))):
+    for dtype, head_dims in ((torch.bfloat16, (64, 96, 128, 256)), (torch.float16, (128,)), (torch.float32, (128,))):
         for head_dim in head_dims:
             launch_attention(dtype, head_dim)
         launch_elementwise(dtype)

@@ -29,7 +29,8 @@ class AttentionBatch:
     packed, head_lengths: `[S]` and `[layers, S, kv_heads]`, where heads hold different numbers of entries: entry e is a
         hole for head h of layer l of sequence s, and not attended, if `head_lengths[l, s, h] <= e < packed[s]`. The
         entries of queries lie behind.
-    rows: `[S]`, the sequences' rows in the worker's tables, where attention is observed.
+    rows: `[S]`, the sequences' rows in the worker's tables, where attention is observed. What fills up a batch shares
+        one that belongs to no sequence.
     mass: float32 `[layers, rows of the tables, kv_heads, entries]`, what a backend that `observes` adds the attention
         probabilities of all rows to, summed over the query heads of a KV head. Not where there are holes.
     """

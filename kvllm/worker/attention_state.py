@@ -59,14 +59,17 @@ class RaggedLengths:
 
 
 class AttentionMass:
-    """Attention that each cached entry has received from all queries so far (H2O)."""
+    """Attention that each cached entry has received from all queries so far (H2O).
+
+    mass: float32 `[layers, num_rows + 1, kv_heads, entries]`. The last row is for what fills up a batch.
+    """
 
     def __init__(self, shape: CacheShape, num_rows: int, max_entries: int, device: torch.device) -> None:
-        self.mass = torch.zeros(shape.num_layers, num_rows, shape.num_kv_heads, max_entries, device=device)
+        self.mass = torch.zeros(shape.num_layers, num_rows + 1, shape.num_kv_heads, max_entries, device=device)
 
     @staticmethod
     def bytes_for(shape: CacheShape, num_rows: int, max_entries: int) -> int:
-        return shape.num_layers * num_rows * shape.num_kv_heads * max_entries * 4
+        return shape.num_layers * (num_rows + 1) * shape.num_kv_heads * max_entries * 4
 
     def clear(self, row: int) -> None:
         self.mass[:, row] = 0
@@ -110,6 +113,7 @@ class ObservingBackend(AttentionBackend):
         super().__init__(backend.cache, backend.num_query_heads, backend.scale)
         self.backend = backend
         self.mass = mass
+        self.capturable = backend.capturable and backend.observes
 
     def plan(self, batch: AttentionBatch) -> Any:
         assert batch.rows is not None

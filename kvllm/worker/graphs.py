@@ -32,7 +32,7 @@ class DecodeGraphs:
 
     forward: the model's pass over inputs on the device -> hidden states `[rows, hidden_size]`. It must read nothing
         back to the host. capture: `cuda_capture()`; where there are no graphs, anything that keeps the step.
-    max_blocks: of one sequence.
+    max_blocks: of one sequence. observed: as in InputShape.
     """
 
     def __init__(
@@ -43,11 +43,12 @@ class DecodeGraphs:
         tables: BlockTables,
         max_blocks: int,
         ragged: RaggedLengths | None,
+        observed: bool,
     ) -> None:
         self.tables = tables
         self.ragged = ragged
         max_num_seqs = len(tables.table)
-        self.largest = InputShape(max_num_seqs, max_num_seqs, max_blocks, ragged.heads if ragged else None)
+        self.largest = InputShape(max_num_seqs, max_num_seqs, max_blocks, ragged.heads if ragged else None, observed)
         self._forward = forward
         self._capture = capture
         self._steps: dict[InputShape, Step] = {}
@@ -91,11 +92,13 @@ class DecodeGraphs:
             inputs = StepInputs(shape, self._static)
             inputs.slots.fill_(-1)
             inputs.query_starts.copy_(torch.arange(len(inputs.query_starts)))
+            if inputs.table_rows is not None:
+                inputs.table_rows.fill_(len(self.tables.table))
             self._step(shape)
 
     def ladder(self) -> list[InputShape]:
         """The shape of every batch that there can be. The first takes most memory, in which the others have room."""
-        most, _, widest, _ = self.largest
+        most, _, widest, *_ = self.largest
         widths = [1 << power for power in range(widest.bit_length() + 1)]
         return sorted({self.shape_for(n, width) for n in range(1, most + 1) for width in widths}, reverse=True)
 
@@ -104,8 +107,8 @@ class DecodeGraphs:
         bits = (num_seqs - 1).bit_length()
         size = 1 << bits if num_seqs <= 8 else _rounded_up(num_seqs, max(16, 1 << (bits - 4)))
         width = max(-(-LEAST_ENTRIES // self.tables.block_size), 1 << (num_blocks - 1).bit_length())
-        most, _, widest, heads = self.largest
-        return InputShape(min(size, most), min(size, most), min(width, widest), heads)
+        most, _, widest, *kept = self.largest
+        return InputShape(min(size, most), min(size, most), min(width, widest), *kept)
 
     def _shape_of(self, states: list[SequenceState]) -> InputShape:
         longest = max(state.cached_length for state in states)

@@ -18,12 +18,14 @@ ALIGNMENT = 64
 
 
 class InputShape(NamedTuple):
-    """rows: of queries. width: columns of the block tables. heads: layers and KV heads, if their lengths differ."""
+    """rows: of queries. width: columns of the block tables. heads: layers and KV heads, if their lengths differ.
+    observed: whether attention is added up."""
 
     rows: int
     sequences: int
     width: int
     heads: tuple[int, int] | None = None
+    observed: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -47,6 +49,8 @@ class InputShape(NamedTuple):
             layers, kv_heads = self.heads
             yield "packed", torch.int32, (self.sequences,)
             yield "head_lengths", torch.int32, (layers, self.sequences, kv_heads)
+        if self.observed:
+            yield "table_rows", torch.int32, (self.sequences,)
 
 
 class StepInputs:
@@ -60,6 +64,7 @@ class StepInputs:
     block_tables: torch.Tensor
     packed: torch.Tensor | None = None
     head_lengths: torch.Tensor | None = None
+    table_rows: torch.Tensor | None = None
 
     def __init__(self, shape: InputShape, memory: torch.Tensor) -> None:
         self.shape = shape
@@ -73,17 +78,17 @@ class StepInputs:
             return self
         return StepInputs(self.shape, self.memory.to(device, non_blocking=True))
 
-    def attention_batch(self, rows: torch.Tensor | None = None) -> AttentionBatch:
-        """rows: as there."""
+    def attention_batch(self) -> AttentionBatch:
         return AttentionBatch(
-            self.query_starts, self.query_index, self.block_tables, self.packed, self.head_lengths, rows
+            self.query_starts, self.query_index, self.block_tables, self.packed, self.head_lengths, self.table_rows
         )
 
 
 class HostInputs:
     """Writes the inputs of a batch: first what follows from the sequences' lengths, then what only a plan tells.
 
-    The shape may have room for more sequences of one row each. These store nothing and attend a single entry.
+    The shape may have room for more sequences of one row each. These store nothing and attend a single entry; what they
+    attend to is added up behind the rows of all sequences.
     """
 
     def __init__(self, shape: InputShape, memory: torch.Tensor) -> None:
@@ -119,6 +124,8 @@ class HostInputs:
         if ragged:
             self._write("packed", ragged.packed[rows])
             self._write("head_lengths", ragged.head_lengths[:, rows], axis=1)
+        if self.shape.observed:
+            self._write("table_rows", rows, spare=len(tables.table))
 
     def refresh(self, sequences: Iterable[int], tables: BlockTables) -> None:
         """Tables that have grown since they were placed, of sequences with one row each."""

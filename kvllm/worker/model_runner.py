@@ -91,14 +91,15 @@ class ModelRunner:
     @torch.inference_mode()
     def use_graphs(self, capture: Capture, num_blocks: int, *, largest_alone: bool = False) -> None:
         """Record decode steps of every shape, and replay them from now on. Where the attention backend cannot be
-        recorded, and none can where attention is observed, they go on being launched as others are.
+        recorded, they go on being launched as others are.
 
         num_blocks: in the pool. largest_alone: record the rest when it is needed.
         """
         if self.backend.capturable:
             max_blocks = min(num_blocks, self.tables.table.shape[1])
             forward = partial(_pass, self.model, self.backend)
-            self.graphs = DecodeGraphs(forward, capture, self.device, self.tables, max_blocks, self.ragged)
+            observed = self.mass is not None
+            self.graphs = DecodeGraphs(forward, capture, self.device, self.tables, max_blocks, self.ragged, observed)
             self.graphs.capture(self.graphs.ladder()[: 1 if largest_alone else None])
 
     @torch.inference_mode()
@@ -172,11 +173,11 @@ class ModelRunner:
         """Hidden states `[T, hidden_size]` of the next `num_tokens[i]` tokens of each sequence."""
         width = max(state.num_blocks for state in states)
         heads = self.ragged.heads if self.ragged else None
-        inputs = HostInputs.allocate(InputShape(int(num_tokens.sum()), len(states), width, heads), self.device)
+        shape = InputShape(int(num_tokens.sum()), len(states), width, heads, self.mass is not None)
+        inputs = HostInputs.allocate(shape, self.device)
         inputs.place(states, num_tokens, self.tables, self.ragged)
         inputs.complete(states, num_tokens, self.tables)
-        rows = upload([state.row for state in states], self.device, torch.int32) if self.mass else None
-        return _pass(self.model, self.backend, inputs.tensors.to(self.device), rows)
+        return _pass(self.model, self.backend, inputs.tensors.to(self.device))
 
     def _sample(
         self,
@@ -219,7 +220,7 @@ class ModelRunner:
         return child
 
 
-def _pass(model: Any, backend: AttentionBackend, inputs: StepInputs, rows: torch.Tensor | None = None) -> torch.Tensor:
-    """The model over inputs on its device. rows: see AttentionBatch."""
-    plan = backend.plan(inputs.attention_batch(rows))
+def _pass(model: Any, backend: AttentionBackend, inputs: StepInputs) -> torch.Tensor:
+    """The model over inputs on its device."""
+    plan = backend.plan(inputs.attention_batch())
     return model.forward(inputs.token_ids, inputs.positions, inputs.slots, backend, plan)
