@@ -13,6 +13,10 @@ import torch
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Several processes share the tests file by file. One of them has all that use Ray: a single cluster at a time."""
+    with_ray = {item.path for item in items if "ray_cluster" in item.fixturenames}
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("ray" if item.path in with_ray else item.path.name))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

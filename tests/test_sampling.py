@@ -355,10 +355,11 @@ def test_a_seed_reproduces_its_tokens_and_another_does_not():
     assert tokens(5) != tokens(6)
 
 
-def test_logits_that_are_not_finite_are_reported():
+@pytest.mark.parametrize("options", [{}, {"temperature": 0}, {"temperature": 0, "presence_penalty": 1.0}], ids=str)
+def test_logits_that_are_not_finite_are_reported(options):
     for bad in math.nan, math.inf:
         with pytest.raises(KvLLMError, match="not finite"):
-            sample(torch.tensor([[0.0, 1.0], [bad, 0.0]]), [row_of(), row_of()])
+            sample(torch.tensor([[0.0, 1.0], [bad, 0.0]]), [row_of(), row_of(output=[1], **options)])
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 0.3, "top_k": 5, "repetition_penalty": 1.5}])

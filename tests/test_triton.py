@@ -50,11 +50,11 @@ def check(function: Callable[[], None]) -> Callable[[], None]:
     return function
 
 
-def run_python(code: str, **environment: str) -> Any:
-    """The JSON that `code` prints last, run in a process of its own with this file as `tests`."""
+def run_python(code: str, module: str = __name__, **environment: str) -> Any:
+    """The JSON that `code` prints last, run in a process of its own with what is in a module."""
     inherited = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     result = subprocess.run(
-        [sys.executable, "-c", f"from tests.test_triton import *; {code}"],
+        [sys.executable, "-c", f"from {module} import *; {code}"],
         cwd=ROOT,
         env={**inherited, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,

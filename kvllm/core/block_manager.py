@@ -99,6 +99,8 @@ class BlockManager:
         if self.prefix_cache is None or seq.was_compacted:
             return
         full = seq.cached_length // self.block_size
+        if full == seq.hashed_blocks:
+            return
         self._extend_hashes(seq, full)
         for index in range(seq.hashed_blocks, full):
             self.prefix_cache.insert(seq.block_hashes[index], seq.block_table[index])

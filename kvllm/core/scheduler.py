@@ -115,27 +115,28 @@ class Scheduler:
                 position += 1
                 continue
             num_tokens = self._chunk(seq, budget)
-            if not self._make_room(plan, seq, num_tokens):
+            new_blocks = self._make_room(plan, seq, num_tokens)
+            if new_blocks is None:
                 break
-            self._append(plan, seq, num_tokens)
+            self._append(plan, seq, num_tokens, new_blocks)
             budget -= num_tokens
             position += 1
         return budget, len(self.running) < running_before
 
-    def _make_room(self, plan: StepPlan, seq: Sequence, num_tokens: int) -> bool:
-        """Preempt from the youngest on until `seq` can grow. False if that reached `seq` itself."""
-        while self.blocks.blocks_to_append(seq, num_tokens) > self.blocks.num_available:
+    def _make_room(self, plan: StepPlan, seq: Sequence, num_tokens: int) -> int | None:
+        """Preempt from the youngest on until `seq` can grow: by how many blocks. None if that reached `seq` itself."""
+        while (new_blocks := self.blocks.blocks_to_append(seq, num_tokens)) > self.blocks.num_available:
             if self.running == [seq] and self.compression and self._compress_complete(plan, self.compression, seq):
                 continue
             victim = self.running[-1]
             self._preempt(plan, victim)
             if victim is seq:
-                return False
-        return True
+                return None
+        return new_blocks
 
-    def _append(self, plan: StepPlan, seq: Sequence, num_tokens: int) -> None:
-        """Put `num_tokens` of a sequence that the workers know into the plan."""
-        if not self.blocks.blocks_to_append(seq, num_tokens):
+    def _append(self, plan: StepPlan, seq: Sequence, num_tokens: int, num_blocks: int) -> None:
+        """Put `num_tokens` of a sequence that the workers know into the plan, for which it needs `num_blocks` more."""
+        if not num_blocks:
             self._plan_tokens(plan, seq, num_tokens, [])
             return
         new_blocks, replaced = self.blocks.append(seq, num_tokens)

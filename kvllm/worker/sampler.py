@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import islice
 
@@ -50,12 +50,16 @@ class SampleRow:
     prompt_token_ids: list[int]
     output_token_ids: list[int]
     eos_token_ids: tuple[int, ...] = ()
+    is_penalized: bool = field(init=False)
+    is_plain: bool = field(init=False)
+    """Whether the most likely token is the next one, whatever came before."""
     _penalties: Penalties | None = None
 
-    @property
-    def is_penalized(self) -> bool:
+    def __post_init__(self) -> None:
         params = self.params
-        return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+        penalties = params.repetition_penalty - 1, params.presence_penalty, params.frequency_penalty
+        self.is_penalized = any(penalties)
+        self.is_plain = params.greedy and not self.is_penalized and not params.min_tokens
 
     @property
     def must_go_on(self) -> bool:
@@ -80,10 +84,9 @@ def sample(logits: Tensor, rows: list[SampleRow]) -> Samples:
         logits: [R, V] float32, not modified.
         rows: R of them.
     """
-    special = [i for i, row in enumerate(rows) if not row.params.greedy or row.is_penalized or row.must_go_on]
+    special = [i for i, row in enumerate(rows) if not row.is_plain]
     if len(special) < len(rows):
-        highest, chosen = logits.max(-1)  # the maximum of a row with a NaN is a NaN
-        chosen.masked_fill_(~highest.isfinite(), NOT_FINITE)
+        chosen = _most_likely(logits)
     else:
         chosen = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
     rows_at_once = max(1, LOGITS_AT_ONCE // logits.shape[-1])
@@ -150,11 +153,17 @@ def _choose(logits: Tensor, rows: list[SampleRow]) -> Tensor:
     random = [i for i, row in enumerate(rows) if not row.params.greedy]
     if len(random) == len(rows):
         return _draw(logits, rows)
-    chosen = logits.argmax(-1)
+    chosen = _most_likely(logits)
     if random:
         index = upload(random, logits.device)
         chosen[index] = _draw(logits[index], [rows[i] for i in random])
     return chosen
+
+
+def _most_likely(logits: Tensor) -> Tensor:
+    """Token ids [r], NOT_FINITE for a row without a finite maximum."""
+    highest, chosen = logits.max(-1)  # the maximum of a row with a NaN is a NaN
+    return chosen.masked_fill_(~highest.isfinite(), NOT_FINITE)
 
 
 def _draw(logits: Tensor, rows: list[SampleRow]) -> Tensor:

@@ -1,0 +1,225 @@
+"""The path for GPUs where there is none: engines on a stand-in for a CUDA device, with graphs and Triton's kernels,
+give the tokens of the CPU, and a step waits for nothing but its tokens.
+
+The interpreter must be chosen before Triton is first imported, so the engines run in a process of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+
+from kvllm import LLM, CompressionConfig, SamplingParams
+from kvllm.outputs import RequestOutput
+from tests.checkpoints import make_checkpoint
+from tests.cuda_stand_in import Device, Graph, stand_in
+from tests.test_triton import run_python
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton, which is not installed")
+
+PROMPTS = [list(range(5, 45)), list(range(7, 20)), [9, 8]]
+COUNTS_OF_HEADS = "a copy to the host"
+"""Heads that keep different numbers of entries: the host must know them, once an event."""
+
+
+# Engines
+
+
+def params(**options: Any) -> SamplingParams:
+    return SamplingParams(**({"temperature": 0, "max_tokens": 7, "ignore_eos": True} | options))
+
+
+def cases() -> dict[str, tuple[dict[str, Any], list[SamplingParams]]]:
+    """Options of an engine, and what its requests ask for."""
+    window = {"period": 4, "window_blocks": 2, "buffer": 4, "chunk_budget": 3, "compress_prompt": True}
+    cache = {"policy": "threshold", "threshold_tokens": 32, "budget_tokens": 16, "buffer": 4, "query_window": 4}
+    sampled = [
+        params(n=2, temperature=0.8, top_p=0.9, seed=3),
+        params(temperature=0.7, top_k=20, top_p=0.9, seed=4, repetition_penalty=1.2, min_tokens=4, logprobs=2),
+        params(temperature=1, min_p=0.05, seed=5, frequency_penalty=0.5),
+    ]
+    return {
+        "forks, options of sampling, a short pool": ({"num_gpu_blocks_override": 6}, sampled),
+        "kara, a pool of what is free": (
+            {
+                "num_gpu_blocks_override": None,
+                "gpu_memory_utilization": 0.02,
+                "compression": CompressionConfig(retain_tokens=9, **window),
+            },
+            [params()] * 3,
+        ),
+        "h2o": ({"compression": CompressionConfig(method="h2o", retain_blocks=1, **window)}, [params()] * 3),
+        "adakv": ({"compression": CompressionConfig(method="adakv", **cache)}, [params()] * 3),
+    }
+
+
+def make_llm(path: Path, device: str, **options: Any) -> LLM:
+    defaults = {"max_num_seqs": 4, "num_gpu_blocks_override": 12, "max_num_batched_tokens": 32}
+    return LLM(path, device=device, dtype="float32", max_model_len=64, block_size=16, **(defaults | options))
+
+
+def run(llm: LLM, requested: list[SamplingParams], step: Callable[[], Any]) -> list[RequestOutput]:
+    engine = llm.llm_engine
+    outputs = [
+        engine.add_request(str(i), prompt, each)
+        for i, (prompt, each) in enumerate(zip(PROMPTS, requested, strict=True))
+    ]
+    while engine.has_unfinished_requests():
+        step()
+    return outputs
+
+
+def step_on(device: Device, llm: LLM) -> None:
+    """A step downloads its tokens and waits for nothing else. One of single tokens replays a graph, events or not."""
+    output_tokens = llm.stats().output_tokens
+    device.waits, device.downloads, device.replays = [], 0, 0
+    llm.llm_engine.step()
+    runner, plan = llm.llm_engine.executor.runner, llm.llm_engine.scheduler._plan
+    expected = [COUNTS_OF_HEADS] if plan.compressions and runner.ragged else []
+    sampled = llm.stats().output_tokens > output_tokens
+    assert (device.waits, device.downloads) == (expected, sampled + len(expected))
+    single = bool(plan.scheduled) and all(item.num_tokens == 1 for item in plan.scheduled)
+    assert device.replays == single
+
+
+def check_case(path: Path, options: dict[str, Any], requested: list[SamplingParams]) -> None:
+    llm = make_llm(path, "cpu", **(options | {"num_gpu_blocks_override": options.get("num_gpu_blocks_override") or 12}))
+    expected = run(llm, requested, llm.llm_engine.step)
+    with stand_in() as device:
+        on_device = make_llm(path, "cuda", **options)
+        runner = on_device.llm_engine.executor.runner
+        assert runner.device.type == "cuda" and runner.graphs
+        found = run(on_device, requested, lambda: step_on(device, on_device))
+    assert on_device.stats().compression_events == llm.stats().compression_events >= ("compression" in options)
+    for request, other in zip(found, expected, strict=True):
+        for completion, like in zip(request.outputs, other.outputs, strict=True):
+            assert completion.token_ids == like.token_ids
+            assert completion.cumulative_logprob == pytest.approx(like.cumulative_logprob, abs=1e-3)
+
+
+def run_cases() -> None:
+    failures = {}
+    with TemporaryDirectory() as directory:
+        make_checkpoint(Path(directory), "qwen3", head_dim=16, num_hidden_layers=1, num_attention_heads=2)
+        for name, case in cases().items():
+            try:
+                check_case(Path(directory), *case)
+            except Exception:
+                failures[name] = traceback.format_exc()
+    print(json.dumps(failures))
+
+
+@pytest.fixture(scope="module")
+def failures() -> dict[str, str]:
+    return run_python("run_cases()", "tests.test_cuda_path", TRITON_INTERPRET="1")
+
+
+@pytest.mark.parametrize("name", cases())
+def test_an_engine_on_the_stand_in(name: str, failures: dict[str, str]) -> None:
+    assert name not in failures, failures[name]
+
+
+# The stand-in
+
+
+def test_operands_must_be_on_one_device() -> None:
+    with stand_in():
+        here, there = torch.ones(3), torch.ones(3, device="cuda")
+        assert there.is_cuda and (there + there[0] + torch.tensor(1.0)).tolist() == [3, 3, 3]
+        for operation in (lambda: there + here, lambda: there[torch.tensor([1])], lambda: there.copy_(there + here)):
+            with pytest.raises(AssertionError, match="on the CPU and on the device"):
+                operation()
+        with pytest.raises(RuntimeError, match="numpy"):
+            there.numpy()
+
+
+def test_what_waits_is_counted() -> None:
+    with stand_in() as device:
+        numbers = torch.arange(4, device="cuda")
+        assert device.waits == []
+        for operation, downloads in (
+            (numbers.tolist, 1),
+            (lambda: numbers[1].item(), 0),
+            (lambda: numbers[numbers > 1], 0),
+            (lambda: torch.ones(2).to("cuda:0", non_blocking=True), 0),  # memory that is not pinned
+            (lambda: torch.ones(2).pin_memory().to("cuda:0"), 0),
+            (torch.cuda.synchronize, 0),
+        ):
+            device.waits, device.downloads = [], 0
+            operation()
+            assert len(device.waits) == 1 and device.downloads == downloads
+        device.waits = []
+        torch.ones(2).pin_memory().to("cuda:0", non_blocking=True)
+        assert not device.waits
+
+
+def test_memory_that_is_being_copied_must_not_change() -> None:
+    with stand_in():
+        host, target = torch.ones(3).pin_memory(), torch.zeros(3, device="cuda")
+        for early in (False, True):
+            target.copy_(host, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+            if not early:
+                copied.synchronize()
+                host.fill_(2)
+                continue
+            host.fill_(3)
+            with pytest.raises(AssertionError, match="overwritten while"):
+                copied.synchronize()
+
+
+def test_a_download_arrives_at_its_event() -> None:
+    with stand_in():
+        host = torch.zeros(3, pin_memory=True)
+        earlier, later = torch.cuda.Event(), torch.cuda.Event()
+        earlier.record()
+        host.copy_(torch.ones(3, device="cuda"), non_blocking=True)
+        later.record()
+        earlier.synchronize()
+        assert host[0] > 1e30
+        later.synchronize()
+        assert host.tolist() == [1, 1, 1]
+
+
+def test_a_graph_repeats_operations_and_not_the_program() -> None:
+    with stand_in() as device:
+        static, factor, steps = torch.ones(3, device="cuda"), 2, []
+
+        def step() -> torch.Tensor:
+            steps.append(1)
+            doubled = static * factor
+            doubled[1:] += static[:2].flip(0)
+            return doubled + 1
+
+        def captured() -> tuple[Any, torch.Tensor]:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=None):
+                return graph, step()
+
+        (first, result), (second, _) = captured(), captured()
+        factor = 100  # too late
+        static.copy_(torch.tensor([1.0, 2.0, 3.0]).pin_memory(), non_blocking=True)
+        first.replay()
+        assert result.tolist() == [3, 7, 8] and len(steps) == 2
+        second.replay()
+        assert result[0].item() > 1e30  # memory of the first one is free for the second
+        assert device.replays == 2 and isinstance(first, Graph)
+
+
+@pytest.mark.parametrize(
+    "operation", [lambda x: x.item(), lambda x: x.tolist(), lambda x: x + torch.ones(1).to(x.device)]
+)
+def test_what_a_graph_cannot_hold(operation: Callable[[torch.Tensor], Any]) -> None:
+    with stand_in():
+        number = torch.ones(1, device="cuda")
+        with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(AssertionError, match="in the capture of a graph"):
+            operation(number)
