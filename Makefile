@@ -28,7 +28,7 @@ lint: venv
 	$(VENV)/bin/pyright
 
 test: lint
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -n auto --dist loadfile
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info kvllm/*.so

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # threads of several processes on the same cores wait for each other
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import pytest
 import torch
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Processes that share the tests: one where there is a GPU, whose free memory some of them look at."""
+    return 1 if torch.cuda.is_available() else min(4, os.cpu_count() or 1)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Several processes share the tests file by file. One of them has all that use Ray: a single cluster at a time."""
-    with_ray = {item.path for item in items if "ray_cluster" in item.fixturenames}
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("ray" if item.path in with_ray else item.path.name))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
