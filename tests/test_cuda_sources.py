@@ -125,7 +125,7 @@ def test_compact_mass(host: ctypes.CDLL) -> None:
     ]
     numbers = torch.tensor([(k.shape[-1], *region) for k, region in zip(kept, regions, strict=True)]).T.contiguous()
     padded = pad(kept)
-    call(host.compact_mass, mass, 5, 300, 3, 3, 2, padded, *numbers, padded.shape[-1], 32)
+    call(host.compact_mass, mass, mass.shape[1], 300, 3, 3, 2, padded, *numbers, padded.shape[-1], 32)
     expected.compact(regions, kept)
     assert torch.equal(mass, expected.mass)
 
