@@ -212,7 +212,7 @@ def test_sections_without_time_are_left_out(
 
 def test_tables_share_out_their_time() -> None:
     assert tables.share_out(60) == (0, 0.0)
-    for seconds, expected in ((150, 2), (480, 6), (1000, 6)):
+    for seconds, expected in ((150, 2), (480, 6), (1000, 13), (2000, 13)):
         count, each = tables.share_out(seconds)
         assert count == expected and count * (each + tables.LOAD_SECONDS) == pytest.approx(seconds)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tempfile
+import time
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
@@ -20,12 +21,13 @@ from benchmarks.device import ceilings
 from benchmarks.device.ceilings import Ceilings
 from benchmarks.device.decode import MODELS, STEPS, WARM_UP, case_name
 from benchmarks.device.log import Figures, LeftOut, Log
-from benchmarks.device.shapes import decode_cost, write_shape
+from benchmarks.device.shapes import decode_cost, entry_bytes, write_shape
 from benchmarks.device.target import Target
 from kvllm.model_config import ModelConfig, load_model_config
 
 # By importance: time may not last for all.
-CASES, TINY_CASES = ((1024, 32), (1024, 128), (4096, 32), (1024, 1)), ((24, 3),)
+CASES = ((1024, 32), (1024, 128), (4096, 32), (1024, 1), (4096, 128), (1024, 256), (4096, 1), (4096, 256))
+TINY_CASES = ((24, 3),)
 BLOCK_SIZE = 256
 """Of its cache, as it is by default."""
 PROMPT_STEP = 8192
@@ -34,12 +36,14 @@ PROMPT_STEP = 8192
 
 def run(target: Target, log: Log) -> None:
     peaks = ceilings.measure(target)
-    for name in target.size(MODELS, MODELS[:1]):
-        measure_model(target, log, peaks, name)
+    models = target.size(MODELS, MODELS[:1])
+    for i, name in enumerate(models):
+        measure_model(target, log, peaks, name, log.end - log.seconds_left * (1 - 1 / (len(models) - i)))
         target.release_memory()
 
 
-def measure_model(target: Target, log: Log, peaks: Ceilings, name: str) -> None:
+def measure_model(target: Target, log: Log, peaks: Ceilings, name: str, end: float) -> None:
+    """end: of its share of the time, as `time.monotonic` tells it."""
     with tempfile.TemporaryDirectory() as directory:
         path = write_shape(target, name, Path(directory))
         config = load_model_config(path)
@@ -47,16 +51,16 @@ def measure_model(target: Target, log: Log, peaks: Ceilings, name: str) -> None:
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.bfloat16).eval()
     seconds_per_token: list[float] = []  # of the cases so far
     for context, batch in target.size(CASES, TINY_CASES):
-        title, left = case_name(name, batch, context), log.seconds_left
-        if seconds_per_token and min(seconds_per_token) * context * batch > left:
+        title, begin = case_name(name, batch, context), time.monotonic()
+        if seconds_per_token and min(seconds_per_token) * context * batch > end - begin:
             log.left_out(title, "there is no time left for the prompts")
             continue
-        log.measure(title, partial(step, model, config, peaks, batch, context))
-        seconds_per_token.append((left - log.seconds_left) / (context * batch))
+        log.measure(title, partial(step, target, model, config, peaks, batch, context))
+        seconds_per_token.append((time.monotonic() - begin) / (context * batch))
         target.release_memory()
 
 
-def step(model: Any, config: ModelConfig, peaks: Ceilings, batch: int, context: int) -> Figures:
+def step(target: Target, model: Any, config: ModelConfig, peaks: Ceilings, batch: int, context: int) -> Figures:
     """The median interval between tokens while all sequences decode."""
     rng = random.Random(0)
     prompts = [rng.choices(range(config.vocab_size), k=context) for _ in range(batch)]
@@ -64,6 +68,8 @@ def step(model: Any, config: ModelConfig, peaks: Ceilings, batch: int, context: 
     length = WARM_UP + STEPS + ceil(1.25 * batch * context / PROMPT_STEP) + batch.bit_length()
     # Left to itself, its cache takes what memory there is.
     blocks = ceil(1.25 * batch * (ceil((context + length) / BLOCK_SIZE) + 1))
+    if (needed := blocks * BLOCK_SIZE * entry_bytes(config)) > target.free_bytes:
+        raise LeftOut(f"its cache would need {needed / 1e9:.0f} GB, {target.free_bytes / 1e9:.0f} are free")
     outputs = model.generate_batch(
         prompts,
         generation_config=GenerationConfig(max_new_tokens=length, do_sample=False, eos_token_id=-1, pad_token_id=0),

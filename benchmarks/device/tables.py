@@ -34,6 +34,13 @@ RUNS = (
     (256, "snapkv"),
     (64, "vanilla"),
     (64, "periodic"),
+    (128, "vanilla"),
+    (128, "periodic"),
+    (64, "snapkv"),
+    (32, "vanilla"),
+    (32, "periodic"),
+    (16, "vanilla"),
+    (16, "periodic"),
 )
 TINY_RUNS = ((4, "vanilla"), (4, "periodic"), (4, "pressure"), (4, "snapkv"))
 TINY_ARGUMENTS = (

@@ -43,6 +43,11 @@ class Target:
         """Bytes of the last cache before memory; a dry run does not look."""
         return 0 if self.dry_run else torch.cuda.get_device_properties(self.device).L2_cache_size
 
+    @property
+    def free_bytes(self) -> float:
+        """Of memory; a dry run has enough."""
+        return float("inf") if self.dry_run else torch.cuda.mem_get_info(self.device)[0]
+
     def generator(self, seed: int = 0) -> torch.Generator:
         return torch.Generator(self.device).manual_seed(seed)
 
