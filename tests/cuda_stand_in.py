@@ -159,7 +159,7 @@ class Device(TorchDispatchMode):
         assert not strangers, f"{func} of tensors on the CPU and on the device"
         by_mask = func in INDEXING and any(tensor.dtype == torch.bool for tensor in tensors[1:])
         if func in WAITING or by_mask:
-            self._wait(str(func))
+            self.wait(str(func))
 
     def _compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         plain_args, plain_kwargs = tree_map(held, args), tree_map(held, kwargs)
@@ -210,7 +210,7 @@ class Device(TorchDispatchMode):
 
     def _uploaded(self, source: torch.Tensor, waits: bool) -> None:
         if waits or not self._is_pinned(source):
-            self._wait("a copy from the host")
+            self.wait("a copy from the host")
             return
         before = bytes_of(source)
 
@@ -222,7 +222,7 @@ class Device(TorchDispatchMode):
     def _downloaded(self, target: torch.Tensor, waits: bool) -> None:
         self.downloads += 1
         if waits or not self._is_pinned(target):
-            self._wait("a copy to the host")
+            self.wait("a copy to the host")
             return
         arriving = target.clone()
         overwrite(target)
@@ -234,7 +234,7 @@ class Device(TorchDispatchMode):
             self.num_complete += 1
             self.copies[self.num_complete - 1]()
 
-    def _wait(self, reason: str) -> None:
+    def wait(self, reason: str) -> None:
         assert not self._capturing, f"{reason} in the capture of a graph"
         self.waits.append(reason)
         self.complete(len(self.copies))
@@ -302,7 +302,7 @@ def stand_in(memory: int = 1 << 30) -> Iterator[Device]:
         "max_memory_allocated": lambda *_: 0,
         "reset_peak_memory_stats": lambda *_: None,
         "empty_cache": lambda: None,
-        "synchronize": lambda *_: device._wait("synchronize"),
+        "synchronize": lambda *_: device.wait("synchronize"),
         "graph_pool_handle": lambda: None,
         "Stream": lambda: None,
         "Event": type("Event", (Event,), {"device": device}),

@@ -20,7 +20,7 @@ import torch
 from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.outputs import RequestOutput
 from tests.checkpoints import make_checkpoint
-from tests.cuda_stand_in import Device, Graph, stand_in
+from tests.cuda_stand_in import Device, stand_in
 from tests.test_triton import run_python
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton, which is not installed")
@@ -134,7 +134,7 @@ def test_operands_must_be_on_one_device() -> None:
     with stand_in():
         here, there = torch.ones(3), torch.ones(3, device="cuda")
         assert there.is_cuda and (there + there[0] + torch.tensor(1.0)).tolist() == [3, 3, 3]
-        for operation in (lambda: there + here, lambda: there[torch.tensor([1])], lambda: there.copy_(there + here)):
+        for operation in (lambda: there + here, lambda: there[torch.tensor([1])], lambda: torch.cat((here, there))):
             with pytest.raises(AssertionError, match="on the CPU and on the device"):
                 operation()
         with pytest.raises(RuntimeError, match="numpy"):
@@ -163,18 +163,16 @@ def test_what_waits_is_counted() -> None:
 
 def test_memory_that_is_being_copied_must_not_change() -> None:
     with stand_in():
-        host, target = torch.ones(3).pin_memory(), torch.zeros(3, device="cuda")
-        for early in (False, True):
-            target.copy_(host, non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record()
-            if not early:
-                copied.synchronize()
-                host.fill_(2)
-                continue
-            host.fill_(3)
-            with pytest.raises(AssertionError, match="overwritten while"):
-                copied.synchronize()
+        host, target, copied = torch.ones(3).pin_memory(), torch.zeros(3, device="cuda"), torch.cuda.Event()
+        target.copy_(host, non_blocking=True)
+        copied.record()
+        copied.synchronize()
+        host.fill_(2)  # late enough
+        target.copy_(host, non_blocking=True)
+        copied.record()
+        host.fill_(3)
+        with pytest.raises(AssertionError, match="overwritten while"):
+            copied.synchronize()
 
 
 def test_a_download_arrives_at_its_event() -> None:
@@ -212,7 +210,7 @@ def test_a_graph_repeats_operations_and_not_the_program() -> None:
         assert result.tolist() == [3, 7, 8] and len(steps) == 2
         second.replay()
         assert result[0].item() > 1e30  # memory of the first one is free for the second
-        assert device.replays == 2 and isinstance(first, Graph)
+        assert device.replays == 2
 
 
 @pytest.mark.parametrize(
