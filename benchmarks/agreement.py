@@ -40,10 +40,10 @@ from benchmarks.questions import QuestionSource, ReasonerQuestions
 from benchmarks.reasoner.tasks import DEFAULT_TASK, TASKS
 from kvllm import LLM, RequestOutput, SamplingParams
 from kvllm.config import METHODS, require
+from kvllm.core.executor import Executor
 from kvllm.core.protocol import SampledToken, StepPlan, StepResult
 from kvllm.errors import KvLLMError
 from kvllm.tokenizer import load_tokenizer
-from kvllm.worker.executor import Executor
 from kvllm.worker.inline import InlineExecutor
 
 KARA = tuple(method for method in METHODS if method.startswith("kara"))

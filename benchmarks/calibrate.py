@@ -25,10 +25,10 @@ import torch
 
 from benchmarks import report, throughput, workloads
 from kvllm import LLM, CompressionConfig, SamplingParams
-from kvllm.attention.compression import kara
+from kvllm.compression.methods import kara
 from kvllm.config import EngineConfig
 from kvllm.errors import KvLLMError
-from kvllm.model_config import load_model_config
+from kvllm.models.config import load_model_config
 from kvllm.simulation.cost import CostModel
 from kvllm.simulation.hardware import Hardware
 from kvllm.simulation.simulate import Outcome, simulate

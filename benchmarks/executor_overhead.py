@@ -16,8 +16,8 @@ from statistics import median
 import torch
 
 from kvllm import LLM, SamplingParams
+from kvllm.core.executor import Executor
 from kvllm.core.protocol import StepPlan, StepResult, encode
-from kvllm.worker.executor import Executor
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 32
@@ -36,7 +36,7 @@ class Measuring(Executor):
         begin = time.perf_counter()
         result = self.executor.execute(plan)
         seconds = time.perf_counter() - begin
-        if not plan.started:
+        if not plan.new_seqs:
             self.step_us.append(seconds * 1e6)
             self.overhead_us.append((seconds - result.seconds.model) * 1e6)
             self.plan_bytes.append(len(encode(plan)))

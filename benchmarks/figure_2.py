@@ -30,9 +30,9 @@ from torch import Tensor
 from benchmarks import report, runs, throughput
 from benchmarks.variants import Job, Variant, make_engine, serve
 from kvllm.config import METHODS, RAGGED_METHODS, WINDOW_METHODS, CompressionConfig, require
+from kvllm.core.executor import Executor
 from kvllm.core.protocol import CompressionJob, StepPlan, StepResult
 from kvllm.errors import ConfigError, KvLLMError
-from kvllm.worker.executor import Executor
 from kvllm.worker.inline import InlineExecutor
 
 HOLE = -1
@@ -85,7 +85,7 @@ class PositionTracker(Executor):
 
     def execute(self, plan: StepPlan) -> StepResult:
         result = self.inner.execute(plan)
-        for start in plan.started:
+        for start in plan.new_seqs:
             self._logical[start.seq_id] = start.cached_length
             self.positions[start.seq_id] = self._text(0, start.cached_length)
             self.events[start.seq_id] = 0

@@ -32,11 +32,11 @@ from benchmarks.accuracy import REASONER
 from benchmarks.questions import QuestionSource
 from benchmarks.reasoner.tasks import DEFAULT_SIZE, DEFAULT_TASK, TASKS
 from kvllm import LLM, CompressionConfig, SamplingParams
-from kvllm.attention.compression import kara
+from kvllm.compression.methods import kara
 from kvllm.config import require
+from kvllm.core.executor import Executor
 from kvllm.core.protocol import StepPlan, StepResult
 from kvllm.errors import ConfigError, KvLLMError
-from kvllm.worker.executor import Executor
 from kvllm.worker.inline import InlineExecutor
 
 CANDIDATES, KEPT, PLAIN = "before: candidates", "after Token2Chunk", "as many, without Token2Chunk"

@@ -25,7 +25,7 @@ from benchmarks import report
 from benchmarks.demo import KARA, MAX_NUM_SEQS, MAX_TOKENS, Demo, Run
 from benchmarks.variants import Variant
 from kvllm import LLM, SamplingParams
-from kvllm.attention.compression.queries import query_offsets
+from kvllm.compression.queries import query_offsets
 from kvllm.config import require
 from kvllm.errors import KvLLMError
 

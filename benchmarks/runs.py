@@ -25,7 +25,7 @@ from benchmarks.workloads import Request
 from kvllm.config import CompressionConfig, require
 from kvllm.errors import ConfigError
 from kvllm.llm import DEFAULT_MODEL
-from kvllm.model_config import ModelConfig, load_model_config
+from kvllm.models.config import ModelConfig, load_model_config
 from kvllm.tokenizer import has_tokenizer, load_tokenizer
 
 REASONER = "reasoner"

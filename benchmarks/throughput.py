@@ -29,7 +29,7 @@ from benchmarks.workloads import Request
 from kvllm.config import EngineConfig, require
 from kvllm.core.compression_policy import Compression, peak_blocks
 from kvllm.errors import ConfigError, KvLLMError
-from kvllm.model_config import ModelConfig, load_model_config
+from kvllm.models.config import ModelConfig, load_model_config
 from kvllm.tokenizer import has_tokenizer, load_tokenizer
 
 ROOT = Path(__file__).parents[1]

@@ -20,7 +20,7 @@ from msgspec import Struct
 from benchmarks import report
 from benchmarks.workloads import Request
 from kvllm import LLM, CompressionConfig, RequestOutput, SamplingParams
-from kvllm.attention.backends import BACKENDS
+from kvllm.attention.registry import BACKENDS
 from kvllm.config import METHODS
 from kvllm.errors import ConfigError, KvLLMError
 from kvllm.llm import DTYPES

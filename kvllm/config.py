@@ -59,7 +59,7 @@ def require(condition: bool, field: str, value: Any, allowed: str) -> None:
 class CompressionConfig(Struct, frozen=True, kw_only=True):
     """How the KV cache is compressed while decoding.
 
-    method: which entries survive (`kvllm.attention.compression.METHODS`).
+    method: which entries survive (`kvllm.compression.registry.METHODS`).
     policy: which sequences compress and when: "periodic" (every `period` decode steps of the engine, at most
         `max_sequences` sequences), "pressure" (only while blocks are short, and only what is needed to make them last
         `period` steps more), "standalone" (each sequence whenever its tail fills a window; block_size 1) or "threshold"

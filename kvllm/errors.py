@@ -21,3 +21,7 @@ class RequestError(KvLLMError, ValueError):
 
 class OutOfBlocksError(KvLLMError, RuntimeError):
     """The block pool was asked for more blocks than it has: the scheduler must check before it allocates."""
+
+
+class WorkerError(KvLLMError, RuntimeError):
+    """A rank died, hangs or failed. The message says which, and carries its own traceback if it left one."""

@@ -14,27 +14,27 @@ import torch
 from msgspec import structs
 from tqdm import tqdm
 
-from kvllm.attention.cache import CacheShape
 from kvllm.config import OBSERVING_METHODS, CompressionConfig, EngineConfig, require
 from kvllm.core.compression_policy import check_pool
 from kvllm.core.engine import LLMEngine, Prompt
+from kvllm.distributed.replicas.engine import DataParallelEngine
+from kvllm.distributed.restarting import RestartingEngine
 from kvllm.errors import ConfigError, RequestError
-from kvllm.host_memory import available_memory
-from kvllm.model_config import ModelConfig, load_model_config
+from kvllm.kvcache.cache import CacheShape
+from kvllm.models.config import ModelConfig, load_model_config
 from kvllm.outputs import RequestOutput
 from kvllm.parallel import SingleRank
 from kvllm.sampling_params import SamplingParams
 from kvllm.stats import EngineStats
 from kvllm.tokenizer import has_tokenizer, load_tokenizer
 from kvllm.worker.attention_state import AttentionMass
-from kvllm.worker.data_parallel import DataParallelEngine
+from kvllm.worker.build import DTYPES, RunnerSettings, make_runner
+from kvllm.worker.host_memory import available_memory
 from kvllm.worker.inline import InlineExecutor
-from kvllm.worker.rank import DTYPES, RunnerSettings, make_runner
-from kvllm.worker.restarting import RestartingEngine
 
 if TYPE_CHECKING:
-    from kvllm.worker.engines import Engines
-    from kvllm.worker.ray import RayExecutor
+    from kvllm.distributed.executor import RayExecutor
+    from kvllm.distributed.replicas.replica_set import Engines
 
 logger = logging.getLogger(__name__)
 
@@ -324,8 +324,8 @@ def _backend(name: str | None, tensor_parallel_size: int, data_parallel_size: in
 
 def _start_workers(num_engines: int, num_ranks: int, placement: str, max_restarts: int) -> RayExecutor | Engines:
     try:
-        from kvllm.worker.engines import Engines
-        from kvllm.worker.ray import RayExecutor
+        from kvllm.distributed.executor import RayExecutor
+        from kvllm.distributed.replicas.replica_set import Engines
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise

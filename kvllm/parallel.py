@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed
 
-from kvllm.errors import ConfigError, KvLLMError
-
-
-class WorkerError(KvLLMError, RuntimeError):
-    """A rank died, hangs or failed. The message says which, and carries its own traceback if it left one."""
+from kvllm.errors import ConfigError
 
 
 class Shard(ABC):
@@ -60,40 +55,6 @@ class Counted(Shard):
     def all_gather_last_dim(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         return self._shard.all_gather_last_dim(x)
-
-
-class ProcessGroupShard(Shard):
-    """Collectives of torch.distributed: between machines ("gloo") and between GPUs ("nccl").
-
-    A process has one such group, and with "nccl" one GPU, the current one.
-
-    store: that all ranks share. timeout: seconds that a collective may take.
-    """
-
-    def __init__(
-        self, rank: int, world_size: int, backend: str, store: torch.distributed.Store, timeout: float
-    ) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        # With a device, NCCL connects the ranks now, and not in the first collective.
-        device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
-        torch.distributed.init_process_group(
-            backend,
-            store=store,
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout),
-            device_id=device,
-        )
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        torch.distributed.all_reduce(x)
-        return x
-
-    def all_gather_last_dim(self, x: torch.Tensor) -> torch.Tensor:
-        parts = [torch.empty_like(x) for _ in range(self.world_size)]
-        torch.distributed.all_gather(parts, x)
-        return torch.cat(parts, dim=-1)
 
 
 @dataclass(frozen=True)

@@ -51,9 +51,9 @@ class LiteralWorker:
 
     def execute(self, plan: StepPlan) -> StepResult:
         plan = decode_plan(encode(plan))
-        for seq_id in plan.forgotten:
+        for seq_id in plan.dropped_seq_ids:
             self.sequences.pop(seq_id, None)
-        for start in plan.started:
+        for start in plan.new_seqs:
             assert start.seq_id not in self.sequences
             self.sequences[start.seq_id] = LiteralSequence(start.token_ids, start.prompt_length, start.cached_length)
         assert len({job.seq_id for job in plan.compressions}) == len(plan.compressions)

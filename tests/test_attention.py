@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvllm.attention.backend import AttentionBackend, AttentionBatch
-from kvllm.attention.backends import make_backend
-from kvllm.attention.cache import CacheShape, PagedKVCache
+from kvllm.attention.base import AttentionBackend, AttentionBatch
+from kvllm.attention.registry import make_backend
 from kvllm.errors import ConfigError
+from kvllm.kvcache.cache import CacheShape, PagedKVCache
 
 KV_HEADS = 2
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
@@ -52,11 +52,11 @@ class Case:
         return backend.run(0, self.queries, backend.plan(self.batch))
 
     def rows(self, sequence: int) -> slice:
-        return slice(*self.batch.query_starts[sequence : sequence + 2].tolist())
+        return slice(*self.batch.query_start_loc[sequence : sequence + 2].tolist())
 
 
 def make_case(
-    query_index: list[list[int]],
+    last_kv_index: list[list[int]],
     *,
     block_size: int = 16,
     head_dim: int = 64,
@@ -64,13 +64,13 @@ def make_case(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Case:
-    """One sequence per list in `query_index`. Slots that hold no entry are NaN, unused table columns invalid."""
+    """One sequence per list in `last_kv_index`. Slots that hold no entry are NaN, unused table columns invalid."""
     generator = torch.Generator().manual_seed(seed)
 
     def randn(*size: int) -> torch.Tensor:
         return torch.randn(size, generator=generator).to(dtype)
 
-    lengths = [rows[-1] + 1 for rows in query_index]
+    lengths = [rows[-1] + 1 for rows in last_kv_index]
     num_blocks = [-(-length // block_size) for length in lengths]
     cache = PagedKVCache(CacheShape(1, KV_HEADS, head_dim, block_size, dtype), sum(num_blocks) + 3)
     cache.data.fill_(float("nan"))
@@ -85,8 +85,8 @@ def make_case(
         entries = torch.arange(length)
         cache.keys(0)[blocks[entries // block_size], :, entries % block_size] = keys[-1]
         cache.values(0)[blocks[entries // block_size], :, entries % block_size] = values[-1]
-    index = torch.tensor([i for rows in query_index for i in rows], dtype=torch.int32)
-    starts = torch.tensor([0] + [len(rows) for rows in query_index]).cumsum(0).int()
+    index = torch.tensor([i for rows in last_kv_index for i in rows], dtype=torch.int32)
+    starts = torch.tensor([0] + [len(rows) for rows in last_kv_index]).cumsum(0).int()
     return Case(
         cache, keys, values, randn(len(index), KV_HEADS * group, head_dim), AttentionBatch(starts, index, tables)
     )
@@ -98,7 +98,7 @@ def dense_attention(case: Case) -> torch.Tensor:
     group = case.queries.shape[1] // KV_HEADS
     for sequence, (keys, values) in enumerate(zip(case.keys, case.values, strict=True)):
         rows = case.rows(sequence)
-        later = torch.arange(len(keys)) > case.batch.query_index[rows, None]
+        later = torch.arange(len(keys)) > case.batch.last_kv_index[rows, None]
         for head in range(case.queries.shape[1]):
             hidden = later | hole(case.batch, sequence, head // group, len(keys))
             scores = case.queries[rows, head].double() @ keys[:, head // group].double().T * case.scale
@@ -109,10 +109,10 @@ def dense_attention(case: Case) -> torch.Tensor:
 
 def hole(batch: AttentionBatch, sequence: int, kv_head: int, length: int) -> torch.Tensor:
     """bool `[length]`, the entries that a head of layer 0 lacks."""
-    if batch.packed is None or batch.head_lengths is None:
+    if batch.packed_len is None or batch.head_lengths is None:
         return torch.zeros(length, dtype=torch.bool)
     entries = torch.arange(length)
-    return (entries >= batch.head_lengths[0, sequence, kv_head]) & (entries < batch.packed[sequence])
+    return (entries >= batch.head_lengths[0, sequence, kv_head]) & (entries < batch.packed_len[sequence])
 
 
 # A decode, a first token, a whole prompt, a chunk behind cached entries, a recomputation with stride 3, a long decode.
@@ -146,7 +146,7 @@ def test_reference_matches_dense(block_size: int) -> None:
     assert_matches_dense(make_case(MIXED[:5], block_size=block_size, head_dim=16), "reference")
 
 
-# Heads that hold different numbers of entries: the rows of a sequence, `packed`, and the lengths of both heads.
+# Heads that hold different numbers of entries: the rows of a sequence, `packed_len`, and the lengths of both heads.
 HOLES = [
     ([64], 50, (50, 31)),  # one head has none
     ([64], 64, (0, 10)),  # one head has nothing but the row's own entry
@@ -165,7 +165,7 @@ def make_holes(**options) -> Case:
     case = make_case([rows for rows, _, _ in HOLES], **options)
     batch = replace(
         case.batch,
-        packed=torch.tensor([packed for _, packed, _ in HOLES], dtype=torch.int32),
+        packed_len=torch.tensor([packed_len for _, packed_len, _ in HOLES], dtype=torch.int32),
         head_lengths=torch.tensor([[lengths for _, _, lengths in HOLES]], dtype=torch.int32),
     )
     block_size = case.cache.shape.block_size
@@ -199,7 +199,7 @@ def test_each_layer_has_its_own_holes(name: str) -> None:
     cache = PagedKVCache(shape, case.cache.num_blocks)
     cache.data.copy_(case.cache.data.expand_as(cache.data))
     lengths = torch.tensor([[[9, 25]], [[25, 9]]], dtype=torch.int32)
-    batch = replace(case.batch, packed=torch.tensor([30], dtype=torch.int32), head_lengths=lengths)
+    batch = replace(case.batch, packed_len=torch.tensor([30], dtype=torch.int32), head_lengths=lengths)
     backend = make_backend(name, cache, case.queries.shape[1], case.scale)
     for layer in range(2):
         found = backend.run(layer, case.queries, backend.plan(batch))
@@ -216,15 +216,15 @@ def test_bits_of_a_row_beside_holes_do_not_depend_on_the_batch(num_threads: int)
         rows, one = case.rows(sequence), slice(sequence, sequence + 1)
         batch = AttentionBatch(
             torch.tensor([0, rows.stop - rows.start], dtype=torch.int32),
-            case.batch.query_index[rows],
+            case.batch.last_kv_index[rows],
             case.batch.block_tables[one],
-            case.batch.packed[one],
+            case.batch.packed_len[one],
             case.batch.head_lengths[:, one].contiguous(),
         )
         alone = replace(case, queries=case.queries[rows], batch=batch)
         assert torch.equal(alone.run(), together[rows])
         if not any(hole(batch, 0, head, len(case.keys[sequence])).any() for head in range(KV_HEADS)):
-            without = replace(batch, packed=None, head_lengths=None)
+            without = replace(batch, packed_len=None, head_lengths=None)
             assert torch.equal(replace(alone, batch=without).run(), together[rows])
 
 
@@ -259,7 +259,7 @@ def test_bits_of_a_row_do_not_depend_on_the_batch(group: int, dtype: torch.dtype
                 queries=case.queries[row : row + 1],
                 batch=AttentionBatch(
                     torch.tensor([0, 1], dtype=torch.int32),
-                    case.batch.query_index[row : row + 1],
+                    case.batch.last_kv_index[row : row + 1],
                     case.batch.block_tables[sequence : sequence + 1],
                 ),
             )
@@ -274,7 +274,7 @@ def test_bits_of_a_prefill_do_not_depend_on_the_chunk_size(chunk: int) -> None:
     for start in range(0, length, chunk):
         rows = slice(start, min(length, start + chunk))
         starts = torch.tensor([0, rows.stop - start], dtype=torch.int32)
-        batch = AttentionBatch(starts, case.batch.query_index[rows], case.batch.block_tables)
+        batch = AttentionBatch(starts, case.batch.last_kv_index[rows], case.batch.block_tables)
         pieces.append(replace(case, queries=case.queries[rows], batch=batch).run())
     assert torch.equal(torch.cat(pieces), case.run())
 
@@ -321,8 +321,8 @@ def check_every_kernel() -> None:
         for head_dim, group, block_size in ((4, 3, 3), (48, 2, 16), (64, 4, 16), (80, 1, 256), (128, 8, 16)):
             case = make_case(MIXED, head_dim=head_dim, group=group, block_size=block_size, dtype=dtype)
             assert_matches_dense(case, "cpu")
-            holes = make_holes(head_dim=head_dim, group=group, block_size=block_size, dtype=dtype)
-            assert_matches_dense(holes, "cpu")
+            evicted_mask = make_holes(head_dim=head_dim, group=group, block_size=block_size, dtype=dtype)
+            assert_matches_dense(evicted_mask, "cpu")
         for group in (1, 3, 4):
             test_bits_of_a_row_do_not_depend_on_the_batch(group, dtype)
         test_later_entries_of_the_same_sequence_stay_hidden(dtype)
@@ -369,21 +369,23 @@ def test_operator_refuses_bad_batches() -> None:
     tables[0, 2] = case.cache.num_blocks
     bad = {
         "block .* of sequence 0 is not in the cache": replaced(case, block_tables=tables),
-        "is beyond a table of": replaced(case, query_index=torch.tensor([4000, 3, 5], dtype=torch.int32)),
-        "negative or descends": replaced(case, query_index=torch.tensor([40, 5, 3], dtype=torch.int32)),
-        "sequence 0 has no rows": replaced(case, query_starts=torch.tensor([0, 0, 3], dtype=torch.int32)),
-        "not from 0 to the number of rows": replaced(case, query_starts=torch.tensor([0, 1, 2], dtype=torch.int32)),
-        "query_index has dtype Long": replaced(case, query_index=case.batch.query_index.long()),
+        "is beyond a table of": replaced(case, last_kv_index=torch.tensor([4000, 3, 5], dtype=torch.int32)),
+        "negative or descends": replaced(case, last_kv_index=torch.tensor([40, 5, 3], dtype=torch.int32)),
+        "sequence 0 has no rows": replaced(case, query_start_loc=torch.tensor([0, 0, 3], dtype=torch.int32)),
+        "not from 0 to the number of rows": replaced(case, query_start_loc=torch.tensor([0, 1, 2], dtype=torch.int32)),
+        "last_kv_index has dtype Long": replaced(case, last_kv_index=case.batch.last_kv_index.long()),
         "dtype Half": replace(case, queries=case.queries.half()),
         "not contiguous": replace(case, queries=case.queries.transpose(0, 1).contiguous().transpose(0, 1)),
     }
-    packed = torch.tensor([40, 4], dtype=torch.int32)
+    packed_len = torch.tensor([40, 4], dtype=torch.int32)
     lengths = torch.tensor([[[40, 40], [4, 4]]], dtype=torch.int32)
     bad |= {
-        "sequence 1 has 4 packed entries, and queries among them": replaced(case, packed=packed, head_lengths=lengths),
-        "packed and head_lengths go together": replaced(case, packed=packed),
+        "sequence 1 has 4 packed entries, and queries among them": replaced(
+            case, packed_len=packed_len, head_lengths=lengths
+        ),
+        "packed and head_lengths go together": replaced(case, packed_len=packed_len),
         "sequence 0 has a head of negative length": replaced(
-            case, packed=packed.clamp(max=3), head_lengths=lengths - 41
+            case, packed_len=packed_len.clamp(max=3), head_lengths=lengths - 41
         ),
     }
     for message, wrong in bad.items():

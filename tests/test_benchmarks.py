@@ -14,7 +14,7 @@ from benchmarks.reasoner.tokenizer import encode
 from benchmarks.variants import Job, parse_variant
 from benchmarks.workloads import Request
 from kvllm.errors import ConfigError, KvLLMError
-from kvllm.model_config import load_model_config
+from kvllm.models.config import load_model_config
 from tests.checkpoints import make_checkpoint
 
 PNG = b"\x89PNG"

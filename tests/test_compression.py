@@ -21,21 +21,21 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from kvllm import LLM, CompressionConfig, SamplingParams
-from kvllm.attention.backend import AttentionBatch
-from kvllm.attention.backends import make_backend
-from kvllm.attention.cache import CacheShape, PagedKVCache
+from kvllm.attention.base import AttentionBatch
+from kvllm.attention.registry import make_backend
 from kvllm.config import EngineConfig
 from kvllm.core.block_manager import BlockManager
+from kvllm.core.executor import Executor
 from kvllm.core.protocol import CompressionJob, SampledToken, ScheduledSequence, SequenceStart, StepPlan, StepResult
 from kvllm.core.scheduler import Scheduler
 from kvllm.core.sequence import Sequence
-from kvllm.model_config import ModelConfig
+from kvllm.kvcache.cache import CacheShape, PagedKVCache
+from kvllm.models.config import ModelConfig
 from kvllm.models.elementwise import rotary
 from kvllm.models.layers import rotary_table
 from kvllm.models.llama import LlamaModel
 from kvllm.parallel import SingleRank
 from kvllm.stats import EngineStats
-from kvllm.worker.executor import Executor
 from kvllm.worker.inline import InlineExecutor
 from kvllm.worker.model_runner import ModelRunner
 from tests.checkpoints import make_checkpoint
@@ -125,12 +125,12 @@ class Recorder(Executor):
 
     def execute(self, plan: StepPlan) -> StepResult:
         self._logits, self._selections = [], []
-        for seq_id in plan.forgotten:
+        for seq_id in plan.dropped_seq_ids:
             del self.alive[seq_id]
         before = {seq_id: self.entries(seq_id) for seq_id in self.alive} if plan.compressions else {}
         tables = {job.seq_id: self.table(job.seq_id) for job in plan.compressions}
         result = self.inline.execute(plan)
-        for start in plan.started:
+        for start in plan.new_seqs:
             self._start(start)
         for job, windows in zip(plan.compressions, self._windows(plan.compressions), strict=True):
             copied = not set(job.destinations) <= set(tables[job.seq_id])
@@ -391,8 +391,8 @@ def test_rotations_stay_those_of_the_true_positions(load_vectors: Callable, thet
 
     def attended(position: int) -> Tensor:
         batch = AttentionBatch(
-            query_starts=torch.tensor([0, 1], dtype=torch.int32),
-            query_index=torch.tensor([entries - 1], dtype=torch.int32),
+            query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
+            last_kv_index=torch.tensor([entries - 1], dtype=torch.int32),
             block_tables=table[None, :3].int().contiguous(),
         )
         queries = rotated(raw_queries.unsqueeze(1), torch.tensor([position]))

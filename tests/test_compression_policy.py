@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvllm.attention.compression import METHODS
+from kvllm.compression.registry import METHODS
 from kvllm.config import CompressionConfig, EngineConfig
 from kvllm.core.compression_policy import (
     Compression,
     CompressionPolicy,
-    Load,
+    EngineLoad,
     PressurePolicy,
     peak_blocks,
     window_tokens,
@@ -316,7 +316,7 @@ def chosen(
     steps: int = 8,
     tokens: int = TOKENS,
 ) -> list[int]:
-    return [seq.seq_id for seq, _ in policy.select(sequences, Load(steps, available, missing, tokens))]
+    return [seq.seq_id for seq, _ in policy.select(sequences, EngineLoad(steps, available, missing, tokens))]
 
 
 def test_only_as_many_as_it_takes_are_compressed() -> None:
@@ -330,7 +330,7 @@ def test_only_as_many_as_it_takes_are_compressed() -> None:
 def test_all_windows_that_filled_are_compressed_if_it_takes_them() -> None:
     policy, seq = pressure(), decoding(0, 50)
     for needed, expected in ((3, 3), (4, 6), (9, 9), (20, 9)):
-        jobs = policy.select([seq], Load(8 * needed, 50, needed, TOKENS))
+        jobs = policy.select([seq], EngineLoad(8 * needed, 50, needed, TOKENS))
         assert sum(region.dropped for _, region in jobs) == 4 * expected
 
 
@@ -380,7 +380,7 @@ def test_a_need_that_takes_more_tokens_than_a_step_has_is_met_in_several() -> No
 
 def test_windows_of_one_sequence_are_divided_by_the_tokens() -> None:
     policy, seq = pressure(), decoding(0, 50)
-    (_, region), *others = policy.select([seq], Load(8, 50, 9, 40))
+    (_, region), *others = policy.select([seq], EngineLoad(8, 50, 9, 40))
     assert region.count == 2 and not others
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from kvllm import _extension
-from kvllm.attention.backend import AttentionBackend
-from kvllm.attention.backends import make_backend
-from kvllm.attention.cache import CacheShape, PagedKVCache
+from kvllm.attention.base import AttentionBackend
+from kvllm.attention.registry import make_backend
 from kvllm.errors import KvLLMError
+from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.models import elementwise
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

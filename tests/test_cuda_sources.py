@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from kvllm._extension import has_cuda_operators, operator
-from kvllm.attention.backends import make_backend
-from kvllm.attention.cache import CacheShape
-from kvllm.attention.compaction import pad
+from kvllm.attention.registry import make_backend
+from kvllm.kvcache.cache import CacheShape
+from kvllm.kvcache.compaction import pad
 from kvllm.worker.attention_state import AttentionMass
 from tests.test_cpu_ops import literal_compaction, random_kept
 from tests.test_triton import bits_of, random_cache

@@ -21,14 +21,14 @@ import pytest
 
 from kvllm import LLM, CompressionConfig, ConfigError, RequestError, SamplingParams
 from kvllm.core.protocol import SequenceStart
+from kvllm.errors import WorkerError
 from kvllm.llm import DEFAULT_MODEL
-from kvllm.model_config import load_model_config
-from kvllm.parallel import WorkerError
-from kvllm.worker.rank import RunnerSettings
+from kvllm.models.config import load_model_config
+from kvllm.worker.build import RunnerSettings
 from tests.checkpoints import make_checkpoint
 
 ray = pytest.importorskip("ray", reason="needs ray: pip install ray")
-from kvllm.worker.engine_actor import ReportingEngine  # noqa: E402
+from kvllm.distributed.replicas.replica import ReportingEngine  # noqa: E402
 
 OPTIONS = {"block_size": 16, "num_gpu_blocks_override": 100, "max_num_seqs": 16}
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"  # small ones would form words, and the tokenizer knows few

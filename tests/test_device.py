@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from kvllm import LLM, CompressionConfig, ConfigError
-from kvllm.attention.compression import METHODS
+from kvllm.compression.registry import METHODS
 from kvllm.config import RAGGED_METHODS, EngineConfig
 from kvllm.core.compression_policy import window_tokens
-from kvllm.model_config import load_model_config
+from kvllm.models.config import load_model_config
 from kvllm.parallel import SingleRank
+from kvllm.worker.build import RunnerSettings, make_runner
 from kvllm.worker.memory import run_heaviest_steps
 from kvllm.worker.model_runner import ModelRunner
-from kvllm.worker.rank import RunnerSettings, make_runner
-from kvllm.worker.transfer import upload
+from kvllm.worker.transfer import to_device
 from tests.checkpoints import make_checkpoint
 from tests.test_engine import greedy, random_prompts, tokens
 
@@ -91,7 +91,7 @@ def test_float16_runs_as_it_is_on_cuda(half: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("values", [[[1, 2], [3, 4]], np.array([[1, 3], [2, 4]]).T, np.empty((0, 3), dtype=np.int64)])
 def test_what_is_uploaded_arrives(values: Any) -> None:
-    found = upload(values, torch.device("cuda"), torch.int32)
+    found = to_device(values, torch.device("cuda"), torch.int32)
     assert found.is_cuda and found.is_contiguous() and found.tolist() == np.asarray(values).tolist()
 
 
@@ -126,7 +126,9 @@ def test_the_heaviest_steps_are_as_heavy_as_any(checkpoint: Path, name: str) -> 
     rows, sampled, windows, widths = [], [], [], []
     forward, logits, select = probe.model.forward, probe.model.logits, probe.compressor.select
     plan = probe.backend.plan
-    probe.backend.plan = lambda batch: widths.append((len(batch.query_index), *batch.block_tables.shape)) or plan(batch)
+    probe.backend.plan = lambda batch: (
+        widths.append((len(batch.last_kv_index), *batch.block_tables.shape)) or plan(batch)
+    )
     probe.model.forward = lambda token_ids, *args: rows.append(len(token_ids)) or forward(token_ids, *args)
     probe.model.logits = lambda hidden: sampled.append(len(hidden)) or logits(hidden)
     probe.compressor.select = lambda queries, keys, **options: windows.append(keys) or select(queries, keys, **options)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvllm import LLM, CompressionConfig, SamplingParams
-from kvllm.attention.compression import METHODS
+from kvllm.compression.registry import METHODS
 from kvllm.config import RAGGED_METHODS, WINDOW_METHODS
 from kvllm.worker import graphs
 from kvllm.worker.graphs import DecodeGraphs, Step, cuda_capture
@@ -104,7 +104,7 @@ def test_batches_of_every_size(checkpoint: Path, device: str, options: dict) -> 
     params = [greedy(20 + 9 * i) for i in range(len(LENGTHS))]  # they end one after the other
     _, recordings = assert_same_tokens(checkpoint, device, params, **options)
     assert recordings.replayed > 60
-    assert recordings.recorded == len(recordings.runner.graphs.ladder())  # none while requests were served
+    assert recordings.recorded == len(recordings.runner.graphs.graph_batch_sizes())  # none while requests were served
 
 
 @DEVICES
@@ -232,7 +232,7 @@ def test_a_shape_for_every_batch() -> None:
             assert num_seqs <= shape.rows == shape.sequences <= max_num_seqs and num_blocks <= shape.width <= max_blocks
             assert shape.num_bytes <= recorded.largest.num_bytes
             shapes.add(shape)
-    assert recorded.ladder()[0] == recorded.largest and set(recorded.ladder()) == shapes
+    assert recorded.graph_batch_sizes()[0] == recorded.largest and set(recorded.graph_batch_sizes()) == shapes
     assert {shape.rows for shape in shapes} == {1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 100}
     assert {shape.width for shape in shapes} == {2, 4, 8, 16, 32, 48}
 

@@ -7,9 +7,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvllm import host_memory, stats
-from kvllm.host_memory import _left_in_groups, available_memory
+from kvllm import stats
 from kvllm.stats import EngineStats
+from kvllm.worker import host_memory
+from kvllm.worker.host_memory import _left_in_groups, available_memory
 
 MIB = 1 << 20
 

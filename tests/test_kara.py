@@ -9,7 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvllm.attention.compression import METHODS, kara, mass, token2chunk
+from kvllm.compression import mass
+from kvllm.compression.methods import kara, token2chunk
+from kvllm.compression.registry import METHODS
 
 CLOSE = {"rtol": 1e-4, "atol": 0.0, "check_dtype": False}
 

@@ -82,7 +82,7 @@ def test_text_grows_while_stepping(llm: LLM, problems) -> None:
 
 def test_a_prompt_the_tokenizer_cannot_read(llm: LLM) -> None:
     with pytest.raises(RequestError, match="tokenizer cannot encode the prompt"):
-        llm.generate("Hello there", SamplingParams(max_tokens=2), use_tqdm=False)
+        llm.generate("Ready there", SamplingParams(max_tokens=2), use_tqdm=False)
 
 
 def test_the_progress_bar(llm: LLM, problems, capsys: pytest.CaptureFixture) -> None:

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvllm.attention.compression import METHODS, adakv, chunkkv, kara_sharp, keydiff, mass, pyramidkv, rkv, snapkv
-from kvllm.attention.compression.mass import attention_mass
+from kvllm.compression import mass
+from kvllm.compression.mass import attention_mass
+from kvllm.compression.methods import adakv, chunkkv, kara_sharp, keydiff, pyramidkv, rkv, snapkv
+from kvllm.compression.registry import METHODS
 from tests.test_kara import literal_token2chunk
 
 CLOSE = {"rtol": 1e-4, "atol": 0.0, "check_dtype": False}
@@ -352,7 +354,7 @@ def logits_of(row, keys):
     return [dot(row, key) / math.sqrt(len(key)) for key in keys]
 
 
-def literal_snapkv_scores(queries, keys, buffer, kernel, holes=None):
+def literal_snapkv_scores(queries, keys, buffer, kernel, evicted_mask=None):
     of_heads = []
     for head, head_keys in enumerate(keys):
         length, group = len(head_keys), group_of(queries, keys, head)
@@ -360,12 +362,14 @@ def literal_snapkv_scores(queries, keys, buffer, kernel, holes=None):
         for rows in group:
             for i, row in enumerate(rows):
                 own = length - len(rows) + i
-                seen = [j for j in range(own + 1) if holes is None or not holes[head][j]]
+                seen = [j for j in range(own + 1) if evicted_mask is None or not evicted_mask[head][j]]
                 for j, probability in zip(seen, softmax(logits_of(row, [head_keys[j] for j in seen])), strict=True):
                     received[j] += probability / (len(group) * len(rows))
         scored = [0.0] * (kernel // 2) + received[: length - buffer] + [0.0] * (kernel // 2)
         pooled = [sum(scored[j : j + kernel]) / kernel for j in range(length - buffer)]
-        of_heads.append([-math.inf if holes is not None and holes[head][j] else s for j, s in enumerate(pooled)])
+        of_heads.append(
+            [-math.inf if evicted_mask is not None and evicted_mask[head][j] else s for j, s in enumerate(pooled)]
+        )
     return of_heads
 
 
@@ -563,15 +567,17 @@ def test_adakv_cut_to_the_mean_is_snapkv():
 def test_holes_are_neither_attended_to_nor_kept(capacity):
     length, retain, buffer = 46, 21, 6
     queries, keys, _ = region(9, 2, 4, 2, length, 8)
-    holes = torch.zeros(2, 2, length, dtype=torch.bool)
+    evicted_mask = torch.zeros(2, 2, length, dtype=torch.bool)
     for (seq, head), (start, end) in zip(np.ndindex(2, 2), ((12, 22), (30, 35), (20, 20), (8, 23)), strict=True):
-        holes[seq, head, start:end] = True
-    keys = keys.masked_fill(holes[..., None], torch.nan)
-    options = {"retain": retain, "buffer": buffer, "holes": holes}
+        evicted_mask[seq, head, start:end] = True
+    keys = keys.masked_fill(evicted_mask[..., None], torch.nan)
+    options = {"retain": retain, "buffer": buffer, "evicted_mask": evicted_mask}
     uneven = METHODS["adakv"](queries[:, :, -5:], keys, capacity=capacity, **options)
     even = METHODS["pyramidkv"](queries[:, :, -5:], keys, layer=1, num_layers=3, **options)
     for i in range(2):
-        scores = literal_snapkv_scores(queries[i, :, -5:].tolist(), keys[i].tolist(), buffer, 5, holes[i].tolist())
+        scores = literal_snapkv_scores(
+            queries[i, :, -5:].tolist(), keys[i].tolist(), buffer, 5, evicted_mask[i].tolist()
+        )
         of_adakv = literal_adakv(scores, retain - buffer, capacity - buffer)
         of_pyramidkv = [best(row, retain - buffer) for row in scores]  # the middle layer has the mean
         for kept, expected in ((uneven[i], of_adakv), (even[i], of_pyramidkv)):

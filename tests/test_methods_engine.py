@@ -18,12 +18,12 @@ from msgspec import structs
 from torch import Tensor
 
 from kvllm import LLM, CompressionConfig, SamplingParams
-from kvllm.attention.compression import METHODS
-from kvllm.attention.compression.queries import query_offsets
+from kvllm.compression.queries import query_offsets
+from kvllm.compression.registry import METHODS
 from kvllm.config import RAGGED_METHODS, WINDOW_METHODS
+from kvllm.core.executor import Executor
 from kvllm.core.protocol import BlockCopy, CompressionJob, ScheduledSequence, SequenceStart, StepPlan, StepResult
 from kvllm.errors import ConfigError
-from kvllm.worker.executor import Executor
 from tests.checkpoints import make_checkpoint
 from tests.dense_decoder import DenseDecoder
 from tests.test_compression import assert_dense, poison, random_prompts
@@ -179,12 +179,12 @@ class Recorder(Executor):
 
     def execute(self, plan: StepPlan) -> StepResult:
         self._logits, self._selections = [], []
-        for seq_id in plan.forgotten:
+        for seq_id in plan.dropped_seq_ids:
             self.alive.pop(seq_id, None)  # unknown if the step that would have started it failed
         before = {seq_id: self.entries(seq_id) for seq_id in self.alive} if plan.compressions else {}
         tables = {job.seq_id: self.table(job.seq_id) for job in plan.compressions}
         result = self.inline.execute(plan)
-        for start in plan.started:
+        for start in plan.new_seqs:
             self._start(start)
         windows = self._windows()
         for job in plan.compressions:
@@ -193,9 +193,11 @@ class Recorder(Executor):
             self._check_table(job, tables[job.seq_id], plan.copies)
         assert next(windows, None) is None
         for seq_id, entries in before.items():
-            holes = (self.alive[seq_id].layout < 0)[:, None, :, :, None]
+            evicted_mask = (self.alive[seq_id].layout < 0)[:, None, :, :, None]
             now = self.entries(seq_id)[..., : entries.shape[3], :]
-            assert torch.equal(now.masked_fill(holes, 0), entries.masked_fill(holes, 0)), f"sequence {seq_id}"
+            assert torch.equal(now.masked_fill(evicted_mask, 0), entries.masked_fill(evicted_mask, 0)), (
+                f"sequence {seq_id}"
+            )
         self._account(plan.scheduled)
         self._record_mass()
         return result
@@ -399,15 +401,15 @@ class Expected:
         kept = []
         for layer, keys in enumerate(self.dense.keys):
             region = event.region[layer]
-            holes, index = region < 0, region.clamp(min=0)
+            evicted_mask, index = region < 0, region.clamp(min=0)
             options: dict[str, Any] = {"layer": layer, "num_layers": len(self.dense.keys), "seeds": [event.seed]}
             if self.method.ragged:
-                options |= {"capacity": event.retain, "holes": holes[None]}
+                options |= {"capacity": event.retain, "evicted_mask": evicted_mask[None]}
             if self.method.observes:
                 options["mass"] = self.mass(layer, event.length, index)[None].float()
             chosen = self.method(
                 None if queries is None else queries[layer][None].float(),
-                keys.take_along_dim(index[..., None], 1).masked_fill(holes[..., None], torch.nan)[None].float(),
+                keys.take_along_dim(index[..., None], 1).masked_fill(evicted_mask[..., None], torch.nan)[None].float(),
                 retain=mean_retained(event, self.config),
                 buffer=self.config.buffer,
                 chunk_budget=self.config.chunk_budget,

@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from kvllm.attention.backend import AttentionBackend, AttentionBatch
-from kvllm.attention.backends import make_backend
-from kvllm.attention.cache import CacheShape, PagedKVCache
+from kvllm.attention.base import AttentionBackend, AttentionBatch
 from kvllm.attention.reference import ReferenceBackend
+from kvllm.attention.registry import make_backend
 from kvllm.errors import CheckpointError, ConfigError
-from kvllm.model_config import ARCHITECTURES, ModelConfig, load_model_config
+from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.models import MODELS
+from kvllm.models.config import ARCHITECTURES, ModelConfig, load_model_config
 from kvllm.models.layers import QKVLinear, linear, pack, rotary_table
 from kvllm.models.llama import LlamaModel
 from kvllm.models.loader import load_model, random_model
@@ -213,24 +213,24 @@ def test_packed_product(dtype: torch.dtype, widened: bool, width: int) -> None:
     """widened: as `pack` does by itself where the CPU has no products of the weight's dtype."""
     torch.manual_seed(0)
     weight, bias, x = (torch.randn(shape).to(dtype) for shape in ((72, width), (72,), (64, width)))
-    packed = pack(weight.float() if widened else weight)
-    assert packed.is_mkldnn and linear(x, packed, bias).dtype == dtype
+    packed_len = pack(weight.float() if widened else weight)
+    assert packed_len.is_mkldnn and linear(x, packed_len, bias).dtype == dtype
     exact = x.double() @ weight.double().T + bias.double()
-    together = linear(x, packed, bias)
+    together = linear(x, packed_len, bias)
     torch.testing.assert_close(together.double(), exact, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-3)
     for rows in (1, 2, 3, 8, 17, 33):
-        assert torch.equal(linear(x[5 : 5 + rows], packed, bias), together[5 : 5 + rows])
+        assert torch.equal(linear(x[5 : 5 + rows], packed_len, bias), together[5 : 5 + rows])
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_query_projection_is_a_part_of_the_merged_one(tmp_path: Path, packed: bool) -> None:
+@pytest.mark.parametrize("packed_len", [False, True])
+def test_query_projection_is_a_part_of_the_merged_one(tmp_path: Path, packed_len: bool) -> None:
     make_checkpoint(tmp_path, "qwen2")
     config = load_model_config(tmp_path)
     torch.manual_seed(0)
     qkv = QKVLinear(config, SingleRank(), torch.float32, CPU)
     qkv.weight.normal_()
     qkv.bias.normal_()
-    if packed:
+    if packed_len:
         qkv.pack()
     x = torch.randn(7, config.hidden_size)
     queries = qkv.forward_queries(x)

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from kvllm import LLM, CompressionConfig
-from kvllm.attention import backends
-from kvllm.attention.backends import make_backend
-from kvllm.attention.cache import CacheShape, PagedKVCache
+from kvllm.attention import registry as backends
+from kvllm.attention.registry import make_backend
 from kvllm.attention.runs import runs_of
 from kvllm.errors import ConfigError
+from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from tests import test_attention as attention
 
 needs_triton = pytest.mark.skipif(

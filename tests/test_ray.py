@@ -28,16 +28,17 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks import worker_faults
 from kvllm import LLM, CheckpointError, CompressionConfig, ConfigError, KvLLMError, RequestOutput, SamplingParams
-from kvllm.attention.compression import METHODS
+from kvllm.compression.registry import METHODS
 from kvllm.config import RAGGED_METHODS
+from kvllm.core.executor import Executor
 from kvllm.core.protocol import StepPlan, StepResult, decode_plan, encode
-from kvllm.model_config import load_model_config
-from kvllm.parallel import Shard, SingleRank, WorkerError
-from kvllm.worker import pool
-from kvllm.worker.executor import Executor
-from kvllm.worker.rank import RunnerSettings, make_runner
-from kvllm.worker.shared_memory import BUFFER_BYTES, SharedMemoryShard, create_memory
-from kvllm.worker.watch import Watch
+from kvllm.distributed import worker_group as pool
+from kvllm.distributed.hang_detector import HangDetector
+from kvllm.distributed.shared_memory import BUFFER_BYTES, SharedMemoryShard, create_memory
+from kvllm.errors import WorkerError
+from kvllm.models.config import load_model_config
+from kvllm.parallel import Shard, SingleRank
+from kvllm.worker.build import RunnerSettings, make_runner
 from tests.checkpoints import make_checkpoint
 from tests.test_engine import greedy, make_llm, random_prompts, tokens
 
@@ -341,7 +342,7 @@ def test_the_benchmark_of_faults_compares_the_tokens(ray_cluster, checkpoints, t
 
 
 def test_a_heartbeat_alone_is_no_progress() -> None:
-    watch = Watch(silence=5, standstill=60, now=0)
+    watch = HangDetector(silence=5, standstill=60, now=0)
     for second in range(50):
         watch.hear(second, b"7")
     assert watch.complaint(54) is None
@@ -384,7 +385,7 @@ def test_an_interrupted_step_loses_no_request(ray_llm, checkpoints, monkeypatch,
     def interrupt(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    pool = engine.executor._pools[0]
+    pool = engine.executor._groups[0]
     with monkeypatch.context() as patch:
         patch.setattr(*((pool, "_receive") if all_have_it else (pool._channels[1], "send")), interrupt)
         with pytest.raises(KeyboardInterrupt):

@@ -205,7 +205,7 @@ TestSchedulerMachine = SchedulerMachine.TestCase
 
 def test_config_names_what_exists() -> None:
     assert set(POLICIES) == set(compression_policy.POLICIES)
-    from kvllm.attention.compression import METHODS as implemented
+    from kvllm.compression.registry import METHODS as implemented
 
     assert set(METHODS) == set(implemented)
     needing = {name: method.queries for name, method in implemented.items()}
@@ -387,7 +387,7 @@ def test_a_prefix_hit_shares_blocks_and_computes_the_last_token() -> None:
     harness.run()
     harness.add(prompt, 2)
     harness.step()
-    (start,) = harness.plans[-1].started
+    (start,) = harness.plans[-1].new_seqs
     assert start.cached_length == 4  # of two full blocks, the second holds the last token
     harness.run()
 
@@ -398,5 +398,5 @@ def test_generated_blocks_are_found_again() -> None:
     harness.run()
     harness.add(harness.finished[first], 2)
     harness.step()
-    assert harness.plans[-1].started[0].cached_length == 12
+    assert harness.plans[-1].new_seqs[0].cached_length == 12
     harness.run()

@@ -11,18 +11,18 @@ import msgspec
 import pytest
 
 from kvllm import LLM, CompressionConfig, ConfigError, RequestError, SamplingParams
-from kvllm.attention.compression import METHODS
-from kvllm.attention.compression.queries import query_offsets
+from kvllm.compression.queries import query_offsets
+from kvllm.compression.registry import METHODS
 from kvllm.config import EngineConfig
 from kvllm.core.protocol import CompressionJob, ScheduledSequence, SequenceStart, StepPlan
 from kvllm.entrypoints import cli
 from kvllm.entrypoints.simulate import parse_compression, read_model_config
-from kvllm.model_config import load_model_config
+from kvllm.models.config import load_model_config
 from kvllm.simulation.cost import CostModel, Rows, query_rows, resolve_dtype
+from kvllm.simulation.executor import SimulatedExecutor, recomputed_queries
 from kvllm.simulation.hardware import Hardware, load_hardware, shipped_names
 from kvllm.simulation.simulate import simulate
 from kvllm.simulation.workload import arrival_times, load_workload
-from kvllm.worker.simulated import SimulatedExecutor, recomputed_queries
 from tests.checkpoints import make_checkpoint
 
 MODEL = {
@@ -176,7 +176,7 @@ def compression_plan() -> StepPlan:
     """Two windows of 12 entries of one sequence, one of another."""
     sampling = SamplingParams(temperature=0)
     return StepPlan(
-        started=[SequenceStart(i, [0] * 41, 1, 40, sampling, 0) for i in range(2)],
+        new_seqs=[SequenceStart(i, [0] * 41, 1, 40, sampling, 0) for i in range(2)],
         compressions=[CompressionJob(0, 1, 2, 12, 4, 6, [0, 1]), CompressionJob(1, 4, 1, 12, 4, 3, [2])],
         scheduled=[ScheduledSequence(i, 1, [], [], True) for i in range(2)],
     )
@@ -188,7 +188,7 @@ def test_executor_follows_lengths(cost):
     assert executor.cached == {0: 40 - 2 * 8 + 1, 1: 40 - 8 + 1}
     assert executor.seconds.decode == pytest.approx(cost.forward(Rows(2, 2, 25 + 33, 25 + 33), Rows(), 2)[0])
     assert executor.seconds.compact == pytest.approx(cost.compact(2 * 4 + 4))
-    executor.execute(StepPlan(forgotten=[0]))
+    executor.execute(StepPlan(dropped_seq_ids=[0]))
     assert executor.cached == {1: 33}
 
 

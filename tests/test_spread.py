@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvllm.config import EngineConfig
-from kvllm.core.dispatcher import Dispatcher, Report, Sampled
 from kvllm.core.protocol import SampledToken
 from kvllm.core.sequence import Sequence
-from kvllm.core.spread import FULLER, HIT_WEIGHT, SEQUENCES_AHEAD, Spread, needed_blocks
+from kvllm.distributed.replicas.dispatcher import Dispatcher, Report, Sampled
+from kvllm.distributed.replicas.router import FULLER, HIT_WEIGHT, SEQUENCES_AHEAD, Router, needed_blocks
 from kvllm.sampling_params import SamplingParams
 from kvllm.stats import EngineStats
 
@@ -21,11 +21,11 @@ prompts = st.tuples(  # with one of few beginnings, more or less of it
 ).map(lambda parts: [parts[0]] * parts[1] + parts[2] + [9])
 
 
-def make_spread(num_engines: int, num_blocks: int = 10**6, max_num_seqs: int = 10**6, shares: bool = True) -> Spread:
-    return Spread([num_blocks] * num_engines, block_size=BLOCK, max_num_seqs=max_num_seqs, shares_prefixes=shares)
+def make_spread(num_engines: int, num_blocks: int = 10**6, max_num_seqs: int = 10**6, shares: bool = True) -> Router:
+    return Router([num_blocks] * num_engines, block_size=BLOCK, max_num_seqs=max_num_seqs, shares_prefixes=shares)
 
 
-def used(spread: Spread) -> list[int]:
+def used(spread: Router) -> list[int]:
     return [blocks - room for blocks, room in zip(spread.num_blocks, spread.room, strict=True)]
 
 
@@ -86,7 +86,7 @@ def test_a_request_goes_where_its_prefix_went_last_unless_it_is_fuller(num_engin
     ),
 )
 def test_an_engine_gets_what_it_has_room_for(num_blocks: list[int], operations: list[tuple]) -> None:
-    spread = Spread(num_blocks, block_size=BLOCK, max_num_seqs=3, shares_prefixes=True)
+    spread = Router(num_blocks, block_size=BLOCK, max_num_seqs=3, shares_prefixes=True)
     room, running = num_blocks[:], [0] * len(num_blocks)
     for name, *arguments in operations:
         engine = arguments[0] % len(num_blocks) if name != "place" else None

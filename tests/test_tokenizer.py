@@ -108,7 +108,7 @@ def test_special_tokens_are_added_as_the_checkpoint_wants(shared_dir):
 
 
 def test_decoding_does_not_clean_up(tokenizer):
-    text = "Hello , world . I 'm here !"
+    text = "Ready , world . I 'm here !"
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 
 
@@ -238,9 +238,9 @@ def test_the_cost_of_a_token_does_not_grow(shared_dir, kind):
         "unknown": [len(tokenizer.hf)] * 20_000,
     }
     decoder = IncrementalDecoder(tokenizer)
-    started = time.process_time()
+    new_seqs = time.process_time()
     pieces = [decoder.push([token_id]) for token_id in runs[kind]]
-    seconds = time.process_time() - started
+    seconds = time.process_time() - new_seqs
     assert "".join([*pieces, decoder.finish()]) == tokenizer.decode(runs[kind], skip_special_tokens=True)
     assert seconds < 8  # decoding each time from the start takes a minute or more
 
@@ -257,9 +257,9 @@ def stopped(pieces: list[str], stop: list[str], include: bool = False, armed_fro
 
 
 def test_stop_strings_may_span_pieces():
-    assert stopped(["Hello", " wor", "ld", "!"], ["world"]) == ("Hello ", "world")
-    assert stopped(["Hello", " wor", "ld!"], ["world"], include=True) == ("Hello world", "world")
-    assert stopped(["Hello", " wor", "k"], ["world"]) == ("Hello work", None)
+    assert stopped(["Ready", " wor", "ld", "!"], ["world"]) == ("Ready ", "world")
+    assert stopped(["Ready", " wor", "ld!"], ["world"], include=True) == ("Ready world", "world")
+    assert stopped(["Ready", " wor", "k"], ["world"]) == ("Ready work", None)
     assert stopped(["abc"], []) == ("abc", None)
     assert stopped(["a\n", "\nb"], ["\n\n"]) == ("a", "\n\n")
 

@@ -25,11 +25,11 @@ import pytest
 import torch
 
 from kvllm import LLM, CompressionConfig, SamplingParams
-from kvllm.attention.backend import AttentionBatch
-from kvllm.attention.backends import make_backend
-from kvllm.attention.cache import CacheShape, PagedKVCache
-from kvllm.attention.compression import mass
+from kvllm.attention.base import AttentionBatch
+from kvllm.attention.registry import make_backend
+from kvllm.compression import mass
 from kvllm.errors import ConfigError
+from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.models import elementwise as torch_forms
 from kvllm.worker.attention_state import AttentionMass
 from tests import test_attention as attention
@@ -82,12 +82,12 @@ def run_checks() -> None:
 def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Any]]]:
     """The checks in the interpreter, and the compilation for each architecture: minutes in all, so two at a time."""
     with ThreadPoolExecutor(2) as executor:
-        started = {"checks": executor.submit(run_python, "run_checks()", TRITON_INTERPRET="1")}
+        new_seqs = {"checks": executor.submit(run_python, "run_checks()", TRITON_INTERPRET="1")}
         for capability in SHARED_MEMORY:
             cache = str(tmp_path_factory.mktemp("cache"))
             code = f"compile_kernels({capability})"
-            started[f"sm_{capability}"] = executor.submit(run_python, code, TRITON_CACHE_DIR=cache)
-        yield started
+            new_seqs[f"sm_{capability}"] = executor.submit(run_python, code, TRITON_CACHE_DIR=cache)
+        yield new_seqs
         executor.shutdown(cancel_futures=True)
 
 
@@ -125,7 +125,7 @@ def edges_of_tiles_and_segments() -> None:
 @check
 def programs_share_segments() -> None:
     """However many programs there are for a sequence, its segments are the same."""
-    from kvllm.attention.kernels import decode
+    from kvllm.kernels import decode
 
     case = attention.make_case([[1600], [3], [511]], head_dim=16)
     expected = case.run("triton")
@@ -165,7 +165,7 @@ def dense_mass(case: attention.Case, sequence: int) -> torch.Tensor:
     keys, rows = case.keys[sequence].double(), case.rows(sequence)
     queries = case.queries[rows].double().unflatten(1, (attention.KV_HEADS, -1))
     scores = torch.einsum("thgd,ehd->thge", queries, keys) * case.scale
-    later = torch.arange(len(keys)) > case.batch.query_index[rows, None]
+    later = torch.arange(len(keys)) > case.batch.last_kv_index[rows, None]
     return scores.masked_fill(later[:, None, None], -torch.inf).softmax(-1).sum((0, 2))
 
 
@@ -230,7 +230,7 @@ def part(case: attention.Case, sequence: int, rows: slice) -> attention.Case:
     """Some rows of one sequence, without the rest of the batch."""
     batch = AttentionBatch(
         torch.tensor([0, rows.stop - rows.start], dtype=torch.int32),
-        case.batch.query_index[rows],
+        case.batch.last_kv_index[rows],
         case.batch.block_tables[sequence : sequence + 1],
     )
     return replace(case, queries=case.queries[rows], batch=batch)
@@ -284,7 +284,7 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 
 @check
 def store() -> None:
-    from kvllm.attention.kernels.store import store_kv
+    from kvllm.kernels.store import store_kv
 
     for dtype in (torch.float32, torch.bfloat16):
         cache, rows = random_cache(dtype), random_cache(dtype, num_blocks=1).data.flatten()
@@ -302,7 +302,7 @@ def store() -> None:
 
 @check
 def copies_of_blocks() -> None:
-    from kvllm.attention.kernels.copy_blocks import copy_blocks
+    from kvllm.kernels.copy_blocks import copy_blocks
 
     for dtype, head_dim in ((torch.float32, 48), (torch.bfloat16, 96)):  # a block of less and of more than a chunk
         cache = random_cache(dtype, head_dim=head_dim)
@@ -315,7 +315,7 @@ def copies_of_blocks() -> None:
 @check
 def compaction() -> None:
     """In place and out of place, more rows than a tile, and regions that end early."""
-    from kvllm.attention.kernels.compact import compact
+    from kvllm.kernels.compact import compact
 
     sources = torch.tensor([[11, 3, 7, 1, 8, 2], [0, 6, 99, 99, 99, 99]])
     for dtype in (torch.float32, torch.bfloat16):
@@ -344,7 +344,7 @@ def compaction_takes_sequences_in_order() -> None:
 
 @check
 def scores_of_a_window() -> None:
-    from kvllm.attention.kernels.scores import window_scores
+    from kvllm.kernels.scores import window_scores
 
     for head_dim, heads, kv_heads, dtype in (
         (64, 4, 2, torch.float32),
@@ -361,7 +361,7 @@ def scores_of_a_window() -> None:
 
 @check
 def scores_of_rows_that_see_no_later_key() -> None:
-    from kvllm.attention.kernels.scores import window_scores
+    from kvllm.kernels.scores import window_scores
 
     queries, keys = kara.window_tensors(2, 2, 4, 2, 90, 64)
     row_index = torch.tensor([0, 5, *range(31, 66, 3), 76, 77, 89])
@@ -377,7 +377,7 @@ def scores_of_rows_that_see_no_later_key() -> None:
 @check
 def scores_from_rows_of_a_step() -> None:
     """Queries as the recomputation has them, every third row; keys behind the scored ones may be anything."""
-    from kvllm.attention.kernels.scores import window_scores
+    from kvllm.kernels.scores import window_scores
 
     queries, keys = kara.window_tensors(1, 2, 4, 2, 70, 16)
     expected = window_scores(queries[:, :, ::3].contiguous(), keys, 40, 0.25)
@@ -394,7 +394,7 @@ def both_dtypes(rows: int, width: int) -> list[torch.Tensor]:
 
 @check
 def norms() -> None:
-    from kvllm.attention.kernels import elementwise
+    from kvllm.kernels import elementwise
 
     for x in (*both_dtypes(3, 1027), *both_dtypes(1, 64)):
         weight = cpu_ops.randn(x.shape[1], dtype=x.dtype, seed=1)
@@ -410,7 +410,7 @@ def norms() -> None:
 
 @check
 def gated_activation() -> None:
-    from kvllm.attention.kernels import elementwise
+    from kvllm.kernels import elementwise
 
     for gate_up in both_dtypes(2, 2 * 1100):
         expected = torch_forms.torch_silu_mul(4 * gate_up)
@@ -420,7 +420,7 @@ def gated_activation() -> None:
 @check
 def rotation() -> None:
     """With q/k norm and without, 6 query heads and 3 or no KV heads; values behind them stay."""
-    from kvllm.attention.kernels import elementwise
+    from kvllm.kernels import elementwise
 
     for head_dim, kv_heads, norm in ((64, 3, True), (96, 3, False), (16, 0, True)):
         for qkv in both_dtypes(4, 12 * head_dim):
@@ -435,7 +435,7 @@ def rotation() -> None:
 @check
 def bounds_of_top_p() -> None:
     """Those of a sort, bit for bit: among ties, forbidden tokens and rows of which one token is everything."""
-    from kvllm.attention.kernels.sampling import top_p_bounds
+    from kvllm.kernels.sampling import top_p_bounds
     from kvllm.worker.sampler import RESOLUTION, filter_logits
 
     logits = cpu_ops.randn(6, 3000) * torch.tensor([1, 1, 3, 8, 100, 0])[:, None]
@@ -530,7 +530,7 @@ def test_attention_mass_on_a_device(dtype: torch.dtype, head_dim: int, group: in
     mass = torch.zeros(1, 4, attention.KV_HEADS, 1200, device="cuda")
     cache = PagedKVCache(case.cache.shape, case.cache.num_blocks, "cuda")
     cache.data.copy_(case.cache.data)
-    tensors = {name: getattr(case.batch, name).cuda() for name in ("query_starts", "query_index", "block_tables")}
+    tensors = {name: getattr(case.batch, name).cuda() for name in ("query_start_loc", "last_kv_index", "block_tables")}
     on_device = replace(case, cache=cache, queries=case.queries.cuda(), batch=replace(case.batch, **tensors))
     run_observed(on_device, mass, [3, 0, 1, 2])
     for sequence, row in enumerate([3, 0, 1, 2]):
@@ -587,8 +587,8 @@ def compile_kernels(capability: int) -> None:
 
 def launch_attention(dtype: torch.dtype, head_dim: int) -> None:
     """A batch of a decode and a chunk, with holes and without, and everything else that touches a cache."""
-    from kvllm.attention.kernels.scores import window_scores
     from kvllm.attention.triton import TritonBackend
+    from kvllm.kernels.scores import window_scores
 
     def ints(*size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.int32)
@@ -596,7 +596,7 @@ def launch_attention(dtype: torch.dtype, head_dim: int) -> None:
     cache = PagedKVCache(CacheShape(1, 8, head_dim, 256, dtype), 4)
     backend = TritonBackend(cache, 32, head_dim**-0.5)
     queries = torch.zeros(33, 32, head_dim, dtype=dtype)
-    with_holes = {"packed": ints(2), "head_lengths": ints(1, 2, 8)}
+    with_holes = {"packed_len": ints(2), "head_lengths": ints(1, 2, 8)}
     observed = {"rows": ints(2), "mass": torch.zeros(1, 2, 8, 4096)}
     for options in ({}, with_holes, observed) if head_dim == 128 else ({},):
         batch = AttentionBatch(torch.tensor([0, 1, 33], dtype=torch.int32), ints(33), ints(2, 8), **options)
@@ -612,8 +612,8 @@ def launch_attention(dtype: torch.dtype, head_dim: int) -> None:
 
 
 def launch_elementwise(dtype: torch.dtype) -> None:
-    from kvllm.attention.kernels import elementwise
-    from kvllm.attention.kernels.sampling import top_p_bounds
+    from kvllm.kernels import elementwise
+    from kvllm.kernels.sampling import top_p_bounds
 
     logits = torch.zeros(1, 9)
     top_p_bounds(logits, logits, torch.zeros(1, dtype=torch.float64))

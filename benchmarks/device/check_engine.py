@@ -15,7 +15,7 @@ from benchmarks.device.check_kernels import poisoned
 from benchmarks.device.log import Figures, LeftOut, Log, within
 from benchmarks.device.target import Target
 from kvllm import LLM, CompressionConfig, SamplingParams
-from kvllm.attention.backends import BACKENDS
+from kvllm.attention.registry import BACKENDS
 from kvllm.errors import ConfigError
 from tests.checkpoints import make_checkpoint
 

@@ -16,10 +16,11 @@ from benchmarks.device.log import Figures, LeftOut, Log, within
 from benchmarks.device.movers import MakeMover, mover_of_backend, movers
 from benchmarks.device.target import Target
 from kvllm import SamplingParams
-from kvllm.attention.backends import BACKENDS, make_backend
-from kvllm.attention.cache import CacheShape, PagedKVCache
-from kvllm.attention.compression import kara, mass, token2chunk
+from kvllm.attention.registry import BACKENDS, make_backend
+from kvllm.compression import mass
+from kvllm.compression.methods import kara, token2chunk
 from kvllm.errors import ConfigError
+from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.models import elementwise
 from kvllm.worker.sampler import SampleRow, sample
 from tests import test_attention as attention
@@ -118,7 +119,7 @@ def attend(target: Target, name: str, case: attention.Case) -> Figures:
     tensors = {field: value for field, value in vars(case.batch).items() if isinstance(value, torch.Tensor)}
     batch = replace(case.batch, **{field: value.to(target.device) for field, value in tensors.items()})
     try:
-        backend = make_backend(name, cache, case.queries.shape[1], case.scale, ragged=batch.packed is not None)
+        backend = make_backend(name, cache, case.queries.shape[1], case.scale, ragged=batch.packed_len is not None)
     except ConfigError as error:
         raise LeftOut(str(error)) from error
     found = backend.run(0, case.queries.to(target.device), backend.plan(batch))

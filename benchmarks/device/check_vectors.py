@@ -13,9 +13,9 @@ import torch
 
 from benchmarks.device.log import Log
 from benchmarks.device.target import Target
-from kvllm.attention.backends import make_backend
-from kvllm.attention.cache import CacheShape, PagedKVCache
-from kvllm.attention.compression import adakv, chunkkv, kara, keydiff, rkv, snapkv, token2chunk
+from kvllm.attention.registry import make_backend
+from kvllm.compression.methods import adakv, chunkkv, kara, keydiff, rkv, snapkv, token2chunk
+from kvllm.kvcache.cache import CacheShape, PagedKVCache
 
 ROOT = Path(__file__).parents[2]
 CLOSE = {"rtol": 1e-4, "atol": 0.0, "check_dtype": False}

@@ -17,11 +17,12 @@ from benchmarks.device.movers import MakeMover, movers
 from benchmarks.device.target import Target
 from benchmarks.device.timing import Call, input_sets, seconds_in_graph, seconds_with_host
 from kvllm import SamplingParams
-from kvllm.attention.backend import AttentionBackend, AttentionBatch
-from kvllm.attention.backends import BACKENDS, make_backend
-from kvllm.attention.cache import CacheShape, PagedKVCache
-from kvllm.attention.compression import METHODS, kara
+from kvllm.attention.base import AttentionBackend, AttentionBatch
+from kvllm.attention.registry import BACKENDS, make_backend
+from kvllm.compression.methods import kara
+from kvllm.compression.registry import METHODS
 from kvllm.errors import ConfigError
+from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.models import elementwise
 from kvllm.worker.sampler import SampleRow, sample
 
@@ -122,34 +123,34 @@ def time_backend(clock: Clock, shape: Shape, name: str) -> None:
 
 
 def time_attention(
-    clock: Clock, shape: Shape, name: str, title: str, query_index: list[list[int]], block_size: int, host: bool
+    clock: Clock, shape: Shape, name: str, title: str, last_kv_index: list[list[int]], block_size: int, host: bool
 ) -> None:
-    """query_index: by sequence, the entry up to which each of its rows attends."""
-    entries = sum(rows[-1] + 1 for rows in query_index)
-    attended = sum(index + 1 for rows in query_index for index in rows)
-    num_rows = sum(map(len, query_index))
+    """last_kv_index: by sequence, the entry up to which each of its rows attends."""
+    entries = sum(rows[-1] + 1 for rows in last_kv_index)
+    attended = sum(index + 1 for rows in last_kv_index for index in rows)
+    num_rows = sum(map(len, last_kv_index))
     kv_bytes = 2 * entries * shape.kv_heads * shape.head_dim * shape.dtype.itemsize
     num_bytes = kv_bytes + 2 * num_rows * shape.heads * shape.head_dim * shape.dtype.itemsize
     flops = 4 * attended * shape.heads * shape.head_dim
-    prepare = partial(attention_calls, clock.target, shape, name, query_index, block_size, kv_bytes)
+    prepare = partial(attention_calls, clock.target, shape, name, last_kv_index, block_size, kv_bytes)
     clock.time(title, prepare, num_bytes, flops, host)
 
 
 def attention_calls(
-    target: Target, shape: Shape, name: str, query_index: list[list[int]], block_size: int, kv_bytes: int
+    target: Target, shape: Shape, name: str, last_kv_index: list[list[int]], block_size: int, kv_bytes: int
 ) -> list[Call]:
     """A call for each layer of a cache that is larger than the device's own; the blocks of a sequence lie anywhere."""
-    num_blocks = [-(-(rows[-1] + 1) // block_size) for rows in query_index]
+    num_blocks = [-(-(rows[-1] + 1) // block_size) for rows in last_kv_index]
     layers = input_sets(target, kv_bytes)
     cache = PagedKVCache(shape.cache(layers, block_size), sum(num_blocks), target.device)
     backend = over(name, cache, shape)
     cache.data.normal_(generator=target.generator())
     order = torch.randperm(cache.num_blocks, generator=torch.Generator().manual_seed(0)).int()
-    tables = torch.zeros(len(query_index), max(num_blocks), dtype=torch.int32)
+    tables = torch.zeros(len(last_kv_index), max(num_blocks), dtype=torch.int32)
     for row, blocks in zip(tables, order.split(num_blocks), strict=True):
         row[: len(blocks)] = blocks
-    starts = [0, *accumulate(map(len, query_index))]
-    index = [i for rows in query_index for i in rows]
+    starts = [0, *accumulate(map(len, last_kv_index))]
+    index = [i for rows in last_kv_index for i in rows]
     batch = AttentionBatch(
         torch.tensor(starts, dtype=torch.int32, device=target.device),
         torch.tensor(index, dtype=torch.int32, device=target.device),

@@ -11,8 +11,8 @@ import torch
 
 from benchmarks.device.target import Target
 from kvllm._extension import has_cuda_operators
-from kvllm.attention.backends import make_backend
-from kvllm.attention.cache import PagedKVCache
+from kvllm.attention.registry import make_backend
+from kvllm.kvcache.cache import PagedKVCache
 
 
 class Mover(Protocol):
@@ -34,8 +34,8 @@ class TritonMover:
     """What backends use on a GPU where the CUDA operators were not built."""
 
     def __init__(self, cache: PagedKVCache) -> None:
-        from kvllm.attention.kernels.compact import compact
-        from kvllm.attention.kernels.copy_blocks import copy_blocks
+        from kvllm.kernels.compact import compact
+        from kvllm.kernels.copy_blocks import copy_blocks
 
         self.copy_blocks = partial(copy_blocks, cache.data)
         self.compact = partial(compact, cache.data)

@@ -23,7 +23,7 @@ from benchmarks.device.decode import MODELS, STEPS, WARM_UP, case_name
 from benchmarks.device.log import Figures, LeftOut, Log
 from benchmarks.device.shapes import decode_cost, entry_bytes, write_shape
 from benchmarks.device.target import Target
-from kvllm.model_config import ModelConfig, load_model_config
+from kvllm.models.config import ModelConfig, load_model_config
 
 # By importance: time may not last for all.
 CASES = ((1024, 32), (1024, 128), (4096, 32), (1024, 1), (4096, 128), (1024, 256), (4096, 1), (4096, 256))

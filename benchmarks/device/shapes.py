@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks import throughput
 from benchmarks.device.target import Target
-from kvllm.model_config import ModelConfig
+from kvllm.models.config import ModelConfig
 
 LLAMA_8B = "R1-Distill-Llama-8B"
 QWEN3_4B = "Qwen3-4B"

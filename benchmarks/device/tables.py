@@ -23,7 +23,7 @@ from benchmarks.device.target import Target
 from benchmarks.variants import Job, make_engine
 from benchmarks.workloads import Request
 from kvllm import LLM, RequestOutput, SamplingParams
-from kvllm.model_config import load_model_config
+from kvllm.models.config import load_model_config
 
 MEMORY = 64_000_000_000
 # Most running sequences and variant, by importance: as many are run as there is time for.

@@ -151,7 +151,7 @@ def train(model: Reasoner, args: argparse.Namespace) -> dict:
     compiled = torch.compile(model, dynamic=True)
     cos, sin = rope_tables(CONTEXT)
     recent = {task: deque(maxlen=20) for task in SHARES}
-    started = time.monotonic() - numbers["seconds"]
+    new_seqs = time.monotonic() - numbers["seconds"]
 
     while (progress := numbers["tokens"] / args.tokens) < 1:
         factor = learning_rate_factor(numbers["step"], progress)
@@ -178,7 +178,7 @@ def train(model: Reasoner, args: argparse.Namespace) -> dict:
         curriculum.update(task, size, looked_up, signs)
         recent[task].append((loss.item(), looked_up))
         numbers |= {"step": numbers["step"] + 1, "tokens": numbers["tokens"] + ids.numel()}
-        numbers["seconds"] = time.monotonic() - started
+        numbers["seconds"] = time.monotonic() - new_seqs
         if numbers["step"] % 50 == 0:
             state = {"reach": curriculum.reach, "sign weight": curriculum.sign_weight}
             print(json.dumps(numbers | state | {"loss, accuracy of look-ups": means_of(recent)}), flush=True)

@@ -34,8 +34,8 @@ struct Problem {
   const char* keys;
   const char* values;
   char* outputs;
-  const int32_t* query_starts;
-  const int32_t* query_index;
+  const int32_t* query_start_loc;
+  const int32_t* last_kv_index;
   const int32_t* block_tables;
   const int32_t* packed;        // null: no head has a hole
   const int32_t* head_lengths;  // [sequences, kv_heads]
@@ -50,24 +50,24 @@ struct Problem {
   }
 
   void check_batch() const {
-    STD_TORCH_CHECK(query_starts[0] == 0 && query_starts[sequences] == rows, "query_starts runs from ", query_starts[0],
-                    " to ", query_starts[sequences], ", not from 0 to the number of rows, ", rows);
+    STD_TORCH_CHECK(query_start_loc[0] == 0 && query_start_loc[sequences] == rows, "query_start_loc runs from ", query_start_loc[0],
+                    " to ", query_start_loc[sequences], ", not from 0 to the number of rows, ", rows);
     for (int64_t s = 0; s < sequences; ++s) {
-      STD_TORCH_CHECK(query_starts[s] < query_starts[s + 1], "sequence ", s, " has no rows");
+      STD_TORCH_CHECK(query_start_loc[s] < query_start_loc[s + 1], "sequence ", s, " has no rows");
       int32_t previous = 0;
-      for (int32_t row = query_starts[s]; row < query_starts[s + 1]; ++row) {
-        STD_TORCH_CHECK(query_index[row] >= previous, "query_index ", query_index[row], " of row ", row,
+      for (int32_t row = query_start_loc[s]; row < query_start_loc[s + 1]; ++row) {
+        STD_TORCH_CHECK(last_kv_index[row] >= previous, "last_kv_index ", last_kv_index[row], " of row ", row,
                         " is negative or descends");
-        previous = query_index[row];
+        previous = last_kv_index[row];
       }
       if (packed != nullptr) {
-        STD_TORCH_CHECK(packed[s] >= 0 && packed[s] <= query_index[query_starts[s]], "sequence ", s, " has ", packed[s],
+        STD_TORCH_CHECK(packed[s] >= 0 && packed[s] <= last_kv_index[query_start_loc[s]], "sequence ", s, " has ", packed[s],
                         " packed entries, and queries among them");
         for (int64_t head = 0; head < kv_heads; ++head) {
           STD_TORCH_CHECK(head_lengths[s * kv_heads + head] >= 0, "sequence ", s, " has a head of negative length");
         }
       }
-      STD_TORCH_CHECK(previous < max_blocks * block_size, "query_index ", previous, " is beyond a table of ",
+      STD_TORCH_CHECK(previous < max_blocks * block_size, "last_kv_index ", previous, " is beyond a table of ",
                       max_blocks, " blocks of ", block_size);
       for (int64_t b = 0; b <= previous / block_size; ++b) {
         const int32_t block = block_tables[s * max_blocks + b];
@@ -82,9 +82,9 @@ struct Problem {
     const int rows_per_task = kMaxQueries / group;
     std::vector<Task> tasks;
     for (int s = 0; s < sequences; ++s) {
-      for (int row = query_starts[s]; row < query_starts[s + 1]; row += rows_per_task) {
-        const int count = std::min(rows_per_task, query_starts[s + 1] - row);
-        const int last = query_index[row + count - 1] + 1;
+      for (int row = query_start_loc[s]; row < query_start_loc[s + 1]; row += rows_per_task) {
+        const int count = std::min(rows_per_task, query_start_loc[s + 1] - row);
+        const int last = last_kv_index[row + count - 1] + 1;
         for (int head = 0; head < kv_heads; ++head) tasks.push_back({s, head, row, count, last - hole_size(s, head)});
       }
     }
@@ -113,7 +113,7 @@ struct Problem {
       for (int64_t query_head = task.kv_head * group; query_head < (task.kv_head + 1) * group; ++query_head) {
         tile.queries[tile.count] = queries + (row * query_stride + query_head * head_dim) * element_size;
         tile.outputs[tile.count] = outputs + (row * query_heads + query_head) * head_dim * element_size;
-        tile.last[tile.count] = query_index[row] - hole;
+        tile.last[tile.count] = last_kv_index[row] - hole;
         ++tile.count;
       }
     }
@@ -178,7 +178,7 @@ void attend_split(const Problem& problem, const std::vector<Task>& tasks) {
 }  // namespace
 
 Tensor paged_attention(const Tensor& queries, const Tensor& key_cache, const Tensor& value_cache,
-                       const Tensor& query_starts, const Tensor& query_index, const Tensor& block_tables,
+                       const Tensor& query_start_loc, const Tensor& last_kv_index, const Tensor& block_tables,
                        const std::optional<Tensor>& packed, const std::optional<Tensor>& head_lengths, double scale) {
   const Kernels& kernels = kernels_for(queries, "queries");
   check_heads(queries, "queries");
@@ -187,17 +187,17 @@ Tensor paged_attention(const Tensor& queries, const Tensor& key_cache, const Ten
   check_dtype(key_cache, "key_cache", queries.scalar_type());
   check_dtype(value_cache, "value_cache", queries.scalar_type());
   for (int64_t dim = 0; dim < 4; ++dim) check_size(value_cache, "value_cache", dim, key_cache.size(dim));
-  check_contiguous(query_starts, "query_starts", 1);
-  check_contiguous(query_index, "query_index", 1);
+  check_contiguous(query_start_loc, "query_start_loc", 1);
+  check_contiguous(last_kv_index, "last_kv_index", 1);
   check_contiguous(block_tables, "block_tables", 2);
-  check_dtype(query_starts, "query_starts", ScalarType::Int);
-  check_dtype(query_index, "query_index", ScalarType::Int);
+  check_dtype(query_start_loc, "query_start_loc", ScalarType::Int);
+  check_dtype(last_kv_index, "last_kv_index", ScalarType::Int);
   check_dtype(block_tables, "block_tables", ScalarType::Int);
   const int64_t rows = queries.size(0), query_heads = queries.size(1), head_dim = queries.size(2);
   const int64_t kv_heads = key_cache.size(1), sequences = block_tables.size(0);
   check_size(key_cache, "key_cache", 3, head_dim);
-  check_size(query_index, "query_index", 0, rows);
-  check_size(query_starts, "query_starts", 0, sequences + 1);
+  check_size(last_kv_index, "last_kv_index", 0, rows);
+  check_size(query_start_loc, "query_start_loc", 0, sequences + 1);
   STD_TORCH_CHECK(packed.has_value() == head_lengths.has_value(), "packed and head_lengths go together");
   if (packed) {
     check_contiguous(*packed, "packed", 1);
@@ -230,8 +230,8 @@ Tensor paged_attention(const Tensor& queries, const Tensor& key_cache, const Ten
       .keys = static_cast<const char*>(key_cache.data_ptr()),
       .values = static_cast<const char*>(value_cache.data_ptr()),
       .outputs = static_cast<char*>(out.mutable_data_ptr()),
-      .query_starts = query_starts.const_data_ptr<int32_t>(),
-      .query_index = query_index.const_data_ptr<int32_t>(),
+      .query_start_loc = query_start_loc.const_data_ptr<int32_t>(),
+      .last_kv_index = last_kv_index.const_data_ptr<int32_t>(),
       .block_tables = block_tables.const_data_ptr<int32_t>(),
       .packed = packed ? packed->const_data_ptr<int32_t>() : nullptr,
       .head_lengths = head_lengths ? head_lengths->const_data_ptr<int32_t>() : nullptr,

@@ -10,7 +10,7 @@ STABLE_TORCH_LIBRARY(kvllm, m) {
       "rotary_(Tensor(a!) qkv, Tensor positions, Tensor cos_sin, int num_q_heads, int num_kv_heads, int head_dim, "
       "Tensor? q_weight, Tensor? k_weight, float eps) -> ()");
   m.def(
-      "paged_attention(Tensor queries, Tensor key_cache, Tensor value_cache, Tensor query_starts, Tensor query_index, "
+      "paged_attention(Tensor queries, Tensor key_cache, Tensor value_cache, Tensor query_start_loc, Tensor last_kv_index, "
       "Tensor block_tables, Tensor? packed, Tensor? head_lengths, float scale) -> Tensor");
   m.def(
       "attention_mass(Tensor queries, Tensor keys, int num_scored, float scale, Tensor? row_index=None, "

@@ -27,7 +27,7 @@ void rotary(const Tensor& qkv, const Tensor& positions, const Tensor& cos_sin, i
             int64_t num_kv_heads, int64_t head_dim, const std::optional<Tensor>& query_weight,
             const std::optional<Tensor>& key_weight, double eps);
 Tensor paged_attention(const Tensor& queries, const Tensor& key_cache, const Tensor& value_cache,
-                       const Tensor& query_starts, const Tensor& query_index, const Tensor& block_tables,
+                       const Tensor& query_start_loc, const Tensor& last_kv_index, const Tensor& block_tables,
                        const std::optional<Tensor>& packed, const std::optional<Tensor>& head_lengths, double scale);
 Tensor attention_mass(const Tensor& queries, const Tensor& keys, int64_t num_scored, double scale,
                       const std::optional<Tensor>& row_index, bool squared);

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from kvllm._extension import operator
-from kvllm.attention.backend import AttentionBackend, AttentionBatch
-from kvllm.attention.cache import PagedKVCache
+from kvllm.attention.base import AttentionBackend, AttentionBatch
+from kvllm.kvcache.cache import PagedKVCache
 
 
 class CpuBackend(AttentionBackend):
@@ -32,10 +32,10 @@ class CpuBackend(AttentionBackend):
             queries,
             self._keys[layer],
             self._values[layer],
-            plan.query_starts,
-            plan.query_index,
+            plan.query_start_loc,
+            plan.last_kv_index,
             plan.block_tables,
-            plan.packed,
+            plan.packed_len,
             None if plan.head_lengths is None else plan.head_lengths[layer],
             self.scale,
         )

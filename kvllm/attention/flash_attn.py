@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
-from kvllm.attention.backend import AttentionBatch
-from kvllm.attention.movement import DeviceBackend
-from kvllm.attention.runs import refuse_holes, runs_of
+from kvllm.attention.base import AttentionBatch
+from kvllm.attention.runs import refuse_evicted_mask, runs_of
+from kvllm.kvcache.movement import DeviceBackend
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class FlashAttentionBackend(DeviceBackend):
     capturable = True
 
     def plan(self, batch: AttentionBatch) -> DecodePlan | ChunkPlan:
-        refuse_holes(self.name, batch)
-        if len(batch.query_index) == len(batch.block_tables):
-            return DecodePlan(batch.query_index + 1, batch.block_tables)
+        refuse_evicted_mask(self.name, batch)
+        if len(batch.last_kv_index) == len(batch.block_tables):
+            return DecodePlan(batch.last_kv_index + 1, batch.block_tables)
         runs, device = runs_of(batch), self.cache.data.device
         sequences = torch.from_numpy(runs.sequences).to(device)
         row_starts = torch.from_numpy(runs.starts.astype(np.int32)).to(device)

@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from kvllm.attention.backend import AttentionBackend, AttentionBatch
+from kvllm.attention.base import AttentionBackend, AttentionBatch
 
 
 class ReferenceBackend(AttentionBackend):
@@ -20,8 +20,8 @@ class ReferenceBackend(AttentionBackend):
     def run(self, layer: int, queries: torch.Tensor, plan: AttentionBatch) -> torch.Tensor:
         keys, values = self.cache.keys(layer), self.cache.values(layer)
         block_size = self.cache.shape.block_size
-        starts = plan.query_starts.tolist()
-        index = plan.query_index.tolist()
+        starts = plan.query_start_loc.tolist()
+        index = plan.last_kv_index.tolist()
         output = torch.empty_like(queries, memory_format=torch.contiguous_format)
         for sequence, (start, end) in enumerate(itertools.pairwise(starts)):
             entries = torch.arange(index[end - 1] + 1, device=queries.device)
@@ -29,16 +29,16 @@ class ReferenceBackend(AttentionBackend):
             sequence_keys = keys[blocks, :, entries % block_size].transpose(0, 1)
             sequence_values = values[blocks, :, entries % block_size].transpose(0, 1)
             for row in range(start, end):
-                visible = (entries <= index[row]) & ~self._holes(layer, sequence, entries, plan)
+                visible = (entries <= index[row]) & ~self._evicted_mask(layer, sequence, entries, plan)
                 output[row] = self._attend(queries[row], sequence_keys, sequence_values, visible)
         return output
 
-    def _holes(self, layer: int, sequence: int, entries: torch.Tensor, plan: AttentionBatch) -> torch.Tensor:
+    def _evicted_mask(self, layer: int, sequence: int, entries: torch.Tensor, plan: AttentionBatch) -> torch.Tensor:
         """bool `[kv_heads, entries]`."""
-        if plan.packed is None or plan.head_lengths is None:
+        if plan.packed_len is None or plan.head_lengths is None:
             return torch.zeros(self.cache.shape.num_kv_heads, len(entries), dtype=torch.bool, device=entries.device)
         head_lengths = plan.head_lengths[layer, sequence].unsqueeze(-1)
-        return (head_lengths <= entries) & (entries < plan.packed[sequence])
+        return (head_lengths <= entries) & (entries < plan.packed_len[sequence])
 
     def _attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvllm.attention.backend import AttentionBatch
+from kvllm.attention.base import AttentionBatch
 from kvllm.errors import ConfigError
 
 
@@ -30,7 +30,7 @@ class Runs:
 def runs_of(batch: AttentionBatch) -> Runs:
     """The fewest runs that hold all rows in their order: one for each chunk of a prompt, several where rows of a
     recomputation are left out. Waits for the device."""
-    starts, index = batch.query_starts.cpu().numpy(), batch.query_index.cpu().numpy()
+    starts, index = batch.query_start_loc.cpu().numpy(), batch.last_kv_index.cpu().numpy()
     sequence = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
     follows = (np.diff(index) == 1) & (np.diff(sequence) == 0)
     first = np.flatnonzero(np.concatenate(([True], ~follows)))
@@ -38,7 +38,7 @@ def runs_of(batch: AttentionBatch) -> Runs:
     return Runs(np.append(first, len(index)), sequence[first], index[ends - 1] + 1)
 
 
-def refuse_holes(name: str, batch: AttentionBatch) -> None:
+def refuse_evicted_mask(name: str, batch: AttentionBatch) -> None:
     """For the backend `name`, which knows one length for all heads of a sequence. Raises ConfigError."""
-    if batch.packed is not None:
+    if batch.packed_len is not None:
         raise ConfigError(f"the attention backend {name!r} cannot leave out entries of single heads: use 'triton'")

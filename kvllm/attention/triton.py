@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from kvllm.attention.backend import AttentionBatch
-from kvllm.attention.kernels.decode import Observed, Partials, paged_decode
-from kvllm.attention.kernels.mass import add_mass
-from kvllm.attention.kernels.prefill import paged_prefill
-from kvllm.attention.movement import DeviceBackend
+from kvllm.attention.base import AttentionBatch
+from kvllm.kernels.decode import Observed, Partials, paged_decode
+from kvllm.kernels.mass import add_mass
+from kvllm.kernels.prefill import paged_prefill
+from kvllm.kvcache.movement import DeviceBackend
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class TritonBackend(DeviceBackend):
         partials = Partials.allocate(num_sequences, self.num_query_heads, max_entries, shape.head_dim, device)
         if batch.mass is None:
             return TritonPlan(batch, partials, None)
-        return TritonPlan(batch, partials, Observed.allocate(partials, len(batch.query_index)))
+        return TritonPlan(batch, partials, Observed.allocate(partials, len(batch.last_kv_index)))
 
     def run(self, layer: int, queries: torch.Tensor, plan: TritonPlan) -> torch.Tensor:
         batch = plan.batch
@@ -50,10 +50,10 @@ class TritonBackend(DeviceBackend):
             queries,
             self.keys[layer],
             self.values[layer],
-            batch.query_starts,
-            batch.query_index,
+            batch.query_start_loc,
+            batch.last_kv_index,
             batch.block_tables,
-            batch.packed,
+            batch.packed_len,
             None if batch.head_lengths is None else batch.head_lengths[layer],
             self.scale,
         )
@@ -65,8 +65,8 @@ class TritonBackend(DeviceBackend):
                 batch.mass[layer],
                 queries,
                 self.keys[layer],
-                batch.query_starts,
-                batch.query_index,
+                batch.query_start_loc,
+                batch.last_kv_index,
                 batch.block_tables,
                 batch.rows,
                 self.scale,

@@ -9,9 +9,9 @@ import torch
 from xformers.ops import fmha
 from xformers.ops.fmha.attn_bias import BlockDiagonalCausalFromBottomRightMask, PagedBlockDiagonalPaddedKeysMask
 
-from kvllm.attention.backend import AttentionBatch
-from kvllm.attention.movement import DeviceBackend
-from kvllm.attention.runs import Runs, refuse_holes, runs_of
+from kvllm.attention.base import AttentionBatch
+from kvllm.attention.runs import Runs, refuse_evicted_mask, runs_of
+from kvllm.kvcache.movement import DeviceBackend
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class XformersBackend(DeviceBackend):
     name = "xformers"
 
     def plan(self, batch: AttentionBatch) -> list[RowPlan | ChunkPlan]:
-        refuse_holes(self.name, batch)
+        refuse_evicted_mask(self.name, batch)
         runs = runs_of(batch)
         alone = runs.sizes == 1
         plans: list[RowPlan | ChunkPlan] = []

@@ -12,14 +12,14 @@ from kvllm.core.sequence import Sequence
 from kvllm.errors import RequestError
 from kvllm.sampling_params import SamplingParams
 
-Job = tuple[Sequence, Region]
+Candidate = tuple[Sequence, Region]
 
 ENTRIES_PER_TOKEN = 8
 """Entries whose scores count as much in the token budget as one token that goes through the model."""
 
 
 @dataclass(slots=True)
-class Load:
+class EngineLoad:
     """What a policy sees of the engine.
 
     decode_steps: of the engine so far. available_blocks: that can be allocated now. missing_blocks: how many more the
@@ -72,10 +72,10 @@ class CompressionPolicy(ABC):
         return self.regions
 
     @abstractmethod
-    def select(self, decoding: Sequences[Sequence], load: Load) -> list[Job]:
+    def select(self, decoding: Sequences[Sequence], load: EngineLoad) -> list[Candidate]:
         """What to compress before the next step."""
 
-    def eligible(self, decoding: Sequences[Sequence]) -> list[Job]:
+    def eligible(self, decoding: Sequences[Sequence]) -> list[Candidate]:
         """All sequences with something to compress, in the order given."""
         regions = ((seq, self.regions_of(seq).trailing(seq.cached_length, seq.uncompressed_tail)) for seq in decoding)
         return [(seq, region) for seq, region in regions if region is not None]
@@ -94,7 +94,7 @@ class PeriodicPolicy(CompressionPolicy):
         self._last_event = 0
         self._left = 0  # sequences that the present event may still serve
 
-    def select(self, decoding: Sequences[Sequence], load: Load) -> list[Job]:
+    def select(self, decoding: Sequences[Sequence], load: EngineLoad) -> list[Candidate]:
         steps = load.decode_steps
         due = steps > self.config.window_blocks * self.regions.block_size and steps % self.config.period == 0
         if due and steps != self._last_event:  # steps without a decode do not move the clock
@@ -120,7 +120,7 @@ class StandalonePolicy(CompressionPolicy):
     overlap = True
     at_once = True
 
-    def select(self, decoding: Sequences[Sequence], load: Load) -> list[Job]:
+    def select(self, decoding: Sequences[Sequence], load: EngineLoad) -> list[Candidate]:
         return self.eligible(decoding)
 
 
@@ -140,7 +140,7 @@ class ThresholdPolicy(CompressionPolicy):
         protected = seq.prompt_length if config.protect_prompt else 0
         return WholeCache(self.regions.block_size, config.threshold_tokens + more, config.held_tokens + more, protected)
 
-    def select(self, decoding: Sequences[Sequence], load: Load) -> list[Job]:
+    def select(self, decoding: Sequences[Sequence], load: EngineLoad) -> list[Candidate]:
         return self.eligible(decoding)
 
 
@@ -159,7 +159,7 @@ class PressurePolicy(CompressionPolicy):
         self._last_look = 0
         self._unmet = False
 
-    def select(self, decoding: Sequences[Sequence], load: Load) -> list[Job]:
+    def select(self, decoding: Sequences[Sequence], load: EngineLoad) -> list[Candidate]:
         urgent = sum(map(self._fills_block, decoding)) - load.available_blocks
         looks = load.decode_steps % self.config.period == 0 and load.decode_steps != self._last_look
         if not (urgent > 0 or looks or self._unmet):
@@ -173,16 +173,16 @@ class PressurePolicy(CompressionPolicy):
         jobs.sort(key=self._order)
         return self._enough(jobs[: self.config.max_sequences], needed, urgent, load.tokens)
 
-    def eligible(self, decoding: Sequences[Sequence]) -> list[Job]:
+    def eligible(self, decoding: Sequences[Sequence]) -> list[Candidate]:
         """All that is complete: while blocks lasted, more than one window of a sequence may have filled up."""
         regions = ((seq, self.regions.complete(seq.cached_length, seq.uncompressed_tail)) for seq in decoding)
         return [(seq, region) for seq, region in regions if region is not None]
 
-    def _enough(self, jobs: list[Job], needed: int, urgent: int, tokens: int) -> list[Job]:
+    def _enough(self, jobs: list[Candidate], needed: int, urgent: int, tokens: int) -> list[Candidate]:
         """The first windows that release `needed` blocks together, and of these the ones that fit into the tokens; but
         at least one, and at least those that release `urgent` blocks."""
         released = 0
-        chosen: list[Job] = []
+        chosen: list[Candidate] = []
         for seq, region in jobs:
             missing, missing_now = (number * self.regions.block_size - released for number in (needed, urgent))
             if missing <= 0:
@@ -198,7 +198,7 @@ class PressurePolicy(CompressionPolicy):
             chosen.append((seq, replace(region, count=count)))
         return chosen
 
-    def _order(self, job: Job) -> tuple[float, int, int]:
+    def _order(self, job: Candidate) -> tuple[float, int, int]:
         """Released entries times the steps they are of use, for each entry scored; then who waited longest."""
         seq, region = job
         worth = region.dropped * self._remaining(seq) / (region.count * region.size)

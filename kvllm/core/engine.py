@@ -20,8 +20,8 @@ from kvllm.sampling_params import SamplingParams
 from kvllm.stats import EngineStats
 
 if TYPE_CHECKING:
+    from kvllm.core.executor import Executor
     from kvllm.tokenizer import Tokenizer
-    from kvllm.worker.executor import Executor
 
 Prompt = str | Sequences[int] | Mapping[str, Any]
 

@@ -1,8 +1,8 @@
 """StepPlan and StepResult: the only words between the core and its workers.
 
 A plan says what changed since the last one, so its size follows the batch and not the context. Every rank receives the
-same bytes and executes the parts in this order: `forgotten`, `started`, `compressions`, `copies`, then `scheduled`.
-Compressions come before the forward pass, so the blocks that they empty may already be used by it.
+same bytes and executes the parts in this order: `dropped_seq_ids`, `new_seqs`, `compressions`, `copies`, then
+`scheduled`. Compressions come before the forward pass, so the blocks that they empty may already be used by it.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class BlockCopy(Struct, array_like=True, frozen=True):
 
 
 class StepPlan(Struct, array_like=True):
-    forgotten: list[int] = []
-    started: list[SequenceStart] = []
+    dropped_seq_ids: list[int] = []
+    new_seqs: list[SequenceStart] = []
     compressions: list[CompressionJob] = []
     copies: list[BlockCopy] = []
     scheduled: list[ScheduledSequence] = []

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from kvllm.config import EngineConfig
 from kvllm.core.block_manager import BlockManager
-from kvllm.core.compression_policy import Compression, Load, peak_blocks, window_tokens
+from kvllm.core.compression_policy import Compression, EngineLoad, peak_blocks, window_tokens
 from kvllm.core.protocol import (
     BlockCopy,
     CompressionJob,
@@ -39,7 +39,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.compression = Compression.of(config)
         self._watermark = int(config.watermark * config.num_blocks)
-        self._forgotten: list[int] = []
+        self._dropped_seq_ids: list[int] = []
         self._plan = StepPlan()
         self._scheduled: list[Sequence] = []
         self._decode_steps = 0
@@ -71,7 +71,7 @@ class Scheduler:
         """Drop a sequence that ended or was aborted, wherever it is, and let its blocks go."""
         if self.waiting.pop(seq.seq_id, None) is None:
             self.running.remove(seq)
-            self._forgotten.append(seq.seq_id)
+            self._dropped_seq_ids.append(seq.seq_id)
         self.blocks.release(seq)
 
     @property
@@ -89,7 +89,7 @@ class Scheduler:
         budget, preempted = self._schedule_running(plan)
         if not preempted:
             self._admit(plan, budget)
-        plan.forgotten = self._forgotten[:]
+        plan.dropped_seq_ids = self._dropped_seq_ids[:]
         self._decode_steps += any(not seq.is_prefilling for seq in self._scheduled)
         self._record(plan)
         return plan
@@ -191,7 +191,7 @@ class Scheduler:
             seq.cache_hits = seq.logical_length
         num_tokens = self._chunk(seq, budget)
         self.blocks.append(seq, num_tokens if self._refills_compressed(seq) else seq.num_uncomputed)
-        plan.started.append(
+        plan.new_seqs.append(
             SequenceStart(seq.seq_id, seq.token_ids[:], seq.prompt_length, seq.cached_length, seq.sampling, seq.seed)
         )
         seq.known_tokens = seq.num_tokens
@@ -210,7 +210,7 @@ class Scheduler:
     def _requeue(self, seq: Sequence) -> None:
         self.running.remove(seq)
         self.blocks.release(seq)
-        self._forgotten.append(seq.seq_id)
+        self._dropped_seq_ids.append(seq.seq_id)
         seq.refill_length = seq.num_tokens
         seq.reset()
         self.waiting[seq.seq_id] = seq
@@ -276,7 +276,7 @@ class Scheduler:
                     self._compress_at_once(plan, compression, seq, region)
             elif not seq.is_prefilling:
                 decoding.append(seq)
-        load = Load(self._decode_steps, self.blocks.num_available, self._missing_blocks, self._tokens)
+        load = EngineLoad(self._decode_steps, self.blocks.num_available, self._missing_blocks, self._tokens)
         for seq, region in compression.policy.select(decoding, load):
             if compression.policy.at_once:
                 self._compress_at_once(plan, compression, seq, region)
@@ -349,7 +349,7 @@ class Scheduler:
 
     def update(self, plan: StepPlan, result: StepResult) -> list[tuple[Sequence, SampledToken]]:
         """Account for an executed plan: entries stored, tokens sampled, forks made. The caller ends what finished."""
-        self._forgotten = []
+        self._dropped_seq_ids = []
         tokens = iter(result.tokens)
         sampled = []
         for seq, scheduled in zip(self._scheduled, plan.scheduled, strict=True):
@@ -366,7 +366,7 @@ class Scheduler:
 
     def recover(self) -> None:
         """The last plan failed, and nobody knows how much of it was executed: queue all that runs to be recomputed."""
-        self._forgotten += [fork.seq_id for item in self._plan.scheduled for fork in item.forks]
+        self._dropped_seq_ids += [fork.seq_id for item in self._plan.scheduled for fork in item.forks]
         for seq in self.running[::-1]:
             self._requeue(seq)
         self._scheduled = []

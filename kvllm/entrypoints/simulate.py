@@ -17,7 +17,7 @@ import msgspec
 
 from kvllm.config import CompressionConfig, EngineConfig
 from kvllm.errors import CheckpointError, ConfigError
-from kvllm.model_config import ModelConfig, load_model_config
+from kvllm.models.config import ModelConfig, load_model_config
 from kvllm.simulation.cost import CostModel, resolve_dtype
 from kvllm.simulation.hardware import load_hardware, shipped_names
 from kvllm.simulation.simulate import Outcome, simulate

@@ -25,7 +25,7 @@ def _implementation(name: str, device: str) -> Callable[..., Any]:
     if device == "cpu":
         return operator("rotary_" if name == "rotary" else name)
     if device == "cuda" and find_spec("triton"):
-        return getattr(import_module("kvllm.attention.kernels.elementwise"), name)
+        return getattr(import_module("kvllm.kernels.elementwise"), name)
     return globals()[f"torch_{name}"]
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from kvllm.model_config import ModelConfig, RopeScaling
+from kvllm.models.config import ModelConfig, RopeScaling
 from kvllm.parallel import Shard, kv_heads, split
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from kvllm.attention.backend import AttentionBackend
-from kvllm.model_config import ModelConfig
+from kvllm.attention.base import AttentionBackend
+from kvllm.models.config import ModelConfig
 from kvllm.models.elementwise import add_rms_norm, rms_norm, rotary, silu_mul
 from kvllm.models.layers import (
     LMHead,

@@ -16,8 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from kvllm.errors import CheckpointError, ConfigError
-from kvllm.model_config import ModelConfig
 from kvllm.models import MODELS
+from kvllm.models.config import ModelConfig
 from kvllm.models.layers import Weight
 from kvllm.models.llama import LlamaModel
 from kvllm.parallel import Shard

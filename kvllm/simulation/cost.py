@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvllm.config import require
 from kvllm.errors import ConfigError
-from kvllm.model_config import ModelConfig
+from kvllm.models.config import ModelConfig
 from kvllm.simulation.hardware import Hardware
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
@@ -41,7 +41,7 @@ def query_rows(window: int, recent: int, stride: int) -> tuple[int, int]:
     """Rows recomputed of a window, and entries of the window that they attend, summed over them.
 
     recent: the last entries, all of which are recomputed. stride: before these, every `stride`-th, counted from their
-        end (`kvllm.attention.compression.queries.query_offsets`); 0 for none.
+        end (`kvllm.compression.queries.query_offsets`); 0 for none.
     """
     recent = min(recent, window)
     before = window - recent

@@ -22,9 +22,9 @@ from kvllm.core.scheduler import Scheduler
 from kvllm.core.sequence import Sequence
 from kvllm.sampling_params import SamplingParams
 from kvllm.simulation.cost import CostModel
+from kvllm.simulation.executor import SimulatedExecutor, SimulatedSeconds
 from kvllm.simulation.workload import Lengths
 from kvllm.stats import EngineStats
-from kvllm.worker.simulated import SimulatedExecutor, SimulatedSeconds
 
 GREEDY = SamplingParams(temperature=0)
 

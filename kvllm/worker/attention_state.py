@@ -12,23 +12,23 @@ import numpy as np
 import torch
 
 from kvllm._extension import has_cuda_operators, operator
-from kvllm.attention.backend import AttentionBackend, AttentionBatch
-from kvllm.attention.cache import CacheShape
-from kvllm.attention.compaction import pad
-from kvllm.attention.compression.mass import batched_attention_mass
-from kvllm.worker.transfer import upload
+from kvllm.attention.base import AttentionBackend, AttentionBatch
+from kvllm.compression.mass import batched_attention_mass
+from kvllm.kvcache.cache import CacheShape
+from kvllm.kvcache.compaction import pad
+from kvllm.worker.transfer import to_device
 
 
 class RaggedLengths:
-    """Entries that a layer's head has among the first `packed` entries of a sequence's cache (PyramidKV, AdaKV).
+    """Entries that a layer's head has among the first `packed_len` entries of a sequence's cache (PyramidKV, AdaKV).
 
     Heads share block tables, so a head that keeps fewer than others has holes: entry e is one for head h of layer l if
-    `head_lengths[l, h] <= e < packed`. Entries behind `packed` are there for all heads.
+    `head_lengths[l, h] <= e < packed`. Entries behind `packed_len` are there for all heads.
     """
 
     def __init__(self, shape: CacheShape, num_rows: int, device: torch.device) -> None:
         self.device = device
-        self.packed = np.zeros(num_rows, dtype=np.int32)
+        self.packed_len = np.zeros(num_rows, dtype=np.int32)
         self.head_lengths = np.zeros((shape.num_layers, num_rows, shape.num_kv_heads), dtype=np.int32)
 
     @property
@@ -37,25 +37,25 @@ class RaggedLengths:
         return self.head_lengths.shape[0], self.head_lengths.shape[2]
 
     def clear(self, row: int) -> None:
-        self.packed[row] = 0
+        self.packed_len[row] = 0
 
     def set(self, rows: list[int], starts: list[int], kept: torch.Tensor, retain: list[int]) -> None:
         """Of the entries from `starts` on, heads keep `kept`, int64 `[layers, S, kv_heads]`, in room for `retain`."""
-        self.packed[rows] = np.add(starts, retain)
+        self.packed_len[rows] = np.add(starts, retain)
         self.head_lengths[:, rows] = np.array(starts)[:, None] + kept.cpu().numpy()
 
     def of(self, rows: Any) -> dict[str, torch.Tensor]:
         """The fields of an AttentionBatch for the sequences in `rows`."""
         return {
-            "packed": upload(self.packed[rows], self.device),
-            "head_lengths": upload(self.head_lengths[:, rows], self.device),
+            "packed_len": to_device(self.packed_len[rows], self.device),
+            "head_lengths": to_device(self.head_lengths[:, rows], self.device),
         }
 
-    def holes(self, layer: int, rows: list[int], starts: list[int], size: int) -> torch.Tensor:
+    def evicted_mask(self, layer: int, rows: list[int], starts: list[int], size: int) -> torch.Tensor:
         """bool `[S, kv_heads, size]` over `size` entries of each sequence, from the one in `starts` on."""
         entries = np.array(starts)[:, None, None] + np.arange(size)
         behind_head = entries >= self.head_lengths[layer, rows][:, :, None]
-        return upload(behind_head & (entries < self.packed[rows][:, None, None]), self.device)
+        return to_device(behind_head & (entries < self.packed_len[rows][:, None, None]), self.device)
 
 
 class AttentionMass:
@@ -94,7 +94,7 @@ class AttentionMass:
         """
         if self.mass.is_cuda and has_cuda_operators():
             numbers = [(offsets.shape[-1], *region) for region, offsets in zip(regions, kept, strict=True)]
-            operator("compact_mass")(self.mass, pad(kept), *upload(numbers, self.mass.device).T.contiguous())
+            operator("compact_mass")(self.mass, pad(kept), *to_device(numbers, self.mass.device).T.contiguous())
             return
         for (row, start, end, length), offsets in zip(regions, kept, strict=True):
             mass = self.mass[:, row]
@@ -119,7 +119,7 @@ class ObservingBackend(AttentionBackend):
         assert batch.rows is not None
         if self.backend.observes:
             return self.backend.plan(replace(batch, mass=self.mass.mass)), batch, []
-        starts, row_index = batch.query_starts.tolist(), batch.query_index.long()
+        starts, row_index = batch.query_start_loc.tolist(), batch.last_kv_index.long()
         lengths = (row_index + 1).tolist()
         sequences = [
             (row, a, b, lengths[b - 1], row_index[a:b])

@@ -15,18 +15,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvllm.attention.backend import AttentionBackend, AttentionBatch
-from kvllm.attention.cache import PagedKVCache
-from kvllm.attention.compaction import pad, region_indices
-from kvllm.attention.compression import METHODS
-from kvllm.attention.compression.queries import query_offsets
+from kvllm.attention.base import AttentionBackend, AttentionBatch
+from kvllm.compression.queries import query_offsets
+from kvllm.compression.registry import METHODS
 from kvllm.config import CompressionConfig
 from kvllm.core.compression_policy import window_tokens
 from kvllm.core.protocol import CompressionJob
+from kvllm.kvcache.cache import PagedKVCache
+from kvllm.kvcache.compaction import pad, region_indices
 from kvllm.worker.attention_state import AttentionMass, RaggedLengths
 from kvllm.worker.state import BlockTables, SequenceState
 from kvllm.worker.timing import PhaseClock
-from kvllm.worker.transfer import upload
+from kvllm.worker.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Compressor:
         """Offsets that survive in windows of one size: `[layers, windows, kv_heads, retain]`."""
         tables = self._window_tables(windows, size)
         seeds = [_seed(window) for window in windows]
-        query_offsets = upload(offsets, self.cache.data.device)
+        query_offsets = to_device(offsets, self.cache.data.device)
         kept: list[torch.Tensor] = []
 
         def visit(layer: int, queries: torch.Tensor | None) -> None:
@@ -180,7 +180,7 @@ class Compressor:
         starts = [window.start for window in windows]
         if self.ragged:
             options["capacity"] = windows[0].retain
-            options["holes"] = self.ragged.holes(layer, rows, starts, windows[0].size)
+            options["evicted_mask"] = self.ragged.evicted_mask(layer, rows, starts, windows[0].size)
         if self.mass:
             options["mass"] = self.mass.gather(layer, rows, starts, windows[0].size)
         return options
@@ -190,7 +190,7 @@ class Compressor:
         first = np.array([window.start // self.block_size for window in windows])[:, None]
         blocks = first + np.arange(-(-size // self.block_size))
         tables = self.tables.table[[window.state.row for window in windows]]
-        return upload(np.take_along_axis(tables, blocks, axis=1), self.cache.data.device)
+        return to_device(np.take_along_axis(tables, blocks, axis=1), self.cache.data.device)
 
     def _recompute(self, windows: list[_Window], offsets: np.ndarray, visit: Any) -> None:
         """One pass of the model over rows of all windows."""
@@ -202,14 +202,14 @@ class Compressor:
         token_ids = [w.state.token_ids[p] for w, row in zip(windows, positions.tolist(), strict=True) for p in row]
         num_blocks = int(index.max()) // self.block_size + 1
         batch = AttentionBatch(
-            query_starts=torch.arange(0, index.size + 1, len(offsets), dtype=torch.int32, device=device),
-            query_index=upload(index.astype(np.int32).ravel(), device),
-            block_tables=upload(self.tables.table[rows, :num_blocks], device),
+            query_start_loc=torch.arange(0, index.size + 1, len(offsets), dtype=torch.int32, device=device),
+            last_kv_index=to_device(index.astype(np.int32).ravel(), device),
+            block_tables=to_device(self.tables.table[rows, :num_blocks], device),
             **(self.ragged.of(rows) if self.ragged else {}),
         )
         self.model.recompute_queries(
-            upload(token_ids, device),
-            upload(positions.ravel(), device),
+            to_device(token_ids, device),
+            to_device(positions.ravel(), device),
             self.backend,
             self.backend.plan(batch),
             visit,
@@ -244,7 +244,7 @@ class Compressor:
         """Lists of block ids -> int64 `[S, longest]`, padded at the end by each row's last block."""
         longest = max(len(row) for row in rows)
         padded = np.array([[*row, *[row[-1]] * (longest - len(row))] for row in rows], dtype=np.int64)
-        return upload(padded, self.cache.data.device)
+        return to_device(padded, self.cache.data.device)
 
 
 def _seed(window: _Window) -> int:

@@ -91,12 +91,12 @@ class DecodeGraphs:
             self._static.zero_()
             inputs = StepInputs(shape, self._static)
             inputs.slots.fill_(-1)
-            inputs.query_starts.copy_(torch.arange(len(inputs.query_starts)))
+            inputs.query_start_loc.copy_(torch.arange(len(inputs.query_start_loc)))
             if inputs.table_rows is not None:
                 inputs.table_rows.fill_(len(self.tables.table))
             self._step(shape)
 
-    def ladder(self) -> list[InputShape]:
+    def graph_batch_sizes(self) -> list[InputShape]:
         """The shape of every batch that there can be. The first takes most memory, in which the others have room."""
         most, _, widest, *_ = self.largest
         widths = [1 << power for power in range(widest.bit_length() + 1)]

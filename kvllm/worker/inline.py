@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from kvllm.core.executor import Executor
 from kvllm.core.protocol import StepPlan, StepResult, decode_plan, decode_result, encode
-from kvllm.worker.executor import Executor
 from kvllm.worker.model_runner import ModelRunner
 
 

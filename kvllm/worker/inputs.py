@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kvllm.attention.backend import AttentionBatch
+from kvllm.attention.base import AttentionBatch
 from kvllm.worker.attention_state import RaggedLengths
 from kvllm.worker.state import BlockTables, SequenceState
 
@@ -42,12 +42,12 @@ class InputShape(NamedTuple):
     def _tensors(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
         for name in ("token_ids", "positions", "slots"):
             yield name, torch.int64, (self.rows,)
-        yield "query_starts", torch.int32, (self.sequences + 1,)
-        yield "query_index", torch.int32, (self.rows,)
+        yield "query_start_loc", torch.int32, (self.sequences + 1,)
+        yield "last_kv_index", torch.int32, (self.rows,)
         yield "block_tables", torch.int32, (self.sequences, self.width)
         if self.heads:
             layers, kv_heads = self.heads
-            yield "packed", torch.int32, (self.sequences,)
+            yield "packed_len", torch.int32, (self.sequences,)
             yield "head_lengths", torch.int32, (layers, self.sequences, kv_heads)
         if self.observed:
             yield "table_rows", torch.int32, (self.sequences,)
@@ -59,10 +59,10 @@ class StepInputs:
     token_ids: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
-    query_starts: torch.Tensor
-    query_index: torch.Tensor
+    query_start_loc: torch.Tensor
+    last_kv_index: torch.Tensor
     block_tables: torch.Tensor
-    packed: torch.Tensor | None = None
+    packed_len: torch.Tensor | None = None
     head_lengths: torch.Tensor | None = None
     table_rows: torch.Tensor | None = None
 
@@ -80,7 +80,12 @@ class StepInputs:
 
     def attention_batch(self) -> AttentionBatch:
         return AttentionBatch(
-            self.query_starts, self.query_index, self.block_tables, self.packed, self.head_lengths, self.table_rows
+            self.query_start_loc,
+            self.last_kv_index,
+            self.block_tables,
+            self.packed_len,
+            self.head_lengths,
+            self.table_rows,
         )
 
 
@@ -117,12 +122,12 @@ class HostInputs:
         self._rows = np.repeat(rows, num_tokens)
         self._index = np.repeat(cached, num_tokens) + offset
         self._write("positions", np.repeat(logical, num_tokens) + offset)
-        self._write("query_index", self._index)
+        self._write("last_kv_index", self._index)
         self._write("block_tables", tables.table[rows, : self.shape.width])
         spare = self.shape.sequences - len(states)
-        self._write("query_starts", np.concatenate([starts, starts[-1] + 1 + np.arange(spare)]))
+        self._write("query_start_loc", np.concatenate([starts, starts[-1] + 1 + np.arange(spare)]))
         if ragged:
-            self._write("packed", ragged.packed[rows])
+            self._write("packed_len", ragged.packed_len[rows])
             self._write("head_lengths", ragged.head_lengths[:, rows], axis=1)
         if self.shape.observed:
             self._write("table_rows", rows, spare=len(tables.table))

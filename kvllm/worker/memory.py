@@ -41,7 +41,7 @@ def fitting_blocks(probe: ModelRunner, config: EngineConfig, utilization: float,
         with enough_memory("what CUDA graphs need", "set enforce_eager=True"):
             graph_bytes = _peak(lambda: probe.use_graphs(_run_once, left // block_bytes, largest_alone=True))
         if probe.graphs:
-            graph_bytes += len(probe.graphs.ladder()) * GRAPH_BYTES
+            graph_bytes += len(probe.graphs.graph_batch_sizes()) * GRAPH_BYTES
         probe.graphs = None
     blocks = (left - graph_bytes) // block_bytes
     if blocks < 1:
@@ -85,10 +85,10 @@ def _prefill(config: EngineConfig) -> Iterator[StepPlan]:
     num_tokens = min(config.max_num_batched_tokens // config.max_num_seqs, config.max_model_len - 1)
     lengths = [config.max_model_len - 1] + [num_tokens] * (config.max_num_seqs - 1)
     yield StepPlan(
-        started=[SequenceStart(i, [0] * n, n, n - num_tokens, SAMPLING, i) for i, n in enumerate(lengths)],
+        new_seqs=[SequenceStart(i, [0] * n, n, n - num_tokens, SAMPLING, i) for i, n in enumerate(lengths)],
         scheduled=[ScheduledSequence(i, num_tokens, _blocks(n, config), [], True) for i, n in enumerate(lengths)],
     )
-    yield StepPlan(forgotten=list(range(config.max_num_seqs)))
+    yield StepPlan(dropped_seq_ids=list(range(config.max_num_seqs)))
 
 
 def _event(config: EngineConfig) -> Iterator[StepPlan]:
@@ -103,7 +103,7 @@ def _event(config: EngineConfig) -> Iterator[StepPlan]:
     num_windows = config.max_num_batched_tokens // window_tokens(compression.config, region.size)
     seq_ids = range(min(config.max_num_seqs, max(1, num_windows)))
     yield StepPlan(
-        started=[SequenceStart(i, [0] * length, length, length - 1, SAMPLING, i) for i in seq_ids],
+        new_seqs=[SequenceStart(i, [0] * length, length, length - 1, SAMPLING, i) for i in seq_ids],
         scheduled=[ScheduledSequence(i, 1, _blocks(length, config), [], True) for i in seq_ids],
     )
     first = region.start // config.block_size
@@ -114,7 +114,7 @@ def _event(config: EngineConfig) -> Iterator[StepPlan]:
         ],
         scheduled=[ScheduledSequence(i, 1, [0], [0], True) for i in seq_ids],
     )
-    yield StepPlan(forgotten=list(seq_ids))
+    yield StepPlan(dropped_seq_ids=list(seq_ids))
 
 
 def _blocks(num_entries: int, config: EngineConfig) -> list[int]:

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvllm.attention.backend import AttentionBackend
-from kvllm.attention.cache import PagedKVCache
-from kvllm.attention.compression import METHODS
+from kvllm.attention.base import AttentionBackend
+from kvllm.compression.registry import METHODS
 from kvllm.config import EngineConfig
 from kvllm.core.compression_policy import Compression
 from kvllm.core.protocol import (
@@ -22,6 +21,7 @@ from kvllm.core.protocol import (
     StepPlan,
     StepResult,
 )
+from kvllm.kvcache.cache import PagedKVCache
 from kvllm.worker.attention_state import AttentionMass, ObservingBackend, RaggedLengths
 from kvllm.worker.compressor import Compressor
 from kvllm.worker.graphs import Capture, DecodeGraphs
@@ -29,7 +29,7 @@ from kvllm.worker.inputs import HostInputs, InputShape, StepInputs
 from kvllm.worker.sampler import SampleRow, Samples, sample
 from kvllm.worker.state import BlockTables, SequenceState
 from kvllm.worker.timing import PhaseClock
-from kvllm.worker.transfer import upload
+from kvllm.worker.transfer import to_device
 
 
 class ModelRunner:
@@ -100,14 +100,14 @@ class ModelRunner:
             forward = partial(_pass, self.model, self.backend)
             observed = self.mass is not None
             self.graphs = DecodeGraphs(forward, capture, self.device, self.tables, max_blocks, self.ragged, observed)
-            self.graphs.capture(self.graphs.ladder()[: 1 if largest_alone else None])
+            self.graphs.capture(self.graphs.graph_batch_sizes()[: 1 if largest_alone else None])
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        for seq_id in plan.forgotten:
+        for seq_id in plan.dropped_seq_ids:
             if state := self.states.pop(seq_id, None):  # unknown if the plan that would have started it failed
                 self.tables.release(state.row)
-        for start in plan.started:
+        for start in plan.new_seqs:
             self._start(start)
         graphs = self.graphs if all(item.num_tokens == 1 for item in plan.scheduled) else None
         if self.graphs and (plan.compressions or plan.copies or not graphs):
@@ -150,7 +150,7 @@ class ModelRunner:
             sources.append(int(self.tables.table[state.row, copy.index]))
             self.tables.replace(state, copy.index, 1, [copy.destination])
         destinations = [copy.destination for copy in copies]
-        self.backend.copy_blocks(upload(sources, self.device), upload(destinations, self.device))
+        self.backend.copy_blocks(to_device(sources, self.device), to_device(destinations, self.device))
 
     def _forward(self, scheduled: list[ScheduledSequence], graphs: DecodeGraphs | None) -> Samples | None:
         """Run the model and sample. On a GPU both have only been launched when this returns."""
@@ -198,7 +198,7 @@ class ModelRunner:
         if not sample_rows:
             return None
         in_order = logit_rows == list(range(len(logit_rows)))
-        sampled = hidden[: len(logit_rows)] if in_order else hidden[upload(logit_rows, self.device)]
+        sampled = hidden[: len(logit_rows)] if in_order else hidden[to_device(logit_rows, self.device)]
         logits = self.model.logits(sampled)  # of which every rank computes a part
         return sample(logits, sample_rows) if self.samples else None
 

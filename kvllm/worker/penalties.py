@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvllm.sampling_params import SamplingParams
-from kvllm.worker.transfer import upload
+from kvllm.worker.transfer import to_device
 
 
 class Penalties:
@@ -49,9 +49,9 @@ def penalize(logits: Tensor, penalties: dict[int, Penalties]) -> None:
     lengths = [len(of_row) for of_row in token_ids]
     places = np.stack((np.repeat(list(penalties), lengths), np.concatenate(token_ids)))
     factors = np.repeat([of_row.factors for of_row in penalties.values()], lengths, axis=0)
-    row, token = upload(places, logits.device)
+    row, token = to_device(places, logits.device)
     numbers = np.vstack((np.concatenate(counts), factors.T))
-    occurrences, repetition, frequency, presence = upload(numbers, logits.device, logits.dtype)
+    occurrences, repetition, frequency, presence = to_device(numbers, logits.device, logits.dtype)
     values = logits[row, token]
     values = torch.where(values > 0, values / repetition, values * repetition)
     values -= frequency * occurrences + presence * (occurrences > 0)
@@ -69,4 +69,4 @@ def forbid(logits: Tensor, forbidden: dict[int, set[int]]) -> None:
         if len(existing) < vocab:
             places += [(row, token_id) for token_id in existing]
     if places:
-        logits[tuple(upload(places, logits.device).T)] = -math.inf
+        logits[tuple(to_device(places, logits.device).T)] = -math.inf

@@ -28,7 +28,7 @@ from kvllm.core.protocol import SampledToken
 from kvllm.errors import KvLLMError
 from kvllm.sampling_params import SamplingParams
 from kvllm.worker.penalties import Penalties, forbid, penalize
-from kvllm.worker.transfer import Download, upload
+from kvllm.worker.transfer import Download, to_device
 
 RESOLUTION = 2.0**34
 # Rows are drawn in parts of this many logits: it bounds the copies alive at once, some 30 bytes per logit.
@@ -92,7 +92,7 @@ def sample(logits: Tensor, rows: list[SampleRow]) -> Samples:
     rows_at_once = max(1, LOGITS_AT_ONCE // logits.shape[-1])
     for start in range(0, len(special), rows_at_once):
         part = special[start : start + rows_at_once]
-        index = upload(part, logits.device)
+        index = to_device(part, logits.device)
         chosen[index] = _choose(logits[index], [rows[i] for i in part])
     reports = [
         _report(logits[i], chosen[i : i + 1], row.params.logprobs)
@@ -155,7 +155,7 @@ def _choose(logits: Tensor, rows: list[SampleRow]) -> Tensor:
         return _draw(logits, rows)
     chosen = _most_likely(logits)
     if random:
-        index = upload(random, logits.device)
+        index = to_device(random, logits.device)
         chosen[index] = _draw(logits[index], [rows[i] for i in random])
     return chosen
 
@@ -202,7 +202,7 @@ def filter_logits(logits: Tensor, params: list[SamplingParams]) -> Tensor:
     top_p = [i for i, each in enumerate(params) if each.top_k == 0 and each.top_p < 1]
     for group in (top_k, top_p):
         if group:
-            index = upload(group, logits.device)
+            index = to_device(group, logits.device)
             bounds[index] = _top_k_top_p_bounds(logits[index], [params[i] for i in group])
     if any(each.min_p for each in params):
         bounds = bounds.maximum(_column([math.log(each.min_p) if each.min_p else -math.inf for each in params], logits))
@@ -220,7 +220,7 @@ def _top_k_top_p_bounds(logits: Tensor, params: list[SamplingParams]) -> Tensor:
     descending = _largest(logits, max(top_k))
     weights = _weights(descending)
     ranks = torch.arange(max(top_k), device=logits.device)
-    weights.masked_fill_(ranks >= upload(top_k, logits.device).unsqueeze(-1), 0)
+    weights.masked_fill_(ranks >= to_device(top_k, logits.device).unsqueeze(-1), 0)
     cumulative = weights.cumsum_(-1)
     needed = cumulative[:, -1:] * _column([each.top_p for each in params], cumulative)
     return descending.gather(-1, torch.searchsorted(cumulative, needed))
@@ -228,7 +228,7 @@ def _top_k_top_p_bounds(logits: Tensor, params: list[SamplingParams]) -> Tensor:
 
 def _top_p_bounds(logits: Tensor, params: list[SamplingParams]) -> Tensor:
     """The same bounds for the top-p set of all tokens, without a sort."""
-    from kvllm.attention.kernels.sampling import top_p_bounds
+    from kvllm.kernels.sampling import top_p_bounds
 
     weights = logits.exp().mul_(RESOLUTION).round_()
     total = weights.sum(-1, keepdim=True, dtype=torch.float64)
@@ -245,7 +245,7 @@ def _largest(logits: Tensor, count: int) -> Tensor:
 
 
 def _column(values: list[float], like: Tensor) -> Tensor:
-    return upload(values, like.device, like.dtype).unsqueeze(-1)
+    return to_device(values, like.device, like.dtype).unsqueeze(-1)
 
 
 def _report(logits: Tensor, chosen: Tensor, count: int) -> Tensor:

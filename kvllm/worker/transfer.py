@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 
-def upload(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+def to_device(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
     """A contiguous tensor of numbers in (nested) lists or a NumPy array. A GPU gets it when it comes to that point."""
     on_gpu = device.type == "cuda"
     if isinstance(values, np.ndarray):

@@ -1,0 +1,96 @@
+"""What the engine asks of an attention implementation.
+
+A step calls `plan` once and `run` once per layer with the plan, so that work which depends only on lengths and tables
+is not repeated in every layer. Prefill chunks, decodes and the rows of a query recomputation are one case: rows of
+queries, grouped by sequence, each of which attends the cached entries up to its own index.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvllm.kvcache.cache import PagedKVCache
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """The rows of one step. All tensors are int32 on the cache's device.
+
+    query_start_loc: `[S + 1]`, rows of sequence s are `query_start_loc[s] : query_start_loc[s + 1]`, each at least one.
+    last_kv_index: `[T]`, the index in its sequence's cache of the newest entry a row attends (its own entry): row i
+        attends entries `0 .. last_kv_index[i]`. Ascending within a sequence. It is an index into the cache, not a
+        position: after a compaction the two differ.
+    block_tables: `[S, max_blocks]`, entry j of sequence s is in block `block_tables[s, j // block_size]`; columns
+        beyond what `last_kv_index` reaches are arbitrary.
+    packed_len, head_lengths: `[S]` and `[layers, S, kv_heads]`, where heads hold different numbers of entries: entry e
+        is evicted for head h of layer l of sequence s, not attended, if `head_lengths[l, s, h] <= e < packed_len[s]`.
+        The entries of queries lie behind.
+    rows: `[S]`, the sequences' rows in the worker's tables, where attention is observed. What fills up a batch shares
+        one that belongs to no sequence.
+    mass: float32 `[layers, rows of the tables, kv_heads, entries]`, what a backend that `observes` adds the attention
+        probabilities of all rows to, summed over the query heads of a KV head. Not where there are holes.
+    """
+
+    query_start_loc: torch.Tensor
+    last_kv_index: torch.Tensor
+    block_tables: torch.Tensor
+    packed_len: torch.Tensor | None = None
+    head_lengths: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
+    mass: torch.Tensor | None = None
+
+
+class AttentionBackend(ABC):
+    """Attention and data movement over one `PagedKVCache`.
+
+    capturable: a CUDA graph may hold `plan`, `store` and `run` for sequences of one row each. They read nothing back to
+        the host, and what they launch depends on the shapes of a batch alone, not on what its tensors hold.
+    observes: `run` adds to `AttentionBatch.mass`.
+    """
+
+    name: str
+    capturable: bool = False
+    observes: bool = False
+
+    def __init__(self, cache: PagedKVCache, num_query_heads: int, scale: float) -> None:
+        self.cache = cache
+        self.num_query_heads = num_query_heads
+        self.scale = scale
+
+    @abstractmethod
+    def plan(self, batch: AttentionBatch) -> Any:
+        """Prepare what all layers share. The result is passed to `run` unchanged."""
+
+    @abstractmethod
+    def run(self, layer: int, queries: torch.Tensor, plan: Any) -> torch.Tensor:
+        """Causal attention of `queries` `[T, query_heads, head_dim]` over the paged cache -> the same shape.
+
+        Query head h reads KV head `h // (query_heads // kv_heads)`. Softmax and accumulation in float32. The output
+        of a row depends on that row and its sequence's cache alone, bit for bit, whatever else is in the batch.
+        """
+
+    @abstractmethod
+    def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        """Write `keys`, `values` `[T, kv_heads, head_dim]` (may be strided views) at int64 `slots` `[T]`; a negative
+        slot is skipped."""
+
+    @abstractmethod
+    def copy_blocks(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
+        """Copy whole blocks, all layers, keys and values: int64 `[n]` ids. No id is both source and destination."""
+
+    @abstractmethod
+    def compact(self, kept: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor) -> None:
+        """Move surviving entries to the front of a region, bit for bit, in every layer.
+
+        kept: int64 `[layers, S, kv_heads, K]`, offsets into the source region (slot `sources[s, o // block_size]`,
+            row `o % block_size`), strictly ascending; entry j goes to offset j of the destination region. A ragged
+            batch pads the end of a row with -1.
+        sources: int64 `[S, source_blocks]`; destinations: int64 `[S, destination_blocks]`. A row may be padded at its
+            end by any id that `kept` does not reach. In place means `destinations[s]` is a prefix of `sources[s]`;
+            otherwise the two are disjoint. Regions of different sequences do not share destination blocks. Sequences
+            are moved in order: a destination may be a source of a sequence before it.
+        """

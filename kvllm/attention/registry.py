@@ -1,0 +1,140 @@
+"""The attention backends by name, and what each of them cannot do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+
+from kvllm.attention.base import AttentionBackend
+from kvllm.errors import ConfigError
+from kvllm.kvcache.cache import PagedKVCache
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a backend is asked to do.
+
+    ragged: heads hold different numbers of entries. observed: attention probabilities are added up.
+    """
+
+    cache: PagedKVCache
+    num_query_heads: int
+    ragged: bool = False
+    observed: bool = False
+
+
+def why_not_cpu(case: Case) -> str | None:
+    """What keeps the compiled CPU operators from serving a case, or None if they can; so do the functions below."""
+    shape = case.cache.shape
+    group = case.num_query_heads // shape.num_kv_heads
+    if not case.cache.data.is_cpu:
+        return f"cannot read a cache on {case.cache.data.device}"
+    if group > 64:
+        return f"shares a KV head among at most 64 query heads, the model has {group}"
+    if shape.dtype not in (torch.float32, torch.bfloat16) or shape.head_dim % 2:
+        return f"reads float32 or bfloat16 with an even head_dim, not {shape.dtype} with head_dim {shape.head_dim}"
+    return None
+
+
+def why_not_triton(case: Case) -> str | None:
+    shape = case.cache.shape
+    if find_spec("triton") is None:
+        return "needs the package triton, which is not installed"
+    if not case.cache.data.is_cuda:
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            return f"runs on CUDA devices, not on {case.cache.data.device}"
+        if shape.dtype == torch.bfloat16:
+            return "cannot use bfloat16 in Triton's interpreter, whose bfloat16 arithmetic is wrong"
+    if shape.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"computes in bfloat16, float16 or float32, not {shape.dtype}"
+    if shape.block_size < 16 or shape.block_size & (shape.block_size - 1):
+        return f"needs a block_size that is a power of two from 16 on, not {shape.block_size}"
+    if shape.head_dim % 16 or not 16 <= shape.head_dim <= 256:
+        return f"needs a head_dim that is a multiple of 16 up to 256, not {shape.head_dim}"
+    return None
+
+
+def why_not_flash_attn(case: Case) -> str | None:
+    shape = case.cache.shape
+    if shape.block_size % 256:
+        return f"needs a block_size that is a multiple of 256, not {shape.block_size}"
+    if shape.head_dim % 8 or shape.head_dim > 256:
+        return f"needs a head_dim that is a multiple of 8 up to 256, not {shape.head_dim}"
+    return _why_not_library(case, "flash_attn", "flash-attn")
+
+
+def why_not_xformers(case: Case) -> str | None:
+    shape = case.cache.shape
+    if shape.block_size % 64:
+        return f"needs a block_size that is a multiple of 64, not {shape.block_size}"
+    if shape.head_dim not in (16, 32, 64, 128, 256):
+        return f"needs a head_dim that is a power of two from 16 to 256, not {shape.head_dim}"
+    return _why_not_library(case, "xformers", "xformers")
+
+
+def _why_not_library(case: Case, module: str, package: str) -> str | None:
+    """What attention libraries have in common."""
+    if case.cache.shape.dtype not in (torch.bfloat16, torch.float16):
+        return f"computes in bfloat16 or float16, not {case.cache.shape.dtype}"
+    if case.ragged:
+        return "cannot leave out entries of single heads, which the compression method asks for"
+    if case.observed:
+        return "does not tell the attention probabilities, which the compression method adds up"
+    if find_spec(module) is None:
+        return f"needs the package {package}, which is not installed"
+    if find_spec("triton") is None:
+        return "needs the package triton, which is not installed, to write the cache"
+    if not case.cache.data.is_cuda:
+        return f"runs on CUDA devices, not on {case.cache.data.device}"
+    return None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """module, type: where the backend is; it is imported only when it is asked for."""
+
+    module: str
+    type: str
+    why_not: Callable[[Case], str | None]
+
+
+BACKENDS = {
+    "cpu": Entry("kvllm.attention.cpu", "CpuBackend", why_not_cpu),
+    "flash_attn": Entry("kvllm.attention.flash_attn", "FlashAttentionBackend", why_not_flash_attn),
+    "reference": Entry("kvllm.attention.reference", "ReferenceBackend", lambda case: None),
+    "triton": Entry("kvllm.attention.triton", "TritonBackend", why_not_triton),
+    "xformers": Entry("kvllm.attention.xformers", "XformersBackend", why_not_xformers),
+}
+FASTEST = ("cpu", "triton", "flash_attn", "xformers", "reference")
+"""What "auto" tries. flash_attn and xformers can do nothing that triton cannot, where triton is installed."""
+
+
+def make_backend(
+    name: str,
+    cache: PagedKVCache,
+    num_query_heads: int,
+    scale: float,
+    *,
+    ragged: bool = False,
+    observed: bool = False,
+) -> AttentionBackend:
+    """The backend `name` over `cache`; "auto" takes the fastest one that can do it.
+
+    ragged, observed: as in Case. Raises ConfigError for a name that is not in BACKENDS, and for a backend that cannot.
+    """
+    case = Case(cache, num_query_heads, ragged, observed)
+    able = [other for other in FASTEST if BACKENDS[other].why_not(case) is None]
+    if name == "auto":
+        name = able[0]
+    if name not in BACKENDS:
+        raise ConfigError(f"unknown attention backend {name!r}: use 'auto' or one of {', '.join(sorted(BACKENDS))}")
+    if reason := BACKENDS[name].why_not(case):
+        alternatives = " or ".join(repr(other) for other in able)
+        raise ConfigError(f"the attention backend {name!r} {reason}: use {alternatives}")
+    backend: type[AttentionBackend] = getattr(import_module(BACKENDS[name].module), BACKENDS[name].type)
+    return backend(cache, num_query_heads, scale)

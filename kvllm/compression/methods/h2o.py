@@ -1,0 +1,32 @@
+"""H2O (Zhang et al., arXiv 2306.14048): keep the last entries and those that all queries so far attended to most.
+
+The mass of an entry starts at 0 and grows, with every later row and its own, by what `mass.attention_mass` returns. It
+moves with the entry when a compression moves that, and no compression resets it.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvllm.compression.methods.token2chunk import top_indices
+from kvllm.compression.region import everything, keeps_everything, with_buffer
+
+
+def select(queries: Tensor | None, keys: Tensor, *, retain: int, buffer: int, mass: Tensor) -> Tensor:
+    """Choose the pairs of a region to keep, per sequence and KV head.
+
+    Args:
+        queries: not used: the mass holds what is known about them.
+        keys: `[S, Hkv, C, d]`.
+        retain: pairs kept of the C, buffer included; everything is kept if `retain >= C`.
+        buffer: the last entries of the region, always kept; half of `retain` in the paper.
+        mass: float32 `[S, Hkv, C]`, accumulated attention.
+
+    Returns:
+        int64 `[S, Hkv, min(retain, C)]`: ascending offsets in the region.
+    """
+    if mass.shape != keys.shape[:3]:
+        raise ValueError(f"mass {tuple(mass.shape)} must be [S, Hkv, C] for keys {tuple(keys.shape)}")
+    if keeps_everything(keys, retain, buffer):
+        return everything(keys)
+    return with_buffer(top_indices(mass[..., : keys.shape[2] - buffer], retain - buffer), keys, buffer)

@@ -1,0 +1,67 @@
+"""Kara: score the pairs of a window by the attention of all of its queries, keep the best tokens and chunks."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from kvllm.compression.mass import batched_attention_mass
+from kvllm.compression.methods.token2chunk import expand
+from kvllm.compression.region import check_queries, everything, keeps_everything, with_buffer
+
+
+def select(queries: Tensor, keys: Tensor, *, retain: int, buffer: int, chunk_budget: int, max_chunk: int) -> Tensor:
+    """Choose the pairs of a window to keep, per sequence and KV head (Kara paper, section 4.1).
+
+    Args:
+        queries: `[S, Hq, rows, d]`, rotated; normally those of all W positions. Passing only the buffer's is the
+            ablation without bidirectional attention, passing every s-th one costs an s-th.
+        keys: `[S, Hkv, W, d]`, rotated; query head h reads KV head `h // (Hq // Hkv)`.
+        retain: pairs kept of the W, buffer included; everything is kept if `retain >= W`.
+        buffer: the last positions of the window, always kept and never scored.
+        chunk_budget: how many of the kept pairs Token2Chunk may spend (alpha); 0 keeps the plain top scores.
+        max_chunk: longest chunk, both ends counted (gamma).
+
+    Returns:
+        int64 `[S, Hkv, min(retain, W)]`: ascending positions in the window.
+    """
+    if keeps_everything(keys, retain, buffer):
+        return everything(keys)
+    kept = expand(scores(queries, keys, buffer), retain - buffer, chunk_budget, max_chunk)
+    return with_buffer(kept, keys, buffer)
+
+
+@torch.no_grad()
+def scores(queries: Tensor, keys: Tensor, buffer: int) -> Tensor:
+    """Attention mass each compressible position receives (Kara paper, Eq. 4).
+
+    Every query attends to the first n = W - buffer keys and only to these, later ones included (no causal mask).
+    The probabilities are summed over the query rows and over the query heads of a KV head, so that each row of the
+    result sums to `rows * Hq / Hkv`.
+
+    Args:
+        queries: `[S, Hq, rows, d]` and
+        keys: `[S, Hkv, W, d]`, bfloat16 or float32; computed in float32 throughout.
+
+    Returns:
+        float32 `[S, Hkv, W - buffer]`, bit-identical for a sequence whatever the others in the batch are.
+    """
+    check_queries(queries, keys)
+    window = keys.shape[2]
+    if not 0 <= buffer < window:
+        raise ValueError(f"buffer={buffer} must leave at least one of the {window} positions of the window to score")
+    return batched_attention_mass(queries, keys, window - buffer)
+
+
+def budget(num_scored: int, retention: Fraction | str | int, chunk_budget: int) -> tuple[int, int]:
+    """How many of `num_scored` positions are kept, and how many of these are candidates (Kara paper, Eq. 5).
+
+    `retention` is exact, like "0.07" or "225/736": in floating point, 0.07 * 100 rounds up to 8 kept positions.
+    """
+    if isinstance(retention, float) or not 0 <= Fraction(retention) <= 1:
+        raise ValueError(f"retention={retention!r} must be a string, a Fraction or an integer between 0 and 1")
+    total = math.ceil(Fraction(retention) * num_scored)
+    return total, max(total - chunk_budget, 0)

@@ -1,0 +1,59 @@
+"""Kara by what was looked up (ours): squared attention of later entries alone, and a quarter for distinct keys.
+
+Where one token looks one fact up, the sum over all rows of a window misleads in three ways. Many rows that give an
+entry a little weigh as much as one that gives it all: squares count the second. A row that stands before an entry never
+attended to it, and what it would have paid means little. And what nobody has looked up yet has no score at all: a
+quarter of the budget goes to the keys most unlike the others (KeyDiff, Park et al., arXiv 2504.15364), whatever
+attention they receive.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvllm.compression.mass import batched_attention_mass
+from kvllm.compression.methods import keydiff
+from kvllm.compression.methods.token2chunk import expand, top_indices
+from kvllm.compression.region import check_queries, everything, keeps_everything, with_buffer
+
+DISTINCT_SHARE = 4
+"""One in so many of the pairs kept is chosen by its key."""
+
+
+def select(
+    queries: Tensor,
+    keys: Tensor,
+    *,
+    retain: int,
+    buffer: int,
+    chunk_budget: int,
+    max_chunk: int,
+    query_offsets: Tensor,
+) -> Tensor:
+    """Choose the pairs of a window to keep, per sequence and KV head. Arguments and result as for Kara.
+
+    query_offsets: int64 `[rows]`, the position in the window of each row of `queries`.
+    """
+    if keeps_everything(keys, retain, buffer):
+        return everything(keys)
+    looked_up = scores(queries, keys, buffer, query_offsets)
+    total = retain - buffer
+    distinct = top_indices(keydiff.scores(keys)[..., : looked_up.shape[-1]], total // DISTINCT_SHARE)
+    highest = looked_up.amax(dim=-1, keepdim=True)
+    lifted = looked_up.scatter(-1, distinct, highest.expand_as(distinct))
+    return with_buffer(expand(lifted, total, chunk_budget, max_chunk), keys, buffer)
+
+
+@torch.no_grad()
+def scores(queries: Tensor, keys: Tensor, buffer: int, query_offsets: Tensor) -> Tensor:
+    """Squared attention that each compressible position receives from its own row and later ones.
+
+    As in Kara, every query attends to compressible keys only; but to none that comes after it. The squares are summed
+    over the query rows and over the query heads of a KV head.
+
+    Returns:
+        float32 `[S, Hkv, W - buffer]`, bit-identical for a sequence whatever the others in the batch are.
+    """
+    check_queries(queries, keys)
+    return batched_attention_mass(queries, keys, keys.shape[2] - buffer, query_offsets, squared=True)

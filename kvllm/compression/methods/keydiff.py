@@ -1,0 +1,44 @@
+"""KeyDiff (Park et al., arXiv 2504.15364): keep the keys that differ most from the mean key."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity, normalize
+
+from kvllm.compression.methods.token2chunk import top_indices
+from kvllm.compression.region import everything, keeps_everything, with_buffer
+
+
+def select(queries: Tensor | None, keys: Tensor, *, retain: int, buffer: int) -> Tensor:
+    """Choose the pairs of a region to keep, per sequence and KV head.
+
+    Args:
+        queries: not used.
+        keys: `[S, Hkv, C, d]`, rotated.
+        retain: pairs kept of the C, buffer included; everything is kept if `retain >= C`.
+        buffer: the last entries of the region, always kept; 0 in the paper.
+
+    Returns:
+        int64 `[S, Hkv, min(retain, C)]`: ascending offsets in the region.
+    """
+    if keeps_everything(keys, retain, buffer):
+        return everything(keys)
+    of_all = scores(keys)
+    kept = top_indices(of_all[..., : of_all.shape[-1] - buffer], retain - buffer)
+    return with_buffer(kept, keys, buffer)
+
+
+@torch.no_grad()
+def scores(keys: Tensor) -> Tensor:
+    """Negative cosine similarity of each key to the mean of all unit keys, the buffer's included.
+
+    Returns:
+        float32 `[S, Hkv, C]` for keys `[S, Hkv, C, d]`, bit-identical for a sequence whatever the others are.
+    """
+    of_sequences = []
+    for seq_keys in keys:
+        seq_keys = seq_keys.float().contiguous()
+        anchor = normalize(seq_keys, dim=-1, eps=1e-12).mean(dim=1, keepdim=True)
+        of_sequences.append(-cosine_similarity(seq_keys, anchor, dim=-1, eps=1e-8))
+    return torch.stack(of_sequences)

@@ -1,0 +1,38 @@
+"""Random choice: what any method has to beat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvllm.compression.methods.token2chunk import top_indices
+from kvllm.compression.region import everything, keeps_everything, with_buffer
+
+
+def select(
+    queries: Tensor | None, keys: Tensor, *, retain: int, buffer: int, seeds: Sequence[int], layer: int
+) -> Tensor:
+    """Keep pairs of a region by lot, independently for every KV head; the same ones on any device.
+
+    Args:
+        queries: not used.
+        keys: `[S, Hkv, C, d]`.
+        retain: pairs kept of the C, buffer included; everything is kept if `retain >= C`.
+        buffer: the last entries of the region, always kept.
+        seeds: one per sequence, at least 0. The same seed draws the same offsets of a region of the same length.
+        layer: makes the layers of a sequence differ.
+
+    Returns:
+        int64 `[S, Hkv, min(retain, C)]`: ascending offsets in the region.
+    """
+    num_seqs, num_kv_heads, length, _ = keys.shape
+    if len(seeds) != num_seqs:
+        raise ValueError(f"{len(seeds)} seeds for {num_seqs} sequences: give one for each")
+    if keeps_everything(keys, retain, buffer):
+        return everything(keys)
+    lots = [np.random.default_rng((seed, layer)).random((num_kv_heads, length - buffer)) for seed in seeds]
+    kept = top_indices(torch.from_numpy(np.stack(lots)), retain - buffer).to(keys.device)
+    return with_buffer(kept, keys, buffer)

@@ -1,0 +1,108 @@
+"""R-KV (Cai et al., arXiv 2505.24133): keep what the last queries attend to and what is not said again later."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import max_pool1d
+
+from kvllm.compression.mass import rows_per_tile
+from kvllm.compression.methods.token2chunk import top_indices
+from kvllm.compression.precision import no_tf32
+from kvllm.compression.region import check_queries, everything, keeps_everything, with_buffer
+
+
+def select(
+    queries: Tensor,
+    keys: Tensor,
+    *,
+    retain: int,
+    buffer: int,
+    mix: float = 0.1,
+    kernel: int = 7,
+    threshold: float = 0.5,
+    strict_public: bool = True,
+) -> Tensor:
+    """Choose the pairs of a region to keep, per sequence and KV head: best `mix * importance - (1 - mix) * redundancy`.
+
+    Args:
+        queries: `[S, Hq, rows, d]`, rotated; those of the region's last entries.
+        keys: `[S, Hkv, C, d]`, rotated; query head h reads KV head `h // (Hq // Hkv)`.
+        retain: pairs kept of the C, buffer included; everything is kept if `retain >= C`.
+        buffer: the last entries of the region, always kept.
+        mix: weight of the importance (lambda).
+        kernel, threshold, strict_public: see `importance` and `redundancy`.
+
+    Returns:
+        int64 `[S, Hkv, min(retain, C)]`: ascending offsets in the region.
+    """
+    if keeps_everything(keys, retain, buffer):
+        return everything(keys)
+    check_queries(queries, keys)
+    num_scored = keys.shape[2] - buffer
+    scores = []
+    for seq_queries, seq_keys in zip(queries, keys, strict=True):
+        important = importance(seq_queries, seq_keys[:, :num_scored], kernel)
+        redundant = redundancy(seq_keys, threshold, strict_public)[:, :num_scored]
+        scores.append(mix * important - (1 - mix) * redundant)
+    return with_buffer(top_indices(torch.stack(scores), retain - buffer), keys, buffer)
+
+
+@torch.no_grad()
+@no_tf32()
+def importance(queries: Tensor, keys: Tensor, kernel: int = 7) -> Tensor:
+    """Mean attention of the rows of one sequence to the scored keys and to these only, max-pooled over neighbours.
+
+    The query heads of a KV head join before the softmax: the largest of their logits counts. No causal mask.
+
+    Args:
+        queries: `[Hq, rows, d]` and
+        keys: `[Hkv, n, d]`, bfloat16 or float32; computed in float32 throughout.
+        kernel: positions that a maximum is taken over, odd.
+
+    Returns:
+        float32 `[Hkv, n]`.
+    """
+    if kernel % 2 == 0:
+        raise ValueError(f"kernel={kernel} must be odd, to be centred on a position")
+    num_kv_heads, num_scored, head_dim = keys.shape
+    num_rows, group = queries.shape[1], queries.shape[0] // num_kv_heads
+    by_row = queries.float().contiguous().view(num_kv_heads, group, num_rows, head_dim).transpose(1, 2)
+    scaled_keys = (keys.float() * head_dim**-0.5).contiguous()
+    mass = torch.zeros(num_kv_heads, num_scored, device=keys.device)
+    for tile in by_row.split(max(1, rows_per_tile(keys) // group), dim=1):
+        logits = torch.bmm(tile.flatten(1, 2), scaled_keys.mT)
+        of_group = logits.view(num_kv_heads, -1, group, num_scored).amax(dim=2)
+        mass += torch.softmax(of_group, dim=-1).sum(dim=1)
+    return max_pool1d(mass / num_rows, kernel, stride=1, padding=kernel // 2)
+
+
+@torch.no_grad()
+@no_tf32()
+def redundancy(keys: Tensor, threshold: float = 0.5, strict_public: bool = True) -> Tensor:
+    """How much the keys of one sequence resemble others: softmax over the mean cosine similarity.
+
+    Of the keys that key i resembles by more than `threshold`, the last one does not count as redundant for it.
+
+    Args:
+        keys: `[Hkv, C, d]`, bfloat16 or float32; computed in float32 throughout.
+        threshold: cosine similarity of near duplicates.
+        strict_public: as in the public code, key 0 is not redundant for a key that has no near duplicate.
+
+    Returns:
+        float32 `[Hkv, C]`. Its values are close to 1 / C and to each other.
+    """
+    num_kv_heads, length, _ = keys.shape
+    keys = keys.float().contiguous()
+    unit = keys / (keys.norm(dim=-1, keepdim=True) + 1e-8)
+    index = torch.arange(length, device=keys.device, dtype=torch.int32)
+    total = torch.zeros(num_kv_heads, length, device=keys.device)
+    tile_rows = rows_per_tile(keys)
+    for tile, tile_index in zip(unit.split(tile_rows, dim=1), index.split(tile_rows), strict=True):
+        similarity = torch.bmm(tile, unit.mT).masked_fill_(index == tile_index[:, None], 0.0)
+        near = similarity > threshold
+        last_near = (near * index).amax(dim=-1, keepdim=True).long()
+        spared = near.any(dim=-1, keepdim=True) | strict_public
+        similarity.scatter_(-1, last_near, similarity.gather(-1, last_near).masked_fill_(spared, 0.0))
+        total += similarity.sum(dim=1)
+    return torch.softmax(total / length, dim=-1)

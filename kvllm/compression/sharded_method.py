@@ -1,0 +1,62 @@
+"""A compression method on one rank of several: each decides for its own KV heads, as one rank would for all.
+
+Most methods look at one KV head at a time, so ranks have nothing to tell each other. Two cases differ:
+
+- Replicas of a KV head hold a part of its query heads each. They gather the queries, and sum the attention mass that
+  each has observed, before they select: so all of them keep the same entries.
+- Some methods compare the heads of a layer, or number them. These see all heads, and every rank takes what is its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from kvllm.compression.registry import METHODS
+from kvllm.parallel import KVHeads, Shard
+
+WHOLE_LAYER_METHODS = ("adakv", "chunkkv", "random")
+
+
+class ShardedMethod:
+    """`METHODS[name]` for the KV heads `heads` of a rank; called like a `Method`, by all ranks together."""
+
+    def __init__(self, name: str, heads: KVHeads, shard: Shard) -> None:
+        self.method = METHODS[name]
+        self.whole_layer = name in WHOLE_LAYER_METHODS
+        self.heads = heads
+        self.shard = shard
+
+    def __call__(self, queries: Tensor | None, keys: Tensor, **options: Any) -> Tensor:
+        if self.whole_layer:
+            return self._of_whole_layer(queries, keys, options)
+        if self.heads.replicas > 1:
+            if queries is not None:
+                queries = self._of_replicas(queries).flatten(1, 2)
+            if "mass" in options:
+                options["mass"] = self._of_replicas(options["mass"]).sum(dim=1)
+        return self.method(queries, keys, **options)
+
+    def _of_whole_layer(self, queries: Tensor | None, keys: Tensor, options: dict[str, Any]) -> Tensor:
+        if queries is not None:
+            queries = self._gather(queries).flatten(1, 2)
+        keys = self._of_all_heads(keys)
+        if "evicted_mask" in options:
+            options["evicted_mask"] = self._of_all_heads(options["evicted_mask"].byte()).bool()
+        kept = self.method(queries, keys, **options)
+        return kept[:, self.heads.first : self.heads.first + self.heads.count]
+
+    def _of_all_heads(self, x: Tensor) -> Tensor:
+        """`[S, kv_heads of this rank, ...]` -> `[S, all KV heads, ...]`."""
+        return self._gather(x)[:, :: self.heads.replicas].flatten(1, 2)
+
+    def _of_replicas(self, x: Tensor) -> Tensor:
+        """`[S, heads, ...]` -> `[S, replicas, heads, ...]`, from the ranks that hold the same KV head."""
+        first = self.heads.first * self.heads.replicas
+        return self._gather(x)[:, first : first + self.heads.replicas]
+
+    def _gather(self, x: Tensor) -> Tensor:
+        """`[S, heads, ...]` -> `[S, ranks, heads, ...]`."""
+        gathered = self.shard.all_gather_last_dim(x.flatten(1).contiguous())
+        return gathered.view(x.shape[0], self.shard.world_size, *x.shape[1:])

@@ -1,0 +1,148 @@
+"""One rank of a pool: a process that Ray starts, and that executes plans from a connection until it ends."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed
+from msgspec import Struct
+
+from kvllm.core.protocol import decode_plan, encode
+from kvllm.distributed.channel import Channel
+from kvllm.distributed.process_group import ProcessGroupShard
+from kvllm.distributed.shared_memory import SharedMemoryShard, create_memory
+from kvllm.parallel import Counted, Shard, SingleRank
+from kvllm.worker.build import RunnerSettings, available_memory, make_runner
+
+COLLECTIVE_TIMEOUT = 3600.0
+"""As long as loading may take: the first collective waits for the slowest disk. In a step, the engine's process notices
+sooner who keeps the others waiting."""
+HEARTBEAT_SECONDS = 1.0
+HEARTBEAT = -1
+"""In place of a step's number: the rank is at work. The message changes as long as it advances."""
+
+
+class RankSpec(Struct, frozen=True):
+    """A rank's place in a pool, and how it reaches the engine's process, which asks for the `secret`.
+
+    collectives: "shared_memory", or a backend of torch.distributed. neighbours: ranks on this node, itself included.
+    """
+
+    rank: int
+    world_size: int
+    collectives: str
+    device: str
+    neighbours: int
+    num_threads: int
+    address: tuple[str, int]
+    secret: bytes
+
+
+class Ready(Struct, frozen=True):
+    """What a rank says of itself. rendezvous: of rank 0, where the others find the means of the collectives."""
+
+    rank: int
+    pid: int
+    available_memory: int
+    rendezvous: str = ""
+
+
+class Start(Struct, frozen=True):
+    rendezvous: str
+    settings: RunnerSettings
+
+
+class Rank:
+    """The Ray actor. Its only call lasts as long as the rank, so that its end, and its traceback, are that call's."""
+
+    def run(self, encoded_spec: bytes) -> None:
+        spec = msgspec.msgpack.decode(encoded_spec, type=RankSpec)
+        torch.set_num_threads(spec.num_threads)
+        channel = Channel(socket.create_connection(spec.address))
+        channel.connection.sendall(spec.secret)
+        rendezvous = _open_rendezvous(spec, channel) if spec.rank == 0 and spec.world_size > 1 else None
+        memory = available_memory(spec.device, spec.neighbours)
+        ready = Ready(spec.rank, os.getpid(), memory, rendezvous.name if rendezvous else "")
+        channel.send(0, msgspec.msgpack.encode(ready))
+        try:
+            _serve(channel, spec, rendezvous)
+        except (EOFError, ConnectionError):
+            return  # the engine's process is gone, or wants this pool no more
+
+
+def _serve(channel: Channel, spec: RankSpec, rendezvous: _Rendezvous | None) -> None:
+    start = msgspec.msgpack.decode(channel.receive()[1], type=Start)
+    shard = Counted(_join(spec, rendezvous, start.rendezvous))
+    runner = make_runner(start.settings, shard, torch.device(spec.device))
+    channel.send(0, str(runner.cache.num_blocks).encode())
+    with _heartbeat(channel, shard) as busy:
+        while True:
+            number, plan = channel.receive()
+            busy.set()
+            result = runner.execute(decode_plan(plan))
+            busy.clear()
+            channel.send(number, encode(result) if spec.rank == 0 else b"")
+
+
+@contextmanager
+def _heartbeat(channel: Channel, shard: Counted) -> Iterator[threading.Event]:
+    """Says every second that this process is alive, and how far it is in its work. Only while the event is set: nobody
+    listens between steps."""
+    busy, ended = threading.Event(), threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(HEARTBEAT_SECONDS):
+            with suppress(OSError):  # the main thread will notice
+                if busy.is_set():
+                    channel.send(HEARTBEAT, str(shard.calls).encode())
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield busy
+    finally:
+        ended.set()
+        thread.join()
+
+
+# Collectives
+
+
+@dataclass(frozen=True)
+class _Rendezvous:
+    """What rank 0 opens, shared memory or a store, and the name under which the other ranks find it."""
+
+    name: str
+    means: Any
+
+
+def _open_rendezvous(spec: RankSpec, channel: Channel) -> _Rendezvous:
+    if spec.collectives == "shared_memory":
+        descriptor = create_memory(spec.world_size)
+        return _Rendezvous(f"/proc/{os.getpid()}/fd/{descriptor}", descriptor)
+    host = channel.connection.getsockname()[0]  # under which others on this network reach the machine
+    store = torch.distributed.TCPStore(host, 0, spec.world_size, is_master=True, wait_for_workers=False)
+    return _Rendezvous(f"{host}:{store.port}", store)
+
+
+def _join(spec: RankSpec, rendezvous: _Rendezvous | None, name: str) -> Shard:
+    if spec.world_size == 1:
+        return SingleRank()
+    if spec.collectives == "shared_memory":
+        descriptor = rendezvous.means if rendezvous else os.open(name, os.O_RDWR)
+        return SharedMemoryShard(spec.rank, spec.world_size, descriptor, COLLECTIVE_TIMEOUT)
+    host, port = name.rsplit(":", 1)
+    store = (
+        rendezvous.means
+        if rendezvous
+        else torch.distributed.TCPStore(host, int(port), spec.world_size, is_master=False)
+    )
+    return ProcessGroupShard(spec.rank, spec.world_size, spec.collectives, store, COLLECTIVE_TIMEOUT)

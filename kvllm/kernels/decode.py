@@ -1,0 +1,289 @@
+"""Attention of sequences with one query row over their paged caches; segments of entries are shared among programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kvllm.kernels.tiles import (
+    LOG2_E,
+    SEGMENT,
+    attend_tile,
+    decode_rows,
+    entry_offsets,
+    hole_of,
+    merge,
+    stages,
+    tile_entries,
+    warps,
+)
+
+# Programs that are started for a batch: many times what any device runs at once, so that it stays evenly busy to the
+# end, and not one for each segment that a table has room for, most of which are empty.
+_PROGRAMS = 4096
+# Segments whose partials are read at a time.
+_MERGED = 4
+
+
+@dataclass(frozen=True)
+class Partials:
+    """Softmax over each segment, before they are merged; one allocation serves all layers of a step.
+
+    weighted: float32 `[S, query_heads, segments, head_dim]`; maximum, total: float32 `[S, query_heads, segments]`.
+    """
+
+    weighted: torch.Tensor
+    maximum: torch.Tensor
+    total: torch.Tensor
+
+    @staticmethod
+    def allocate(num_sequences: int, num_heads: int, max_entries: int, head_dim: int, device: torch.device) -> Partials:
+        size = (num_sequences, num_heads, triton.cdiv(max_entries, SEGMENT))
+        weighted, maximum, total = (
+            torch.empty(shape, dtype=torch.float32, device=device) for shape in ((*size, head_dim), size, size)
+        )
+        return Partials(weighted, maximum, total)
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What the probabilities of all rows follow from, for the attention mass; one allocation serves all layers.
+
+    scores: float32 `[S, query_heads, segments * SEGMENT]` of sequences with one row, times the scale, in base 2.
+    totals: float32 `[T, query_heads]`, the logarithm in base 2 of the sum of the powers of a row's scores.
+    """
+
+    scores: torch.Tensor
+    totals: torch.Tensor
+
+    @staticmethod
+    def allocate(partials: Partials, num_rows: int) -> Observed:
+        num_sequences, num_heads, num_segments = partials.total.shape
+        return Observed(
+            partials.total.new_empty(num_sequences, num_heads, num_segments * SEGMENT),
+            partials.total.new_empty(num_rows, num_heads),
+        )
+
+
+@triton.jit
+def _decode_length(
+    last_kv_index, row, packed_len, head_lengths, sequence, head, KV_HEADS: tl.constexpr, HOLES: tl.constexpr
+):
+    """Entries that the row attends, and the hole among them."""
+    length = tl.load(last_kv_index + row) + 1
+    if HOLES:
+        hole_begin, hole_size = hole_of(packed_len, head_lengths, sequence, head, KV_HEADS)
+    else:
+        hole_begin, hole_size = length, 0
+    return length - hole_size, hole_begin, hole_size
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_segments"])
+def _attend_segments(
+    queries,
+    keys,
+    values,
+    query_start_loc,
+    last_kv_index,
+    tables,
+    packed_len,
+    head_lengths,
+    scale,
+    partial_weighted,
+    partial_maximum,
+    partial_total,
+    observed_scores,
+    query_stride,
+    table_stride,
+    num_segments,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    HOLES: tl.constexpr,
+    OBSERVED: tl.constexpr,
+):
+    sequence, head = tl.program_id(0), tl.program_id(1)
+    row = tl.load(query_start_loc + sequence)
+    if tl.load(query_start_loc + sequence + 1) - row != 1:  # of the prefill kernel
+        return
+    length, hole_begin, hole_size = _decode_length(
+        last_kv_index, row, packed_len, head_lengths, sequence, head, KV_HEADS, HOLES
+    )
+    member, channel = tl.arange(0, ROWS), tl.arange(0, CHANNELS)
+    query_head = head * GROUP + member
+    mask = (member < GROUP)[:, None] & (channel < HEAD_DIM)[None, :]
+    query_offsets = row.to(tl.int64) * query_stride + query_head[:, None] * HEAD_DIM + channel[None, :]
+    query = tl.load(queries + query_offsets, mask=mask, other=0.0)
+    table = tables + sequence.to(tl.int64) * table_stride
+    first_partial = (sequence.to(tl.int64) * (KV_HEADS * GROUP) + query_head) * num_segments
+    for segment in range(tl.program_id(2), tl.cdiv(length, SEGMENT), tl.num_programs(2)):
+        maximum = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        weighted = tl.zeros([ROWS, CHANNELS], tl.float32)
+        begin = segment * SEGMENT
+        for start in range(begin, tl.minimum(begin + SEGMENT, length), TILE):
+            entries = start + tl.arange(0, TILE)
+            exists = entries < length
+            offsets = entry_offsets(table, entries, exists, head, hole_begin, hole_size, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+            scores, maximum, total, weighted = attend_tile(
+                query,
+                keys,
+                values,
+                offsets,
+                exists,
+                exists[None, :],
+                scale,
+                maximum,
+                total,
+                weighted,
+                HEAD_DIM,
+                CHANNELS,
+            )
+            if OBSERVED:
+                places = first_partial[:, None] * SEGMENT + entries[None, :]
+                tl.store(observed_scores + places, scores, mask=(member < GROUP)[:, None] & exists[None, :])
+        partial = first_partial + segment
+        tl.store(partial_maximum + partial, maximum, mask=member < GROUP)
+        tl.store(partial_total + partial, total, mask=member < GROUP)
+        tl.store(partial_weighted + partial[:, None] * HEAD_DIM + channel[None, :], weighted, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_segments"])
+def _merge_segments(
+    output,
+    query_start_loc,
+    last_kv_index,
+    packed_len,
+    head_lengths,
+    partial_weighted,
+    partial_maximum,
+    partial_total,
+    observed_totals,
+    num_segments,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ROWS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    HOLES: tl.constexpr,
+    OBSERVED: tl.constexpr,
+    MERGED: tl.constexpr,
+):
+    sequence, head = tl.program_id(0), tl.program_id(1)
+    row = tl.load(query_start_loc + sequence)
+    if tl.load(query_start_loc + sequence + 1) - row != 1:
+        return
+    length, _, _ = _decode_length(last_kv_index, row, packed_len, head_lengths, sequence, head, KV_HEADS, HOLES)
+
+    member, channel = tl.arange(0, ROWS), tl.arange(0, CHANNELS)
+    query_head = head * GROUP + member
+    exists = member < GROUP
+    mask = exists[:, None] & (channel < HEAD_DIM)[None, :]
+    maximum = tl.where(exists, float("-inf"), 0.0)  # rows that do not exist have seen something: no NaN
+    total = tl.where(exists, 0.0, 1.0)
+    weighted = tl.zeros([ROWS, CHANNELS], tl.float32)
+    first_partial = (sequence.to(tl.int64) * (KV_HEADS * GROUP) + query_head) * num_segments
+    held_segments = tl.cdiv(length, SEGMENT)
+    for first_segment in range(0, held_segments, MERGED):
+        for i in tl.static_range(MERGED):  # whose reads need not wait for each other
+            held = exists & (first_segment + i < held_segments)
+            partial = first_partial + first_segment + i
+            later_maximum = tl.load(partial_maximum + partial, mask=held, other=float("-inf"))
+            later_total = tl.load(partial_total + partial, mask=held, other=0.0)
+            places = partial[:, None] * HEAD_DIM + channel[None, :]
+            later_weighted = tl.load(partial_weighted + places, mask=mask & held[:, None], other=0.0)
+            maximum, total, weighted = merge(maximum, total, weighted, later_maximum, later_total, later_weighted)
+
+    output_row = row.to(tl.int64) * (KV_HEADS * GROUP) + query_head
+    if OBSERVED:
+        tl.store(observed_totals + output_row, maximum + tl.log2(total), mask=exists)
+    offsets = output_row[:, None] * HEAD_DIM + channel[None, :]
+    tl.store(output + offsets, (weighted / total[:, None]).to(output.dtype.element_ty), mask=mask)
+
+
+def paged_decode(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    last_kv_index: torch.Tensor,
+    block_tables: torch.Tensor,
+    packed_len: torch.Tensor | None,
+    head_lengths: torch.Tensor | None,
+    scale: float,
+    partials: Partials,
+    observed: Observed | None,
+    output: torch.Tensor,
+) -> None:
+    """Attention of the sequences that have exactly one row; the rows of others in `output` are left alone.
+
+    queries: `[T, query_heads, head_dim]`, the heads of a row contiguous. keys, values: one layer of the cache,
+        contiguous `[blocks, kv_heads, block_size, head_dim]` of the same dtype.
+    query_start_loc, last_kv_index, block_tables, packed_len: as in AttentionBatch; head_lengths: of this layer,
+        `[S, kv_heads]`.
+    observed: where scores and totals are written, if they are wanted. Entries are counted without those in a hole.
+    output: contiguous, the shape and dtype of `queries`.
+
+    Source: Flash-Decoding (Dao et al., 2023) over block tables, the query heads of a KV head in one tile.
+    """
+    num_heads, head_dim = queries.shape[1:]
+    _, kv_heads, block_size, _ = keys.shape
+    group = num_heads // kv_heads
+    rows = decode_rows(group)
+    num_sequences, num_segments = query_start_loc.shape[0] - 1, partials.total.shape[2]
+    evicted_mask = (packed_len, head_lengths) if packed_len is not None else (last_kv_index, last_kv_index)
+    shape = {
+        "KV_HEADS": kv_heads,
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "CHANNELS": triton.next_power_of_2(head_dim),
+        "ROWS": rows,
+        "SEGMENT": SEGMENT,
+        "HOLES": packed_len is not None,
+        "OBSERVED": observed is not None,
+        "num_warps": warps(queries.dtype, rows, head_dim),
+    }
+    programs = min(num_segments, triton.cdiv(_PROGRAMS, max(1, num_sequences * kv_heads)))
+    _attend_segments[(num_sequences, kv_heads, programs)](
+        queries,
+        keys,
+        values,
+        query_start_loc,
+        last_kv_index,
+        block_tables,
+        *evicted_mask,
+        scale * LOG2_E,
+        partials.weighted,
+        partials.maximum,
+        partials.total,
+        observed.scores if observed else partials.total,
+        queries.stride(0),
+        block_tables.stride(0),
+        num_segments,
+        BLOCK_SIZE=block_size,
+        TILE=tile_entries(queries.dtype, head_dim),
+        num_stages=stages(head_dim),
+        **shape,
+    )
+    _merge_segments[(num_sequences, kv_heads)](
+        output,
+        query_start_loc,
+        last_kv_index,
+        *evicted_mask,
+        partials.weighted,
+        partials.maximum,
+        partials.total,
+        observed.totals if observed else partials.total,
+        num_segments,
+        MERGED=_MERGED,
+        **shape,
+    )

@@ -1,0 +1,234 @@
+"""Attention of sequences with several query rows over their paged caches: prompt chunks, recomputed queries."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kvllm.kernels.decode import Observed
+from kvllm.kernels.tiles import (
+    LOG2_E,
+    SEGMENT,
+    attend_tile,
+    entry_offsets,
+    hole_of,
+    merge,
+    prefill_rows,
+    stages,
+    tile_entries,
+    warps,
+)
+
+
+@triton.jit
+def _sequence_of(tile, query_start_loc, num_sequences, QUERIES: tl.constexpr):
+    """The sequence that a tile of queries belongs to, if tiles are dealt out as `paged_prefill` does."""
+    low, high = 0, num_sequences
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(query_start_loc + middle) // QUERIES + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def _attend_entries(
+    query,
+    keys,
+    values,
+    table,
+    begin,
+    end,
+    length,
+    head,
+    hole_begin,
+    hole_size,
+    scale,
+    KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Softmax of a tile of rows over the entries `begin .. end`, of which a row attends those below its `length`."""
+    maximum = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    weighted = tl.zeros([ROWS, CHANNELS], tl.float32)
+    for start in range(begin, end, TILE):
+        entries = start + tl.arange(0, TILE)
+        exists = entries < end
+        offsets = entry_offsets(table, entries, exists, head, hole_begin, hole_size, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+        visible = entries[None, :] < length[:, None]
+        _, maximum, total, weighted = attend_tile(
+            query, keys, values, offsets, exists, visible, scale, maximum, total, weighted, HEAD_DIM, CHANNELS
+        )
+    return maximum, total, weighted
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_sequences"])
+def _attend_rows(
+    output,
+    queries,
+    keys,
+    values,
+    query_start_loc,
+    last_kv_index,
+    tables,
+    packed_len,
+    head_lengths,
+    observed_totals,
+    scale,
+    query_stride,
+    table_stride,
+    num_sequences,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ROWS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    TILE: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    SEGMENTED: tl.constexpr,
+    HOLES: tl.constexpr,
+    OBSERVED: tl.constexpr,
+):
+    tile, head = tl.program_id(0), tl.program_id(1)
+    sequence = _sequence_of(tile, query_start_loc, num_sequences, QUERIES)
+    first_row = tl.load(query_start_loc + sequence)
+    end_row = tl.load(query_start_loc + sequence + 1)
+    if end_row - first_row == 1:  # of the decode kernel
+        return
+    begin_row = first_row + (tile - first_row // QUERIES - sequence) * QUERIES
+    if begin_row >= end_row:
+        return
+    if HOLES:
+        hole_begin, hole_size = hole_of(packed_len, head_lengths, sequence, head, KV_HEADS)
+    else:
+        hole_begin, hole_size = 0, 0
+
+    member, channel = tl.arange(0, ROWS), tl.arange(0, CHANNELS)
+    row = begin_row + member // GROUP
+    query_head = head * GROUP + member % GROUP
+    exists_row = (member < QUERIES * GROUP) & (row < end_row)
+    mask = exists_row[:, None] & (channel < HEAD_DIM)[None, :]
+    query_offsets = row.to(tl.int64)[:, None] * query_stride + query_head[:, None] * HEAD_DIM + channel[None, :]
+    query = tl.load(queries + query_offsets, mask=mask, other=0.0)
+    length = tl.load(last_kv_index + row, mask=exists_row, other=0) + 1 - hole_size
+    length = tl.where(exists_row, length, 1)  # rows that do not exist attend something, too: no NaN
+    end = tl.max(length, 0)
+
+    table = tables + tl.cast(sequence, tl.int64) * table_stride
+    if SEGMENTED:
+        maximum = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        weighted = tl.zeros([ROWS, CHANNELS], tl.float32)
+        for begin in range(0, end, SEGMENT):
+            later_maximum, later_total, later_weighted = _attend_entries(
+                query,
+                keys,
+                values,
+                table,
+                begin,
+                tl.minimum(begin + SEGMENT, end),
+                length,
+                head,
+                hole_begin,
+                hole_size,
+                scale,
+                KV_HEADS,
+                BLOCK_SIZE,
+                HEAD_DIM,
+                CHANNELS,
+                ROWS,
+                TILE,
+            )
+            maximum, total, weighted = merge(maximum, total, weighted, later_maximum, later_total, later_weighted)
+    else:
+        maximum, total, weighted = _attend_entries(
+            query,
+            keys,
+            values,
+            table,
+            0,
+            end,
+            length,
+            head,
+            hole_begin,
+            hole_size,
+            scale,
+            KV_HEADS,
+            BLOCK_SIZE,
+            HEAD_DIM,
+            CHANNELS,
+            ROWS,
+            TILE,
+        )
+
+    output_row = row.to(tl.int64) * (KV_HEADS * GROUP) + query_head
+    if OBSERVED:
+        tl.store(observed_totals + output_row, maximum + tl.log2(total), mask=exists_row)
+    offsets = output_row[:, None] * HEAD_DIM + channel[None, :]
+    tl.store(output + offsets, (weighted / total[:, None]).to(output.dtype.element_ty), mask=mask)
+
+
+def paged_prefill(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    last_kv_index: torch.Tensor,
+    block_tables: torch.Tensor,
+    packed_len: torch.Tensor | None,
+    head_lengths: torch.Tensor | None,
+    scale: float,
+    observed: Observed | None,
+    output: torch.Tensor,
+) -> None:
+    """Attention of the sequences that have two rows or more; the rows of others in `output` are left alone.
+
+    The arguments are those of `decode.paged_decode`. The number of rows of a sequence is not known here, so tiles of
+    QUERIES rows are dealt out generously: sequence s has those from `query_start_loc[s] // QUERIES + s` on, and the
+    last of them may be empty.
+
+    Source: FlashAttention-2 (arXiv 2307.08691) over block tables; the query heads of a KV head share a tile.
+    """
+    num_rows, num_heads, head_dim = queries.shape
+    _, kv_heads, block_size, _ = keys.shape
+    group = num_heads // kv_heads
+    rows = prefill_rows(group, queries.dtype, head_dim)
+    num_sequences, queries_per_tile = query_start_loc.shape[0] - 1, rows // group
+    _attend_rows[(num_rows // queries_per_tile + num_sequences, kv_heads)](
+        output,
+        queries,
+        keys,
+        values,
+        query_start_loc,
+        last_kv_index,
+        block_tables,
+        *((packed_len, head_lengths) if packed_len is not None else (last_kv_index, last_kv_index)),
+        observed.totals if observed else output,
+        scale * LOG2_E,
+        queries.stride(0),
+        block_tables.stride(0),
+        num_sequences,
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        BLOCK_SIZE=block_size,
+        HEAD_DIM=head_dim,
+        CHANNELS=triton.next_power_of_2(head_dim),
+        ROWS=rows,
+        QUERIES=queries_per_tile,
+        TILE=tile_entries(queries.dtype, head_dim),
+        SEGMENT=SEGMENT,
+        SEGMENTED=queries.dtype == torch.float32,  # as in a decode
+        HOLES=packed_len is not None,
+        OBSERVED=observed is not None,
+        num_warps=warps(queries.dtype, rows, head_dim),
+        num_stages=stages(head_dim),
+    )

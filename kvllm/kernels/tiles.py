@@ -1,0 +1,124 @@
+"""What the attention kernels share: the place of an entry, one tile of online softmax, the merge of two segments.
+
+A row adds up its entries in an order that only their indices fix: tiles of `tile_entries` one after the other within a
+segment of SEGMENT entries, then the segments, ascending. So its bits do not depend on the other rows of a batch. With
+float32, decode and prefill use tiles of the same shape, and a row has the same bits in both; with 16 bits the tensor
+cores may add up the rows of a wider tile differently.
+
+The running maximum is in base 2: `scale` includes log2(e). Source: FlashAttention-2 (arXiv 2307.08691), section 3.1,
+and Flash-Decoding (Dao et al., 2023) for the segments.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+SEGMENT = 512
+LOG2_E = 1.4426950408889634
+
+
+def tile_entries(dtype: torch.dtype, head_dim: int) -> int:
+    """Entries that a program attends at a time: 16 KiB of keys, and as many of values. A divisor of SEGMENT."""
+    return min(64, (16 << 10) // (dtype.itemsize * triton.next_power_of_2(head_dim)))
+
+
+def decode_rows(group: int) -> int:
+    """Rows of a tile that holds one query of each of the `group` query heads of a KV head."""
+    return max(16, triton.next_power_of_2(group))
+
+
+def prefill_rows(group: int, dtype: torch.dtype, head_dim: int) -> int:
+    """Rows of a tile that holds several queries: at most 32 KiB of them. Those of float32 must add up like those of a
+    decode."""
+    if dtype == torch.float32:
+        return decode_rows(group)
+    return max(128 if head_dim <= 128 else 64, decode_rows(group))
+
+
+def stages(head_dim: int) -> int:
+    """Triton's depth of pipelining. Where a tile lies is read from a table first, so it takes 5 to have one tile on its
+    way while another is used; with wide heads that is more than the 99 KiB of shared memory that some GPUs have."""
+    return 5 if head_dim <= 128 else 4
+
+
+def warps(dtype: torch.dtype, rows: int, head_dim: int) -> int:
+    """Enough that a tile's scores and sums stay in registers."""
+    return 8 if rows * max(128, head_dim) > 64 * 128 or (dtype == torch.float32 and head_dim > 64) else 4
+
+
+@triton.jit
+def hole_of(packed_len, head_lengths, sequence, head, KV_HEADS: tl.constexpr):
+    """The first entry of the hole that a head has in a sequence, and the number of its entries."""
+    end = tl.load(packed_len + sequence)
+    begin = tl.minimum(tl.load(head_lengths + sequence * KV_HEADS + head), end)
+    return begin, end - begin
+
+
+@triton.jit
+def entry_offsets(
+    table,
+    entries,
+    exists,
+    head,
+    hole_begin,
+    hole_size,
+    KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
+    """Where a head's `entries` are in a layer, in elements; entries are counted without those in the hole."""
+    places = entries + tl.where(entries < hole_begin, 0, hole_size)
+    blocks = tl.load(table + places // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
+    return (blocks * KV_HEADS + head) * (BLOCK_SIZE * HEAD_DIM) + (places % BLOCK_SIZE) * HEAD_DIM
+
+
+@triton.jit
+def attend_tile(
+    queries,
+    keys,
+    values,
+    offsets,
+    exists,
+    visible,
+    scale,
+    maximum,
+    total,
+    weighted,
+    HEAD_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """Add one tile of entries to the softmax of `queries` `[rows, CHANNELS]`.
+
+    exists: bool `[entries]`, what may be read; visible: bool `[rows, entries]`, what a row attends. Returns the scores
+    (float32 `[rows, entries]`), the new maximum, the sum of weights (both float32 `[rows]`) and of weighted values
+    (float32 `[rows, CHANNELS]`).
+    """
+    channel = tl.arange(0, CHANNELS)
+    mask = exists[:, None] & (channel < HEAD_DIM)[None, :]
+    pointers = offsets[:, None] + channel[None, :]
+    # Entries that do not exist are read as 0: a weight of 0 would not hide a NaN among them.
+    tile_keys = tl.load(keys + pointers, mask=mask, other=0.0)
+    scores = tl.dot(queries, tl.trans(tile_keys), input_precision="ieee") * scale
+    scores = tl.where(visible, scores, float("-inf"))
+    new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+    shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # a row that has seen nothing yet
+    shrink = tl.exp2(maximum - shift)
+    weights = tl.exp2(scores - shift[:, None])
+    tile_values = tl.load(values + pointers, mask=mask, other=0.0)
+    weighted = tl.dot(
+        weights.to(tile_values.dtype), tile_values, acc=weighted * shrink[:, None], input_precision="ieee"
+    )
+    return scores, new_maximum, total * shrink + tl.sum(weights, 1), weighted
+
+
+@triton.jit
+def merge(maximum, total, weighted, later_maximum, later_total, later_weighted):
+    """The softmax over two segments from those over each; one of them may be empty (maximum -inf, sums 0)."""
+    new_maximum = tl.maximum(maximum, later_maximum)
+    shrink = tl.exp2(maximum - new_maximum)
+    later_shrink = tl.exp2(later_maximum - new_maximum)
+    total = total * shrink + later_total * later_shrink
+    weighted = weighted * shrink[:, None] + later_weighted * later_shrink[:, None]
+    return new_maximum, total, weighted

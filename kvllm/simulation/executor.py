@@ -1,0 +1,124 @@
+"""An executor without tensors: it keeps the length of each sequence and adds up how long a machine would compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from msgspec import Struct
+
+from kvllm.config import CompressionConfig, EngineConfig
+from kvllm.core.compression_policy import Compression, recomputed_queries, window_tokens
+from kvllm.core.executor import Executor
+from kvllm.core.protocol import CompressionJob, SampledToken, StepPlan, StepResult
+from kvllm.simulation.cost import CostModel, Rows, query_rows
+
+TOKEN = SampledToken(0)
+Window = tuple[int, int]
+"""Index in the cache of a window's first entry, and its entries."""
+
+
+class SimulatedSeconds(Struct):
+    """Time by what it was spent on. Of a step that decodes and prefills, both get their part."""
+
+    decode: float = 0.0
+    prefill: float = 0.0
+    recompute: float = 0.0
+    score: float = 0.0
+    compact: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.decode + self.prefill + self.recompute + self.score + self.compact
+
+
+class SimulatedExecutor(Executor):
+    """Accounts for plans as `ModelRunner` and `Compressor` would execute them. Every sampled token is token 0."""
+
+    def __init__(self, cost: CostModel, config: EngineConfig) -> None:
+        self.cost = cost
+        self.config = config
+        self.compression = Compression.of(config)
+        self.seconds = SimulatedSeconds()
+        self.cached: dict[int, int] = {}  # entries in the cache, by sequence
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        for seq_id in plan.dropped_seq_ids:
+            self.cached.pop(seq_id, None)
+        for start in plan.new_seqs:
+            self.cached[start.seq_id] = start.cached_length
+        if plan.compressions and self.compression:
+            self._compress([job for job in plan.compressions if job.destinations], self.compression)
+            for job in plan.compressions:
+                self.cached[job.seq_id] -= job.dropped
+        if plan.copies:
+            self.seconds.decode += self.cost.compact(len(plan.copies) * self.config.block_size)
+        return StepResult([TOKEN] * self._forward(plan)) if plan.scheduled else StepResult()
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def _forward(self, plan: StepPlan) -> int:
+        """The model's pass over the scheduled rows. Returns how many tokens it samples."""
+        cached = self.cached
+        prefill = Rows()
+        decoding = visible = samples = 0
+        for item in plan.scheduled:
+            before = cached[item.seq_id]
+            cached[item.seq_id] = before + item.num_tokens
+            samples += item.samples
+            if item.num_tokens == 1:  # nearly every row of a run passes here
+                decoding += 1
+                visible += before + 1
+            else:
+                prefill.add(item.num_tokens, before)
+            for fork in item.forks:
+                cached[fork.seq_id] = before + item.num_tokens
+                samples += 1
+        decode, filling = self.cost.forward(Rows(decoding, decoding, visible, visible), prefill, samples)
+        self.seconds.decode += decode
+        self.seconds.prefill += filling
+        return samples
+
+    def _compress(self, jobs: list[CompressionJob], compression: Compression) -> None:
+        """Select and move the survivors of jobs that have any."""
+        windows: list[Window] = []
+        moved = 0
+        for job in jobs:
+            start = job.first_block * self.config.block_size
+            stride = job.size - compression.regions.overlap
+            windows += [(start + i * stride, job.size) for i in range(job.num_windows)]
+            region_end = min(self.cached[job.seq_id], start + job.region_blocks * self.config.block_size)
+            moved += region_end - start - job.dropped
+        for batch in self._passes(windows, compression.config):
+            self._select(batch, compression.config)
+        if moved:
+            self.seconds.compact += self.cost.compact(moved)
+
+    def _passes(self, windows: list[Window], config: CompressionConfig) -> Iterator[list[Window]]:
+        """Windows that go through the model together: as many as fit the token budget, at least one."""
+        batch: list[Window] = []
+        rows = 0
+        for window in windows:
+            of_window = window_tokens(config, window[1])
+            if batch and rows + of_window > self.config.max_num_batched_tokens:
+                yield batch
+                batch, rows = [], 0
+            batch.append(window)
+            rows += of_window
+        if batch:
+            yield batch
+
+    def _select(self, windows: list[Window], config: CompressionConfig) -> None:
+        """Recompute the windows' queries and score their entries, in one pass."""
+        recomputed = Rows(sequences=len(windows))
+        products = keys = 0
+        for start, size in windows:
+            rows, visible = query_rows(size, *recomputed_queries(config))
+            recomputed.rows += rows
+            recomputed.visible += rows * start + visible
+            recomputed.read += start + size
+            products += rows * (size - config.buffer)
+            keys += size
+        if recomputed.rows:
+            self.seconds.recompute += self.cost.recompute(recomputed)
+        self.seconds.score += self.cost.score(products, keys)

@@ -1,0 +1,109 @@
+"""One rank's runner: the model's shard, its part of the KV cache and the attention backend, put together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from msgspec import Struct
+
+from kvllm.attention.base import AttentionBackend
+from kvllm.attention.registry import make_backend
+from kvllm.compression.sharded_method import ShardedMethod
+from kvllm.config import RAGGED_METHODS, EngineConfig
+from kvllm.kvcache.cache import CacheShape, PagedKVCache
+from kvllm.models.config import ModelConfig
+from kvllm.models.llama import LlamaModel
+from kvllm.models.loader import load_model, random_model
+from kvllm.parallel import Shard, kv_heads
+from kvllm.worker import host_memory
+from kvllm.worker.graphs import cuda_capture
+from kvllm.worker.memory import enough_memory, fitting_blocks, run_heaviest_steps
+from kvllm.worker.model_runner import ModelRunner
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+
+
+class RunnerSettings(Struct, frozen=True):
+    """All that a rank needs to know to load its shard. load_format, enforce_eager: see `kvllm.llm.LLM`.
+
+    gpu_memory_utilization: if set, `engine.num_blocks` is the most that is of use, and the pool gets as many as fit.
+    """
+
+    path: str
+    model: ModelConfig
+    engine: EngineConfig
+    dtype: str
+    attention_backend: str
+    load_format: str
+    enforce_eager: bool = False
+    gpu_memory_utilization: float | None = None
+
+
+def make_runner(settings: RunnerSettings, shard: Shard, device: torch.device) -> ModelRunner:
+    """Load a rank's shard of the model, and allocate its part of the KV pool. All ranks do it together.
+
+    Raises ConfigError and CheckpointError as `load_model` and `make_backend` do, and ConfigError if a GPU's memory is
+    too small.
+    """
+    engine, num_blocks, utilization = settings.engine, settings.engine.num_blocks, settings.gpu_memory_utilization
+    with_graphs = device.type == "cuda" and not settings.enforce_eager
+    small = _backend(settings, shard, device, 1)  # before the weights are read: a wrong name must not cost a minute
+    with enough_memory("the model", "take a smaller one"):
+        model = _load(settings, shard, device)
+    if utilization is not None:
+        fitting = fitting_blocks(_runner(settings, shard, model, small), engine, utilization, with_graphs)
+        num_blocks = min(num_blocks, _least(fitting, shard, device))
+    with enough_memory(f"a KV pool of {num_blocks} blocks", "give it less"):
+        runner = _runner(settings, shard, model, _backend(settings, shard, device, num_blocks))
+    if device.type == "cuda" and utilization is None:
+        run_heaviest_steps(runner, engine)  # no request shall wait until kernels are compiled
+    if with_graphs:
+        with enough_memory("what CUDA graphs need", "set enforce_eager=True, give the KV pool less"):
+            runner.use_graphs(cuda_capture(), num_blocks)
+    return runner
+
+
+def _backend(settings: RunnerSettings, shard: Shard, device: torch.device, num_blocks: int) -> AttentionBackend:
+    """The attention backend of a rank, over a cache of its own."""
+    model = settings.model
+    held = kv_heads(model.num_kv_heads, shard)
+    shape = CacheShape(model.num_layers, held.count, model.head_dim, settings.engine.block_size, DTYPES[settings.dtype])
+    compression = settings.engine.compression
+    return make_backend(
+        settings.attention_backend,
+        PagedKVCache(shape, num_blocks, device),
+        model.num_query_heads // shard.world_size,
+        shape.head_dim**-0.5,
+        ragged=compression is not None and compression.method in RAGGED_METHODS,
+        observed=settings.engine.observes_attention,
+    )
+
+
+def _runner(settings: RunnerSettings, shard: Shard, model: LlamaModel, backend: AttentionBackend) -> ModelRunner:
+    engine, select = settings.engine, None
+    if engine.compression and shard.world_size > 1:
+        held = kv_heads(settings.model.num_kv_heads, shard)
+        select = ShardedMethod(engine.compression.method, held, shard)
+    return ModelRunner(
+        model, backend.cache, backend, engine, settings.model.eos_token_ids, select, samples=shard.rank == 0
+    )
+
+
+def _load(settings: RunnerSettings, shard: Shard, device: torch.device) -> LlamaModel:
+    arguments = (settings.model, shard, DTYPES[settings.dtype], device, settings.engine.max_model_len)
+    if settings.load_format == "dummy":
+        return random_model(*arguments, seed=settings.engine.seed)
+    return load_model(Path(settings.path), *arguments)
+
+
+def _least(number: int, shard: Shard, device: torch.device) -> int:
+    """The least of all ranks' numbers."""
+    return int(shard.all_gather_last_dim(torch.tensor([[number]], device=device)).min())
+
+
+def available_memory(device: str, neighbours: int) -> int:
+    """Bytes on a rank's device; a machine's memory is shared out among the ranks that run there."""
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    return host_memory.available_memory() // neighbours
