@@ -29,12 +29,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+FIXTURES = Path(__file__).parent / "fixtures"
 Vectors = tuple[dict[str, np.ndarray], dict[str, Any]]
 
 
 @pytest.fixture(scope="session")
 def shared_dir() -> Path:
-    """The folder with golden vectors and examples, in the checkout or beside it."""
+    """The folder with real tokenizers, models and traces, in the checkout or beside it."""
     checkout = Path(__file__).parents[1]
     for path in (checkout / "shared", checkout.parent / "shared"):
         if path.is_dir():
@@ -43,11 +44,11 @@ def shared_dir() -> Path:
 
 
 @pytest.fixture(scope="session")
-def load_vectors(shared_dir: Path) -> Callable[[str], Vectors]:
+def load_vectors() -> Callable[[str], Vectors]:
     """`load_vectors(name)` reads one file of golden vectors: its arrays by name, and its meta entry."""
 
     def load(name: str) -> Vectors:
-        with np.load(shared_dir / "fixtures" / f"{name}.npz") as file:
+        with np.load(FIXTURES / f"{name}.npz") as file:
             arrays = {key: file[key] for key in file.files}
         return arrays, json.loads(str(arrays.pop("meta")))
 

@@ -23,9 +23,9 @@ from kvllm.errors import ConfigError
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.models import elementwise
 from kvllm.worker.sampler import SampleRow, sample
-from tests import test_attention as attention
-from tests import test_cpu_ops as literal
-from tests.test_kara import dense_scores, window_tensors
+from tests.attention import test_attention as attention
+from tests.compression.test_kara import dense_scores, window_tensors
+from tests.kernels import test_cpu_ops as literal
 
 # ‖found − expected‖ / ‖expected‖. All sums are in float32; operands and results are rounded to the dtype.
 ALLOWED = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}

@@ -19,7 +19,7 @@ def run(target: Target, log: Log) -> None:
     if target.dry_run:
         log.left_out("all", "they need a GPU")
     else:
-        run_tests(log, [file for file in sorted((ROOT / "tests").glob("test_*.py")) if has_marked(file)])
+        run_tests(log, [file for file in sorted((ROOT / "tests").rglob("test_*.py")) if has_marked(file)])
 
 
 def has_marked(file: Path) -> bool:

@@ -17,7 +17,7 @@ from kvllm.attention.registry import make_backend
 from kvllm.compression.methods import adakv, chunkkv, kara, keydiff, rkv, snapkv, token2chunk
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 
-ROOT = Path(__file__).parents[2]
+VECTORS = Path(__file__).parents[2] / "tests" / "fixtures"
 CLOSE = {"rtol": 1e-4, "atol": 0.0, "check_dtype": False}
 
 
@@ -39,19 +39,9 @@ class Vectors:
         return list(enumerate(self.meta["cases"]))
 
 
-def folder() -> Path | None:
-    """Of the vectors: in the checkout, or beside it."""
-    candidates = [path / "shared" / "fixtures" for path in (ROOT, ROOT.parent)]
-    return next((path for path in candidates if path.is_dir()), None)
-
-
 def run(target: Target, log: Log) -> None:
-    path = folder()
-    if path is None:
-        log.left_out("golden vectors", f"there is no folder shared/fixtures in {ROOT} or beside it")
-        return
     for name, check in CHECKS.items():
-        log.check(name, partial(_check, target, path / f"{name}.npz", check))
+        log.check(name, partial(_check, target, VECTORS / f"{name}.npz", check))
 
 
 def _check(target: Target, file: Path, check: Callable[[Vectors], None]) -> None:

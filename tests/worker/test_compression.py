@@ -39,8 +39,8 @@ from kvllm.stats import EngineStats
 from kvllm.worker.inline import InlineExecutor
 from kvllm.worker.model_runner import ModelRunner
 from tests.checkpoints import make_checkpoint
+from tests.compression.test_kara import dense_scores, literal_token2chunk
 from tests.dense_decoder import DenseDecoder, DensePass
-from tests.test_kara import dense_scores, literal_token2chunk
 
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "cpu"])
 CPU = torch.device("cpu")

@@ -21,7 +21,7 @@ from kvllm.attention.registry import make_backend
 from kvllm.attention.runs import runs_of
 from kvllm.errors import ConfigError
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
-from tests import test_attention as attention
+from tests.attention import test_attention as attention
 
 needs_triton = pytest.mark.skipif(
     find_spec("triton") is None, reason="needs the package triton, which is not installed"

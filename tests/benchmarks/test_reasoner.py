@@ -21,7 +21,7 @@ from benchmarks.reasoner.programs import KEPT, MAX_LINES, NUM_INPUTS, RECENT
 from benchmarks.reasoner.tasks import DEFAULT_SIZE, TASKS, make_problem
 from benchmarks.reasoner.tokenizer import EOS, SYMBOLS, TOKEN_IDS, VOCABULARY, encode
 
-CHECKPOINT = Path(__file__).parents[1] / "kvllm" / "assets" / "reasoner"
+CHECKPOINT = Path(__file__).parents[2] / "kvllm" / "assets" / "reasoner"
 CONTEXT = 4096
 seeds = st.integers(0, 2**32)
 every_task = pytest.mark.parametrize("task", TASKS)

@@ -18,10 +18,10 @@ from kvllm.worker import graphs
 from kvllm.worker.graphs import DecodeGraphs, Step, cuda_capture
 from kvllm.worker.model_runner import ModelRunner
 from kvllm.worker.state import BlockTables, SequenceState
-from tests import test_methods_engine as methods_engine
 from tests.checkpoints import make_checkpoint
+from tests.core.test_engine import greedy, random_prompts
 from tests.dense_decoder import DenseDecoder
-from tests.test_engine import greedy, random_prompts
+from tests.worker import test_methods_engine as methods_engine
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 LENGTHS = (1, 2, 7, 16, 17, 40, 33, 5, 3, 20, 11)

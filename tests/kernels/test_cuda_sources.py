@@ -19,10 +19,10 @@ from kvllm.attention.registry import make_backend
 from kvllm.kvcache.cache import CacheShape
 from kvllm.kvcache.compaction import pad
 from kvllm.worker.attention_state import AttentionMass
-from tests.test_cpu_ops import literal_compaction, random_kept
-from tests.test_triton import bits_of, random_cache
+from tests.kernels.test_cpu_ops import literal_compaction, random_kept
+from tests.kernels.test_triton import bits_of, random_cache
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SETUP = runpy.run_path(str(ROOT / "setup.py"))
 NVCC = SETUP["find_nvcc"]()
 
@@ -46,7 +46,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         "-Werror",
         "-Wno-unknown-pragmas",
     ]
-    subprocess.run(["g++", *options, str(ROOT / "tests/cuda_on_host.cpp"), "-o", str(library)], check=True)
+    subprocess.run(["g++", *options, str(ROOT / "tests/kernels/cuda_on_host.cpp"), "-o", str(library)], check=True)
     return ctypes.CDLL(str(library))
 
 

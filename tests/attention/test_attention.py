@@ -333,14 +333,14 @@ def test_every_instruction_set(isa: str) -> None:
     script = (
         "import torch\n"
         "from kvllm._extension import operator\n"
-        "from tests import test_attention, test_cpu_ops\n"
+        "from tests.attention import test_attention, test_cpu_ops\n"
         "test_attention.check_every_kernel()\n"
         "test_cpu_ops.check_every_kernel()\n"
         "print(operator('cpu_isa')())\n"
     )
     result = subprocess.run(
         [sys.executable, "-c", script],
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],
         env={**os.environ, "KVLLM_CPU_ISA": isa, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -21,7 +21,7 @@ from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.outputs import RequestOutput
 from tests.checkpoints import make_checkpoint
 from tests.cuda_stand_in import Device, stand_in
-from tests.test_triton import run_python
+from tests.kernels.test_triton import run_python
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton, which is not installed")
 
@@ -119,7 +119,7 @@ def run_cases() -> None:
 
 @pytest.fixture(scope="module")
 def failures() -> dict[str, str]:
-    return run_python("run_cases()", "tests.test_cuda_path", TRITON_INTERPRET="1")
+    return run_python("run_cases()", "tests.worker.test_cuda_path", TRITON_INTERPRET="1")
 
 
 @pytest.mark.parametrize("name", cases())

@@ -32,14 +32,14 @@ from kvllm.errors import ConfigError
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.models import elementwise as torch_forms
 from kvllm.worker.attention_state import AttentionMass
-from tests import test_attention as attention
-from tests import test_cpu_ops as cpu_ops
-from tests import test_kara as kara
+from tests.attention import test_attention as attention
 from tests.checkpoints import make_checkpoint
+from tests.compression import test_kara as kara
+from tests.kernels import test_cpu_ops as cpu_ops
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton, which is not installed")
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # Bytes of shared memory that one program may have.
 SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10, 120: 99 << 10}
 CHECKS: dict[str, Callable[[], None]] = {}

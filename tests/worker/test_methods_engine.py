@@ -26,7 +26,7 @@ from kvllm.core.protocol import BlockCopy, CompressionJob, ScheduledSequence, Se
 from kvllm.errors import ConfigError
 from tests.checkpoints import make_checkpoint
 from tests.dense_decoder import DenseDecoder
-from tests.test_compression import assert_dense, poison, random_prompts
+from tests.worker.test_compression import assert_dense, poison, random_prompts
 
 MAX_MODEL_LEN = 200
 BLOCK_SIZE = 8

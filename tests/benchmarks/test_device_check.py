@@ -25,7 +25,7 @@ from benchmarks.device.target import Target
 from kvllm.attention.reference import ReferenceBackend
 from kvllm.models import elementwise
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CPU = Target(torch.device("cpu"), dry_run=True)
 
 
@@ -96,7 +96,7 @@ def test_a_dry_run_checks_the_engine(dry_run: DryRun) -> None:
     assert rows["kara, periodic, with graphs"]["windows"] > 0
 
 
-def test_golden_vectors_are_found(dry_run: DryRun, shared_dir: Path) -> None:
+def test_golden_vectors_are_found(dry_run: DryRun) -> None:
     assert len(dry_run.rows("vectors", PASSED)) == 15 and not dry_run.rows("vectors", LEFT_OUT)
 
 
@@ -324,9 +324,9 @@ def test_tests_become_rows(tmp_path: Path) -> None:
 
 
 def test_the_files_with_tests_for_a_gpu_are_found() -> None:
-    assert check_tests.has_marked(ROOT / "tests" / "test_kara.py")
-    assert check_tests.has_marked(ROOT / "tests" / "test_graphs.py")
-    assert not check_tests.has_marked(ROOT / "tests" / "test_scheduler.py")
+    assert check_tests.has_marked(ROOT / "tests" / "compression" / "test_kara.py")
+    assert check_tests.has_marked(ROOT / "tests" / "worker" / "test_graphs.py")
+    assert not check_tests.has_marked(ROOT / "tests" / "core" / "test_scheduler.py")
     assert not check_tests.has_marked(Path(__file__))  # which only writes such tests
 
 
