@@ -17,7 +17,7 @@ from benchmarks.device.target import Target
 from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.attention.registry import BACKENDS
 from kvllm.errors import ConfigError
-from tests.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import make_checkpoint
 
 PROMPT_LENGTHS = (1, 7, 16, 40, 63, 130, 200, 300)
 NEW_TOKENS, TINY_NEW_TOKENS = 48, 12
@@ -48,7 +48,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 TINY = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
-SMALL = {"head_dim": 32, "initializer_range": 0.2}  # beside `tests.checkpoints.SIZES`
+SMALL = {"head_dim": 32, "initializer_range": 0.2}  # beside `tests.helpers.checkpoints.SIZES`
 COMPRESSIONS = {
     "kara, periodic": CompressionConfig(period=8, buffer=4, chunk_budget=4),
     "kara, every second query": CompressionConfig(period=8, buffer=4, chunk_budget=4, query_stride=2),

@@ -23,9 +23,10 @@ from kvllm.errors import ConfigError
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.models import elementwise
 from kvllm.worker.sampler import SampleRow, sample
-from tests.attention import test_attention as attention
-from tests.compression.test_kara import dense_scores, window_tensors
-from tests.kernels import test_cpu_ops as literal
+from tests.helpers import attention_cases as attention
+from tests.helpers.caches import literal_compaction, random_kept
+from tests.helpers.literal_kara import dense_scores, window_tensors
+from tests.helpers.tensors import bits_of, cos_sin_table
 
 # ‖found − expected‖ / ‖expected‖. All sums are in float32; operands and results are rounded to the dtype.
 ALLOWED = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -135,10 +136,6 @@ def random_bits(target: Target, shape: CacheShape) -> tuple[PagedKVCache, torch.
     return cache, bits.cpu()
 
 
-def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
-
-
 def store(target: Target, name: str, shape: CacheShape) -> None:
     cache, expected = random_bits(target, shape)
     size, block_size = shape.num_kv_heads * shape.head_dim, shape.block_size
@@ -173,8 +170,8 @@ def compact(target: Target, shape: CacheShape, make: MakeMover) -> None:
     ):
         for ragged in (False, True):
             cache, bits = random_bits(target, shape)
-            kept = literal.random_kept(2, [3 * size, 2 * size], 3, [2 * size - 1, size], ragged=ragged)
-            expected = literal.literal_compaction(bits, kept, sources, destinations)
+            kept = random_kept(2, [3 * size, 2 * size], 3, [2 * size - 1, size], ragged=ragged)
+            expected = literal_compaction(bits, kept, sources, destinations)
             make(cache).compact(*(ids.contiguous().to(target.device) for ids in (kept, sources, destinations)))
             assert torch.equal(bits_of(cache.data).cpu(), expected), f"ragged: {ragged}, to {destinations}"
 
@@ -278,7 +275,7 @@ def rotary(target: Target, head_dim: int, norm: bool, dtype: torch.dtype) -> Fig
     qkv = target.randn(40, 10 * head_dim, dtype=dtype)
     weights = [target.randn(head_dim, dtype=dtype, seed=seed) if norm else None for seed in (1, 2)]
     positions = torch.arange(40, device=target.device) * 2
-    table = literal.cos_sin_table(head_dim).to(target.device)
+    table = cos_sin_table(head_dim).to(target.device)
     cos, sin = table.double()[positions].unsqueeze(1).chunk(2, dim=-1)
     parts = []
     for heads, weight in zip(qkv.unflatten(1, (10, head_dim)).split((6, 2, 2), dim=1), (*weights, None), strict=True):

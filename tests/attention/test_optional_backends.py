@@ -21,7 +21,7 @@ from kvllm.attention.registry import make_backend
 from kvllm.attention.runs import runs_of
 from kvllm.errors import ConfigError
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
-from tests.attention import test_attention as attention
+from tests.helpers import attention_cases
 
 needs_triton = pytest.mark.skipif(
     find_spec("triton") is None, reason="needs the package triton, which is not installed"
@@ -43,7 +43,7 @@ def attend(
 
 def test_runs() -> None:
     """A decode, a chunk behind cached entries, rows of a recomputation, and a decode that follows none of them."""
-    case = attention.make_case([[64], list(range(40, 59)), [3, 6, 7, 8], [9]])
+    case = attention_cases.make_case([[64], list(range(40, 59)), [3, 6, 7, 8], [9]])
     runs = runs_of(case.batch)
     assert runs.starts.tolist() == [0, 1, 20, 21, 24, 25]
     assert runs.sequences.tolist() == [0, 1, 2, 2, 3]
@@ -102,24 +102,24 @@ def flash_attn_varlen_func(
     return torch.cat(output)
 
 
-def on_the_cpu(module: str, name: str, case: attention.Case) -> Any:
+def on_the_cpu(module: str, name: str, case: attention_cases.Case) -> Any:
     """A backend over a cache on the CPU, which `make_backend` does not allow."""
     return getattr(import_module(module), name)(case.cache, case.queries.shape[1], case.scale)
 
 
 @needs_triton
-@pytest.mark.parametrize("rows", [attention.MIXED, [[600], [0], [255]]], ids=["mixed", "decodes"])
+@pytest.mark.parametrize("rows", [attention_cases.MIXED, [[600], [0], [255]]], ids=["mixed", "decodes"])
 def test_flash_attn(monkeypatch: pytest.MonkeyPatch, rows: list[list[int]]) -> None:
     library = ModuleType("flash_attn")
     library.flash_attn_with_kvcache = flash_attn_with_kvcache
     library.flash_attn_varlen_func = flash_attn_varlen_func
     monkeypatch.setitem(sys.modules, "flash_attn", library)
     monkeypatch.delitem(sys.modules, "kvllm.attention.flash_attn", raising=False)
-    case = attention.make_case(rows, block_size=256, head_dim=64, group=3)
+    case = attention_cases.make_case(rows, block_size=256, head_dim=64, group=3)
     backend = on_the_cpu("kvllm.attention.flash_attn", "FlashAttentionBackend", case)
     found = backend.run(0, case.queries, backend.plan(case.batch))
     monkeypatch.delitem(sys.modules, "kvllm.attention.flash_attn")
-    torch.testing.assert_close(found.double(), attention.dense_attention(case), atol=3e-6, rtol=3e-6)
+    torch.testing.assert_close(found.double(), attention_cases.dense_attention(case), atol=3e-6, rtol=3e-6)
 
 
 # xFormers
@@ -147,18 +147,20 @@ def memory_efficient_attention(
 @needs_triton
 @pytest.mark.skipif(find_spec("xformers") is None, reason="needs the package xformers, which is not installed")
 @pytest.mark.parametrize("group", [1, 3])
-@pytest.mark.parametrize("rows", [attention.MIXED, [[300], [0]], [list(range(70))]], ids=["mixed", "decodes", "prompt"])
+@pytest.mark.parametrize(
+    "rows", [attention_cases.MIXED, [[300], [0]], [list(range(70))]], ids=["mixed", "decodes", "prompt"]
+)
 def test_xformers(monkeypatch: pytest.MonkeyPatch, rows: list[list[int]], group: int) -> None:
     from xformers.ops import fmha
 
     monkeypatch.setattr(fmha, "memory_efficient_attention_forward", memory_efficient_attention)
-    case = attention.make_case(rows, block_size=64, head_dim=32, group=group)
+    case = attention_cases.make_case(rows, block_size=64, head_dim=32, group=group)
     tables = case.batch.block_tables
     unused = min(set(range(case.cache.num_blocks)) - set(tables.flatten().tolist()))
     case = replace(case, batch=replace(case.batch, block_tables=tables.where(tables >= 0, unused)))
     backend = on_the_cpu("kvllm.attention.xformers", "XformersBackend", case)
     found = backend.run(0, case.queries, backend.plan(case.batch))
-    torch.testing.assert_close(found.double(), attention.dense_attention(case), atol=3e-6, rtol=3e-6)
+    torch.testing.assert_close(found.double(), attention_cases.dense_attention(case), atol=3e-6, rtol=3e-6)
 
 
 # What is refused
@@ -192,7 +194,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 @needs_triton
 @pytest.mark.skipif(find_spec("xformers") is None, reason="needs the package xformers, which is not installed")
 def test_holes_are_refused() -> None:
-    case = attention.make_holes(block_size=64)
+    case = attention_cases.make_holes(block_size=64)
     backend = on_the_cpu("kvllm.attention.xformers", "XformersBackend", case)
     with pytest.raises(ConfigError, match="'xformers' cannot leave out entries of single heads: use 'triton'"):
         backend.plan(case.batch)

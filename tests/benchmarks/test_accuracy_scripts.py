@@ -21,9 +21,9 @@ from benchmarks.reasoner.tokenizer import EOS, TOKEN_IDS, encode
 from kvllm import LLM, SamplingParams
 from kvllm.errors import ConfigError
 from kvllm.tokenizer import load_tokenizer
-from tests.compression.test_kara import literal_token2chunk
-from tests.dense_decoder import DenseDecoder
-from tests.worker.test_compression import Recorder
+from tests.helpers.dense_decoder import DenseDecoder
+from tests.helpers.literal_kara import literal_token2chunk
+from tests.helpers.recorder import Recorder
 
 
 @pytest.fixture(scope="module")

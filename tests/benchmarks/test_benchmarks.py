@@ -15,7 +15,7 @@ from benchmarks.variants import Job, parse_variant
 from benchmarks.workloads import Request
 from kvllm.errors import ConfigError, KvLLMError
 from kvllm.models.config import load_model_config
-from tests.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import make_checkpoint
 
 PNG = b"\x89PNG"
 KARA = "kara:period=4,window_blocks=3,retain_blocks=1,buffer=4,chunk_budget=2"

@@ -16,7 +16,7 @@ from benchmarks.variants import Job, make_engine, measure, run, serve
 from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.llm import DEFAULT_MODEL
 from kvllm.tokenizer import load_tokenizer
-from tests.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import make_checkpoint
 
 PNG = b"\x89PNG"
 COUNTS = ("steps", "mean_concurrency", "preemptions", "tokens_recomputed", "windows_compressed", "blocks_released")

@@ -13,7 +13,7 @@ from kvllm.compression import mass
 from kvllm.compression.mass import attention_mass
 from kvllm.compression.methods import adakv, chunkkv, kara_sharp, keydiff, pyramidkv, rkv, snapkv
 from kvllm.compression.registry import METHODS
-from tests.compression.test_kara import literal_token2chunk
+from tests.helpers.literal_kara import literal_token2chunk
 
 CLOSE = {"rtol": 1e-4, "atol": 0.0, "check_dtype": False}
 RECENT_ROWS = 7

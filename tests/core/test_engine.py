@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from pathlib import Path
 
@@ -10,45 +9,16 @@ import pytest
 import torch
 import transformers
 
-from kvllm import LLM, CompressionConfig, SamplingParams
+from kvllm import CompressionConfig, SamplingParams
 from kvllm.core.protocol import StepPlan, StepResult
-from tests.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.engines import NEW_TOKENS, expected_tokens, greedy, make_llm, random_prompts, tokens
 
-PROMPT_LENGTHS = (1, 2, 7, 16, 17, 40, 63, 100)
-NEW_TOKENS = 128
 FAMILIES = {
     "llama": {},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 32},
 }
-
-
-def random_prompts(vocab: int, lengths=PROMPT_LENGTHS, seed: int = 0) -> list[dict]:
-    rng = random.Random(seed)
-    return [{"prompt_token_ids": [rng.randrange(3, vocab) for _ in range(length)]} for length in lengths]
-
-
-def greedy(max_tokens: int = NEW_TOKENS, **options) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **options)
-
-
-def tokens(llm: LLM, prompts: list[dict], params: SamplingParams | None = None) -> list[list[int]]:
-    outputs = llm.generate(prompts, params or greedy(), use_tqdm=False)
-    assert all(output.error is None for output in outputs)
-    assert llm.llm_engine.scheduler.blocks.num_owned == 0
-    return [output.outputs[0].token_ids for output in outputs]
-
-
-def expected_tokens(path: Path, prompts: list[dict], new_tokens: int = NEW_TOKENS) -> list[list[int]]:
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    found = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt["prompt_token_ids"]])
-        output = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new_tokens, eos_token_id=-1
-        )
-        found.append(output[0, ids.shape[1] :].tolist())
-    return found
 
 
 @pytest.fixture(scope="module", params=list(FAMILIES))
@@ -68,11 +38,6 @@ def qwen3(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def expected(qwen3) -> list[list[int]]:
     return expected_tokens(qwen3, random_prompts(256))
-
-
-def make_llm(path: Path, **options) -> LLM:
-    defaults = {"block_size": 16, "num_gpu_blocks_override": 400, "max_num_batched_tokens": 512}
-    return LLM(path, **(defaults | options))
 
 
 def test_greedy_tokens_are_those_of_transformers(checkpoint: Path) -> None:

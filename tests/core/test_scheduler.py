@@ -26,7 +26,7 @@ from kvllm.core.sequence import Sequence
 from kvllm.errors import RequestError
 from kvllm.sampling_params import SamplingParams
 from kvllm.stats import EngineStats
-from tests.literal_worker import LiteralWorker
+from tests.helpers.literal_worker import LiteralWorker
 
 GREEDY = SamplingParams(temperature=0)
 

@@ -25,7 +25,7 @@ from kvllm.errors import WorkerError
 from kvllm.llm import DEFAULT_MODEL
 from kvllm.models.config import load_model_config
 from kvllm.worker.build import RunnerSettings
-from tests.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import make_checkpoint
 
 ray = pytest.importorskip("ray", reason="needs ray: pip install ray")
 from kvllm.distributed.replicas.replica import ReportingEngine  # noqa: E402

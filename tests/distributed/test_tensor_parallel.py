@@ -39,8 +39,8 @@ from kvllm.errors import WorkerError
 from kvllm.models.config import load_model_config
 from kvllm.parallel import Shard, SingleRank
 from kvllm.worker.build import RunnerSettings, make_runner
-from tests.checkpoints import make_checkpoint
-from tests.core.test_engine import greedy, make_llm, random_prompts, tokens
+from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.engines import greedy, make_llm, random_prompts, tokens
 
 ray = pytest.importorskip("ray", reason="needs ray: pip install ray")
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvllm import LLM, CheckpointError, CompressionConfig, ConfigError, RequestError, SamplingParams
-from tests.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import make_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from benchmarks.reasoner.problems import grade
 from benchmarks.reasoner.tasks import make_problem
 from benchmarks.reasoner.tokenizer import encode
 from kvllm import LLM, CompressionConfig, RequestError, SamplingParams
-from tests.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import make_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,29 +13,19 @@ from kvllm.attention.registry import make_backend
 from kvllm.errors import KvLLMError
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.models import elementwise
+from tests.helpers.caches import literal_compaction, random_kept
+from tests.helpers.elementwise_checks import (
+    assert_bfloat16_rounds_to_even,
+    assert_bits_of_a_row_do_not_depend_on_the_others,
+    assert_rotary_in_bfloat16,
+    assert_silu_mul_is_swiglu,
+    assert_silu_of_extreme_gates,
+)
+from tests.helpers.tensors import assert_same_rounding, cos_sin_table, randn
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 BACKENDS = pytest.mark.parametrize("name", ["cpu", "reference"])
 EPS = 1e-6
-
-
-def randn(*size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def assert_same_rounding(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Equal in float32 up to the order of a sum; in bfloat16 up to its last bit, and nearly everywhere to that."""
-    if actual.dtype == torch.float32:
-        torch.testing.assert_close(actual, expected, rtol=3e-6, atol=1e-6)
-        return
-    torch.testing.assert_close(actual, expected, rtol=2**-7, atol=1e-6)
-    assert (actual == expected).float().mean() > 0.98
-
-
-def cos_sin_table(head_dim: int, max_positions: int = 100) -> torch.Tensor:
-    frequencies = 1e4 ** -(torch.arange(0, head_dim, 2) / head_dim)
-    angles = torch.arange(max_positions)[:, None] * frequencies
-    return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
 
 @DTYPES
@@ -58,18 +47,25 @@ def test_rms_norm_is_that_of_transformers(rows: int, width: int, dtype: torch.dt
 @DTYPES
 @pytest.mark.parametrize("rows, width", [(1, 1536), (5, 9), (90, 1000)])
 def test_silu_mul_is_swiglu(rows: int, width: int, dtype: torch.dtype) -> None:
-    gate_up = 4 * randn(rows, 2 * width, dtype=dtype)
-    gate, up = gate_up.split(width, dim=1)
-    assert_same_rounding(elementwise.silu_mul(gate_up), torch.nn.functional.silu(gate) * up)
+    assert_silu_mul_is_swiglu(rows, width, dtype)
 
 
 def test_silu_of_extreme_gates() -> None:
-    gate = torch.tensor([-1e30, -1e4, -90.0, -88.0, -20.0, -0.0, 20.0, 90.0, 1e30, torch.inf, torch.nan])
-    gate_up = torch.cat((gate, torch.ones_like(gate)))[None]
-    expected = torch.nn.functional.silu(gate)
-    torch.testing.assert_close(elementwise.silu_mul(gate_up)[0, 3:], expected[3:], equal_nan=True)
-    assert (elementwise.silu_mul(gate_up)[0, :3] <= 0).all()
-    assert (elementwise.silu_mul(gate_up)[0, 1:3] > -1e-33).all()
+    assert_silu_of_extreme_gates()
+
+
+@pytest.mark.parametrize("kv_heads", [0, 2])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_rotary_in_bfloat16(kv_heads: int, normalize: bool) -> None:
+    assert_rotary_in_bfloat16(kv_heads, normalize)
+
+
+def test_bits_of_a_row_do_not_depend_on_the_others() -> None:
+    assert_bits_of_a_row_do_not_depend_on_the_others()
+
+
+def test_bfloat16_rounds_to_even() -> None:
+    assert_bfloat16_rounds_to_even()
 
 
 @pytest.mark.parametrize("head_dim", [4, 16, 48, 64, 128])
@@ -98,53 +94,6 @@ def test_rotary_is_that_of_transformers(head_dim: int, normalize: bool) -> None:
         actual = qkv.clone()
         rotate(actual, positions, table, query_heads, kv_heads, head_dim, *weights, EPS)
         torch.testing.assert_close(actual, expected, rtol=3e-6, atol=2e-6)
-
-
-@pytest.mark.parametrize("kv_heads", [0, 2])
-@pytest.mark.parametrize("normalize", [False, True])
-def test_rotary_in_bfloat16(kv_heads: int, normalize: bool) -> None:
-    head_dim, rows = 48, 150
-    qkv = randn(rows, 8 * head_dim, dtype=torch.bfloat16)
-    weights = [randn(head_dim, dtype=torch.bfloat16, seed=s) if normalize else None for s in (2, 3)]
-    positions = torch.arange(rows) % 100
-    actual, expected = qkv.clone(), qkv.clone()
-    elementwise.rotary(actual, positions, cos_sin_table(head_dim), 6, kv_heads, head_dim, *weights)
-    elementwise.torch_rotary(expected, positions, cos_sin_table(head_dim), 6, kv_heads, head_dim, *weights)
-    assert_same_rounding(actual, expected)
-    untouched = (6 + kv_heads) * head_dim
-    assert torch.equal(actual[:, untouched:], qkv[:, untouched:])
-
-
-def test_bits_of_a_row_do_not_depend_on_the_others() -> None:
-    x, weight = randn(130, 700, dtype=torch.bfloat16), randn(700, dtype=torch.bfloat16, seed=1)
-    alone = torch.cat([elementwise.rms_norm(row[None], weight, EPS) for row in x])
-    assert torch.equal(elementwise.rms_norm(x, weight, EPS), alone)
-    assert torch.equal(elementwise.silu_mul(x), torch.cat([elementwise.silu_mul(row[None]) for row in x]))
-
-
-def test_bfloat16_rounds_to_even() -> None:
-    x = torch.tensor([[1.0, 1.0, 3.0, -1.0]]).bfloat16()
-    residual = torch.tensor([[2.0**-8, 3 * 2.0**-8, 2.0**-7, -(2.0**-8)]]).bfloat16()
-    expected = residual + x
-    elementwise.add_rms_norm(residual, x, torch.ones(4).bfloat16(), EPS)
-    assert residual.tolist() == expected.tolist() == [[1.0, 1.015625, 3.0, -1.0]]
-
-
-def check_every_kernel() -> None:
-    """Run in a process of its own for each instruction set; without transformers, which takes seconds to import."""
-    for dtype in (torch.float32, torch.bfloat16):
-        x, residual = randn(20, 143, dtype=dtype), randn(20, 143, dtype=dtype, seed=1)
-        weight = randn(143, dtype=dtype, seed=2)
-        assert_same_rounding(elementwise.rms_norm(x, weight, EPS), elementwise.torch_rms_norm(x, weight, EPS))
-        expected = elementwise.torch_add_rms_norm(residual.clone(), x, weight, EPS)
-        assert_same_rounding(elementwise.add_rms_norm(residual, x, weight, EPS), expected)
-        test_silu_mul_is_swiglu(11, 143, dtype)
-    test_silu_of_extreme_gates()
-    for kv_heads in (0, 2):
-        for normalize in (False, True):
-            test_rotary_in_bfloat16(kv_heads, normalize)
-    test_bits_of_a_row_do_not_depend_on_the_others()
-    test_bfloat16_rounds_to_even()
 
 
 def test_operators_refuse_bad_tensors() -> None:
@@ -207,33 +156,6 @@ def test_copy_blocks(name: str, dtype: torch.dtype) -> None:
         expected[:, :, destination] = cache.data[:, :, source]
     cpu_or_reference(name, cache).copy_blocks(torch.tensor([2, 2, 8]), torch.tensor([5, 0, 1]))
     assert torch.equal(cache.data, expected)
-
-
-def literal_compaction(
-    data: torch.Tensor, kept: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor
-) -> torch.Tensor:
-    """Row by row, reading from the cache as it was."""
-    block_size = data.shape[4]
-    result = data.clone()
-    for layer, sequence, head in np.ndindex(*kept.shape[:3]):
-        for new, old in enumerate(o for o in kept[layer, sequence, head].tolist() if o >= 0):
-            source, destination = sources[sequence, old // block_size], destinations[sequence, new // block_size]
-            row = data[layer, :, source, head, old % block_size]
-            result[layer, :, destination, head, new % block_size] = row
-    return result
-
-
-def random_kept(
-    num_layers: int, lengths: list[int], num_heads: int, counts: list[int], *, ragged: bool
-) -> torch.Tensor:
-    """Ascending offsets below `lengths[s]`, about `counts[s]` of them, padded by -1."""
-    generator = torch.Generator().manual_seed(0)
-    kept = torch.full((num_layers, len(lengths), num_heads, max(counts)), -1)
-    for layer, sequence, head in np.ndindex(*kept.shape[:3]):
-        count = counts[sequence] - (layer + head if ragged else 0)
-        chosen = torch.randperm(lengths[sequence], generator=generator)[:count].sort().values
-        kept[layer, sequence, head, :count] = chosen
-    return kept
 
 
 @BACKENDS

@@ -19,8 +19,8 @@ from kvllm.attention.registry import make_backend
 from kvllm.kvcache.cache import CacheShape
 from kvllm.kvcache.compaction import pad
 from kvllm.worker.attention_state import AttentionMass
-from tests.kernels.test_cpu_ops import literal_compaction, random_kept
-from tests.kernels.test_triton import bits_of, random_cache
+from tests.helpers.caches import literal_compaction, random_cache, random_kept
+from tests.helpers.tensors import bits_of
 
 ROOT = Path(__file__).parents[2]
 SETUP = runpy.run_path(str(ROOT / "setup.py"))

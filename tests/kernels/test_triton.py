@@ -7,10 +7,7 @@ of their own, and all compilations for one architecture in another.
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,14 +29,15 @@ from kvllm.errors import ConfigError
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.models import elementwise as torch_forms
 from kvllm.worker.attention_state import AttentionMass
-from tests.attention import test_attention as attention
-from tests.checkpoints import make_checkpoint
-from tests.compression import test_kara as kara
-from tests.kernels import test_cpu_ops as cpu_ops
+from tests.helpers import attention_cases
+from tests.helpers.caches import literal_compaction, random_cache, random_kept
+from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.literal_kara import dense_scores, window_tensors
+from tests.helpers.processes import ROOT, run_python
+from tests.helpers.tensors import assert_same_rounding, bits_of, cos_sin_table, randn
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton, which is not installed")
 
-ROOT = Path(__file__).parents[2]
 # Bytes of shared memory that one program may have.
 SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10, 120: 99 << 10}
 CHECKS: dict[str, Callable[[], None]] = {}
@@ -48,21 +46,6 @@ CHECKS: dict[str, Callable[[], None]] = {}
 def check(function: Callable[[], None]) -> Callable[[], None]:
     CHECKS[function.__name__] = function
     return function
-
-
-def run_python(code: str, module: str = __name__, **environment: str) -> Any:
-    """The JSON that `code` prints last, run in a process of its own with what is in a module."""
-    inherited = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    result = subprocess.run(
-        [sys.executable, "-c", f"from {module} import *; {code}"],
-        cwd=ROOT,
-        env={**inherited, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout.splitlines()[-1])
 
 
 # Results
@@ -82,11 +65,11 @@ def run_checks() -> None:
 def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Any]]]:
     """The checks in the interpreter, and the compilation for each architecture: minutes in all, so two at a time."""
     with ThreadPoolExecutor(2) as executor:
-        new_seqs = {"checks": executor.submit(run_python, "run_checks()", TRITON_INTERPRET="1")}
+        new_seqs = {"checks": executor.submit(run_python, "run_checks()", __name__, TRITON_INTERPRET="1")}
         for capability in SHARED_MEMORY:
             cache = str(tmp_path_factory.mktemp("cache"))
             code = f"compile_kernels({capability})"
-            new_seqs[f"sm_{capability}"] = executor.submit(run_python, code, TRITON_CACHE_DIR=cache)
+            new_seqs[f"sm_{capability}"] = executor.submit(run_python, code, __name__, TRITON_CACHE_DIR=cache)
         yield new_seqs
         executor.shutdown(cancel_futures=True)
 
@@ -96,9 +79,9 @@ def failures(processes: dict[str, Future[Any]]) -> dict[str, str]:
     return processes["checks"].result()
 
 
-def assert_matches_dense(case: attention.Case) -> None:
+def assert_matches_dense(case: attention_cases.Case) -> None:
     tolerance = {torch.float32: 3e-6, torch.float16: 3e-3}[case.queries.dtype]
-    expected = attention.dense_attention(case)
+    expected = attention_cases.dense_attention(case)
     torch.testing.assert_close(case.run("triton").double(), expected, atol=tolerance, rtol=tolerance)
 
 
@@ -114,12 +97,12 @@ def attention_matches_dense() -> None:
         (16, 20, 32, torch.float16),
     ):
         options = {"head_dim": head_dim, "group": group, "block_size": block_size, "dtype": dtype}
-        assert_matches_dense(attention.make_case(attention.MIXED, **options))
+        assert_matches_dense(attention_cases.make_case(attention_cases.MIXED, **options))
 
 
 @check
 def edges_of_tiles_and_segments() -> None:
-    assert_matches_dense(attention.make_case(attention.EDGES, head_dim=16, group=3))
+    assert_matches_dense(attention_cases.make_case(attention_cases.EDGES, head_dim=16, group=3))
 
 
 @check
@@ -127,7 +110,7 @@ def programs_share_segments() -> None:
     """However many programs there are for a sequence, its segments are the same."""
     from kvllm.kernels import decode
 
-    case = attention.make_case([[1600], [3], [511]], head_dim=16)
+    case = attention_cases.make_case([[1600], [3], [511]], head_dim=16)
     expected = case.run("triton")
     for programs in (1, 2 * 6):  # one and two for each head of a sequence, which has up to four segments
         with pytest.MonkeyPatch.context() as patch:
@@ -138,32 +121,32 @@ def programs_share_segments() -> None:
 @check
 def decodes_alone() -> None:
     """The prefill kernel is not started at all. In most of the small caches, block 0 is one of those that are NaN."""
-    assert_matches_dense(attention.make_case([[64], [0], [700]], head_dim=32))
+    assert_matches_dense(attention_cases.make_case([[64], [0], [700]], head_dim=32))
     for seed in range(4):
-        assert_matches_dense(attention.make_case([[3]], head_dim=16, seed=seed))
+        assert_matches_dense(attention_cases.make_case([[3]], head_dim=16, seed=seed))
 
 
 @check
 def holes_are_not_attended() -> None:
     for dtype in (torch.float32, torch.float16):
-        assert_matches_dense(attention.make_holes(head_dim=16, group=2, dtype=dtype))
-    assert_matches_dense(attention.make_holes(head_dim=64, group=1, block_size=64))
+        assert_matches_dense(attention_cases.make_holes(head_dim=16, group=2, dtype=dtype))
+    assert_matches_dense(attention_cases.make_holes(head_dim=64, group=1, block_size=64))
 
 
 @check
 def each_layer_has_its_own_holes() -> None:
-    attention.test_each_layer_has_its_own_holes("triton")
+    attention_cases.assert_each_layer_has_its_own_holes("triton")
 
 
-def run_observed(case: attention.Case, mass: torch.Tensor, rows: list[int]) -> torch.Tensor:
+def run_observed(case: attention_cases.Case, mass: torch.Tensor, rows: list[int]) -> torch.Tensor:
     """Run the only layer, which adds to `mass` `[1, table rows, kv_heads, entries]`."""
     return replace(case, batch=replace(case.batch, rows=torch.tensor(rows, dtype=torch.int32), mass=mass)).run("triton")
 
 
-def dense_mass(case: attention.Case, sequence: int) -> torch.Tensor:
+def dense_mass(case: attention_cases.Case, sequence: int) -> torch.Tensor:
     """Probabilities summed over the rows and the query heads of a KV head, written out, in float64."""
     keys, rows = case.keys[sequence].double(), case.rows(sequence)
-    queries = case.queries[rows].double().unflatten(1, (attention.KV_HEADS, -1))
+    queries = case.queries[rows].double().unflatten(1, (attention_cases.KV_HEADS, -1))
     scores = torch.einsum("thgd,ehd->thge", queries, keys) * case.scale
     later = torch.arange(len(keys)) > case.batch.last_kv_index[rows, None]
     return scores.masked_fill(later[:, None, None], -torch.inf).softmax(-1).sum((0, 2))
@@ -178,8 +161,8 @@ def attention_mass() -> None:
         (16, 1, 256, torch.float32),
     ):
         options = {"head_dim": head_dim, "group": group, "block_size": block_size, "dtype": dtype}
-        case = attention.make_case([[64], [0], list(range(35)), list(range(40, 59)), [1100]], **options)
-        mass = torch.rand(1, 7, attention.KV_HEADS, 1200)
+        case = attention_cases.make_case([[64], [0], list(range(35)), list(range(40, 59)), [1100]], **options)
+        mass = torch.rand(1, 7, attention_cases.KV_HEADS, 1200)
         before, rows = mass.clone(), [4, 0, 6, 2, 1]
         assert torch.equal(run_observed(case, mass, rows), case.run("triton"))
         for sequence, row in enumerate(rows):
@@ -190,8 +173,8 @@ def attention_mass() -> None:
 
 @check
 def attention_mass_of_decodes_alone() -> None:
-    case = attention.make_case([[600], [3], [0]], head_dim=16)
-    mass = torch.zeros(1, 3, attention.KV_HEADS, 601)
+    case = attention_cases.make_case([[600], [3], [0]], head_dim=16)
+    mass = torch.zeros(1, 3, attention_cases.KV_HEADS, 601)
     run_observed(case, mass, [2, 1, 0])
     for sequence, row in enumerate([2, 1, 0]):
         expected = dense_mass(case, sequence)
@@ -201,32 +184,32 @@ def attention_mass_of_decodes_alone() -> None:
 
 @check
 def bits_of_attention_mass_do_not_depend_on_the_batch() -> None:
-    case = attention.make_case([[600], list(range(90)), list(range(7, 40, 3))], head_dim=16, group=3)
-    together = torch.zeros(1, 3, attention.KV_HEADS, 700)
+    case = attention_cases.make_case([[600], list(range(90)), list(range(7, 40, 3))], head_dim=16, group=3)
+    together = torch.zeros(1, 3, attention_cases.KV_HEADS, 700)
     run_observed(case, together, [0, 1, 2])
     for sequence in range(3):
-        alone = torch.zeros(1, 1, attention.KV_HEADS, 700)
+        alone = torch.zeros(1, 1, attention_cases.KV_HEADS, 700)
         run_observed(part(case, sequence, case.rows(sequence)), alone, [0])
         assert torch.equal(alone[0, 0], together[0, sequence])
 
 
 @check
 def scores_far_apart() -> None:
-    case = attention.make_case([[600], list(range(70))], head_dim=32)
+    case = attention_cases.make_case([[600], list(range(70))], head_dim=32)
     case.queries *= 300
-    torch.testing.assert_close(case.run("triton").double(), attention.dense_attention(case), atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(case.run("triton").double(), attention_cases.dense_attention(case), atol=1e-3, rtol=1e-3)
 
 
 @check
 def queries_may_be_a_view_of_wider_rows() -> None:
-    case = attention.make_case([[64], list(range(40, 59))], head_dim=32)
+    case = attention_cases.make_case([[64], list(range(40, 59))], head_dim=32)
     wide = torch.full((len(case.queries), 700), float("nan"))
     wide[:, 100:356] = case.queries.flatten(1)
     view = wide[:, 100:356].unflatten(1, case.queries.shape[1:])
     assert torch.equal(replace(case, queries=view).run("triton"), case.run("triton"))
 
 
-def part(case: attention.Case, sequence: int, rows: slice) -> attention.Case:
+def part(case: attention_cases.Case, sequence: int, rows: slice) -> attention_cases.Case:
     """Some rows of one sequence, without the rest of the batch."""
     batch = AttentionBatch(
         torch.tensor([0, rows.stop - rows.start], dtype=torch.int32),
@@ -240,7 +223,7 @@ def part(case: attention.Case, sequence: int, rows: slice) -> attention.Case:
 def bits_of_a_row_do_not_depend_on_the_batch() -> None:
     rows_of = [[600], [0], list(range(35)), list(range(505, 540)), list(range(7, 80, 9))]
     for dtype in (torch.float32, torch.float16):
-        case = attention.make_case(rows_of, head_dim=16, group=3, dtype=dtype)
+        case = attention_cases.make_case(rows_of, head_dim=16, group=3, dtype=dtype)
         together = case.run("triton")
         for sequence in range(len(rows_of)):
             rows = case.rows(sequence)
@@ -250,7 +233,7 @@ def bits_of_a_row_do_not_depend_on_the_batch() -> None:
 @check
 def bits_of_a_float32_row_do_not_depend_on_the_chunk() -> None:
     """Every chunk from one row, which is a decode, to all of them, across the end of a segment."""
-    case = attention.make_case([list(range(500, 520))], head_dim=16, group=3)
+    case = attention_cases.make_case([list(range(500, 520))], head_dim=16, group=3)
     with pytest.MonkeyPatch.context() as patch:
         # The interpreter multiplies with BLAS, whose order of summation depends on a row's place in the matrix.
         patch.setattr(np, "matmul", lambda a, b, dtype: (a[:, :, None] * b[None]).astype(dtype).sum(1))
@@ -263,23 +246,10 @@ def bits_of_a_float32_row_do_not_depend_on_the_chunk() -> None:
 
 @check
 def an_empty_batch_is_fine() -> None:
-    case = attention.make_case([[3]], head_dim=16)
+    case = attention_cases.make_case([[3]], head_dim=16)
     starts, index = torch.zeros(1, dtype=torch.int32), torch.empty(0, dtype=torch.int32)
     batch = AttentionBatch(starts, index, torch.empty(0, 4, dtype=torch.int32))
     assert replace(case, queries=case.queries[:0], batch=batch).run("triton").shape == (0, 8, 16)
-
-
-def random_cache(dtype: torch.dtype, *, num_blocks: int = 12, head_dim: int = 48) -> PagedKVCache:
-    """Any bits, NaNs among them, so that a copy by arithmetic would show."""
-    cache = PagedKVCache(CacheShape(2, 3, head_dim, 16, dtype), num_blocks)
-    bits = torch.int32 if dtype == torch.float32 else torch.int16
-    limits = torch.iinfo(bits)
-    cache.data.view(bits).random_(limits.min, limits.max, generator=torch.Generator().manual_seed(0))
-    return cache
-
-
-def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
 
 
 @check
@@ -322,8 +292,8 @@ def compaction() -> None:
         for destinations in (sources[:, :5].contiguous(), torch.tensor([[10, 4, 9, 5, 12], [7, -1, -1, -1, -1]])):
             for ragged in (False, True):
                 cache = random_cache(dtype, num_blocks=13)
-                kept = cpu_ops.random_kept(2, [96, 32], 3, [75, 16], ragged=ragged)
-                expected = cpu_ops.literal_compaction(bits_of(cache.data), kept, sources, destinations)
+                kept = random_kept(2, [96, 32], 3, [75, 16], ragged=ragged)
+                expected = literal_compaction(bits_of(cache.data), kept, sources, destinations)
                 compact(cache.data, kept, sources, destinations)
                 assert torch.equal(bits_of(cache.data), expected)
 
@@ -351,9 +321,9 @@ def scores_of_a_window() -> None:
         (96, 3, 3, torch.float16),
         (4, 8, 1, torch.float32),
     ):
-        queries, keys = kara.window_tensors(0, 2, heads, kv_heads, 90, head_dim, dtype)
+        queries, keys = window_tensors(0, 2, heads, kv_heads, 90, head_dim, dtype)
         found = window_scores(queries, keys, 77, head_dim**-0.5)
-        expected = kara.dense_scores(queries, keys, 13)
+        expected = dense_scores(queries, keys, 13)
         torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-6)
         alone = window_scores(queries[1:], keys[1:], 77, head_dim**-0.5)
         assert torch.equal(found[1:], alone)
@@ -363,7 +333,7 @@ def scores_of_a_window() -> None:
 def scores_of_rows_that_see_no_later_key() -> None:
     from kvllm.kernels.scores import window_scores
 
-    queries, keys = kara.window_tensors(2, 2, 4, 2, 90, 64)
+    queries, keys = window_tensors(2, 2, 4, 2, 90, 64)
     row_index = torch.tensor([0, 5, *range(31, 66, 3), 76, 77, 89])
     rows = queries[:, :, row_index]
     for squared in (False, True):
@@ -379,7 +349,7 @@ def scores_from_rows_of_a_step() -> None:
     """Queries as the recomputation has them, every third row; keys behind the scored ones may be anything."""
     from kvllm.kernels.scores import window_scores
 
-    queries, keys = kara.window_tensors(1, 2, 4, 2, 70, 16)
+    queries, keys = window_tensors(1, 2, 4, 2, 70, 16)
     expected = window_scores(queries[:, :, ::3].contiguous(), keys, 40, 0.25)
     step = queries[:, :, ::3].transpose(1, 2).flatten(0, 1).contiguous()
     keys[:, :, 40:] = float("nan")
@@ -389,7 +359,7 @@ def scores_from_rows_of_a_step() -> None:
 
 def both_dtypes(rows: int, width: int) -> list[torch.Tensor]:
     """Not bfloat16: the interpreter truncates where it should round."""
-    return [cpu_ops.randn(rows, width, dtype=dtype) for dtype in (torch.float32, torch.float16)]
+    return [randn(rows, width, dtype=dtype) for dtype in (torch.float32, torch.float16)]
 
 
 @check
@@ -397,15 +367,15 @@ def norms() -> None:
     from kvllm.kernels import elementwise
 
     for x in (*both_dtypes(3, 1027), *both_dtypes(1, 64)):
-        weight = cpu_ops.randn(x.shape[1], dtype=x.dtype, seed=1)
+        weight = randn(x.shape[1], dtype=x.dtype, seed=1)
         expected = torch_forms.torch_rms_norm(x, weight, 1e-6)
-        cpu_ops.assert_same_rounding(elementwise.rms_norm(x, weight, 1e-6), expected)
-        residual = cpu_ops.randn(*x.shape, dtype=x.dtype, seed=2)
+        assert_same_rounding(elementwise.rms_norm(x, weight, 1e-6), expected)
+        residual = randn(*x.shape, dtype=x.dtype, seed=2)
         other = residual.clone()
         normalized = elementwise.add_rms_norm(residual, x, weight, 1e-6)
         expected = torch_forms.torch_add_rms_norm(other, x, weight, 1e-6)
         assert torch.equal(residual, other)
-        cpu_ops.assert_same_rounding(normalized, expected)
+        assert_same_rounding(normalized, expected)
 
 
 @check
@@ -414,7 +384,7 @@ def gated_activation() -> None:
 
     for gate_up in both_dtypes(2, 2 * 1100):
         expected = torch_forms.torch_silu_mul(4 * gate_up)
-        cpu_ops.assert_same_rounding(elementwise.silu_mul(4 * gate_up), expected)
+        assert_same_rounding(elementwise.silu_mul(4 * gate_up), expected)
 
 
 @check
@@ -424,12 +394,12 @@ def rotation() -> None:
 
     for head_dim, kv_heads, norm in ((64, 3, True), (96, 3, False), (16, 0, True)):
         for qkv in both_dtypes(4, 12 * head_dim):
-            weights = [cpu_ops.randn(head_dim, dtype=qkv.dtype, seed=seed) if norm else None for seed in (1, 2)]
-            positions, table = torch.tensor([99, 0, 7, 7]), cpu_ops.cos_sin_table(head_dim)
+            weights = [randn(head_dim, dtype=qkv.dtype, seed=seed) if norm else None for seed in (1, 2)]
+            positions, table = torch.tensor([99, 0, 7, 7]), cos_sin_table(head_dim)
             expected = qkv.clone()
             torch_forms.torch_rotary(expected, positions, table, 6, kv_heads, head_dim, *weights)
             elementwise.rotary(qkv, positions, table, 6, kv_heads, head_dim, *weights)
-            cpu_ops.assert_same_rounding(qkv, expected)
+            assert_same_rounding(qkv, expected)
 
 
 @check
@@ -438,7 +408,7 @@ def bounds_of_top_p() -> None:
     from kvllm.kernels.sampling import top_p_bounds
     from kvllm.worker.sampler import RESOLUTION, filter_logits
 
-    logits = cpu_ops.randn(6, 3000) * torch.tensor([1, 1, 3, 8, 100, 0])[:, None]
+    logits = randn(6, 3000) * torch.tensor([1, 1, 3, 8, 100, 0])[:, None]
     logits[1] = logits[1].round()
     logits[2, ::2] = -torch.inf
     top_p = [0.95, 0.5, 0.999, 0.3, 0.9, 0.7]
@@ -526,8 +496,8 @@ def test_in_the_interpreter(name: str, failures: dict[str, str]) -> None:
 @pytest.mark.parametrize("dtype, head_dim, group", [(torch.bfloat16, 128, 4), (torch.float32, 96, 3)])
 def test_attention_mass_on_a_device(dtype: torch.dtype, head_dim: int, group: int) -> None:
     rows = [[1100], list(range(300)), [0], list(range(40, 59))]
-    case = attention.make_case(rows, head_dim=head_dim, group=group, dtype=dtype)
-    mass = torch.zeros(1, 4, attention.KV_HEADS, 1200, device="cuda")
+    case = attention_cases.make_case(rows, head_dim=head_dim, group=group, dtype=dtype)
+    mass = torch.zeros(1, 4, attention_cases.KV_HEADS, 1200, device="cuda")
     cache = PagedKVCache(case.cache.shape, case.cache.num_blocks, "cuda")
     cache.data.copy_(case.cache.data)
     tensors = {name: getattr(case.batch, name).cuda() for name in ("query_start_loc", "last_kv_index", "block_tables")}
@@ -629,6 +599,6 @@ def launch_elementwise(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_every_kernel_compiles(capability: int, processes: dict[str, Future[Any]]) -> None:
     compiled = processes[f"sm_{capability}"].result()
-    sources = [path.read_text() for path in (ROOT / "kvllm" / "attention" / "kernels").glob("*.py")]
+    sources = [path.read_text() for path in (ROOT / "kvllm" / "kernels").glob("*.py")]
     assert set(compiled) == {name for source in sources for name in re.findall(r"(\w+)\[\(", source)}
     assert max(max(shared) for shared in compiled.values()) <= SHARED_MEMORY[capability]

@@ -26,7 +26,7 @@ from kvllm.models.layers import QKVLinear, linear, pack, rotary_table
 from kvllm.models.llama import LlamaModel
 from kvllm.models.loader import load_model, random_model
 from kvllm.parallel import Shard, SingleRank, kv_heads, split
-from tests.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import make_checkpoint
 
 CPU = torch.device("cpu")
 LLAMA3 = {

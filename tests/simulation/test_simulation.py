@@ -23,7 +23,7 @@ from kvllm.simulation.executor import SimulatedExecutor, recomputed_queries
 from kvllm.simulation.hardware import Hardware, load_hardware, shipped_names
 from kvllm.simulation.simulate import simulate
 from kvllm.simulation.workload import arrival_times, load_workload
-from tests.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import make_checkpoint
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],

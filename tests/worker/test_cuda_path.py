@@ -19,9 +19,9 @@ import torch
 
 from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.outputs import RequestOutput
-from tests.checkpoints import make_checkpoint
-from tests.cuda_stand_in import Device, stand_in
-from tests.kernels.test_triton import run_python
+from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.cuda_stand_in import Device, stand_in
+from tests.helpers.processes import run_python
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton, which is not installed")
 

@@ -19,8 +19,8 @@ from kvllm.worker.build import RunnerSettings, make_runner
 from kvllm.worker.memory import run_heaviest_steps
 from kvllm.worker.model_runner import ModelRunner
 from kvllm.worker.transfer import to_device
-from tests.checkpoints import make_checkpoint
-from tests.core.test_engine import greedy, random_prompts, tokens
+from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.engines import greedy, random_prompts, tokens
 
 with_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 GIB = 1 << 30

@@ -18,10 +18,10 @@ from kvllm.worker import graphs
 from kvllm.worker.graphs import DecodeGraphs, Step, cuda_capture
 from kvllm.worker.model_runner import ModelRunner
 from kvllm.worker.state import BlockTables, SequenceState
-from tests.checkpoints import make_checkpoint
-from tests.core.test_engine import greedy, random_prompts
-from tests.dense_decoder import DenseDecoder
-from tests.worker import test_methods_engine as methods_engine
+from tests.helpers import layout_recorder
+from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.dense_decoder import DenseDecoder
+from tests.helpers.engines import greedy, random_prompts, random_token_ids
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 LENGTHS = (1, 2, 7, 16, 17, 40, 33, 5, 3, 20, 11)
@@ -147,13 +147,13 @@ def test_compression_events_between_recorded_steps(checkpoint: Path, device: str
 def test_all_that_a_run_with_recordings_computes(checkpoint: Path, method: str) -> None:
     """Against dense attention over what survived, where all memory that holds no entry is NaN."""
     policy = "threshold" if method in RAGGED_METHODS else "periodic"
-    compression = methods_engine.compression_config(method, policy)
-    llm, recorder = methods_engine.make_llm(checkpoint, compression, device="cpu", max_num_batched_tokens=64)
+    compression = layout_recorder.compression_config(method, policy)
+    llm, recorder = layout_recorder.make_llm(checkpoint, compression, device="cpu", max_num_batched_tokens=64)
     recordings = Recordings(recorder.runner)
-    prompts = methods_engine.random_prompts(3, 20, 41)
-    methods_engine.run(llm, prompts, [methods_engine.greedy(60)] * len(prompts))
+    prompts = random_token_ids(3, 20, 41)
+    layout_recorder.run(llm, prompts, [layout_recorder.greedy(60)] * len(prompts))
     assert recordings.replayed > len(recorder.events) >= 6
-    methods_engine.assert_as_expected(DenseDecoder(checkpoint), llm)
+    layout_recorder.assert_as_expected(DenseDecoder(checkpoint), llm)
 
 
 # Steps

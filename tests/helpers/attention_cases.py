@@ -1,0 +1,182 @@
+"""Caches with a few sequences in them and queries over them, and literal dense attention in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from kvllm.attention.base import AttentionBackend, AttentionBatch
+from kvllm.attention.registry import make_backend
+from kvllm.kvcache.cache import CacheShape, PagedKVCache
+
+KV_HEADS = 2
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+# A decode, a first token, a whole prompt, a chunk behind cached entries, a recomputation with stride 3, a long decode.
+MIXED = [[64], [0], list(range(35)), list(range(40, 59)), list(range(7, 80, 3)), [600]]
+# Ends of tiles (64 entries) and of segments (512), one row each, and a chunk across both.
+EDGES = [[62], [63], [64], [511], [512], [513], [1023], list(range(505, 580))]
+# Heads that hold different numbers of entries: the rows of a sequence, `packed_len`, and the lengths of both heads.
+HOLES = [
+    ([64], 50, (50, 31)),  # one head has none
+    ([64], 64, (0, 10)),  # one head has nothing but the row's own entry
+    (list(range(40, 59)), 40, (17, 0)),  # a chunk right behind the packed part
+    (list(range(23, 80, 3)), 20, (3, 20)),  # a recomputation with stride 3
+    (list(range(35)), 0, (0, 0)),  # a prompt
+    ([600], 0, (7, 99)),  # never compressed: the lengths mean nothing
+    ([700], 650, (5, 649)),  # across tiles and segments, and a hole of one entry
+    (list(range(1100, 1130)), 1090, (64, 513)),
+    ([300], 256, (256, 256)),  # compressed, and no hole
+]
+
+
+@dataclass
+class Case:
+    """A cache with a few sequences in it, and query rows over them."""
+
+    cache: PagedKVCache
+    keys: list[torch.Tensor]  # per sequence [entries, kv_heads, head_dim]
+    values: list[torch.Tensor]
+    queries: torch.Tensor
+    batch: AttentionBatch
+
+    @property
+    def scale(self) -> float:
+        return self.cache.shape.head_dim**-0.5
+
+    def backend(self, name: str) -> AttentionBackend:
+        return make_backend(name, self.cache, self.queries.shape[1], self.scale)
+
+    def run(self, name: str = "cpu") -> torch.Tensor:
+        backend = self.backend(name)
+        return backend.run(0, self.queries, backend.plan(self.batch))
+
+    def rows(self, sequence: int) -> slice:
+        return slice(*self.batch.query_start_loc[sequence : sequence + 2].tolist())
+
+
+def make_case(
+    last_kv_index: list[list[int]],
+    *,
+    block_size: int = 16,
+    head_dim: int = 64,
+    group: int = 4,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Case:
+    """One sequence per list in `last_kv_index`. Slots that hold no entry are NaN, unused table columns invalid."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator).to(dtype)
+
+    lengths = [rows[-1] + 1 for rows in last_kv_index]
+    num_blocks = [-(-length // block_size) for length in lengths]
+    cache = PagedKVCache(CacheShape(1, KV_HEADS, head_dim, block_size, dtype), sum(num_blocks) + 3)
+    cache.data.fill_(float("nan"))
+    free = torch.randperm(cache.num_blocks, generator=generator).tolist()
+    tables = torch.full((len(lengths), max(num_blocks) + 2), -7, dtype=torch.int32)
+    keys, values = [], []
+    for sequence, (length, count) in enumerate(zip(lengths, num_blocks, strict=True)):
+        blocks = torch.tensor([free.pop() for _ in range(count)])
+        tables[sequence, :count] = blocks
+        keys.append(randn(length, KV_HEADS, head_dim))
+        values.append(randn(length, KV_HEADS, head_dim))
+        entries = torch.arange(length)
+        cache.keys(0)[blocks[entries // block_size], :, entries % block_size] = keys[-1]
+        cache.values(0)[blocks[entries // block_size], :, entries % block_size] = values[-1]
+    index = torch.tensor([i for rows in last_kv_index for i in rows], dtype=torch.int32)
+    starts = torch.tensor([0] + [len(rows) for rows in last_kv_index]).cumsum(0).int()
+    return Case(
+        cache, keys, values, randn(len(index), KV_HEADS * group, head_dim), AttentionBatch(starts, index, tables)
+    )
+
+
+def make_holes(**options) -> Case:
+    """A case of HOLES; a hole is NaN."""
+    case = make_case([rows for rows, _, _ in HOLES], **options)
+    batch = replace(
+        case.batch,
+        packed_len=torch.tensor([packed_len for _, packed_len, _ in HOLES], dtype=torch.int32),
+        head_lengths=torch.tensor([[lengths for _, _, lengths in HOLES]], dtype=torch.int32),
+    )
+    block_size = case.cache.shape.block_size
+    for sequence, values in enumerate(case.values):
+        for head in range(KV_HEADS):
+            (entries,) = hole(batch, sequence, head, len(values)).nonzero(as_tuple=True)
+            blocks = batch.block_tables[sequence].long()[entries // block_size]
+            case.cache.data[0, :, blocks, head, entries % block_size] = float("nan")
+    return replace(case, batch=batch)
+
+
+def dense_attention(case: Case) -> torch.Tensor:
+    """Softmax attention of every row over its own entries, written out, in float64."""
+    output = torch.empty(case.queries.shape, dtype=torch.float64)
+    group = case.queries.shape[1] // KV_HEADS
+    for sequence, (keys, values) in enumerate(zip(case.keys, case.values, strict=True)):
+        rows = case.rows(sequence)
+        later = torch.arange(len(keys)) > case.batch.last_kv_index[rows, None]
+        for head in range(case.queries.shape[1]):
+            hidden = later | hole(case.batch, sequence, head // group, len(keys))
+            scores = case.queries[rows, head].double() @ keys[:, head // group].double().T * case.scale
+            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            output[rows, head] = weights @ values[:, head // group].double()
+    return output
+
+
+def hole(batch: AttentionBatch, sequence: int, kv_head: int, length: int) -> torch.Tensor:
+    """bool `[length]`, the entries that a head of layer 0 lacks."""
+    if batch.packed_len is None or batch.head_lengths is None:
+        return torch.zeros(length, dtype=torch.bool)
+    entries = torch.arange(length)
+    return (entries >= batch.head_lengths[0, sequence, kv_head]) & (entries < batch.packed_len[sequence])
+
+
+def assert_matches_dense(case: Case, name: str, tolerance: float | None = None) -> None:
+    tolerance = tolerance or TOLERANCE[case.queries.dtype]
+    torch.testing.assert_close(case.run(name).double(), dense_attention(case), atol=tolerance, rtol=tolerance)
+
+
+def assert_each_layer_has_its_own_holes(name: str) -> None:
+    """The same entries in two layers, with the lengths of the heads exchanged."""
+    case = make_case([[40]], head_dim=16)
+    shape = replace(case.cache.shape, num_layers=2)
+    cache = PagedKVCache(shape, case.cache.num_blocks)
+    cache.data.copy_(case.cache.data.expand_as(cache.data))
+    lengths = torch.tensor([[[9, 25]], [[25, 9]]], dtype=torch.int32)
+    batch = replace(case.batch, packed_len=torch.tensor([30], dtype=torch.int32), head_lengths=lengths)
+    backend = make_backend(name, cache, case.queries.shape[1], case.scale)
+    for layer in range(2):
+        found = backend.run(layer, case.queries, backend.plan(batch))
+        one = replace(case, batch=replace(batch, head_lengths=lengths[layer : layer + 1]))
+        torch.testing.assert_close(found.double(), dense_attention(one), atol=2e-6, rtol=2e-6)
+
+
+def assert_bits_of_a_row_do_not_depend_on_the_batch(group: int, dtype: torch.dtype) -> None:
+    case = make_case(MIXED + EDGES, group=group, dtype=dtype)
+    together = case.run()
+    for sequence in range(len(case.keys)):
+        rows = case.rows(sequence)
+        for row in range(rows.start, rows.stop):
+            alone = replace(
+                case,
+                queries=case.queries[row : row + 1],
+                batch=AttentionBatch(
+                    torch.tensor([0, 1], dtype=torch.int32),
+                    case.batch.last_kv_index[row : row + 1],
+                    case.batch.block_tables[sequence : sequence + 1],
+                ),
+            )
+            assert torch.equal(alone.run()[0], together[row])
+
+
+def assert_later_entries_stay_hidden(dtype: torch.dtype) -> None:
+    case = make_case([list(range(100))], dtype=dtype, group=2)
+    before = case.run()
+    blocks = case.batch.block_tables[0].long()
+    for first_hidden in (99, 70, 64, 31):
+        entries = torch.arange(first_hidden, 100)
+        case.cache.data[0, :, blocks[entries // 16], :, entries % 16] = float("nan")
+        after = case.run()
+        assert torch.equal(after[:first_hidden], before[:first_hidden])
+        assert after[first_hidden:].isnan().all()

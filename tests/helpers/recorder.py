@@ -1,0 +1,203 @@
+"""An executor that keeps account of what a compression leaves, on its own, and compares the cache with that."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvllm.config import EngineConfig
+from kvllm.core.executor import Executor
+from kvllm.core.protocol import CompressionJob, ScheduledSequence, SequenceStart, StepPlan, StepResult
+from kvllm.core.scheduler import Scheduler
+from kvllm.kvcache.cache import PagedKVCache
+from kvllm.worker.inline import InlineExecutor
+from kvllm.worker.model_runner import ModelRunner
+from tests.helpers.dense_decoder import DenseDecoder, DensePass
+
+
+@dataclass
+class Text:
+    """What a sequence computed, from its start to its end or preemption.
+
+    cached: bool `[layers, kv_heads, positions]`, whose entries are in the cache; they lie there in order of position.
+    visible: bool `[layers, kv_heads, rows, positions]`, what was cached when a row was computed.
+    logits: by position. resumed: whether some of its output was known when it started.
+    """
+
+    tokens: list[int]
+    length: int
+    cached: Tensor
+    visible: Tensor
+    resumed: bool
+    logits: dict[int, Tensor] = field(default_factory=dict)
+    num_windows: int = 0
+
+
+@dataclass
+class Event:
+    """One window that was compressed.
+
+    position: of its first entry. cached: the text's, before. copied: whether the survivors went to fresh blocks.
+    queries: that it was scored with, by layer `[Hq, rows, d]`. kept: offsets, int64 `[layers, kv_heads, retain]`.
+    """
+
+    seq_id: int
+    text: Text
+    position: int
+    cached: Tensor
+    copied: bool
+    queries: list[Tensor]
+    kept: Tensor
+
+
+class Recorder(Executor):
+    """Runs plans on the real worker. Checks that a compression moves the survivors bit for bit, and nothing else."""
+
+    def __init__(self, runner: ModelRunner, config: EngineConfig) -> None:
+        self.runner = runner
+        self.inline = InlineExecutor(runner)
+        self.config = config
+        self.alive: dict[int, Text] = {}
+        self.texts: list[Text] = []
+        self.events: list[Event] = []
+        self.hidden: list[Tensor] = []
+        self._logits: list[Tensor] = []
+        self._selections: list[tuple[Tensor, Tensor]] = []
+        self._compute_logits, runner.model.logits = runner.model.logits, self._record_logits
+        self._select, runner.compressor.select = runner.compressor.select, self._record_selection
+
+    def _record_logits(self, hidden: Tensor) -> Tensor:
+        logits = self._compute_logits(hidden)
+        self.hidden += hidden
+        self._logits += logits
+        return logits
+
+    def _record_selection(self, queries: Tensor, keys: Tensor, **options: int) -> Tensor:
+        kept = self._select(queries, keys, **options)
+        self._selections.append((queries, kept))
+        return kept
+
+    def close(self) -> None:
+        self.inline.close()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self._logits, self._selections = [], []
+        for seq_id in plan.dropped_seq_ids:
+            del self.alive[seq_id]
+        before = {seq_id: self.entries(seq_id) for seq_id in self.alive} if plan.compressions else {}
+        tables = {job.seq_id: self.table(job.seq_id) for job in plan.compressions}
+        result = self.inline.execute(plan)
+        for start in plan.new_seqs:
+            self._start(start)
+        for job, windows in zip(plan.compressions, self._windows(plan.compressions), strict=True):
+            copied = not set(job.destinations) <= set(tables[job.seq_id])
+            survives = self._compress(job, windows, copied)
+            before[job.seq_id] = surviving(before[job.seq_id], survives)
+        for seq_id, entries in before.items():
+            assert torch.equal(self.entries(seq_id)[..., : entries.shape[3], :], entries), f"sequence {seq_id}"
+        self._account(plan.scheduled)
+        return result
+
+    def table(self, seq_id: int) -> list[int]:
+        """The block table of a sequence, as the worker has it."""
+        state = self.runner.states[seq_id]
+        return self.runner.tables.table[state.row, : state.num_blocks].tolist()
+
+    def entries(self, seq_id: int) -> Tensor:
+        """The cache of a sequence in logical order: `[layers, 2, kv_heads, entries, head_dim]`, a copy."""
+        index = torch.arange(self.runner.states[seq_id].cached_length)
+        blocks = torch.tensor(self.table(seq_id))[index // self.config.block_size]
+        return self.runner.cache.data[:, :, blocks, :, index % self.config.block_size].permute(1, 2, 3, 0, 4)
+
+    def _start(self, start: SequenceStart) -> None:
+        shape, size = self.runner.cache.shape, self.config.max_model_len
+        hit = start.cached_length
+        cached = torch.zeros(shape.num_layers, shape.num_kv_heads, size, dtype=torch.bool)
+        cached[..., :hit] = True
+        visible = torch.zeros(shape.num_layers, shape.num_kv_heads, size, size, dtype=torch.bool)
+        visible[..., :hit, :] = torch.ones(size, size, dtype=torch.bool).tril()[:hit]
+        resumed = len(start.token_ids) > start.prompt_length
+        self._add(start.seq_id, Text(list(start.token_ids), hit, cached, visible, resumed))
+
+    def _add(self, seq_id: int, text: Text) -> None:
+        assert seq_id not in self.alive
+        self.alive[seq_id] = text
+        self.texts.append(text)
+
+    def _windows(self, jobs: list[CompressionJob]) -> Iterator[list[tuple[list[Tensor], Tensor]]]:
+        """For each job its windows' queries by layer, and offsets kept `[layers, kv_heads, retain]`."""
+        layers = range(self.runner.cache.shape.num_layers)
+        by_layer = [self._selections[layer :: len(layers)] for layer in layers]  # a pass goes through all layers
+        queries = [[row for batch, _ in selections for row in batch] for selections in by_layer]
+        kept = [[row for _, batch in selections for row in batch] for selections in by_layer]
+        windows = zip(zip(*queries, strict=True), map(torch.stack, zip(*kept, strict=True)), strict=True)
+        for job in jobs:
+            yield [next(windows) for _ in range(job.num_windows)]
+        assert next(windows, None) is None
+
+    def _compress(self, job: CompressionJob, windows: list[tuple[list[Tensor], Tensor]], copied: bool) -> Tensor:
+        """Strike the evicted entries from the account -> bool `[layers, kv_heads, entries before]`, what survives."""
+        text, compression = self.alive[job.seq_id], self.config.compression
+        size = compression.window_blocks * self.config.block_size
+        stride = size - compression.buffer if compression.policy == "standalone" else size
+        cached = text.cached.clone()
+        survives = torch.ones(*cached.shape[:2], int(cached[0, 0].sum()), dtype=torch.bool)
+        for i, (queries, kept) in enumerate(windows):
+            start = job.first_block * self.config.block_size + i * stride
+            chosen = torch.zeros(*kept.shape[:2], size, dtype=torch.bool).scatter(-1, kept, True)
+            survives[..., start : start + size] &= chosen
+            position = int(cached[0, 0].nonzero()[start])
+            self.events.append(Event(job.seq_id, text, position, cached, copied, queries, kept))
+        text.cached[cached] = survives.flatten()
+        text.num_windows += len(windows)
+        return survives
+
+    def _account(self, scheduled: list[ScheduledSequence]) -> None:
+        """Note what each row of the step saw, and the logits of those that were sampled."""
+        logits = iter(self._logits)
+        for item in scheduled:
+            text = self.alive[item.seq_id]
+            text.tokens += item.new_tokens
+            for position in range(text.length, text.length + item.num_tokens):
+                text.cached[..., position] = True
+                text.visible[..., position, :] = text.cached
+            text.length += item.num_tokens
+            if item.samples:
+                text.logits[text.length - 1] = next(logits)
+            for fork in item.forks:
+                child = copy.deepcopy(text)
+                child.logits = {text.length - 1: next(logits)}
+                self._add(fork.seq_id, child)
+
+
+def surviving(entries: Tensor, survives: Tensor) -> Tensor:
+    """`entries` `[layers, 2, kv_heads, n, d]` where `survives` `[layers, kv_heads, n]` is set: as many in each head."""
+    layers, _, heads, _, _ = entries.shape
+    kept = [[entries[i, :, j, survives[i, j]] for j in range(heads)] for i in range(layers)]
+    return torch.stack([torch.stack(of_layer, dim=1) for of_layer in kept])
+
+
+def poison(scheduler: Scheduler, cache: PagedKVCache) -> None:
+    """Write NaN wherever there is no entry of a running sequence or of the prefix cache."""
+    size = cache.shape.block_size
+    owned = torch.zeros(cache.num_blocks, size, dtype=torch.bool)
+    for seq in scheduler.running:
+        index = torch.arange(seq.cached_length)
+        owned[torch.tensor(seq.block_table)[index // size], index % size] = True
+    if prefix_cache := scheduler.blocks.prefix_cache:
+        owned[[prefix_cache.is_idle(block) for block in range(cache.num_blocks)]] = True
+    cache.data.masked_fill_(~owned[:, None, :, None], float("nan"))
+
+
+def assert_dense(decoder: DenseDecoder, text: Text) -> DensePass:
+    """All logits that tokens were sampled from are those of dense attention over what was cached, to 1e-5 of their
+    range."""
+    dense = decoder.forward(text.tokens[: text.length], text.visible[..., : text.length, : text.length])
+    found = torch.stack(list(text.logits.values())).double()
+    expected = dense.logits[list(text.logits)]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+    return dense

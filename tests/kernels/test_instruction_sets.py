@@ -1,0 +1,91 @@
+"""The operators for CPUs with every instruction set that this processor has."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvllm.models import elementwise
+from tests.helpers.attention_cases import (
+    MIXED,
+    assert_bits_of_a_row_do_not_depend_on_the_batch,
+    assert_later_entries_stay_hidden,
+    assert_matches_dense,
+    make_case,
+    make_holes,
+)
+from tests.helpers.elementwise_checks import (
+    EPS,
+    assert_bfloat16_rounds_to_even,
+    assert_bits_of_a_row_do_not_depend_on_the_others,
+    assert_rotary_in_bfloat16,
+    assert_silu_mul_is_swiglu,
+    assert_silu_of_extreme_gates,
+)
+from tests.helpers.tensors import assert_same_rounding, randn
+
+
+def check_attention() -> None:
+    """Run in a process of its own for each instruction set."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for head_dim, group, block_size in ((4, 3, 3), (48, 2, 16), (64, 4, 16), (80, 1, 256), (128, 8, 16)):
+            case = make_case(MIXED, head_dim=head_dim, group=group, block_size=block_size, dtype=dtype)
+            assert_matches_dense(case, "cpu")
+            evicted_mask = make_holes(head_dim=head_dim, group=group, block_size=block_size, dtype=dtype)
+            assert_matches_dense(evicted_mask, "cpu")
+        for group in (1, 3, 4):
+            assert_bits_of_a_row_do_not_depend_on_the_batch(group, dtype)
+        assert_later_entries_stay_hidden(dtype)
+
+
+def check_elementwise() -> None:
+    """Run in a process of its own for each instruction set."""
+    for dtype in (torch.float32, torch.bfloat16):
+        x, residual = randn(20, 143, dtype=dtype), randn(20, 143, dtype=dtype, seed=1)
+        weight = randn(143, dtype=dtype, seed=2)
+        assert_same_rounding(elementwise.rms_norm(x, weight, EPS), elementwise.torch_rms_norm(x, weight, EPS))
+        expected = elementwise.torch_add_rms_norm(residual.clone(), x, weight, EPS)
+        assert_same_rounding(elementwise.add_rms_norm(residual, x, weight, EPS), expected)
+        assert_silu_mul_is_swiglu(11, 143, dtype)
+    assert_silu_of_extreme_gates()
+    for kv_heads in (0, 2):
+        for normalize in (False, True):
+            assert_rotary_in_bfloat16(kv_heads, normalize)
+    assert_bits_of_a_row_do_not_depend_on_the_others()
+    assert_bfloat16_rounds_to_even()
+
+
+@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512", "avx512_bf16"])
+def test_every_instruction_set(isa: str) -> None:
+    script = (
+        "import torch\n"
+        "from kvllm._extension import operator\n"
+        "from tests.kernels import test_instruction_sets\n"
+        "test_instruction_sets.check_attention()\n"
+        "test_instruction_sets.check_elementwise()\n"
+        "print(operator('cpu_isa')())\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "KVLLM_CPU_ISA": isa, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    if result.stdout.strip() != isa:
+        pytest.skip(f"this processor stops at {result.stdout.strip()}")
+
+
+def test_unknown_instruction_set() -> None:
+    script = "from kvllm._extension import operator; operator('cpu_isa')()"
+    environment = {**os.environ, "KVLLM_CPU_ISA": "sse9"}
+    result = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert result.returncode != 0
+    assert "KVLLM_CPU_ISA is 'sse9': use baseline, avx2, avx512 or avx512_bf16" in result.stderr
