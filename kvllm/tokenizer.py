@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ VOCABULARIES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merge
 REPLACEMENT = "\ufffd"
 # A character has at most 4 bytes. More tokens than this without a complete one at their end are a run of invalid bytes.
 MAX_PENDING = 16
+# Tokens of a prompt's end that are looked at: some characters of up to 4 bytes, each byte possibly a token of its own.
+PROMPT_CONTEXT = 12
 
 
 def has_tokenizer(path: str | Path) -> bool:
@@ -111,17 +114,29 @@ def _check_messages(messages: list[dict[str, Any]]) -> None:
 class IncrementalDecoder:
     """Text of a growing list of tokens, at a cost per token that does not grow with the list.
 
-    The pieces add up to `tokenizer.decode` of all tokens, and no piece ends inside a character. (One exception: a
+    The pieces add up to what the tokens add to the text of the prompt: `tokenizer.decode` of the prompt and the tokens
+    begins with the prompt's text, and the pieces are the rest. No piece ends inside a character. (One exception: a
     byte-fallback decoder rejects a whole run of bytes for an invalid one at its end. Text given out before it stays.)
-    New tokens are decoded behind those of the piece before: some decoders treat the first token of a text differently.
+    New tokens are decoded behind those of the piece before, and the first ones behind the end of the prompt: decoders
+    of the Llama 2 kind drop the leading space of a text, and only of a text.
+
+    Args:
+        skip_special_tokens: leave special tokens out of the text, those of the prompt too.
+        prompt_token_ids: what the tokens follow. If the prompt ends inside a character that the first tokens complete,
+            the character belongs to the pieces.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()
+    ) -> None:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
-        self._context: list[int] = []
-        self._context_length = 0
-        self._pending: list[int] = []
+        with_text = (token_id for token_id in reversed(prompt_token_ids) if token_id not in self._skipped)
+        prompt_end = list(islice(with_text, PROMPT_CONTEXT))[::-1]
+        self._context, self._pending = _split_characters(tokenizer, prompt_end)
+        self._context_length = len(tokenizer.decode(self._context)) if self._context else 0
+        # The end of a prompt that stops inside a character. Empty once any text was given out.
+        self._broken_end = tokenizer.decode(self._context + self._pending) if self._pending else ""
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Text that these tokens complete; what may still change is kept for later."""
@@ -134,12 +149,15 @@ class IncrementalDecoder:
         return ""
 
     def finish(self) -> str:
-        """What is left: an incomplete character becomes U+FFFD."""
+        """The rest of the text: an incomplete character becomes U+FFFD."""
         return self._release(len(self._pending), self._tokenizer.decode(self._context + self._pending))
 
     def _release(self, count: int, text: str) -> str:
         """Give out the first `count` pending tokens; `text` is the context's and theirs."""
         released, self._pending = self._pending[:count], self._pending[count:]
+        if self._broken_end and text.startswith(self._broken_end):  # nothing has completed the prompt's last character
+            self._context_length = len(self._broken_end)
+        self._broken_end = ""
         piece = text[self._context_length :]
         if piece:
             self._context, self._context_length = released, len(self._tokenizer.decode(released))
@@ -160,6 +178,21 @@ class IncrementalDecoder:
             if tail and head + tail == text:
                 return self._release(count, head)
         return ""
+
+
+def _split_characters(tokenizer: Tokenizer, token_ids: list[int]) -> tuple[list[int], list[int]]:
+    """The last tokens of a prompt whose text is whole characters, and behind them those of an incomplete character.
+
+    The beginning must lie between two characters as well: a byte-fallback decoder rejects a whole run of bytes for an
+    invalid one.
+    """
+    for num_incomplete in range(4):
+        end = len(token_ids) - num_incomplete
+        for start in range(min(4, max(1, end))):
+            text = tokenizer.decode(token_ids[start:end])
+            if not text.startswith(REPLACEMENT) and not text.endswith(REPLACEMENT):
+                return token_ids[start:end], token_ids[end:]
+    return token_ids, []
 
 
 class StopChecker:

@@ -93,7 +93,7 @@ class LLMEngine:
         request = _Request(output)
         request.sequences[0] = self._queue(request_id, token_ids, sampling_params)
         if self.tokenizer is not None:
-            request.texts = [CompletionText(self.tokenizer, sampling_params, stream) for _ in output.outputs]
+            request.texts = [CompletionText(self.tokenizer, sampling_params, token_ids, stream) for _ in output.outputs]
         self._requests[request_id] = request
         return output
 

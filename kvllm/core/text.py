@@ -11,12 +11,16 @@ from kvllm.tokenizer import IncrementalDecoder, StopChecker, Tokenizer
 class CompletionText:
     """Decodes tokens and looks for stop strings.
 
+    prompt_token_ids: what the completion follows. The prompt's text and the completion's are one text, so a space
+    between the two belongs to one of them.
     stream: decode every token when it comes. Without it, and without stop strings, which need it, all are decoded
     together at the end, which is a good deal cheaper.
     """
 
-    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams, stream: bool) -> None:
-        self._decoder = IncrementalDecoder(tokenizer, sampling.skip_special_tokens)
+    def __init__(
+        self, tokenizer: Tokenizer, sampling: SamplingParams, prompt_token_ids: Sequence[int], stream: bool
+    ) -> None:
+        self._decoder = IncrementalDecoder(tokenizer, sampling.skip_special_tokens, prompt_token_ids)
         self._stops = StopChecker(sampling.stop or [], sampling.include_stop_str_in_output)
         self._min_tokens = sampling.min_tokens
         self._streams = stream or bool(sampling.stop)

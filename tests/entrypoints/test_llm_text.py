@@ -110,3 +110,33 @@ def test_chat(shared_dir: Path, tmp_path: Path) -> None:
     assert "<think>\n\n</think>" in llm.tokenizer.decode(quick.prompt_token_ids)
     with pytest.raises(RequestError, match="role"):
         llm.chat([{"content": "no role"}])
+
+
+@pytest.fixture(scope="module")
+def stories(shared_dir: Path) -> LLM:
+    return LLM(shared_dir / "data" / "models" / "stories260K-fp32", block_size=16, num_gpu_blocks_override=50)
+
+
+def test_the_prompt_and_the_text_are_one_text(stories: LLM) -> None:
+    """A Llama-style decoder drops the first space of a text, and the completion is not its beginning."""
+    params = SamplingParams(temperature=0, max_tokens=12)
+    prompts = ["Once", "Once upon a", {"prompt_token_ids": stories.tokenizer.encode("Once")}]
+    outputs = stories.generate(prompts, params, use_tqdm=False)
+    assert outputs[0].outputs[0].text == outputs[2].outputs[0].text
+    for output in outputs:
+        whole = stories.tokenizer.decode(output.prompt_token_ids + output.outputs[0].token_ids, True)
+        assert stories.tokenizer.decode(output.prompt_token_ids, True) + output.outputs[0].text == whole
+        assert output.outputs[0].text.startswith(" ")
+    (beginning,) = stories.generate([[stories.tokenizer.hf.bos_token_id]], params, use_tqdm=False)
+    assert beginning.outputs[0].text.startswith("Once upon")
+
+
+def test_a_stop_string_that_begins_with_the_first_tokens_space(stories: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=12, stop=[" upon"])
+    (stopped,) = stories.generate(["Once"], params, use_tqdm=False)
+    assert (stopped.outputs[0].text, stopped.outputs[0].stop_reason) == ("", " upon")
+    engine = stories.llm_engine
+    output = engine.add_request("stream", "Once", SamplingParams(temperature=0, max_tokens=12))
+    engine.step()
+    assert output.outputs[0].text == " upon"
+    engine.abort("stream")

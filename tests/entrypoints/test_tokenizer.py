@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -58,8 +59,21 @@ def sentencepiece_like() -> Tokenizer:
     return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>"))
 
 
-def pieces_of(tokenizer: Tokenizer, token_ids: list[int], skip_special_tokens: bool, step: int = 1) -> list[str]:
-    decoder = IncrementalDecoder(tokenizer, skip_special_tokens)
+def stories(shared_dir: Path) -> Tokenizer:
+    path = shared_dir / "data" / "models" / "stories260K-fp32"
+    if not path.is_dir():
+        pytest.skip(f"needs the checkpoint {path}, which is absent")
+    return loaded(path)
+
+
+def pieces_of(
+    tokenizer: Tokenizer,
+    token_ids: list[int],
+    skip_special_tokens: bool,
+    step: int = 1,
+    prompt_token_ids: Sequence[int] = (),
+) -> list[str]:
+    decoder = IncrementalDecoder(tokenizer, skip_special_tokens, prompt_token_ids)
     pieces = [decoder.push(token_ids[i : i + step]) for i in range(0, len(token_ids), step)]
     return [*pieces, decoder.finish()]
 
@@ -223,6 +237,71 @@ def test_marked_spaces_and_byte_fallback(words, skip, step):
     token_ids = [vocab[name] for group in names for name in group]
     expected = tokenizer.decode(token_ids, skip_special_tokens=skip)
     assert "".join(pieces_of(tokenizer, token_ids, skip, step)) == expected
+
+
+# Text behind a prompt
+
+
+def text_behind(tokenizer: Tokenizer, prompt: list[int], output: list[int], skip: bool) -> str:
+    """What follows the whole characters of the prompt's text in the text of both."""
+    heads = (tokenizer.decode(prompt[: len(prompt) - cut], skip_special_tokens=skip) for cut in range(4))
+    whole = next(head for head in heads if not head.endswith("\ufffd"))
+    text = tokenizer.decode(prompt + output, skip_special_tokens=skip)
+    assert text.startswith(whole)
+    return text[len(whole) :]
+
+
+@pytest.mark.parametrize("name", [*NAMES, "stories260K", "sentencepiece_like"])
+def test_the_prompts_text_and_the_pieces_are_the_text(shared_dir, name):
+    """Wherever a text is cut into prompt and output: between words, and inside a character."""
+    makers = {"stories260K": lambda: stories(shared_dir), "sentencepiece_like": sentencepiece_like}
+    tokenizer = makers.get(name, lambda: named(shared_dir, name))()
+
+    @settings(deadline=None, max_examples=150)
+    @example(text="Once upon", cut=2, skip=True, step=1)
+    @example(text="Once 中文", cut=4, skip=True, step=1)
+    @example(text="中文字" * 5, cut=13, skip=True, step=3)
+    @given(
+        text=TEXT.map(lambda text: text.replace("\ufffd", "")),
+        cut=st.integers(0),
+        skip=st.booleans(),
+        step=st.integers(1, 3),
+    )
+    def check(text, cut, skip, step):
+        token_ids = tokenizer.encode(text)
+        cut = min(cut, len(token_ids))
+        prompt, output = token_ids[:cut], token_ids[cut:]
+        pieces = pieces_of(tokenizer, output, skip, step, prompt)
+        assert "".join(pieces) == text_behind(tokenizer, prompt, output, skip)
+
+    check()
+
+
+@pytest.mark.parametrize("end", [[], ["<s>"], ["</s>", "<s>"]], ids=str)
+def test_special_tokens_at_the_end_of_a_prompt(shared_dir, end):
+    """They have no text, so the words before and behind them stay apart as in the text of all tokens."""
+    tokenizer = stories(shared_dir)
+    once, upon, *special = tokenizer.hf.convert_tokens_to_ids(["▁Once", "▁upon", *end])
+    assert "".join(pieces_of(tokenizer, [upon], True, 1, [once, *special])) == " upon"
+    assert "".join(pieces_of(tokenizer, [upon], True, 1, special)) == "upon"  # the text begins here
+    both = tokenizer.decode([once, *special, upon])
+    assert (
+        "".join(pieces_of(tokenizer, [upon], False, 1, [once, *special]))
+        == both[len(tokenizer.decode([once, *special])) :]
+    )
+
+
+def test_a_prompts_broken_character_that_stays_broken_belongs_to_the_prompt(shared_dir):
+    for tokenizer in (stories(shared_dir), sentencepiece_like(), named(shared_dir, "Qwen3")):
+        half = tokenizer.encode("中", add_special_tokens=False)[:-1]
+        if tokenizer.decode(half) and "\ufffd" not in tokenizer.decode(half):
+            symbols = bytes_to_unicode()
+            half = tokenizer.hf.convert_tokens_to_ids([symbols[byte] for byte in "中".encode()[:-1]])
+        (letter,) = tokenizer.encode("a", add_special_tokens=False)[-1:]
+        prompt = [*tokenizer.encode("b"), *half]
+        expected = tokenizer.decode([*prompt, letter])[len(tokenizer.decode(prompt)) :]
+        assert "".join(pieces_of(tokenizer, [letter], False, 1, prompt)) == expected
+        assert "".join(pieces_of(tokenizer, [], False, 1, prompt)) == ""
 
 
 @pytest.mark.parametrize("kind", ["invalid", "split", "special", "unknown"])
