@@ -16,9 +16,14 @@ class BlockManager:
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.prefix_cache = PrefixCache() if enable_prefix_caching else None
-        self._free = deque(range(num_blocks))
-        self._references = [0] * num_blocks
+        self.enable_prefix_caching = enable_prefix_caching
+        self.clear()
+
+    def clear(self) -> None:
+        """Make all blocks free: their content is lost. No sequence may own one."""
+        self.prefix_cache = PrefixCache() if self.enable_prefix_caching else None
+        self._free = deque(range(self.num_blocks))
+        self._references = [0] * self.num_blocks
 
     @property
     def num_available(self) -> int:

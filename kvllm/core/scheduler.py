@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import replace
 
 from kvllm.config import EngineConfig
 from kvllm.core.block_manager import BlockManager
-from kvllm.core.compression_policy import Compression, EngineLoad, peak_blocks, window_tokens
+from kvllm.core.compression_planner import CompressionPlanner
+from kvllm.core.compression_policy import Compression
 from kvllm.core.protocol import (
     BlockCopy,
-    CompressionJob,
     Fork,
     SampledToken,
     ScheduledSequence,
@@ -18,7 +17,6 @@ from kvllm.core.protocol import (
     StepPlan,
     StepResult,
 )
-from kvllm.core.regions import Region
 from kvllm.core.sequence import Sequence
 from kvllm.errors import RequestError
 from kvllm.stats import EngineStats
@@ -34,18 +32,17 @@ class Scheduler:
     def __init__(self, config: EngineConfig, stats: EngineStats) -> None:
         self.config = config
         self.stats = stats
-        self.reset_cache()
+        self.blocks = BlockManager(config.num_blocks, config.block_size, config.shares_prefixes)
         self.waiting: OrderedDict[int, Sequence] = OrderedDict()
         self.running: list[Sequence] = []
-        self.compression = Compression.of(config)
+        compression = Compression.of(config)
+        self.planner = CompressionPlanner(compression, config, self.blocks) if compression else None
         self._watermark = int(config.watermark * config.num_blocks)
         self._dropped_seq_ids: list[int] = []
         self._plan = StepPlan()
         self._scheduled: list[Sequence] = []
         self._decode_steps = 0
         self._missing_blocks = 0
-        self._tokens = 0  # of the budget of the step being planned
-        self._held: set[int] = set()  # ids of running sequences that wait for tokens to be compressed before they go on
 
     # Requests
 
@@ -55,8 +52,8 @@ class Scheduler:
         Raises:
             RequestError: it could not finish even with the whole pool to itself, or its budget is too small.
         """
-        if self.compression:
-            self.compression.check(seq.prompt_length, seq.sampling)
+        if self.planner:
+            self.planner.check(seq)
         entries = seq.max_length - 1  # the last token is never stored
         needed = self._peak_blocks(seq, entries)
         if needed > self.config.num_blocks:
@@ -83,10 +80,12 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """The next step. It may schedule nothing when a lone sequence had to be preempted; the one after will."""
         self._plan = plan = StepPlan()
-        self._tokens = self.config.max_num_batched_tokens
-        if self.compression:
-            self._compress_due(plan, self.compression)
-        budget, preempted = self._schedule_running(plan)
+        budget = self.config.max_num_batched_tokens
+        if self.planner:
+            budget = self.planner.plan(
+                plan, self.running, budget, decode_steps=self._decode_steps, missing_blocks=self._missing_blocks
+            )
+        budget, preempted = self._schedule_running(plan, budget)
         if not preempted:
             self._admit(plan, budget)
         plan.dropped_seq_ids = self._dropped_seq_ids[:]
@@ -98,20 +97,20 @@ class Scheduler:
         stats = self.stats
         if plan.scheduled:
             stats.record_step(running=len(plan.scheduled), blocks=self.blocks.num_owned)
-        if self.compression and plan.compressions:
+        if plan.compressions:
             stats.compression_events += 1
             stats.windows_compressed += sum(job.num_windows for job in plan.compressions)
             stats.entries_evicted += sum(job.dropped for job in plan.compressions)
             stats.blocks_released += sum(job.region_blocks - len(job.destinations) for job in plan.compressions)
 
-    def _schedule_running(self, plan: StepPlan) -> tuple[int, bool]:
+    def _schedule_running(self, plan: StepPlan, budget: int) -> tuple[int, bool]:
         """Give each running sequence its decode or its next prefill chunk, oldest first."""
-        budget = self._tokens
+        held = self.planner.held if self.planner else ()
         running_before = len(self.running)
         position = 0
         while position < len(self.running) and budget > 0:
             seq = self.running[position]
-            if seq.seq_id in self._held:
+            if seq.seq_id in held:
                 position += 1
                 continue
             num_tokens = self._chunk(seq, budget)
@@ -126,7 +125,7 @@ class Scheduler:
     def _make_room(self, plan: StepPlan, seq: Sequence, num_tokens: int) -> int | None:
         """Preempt from the youngest on until `seq` can grow: by how many blocks. None if that reached `seq` itself."""
         while (new_blocks := self.blocks.blocks_to_append(seq, num_tokens)) > self.blocks.num_available:
-            if self.running == [seq] and self.compression and self._compress_complete(plan, self.compression, seq):
+            if self.running == [seq] and self.planner and self.planner.compress_complete(plan, seq):
                 continue
             victim = self.running[-1]
             self._preempt(plan, victim)
@@ -221,31 +220,20 @@ class Scheduler:
 
         Without compression growth has no such end, and admission counts on preemption alone, as other engines do.
         """
-        if self.compression is None:
-            return 0
-        logical = max(seq.logical_length, seq.prompt_length)
-        cached = seq.cached_length + logical - seq.logical_length
-        complete = self.compression.policy.regions_of(seq).next_end(cached, seq.uncompressed_tail)
-        target = min(complete, cached + seq.max_length - 1 - logical)
-        return max(0, self.blocks.blocks_for(target) - len(seq.block_table))
+        return self.planner.growth(seq) if self.planner else 0
 
     # Prefill arithmetic
 
     def _chunk(self, seq: Sequence, budget: int) -> int:
         """Tokens of the next chunk: what is left, what the budget allows, and never past a point of compression."""
         num_tokens = min(seq.num_uncomputed, budget)
-        if self.compression is None or not seq.is_prefilling:
+        if self.planner is None or not seq.is_prefilling:
             return num_tokens
-        prompt_left = max(0, seq.prompt_length - seq.logical_length)
-        regions, prompt_end = self.compression.policy.regions_of(seq), seq.cached_length + prompt_left
-        if prompt_left and (self.compression.config.compress_prompt or regions.complete(prompt_end, 0)):
-            return min(num_tokens, prompt_left)
-        tail = 0 if prompt_left else seq.uncompressed_tail
-        return min(num_tokens, regions.next_end(prompt_end, tail) - seq.cached_length)
+        return self.planner.chunk(seq, num_tokens)
 
     def _refills_compressed(self, seq: Sequence) -> bool:
         """Whether a preempted sequence's output is compressed on its way in, window by window."""
-        return self.compression is not None and seq.num_generated > 0
+        return self.planner is not None and self.planner.refills_compressed(seq)
 
     def _longest_hit(self, seq: Sequence) -> int:
         """Tokens that may come from the prefix cache: the last one is always computed, for its logits. Where output is
@@ -260,90 +248,9 @@ class Scheduler:
         return self._peak_blocks(seq, seq.num_tokens) * self.config.block_size
 
     def _peak_blocks(self, seq: Sequence, entries: int) -> int:
-        regions = self.compression and self.compression.policy.regions_of(seq)
-        return peak_blocks(self.config, regions, seq.prompt_length, entries)
-
-    # Compression
-
-    def _compress_due(self, plan: StepPlan, compression: Compression) -> None:
-        """Compress what was just prefilled, and what the policy names, with the tokens that decodes leave over."""
-        self._held.clear()
-        self._tokens -= len(self.running)
-        decoding = []
-        for seq in self.running:
-            if seq.logical_length <= self._compressed_at_once(seq):
-                if seq.logical_length >= seq.prompt_length and (region := self._complete(compression, seq)):
-                    self._compress_at_once(plan, compression, seq, region)
-            elif not seq.is_prefilling:
-                decoding.append(seq)
-        load = EngineLoad(self._decode_steps, self.blocks.num_available, self._missing_blocks, self._tokens)
-        for seq, region in compression.policy.select(decoding, load):
-            if compression.policy.at_once:
-                self._compress_at_once(plan, compression, seq, region)
-            else:
-                self._compress(plan, compression, seq, region)
-        self._tokens = max(0, self._tokens) + len(self.running)
-
-    def _compress_at_once(self, plan: StepPlan, compression: Compression, seq: Sequence, region: Region) -> None:
-        """Compress as much as there are tokens for. For the rest the sequence waits, and computes nothing meanwhile.
-
-        Windows that do not lose whole blocks go together: behind the first of them the others would begin inside of
-        blocks, and a sequence admitted for what it takes with all of them compressed might never finish.
-        """
-        together = region.count if (region.size - region.retain) % self.config.block_size else 1
-        affordable = self._tokens // window_tokens(compression.config, region.size)
-        count = min(region.count, affordable) // together * together
-        if not count and not plan.compressions:
-            count = together
-        part = replace(region, count=count)
-        done = count > 0 and (not self._compress(plan, compression, seq, part) or count == region.count)
-        if not done:
-            self._held.add(seq.seq_id)
-
-    def _compressed_at_once(self, seq: Sequence) -> int:
-        """Logical length up to which complete windows wait for no policy: output that a preempted sequence computes
-        again, and a prompt that may be compressed. The prompt's windows are compressed when all of it is computed."""
-        return max(seq.refill_length, seq.prompt_length if seq.tail_start < seq.prompt_length else 0)
-
-    def _complete(self, compression: Compression, seq: Sequence) -> Region | None:
-        return compression.policy.regions_of(seq).complete(seq.cached_length, seq.uncompressed_tail)
-
-    def _compress_complete(self, plan: StepPlan, compression: Compression, seq: Sequence) -> bool:
-        """Compress all that is complete. False if nothing is, or it cannot be copied."""
-        region = self._complete(compression, seq)
-        return region is not None and self._compress(plan, compression, seq, region)
-
-    def _compress(self, plan: StepPlan, compression: Compression, seq: Sequence, region: Region) -> bool:
-        """Plan the compression of a region. The blocks it empties are free at once.
-
-        A region with a shared block needs fresh blocks for its survivors: without them the sequence is skipped.
-        """
-        first, blocks, keep = self._blocks_of(compression, seq, region)
-        if self.blocks.blocks_to_compact(seq, first, blocks, keep) > self.blocks.num_available:
-            return False
-        destinations = self.blocks.compact(seq, first, blocks, keep)
-        plan.compressions.append(
-            CompressionJob(seq.seq_id, first, region.count, region.size, region.retain, blocks, destinations)
-        )
-        seq.compacted(region.dropped, compression.policy.regions_of(seq).tail_after(seq.cached_length, region))
-        self._tokens -= region.count * window_tokens(compression.config, region.size)
-        return True
-
-    def _blocks_of(self, compression: Compression, seq: Sequence, region: Region) -> tuple[int, int, int]:
-        """Where in its table a region begins, how many blocks it covers, and how many its survivors fill."""
-        block_size = self.config.block_size
-        first = region.start // block_size
-        dropped, odd = divmod(region.dropped, block_size)
-        if compression.keeps_end and not odd and region.count == 1:
-            return first, dropped, 0  # nothing moves: the blocks at the beginning are let go
-        if odd or region.end % block_size:  # the entries behind the region, or in its last block, move up
-            return (
-                first,
-                len(seq.block_table) - first,
-                self.blocks.blocks_for(seq.cached_length - region.dropped) - first,
-            )
-        blocks = (region.end - region.start) // block_size
-        return first, blocks, blocks - dropped
+        if self.planner is None:
+            return self.blocks.blocks_for(entries)
+        return self.planner.peak_blocks(seq, entries)
 
     # After a step
 
@@ -373,7 +280,7 @@ class Scheduler:
 
     def reset_cache(self) -> None:
         """Start with an empty pool: the content of all blocks is lost. No sequence may own one."""
-        self.blocks = BlockManager(self.config.num_blocks, self.config.block_size, self.config.shares_prefixes)
+        self.blocks.clear()
 
     def _fork(self, parent: Sequence, forks: list[Fork]) -> list[Sequence]:
         """Let the other completions of a request branch off: they share all blocks computed so far."""

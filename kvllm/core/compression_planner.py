@@ -1,0 +1,150 @@
+"""The compression jobs of a step, and what compression means for prefill chunks, admission and growth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Sequences
+from dataclasses import replace
+
+from kvllm.config import EngineConfig
+from kvllm.core.block_manager import BlockManager
+from kvllm.core.compression_policy import Compression, EngineLoad, peak_blocks, window_tokens
+from kvllm.core.protocol import CompressionJob, StepPlan
+from kvllm.core.regions import Region
+from kvllm.core.sequence import Sequence
+
+
+class CompressionPlanner:
+    """Plans compressions for the scheduler that holds it, over the same blocks.
+
+    held: ids of running sequences that compute nothing in this step, because they wait to be compressed first.
+    """
+
+    def __init__(self, compression: Compression, config: EngineConfig, blocks: BlockManager) -> None:
+        self.compression = compression
+        self.policy = compression.policy
+        self.config = config
+        self.blocks = blocks
+        self.held: set[int] = set()
+        self._tokens = 0  # of the step's budget, what compression may still take
+
+    def check(self, seq: Sequence) -> None:
+        """Raises RequestError if a sequence's prompt and budget do not go together."""
+        self.compression.check(seq.prompt_length, seq.sampling)
+
+    # Jobs
+
+    def plan(
+        self, plan: StepPlan, running: Sequences[Sequence], tokens: int, *, decode_steps: int, missing_blocks: int
+    ) -> int:
+        """Compress what was just prefilled, and what the policy names, with the tokens that decodes leave over.
+
+        Args:
+            running: all running sequences, oldest first.
+            tokens: the step's budget.
+            decode_steps, missing_blocks: see EngineLoad.
+
+        Returns:
+            The tokens that are left for the running sequences.
+        """
+        self.held.clear()
+        self._tokens = tokens - len(running)
+        decoding = []
+        for seq in running:
+            if seq.logical_length <= self._compressed_at_once(seq):
+                if seq.logical_length >= seq.prompt_length and (region := self._complete(seq)):
+                    self._compress_at_once(plan, seq, region)
+            elif not seq.is_prefilling:
+                decoding.append(seq)
+        load = EngineLoad(decode_steps, self.blocks.num_available, missing_blocks, self._tokens)
+        for seq, region in self.policy.select(decoding, load):
+            if self.policy.at_once:
+                self._compress_at_once(plan, seq, region)
+            else:
+                self._compress(plan, seq, region)
+        return max(0, self._tokens) + len(running)
+
+    def compress_complete(self, plan: StepPlan, seq: Sequence) -> bool:
+        """Compress all that is complete. False if nothing is, or it cannot be copied."""
+        region = self._complete(seq)
+        return region is not None and self._compress(plan, seq, region)
+
+    def _compress_at_once(self, plan: StepPlan, seq: Sequence, region: Region) -> None:
+        """Compress as much as there are tokens for. For the rest the sequence waits, and computes nothing meanwhile.
+
+        Windows that do not lose whole blocks go together: behind the first of them the others would begin inside of
+        blocks, and a sequence admitted for what it takes with all of them compressed might never finish.
+        """
+        together = region.count if (region.size - region.retain) % self.config.block_size else 1
+        affordable = self._tokens // window_tokens(self.compression.config, region.size)
+        count = min(region.count, affordable) // together * together
+        if not count and not plan.compressions:
+            count = together
+        part = replace(region, count=count)
+        done = count > 0 and (not self._compress(plan, seq, part) or count == region.count)
+        if not done:
+            self.held.add(seq.seq_id)
+
+    def _compressed_at_once(self, seq: Sequence) -> int:
+        """Logical length up to which complete windows wait for no policy: output that a preempted sequence computes
+        again, and a prompt that may be compressed. The prompt's windows are compressed when all of it is computed."""
+        return max(seq.refill_length, seq.prompt_length if seq.tail_start < seq.prompt_length else 0)
+
+    def _complete(self, seq: Sequence) -> Region | None:
+        return self.policy.regions_of(seq).complete(seq.cached_length, seq.uncompressed_tail)
+
+    def _compress(self, plan: StepPlan, seq: Sequence, region: Region) -> bool:
+        """Plan the compression of a region. The blocks it empties are free at once.
+
+        A region with a shared block needs fresh blocks for its survivors: without them the sequence is skipped.
+        """
+        first, blocks, keep = self._blocks_of(seq, region)
+        if self.blocks.blocks_to_compact(seq, first, blocks, keep) > self.blocks.num_available:
+            return False
+        destinations = self.blocks.compact(seq, first, blocks, keep)
+        plan.compressions.append(
+            CompressionJob(seq.seq_id, first, region.count, region.size, region.retain, blocks, destinations)
+        )
+        seq.compacted(region.dropped, self.policy.regions_of(seq).tail_after(seq.cached_length, region))
+        self._tokens -= region.count * window_tokens(self.compression.config, region.size)
+        return True
+
+    def _blocks_of(self, seq: Sequence, region: Region) -> tuple[int, int, int]:
+        """Where in its table a region begins, how many blocks it covers, and how many its survivors fill."""
+        block_size = self.config.block_size
+        first = region.start // block_size
+        dropped, odd = divmod(region.dropped, block_size)
+        if self.compression.keeps_end and not odd and region.count == 1:
+            return first, dropped, 0  # nothing moves: the blocks at the beginning are let go
+        if odd or region.end % block_size:  # the KV pairs behind the region, or in its last block, move up
+            after = self.blocks.blocks_for(seq.cached_length - region.dropped)
+            return first, len(seq.block_table) - first, after - first
+        blocks = (region.end - region.start) // block_size
+        return first, blocks, blocks - dropped
+
+    # Prefill, admission and growth
+
+    def chunk(self, seq: Sequence, num_tokens: int) -> int:
+        """Of `num_tokens` tokens of a prefill those that come before the next point of compression."""
+        prompt_left = max(0, seq.prompt_length - seq.logical_length)
+        regions, prompt_end = self.policy.regions_of(seq), seq.cached_length + prompt_left
+        if prompt_left and (self.compression.config.compress_prompt or regions.complete(prompt_end, 0)):
+            return min(num_tokens, prompt_left)
+        tail = 0 if prompt_left else seq.uncompressed_tail
+        return min(num_tokens, regions.next_end(prompt_end, tail) - seq.cached_length)
+
+    @staticmethod
+    def refills_compressed(seq: Sequence) -> bool:
+        """Whether a preempted sequence's output is compressed on its way in, window by window."""
+        return seq.num_generated > 0
+
+    def peak_blocks(self, seq: Sequence, total: int) -> int:
+        """Most blocks that a sequence alone needs to reach `total` KV pairs."""
+        return peak_blocks(self.config, self.policy.regions_of(seq), seq.prompt_length, total)
+
+    def growth(self, seq: Sequence) -> int:
+        """Blocks that a sequence will add to its table before it has a window to compress."""
+        logical = max(seq.logical_length, seq.prompt_length)
+        cached = seq.cached_length + logical - seq.logical_length
+        complete = self.policy.regions_of(seq).next_end(cached, seq.uncompressed_tail)
+        target = min(complete, cached + seq.max_length - 1 - logical)
+        return max(0, self.blocks.blocks_for(target) - len(seq.block_table))
