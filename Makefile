@@ -1,13 +1,16 @@
 # make demo   the main job: the same problems with and without compression, in a small KV pool
 # make test   lint, type check and tests
 # make venv   the environment alone: .venv with pinned dependencies and the compiled extension
+# make wheel  dist/: one wheel for every Python from 3.11 and every torch from 2.11
+# make docs   site/: the pages of docs/ and the API reference
 
 PYTHON ?= python3
 VENV := .venv
+DOCS_VENV := .venv-docs
 READY := $(VENV)/ready
 SOURCES := $(wildcard csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu csrc/*/*.cuh)
 
-.PHONY: venv demo test lint clean
+.PHONY: venv demo test lint wheel docs clean
 
 venv: $(READY)
 
@@ -26,9 +29,24 @@ lint: venv
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright
+	$(VENV)/bin/clang-format --dry-run --Werror $(SOURCES) tests/kernels/*.cpp
 
 test: lint
 	$(VENV)/bin/python -m pytest -n auto --dist loadfile
 
+wheel: venv
+	rm -rf build  # files that were moved since would be packed, too
+	$(VENV)/bin/pip wheel --quiet . --no-build-isolation --no-deps --wheel-dir dist
+
+docs: $(DOCS_VENV)/ready
+	$(DOCS_VENV)/bin/mkdocs build --strict
+
+# Without torch and without a compiler: the reference is read from the sources.
+$(DOCS_VENV)/ready: constraints.txt pyproject.toml
+	$(PYTHON) -m venv --clear $(DOCS_VENV)
+	$(DOCS_VENV)/bin/pip install --quiet -c constraints.txt $$($(PYTHON) -c \
+		'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info kvllm/*.so
+	rm -rf $(VENV) $(DOCS_VENV) build dist site *.egg-info kvllm/*.so

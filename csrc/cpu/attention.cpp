@@ -50,8 +50,9 @@ struct Problem {
   }
 
   void check_batch() const {
-    STD_TORCH_CHECK(query_start_loc[0] == 0 && query_start_loc[sequences] == rows, "query_start_loc runs from ", query_start_loc[0],
-                    " to ", query_start_loc[sequences], ", not from 0 to the number of rows, ", rows);
+    STD_TORCH_CHECK(query_start_loc[0] == 0 && query_start_loc[sequences] == rows, "query_start_loc runs from ",
+                    query_start_loc[0], " to ", query_start_loc[sequences], ", not from 0 to the number of rows, ",
+                    rows);
     for (int64_t s = 0; s < sequences; ++s) {
       STD_TORCH_CHECK(query_start_loc[s] < query_start_loc[s + 1], "sequence ", s, " has no rows");
       int32_t previous = 0;
@@ -61,8 +62,8 @@ struct Problem {
         previous = last_kv_index[row];
       }
       if (packed != nullptr) {
-        STD_TORCH_CHECK(packed[s] >= 0 && packed[s] <= last_kv_index[query_start_loc[s]], "sequence ", s, " has ", packed[s],
-                        " packed entries, and queries among them");
+        STD_TORCH_CHECK(packed[s] >= 0 && packed[s] <= last_kv_index[query_start_loc[s]], "sequence ", s, " has ",
+                        packed[s], " packed entries, and queries among them");
         for (int64_t head = 0; head < kv_heads; ++head) {
           STD_TORCH_CHECK(head_lengths[s * kv_heads + head] >= 0, "sequence ", s, " has a head of negative length");
         }

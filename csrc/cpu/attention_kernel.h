@@ -54,8 +54,8 @@ struct TileRows {
       const bool before_hole = start + i < head.hole_begin;
       const int place = start + i + (before_hole ? 0 : head.hole_size);
       const int row = place % head.block_size;
-      const int64_t offset = head.block_table[place / head.block_size] * head.block_stride +
-                             static_cast<int64_t>(row) * head.head_dim;
+      const int64_t offset =
+          head.block_table[place / head.block_size] * head.block_stride + static_cast<int64_t>(row) * head.head_dim;
       int block_end = minimum(count, i + head.block_size - row);
       if (before_hole) block_end = minimum(block_end, head.hole_begin - start);
       const T* key = static_cast<const T*>(head.keys) + offset;

@@ -10,13 +10,12 @@ STABLE_TORCH_LIBRARY(kvllm, m) {
       "rotary_(Tensor(a!) qkv, Tensor positions, Tensor cos_sin, int num_q_heads, int num_kv_heads, int head_dim, "
       "Tensor? q_weight, Tensor? k_weight, float eps) -> ()");
   m.def(
-      "paged_attention(Tensor queries, Tensor key_cache, Tensor value_cache, Tensor query_start_loc, Tensor last_kv_index, "
-      "Tensor block_tables, Tensor? packed, Tensor? head_lengths, float scale) -> Tensor");
+      "paged_attention(Tensor queries, Tensor key_cache, Tensor value_cache, Tensor query_start_loc, "
+      "Tensor last_kv_index, Tensor block_tables, Tensor? packed, Tensor? head_lengths, float scale) -> Tensor");
   m.def(
       "attention_mass(Tensor queries, Tensor keys, int num_scored, float scale, Tensor? row_index=None, "
       "bool squared=False) -> Tensor");
-  m.def(
-      "store_kv(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor keys, Tensor values, Tensor slots) -> ()");
+  m.def("store_kv(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor keys, Tensor values, Tensor slots) -> ()");
   m.def("copy_blocks(Tensor(a!) cache, Tensor sources, Tensor destinations) -> ()");
   m.def("compact(Tensor(a!) cache, Tensor kept, Tensor sources, Tensor destinations) -> ()");
   m.def("cpu_isa() -> str");
@@ -34,6 +33,4 @@ STABLE_TORCH_LIBRARY_IMPL(kvllm, CPU, m) {
   m.impl("compact", TORCH_BOX(&kvllm::compact));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(kvllm, CompositeExplicitAutograd, m) {
-  m.impl("cpu_isa", TORCH_BOX(&kvllm::cpu_isa));
-}
+STABLE_TORCH_LIBRARY_IMPL(kvllm, CompositeExplicitAutograd, m) { m.impl("cpu_isa", TORCH_BOX(&kvllm::cpu_isa)); }

@@ -30,10 +30,10 @@ constexpr int64_t mass_workspace_floats(int64_t num_keys, int64_t head_dim) {
   return padded * head_dim + 4 * padded + 4 * head_dim;
 }
 
-// Keys and values of one KV head of one sequence. Entries are counted without the hole that a head has which keeps fewer
-// than others: entry `hole_begin` lies `hole_size` places behind the one before.
+// Keys and values of one KV head of one sequence. Entries are counted without the hole that a head has which keeps
+// fewer than others: entry `hole_begin` lies `hole_size` places behind the one before.
 struct PagedHead {
-  const void* keys;    // the head's first row in block 0
+  const void* keys;  // the head's first row in block 0
   const void* values;
   int64_t block_stride;  // elements from a block to the next
   const int32_t* block_table;

@@ -42,8 +42,8 @@ inline void check_contiguous(const Tensor& tensor, const char* name, int64_t dim
 }
 
 inline void check_dtype(const Tensor& tensor, const char* name, ScalarType dtype) {
-  STD_TORCH_CHECK(tensor.scalar_type() == dtype, name, " has dtype ",
-                  torch::headeronly::toString(tensor.scalar_type()), ", not ", torch::headeronly::toString(dtype));
+  STD_TORCH_CHECK(tensor.scalar_type() == dtype, name, " has dtype ", torch::headeronly::toString(tensor.scalar_type()),
+                  ", not ", torch::headeronly::toString(dtype));
 }
 
 inline void check_size(const Tensor& tensor, const char* name, int64_t dim, int64_t size) {
@@ -73,8 +73,8 @@ Tensor empty_like(const Tensor& like, const int64_t (&sizes)[kDims]) {
 // Rows of heads: `[T, heads, head_dim]`, in which only the rows may be apart.
 inline void check_heads(const Tensor& tensor, const char* name) {
   STD_TORCH_CHECK(tensor.dim() == 3, name, " has ", tensor.dim(), " dimensions, not 3");
-  const bool dense_heads = (tensor.size(2) == 1 || tensor.stride(2) == 1) &&
-                           (tensor.size(1) == 1 || tensor.stride(1) == tensor.size(2));
+  const bool dense_heads =
+      (tensor.size(2) == 1 || tensor.stride(2) == 1) && (tensor.size(1) == 1 || tensor.stride(1) == tensor.size(2));
   STD_TORCH_CHECK(tensor.numel() == 0 || dense_heads, "the heads of a row of ", name, " are not contiguous");
 }
 

@@ -113,9 +113,7 @@ inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 // The second operand where either is NaN.
 inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
 inline Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
-inline Vec zero_where_less(Vec a, Vec bound, Vec x) {
-  return _mm256_andnot_ps(_mm256_cmp_ps(a, bound, _CMP_LT_OQ), x);
-}
+inline Vec zero_where_less(Vec a, Vec bound, Vec x) { return _mm256_andnot_ps(_mm256_cmp_ps(a, bound, _CMP_LT_OQ), x); }
 inline Vec keep_first(int count, Vec x, Vec others) {
   const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
   const __m256i keep = _mm256_cmpgt_epi32(_mm256_set1_epi32(count), lane);

@@ -6,8 +6,8 @@
 
 namespace kvllm {
 
-// `[layers, 2, blocks, kv_heads, block_size, head_dim]` in vectors of 16 bytes. A plane is the keys or the values of one
-// layer; places in it are counted from its start.
+// `[layers, 2, blocks, kv_heads, block_size, head_dim]` in vectors of 16 bytes. A plane is the keys or the values of
+// one layer; places in it are counted from its start.
 struct Layout {
   int64_t blocks;
   int heads, block_size, row_vectors;
@@ -17,9 +17,7 @@ __host__ __device__ inline int64_t block_vectors(const Layout& layout) {
   return static_cast<int64_t>(layout.heads) * layout.block_size * layout.row_vectors;
 }
 
-__host__ __device__ inline int64_t plane_vectors(const Layout& layout) {
-  return layout.blocks * block_vectors(layout);
-}
+__host__ __device__ inline int64_t plane_vectors(const Layout& layout) { return layout.blocks * block_vectors(layout); }
 
 // What a thread reads before it writes the first of it, so that many reads are on their way at once.
 constexpr int kInFlight = 4;
@@ -92,10 +90,10 @@ __host__ __device__ inline void moves_of(const Layout& layout, const Compaction&
 
 // A grid of (heads, planes); a block has at least `row_vectors` threads.
 //
-// A tile is read by all threads before any of them writes it: one thread's new row is another's old one. Nothing that is
-// written then is read later, because an entry never moves to a later row, and no sequence reads what another one wrote.
-// So one barrier is enough for each tile. Sequences go in order, because a destination may be a source of a sequence
-// before it.
+// A tile is read by all threads before any of them writes it: one thread's new row is another's old one. Nothing that
+// is written then is read later, because an entry never moves to a later row, and no sequence reads what another one
+// wrote. So one barrier is enough for each tile. Sequences go in order, because a destination may be a source of a
+// sequence before it.
 __global__ void __launch_bounds__(128, 8) compact_kernel(uint4* cache, Layout layout, Compaction event, int num_tiles) {
   const int head = blockIdx.x, layer = blockIdx.y / 2;
   uint4* plane = cache + blockIdx.y * plane_vectors(layout);
@@ -125,8 +123,8 @@ struct MassCompaction {
   int width;
 };
 
-// A grid of (heads, sequences, layers) over mass `[layers, table_rows, heads, entries]`. As above, what a tile writes is
-// not read by later ones.
+// A grid of (heads, sequences, layers) over mass `[layers, table_rows, heads, entries]`. As above, what a tile writes
+// is not read by later ones.
 __global__ void compact_mass_kernel(float* mass, int table_rows, int entries, MassCompaction event) {
   const int head = blockIdx.x, heads = gridDim.x, sequence = blockIdx.y, sequences = gridDim.y, layer = blockIdx.z;
   float* row = mass + ((static_cast<int64_t>(layer) * table_rows + event.rows[sequence]) * heads + head) * entries;

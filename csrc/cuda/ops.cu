@@ -58,8 +58,8 @@ Layout layout_of(const Tensor& cache, const char* name) {
 }
 
 uint4* vectors_of(const Tensor& cache, const char* name) {
-  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(cache.data_ptr()) % kVectorBytes == 0, name, " does not begin at a multiple of ",
-                  kVectorBytes, " bytes");
+  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(cache.data_ptr()) % kVectorBytes == 0, name,
+                  " does not begin at a multiple of ", kVectorBytes, " bytes");
   return static_cast<uint4*>(cache.data_ptr());
 }
 
@@ -128,10 +128,10 @@ void compact(const Tensor& cache, const Tensor& kept, const Tensor& sources, con
   check_size(kept, "kept", 2, layout.heads);
   check_size(sources, "sources", 0, sequences);
   check_size(destinations, "destinations", 0, sequences);
-  STD_TORCH_CHECK(layout.row_vectors <= kThreads && 2 * layers < 65536 &&
-                      plane_vectors(layout) <= std::numeric_limits<int>::max(),
-                  "the cache is too large: a row may have ", kThreads * kVectorBytes, " bytes, the keys of a layer ",
-                  std::numeric_limits<int>::max(), " vectors of ", kVectorBytes);
+  STD_TORCH_CHECK(
+      layout.row_vectors <= kThreads && 2 * layers < 65536 && plane_vectors(layout) <= std::numeric_limits<int>::max(),
+      "the cache is too large: a row may have ", kThreads * kVectorBytes, " bytes, the keys of a layer ",
+      std::numeric_limits<int>::max(), " vectors of ", kVectorBytes);
   const int num_tiles = event.sequences * tiles_of(layout, event, kThreads);
   if (num_tiles == 0 || cache.numel() == 0) return;
   const Launch launch(cache);
@@ -145,9 +145,9 @@ void compact_mass(const Tensor& mass, const Tensor& kept, const Tensor& counts, 
   check_tensor(mass, "mass", 4);
   STD_TORCH_CHECK(mass.scalar_type() == ScalarType::Float, "mass has dtype ",
                   torch::headeronly::toString(mass.scalar_type()), ", not Float");
-  const MassCompaction event{ids(kept, "kept", 4, mass),       ids(counts, "counts", 1, mass),
-                             ids(rows, "rows", 1, mass),       ids(starts, "starts", 1, mass),
-                             ids(ends, "ends", 1, mass),       ids(lengths, "lengths", 1, mass),
+  const MassCompaction event{ids(kept, "kept", 4, mass),    ids(counts, "counts", 1, mass),
+                             ids(rows, "rows", 1, mass),    ids(starts, "starts", 1, mass),
+                             ids(ends, "ends", 1, mass),    ids(lengths, "lengths", 1, mass),
                              static_cast<int>(kept.size(3))};
   const int64_t layers = mass.size(0), heads = mass.size(2), sequences = kept.size(1);
   check_size(kept, "kept", 0, layers);
@@ -160,9 +160,8 @@ void compact_mass(const Tensor& mass, const Tensor& kept, const Tensor& counts, 
   if (mass.numel() == 0 || sequences == 0) return;
   const Launch launch(mass);
   const dim3 grid(static_cast<unsigned>(heads), static_cast<unsigned>(sequences), static_cast<unsigned>(layers));
-  compact_mass_kernel<<<grid, kThreads, 0, launch.stream>>>(static_cast<float*>(mass.data_ptr()),
-                                                            static_cast<int>(mass.size(1)),
-                                                            static_cast<int>(mass.size(3)), event);
+  compact_mass_kernel<<<grid, kThreads, 0, launch.stream>>>(
+      static_cast<float*>(mass.data_ptr()), static_cast<int>(mass.size(1)), static_cast<int>(mass.size(3)), event);
   check(cudaGetLastError());
 }
 

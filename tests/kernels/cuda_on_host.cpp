@@ -1,5 +1,5 @@
-// Runs the kernels of csrc/cuda on the host: one block after the other, and a thread of the operating system for each of
-// its threads.
+// Runs the kernels of csrc/cuda on the host: one block after the other, and a thread of the operating system for each
+// of its threads.
 #include <barrier>
 #include <cstdint>
 #include <thread>
@@ -50,7 +50,8 @@ extern "C" {
 void copy_blocks(const uint4* source, uint4* target, int64_t source_blocks, int64_t target_blocks, int heads,
                  int block_size, int row_vectors, unsigned planes, const int64_t* sources, const int64_t* destinations,
                  unsigned pairs, int threads) {
-  const kvllm::Layout from{source_blocks, heads, block_size, row_vectors}, to{target_blocks, heads, block_size, row_vectors};
+  const kvllm::Layout from{source_blocks, heads, block_size, row_vectors},
+      to{target_blocks, heads, block_size, row_vectors};
   const int64_t part = threads * kvllm::kInFlight;
   const Indices grid{static_cast<unsigned>((kvllm::block_vectors(from) + part - 1) / part), pairs, planes};
   launch(grid, threads, kvllm::copy_blocks_kernel, source, target, from, to, sources, destinations);
