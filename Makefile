@@ -1,5 +1,6 @@
 # make demo   the main job: the same problems with and without compression, in a small KV pool
 # make test   lint, type check and tests
+# make test-long   the same with every case and five times the examples
 # make venv   the environment alone: .venv with pinned dependencies and the compiled extension
 # make wheel  dist/: one wheel for every Python from 3.11 and every torch from 2.11
 # make docs   site/: the pages of docs/ and the API reference
@@ -10,7 +11,7 @@ DOCS_VENV := .venv-docs
 READY := $(VENV)/ready
 SOURCES := $(wildcard csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu csrc/*/*.cuh)
 
-.PHONY: venv demo test lint wheel docs clean
+.PHONY: venv demo test test-long lint wheel docs clean
 
 venv: $(READY)
 
@@ -33,6 +34,9 @@ lint: venv
 
 test: lint
 	$(VENV)/bin/python -m pytest -n auto --dist loadfile
+
+test-long: lint
+	$(VENV)/bin/python -m pytest -n auto --dist loadfile --long
 
 wheel: venv
 	rm -rf build  # files that were moved since would be packed, too

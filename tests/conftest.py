@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,24 @@ def pytest_xdist_auto_num_workers() -> int:
     return 1 if torch.cuda.is_available() else min(4, os.cpu_count() or 1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="run tests marked long, too, and try five times the examples")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if find_spec("hypothesis"):  # where device_check.sh runs, it may be absent
+        from hypothesis import settings
+
+        settings.register_profile("default", max_examples=20, deadline=None)
+        settings.register_profile("long", max_examples=100, deadline=None)
+        settings.load_profile("long" if config.getoption("long") else "default")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("long"):
+        long = [item for item in items if item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if item not in long]
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -45,7 +45,6 @@ def solve(prompt: str) -> tuple[list[tuple], str]:
     return steps, "".join(f"{name}{registers[name]}" for name in question[3:].split(","))
 
 
-@settings(deadline=None)
 @given(seed=seeds, lines=st.integers(1, MAX_LINES))
 def test_a_dense_working_is_what_an_independent_interpreter_writes(seed: int, lines: int) -> None:
     problem = make_problem(random.Random(seed), lines, "dense")
@@ -55,7 +54,6 @@ def test_a_dense_working_is_what_an_independent_interpreter_writes(seed: int, li
     assert problem.answer == answer
 
 
-@settings(deadline=None)
 @given(seed=seeds, lines=st.integers(1, MAX_LINES), task=st.sampled_from(["program", "long"]))
 def test_a_working_in_words_says_what_an_independent_interpreter_finds(seed: int, lines: int, task: str) -> None:
     problem = make_problem(random.Random(seed), lines, task)
@@ -75,7 +73,6 @@ def named_digits(working: str) -> dict[str, str]:
     return dict(re.findall(r"that is ([a-zA-Z])(\d) and carry", working))
 
 
-@settings(deadline=None)
 @given(seed=seeds, places=st.integers(3, 52))
 def test_additions_add_up(seed: int, places: int) -> None:
     problem = make_problem(random.Random(seed), places, "addition")
@@ -88,7 +85,6 @@ def test_additions_add_up(seed: int, places: int) -> None:
     assert problem.answer == "".join(name + digits[name] for name in asked)
 
 
-@settings(deadline=None)
 @given(seed=seeds, places=st.integers(3, 52))
 def test_multiplications_multiply(seed: int, places: int) -> None:
     problem = make_problem(random.Random(seed), places, "multiplication")
@@ -102,7 +98,6 @@ def test_multiplications_multiply(seed: int, places: int) -> None:
     assert problem.answer == "".join(name + digits[name] for name in asked)
 
 
-@settings(deadline=None)
 @given(seed=seeds, size=st.integers(4, 52), task=st.sampled_from(["recall", "needle"]))
 def test_facts_to_recall_are_in_the_prompt(seed: int, size: int, task: str) -> None:
     problem = make_problem(random.Random(seed), size, task)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from kvllm.compression import mass
 from kvllm.compression.methods import kara, token2chunk
 from kvllm.compression.registry import METHODS
+from tests.helpers.examples import examples
 from tests.helpers.literal_kara import dense_scores, literal_token2chunk, window_tensors
 
 CLOSE = {"rtol": 1e-4, "atol": 0.0, "check_dtype": False}
@@ -137,7 +138,7 @@ def token2chunk_inputs(draw):
     return torch.from_numpy(scores.astype(np.float32)), total, draw(st.integers(0, 20)), draw(st.integers(3, 9))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400))
 @given(token2chunk_inputs())
 def test_token2chunk_equals_the_text(inputs):
     scores, total, chunk_budget, max_chunk = inputs
@@ -146,7 +147,7 @@ def test_token2chunk_equals_the_text(inputs):
         assert row == literal_token2chunk(row_scores, total, chunk_budget, max_chunk)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(token2chunk_inputs())
 def test_token2chunk_keeps_its_promises(inputs):
     scores, total, chunk_budget, max_chunk = inputs
@@ -185,7 +186,7 @@ def windows(draw):
     return queries, keys, draw(st.integers(0, window - 1))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(windows(), st.integers(1, 5))
 def test_scores_equal_dense_attention_over_the_chosen_rows(window, stride):
     queries, keys, buffer = window
@@ -196,7 +197,7 @@ def test_scores_equal_dense_attention_over_the_chosen_rows(window, stride):
     torch.testing.assert_close(scores.sum(dim=-1), mass, rtol=1e-5, atol=0.0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(windows(), st.data())
 def test_selection_keeps_its_promises(window, data):
     queries, keys, buffer = window
@@ -215,7 +216,7 @@ def test_selection_keeps_its_promises(window, data):
     assert torch.equal(plain[..., : retain - buffer], best)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(windows())
 def test_batch_mates_and_other_heads_change_no_bit(window):
     assert_invariant(*window)

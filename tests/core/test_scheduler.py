@@ -26,6 +26,7 @@ from kvllm.core.sequence import Sequence
 from kvllm.errors import RequestError
 from kvllm.sampling_params import SamplingParams
 from kvllm.stats import EngineStats
+from tests.helpers.examples import examples
 from tests.helpers.literal_worker import LiteralWorker
 
 GREEDY = SamplingParams(temperature=0)
@@ -198,7 +199,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=2000, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(2000), stateful_step_count=20, suppress_health_check=list(HealthCheck)
 )
 TestSchedulerMachine = SchedulerMachine.TestCase
 

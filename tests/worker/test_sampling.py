@@ -25,6 +25,7 @@ from kvllm.sampling_params import SamplingParams
 from kvllm.worker import sampler
 from kvllm.worker.penalties import penalize
 from kvllm.worker.sampler import SampleRow, filter_logits, uniform
+from tests.helpers.examples import examples
 
 MASK = 2**64 - 1
 
@@ -145,7 +146,7 @@ filters = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=examples(150))
 @given(batch=st.lists(filters, min_size=1, max_size=4), seed=st.integers(0, 2**32 - 1), vocab=st.integers(2, 200))
 def test_filters_agree_with_transformers(batch, seed, vocab):
     logits = random_logits(len(batch), vocab, seed)
@@ -165,7 +166,7 @@ def test_equal_logits_stay_or_go_together():
     assert logits.isfinite().tolist() == [[False, True, True, True, True]] * 3
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.lists(st.integers(0, 49)), st.lists(st.integers(0, 49), min_size=1), st.floats(0.2, 3), st.integers(0, 1000))
 def test_repetition_penalty_agrees_with_transformers(prompt, output, penalty, seed):
     logits = random_logits(1, 50, seed)
@@ -174,7 +175,7 @@ def test_repetition_penalty_agrees_with_transformers(prompt, output, penalty, se
     torch.testing.assert_close(logits, expected)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.lists(st.integers(0, 9)), st.floats(-2, 2), st.floats(-2, 2))
 def test_presence_and_frequency_penalties_follow_their_formula(output, presence, frequency):
     logits = random_logits(1, 10)
@@ -290,7 +291,7 @@ def test_the_most_extreme_draws_stay_inside():
         assert token_ids(sample(logits, rows)) == [3, 5]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=examples(100))
 @example(values=[1.0, 2.0], options={"temperature": 0.5, "repetition_penalty": 1e-40}, seed=0)
 @given(
     values=st.lists(st.one_of(st.floats(-50, 50, width=32), st.just(-math.inf)), min_size=1, max_size=20),
