@@ -42,11 +42,11 @@ _fields = cache(msgspec.structs.fields)
 
 
 def check_types(options: Struct) -> None:
-    """Structs accept anything when constructed by hand: hold each field against its annotation."""
+    """Structs accept anything when constructed by hand: hold each field against its annotation, and store its type."""
     for field in _fields(type(options)):
         value = getattr(options, field.name)
         try:
-            msgspec.convert(value, field.type)
+            msgspec.structs.force_setattr(options, field.name, msgspec.convert(value, field.type))
         except msgspec.ValidationError as error:
             raise ConfigError(f"{field.name}={value!r}: {error}") from None
 

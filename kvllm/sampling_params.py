@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-import math
-
 from msgspec import Struct
 from msgspec.structs import force_setattr
 
 from kvllm.config import check_types, require
+from kvllm.errors import RequestError
 
 # Below this temperature the draw is the argmax: dividing by it would only overflow.
 GREEDY_TEMPERATURE = 1e-5
+# Logits are float32: a factor that this type cannot hold would make NaN of what is 0 or forbidden. At this temperature
+# all tokens have the same probability already.
+MAX_TEMPERATURE = 1e6
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
 MAX_LOGPROBS = 20
+# Requests travel to the workers as MessagePack, whose integers have 64 bits.
+MAX_INTEGER = 2**63 - 1
 
 
 class SamplingParams(Struct, frozen=True, kw_only=True, array_like=True):
     """Sampling options of one request. Keywords only; a wrong value raises ConfigError when constructed.
 
+    Every integer is less than 2**63.
+
     n: completions of the prompt.
-    temperature: 0 is greedy.
+    temperature: 0 is greedy. At most 1,000,000.
     top_p: keep the most probable tokens whose probabilities reach this sum.
     top_k: keep this many of the most probable tokens; 0 or -1 keeps all.
     min_p: keep tokens at least this probable, relative to the most probable one.
@@ -28,9 +35,12 @@ class SamplingParams(Struct, frozen=True, kw_only=True, array_like=True):
     stop: a string or strings that end the output (stored as a list).
     stop_token_ids: further token ids that end the output.
     ignore_eos: do not stop at the end-of-sequence token.
-    repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or the output.
-    presence_penalty, frequency_penalty: subtracted from the logit of an output token once, or per occurrence.
+    repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or the output. From
+        0.000001 to 1,000,000.
+    presence_penalty, frequency_penalty: subtracted from the logit of an output token once, or per occurrence. From -2
+        to 2.
     logprobs: also report this many most likely tokens at each position, and the log probability of the one sampled.
+        At most 20, and no more than the vocabulary has.
     skip_special_tokens: leave special tokens out of the text.
     include_stop_str_in_output: keep the stop string at the end of the text.
     budget_tokens: KV entries that compression by threshold leaves of this request's cache, instead of the engine's
@@ -67,6 +77,11 @@ class SamplingParams(Struct, frozen=True, kw_only=True, array_like=True):
     def greedy(self) -> bool:
         return self.temperature < GREEDY_TEMPERATURE
 
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raises RequestError if more is to be reported than a vocabulary of `vocab_size` tokens has."""
+        if self.logprobs is not None and self.logprobs > vocab_size:
+            raise RequestError(f"logprobs={self.logprobs} is not allowed: the vocabulary has {vocab_size} tokens")
+
     def _normalize(self) -> None:
         """One spelling of each meaning: a list for `stop` and `stop_token_ids`, 0 for no top_k, None for no seed."""
         stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
@@ -76,13 +91,14 @@ class SamplingParams(Struct, frozen=True, kw_only=True, array_like=True):
         force_setattr(self, "seed", None if self.seed == -1 else self.seed)
 
     def _check_filters(self) -> None:
-        require(0 <= self.temperature < math.inf, "temperature", self.temperature, "a finite number, at least 0")
+        hottest = f"between 0 and {MAX_TEMPERATURE:g}"
+        require(0 <= self.temperature <= MAX_TEMPERATURE, "temperature", self.temperature, hottest)
         require(0 < self.top_p <= 1, "top_p", self.top_p, "greater than 0 and at most 1")
-        require(self.top_k >= 0, "top_k", self.top_k, "at least 1, or 0 (or -1) to keep all tokens")
+        _require_count("top_k", self.top_k, 0, "at least 1, or 0 (or -1) to keep all tokens")
         require(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
-        seed_fits = self.seed is None or -(2**63) <= self.seed < 2**63
+        seed_fits = self.seed is None or -MAX_INTEGER - 1 <= self.seed <= MAX_INTEGER
         require(seed_fits, "seed", self.seed, "an integer of 64 bits, or None")
-        require(self.n >= 1, "n", self.n, "at least 1")
+        _require_count("n", self.n, 1, "at least 1")
         greedy_repeats = self.greedy and self.n > 1
         require(not greedy_repeats, "n", self.n, "1 with temperature 0, as all completions would be the same")
 
@@ -90,17 +106,35 @@ class SamplingParams(Struct, frozen=True, kw_only=True, array_like=True):
         for field in ("presence_penalty", "frequency_penalty"):
             require(-2 <= getattr(self, field) <= 2, field, getattr(self, field), "between -2 and 2")
         penalty = self.repetition_penalty
-        require(0 < penalty < math.inf, "repetition_penalty", penalty, "a finite number, greater than 0")
+        fits = MIN_REPETITION_PENALTY <= penalty <= MAX_REPETITION_PENALTY
+        allowed = f"between {MIN_REPETITION_PENALTY:g} and {MAX_REPETITION_PENALTY:g}"
+        require(fits, "repetition_penalty", penalty, allowed)
 
     def _check_lengths(self) -> None:
-        most = math.inf if self.max_tokens is None else self.max_tokens
-        require(most >= 1, "max_tokens", self.max_tokens, "at least 1, or None for no limit but the model's")
-        require(self.min_tokens >= 0, "min_tokens", self.min_tokens, "at least 0")
+        if self.max_tokens is not None:
+            _require_count("max_tokens", self.max_tokens, 1, "at least 1, or None for no limit but the model's")
+        if self.budget_tokens is not None:
+            _require_count("budget_tokens", self.budget_tokens, 1, "at least 1, or None for the engine's")
+        _require_count("min_tokens", self.min_tokens, 0, "at least 0")
+        most = MAX_INTEGER if self.max_tokens is None else self.max_tokens
         require(self.min_tokens <= most, "min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}")
-        budget_fits = self.budget_tokens is None or self.budget_tokens >= 1
-        require(budget_fits, "budget_tokens", self.budget_tokens, "at least 1, or None for the engine's")
-        require("" not in (self.stop or []), "stop", self.stop, "strings of at least one character")
-        negative = any(token_id < 0 for token_id in self.stop_token_ids or [])
-        require(not negative, "stop_token_ids", self.stop_token_ids, "token ids, at least 0")
+        stop_fits = all(stop and _is_unicode(stop) for stop in self.stop or [])
+        require(stop_fits, "stop", self.stop, "strings of at least one character, in valid Unicode")
+        token_ids_fit = all(0 <= token_id <= MAX_INTEGER for token_id in self.stop_token_ids or [])
+        require(token_ids_fit, "stop_token_ids", self.stop_token_ids, f"token ids, from 0 to {MAX_INTEGER}")
         logprobs_fit = self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS
         require(logprobs_fit, "logprobs", self.logprobs, f"between 0 and {MAX_LOGPROBS}, or None")
+
+
+def _require_count(field: str, value: int, least: int, allowed: str) -> None:
+    require(least <= value, field, value, allowed)
+    require(value <= MAX_INTEGER, field, value, f"at most {MAX_INTEGER}, the largest integer of 64 bits")
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether a text can be encoded: half of a surrogate pair cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

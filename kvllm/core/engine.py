@@ -196,6 +196,7 @@ class LLMEngine:
         if sampling.n > self.config.max_num_seqs:
             most = self.config.max_num_seqs
             raise RequestError(f"n={sampling.n} completions of a prompt run together: raise max_num_seqs={most}")
+        sampling.check_vocabulary(self.vocab_size)
         compression = self.config.compression
         if sampling.budget_tokens is not None and (compression is None or compression.policy != "threshold"):
             raise RequestError(

@@ -65,7 +65,7 @@ def forbid(logits: Tensor, forbidden: dict[int, set[int]]) -> None:
     vocab = logits.shape[-1]
     places = []
     for row, token_ids in forbidden.items():
-        existing = [token_id for token_id in token_ids if token_id < vocab]
+        existing = [token_id for token_id in token_ids if 0 <= token_id < vocab]
         if len(existing) < vocab:
             places += [(row, token_id) for token_id in existing]
     if places:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from decimal import Decimal
 
 import msgspec
 import pytest
@@ -58,6 +59,7 @@ def test_defaults_are_those_of_vllm():
 def test_options_have_one_spelling():
     params = SamplingParams(stop="end", top_k=-1, seed=-1, stop_token_ids=(3,))
     assert (params.stop, params.top_k, params.seed, params.stop_token_ids) == (["end"], 0, None, [3])
+    assert type(SamplingParams(temperature=Decimal("0.5")).temperature) is float
 
 
 @pytest.mark.parametrize(("temperature", "greedy"), [(0, True), (0.0, True), (1e-6, True), (1e-5, False), (1, False)])
@@ -68,17 +70,18 @@ def test_greedy(temperature, greedy):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *(("temperature", value) for value in (-0.1, math.nan, math.inf, "0.7", True, None)),
+        *(("temperature", value) for value in (-0.1, math.nan, math.inf, 1e39, 1.1e6, 2.0**70, "0.7", True, None)),
         *(("top_p", value) for value in (0, 1.01, -1, math.nan, "1")),
-        *(("top_k", value) for value in (-2, 1.5, True)),
+        *(("top_k", value) for value in (-2, 2**63, 2**70, 1.5, True)),
         *(("min_p", value) for value in (-0.1, 1.1, math.nan)),
-        *(("n", value) for value in (0, -1, 1.0, True)),
+        *(("n", value) for value in (0, -1, 2**64, 1.0, True)),
         *(("seed", value) for value in (2**63, -(2**63) - 1, 1.5, "1")),
-        *(("max_tokens", value) for value in (0, -1, 2.5)),
-        *(("min_tokens", value) for value in (-1, 17, None)),
-        *(("stop", value) for value in ("", ["a", ""], [1], 5)),
-        *(("stop_token_ids", value) for value in ([-1], ["a"], 5)),
-        *(("repetition_penalty", value) for value in (0, -1, math.inf, math.nan)),
+        *(("max_tokens", value) for value in (0, -1, 2**64, 2.5)),
+        *(("min_tokens", value) for value in (-1, 17, 2**70, None)),
+        *(("budget_tokens", value) for value in (0, 2**70, 1.5)),
+        *(("stop", value) for value in ("", ["a", ""], ["\ud800"], [1], 5)),
+        *(("stop_token_ids", value) for value in ([-1], [2**70], ["a"], 5)),
+        *(("repetition_penalty", value) for value in (0, -1, 1e-7, 1e7, 1e39, math.inf, math.nan)),
         *(("presence_penalty", value) for value in (-2.1, 2.1, math.nan)),
         *(("frequency_penalty", value) for value in (-2.1, 2.1, math.nan)),
         *(("logprobs", value) for value in (-1, 21, True, 1.5)),
@@ -292,17 +295,17 @@ def test_the_most_extreme_draws_stay_inside():
 
 
 @settings(max_examples=examples(100))
-@example(values=[1.0, 2.0], options={"temperature": 0.5, "repetition_penalty": 1e-40}, seed=0)
+@example(values=[1e35, 2e35], options={"temperature": 0.5, "repetition_penalty": 1e-6}, seed=0)
 @given(
     values=st.lists(st.one_of(st.floats(-50, 50, width=32), st.just(-math.inf)), min_size=1, max_size=20),
     options=st.fixed_dictionaries(
         {},
         optional={
-            "temperature": st.sampled_from([0, 1e-5, 0.5, 1e30]),
+            "temperature": st.sampled_from([0, 1e-5, 0.5, 1e6]),
             "top_k": st.integers(-1, 30).filter(bool),
             "top_p": st.sampled_from([1e-300, 0.1, 1 - 1e-16]),
             "min_p": st.sampled_from([1e-300, 0.5, 1.0]),
-            "repetition_penalty": st.sampled_from([1e-40, 0.5, 1e38]),
+            "repetition_penalty": st.sampled_from([1e-6, 0.5, 1e6]),
             "presence_penalty": st.just(2),
         },
     ),
