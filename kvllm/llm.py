@@ -16,9 +16,8 @@ from tqdm import tqdm
 
 from kvllm.config import OBSERVING_METHODS, CompressionConfig, EngineConfig, require
 from kvllm.core.compression_policy import check_pool
-from kvllm.core.engine import LLMEngine, Prompt
-from kvllm.distributed.replicas.engine import DataParallelEngine
-from kvllm.distributed.restarting import RestartingEngine
+from kvllm.core.engine import LLMEngine
+from kvllm.core.input_processor import Prompt
 from kvllm.errors import ConfigError, RequestError
 from kvllm.kvcache.cache import CacheShape
 from kvllm.models.config import ModelConfig, load_model_config
@@ -34,7 +33,8 @@ from kvllm.worker.inline import InlineExecutor
 
 if TYPE_CHECKING:
     from kvllm.distributed.executor import RayExecutor
-    from kvllm.distributed.replicas.replica_set import Engines
+    from kvllm.distributed.replicas.engine import DataParallelEngine
+    from kvllm.distributed.replicas.replica_set import ReplicaSet
 
 logger = logging.getLogger(__name__)
 
@@ -176,8 +176,8 @@ class LLM:
         self.llm_engine.stats.method_state_bytes = state_bytes * data_parallel_size
 
     def _engine(
-        self, settings: RunnerSettings, workers: RayExecutor | Engines | None, device: str, data_parallel_size: int
-    ) -> LLMEngine:
+        self, settings: RunnerSettings, workers: RayExecutor | ReplicaSet | None, device: str, data_parallel_size: int
+    ) -> LLMEngine | DataParallelEngine:
         """Load the model, on Ray's workers or in this process, and learn how many blocks there are."""
         options = {
             "vocab_size": self.model_config.vocab_size,
@@ -186,8 +186,11 @@ class LLM:
         }
         if workers:
             self.config = structs.replace(self.config, num_blocks=workers.load(settings))
-            engine = RestartingEngine if data_parallel_size == 1 else DataParallelEngine
-            return engine(self.config, workers, **options)
+            if data_parallel_size == 1:
+                return LLMEngine(self.config, workers, **options)
+            from kvllm.distributed.replicas.engine import DataParallelEngine
+
+            return DataParallelEngine(self.config, workers, **options)
         runner = make_runner(settings, SingleRank(), torch.device(device))
         self.config = structs.replace(self.config, num_blocks=runner.cache.num_blocks)
         return LLMEngine(self.config, InlineExecutor(runner), **options)
@@ -322,10 +325,10 @@ def _backend(name: str | None, tensor_parallel_size: int, data_parallel_size: in
     return name
 
 
-def _start_workers(num_engines: int, num_ranks: int, placement: str, max_restarts: int) -> RayExecutor | Engines:
+def _start_workers(num_engines: int, num_ranks: int, placement: str, max_restarts: int) -> RayExecutor | ReplicaSet:
     try:
         from kvllm.distributed.executor import RayExecutor
-        from kvllm.distributed.replicas.replica_set import Engines
+        from kvllm.distributed.replicas.replica_set import ReplicaSet
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise
@@ -334,7 +337,7 @@ def _start_workers(num_engines: int, num_ranks: int, placement: str, max_restart
             'which is not installed: pip install "kvllm[ray]" (or: pip install ray), or leave both at 1'
         ) from error
     if num_engines > 1:
-        return Engines(num_engines, num_ranks, placement, max_restarts)
+        return ReplicaSet(num_engines, num_ranks, placement, max_restarts)
     return RayExecutor(num_ranks, placement, max_restarts)
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from kvllm.errors import KvLLMError
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass(slots=True)
@@ -24,7 +24,8 @@ class CompletionOutput:
     """One completion of a prompt.
 
     logprobs: one dict for each of `token_ids`, from token id to Logprob: the sampled token and the most likely ones.
-    finish_reason: "stop" (end of sequence or a stop condition), "length", "abort", or None while it is running.
+    finish_reason: "stop" (end of sequence or a stop condition), "length", "abort", "error" (see
+        `RequestOutput.error`), or None while it is running.
     stop_reason: the stop string or token id that ended it; None for the end of sequence.
     """
 
@@ -62,7 +63,7 @@ class RequestOutput:
     """The state of one request: its `n` completions so far.
 
     prompt: None when the prompt was given as token ids.
-    error: set when this request alone could not be served; `finished` is True then.
+    error: set when this request alone could not be served, or could not be served to its end; `finished` is True then.
     """
 
     request_id: str

@@ -27,10 +27,6 @@ class CompressionPlanner:
         self.held: set[int] = set()
         self._tokens = 0  # of the step's budget, what compression may still take
 
-    def check(self, seq: Sequence) -> None:
-        """Raises RequestError if a sequence's prompt and budget do not go together."""
-        self.compression.check(seq.prompt_length, seq.sampling)
-
     # Jobs
 
     def plan(

@@ -293,3 +293,18 @@ def check_pool(config: EngineConfig) -> None:
         f"a sequence of that length needs {blocks} KV blocks of {config.block_size} tokens and the pool has "
         f"{config.num_blocks}: lower max_model_len, or raise kv_cache_memory_bytes or num_gpu_blocks_override",
     )
+
+
+def check_fits(config: EngineConfig, compression: Compression | None, seq: Sequence) -> None:
+    """Raises RequestError if a sequence could not finish even with the whole pool to itself, or its budget is too
+    small."""
+    if compression:
+        compression.check(seq.prompt_length, seq.sampling)
+    regions = compression and compression.policy.regions_of(seq)
+    needed = peak_blocks(config, regions, seq.prompt_length, seq.max_length - 1)  # the last token is never stored
+    if needed > config.num_blocks:
+        raise RequestError(
+            f"a prompt of {seq.prompt_length} tokens with output up to {seq.max_length} tokens in all needs "
+            f"{needed} KV blocks of {config.block_size} tokens, the pool has {config.num_blocks}: "
+            f"shorten the prompt, lower max_tokens, or give the pool more memory"
+        )

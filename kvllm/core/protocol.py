@@ -1,7 +1,7 @@
 """StepPlan and StepResult: the only words between the core and its workers.
 
 A plan says what changed since the last one, so its size follows the batch and not the context. Every rank receives the
-same bytes and executes the parts in this order: `dropped_seq_ids`, `new_seqs`, `compressions`, `copies`, then
+same bytes and executes the parts in this order: `reset`, `dropped_seq_ids`, `new_seqs`, `compressions`, `copies`, then
 `scheduled`. Compressions come before the forward pass, so the blocks that they empty may already be used by it.
 """
 
@@ -83,20 +83,27 @@ class BlockCopy(Struct, array_like=True, frozen=True):
 
 
 class StepPlan(Struct, array_like=True):
+    """reset: drop all sequences, because the step before failed and how much of it was executed is not certain."""
+
     dropped_seq_ids: list[int] = []
     new_seqs: list[SequenceStart] = []
     compressions: list[CompressionJob] = []
     copies: list[BlockCopy] = []
     scheduled: list[ScheduledSequence] = []
+    reset: bool = False
 
 
 class SampledToken(Struct, array_like=True, frozen=True):
-    """logprob, rank (1 = most likely) and top_logprobs are filled when the request asked for logprobs."""
+    """logprob, rank (1 = most likely) and top_logprobs are filled when the request asked for logprobs.
+
+    error: why this sequence has no token, and its request cannot go on. `token_id` has no meaning then.
+    """
 
     token_id: int
     logprob: float | None = None
     rank: int | None = None
     top_logprobs: list[tuple[int, float]] | None = None
+    error: str | None = None
 
 
 class PhaseSeconds(Struct, array_like=True, frozen=True):

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from kvllm.config import EngineConfig
 from kvllm.core.block_manager import BlockManager
 from kvllm.core.compression_planner import CompressionPlanner
-from kvllm.core.compression_policy import Compression
+from kvllm.core.compression_policy import Compression, check_fits
 from kvllm.core.protocol import (
     BlockCopy,
     Fork,
@@ -17,8 +17,7 @@ from kvllm.core.protocol import (
     StepPlan,
     StepResult,
 )
-from kvllm.core.sequence import Sequence
-from kvllm.errors import RequestError
+from kvllm.core.sequence import Sequence, fork_seed
 from kvllm.stats import EngineStats
 
 
@@ -33,14 +32,11 @@ class Scheduler:
         self.config = config
         self.stats = stats
         self.blocks = BlockManager(config.num_blocks, config.block_size, config.shares_prefixes)
-        self.waiting: OrderedDict[int, Sequence] = OrderedDict()
-        self.running: list[Sequence] = []
-        compression = Compression.of(config)
-        self.planner = CompressionPlanner(compression, config, self.blocks) if compression else None
+        self.compression = Compression.of(config)
+        self.planner = CompressionPlanner(self.compression, config, self.blocks) if self.compression else None
+        self.reset([])
+        self._reset_workers = False
         self._watermark = int(config.watermark * config.num_blocks)
-        self._dropped_seq_ids: list[int] = []
-        self._plan = StepPlan()
-        self._scheduled: list[Sequence] = []
         self._decode_steps = 0
         self._missing_blocks = 0
 
@@ -52,16 +48,7 @@ class Scheduler:
         Raises:
             RequestError: it could not finish even with the whole pool to itself, or its budget is too small.
         """
-        if self.planner:
-            self.planner.check(seq)
-        entries = seq.max_length - 1  # the last token is never stored
-        needed = self._peak_blocks(seq, entries)
-        if needed > self.config.num_blocks:
-            raise RequestError(
-                f"a prompt of {seq.prompt_length} tokens with output up to {seq.max_length} tokens in all needs "
-                f"{needed} KV blocks of {self.config.block_size} tokens, the pool has {self.config.num_blocks}: "
-                f"shorten the prompt, lower max_tokens, or give the pool more memory"
-            )
+        check_fits(self.config, self.compression, seq)
         self.waiting[seq.seq_id] = seq
 
     def finish(self, seq: Sequence) -> None:
@@ -79,7 +66,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """The next step. It may schedule nothing when a lone sequence had to be preempted; the one after will."""
-        self._plan = plan = StepPlan()
+        plan = StepPlan(reset=self._reset_workers)
         budget = self.config.max_num_batched_tokens
         if self.planner:
             budget = self.planner.plan(
@@ -152,8 +139,7 @@ class Scheduler:
         self._scheduled.append(seq)
 
     def _forks(self, seq: Sequence) -> list[Fork]:
-        # A fork's seed differs in its upper half, so that requests with neighbouring seeds stay apart.
-        return [Fork(seq.seq_id + i, seq.seed ^ (i << 32)) for i in range(1, seq.forks_pending + 1)]
+        return [Fork(seq.seq_id + i, fork_seed(seq.seed, i)) for i in range(1, seq.forks_pending + 1)]
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
         """Start waiting sequences in order while their whole prefill fits into the pool and leaves the running ones
@@ -257,6 +243,7 @@ class Scheduler:
     def update(self, plan: StepPlan, result: StepResult) -> list[tuple[Sequence, SampledToken]]:
         """Account for an executed plan: entries stored, tokens sampled, forks made. The caller ends what finished."""
         self._dropped_seq_ids = []
+        self._reset_workers = False
         tokens = iter(result.tokens)
         sampled = []
         for seq, scheduled in zip(self._scheduled, plan.scheduled, strict=True):
@@ -271,16 +258,17 @@ class Scheduler:
         self._scheduled = []
         return sampled
 
-    def recover(self) -> None:
-        """The last plan failed, and nobody knows how much of it was executed: queue all that runs to be recomputed."""
-        self._dropped_seq_ids += [fork.seq_id for item in self._plan.scheduled for fork in item.forks]
-        for seq in self.running[::-1]:
-            self._requeue(seq)
-        self._scheduled = []
+    def reset(self, sequences: list[Sequence]) -> None:
+        """Start over with an empty pool after a failed step: nobody can say how much of it was executed.
 
-    def reset_cache(self) -> None:
-        """Start with an empty pool: the content of all blocks is lost. No sequence may own one."""
+        sequences: all that are unfinished, with nothing in the cache. The workers are told to drop theirs.
+        """
         self.blocks.clear()
+        self.waiting = OrderedDict((seq.seq_id, seq) for seq in sorted(sequences, key=lambda seq: seq.seq_id))
+        self.running: list[Sequence] = []
+        self._scheduled: list[Sequence] = []
+        self._dropped_seq_ids: list[int] = []
+        self._reset_workers = True
 
     def _fork(self, parent: Sequence, forks: list[Fork]) -> list[Sequence]:
         """Let the other completions of a request branch off: they share all blocks computed so far."""

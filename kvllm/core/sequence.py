@@ -5,6 +5,12 @@ from __future__ import annotations
 from kvllm.sampling_params import SamplingParams
 
 
+def fork_seed(seed: int, index: int) -> int:
+    """The seed of a request's completion `index`. It differs in its upper half, so that requests with neighbouring
+    seeds stay apart."""
+    return seed ^ (index << 32)
+
+
 class Sequence:
     """State of one sequence in the scheduler.
 
@@ -22,6 +28,7 @@ class Sequence:
         "carried_tail",
         "evicted",
         "forks_pending",
+        "has_ended",
         "hashed_blocks",
         "index",
         "known_tokens",
@@ -69,6 +76,7 @@ class Sequence:
         self.seed = seed
         self.forks_pending = forks
         self.tail_start = self.prompt_length if tail_start is None else tail_start
+        self.has_ended = False
         self.block_hashes: list[bytes] = []
         self.refill_length = 0
         self.preemptions = 0
@@ -77,7 +85,7 @@ class Sequence:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything cached; the blocks must have been released."""
+        """Drop all state of the cache; the blocks must have been released."""
         self.block_table: list[int] = []
         self.logical_length = 0
         self.cached_length = 0
@@ -108,6 +116,11 @@ class Sequence:
     @property
     def was_compacted(self) -> bool:
         return self.cached_length != self.logical_length
+
+    def extend(self, token_ids: list[int]) -> None:
+        """Output from an earlier run, which is computed again as after a preemption."""
+        self.token_ids += token_ids
+        self.refill_length = self.num_tokens if self.num_generated else 0
 
     def advance(self, num_tokens: int) -> None:
         """`num_tokens` more tokens are computed and their entries stored."""

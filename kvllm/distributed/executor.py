@@ -12,7 +12,7 @@ from ray.util.placement_group import PlacementGroup
 from kvllm.core.executor import Executor, WorkersRestarted
 from kvllm.core.protocol import StepPlan, StepResult, decode_result, encode
 from kvllm.distributed.placement import acquire_ray, release_ray
-from kvllm.distributed.restarting import RestartBudget
+from kvllm.distributed.restart_budget import RestartBudget
 from kvllm.distributed.worker_group import WorkerGroup
 from kvllm.errors import WorkerError
 from kvllm.worker.build import RunnerSettings

@@ -42,8 +42,10 @@ class SimulatedExecutor(Executor):
         self.cached: dict[int, int] = {}  # entries in the cache, by sequence
 
     def execute(self, plan: StepPlan) -> StepResult:
+        if plan.reset:
+            self.cached.clear()
         for seq_id in plan.dropped_seq_ids:
-            self.cached.pop(seq_id, None)
+            del self.cached[seq_id]
         for start in plan.new_seqs:
             self.cached[start.seq_id] = start.cached_length
         if plan.compressions and self.compression:

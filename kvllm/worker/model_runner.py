@@ -104,9 +104,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
+        if plan.reset:
+            self._reset()
         for seq_id in plan.dropped_seq_ids:
-            if state := self.states.pop(seq_id, None):  # unknown if the plan that would have started it failed
-                self.tables.release(state.row)
+            self.tables.release(self.states.pop(seq_id).row)
         for start in plan.new_seqs:
             self._start(start)
         graphs = self.graphs if all(item.num_tokens == 1 for item in plan.scheduled) else None
@@ -123,6 +124,13 @@ class ModelRunner:
         if plan.scheduled and graphs:  # the next step is probably one more token of each, and this one still runs
             graphs.place([self.states[item.seq_id] for item in plan.scheduled])
         return StepResult(samples.tokens() if samples else [], clock.seconds(), event_bytes)
+
+    def _reset(self) -> None:
+        """Drop all sequences, and whatever a step that was cut short has left half done."""
+        self.states = {}
+        self.tables.clear()
+        if self.graphs:
+            self.graphs.forget()
 
     def _start(self, start: SequenceStart) -> None:
         prompt, output = start.token_ids[: start.prompt_length], start.token_ids[start.prompt_length :]

@@ -36,7 +36,11 @@ class BlockTables:
     def __init__(self, max_num_seqs: int, max_blocks: int, block_size: int) -> None:
         self.table = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
         self.block_size = block_size
-        self._free_rows = list(reversed(range(max_num_seqs)))
+        self.clear()
+
+    def clear(self) -> None:
+        """Make all rows free."""
+        self._free_rows = list(reversed(range(len(self.table))))
 
     def acquire(self) -> int:
         return self._free_rows.pop()

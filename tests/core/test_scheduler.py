@@ -75,7 +75,24 @@ class Harness:
         plan = self.scheduler.schedule()
         if executed:
             self.worker.execute(plan)
-        self.scheduler.recover()
+        self.live = {seq_id: self._again(seq) for seq_id, seq in self.live.items()}
+        self.scheduler.reset(list(self.live.values()))
+
+    def _again(self, seq: Sequence) -> Sequence:
+        """A sequence with the same tokens, and nothing in the cache."""
+        prompt, output = seq.token_ids[: seq.prompt_length], seq.token_ids[seq.prompt_length :]
+        fresh = Sequence(
+            seq.seq_id,
+            seq.request_id,
+            prompt,
+            seq.sampling,
+            max_length=seq.max_length,
+            index=seq.index,
+            forks=seq.forks_pending,
+            tail_start=seq.tail_start,
+        )
+        fresh.extend(output)
+        return fresh
 
     def finish(self, seq_id: int) -> None:
         seq = self.live.pop(seq_id)

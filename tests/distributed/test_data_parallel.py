@@ -24,11 +24,10 @@ from kvllm.core.protocol import SequenceStart
 from kvllm.errors import WorkerError
 from kvllm.llm import DEFAULT_MODEL
 from kvllm.models.config import load_model_config
-from kvllm.worker.build import RunnerSettings
 from tests.helpers.checkpoints import make_checkpoint
 
 ray = pytest.importorskip("ray", reason="needs ray: pip install ray")
-from kvllm.distributed.replicas.replica import ReportingEngine  # noqa: E402
+from kvllm.distributed.replicas.replica import Reporter  # noqa: E402
 
 OPTIONS = {"block_size": 16, "num_gpu_blocks_override": 100, "max_num_seqs": 16}
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"  # small ones would form words, and the tokenizer knows few
@@ -66,16 +65,18 @@ def test_an_engine_goes_on_from_known_output(path: Path) -> None:
     llm = LLM(path, **options)
     (expected,) = llm.generate({"prompt_token_ids": [5, 6, 7]}, greedy(300), use_tqdm=False)
     output = expected.outputs[0].token_ids
-    settings = RunnerSettings(str(path), llm.model_config, llm.config, "float32", "auto", "auto")
-    engine = ReportingEngine(settings, 9, LLM(path, **options).llm_engine.executor)
-    engine.start(SequenceStart(40, [5, 6, 7, *output[:250]], 3, 0, greedy(300), seed=0))
-    while engine.has_unfinished_requests():
-        engine.step()
-    steps = engine.take_steps()
+    engine = LLM(path, **options).llm_engine
+    reporter = Reporter(engine, path)
+    reporter.start([SequenceStart(40, [5, 6, 7, *output[:250]], 3, 0, greedy(300), seed=0)])
+    steps, busy = [], True
+    while busy:
+        report = reporter.report(1.0)
+        steps += report.steps
+        busy = report.busy
     assert [(seq_id, token.token_id) for step in steps for seq_id, token in step.tokens] == [
         (40, t) for t in output[250:]
     ]
-    assert [ended.seq_id for step in steps for ended in step.ended] == [40] and engine.stats.preemptions == 0
+    assert [ended.seq_id for step in steps for ended in step.ended] == [40] and report.stats.preemptions == 0
 
 
 def test_two_engines_of_two_ranks(ray_cluster: None, path: Path, one: LLM) -> None:
@@ -87,13 +88,13 @@ def test_two_engines_of_two_ranks(ray_cluster: None, path: Path, one: LLM) -> No
     free = ray.available_resources().get("CPU", 0)
     llm = LLM(path, data_parallel_size=2, tensor_parallel_size=2, max_worker_restarts=1, **OPTIONS)
     engine = llm.llm_engine
-    engines = [psutil.Process(pid) for pid in engine.executor.pids]
+    engines = [psutil.Process(pid) for pid in engine.replicas.pids]
     prompts = ["a", "b", "c", "d"]
     expected = [output.outputs for output in one.generate(prompts, greedy(100), use_tqdm=False)]
     (rank, *_) = _ranks()
     threading.Timer(0.1, rank.kill).start()
     assert [output.outputs for output in llm.generate(prompts, greedy(100), use_tqdm=False)] == expected
-    assert all(process.is_running() for process in engines) and not engine.executor.restart_seconds
+    assert all(process.is_running() for process in engines) and not engine.replicas.restart_seconds
     assert len(_ranks()) == 4
     for process in engines:
         process.kill()
@@ -121,7 +122,7 @@ def two(ray_cluster: None, path: Path) -> Iterator[LLM]:
 def tokens_of(two: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tokens each engine reports."""
     counts = [0, 0]
-    receive = two.llm_engine.engines.receive
+    receive = two.llm_engine.replicas.receive
 
     def listen() -> list[tuple[int, Any]]:
         reports = receive()
@@ -129,7 +130,7 @@ def tokens_of(two: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
             counts[engine] += sum(len(step.tokens) for step in report.steps) if report else 0
         return reports
 
-    monkeypatch.setattr(two.llm_engine.engines, "receive", listen)
+    monkeypatch.setattr(two.llm_engine.replicas, "receive", listen)
     return counts
 
 
@@ -220,7 +221,7 @@ def test_requests_survive_engines_that_die_and_hang(one: LLM, two: LLM) -> None:
         engine.step()
         if faults and two.stats().output_tokens - before > faults[0][0] * total:
             _, number, index = faults.pop(0)
-            lost.append(engine.executor.pids[index])
+            lost.append(engine.replicas.pids[index])
             threading.Timer(rng.random() / 100, os.kill, (lost[-1], number)).start()
     assert not faults and [output.outputs for output in outputs] == [output.outputs for output in expected]
     assert two.stats().output_tokens - before == total

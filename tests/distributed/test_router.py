@@ -1,4 +1,4 @@
-"""How requests are spread over engines, whatever comes in whatever order."""
+"""How requests are router over engines, whatever comes in whatever order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from kvllm.config import EngineConfig
 from kvllm.core.protocol import SampledToken
 from kvllm.core.sequence import Sequence
-from kvllm.distributed.replicas.dispatcher import Dispatcher, Report, Sampled
+from kvllm.distributed.replicas.dispatcher import Dispatcher
+from kvllm.distributed.replicas.messages import Report, Sampled
 from kvllm.distributed.replicas.router import FULLER, HIT_WEIGHT, SEQUENCES_AHEAD, Router, needed_blocks
 from kvllm.sampling_params import SamplingParams
 from kvllm.stats import EngineStats
@@ -21,51 +22,51 @@ prompts = st.tuples(  # with one of few beginnings, more or less of it
 ).map(lambda parts: [parts[0]] * parts[1] + parts[2] + [9])
 
 
-def make_spread(num_engines: int, num_blocks: int = 10**6, max_num_seqs: int = 10**6, shares: bool = True) -> Router:
+def make_router(num_engines: int, num_blocks: int = 10**6, max_num_seqs: int = 10**6, shares: bool = True) -> Router:
     return Router([num_blocks] * num_engines, block_size=BLOCK, max_num_seqs=max_num_seqs, shares_prefixes=shares)
 
 
-def used(spread: Router) -> list[int]:
-    return [blocks - room for blocks, room in zip(spread.num_blocks, spread.room, strict=True)]
+def used(router: Router) -> list[int]:
+    return [blocks - room for blocks, room in zip(router.num_blocks, router.room, strict=True)]
 
 
 @given(st.integers(1, 4), st.lists(st.tuples(st.integers(1, 100), st.integers(1, 3)), max_size=60))
 def test_different_requests_fill_engines_equally(num_engines: int, requests: list[tuple[int, int]]) -> None:
-    spread = make_spread(num_engines)
+    router = make_router(num_engines)
     most = 0
     for number, (length, sequences) in enumerate(requests):
-        spread.place([number] * length, sequences)
+        router.place([number] * length, sequences)
         most = max(most, needed_blocks(length, sequences, BLOCK))
-        assert max(used(spread)) - min(used(spread)) <= most
-    assert sum(used(spread)) == sum(needed_blocks(*request, BLOCK) for request in requests)
+        assert max(used(router)) - min(used(router)) <= most
+    assert sum(used(router)) == sum(needed_blocks(*request, BLOCK) for request in requests)
 
 
 @given(st.integers(1, 4), st.lists(prompts, max_size=60), st.booleans())
 def test_common_prefixes_leave_no_engine_far_behind(num_engines: int, requests: list[Prompt], shares: bool) -> None:
-    spread = make_spread(num_engines, shares=shares)
+    router = make_router(num_engines, shares=shares)
     for prompt in requests:
-        spread.place(prompt, 1)
+        router.place(prompt, 1)
     blocks = max((len(prompt) // BLOCK for prompt in requests), default=0)
     allowed = HIT_WEIGHT * blocks if shares else 0
-    assert max(used(spread)) <= min(used(spread)) * (1 + FULLER * shares) + allowed + blocks + 1
+    assert max(used(router)) <= min(used(router)) * (1 + FULLER * shares) + allowed + blocks + 1
 
 
 @given(st.integers(1, 4), st.lists(prompts, min_size=1, max_size=40), st.data())
 def test_a_request_goes_where_its_prefix_went_last_unless_it_is_fuller(num_engines, requests, data) -> None:
     """Against the rule, told over the whole history of prompts."""
-    spread = make_spread(num_engines)
+    router = make_router(num_engines)
     history: list[tuple[Prompt, int]] = []
     for prompt in requests:
         for engine in range(num_engines):
-            spread.report(engine, 10**6 - data.draw(st.integers(0, 60)))
-        before = used(spread)
+            router.report(engine, 10**6 - data.draw(st.integers(0, 60)))
+        before = used(router)
         hits, home = 0, None
         for earlier, engine in history:
             common = next((i for i, (a, b) in enumerate(zip(prompt, earlier, strict=False)) if a != b), None)
             common = min(len(prompt), len(earlier)) if common is None else common
             if common // BLOCK and common // BLOCK >= hits:
                 hits, home = common // BLOCK, engine
-        chosen = spread.place(prompt, 1)
+        chosen = router.place(prompt, 1)
         if home is not None and before[home] <= min(before) * (1 + FULLER) + HIT_WEIGHT * hits:
             assert chosen == home
         else:
@@ -86,46 +87,46 @@ def test_a_request_goes_where_its_prefix_went_last_unless_it_is_fuller(num_engin
     ),
 )
 def test_an_engine_gets_what_it_has_room_for(num_blocks: list[int], operations: list[tuple]) -> None:
-    spread = Router(num_blocks, block_size=BLOCK, max_num_seqs=3, shares_prefixes=True)
+    router = Router(num_blocks, block_size=BLOCK, max_num_seqs=3, shares_prefixes=True)
     room, running = num_blocks[:], [0] * len(num_blocks)
     for name, *arguments in operations:
         engine = arguments[0] % len(num_blocks) if name != "place" else None
         if name == "place":
             prompt, sequences = arguments
             open_engines = [i for i, r in enumerate(room) if r > 0 and running[i] < SEQUENCES_AHEAD * 3]
-            engine = spread.place(prompt, sequences)
+            engine = router.place(prompt, sequences)
             assert engine in open_engines if open_engines else engine is None
             if engine is not None:
                 room[engine] -= needed_blocks(len(prompt), sequences, BLOCK)
                 running[engine] += sequences
         elif name == "report":
             room[engine] = min(arguments[1], num_blocks[engine])
-            spread.report(engine, room[engine])
+            router.report(engine, room[engine])
         elif name == "finish" and running[engine]:
             running[engine] -= 1
-            spread.finish(engine, 1)
+            router.finish(engine, 1)
         elif name == "lose":
             room[engine] = running[engine] = 0
-            spread.lose(engine)
-        assert (spread.room, spread.sequences) == (room, running)
+            router.lose(engine)
+        assert (router.room, router.sequences) == (room, running)
 
 
 def test_a_lost_engine_has_no_prefixes() -> None:
-    spread = make_spread(2)
+    router = make_router(2)
     prompt = [1] * 40
-    home = spread.place(prompt, 1)
-    assert spread.place(prompt, 1) == home
-    spread.lose(home)
-    other = spread.place([1] * 40, 1)
+    home = router.place(prompt, 1)
+    assert router.place(prompt, 1) == home
+    router.lose(home)
+    other = router.place([1] * 40, 1)
     assert other == 1 - home
-    spread.report(home, 10**6)
-    assert spread.place(prompt, 1) == other  # a little fuller, and the prefix is there
+    router.report(home, 10**6)
+    assert router.place(prompt, 1) == other  # a little fuller, and the prefix is there
 
 
 def test_what_a_lost_engine_had_is_queued_again_in_front() -> None:
     """In order of age, with its tokens; each branch of a request on its own."""
     config = EngineConfig(num_blocks=10, max_model_len=64, block_size=BLOCK, max_num_seqs=4)
-    dispatcher = Dispatcher(config, EngineStats(10), [10, 10])
+    dispatcher = Dispatcher(config, [10, 10])
     sampling = SamplingParams(n=2)
     sequences = [Sequence(2 * i, str(i), [i] * 8, sampling, seed=i, max_length=32, forks=1) for i in range(8)]
     for seq in sequences:
@@ -140,10 +141,10 @@ def test_what_a_lost_engine_had_is_queued_again_in_front() -> None:
     dispatcher.finish(sequences[0])
     dispatcher.lose(0)
     assert list(dispatcher.waiting) == [4, 5, 8, 12, 14] and dispatcher.take(0) is None
-    dispatcher.spread.report(0, 10)
+    dispatcher.router.report(0, 10)
     dispatcher.dispatch()
     assert list(dispatcher.receive(0, Report([], EngineStats(10), 10))) == []
-    assert dispatcher.spread.room[0] == 10 - 3 - 3 - 4  # of what it was not sent yet, it does not know
+    assert dispatcher.router.room[0] == 10 - 3 - 3 - 4  # of what it was not sent yet, it does not know
     again = dispatcher.take(0)
     assert again and [(start.seq_id, start.token_ids[8:], start.sampling.n) for start in again[:3]] == [
         (4, [7], 1),
@@ -153,8 +154,8 @@ def test_what_a_lost_engine_had_is_queued_again_in_front() -> None:
 
 
 def test_what_it_remembers_of_prefixes_is_bounded() -> None:
-    spread = make_spread(2, num_blocks=50)
+    router = make_router(2, num_blocks=50)
     for number in range(100):
-        spread.report(0, 50)
-        spread.place([number] * 40, 1)
-    assert len(spread._engine_of) == 100
+        router.report(0, 50)
+        router.place([number] * 40, 1)
+    assert len(router._engine_of) == 100

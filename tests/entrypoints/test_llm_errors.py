@@ -33,7 +33,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     def read(*args, **kwargs):
         raise AssertionError("weights were read before the error")
 
-    monkeypatch.setattr("kvllm.distributed.rank.load_model", read)
+    monkeypatch.setattr("kvllm.worker.build.load_model", read)
 
 
 @pytest.mark.usefixtures("no_weights")

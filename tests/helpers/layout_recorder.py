@@ -144,8 +144,10 @@ class Recorder(Executor):
 
     def execute(self, plan: StepPlan) -> StepResult:
         self._logits, self._selections = [], []
+        if plan.reset:
+            self.alive.clear()
         for seq_id in plan.dropped_seq_ids:
-            self.alive.pop(seq_id, None)  # unknown if the step that would have started it failed
+            del self.alive[seq_id]
         before = {seq_id: self.entries(seq_id) for seq_id in self.alive} if plan.compressions else {}
         tables = {job.seq_id: self.table(job.seq_id) for job in plan.compressions}
         result = self.inline.execute(plan)

@@ -51,8 +51,10 @@ class LiteralWorker:
 
     def execute(self, plan: StepPlan) -> StepResult:
         plan = decode_plan(encode(plan))
+        if plan.reset:
+            self.sequences.clear()
         for seq_id in plan.dropped_seq_ids:
-            self.sequences.pop(seq_id, None)
+            del self.sequences[seq_id]
         for start in plan.new_seqs:
             assert start.seq_id not in self.sequences
             self.sequences[start.seq_id] = LiteralSequence(start.token_ids, start.prompt_length, start.cached_length)

@@ -86,6 +86,8 @@ class Recorder(Executor):
 
     def execute(self, plan: StepPlan) -> StepResult:
         self._logits, self._selections = [], []
+        if plan.reset:
+            self.alive.clear()
         for seq_id in plan.dropped_seq_ids:
             del self.alive[seq_id]
         before = {seq_id: self.entries(seq_id) for seq_id in self.alive} if plan.compressions else {}

@@ -1,127 +1,109 @@
-"""The scheduler of an engine that is several: it queues sequences, hands them out and takes back their tokens."""
+"""Which replica has which sequence: queues sequences, hands them out and takes back their tokens."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 
-from msgspec import Struct, structs
+from msgspec import structs
 
 from kvllm.config import EngineConfig
+from kvllm.core.compression_policy import Compression, check_fits
 from kvllm.core.protocol import SampledToken, SequenceStart
-from kvllm.core.scheduler import Scheduler
-from kvllm.core.sequence import Sequence
+from kvllm.core.sequence import Sequence, fork_seed
+from kvllm.distributed.replicas.messages import Report, Sampled
 from kvllm.distributed.replicas.router import Router
-from kvllm.stats import EngineStats
 
 
-class Ended(Struct, array_like=True, frozen=True):
-    """What an engine has counted of a sequence that has ended there. See Sequence."""
+class Dispatcher:
+    """Keeps the sequences that run elsewhere, each in one of several replicas, under the ids that they have here."""
 
-    seq_id: int
-    preemptions: int
-    evicted: int
-    cache_hits: int
+    def __init__(self, config: EngineConfig, num_blocks: list[int]) -> None:
+        """num_blocks: of the pool of each replica; of the smallest in `config`, for a request may come to any."""
+        self.config = config
+        self.num_blocks = num_blocks
+        self._compression = Compression.of(config)
+        self.reset([])
 
-
-class Sampled(Struct, array_like=True, frozen=True):
-    """What a step of an engine has yielded: tokens, each with the id of its sequence, and what ended with them."""
-
-    tokens: list[tuple[int, SampledToken]]
-    ended: list[Ended] = []
-
-
-class Report(Struct, array_like=True):
-    """What an engine says now and then, of all that has happened since its last report.
-
-    room: free blocks, less what the waiting sequences are expected to need.
-    busy: whether anything is left to do.
-    progress: a number that changes as long as the engine advances; None if it sees to that itself.
-    """
-
-    steps: list[Sampled]
-    stats: EngineStats
-    room: int
-    busy: bool = False
-    progress: int | None = None
-
-
-class Dispatcher(Scheduler):
-    """A scheduler whose sequences run elsewhere, each in one of several engines, under the ids that they have here.
-
-    Of the Scheduler, requests enter as always (`add`, `finish`); instead of `schedule` and `update` there are
-    `dispatch`, `take` and `receive`.
-    """
-
-    def __init__(self, config: EngineConfig, stats: EngineStats, num_blocks: list[int]) -> None:
-        """num_blocks: of the pool of each engine; of the smallest in `config`, for a request may come to any."""
-        super().__init__(config, stats)
-        self.spread = Router(
-            num_blocks,
-            block_size=config.block_size,
-            max_num_seqs=config.max_num_seqs,
-            shares_prefixes=config.shares_prefixes,
+    def reset(self, sequences: list[Sequence]) -> None:
+        """Start over: all replicas are empty, and `sequences`, in order, wait."""
+        self.waiting = OrderedDict((seq.seq_id, seq) for seq in sequences)
+        self.router = Router(
+            self.num_blocks,
+            block_size=self.config.block_size,
+            max_num_seqs=self.config.max_num_seqs,
+            shares_prefixes=self.config.shares_prefixes,
         )
-        self._placed: list[dict[int, Sequence]] = [{} for _ in num_blocks]
-        self._unsent: list[dict[int, Sequence]] = [{} for _ in num_blocks]
-        self._engine_of: dict[int, int] = {}
+        self._placed: list[dict[int, Sequence]] = [{} for _ in self.num_blocks]
+        self._unsent: list[dict[int, Sequence]] = [{} for _ in self.num_blocks]
+        self._replica_of: dict[int, int] = {}
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence. Raises RequestError if no replica could finish it."""
+        check_fits(self.config, self._compression, seq)
+        self.waiting[seq.seq_id] = seq
 
     def finish(self, seq: Sequence) -> None:
         """Drop a sequence that ended or was aborted, wherever it is."""
         if self.waiting.pop(seq.seq_id, None) is None:
-            engine = self._engine_of.pop(seq.seq_id)
-            del self._placed[engine][seq.seq_id]
-            self._unsent[engine].pop(seq.seq_id, None)
-            self.spread.finish(engine, 1 + seq.forks_pending)
+            replica = self._replica_of.pop(seq.seq_id)
+            del self._placed[replica][seq.seq_id]
+            self._unsent[replica].pop(seq.seq_id, None)
+            self.router.finish(replica, 1 + seq.forks_pending)
 
-    def engine_of(self, seq: Sequence) -> int | None:
-        """The engine that knows of a sequence."""
-        engine = self._engine_of.get(seq.seq_id)
-        return None if engine is None or seq.seq_id in self._unsent[engine] else engine
+    def replica_of(self, seq: Sequence) -> int | None:
+        """The replica that was sent a sequence."""
+        replica = self._replica_of.get(seq.seq_id)
+        return None if replica is None or seq.seq_id in self._unsent[replica] else replica
+
+    def sent(self, replica: int) -> list[int]:
+        """Ids of the sequences that a replica was sent, and that have not ended."""
+        return [seq_id for seq_id in self._placed[replica] if seq_id not in self._unsent[replica]]
 
     def dispatch(self) -> None:
-        """Choose engines for what waits, in order, as long as there is room."""
+        """Choose replicas for what waits, in order, as long as there is room."""
         while self.waiting:
             seq = next(iter(self.waiting.values()))
-            engine = self.spread.place(seq.token_ids, 1 + seq.forks_pending)
-            if engine is None:
+            replica = self.router.place(seq.token_ids, 1 + seq.forks_pending)
+            if replica is None:
                 return
             del self.waiting[seq.seq_id]
-            self._place(engine, seq)
-            self._unsent[engine][seq.seq_id] = seq
+            self._place(replica, seq)
+            self._unsent[replica][seq.seq_id] = seq
 
-    def take(self, engine: int) -> list[SequenceStart] | None:
-        """What to send to an engine. None: it has nothing to do."""
-        if not self._placed[engine]:
+    def take(self, replica: int) -> list[SequenceStart] | None:
+        """What to send to a replica. None: it has nothing to do."""
+        if not self._placed[replica]:
             return None
-        starts = [_start(seq) for seq in self._unsent[engine].values()]
-        self._unsent[engine] = {}
+        starts = [_start(seq) for seq in self._unsent[replica].values()]
+        self._unsent[replica] = {}
         return starts
 
-    def receive(self, engine: int, report: Report) -> Iterator[list[tuple[Sequence, SampledToken]]]:
-        """Account for an engine's report. For each of its steps comes what `update` returns for one of ours; the caller
-        ends what finished before it asks for the next."""
-        self.spread.report(engine, report.room)
-        for seq in self._unsent[engine].values():  # of which the engine did not know
-            self.spread.promise(engine, seq.num_tokens, 1 + seq.forks_pending)
+    def receive(self, replica: int, report: Report) -> Iterator[list[tuple[Sequence, SampledToken]]]:
+        """Account for a replica's report. For each of its steps come the sequences with their tokens; the caller ends
+        what finished before it asks for the next."""
+        self.router.report(replica, report.room)
+        for seq in self._unsent[replica].values():  # which the report cannot include
+            self.router.promise(replica, seq.num_tokens, 1 + seq.forks_pending)
         for step in report.steps:
-            yield self._receive_step(engine, step)
+            yield self._receive_step(replica, step)
 
-    def lose(self, engine: int) -> None:
-        """An engine is lost: queue again, in front, what it had. The tokens so far are known."""
-        lost, self._placed[engine], self._unsent[engine] = self._placed[engine], {}, {}
+    def lose(self, replica: int) -> None:
+        """A replica is lost: queue again, in front, what it had. The tokens so far are known."""
+        lost, self._placed[replica], self._unsent[replica] = self._placed[replica], {}, {}
         for seq_id in sorted(lost, reverse=True):
-            del self._engine_of[seq_id]
+            del self._replica_of[seq_id]
             self.waiting[seq_id] = lost[seq_id]
             self.waiting.move_to_end(seq_id, last=False)
-        self.spread.lose(engine)
+        self.router.lose(replica)
 
-    def _receive_step(self, engine: int, step: Sampled) -> list[tuple[Sequence, SampledToken]]:
-        placed = self._placed[engine]
+    def _receive_step(self, replica: int, step: Sampled) -> list[tuple[Sequence, SampledToken]]:
+        placed = self._placed[replica]
         received = []
         for seq_id, token in step.tokens:
             if seq := placed.get(seq_id):  # else it was aborted
                 if seq.forks_pending:
-                    self._branch(engine, seq)
+                    self._branch(replica, seq)
                 seq.token_ids.append(token.token_id)
                 received.append((seq, token))
         for ended in step.ended:
@@ -131,18 +113,18 @@ class Dispatcher(Scheduler):
                 seq.cache_hits = max(seq.cache_hits, ended.cache_hits)
         return received
 
-    def _place(self, engine: int, seq: Sequence) -> None:
-        self._placed[engine][seq.seq_id] = seq
-        self._engine_of[seq.seq_id] = engine
+    def _place(self, replica: int, seq: Sequence) -> None:
+        self._placed[replica][seq.seq_id] = seq
+        self._replica_of[seq.seq_id] = replica
 
-    def _branch(self, engine: int, parent: Sequence) -> None:
-        """The prompt is computed: the engine has made the other completions."""
-        for index, fork in enumerate(self._forks(parent), start=1):
-            self._place(engine, parent.fork(fork.seq_id, index, fork.seed))
+    def _branch(self, replica: int, parent: Sequence) -> None:
+        """The prompt is computed: the replica has made the other completions."""
+        for index in range(1, parent.forks_pending + 1):
+            self._place(replica, parent.fork(parent.seq_id + index, index, fork_seed(parent.seed, index)))
         parent.forks_pending = 0
 
 
 def _start(seq: Sequence) -> SequenceStart:
-    """With output, a sequence goes on alone. Otherwise the `n` completions of its request branch off from it."""
-    sampling = structs.replace(seq.sampling, n=1) if seq.num_generated else seq.sampling
+    """A sequence goes on alone, unless other completions of its request are still to branch off from it."""
+    sampling = structs.replace(seq.sampling, n=1 + seq.forks_pending)
     return SequenceStart(seq.seq_id, seq.token_ids[:], seq.prompt_length, 0, sampling, seq.seed)

@@ -1,66 +1,110 @@
-"""Several engines as one: requests are spread over them, and those of a lost engine go on in another."""
+"""Several engines as one: requests are spread over replicas, and those of a lost replica go on in another."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from kvllm.config import EngineConfig
-from kvllm.core.engine import LLMEngine
-from kvllm.distributed.replicas.dispatcher import Dispatcher, Report
+from kvllm.core.input_processor import InputProcessor, Prompt
+from kvllm.core.output_processor import OutputProcessor
+from kvllm.core.transition import Transition
+from kvllm.distributed.replicas.dispatcher import Dispatcher
+from kvllm.distributed.replicas.messages import Report
+from kvllm.distributed.replicas.replica_set import ReplicaSet
 from kvllm.outputs import RequestOutput
+from kvllm.sampling_params import SamplingParams
 from kvllm.stats import EngineStats
-
-if TYPE_CHECKING:
-    from kvllm.distributed.replicas.replica_set import Engines
+from kvllm.tokenizer import Tokenizer
 
 
-class DataParallelEngine(LLMEngine):
-    """Takes requests, makes their text and ends them as every engine does; their tokens come from `engines`.
+class DataParallelEngine:
+    """Does what LLMEngine does, with tokens that come from replicas.
 
-    config: of each of them, except that their pools may differ: its own has as many blocks as the smallest.
+    config: that of each replica, except that their pools may differ: it has as many blocks as the smallest.
     """
 
-    def __init__(self, config: EngineConfig, engines: Engines, **options: Any) -> None:
-        super().__init__(config, engines, **options)
-        self.engines = engines
-        self.stats = EngineStats(num_blocks=sum(engines.num_blocks))
-        self.scheduler = self._dispatcher = Dispatcher(config, self.stats, engines.num_blocks)
-        self._last_steps = [(0, 0)] * len(engines.num_blocks)
+    def __init__(
+        self,
+        config: EngineConfig,
+        replicas: ReplicaSet,
+        *,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...] = (),
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        self.config = config
+        self.replicas = replicas
+        self.stats = EngineStats(num_blocks=sum(replicas.num_blocks))
+        self.inputs = InputProcessor(config, vocab_size, tokenizer)
+        self.outputs = OutputProcessor(frozenset(eos_token_ids), tokenizer)
+        self.dispatcher = Dispatcher(config, replicas.num_blocks)
+        self._last_steps = [(0, 0)] * len(replicas.num_blocks)
+        self._transition = Transition(self._recover)
+
+    def add_request(
+        self, request_id: str, prompt: Prompt, sampling_params: SamplingParams, *, stream: bool = True
+    ) -> RequestOutput:
+        """See LLMEngine."""
+        self.outputs.check_id(request_id)
+        request = self.inputs.new_request(request_id, prompt, sampling_params, stream)
+        self.outputs.prepare(request)
+        with self._transition():
+            self.dispatcher.add(request.sequences[0])
+            self.outputs.requests[request_id] = request
+        return request.output
 
     def abort(self, request_id: str) -> None:
-        if request := self._requests.get(request_id):
-            for seq in request.sequences.values():
-                engine = self._dispatcher.engine_of(seq)
-                if engine is not None:  # it may know the sequence as a branch of the first
-                    self.engines.forget(engine, [seq.seq_id, seq.seq_id - seq.index])
-        super().abort(request_id)
+        """See LLMEngine."""
+        with self._transition():
+            for seq in self.outputs.abort(request_id):
+                replica = self.dispatcher.replica_of(seq)
+                if replica is not None:  # it may have the sequence as a branch of the first
+                    self.replicas.drop(replica, [seq.seq_id, seq.seq_id - seq.index])
+                self.dispatcher.finish(seq)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.outputs.requests)
 
     def step(self) -> list[RequestOutput]:
-        """Hand out requests and wait for tokens of some engine, but not for ever."""
-        self._dispatcher.dispatch()
-        for engine in self.engines.free():
-            starts = self._dispatcher.take(engine)
-            if starts is not None:
-                self.engines.send(engine, starts)
-        touched: dict[str, RequestOutput] = {}
-        for engine, report in self.engines.receive():
-            if report is None:
-                self._last_steps[engine] = (0, 0)
-                self._dispatcher.lose(engine)
-                continue
-            self._count(engine, report)
-            for sampled in self._dispatcher.receive(engine, report):
-                touched |= {output.request_id: output for output in self._deliver(sampled)}
-        return list(touched.values())
+        """Hand out requests and wait for tokens of some replica, but not for ever. Returns what LLMEngine does."""
+        with self._transition():
+            self.dispatcher.dispatch()
+            for replica in self.replicas.free():
+                starts = self.dispatcher.take(replica)
+                if starts is not None:
+                    self.replicas.send(replica, starts)
+            for replica, report in self.replicas.receive():
+                self._receive(replica, report)
+        return self.outputs.take_touched()
 
-    def _count(self, engine: int, report: Report) -> None:
-        """Add to the stats. A step of one engine is a step of all, in which the others are as they last were."""
+    def close(self) -> None:
+        self.replicas.close()
+
+    def _receive(self, replica: int, report: Report | None) -> None:
+        if report is None:
+            self._last_steps[replica] = (0, 0)
+            self.dispatcher.lose(replica)
+            return
+        self._count(replica, report)
+        for sampled in self.dispatcher.receive(replica, report):
+            for seq in self.outputs.process(sampled):
+                self.dispatcher.finish(seq)
+
+    def _recover(self) -> None:
+        """Let the replicas drop everything, and hand it out again under new ids: reports of the old ones may still
+        come."""
+        for replica in range(len(self.replicas.num_blocks)):
+            self.replicas.drop(replica, self.dispatcher.sent(replica))
+        for request in self.outputs.requests.values():
+            request.seq_id = self.inputs.take_seq_ids(request.sampling.n)
+        self.dispatcher.reset(self.outputs.restore())
+
+    def _count(self, replica: int, report: Report) -> None:
+        """Add to the stats. A step of one replica is a step of all, in which the others are as they last were."""
         counted = report.stats
         timeline, counted.timeline, counted.steps, counted.peak_blocks = counted.timeline, [], 0, 0
         self.stats.add(counted)
         for step in timeline:
-            self._last_steps[engine] = step
+            self._last_steps[replica] = step
             running, blocks = map(sum, zip(*self._last_steps, strict=True))
             self.stats.record_step(running=running, blocks=blocks)
         if not report.busy:
-            self._last_steps[engine] = (0, 0)
+            self._last_steps[replica] = (0, 0)

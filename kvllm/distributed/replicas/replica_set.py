@@ -1,4 +1,4 @@
-"""Engines in Ray actors, as one process sees them: started, called, replaced when they are lost."""
+"""Replicas in Ray actors, as one process sees them: started, called, replaced when they are lost."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from kvllm.core.protocol import SequenceStart
 from kvllm.distributed.hang_detector import HangDetector
 from kvllm.distributed.placement import acquire_ray, ask_for, kind_of, nodes_of, release_ray, reserve
-from kvllm.distributed.replicas.dispatcher import Report
-from kvllm.distributed.replicas.replica import EngineActor, ReplicaReady, ReplicaSpec
-from kvllm.distributed.restarting import RestartBudget
+from kvllm.distributed.replicas.messages import ReplicaReady, ReplicaSpec, Report
+from kvllm.distributed.replicas.replica import Replica
+from kvllm.distributed.restart_budget import RestartBudget
 from kvllm.distributed.worker_group import (
     LOAD_SECONDS,
     POLL_SECONDS,
@@ -34,32 +34,32 @@ from kvllm.stats import EngineStats
 from kvllm.worker.build import RunnerSettings
 
 
-class EngineLost(WorkerError):
-    """An engine died, hangs or failed. Another one can take its place."""
+class ReplicaLost(WorkerError):
+    """A replica died, hangs or failed. Another one can take its place."""
 
 
-class Engines:
-    """`num_engines` engines of `num_ranks` ranks each, all with the same model.
+class ReplicaSet:
+    """`num_replicas` engines in Ray actors, of `num_ranks` ranks each, all with the same model.
 
     num_blocks: of their pools, after `load`.
-    placement, max_restarts: see RayExecutor. The restarts of all engines together count, those of their ranks do not.
+    placement, max_restarts: see RayExecutor. The restarts of all replicas count together, those of their ranks do not.
 
     Raises:
-        ConfigError: the cluster cannot hold the ranks. WorkerError: an engine did not start.
+        ConfigError: the cluster cannot hold the ranks. WorkerError: a replica did not start.
     """
 
-    def __init__(self, num_engines: int, num_ranks: int, placement: str, max_restarts: int) -> None:
+    def __init__(self, num_replicas: int, num_ranks: int, placement: str, max_restarts: int) -> None:
         self.restart_seconds: list[float] = []
-        """How long each replacement of an engine took, until it had loaded the model."""
+        """How long each replacement of a replica took, until it had loaded the model."""
         self._placement = placement
         self.num_blocks: list[int] = []
         self._budget = RestartBudget(max_restarts)
-        self._engines: list[_Remote] = []
-        acquire_ray(num_engines * num_ranks)
-        self._finalizer = weakref.finalize(self, _end, self._engines)
+        self._replicas: list[_RemoteReplica] = []
+        acquire_ray(num_replicas * num_ranks)
+        self._finalizer = weakref.finalize(self, _end, self._replicas)
         try:
-            self._start(num_engines, num_ranks, max_restarts)
-            readies = [engine.ready(START_SECONDS) for engine in self._engines]
+            self._start(num_replicas, num_ranks, max_restarts)
+            readies = [replica.ready(START_SECONDS) for replica in self._replicas]
         except BaseException:
             self.close()
             raise
@@ -67,26 +67,26 @@ class Engines:
 
     @property
     def device(self) -> str:
-        """What the engines run on: "cuda" or "cpu"."""
-        return self._engines[0].spec.device
+        """What the replicas run on: "cuda" or "cpu"."""
+        return self._replicas[0].spec.device
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the engines, on their nodes. Of one that is starting it is not known: 0."""
-        return [engine.pid for engine in self._engines]
+        """Process ids of the replicas, on their nodes; 0 for one that is starting."""
+        return [replica.pid for replica in self._replicas]
 
     def load(self, settings: RunnerSettings) -> int:
-        """Let every engine load the model. Raises ConfigError and CheckpointError as `make_runner` does.
+        """Let every replica load the model. Raises ConfigError and CheckpointError as `make_runner` does.
 
         Returns the blocks of the smallest pool.
         """
-        for engine in self._engines:
-            engine.load(settings)
+        for replica in self._replicas:
+            replica.load(settings)
         try:
-            for engine in self._engines:
-                self.num_blocks.append(msgspec.msgpack.decode(engine.result(LOAD_SECONDS), type=int))
-                engine.loaded = True
-        except EngineLost as error:
+            for replica in self._replicas:
+                self.num_blocks.append(msgspec.msgpack.decode(replica.result(LOAD_SECONDS), type=int))
+                replica.loaded = True
+        except ReplicaLost as error:
             cause = getattr(error.__cause__, "cause", None)
             raise (cause if isinstance(cause, KvLLMError) else error) from error
         self._settings = [  # with which another one takes the place of each
@@ -100,91 +100,91 @@ class Engines:
     def close(self) -> None:
         self._finalizer()
 
-    def _start(self, num_engines: int, num_ranks: int, max_restarts: int) -> None:
-        groups = reserve(num_engines, num_ranks, self._placement)
+    def _start(self, num_replicas: int, num_ranks: int, max_restarts: int) -> None:
+        groups = reserve(num_replicas, num_ranks, self._placement)
         nodes = [nodes_of(group)[0] for group in groups]
         for group, node in zip(groups, nodes, strict=True):
             device = "cuda" if kind_of(group) == "GPU" else "cpu"
             num_threads = max(1, torch.get_num_threads() // nodes.count(node))
             neighbours = nodes.count(node) if device == "cpu" else 1
             spec = ReplicaSpec(num_ranks, self._placement, max_restarts, device, num_threads, neighbours)
-            self._engines.append(_Remote(group, spec))
+            self._replicas.append(_RemoteReplica(group, spec))
 
     # Calls
 
     def free(self) -> list[int]:
-        """The engines that are not at work on a call."""
-        return [i for i, engine in enumerate(self._engines) if engine.pending is None]
+        """The replicas that are not at work on a call."""
+        return [i for i, replica in enumerate(self._replicas) if replica.pending is None]
 
     def send(self, index: int, starts: list[SequenceStart]) -> None:
-        """Give sequences to a free engine, or none, and ask for a report."""
-        engine, now = self._engines[index], time.monotonic()
-        if not engine.busy or now - engine.hang_detector.heard > SILENCE_SECONDS:  # it was not listened to
-            engine.hang_detector = HangDetector(SILENCE_SECONDS, STANDSTILL_SECONDS, now)
-        engine.call("exchange", msgspec.msgpack.encode(starts))
+        """Give sequences to a free replica, or none, and ask for a report."""
+        replica, now = self._replicas[index], time.monotonic()
+        if not replica.busy or now - replica.hang_detector.heard > SILENCE_SECONDS:  # it was not listened to
+            replica.hang_detector = HangDetector(SILENCE_SECONDS, STANDSTILL_SECONDS, now)
+        replica.call("exchange", msgspec.msgpack.encode(starts))
 
-    def forget(self, index: int, seq_ids: list[int]) -> None:
-        """Let an engine abort sequences; it ignores those that it does not know."""
-        if self._engines and self._engines[index].loaded:
-            self._engines[index].actor.forget.remote(msgspec.msgpack.encode(seq_ids))
+    def drop(self, index: int, seq_ids: list[int]) -> None:
+        """Let a replica abort sequences; unknown ones are ignored."""
+        if self._replicas and self._replicas[index].loaded:
+            self._replicas[index].actor.drop.remote(msgspec.msgpack.encode(seq_ids))
 
     def receive(self) -> list[tuple[int, Report | None]]:
-        """Wait for a report, but not for ever, and return all that have come. None: the engine is lost, with all that
+        """Wait for a report, but not for ever, and return all that have come. None: the replica is lost, with all that
         it had. Another one takes its place as soon as it has loaded the model.
 
-        Raises WorkerError when engines were lost too often, or the ranks of one were.
+        Raises WorkerError when replicas were lost too often, or the ranks of one were.
         """
         self._budget.check()
-        calls = [engine.pending for engine in self._engines if engine.pending]
+        calls = [replica.pending for replica in self._replicas if replica.pending]
         if not calls:
             return []
         ray.wait(calls, timeout=POLL_SECONDS)
         answered = set(ray.wait(calls, num_returns=len(calls), timeout=0)[0])
         found = []
-        for index, engine in enumerate(self._engines):
+        for index, replica in enumerate(self._replicas):
             try:
-                if engine.pending in answered:
+                if replica.pending in answered:
                     found.append((index, self._answer(index)))
-                if engine.pending or engine.busy:
-                    engine.check()
-            except EngineLost as fault:
+                if replica.pending or replica.busy:
+                    replica.check()
+            except ReplicaLost as fault:
                 self._replace(index, fault)
                 found.append((index, None))
             except WorkerError as error:  # its ranks were lost too often
                 self._budget.failure = error
-                _close(self._engines)
+                _close(self._replicas)
                 raise
         return found
 
     def _answer(self, index: int) -> Report:
-        engine = self._engines[index]
-        answer = engine.result()
-        if engine.loaded:
+        replica = self._replicas[index]
+        answer = replica.result()
+        if replica.loaded:
             report = msgspec.msgpack.decode(answer, type=Report)
-            engine.busy = report.busy
-            engine.hang_detector.hear(time.monotonic(), report.progress)
+            replica.busy = report.busy
+            replica.hang_detector.hear(time.monotonic(), report.progress)
             self._budget.count(report.stats.steps)
             return report
-        engine.ready()
-        engine.loaded = True
-        self.restart_seconds.append(time.monotonic() - engine.begin)
+        replica.ready()
+        replica.loaded = True
+        self.restart_seconds.append(time.monotonic() - replica.begin)
         return Report([], EngineStats(0), self.num_blocks[index])
 
-    def _replace(self, index: int, fault: EngineLost) -> None:
-        lost = self._engines[index]
+    def _replace(self, index: int, fault: ReplicaLost) -> None:
+        lost = self._replicas[index]
         lost.close()
         try:
             self._budget.spend(fault)
         except WorkerError:
-            _close(self._engines)
+            _close(self._replicas)
             raise
         group = ask_for(lost.spec.num_ranks, kind_of(lost.group), lost.spec.placement)
-        self._engines[index] = _Remote(group, lost.spec)
-        self._engines[index].load(self._settings[index])
+        self._replicas[index] = _RemoteReplica(group, lost.spec)
+        self._replicas[index].load(self._settings[index])
 
 
-class _Remote:
-    """An engine in its actor.
+class _RemoteReplica:
+    """An replica in its actor.
 
     pending: the call that it is at work on. busy: whether it had anything left to do when it last reported.
     """
@@ -200,7 +200,7 @@ class _Remote:
         self._processes: list[psutil.Process] = []
         alone = spec.num_ranks == 1  # otherwise the ranks take what is reserved
         self.actor = (
-            ray.remote(EngineActor)
+            ray.remote(Replica)
             .options(
                 num_cpus=int(alone),
                 num_gpus=int(alone and spec.device == "cuda"),
@@ -225,18 +225,18 @@ class _Remote:
         self.pending = getattr(self.actor, method).remote(message)
 
     def result(self, seconds: float | None = None) -> Any:
-        """Of the pending call. Raises EngineLost, or the WorkerError of an engine whose ranks were lost too often."""
+        """Of the pending call. Raises ReplicaLost, or the WorkerError of a replica whose ranks were lost too often."""
         answer = _get(self.pending, seconds)
         self.pending = None
         return answer
 
     def check(self) -> None:
-        """Raises EngineLost if it hangs."""
+        """Raises ReplicaLost if it hangs."""
         if complaint := self.hang_detector.complaint(time.monotonic()):
-            raise EngineLost(f"an engine (pid {self.pid}) {complaint}")
+            raise ReplicaLost(f"a replica (pid {self.pid}) {complaint}")
 
     def close(self) -> None:
-        """End the engine and its ranks, whatever they do, and give back their places."""
+        """End the replica and its ranks, whatever they do, and give back their places."""
         for process in self._processes:  # at once, and even if it is stopped
             with suppress(psutil.Error):
                 process.kill()
@@ -250,19 +250,19 @@ def _get(call: ray.ObjectRef, seconds: float | None) -> Any:
     try:
         return ray.get(call, timeout=seconds)
     except GetTimeoutError as error:
-        raise EngineLost(f"an engine has not answered in {seconds:g} s") from error
+        raise ReplicaLost(f"a replica has not answered in {seconds:g} s") from error
     except RayError as error:
         if isinstance(error, RayTaskError) and isinstance(error.cause, WorkerError):
             raise error.cause from error
-        raise EngineLost(str(error)) from error
+        raise ReplicaLost(str(error)) from error
 
 
-def _close(engines: list[_Remote]) -> None:
-    for engine in engines:
-        engine.close()
-    engines.clear()
+def _close(replicas: list[_RemoteReplica]) -> None:
+    for replica in replicas:
+        replica.close()
+    replicas.clear()
 
 
-def _end(engines: list[_Remote]) -> None:
-    _close(engines)
+def _end(replicas: list[_RemoteReplica]) -> None:
+    _close(replicas)
     release_ray()

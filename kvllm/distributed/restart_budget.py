@@ -1,29 +1,15 @@
-"""Engines whose workers may be lost and replaced, and how often they are."""
+"""How often lost workers are replaced."""
 
 from __future__ import annotations
 
 import logging
 
-from kvllm.core.engine import LLMEngine
-from kvllm.core.executor import WorkersRestarted
 from kvllm.errors import WorkerError
-from kvllm.outputs import RequestOutput
 
 logger = logging.getLogger(__name__)
 
 STEPS_FOR_NEW_BUDGET = 1000
 """So many steps without a fault, and as many restarts as in the beginning are allowed again."""
-
-
-class RestartingEngine(LLMEngine):
-    """After a restart the running requests are computed again from their tokens: a step that yields nothing."""
-
-    def step(self) -> list[RequestOutput]:
-        try:
-            return super().step()
-        except WorkersRestarted:
-            self.scheduler.reset_cache()
-            return []
 
 
 class RestartBudget:

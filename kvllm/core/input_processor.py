@@ -1,0 +1,144 @@
+"""The door: a prompt with its options becomes a request, or is refused before it can disturb anything."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping
+from collections.abc import Sequence as Sequences
+from numbers import Integral
+from typing import TYPE_CHECKING, Any
+
+from kvllm.config import EngineConfig
+from kvllm.core.request import Request
+from kvllm.errors import RequestError
+from kvllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from kvllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from kvllm.tokenizer import Tokenizer
+
+Prompt = str | Sequences[int] | Mapping[str, Any]
+
+
+class InputProcessor:
+    """Checks requests against the limits of an engine, and numbers their sequences.
+
+    tokenizer: None if the checkpoint has none; then prompts are token ids.
+    """
+
+    def __init__(self, config: EngineConfig, vocab_size: int, tokenizer: Tokenizer | None) -> None:
+        self.config = config
+        self.vocab_size = vocab_size
+        self.tokenizer = tokenizer
+        self._next_seq_id = 0
+        self._seeds = random.Random(config.seed)
+
+    def new_request(self, request_id: str, prompt: Prompt, sampling: SamplingParams, stream: bool) -> Request:
+        """A request whose completions are empty. Raises RequestError."""
+        text, token_ids = self.tokens_of(prompt)
+        self.check(token_ids, sampling)
+        seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
+        return self._make(request_id, text, token_ids, sampling, stream, seed)
+
+    def resumed_request(
+        self, request_id: str, token_ids: list[int], prompt_length: int, sampling: SamplingParams, seed: int
+    ) -> Request:
+        """A request that another engine has begun: see `LLMEngine.resume_request`."""
+        prompt, output = token_ids[:prompt_length], token_ids[prompt_length:]
+        self.check(prompt, sampling)
+        request = self._make(request_id, None, prompt, sampling, False, seed)
+        request.output.outputs[0].token_ids += output
+        return request
+
+    def take_seq_ids(self, count: int) -> int:
+        """The first of `count` sequence ids that nothing has used before."""
+        first = self._next_seq_id
+        self._next_seq_id += count
+        return first
+
+    def tokens_of(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """The text of a prompt, if it was given as text, and its token ids. Raises RequestError."""
+        if isinstance(prompt, Mapping):
+            known = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
+            if not known:
+                raise RequestError(
+                    f"a prompt given as a dict needs 'prompt' or 'prompt_token_ids', this one has {sorted(prompt)}"
+                )
+            prompt = prompt[known[0]]
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError("the checkpoint has no tokenizer: give the prompt as {'prompt_token_ids': [...]}")
+            return prompt, self.tokenizer.encode(prompt)
+        if not isinstance(prompt, Sequences) or isinstance(prompt, bytes | bytearray):
+            raise RequestError(
+                f"a prompt is a string, a list of token ids or a dict with one of them, not {type(prompt).__name__}"
+            )
+        for token_id in prompt:
+            if not isinstance(token_id, Integral) or isinstance(token_id, bool):
+                raise RequestError(f"a prompt is a list of integer token ids, {token_id!r} is not one")
+        return None, [int(token_id) for token_id in prompt]
+
+    def check(self, token_ids: list[int], sampling: SamplingParams) -> None:
+        """Raises RequestError for a prompt or for options that this engine cannot serve."""
+        longest = self.config.max_model_len - 1
+        if not token_ids:
+            raise RequestError("the prompt is empty: it needs at least one token")
+        if len(token_ids) > longest:
+            raise RequestError(
+                f"the prompt has {len(token_ids)} tokens; max_model_len={self.config.max_model_len} allows {longest} "
+                f"and one generated token: shorten the prompt or raise max_model_len"
+            )
+        outside = [token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size]
+        if outside:
+            largest = self.vocab_size - 1
+            raise RequestError(f"token id {outside[0]} is not in the vocabulary: allowed are 0 to {largest}")
+        self._check_options(sampling)
+
+    def _make(
+        self,
+        request_id: str,
+        prompt: str | None,
+        token_ids: list[int],
+        sampling: SamplingParams,
+        stream: bool,
+        seed: int,
+    ) -> Request:
+        output = RequestOutput(
+            request_id=request_id,
+            prompt=prompt,
+            prompt_token_ids=token_ids,
+            outputs=[_empty_completion(index, sampling) for index in range(sampling.n)],
+            finished=False,
+            metrics=RequestMetrics(arrival_time=time.monotonic()),
+        )
+        most, compression = self.config.max_model_len, self.config.compression
+        return Request(
+            output,
+            sampling,
+            seq_id=self.take_seq_ids(sampling.n),
+            seed=seed,
+            max_length=most if sampling.max_tokens is None else min(most, len(token_ids) + sampling.max_tokens),
+            tail_start=0 if compression and compression.compress_prompt else None,
+            stream=stream,
+        )
+
+    def _check_options(self, sampling: SamplingParams) -> None:
+        if sampling.n > self.config.max_num_seqs:
+            most = self.config.max_num_seqs
+            raise RequestError(f"n={sampling.n} completions of a prompt run together: raise max_num_seqs={most}")
+        sampling.check_vocabulary(self.vocab_size)
+        compression = self.config.compression
+        if sampling.budget_tokens is not None and (compression is None or compression.policy != "threshold"):
+            raise RequestError(
+                f"budget_tokens={sampling.budget_tokens} needs an engine with "
+                'compression=CompressionConfig(policy="threshold", ...): only a threshold has a budget'
+            )
+        if sampling.stop and self.tokenizer is None:
+            raise RequestError(f"stop={sampling.stop!r} needs a tokenizer, and there is none: use stop_token_ids")
+
+
+def _empty_completion(index: int, sampling: SamplingParams) -> CompletionOutput:
+    if sampling.logprobs is None:
+        return CompletionOutput(index, "", [])
+    return CompletionOutput(index, "", [], cumulative_logprob=0.0, logprobs=[])

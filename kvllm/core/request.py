@@ -1,0 +1,75 @@
+"""One request in flight. The tokens that its completions have are the truth: all else can be made again from them."""
+
+from __future__ import annotations
+
+from kvllm.core.sequence import Sequence, fork_seed
+from kvllm.core.text import CompletionText
+from kvllm.outputs import RequestOutput
+from kvllm.sampling_params import SamplingParams
+
+
+class Request:
+    """The output that the caller holds, and the sequences that still run.
+
+    seq_id, seed: of the first completion's sequence; the others' follow from them.
+    max_length, tail_start: as in Sequence.
+    stream: keep the text current at every step.
+    sequences: the unfinished ones, by index of the completion. Before the prompt is computed there is one alone, from
+        which the others branch off.
+    texts: one for each completion, if there is a tokenizer.
+    """
+
+    __slots__ = ("max_length", "output", "sampling", "seed", "seq_id", "sequences", "stream", "tail_start", "texts")
+
+    def __init__(
+        self,
+        output: RequestOutput,
+        sampling: SamplingParams,
+        *,
+        seq_id: int,
+        seed: int,
+        max_length: int,
+        tail_start: int | None,
+        stream: bool,
+    ) -> None:
+        self.output = output
+        self.sampling = sampling
+        self.seq_id = seq_id
+        self.seed = seed
+        self.max_length = max_length
+        self.tail_start = tail_start
+        self.stream = stream
+        self.sequences: dict[int, Sequence] = {}
+        self.texts: list[CompletionText] = []
+
+    @property
+    def request_id(self) -> str:
+        return self.output.request_id
+
+    @property
+    def is_branched(self) -> bool:
+        """Whether the completions have sequences of their own."""
+        return any(completion.token_ids for completion in self.output.outputs)
+
+    def make_sequences(self) -> None:
+        """Replace `sequences` by fresh ones that have the completions' tokens and nothing in the cache."""
+        if not self.is_branched:
+            self.sequences = {0: self._make_sequence(0, forks=len(self.output.outputs) - 1)}
+            return
+        unfinished = [completion.index for completion in self.output.outputs if not completion.finished()]
+        self.sequences = {index: self._make_sequence(index) for index in unfinished}
+
+    def _make_sequence(self, index: int, forks: int = 0) -> Sequence:
+        seq = Sequence(
+            self.seq_id + index,
+            self.request_id,
+            self.output.prompt_token_ids[:],
+            self.sampling,
+            seed=fork_seed(self.seed, index),
+            max_length=self.max_length,
+            index=index,
+            forks=forks,
+            tail_start=self.tail_start,
+        )
+        seq.extend(self.output.outputs[index].token_ids)
+        return seq
