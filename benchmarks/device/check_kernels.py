@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from benchmarks.device.log import Figures, LeftOut, Log, within
-from benchmarks.device.movers import MakeMover, mover_of_backend, movers
+from benchmarks.device.movers import MakeOperations, movers
 from benchmarks.device.target import Target
 from kvllm import SamplingParams
 from kvllm.attention.registry import BACKENDS, make_backend
@@ -54,7 +54,8 @@ def run(target: Target, log: Log) -> None:
             for shape in target.size(SHAPES, TINY_SHAPES):
                 check_backend(target, log, name, *shape)
         for name, make in movers(target).items():
-            check_movement(target, log, f"{name}, head_dim 128", CacheShape(2, 3, 128, 16, torch.bfloat16), make)
+            for head_dim, _, block_size, dtype in target.size(SHAPES, TINY_SHAPES):
+                check_movement(target, log, name, CacheShape(2, 3, head_dim, block_size, dtype), make)
         check_compression(target, log)
         check_elementwise(target, log)
         log.check("sampling", partial(sampling, target))
@@ -103,14 +104,6 @@ def check_backend(
         log.left_out(f"heads with holes: {title}", "takes minutes in Triton's interpreter")
     else:
         log.check(f"heads with holes: {title}", lambda: attend(target, name, attention.make_holes(**options)))
-    two_layers = replace(shape, num_layers=2, num_kv_heads=3)
-    log.check(f"store: {title}", partial(store, target, name, two_layers))
-    check_movement(target, log, title, two_layers, partial(mover_of_backend, name))
-
-
-def check_movement(target: Target, log: Log, title: str, shape: CacheShape, make: MakeMover) -> None:
-    log.check(f"copy blocks: {title}", partial(copy_blocks, target, shape, make))
-    log.check(f"compact: {title}", partial(compact, target, shape, make))
 
 
 def attend(target: Target, name: str, case: attention.Case) -> Figures:
@@ -127,6 +120,16 @@ def attend(target: Target, name: str, case: attention.Case) -> Figures:
     return within(error_of(found, expected), ALLOWED[case.queries.dtype])
 
 
+# Movement of KV pairs
+
+
+def check_movement(target: Target, log: Log, name: str, shape: CacheShape, make: MakeOperations) -> None:
+    title = f"{name}, head_dim {shape.head_dim}, blocks of {shape.block_size}, {name_of(shape.dtype)}"
+    log.check(f"store: {title}", partial(store, target, shape, make))
+    log.check(f"copy blocks: {title}", partial(copy_blocks, target, shape, make))
+    log.check(f"compact: {title}", partial(compact, target, shape, make))
+
+
 def random_bits(target: Target, shape: CacheShape) -> tuple[PagedKVCache, torch.Tensor]:
     """A cache of any bits, NaNs among them, and a copy of these bits on the CPU."""
     cache = PagedKVCache(shape, 13, target.device)
@@ -136,7 +139,7 @@ def random_bits(target: Target, shape: CacheShape) -> tuple[PagedKVCache, torch.
     return cache, bits.cpu()
 
 
-def store(target: Target, name: str, shape: CacheShape) -> None:
+def store(target: Target, shape: CacheShape, make: MakeOperations) -> None:
     cache, expected = random_bits(target, shape)
     size, block_size = shape.num_kv_heads * shape.head_dim, shape.block_size
     qkv = target.randn(5, 3 * size + 20, dtype=shape.dtype)
@@ -146,11 +149,11 @@ def store(target: Target, name: str, shape: CacheShape) -> None:
         if slot >= 0:
             for plane, rows in enumerate((keys, values)):
                 expected[1, plane, slot // block_size, :, slot % block_size] = bits_of(rows[row].contiguous()).cpu()
-    make_backend(name, cache, 3, 1.0).store(1, keys, values, torch.tensor(slots, device=target.device))
+    make(cache).store(1, keys, values, torch.tensor(slots, device=target.device))
     assert torch.equal(bits_of(cache.data).cpu(), expected)
 
 
-def copy_blocks(target: Target, shape: CacheShape, make: MakeMover) -> None:
+def copy_blocks(target: Target, shape: CacheShape, make: MakeOperations) -> None:
     cache, expected = random_bits(target, shape)
     sources, destinations = torch.tensor([2, 2, 8]), torch.tensor([5, 0, 12])
     expected[:, :, destinations] = expected[:, :, sources]
@@ -158,7 +161,7 @@ def copy_blocks(target: Target, shape: CacheShape, make: MakeMover) -> None:
     assert torch.equal(bits_of(cache.data).cpu(), expected)
 
 
-def compact(target: Target, shape: CacheShape, make: MakeMover) -> None:
+def compact(target: Target, shape: CacheShape, make: MakeOperations) -> None:
     """In place and to other blocks, all heads alike and ragged, and two sequences that share their blocks."""
     size = shape.block_size
     regions = torch.tensor([[11, 3, 7], [0, 6, 99]])  # the second has two blocks

@@ -13,9 +13,9 @@ import torch
 
 from benchmarks.device.log import Log
 from benchmarks.device.target import Target
-from kvllm.attention.registry import make_backend
 from kvllm.compression.methods import adakv, chunkkv, kara, keydiff, rkv, snapkv, token2chunk
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
+from kvllm.kvcache.ops.registry import make_operations
 
 VECTORS = Path(__file__).parents[2] / "tests" / "fixtures"
 CLOSE = {"rtol": 1e-4, "atol": 0.0, "check_dtype": False}
@@ -129,7 +129,7 @@ def adakv_kept(vectors: Vectors) -> None:
 
 
 def paged_compaction(vectors: Vectors) -> None:
-    """By the fastest backend that can use the case's block size."""
+    """By the operations that serve on the device."""
     for i, case in vectors.cases:
         size, start = case["B"], case["start"]
         shape = CacheShape(case["L"], case["Hkv"], case["d"], size, torch.float32)
@@ -141,8 +141,7 @@ def paged_compaction(vectors: Vectors) -> None:
         kept = torch.cat((kept, behind.expand(*kept.shape[:3], -1)), dim=-1)  # the tail survives whole
         table, after = vectors(i, "block_table"), vectors(i, "block_table_after")
         first = start // size
-        backend = make_backend("auto", cache, case["Hkv"], 1.0)
-        backend.compact(kept, table[:, first:].contiguous(), after[:, first:].contiguous())
+        make_operations(cache).compact(kept, table[:, first:].contiguous(), after[:, first:].contiguous())
         entries = torch.arange(case["C_after"], device=vectors.device)
         for plane, kind in enumerate("kv"):
             logical = cache.data[:, plane, after[0, entries // size], :, entries % size].permute(1, 2, 0, 3)

@@ -13,7 +13,7 @@ import torch
 from benchmarks.device import ceilings
 from benchmarks.device.ceilings import Ceilings
 from benchmarks.device.log import Figures, LeftOut, Log
-from benchmarks.device.movers import MakeMover, movers
+from benchmarks.device.movers import MakeOperations, movers
 from benchmarks.device.target import Target
 from benchmarks.device.timing import Call, input_sets, seconds_in_graph, seconds_with_host
 from kvllm import SamplingParams
@@ -116,10 +116,6 @@ def time_backend(clock: Clock, shape: Shape, name: str) -> None:
         cases[f"recompute {count} x {len(rows)} rows at {context}"] = [rows] * count
     for title, rows in cases.items():
         time_attention(clock, shape, name, f"{name}: {title}", rows, target.size(256, 16), host=True)
-    for rows in target.size((128, 2048), (4,)):
-        num_bytes = 4 * rows * shape.kv_heads * shape.head_dim * shape.dtype.itemsize
-        prepare = partial(store_calls, target, shape, name, rows)
-        clock.time(f"{name}: store {rows} rows", prepare, num_bytes, host=not capturable)
 
 
 def time_attention(
@@ -168,9 +164,15 @@ def over(name: str, cache: PagedKVCache, shape: Shape) -> AttentionBackend:
         raise LeftOut(str(error)) from error
 
 
-def time_movement(clock: Clock, shape: Shape, name: str, make: MakeMover) -> None:
-    """Between blocks, of all layers at once: so long that no graph is needed."""
+def time_movement(clock: Clock, shape: Shape, name: str, make: MakeOperations) -> None:
+    """Of one layer's new tokens; then between blocks, of all layers at once: so long that no graph is needed."""
     target = clock.target
+    if not target.dry_run and name == "torch":
+        return  # not what serves there
+    for tokens in target.size((128, 2048), (4,)):
+        num_bytes = 4 * tokens * shape.kv_heads * shape.head_dim * shape.dtype.itemsize
+        prepare = partial(store_calls, target, shape, make, tokens)
+        clock.time(f"{name}: store {tokens} tokens", prepare, num_bytes, host=name == "torch")
     count, windows = target.size((16, 30), (2, 2))
     of_block = shape.cache(shape.layers, target.size(256, 16)).bytes_per_block
     prepare = partial(copy_calls, target, shape, make, count)
@@ -180,25 +182,25 @@ def time_movement(clock: Clock, shape: Shape, name: str, make: MakeMover) -> Non
     clock.time(title, prepare, 2 * windows * of_block, host=True)
 
 
-def store_calls(target: Target, shape: Shape, name: str, rows: int) -> list[Call]:
-    layers = input_sets(target, 4 * rows * shape.kv_heads * shape.head_dim * shape.dtype.itemsize)
-    cache = PagedKVCache(shape.cache(layers, 16), -(-rows // 16), target.device)
-    backend = over(name, cache, shape)
-    slots = torch.randperm(rows, generator=torch.Generator().manual_seed(0)).to(target.device)
+def store_calls(target: Target, shape: Shape, make: MakeOperations, tokens: int) -> list[Call]:
+    layers = input_sets(target, 4 * tokens * shape.kv_heads * shape.head_dim * shape.dtype.itemsize)
+    cache = PagedKVCache(shape.cache(layers, 16), -(-tokens // 16), target.device)
+    operations = make(cache)
+    slots = torch.randperm(tokens, generator=torch.Generator().manual_seed(0)).to(target.device)
     keys, values = (
-        target.randn(layers, rows, shape.kv_heads, shape.head_dim, dtype=shape.dtype, seed=seed) for seed in (0, 1)
+        target.randn(layers, tokens, shape.kv_heads, shape.head_dim, dtype=shape.dtype, seed=seed) for seed in (0, 1)
     )
-    return [partial(backend.store, layer, keys[layer], values[layer], slots) for layer in range(layers)]
+    return [partial(operations.store, layer, keys[layer], values[layer], slots) for layer in range(layers)]
 
 
-def copy_calls(target: Target, shape: Shape, make: MakeMover, count: int) -> list[Call]:
+def copy_calls(target: Target, shape: Shape, make: MakeOperations, count: int) -> list[Call]:
     cache = PagedKVCache(shape.cache(shape.layers, target.size(256, 16)), 2 * count, target.device)
     cache.data.normal_(generator=target.generator())
     ids = torch.randperm(2 * count, generator=torch.Generator().manual_seed(0)).to(target.device)
     return [partial(make(cache).copy_blocks, ids[:count], ids[count:])]
 
 
-def compact_calls(target: Target, shape: Shape, make: MakeMover, windows: int) -> list[Call]:
+def compact_calls(target: Target, shape: Shape, make: MakeOperations, windows: int) -> list[Call]:
     """In place, with other survivors in each layer and head."""
     size = target.size(256, 16)
     cache = PagedKVCache(shape.cache(shape.layers, size), 3 * windows, target.device)

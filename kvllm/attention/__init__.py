@@ -1,1 +1,1 @@
-"""Attention backends, the paged KV cache, and its compression."""
+"""Attention over the paged KV cache: the interface, its backends, and the choice between them."""

@@ -45,9 +45,9 @@ class AttentionBatch:
 
 
 class AttentionBackend(ABC):
-    """Attention and data movement over one `PagedKVCache`.
+    """Attention over one `PagedKVCache`. KV pairs are moved by `kvllm.kvcache.ops`, whatever the backend.
 
-    capturable: a CUDA graph may hold `plan`, `store` and `run` for sequences of one row each. They read nothing back to
+    capturable: a CUDA graph may hold `plan` and `run` for sequences of one query token each. They read nothing back to
         the host, and what they launch depends on the shapes of a batch alone, not on what its tensors hold.
     observes: `run` adds to `AttentionBatch.mass`.
     """
@@ -58,6 +58,8 @@ class AttentionBackend(ABC):
 
     def __init__(self, cache: PagedKVCache, num_query_heads: int, scale: float) -> None:
         self.cache = cache
+        self.keys = [cache.keys(layer) for layer in range(cache.shape.num_layers)]
+        self.values = [cache.values(layer) for layer in range(cache.shape.num_layers)]
         self.num_query_heads = num_query_heads
         self.scale = scale
 
@@ -71,26 +73,4 @@ class AttentionBackend(ABC):
 
         Query head h reads KV head `h // (query_heads // kv_heads)`. Softmax and accumulation in float32. The output
         of a row depends on that row and its sequence's cache alone, bit for bit, whatever else is in the batch.
-        """
-
-    @abstractmethod
-    def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        """Write `keys`, `values` `[T, kv_heads, head_dim]` (may be strided views) at int64 `slots` `[T]`; a negative
-        slot is skipped."""
-
-    @abstractmethod
-    def copy_blocks(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
-        """Copy whole blocks, all layers, keys and values: int64 `[n]` ids. No id is both source and destination."""
-
-    @abstractmethod
-    def compact(self, kept: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor) -> None:
-        """Move surviving entries to the front of a region, bit for bit, in every layer.
-
-        kept: int64 `[layers, S, kv_heads, K]`, offsets into the source region (slot `sources[s, o // block_size]`,
-            row `o % block_size`), strictly ascending; entry j goes to offset j of the destination region. A ragged
-            batch pads the end of a row with -1.
-        sources: int64 `[S, source_blocks]`; destinations: int64 `[S, destination_blocks]`. A row may be padded at its
-            end by any id that `kept` does not reach. In place means `destinations[s]` is a prefix of `sources[s]`;
-            otherwise the two are disjoint. Regions of different sequences do not share destination blocks. Sequences
-            are moved in order: a destination may be a source of a sequence before it.
         """

@@ -8,9 +8,8 @@ import numpy as np
 import torch
 from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
-from kvllm.attention.base import AttentionBatch
+from kvllm.attention.base import AttentionBackend, AttentionBatch
 from kvllm.attention.runs import refuse_evicted_mask, runs_of
-from kvllm.kvcache.movement import DeviceBackend
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class ChunkPlan:
     block_tables: torch.Tensor
 
 
-class FlashAttentionBackend(DeviceBackend):
+class FlashAttentionBackend(AttentionBackend):
     """See `backends.why_not_flash_attn` for what it can do.
 
     The library splits a sequence among several programs if the batch is small, so a row's bits depend on the batch.

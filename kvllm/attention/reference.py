@@ -1,4 +1,4 @@
-"""Attention and data movement in plain torch, on any device: short enough to check by eye, too slow to serve with."""
+"""Attention in plain torch, on any device: short enough to check by eye, too slow to serve with."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ReferenceBackend(AttentionBackend):
         return batch
 
     def run(self, layer: int, queries: torch.Tensor, plan: AttentionBatch) -> torch.Tensor:
-        keys, values = self.cache.keys(layer), self.cache.values(layer)
+        keys, values = self.keys[layer], self.values[layer]
         block_size = self.cache.shape.block_size
         starts = plan.query_start_loc.tolist()
         index = plan.last_kv_index.tolist()
@@ -50,22 +50,3 @@ class ReferenceBackend(AttentionBackend):
             scores = head_queries @ keys[head, seen].float().T * self.scale
             output.append(scores.softmax(-1) @ values[head, seen].float())
         return torch.cat(output).to(query.dtype)
-
-    def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        rows = slots >= 0
-        blocks, offsets = slots[rows] // self.cache.shape.block_size, slots[rows] % self.cache.shape.block_size
-        self.cache.keys(layer)[blocks, :, offsets] = keys[rows]
-        self.cache.values(layer)[blocks, :, offsets] = values[rows]
-
-    def copy_blocks(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
-        self.cache.data[:, :, destinations] = self.cache.data[:, :, sources]
-
-    def compact(self, kept: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor) -> None:
-        block_size = self.cache.shape.block_size
-        for layer, sequence, head in torch.cartesian_prod(*(torch.arange(n) for n in kept.shape[:3])).tolist():
-            old = kept[layer, sequence, head]
-            old = old[old >= 0]
-            new = torch.arange(len(old), device=old.device)
-            region = self.cache.data[layer, :, :, head]
-            survivors = region[:, sources[sequence, old // block_size], old % block_size]
-            region[:, destinations[sequence, new // block_size], new % block_size] = survivors

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from kvllm.attention.base import AttentionBatch
+from kvllm.attention.base import AttentionBackend, AttentionBatch
 from kvllm.kernels.decode import Observed, Partials, paged_decode
 from kvllm.kernels.mass import add_mass
 from kvllm.kernels.prefill import paged_prefill
-from kvllm.kvcache.movement import DeviceBackend
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,7 @@ class TritonPlan:
     observed: Observed | None
 
 
-class TritonBackend(DeviceBackend):
+class TritonBackend(AttentionBackend):
     """See `backends.why_not_triton` for what it can do.
 
     Sequences with one row and with several go to different kernels, which find their own: no length is read back to the

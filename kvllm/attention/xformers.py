@@ -9,9 +9,8 @@ import torch
 from xformers.ops import fmha
 from xformers.ops.fmha.attn_bias import BlockDiagonalCausalFromBottomRightMask, PagedBlockDiagonalPaddedKeysMask
 
-from kvllm.attention.base import AttentionBatch
+from kvllm.attention.base import AttentionBackend, AttentionBatch
 from kvllm.attention.runs import Runs, refuse_evicted_mask, runs_of
-from kvllm.kvcache.movement import DeviceBackend
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class ChunkPlan:
     mask: BlockDiagonalCausalFromBottomRightMask
 
 
-class XformersBackend(DeviceBackend):
+class XformersBackend(AttentionBackend):
     """See `backends.why_not_xformers` for what it can do.
 
     Lengths are read back to the host for every plan, and chunks need memory for a copy of the entries of one layer: its

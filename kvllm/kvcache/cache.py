@@ -50,8 +50,3 @@ class PagedKVCache:
     def values(self, layer: int) -> torch.Tensor:
         """`[blocks, kv_heads, block_size, head_dim]`, a view."""
         return self.data[layer, 1]
-
-    def gather_keys(self, layer: int, block_tables: torch.Tensor) -> torch.Tensor:
-        """Keys of whole blocks: int `[S, n]` block ids -> `[S, kv_heads, n * block_size, head_dim]`, a copy."""
-        blocks = self.keys(layer)[block_tables.long()]
-        return blocks.transpose(1, 2).flatten(2, 3)

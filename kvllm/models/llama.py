@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
-from kvllm.attention.base import AttentionBackend
+from kvllm.attention.context import AttentionContext
 from kvllm.models.config import ModelConfig
 from kvllm.models.elementwise import add_rms_norm, rms_norm, rotary, silu_mul
 from kvllm.models.layers import (
@@ -91,17 +90,10 @@ class LlamaModel:
             layer.pack()
         self.lm_head.pack()
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        attention: AttentionBackend,
-        plan: Any,
-    ) -> torch.Tensor:
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionContext) -> torch.Tensor:
         """Compute tokens and write their keys and values to the cache.
 
-        token_ids, positions, slots: int64 `[T]`; positions below `max_model_len`. plan: of `attention`, for these rows.
+        token_ids, positions: int64 `[T]`; positions below `max_model_len`. attention: for these query tokens.
         Returns the normalized hidden states `[T, hidden_size]`, the input of `logits`.
         """
         residual = self.embedding.forward(token_ids)
@@ -110,8 +102,8 @@ class LlamaModel:
             qkv = layer.qkv.forward(x)
             self._rotate(layer, qkv, positions, self.num_kv_heads)
             queries, keys, values = (part.unflatten(1, (-1, self.head_dim)) for part in qkv.split(layer.qkv.sizes, 1))
-            attention.store(index, keys, values, slots)
-            x = self._finish_layer(index, attention.run(index, queries, plan), residual)
+            attention.store(index, keys, values)
+            x = self._finish_layer(index, attention.run(index, queries), residual)
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -122,8 +114,7 @@ class LlamaModel:
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
-        attention: AttentionBackend,
-        plan: Any,
+        attention: AttentionContext,
         visit: Callable[[int, torch.Tensor], None],
     ) -> None:
         """Recover the queries of cached tokens: a forward pass that reads the cache and writes nothing.
@@ -143,7 +134,7 @@ class LlamaModel:
             queries = queries.unflatten(1, (-1, self.head_dim))
             visit(index, queries)
             if index + 1 < len(self.layers):
-                x = self._finish_layer(index, attention.run(index, queries, plan), residual)
+                x = self._finish_layer(index, attention.run(index, queries), residual)
 
     def _rotate(self, layer: DecoderLayer, qkv: torch.Tensor, positions: torch.Tensor, num_kv_heads: int) -> None:
         rotary(

@@ -16,6 +16,7 @@ from kvllm.attention.base import AttentionBackend, AttentionBatch
 from kvllm.compression.mass import batched_attention_mass
 from kvllm.kvcache.cache import CacheShape
 from kvllm.kvcache.compaction import pad
+from kvllm.kvcache.ops.base import KVOperations
 from kvllm.worker.transfer import to_device
 
 
@@ -109,9 +110,10 @@ class ObservingBackend(AttentionBackend):
 
     name = "observing"
 
-    def __init__(self, backend: AttentionBackend, mass: AttentionMass) -> None:
+    def __init__(self, backend: AttentionBackend, operations: KVOperations, mass: AttentionMass) -> None:
         super().__init__(backend.cache, backend.num_query_heads, backend.scale)
         self.backend = backend
+        self.operations = operations
         self.mass = mass
         self.capturable = backend.capturable and backend.observes
 
@@ -131,15 +133,6 @@ class ObservingBackend(AttentionBackend):
         inner, batch, sequences = plan
         for i, (row, begin, end, length, row_index) in enumerate(sequences):
             blocks = batch.block_tables[i : i + 1, : -(-length // self.cache.shape.block_size)]
-            keys, rows = self.cache.gather_keys(layer, blocks), queries[begin:end].transpose(0, 1)
+            keys, rows = self.operations.gather_keys(layer, blocks), queries[begin:end].transpose(0, 1)
             self.mass.add(layer, row, batched_attention_mass(rows.unsqueeze(0), keys, length, row_index)[0])
         return self.backend.run(layer, queries, inner)
-
-    def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        self.backend.store(layer, keys, values, slots)
-
-    def copy_blocks(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
-        self.backend.copy_blocks(sources, destinations)
-
-    def compact(self, kept: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor) -> None:
-        self.backend.compact(kept, sources, destinations)

@@ -16,13 +16,14 @@ import numpy as np
 import torch
 
 from kvllm.attention.base import AttentionBackend, AttentionBatch
+from kvllm.attention.context import AttentionContext
 from kvllm.compression.queries import query_offsets
 from kvllm.compression.registry import METHODS
 from kvllm.config import CompressionConfig
 from kvllm.core.compression_policy import window_tokens
 from kvllm.core.protocol import CompressionJob
-from kvllm.kvcache.cache import PagedKVCache
 from kvllm.kvcache.compaction import pad, region_indices
+from kvllm.kvcache.ops.base import KVOperations
 from kvllm.worker.attention_state import AttentionMass, RaggedLengths
 from kvllm.worker.state import BlockTables, SequenceState
 from kvllm.worker.timing import PhaseClock
@@ -49,7 +50,7 @@ class Compressor:
     def __init__(
         self,
         model: Any,
-        cache: PagedKVCache,
+        operations: KVOperations,
         backend: AttentionBackend,
         tables: BlockTables,
         config: CompressionConfig,
@@ -60,7 +61,8 @@ class Compressor:
         select: Callable[..., torch.Tensor] | None = None,
     ) -> None:
         self.model = model
-        self.cache = cache
+        self.operations = operations
+        self.cache = operations.cache
         self.backend = backend
         self.tables = tables
         self.config = config
@@ -71,7 +73,7 @@ class Compressor:
         method = METHODS[config.method]
         self.select = select or method
         self.queries = method.queries
-        self.block_size = cache.shape.block_size
+        self.block_size = self.cache.shape.block_size
         self.event_bytes = 0
 
     def compress(self, jobs: list[CompressionJob], states: dict[int, SequenceState], clock: PhaseClock) -> None:
@@ -140,7 +142,7 @@ class Compressor:
             with clock.measure("score"):
                 if queries is not None:
                     queries = queries.view(len(windows), len(offsets), *queries.shape[1:]).transpose(1, 2)
-                keys = self.cache.gather_keys(layer, tables)[:, :, :size]
+                keys = self.operations.gather_keys(layer, tables)[:, :, :size]
                 chosen = self.select(
                     queries,
                     keys,
@@ -210,8 +212,7 @@ class Compressor:
         self.model.recompute_queries(
             to_device(token_ids, device),
             to_device(positions.ravel(), device),
-            self.backend,
-            self.backend.plan(batch),
+            AttentionContext(self.backend, self.operations, self.backend.plan(batch), slot_mapping=None),
             visit,
         )
 
@@ -234,7 +235,7 @@ class Compressor:
             self.ragged.set(list(rows), list(starts), counts, [job.retain for job in jobs])
         if self.mass:
             self.mass.compact(regions, indices)
-        self.backend.compact(
+        self.operations.compact(
             pad(indices),
             self._stack(sources),
             self._stack([job.destinations for job in jobs]),

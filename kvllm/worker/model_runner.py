@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from kvllm.attention.base import AttentionBackend
+from kvllm.attention.context import AttentionContext
 from kvllm.compression.registry import METHODS
 from kvllm.config import EngineConfig
 from kvllm.core.compression_policy import Compression
@@ -22,6 +23,8 @@ from kvllm.core.protocol import (
     StepResult,
 )
 from kvllm.kvcache.cache import PagedKVCache
+from kvllm.kvcache.ops.base import KVOperations
+from kvllm.kvcache.ops.registry import make_operations
 from kvllm.worker.attention_state import AttentionMass, ObservingBackend, RaggedLengths
 from kvllm.worker.compressor import Compressor
 from kvllm.worker.graphs import Capture, DecodeGraphs
@@ -53,6 +56,7 @@ class ModelRunner:
         self.cache = cache
         self.device = cache.data.device
         self.backend = backend
+        self.operations = make_operations(cache)
         self.block_size = config.block_size
         self.eos_token_ids = eos_token_ids
         self.samples = samples
@@ -74,10 +78,10 @@ class ModelRunner:
             self.ragged = RaggedLengths(self.cache.shape, config.max_num_seqs, self.device)
         if method.observes:
             self.mass = AttentionMass(self.cache.shape, config.max_num_seqs, config.max_model_len, self.device)
-            self.backend = ObservingBackend(self.backend, self.mass)
+            self.backend = ObservingBackend(self.backend, self.operations, self.mass)
         self.compressor = Compressor(
             self.model,
-            self.cache,
+            self.operations,
             self.backend,
             self.tables,
             compression.config,
@@ -97,7 +101,7 @@ class ModelRunner:
         """
         if self.backend.capturable:
             max_blocks = min(num_blocks, self.tables.table.shape[1])
-            forward = partial(_pass, self.model, self.backend)
+            forward = partial(_pass, self.model, self.backend, self.operations)
             observed = self.mass is not None
             self.graphs = DecodeGraphs(forward, capture, self.device, self.tables, max_blocks, self.ragged, observed)
             self.graphs.capture(self.graphs.graph_batch_sizes()[: 1 if largest_alone else None])
@@ -158,7 +162,7 @@ class ModelRunner:
             sources.append(int(self.tables.table[state.row, copy.index]))
             self.tables.replace(state, copy.index, 1, [copy.destination])
         destinations = [copy.destination for copy in copies]
-        self.backend.copy_blocks(to_device(sources, self.device), to_device(destinations, self.device))
+        self.operations.copy_blocks(to_device(sources, self.device), to_device(destinations, self.device))
 
     def _forward(self, scheduled: list[ScheduledSequence], graphs: DecodeGraphs | None) -> Samples | None:
         """Run the model and sample. On a GPU both have only been launched when this returns."""
@@ -185,7 +189,7 @@ class ModelRunner:
         inputs = HostInputs.allocate(shape, self.device)
         inputs.place(states, num_tokens, self.tables, self.ragged)
         inputs.complete(states, num_tokens, self.tables)
-        return _pass(self.model, self.backend, inputs.tensors.to(self.device))
+        return _pass(self.model, self.backend, self.operations, inputs.tensors.to(self.device))
 
     def _sample(
         self,
@@ -228,7 +232,7 @@ class ModelRunner:
         return child
 
 
-def _pass(model: Any, backend: AttentionBackend, inputs: StepInputs) -> torch.Tensor:
+def _pass(model: Any, backend: AttentionBackend, operations: KVOperations, inputs: StepInputs) -> torch.Tensor:
     """The model over inputs on its device."""
-    plan = backend.plan(inputs.attention_batch())
-    return model.forward(inputs.token_ids, inputs.positions, inputs.slots, backend, plan)
+    attention = AttentionContext(backend, operations, backend.plan(inputs.attention_batch()), inputs.slots)
+    return model.forward(inputs.token_ids, inputs.positions, attention)

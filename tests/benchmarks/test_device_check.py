@@ -23,6 +23,8 @@ from benchmarks.device.log import FAILED, LEFT_OUT, MEASURED, PASSED, Log, read_
 from benchmarks.device.section import SECTIONS, Section, run_section
 from benchmarks.device.target import Target
 from kvllm.attention.reference import ReferenceBackend
+from kvllm.kvcache.cache import CacheShape
+from kvllm.kvcache.ops.plain import TorchOperations
 from kvllm.models import elementwise
 
 ROOT = Path(__file__).parents[2]
@@ -80,9 +82,12 @@ def test_the_report_says_what_ran_where(dry_run: DryRun) -> None:
 def test_a_dry_run_checks_every_kernel(dry_run: DryRun) -> None:
     names = list(dry_run.rows("kernels", PASSED))
     backends = ["cpu", "reference", *(["triton"] if find_spec("triton") else [])]
-    for what in ("decodes and chunks", "decodes alone", "store", "copy blocks", "compact"):
+    for what in ("decodes and chunks", "decodes alone"):
         for backend in backends:
             assert any(name.startswith(f"{what}: {backend},") for name in names)
+    for what in ("store", "copy blocks", "compact"):
+        for mover in ("torch", "CPU operators", *(["Triton kernels"] if find_spec("triton") else [])):
+            assert any(name.startswith(f"{what}: {mover},") for name in names)
     for what in ("scores", "token2chunk", "attention mass", "rms_norm", "silu_mul", "rotary", "sampling"):
         assert any(name.startswith(what) for name in names)
     errors = [figures for figures in dry_run.rows("kernels", PASSED).values() if "error" in figures]
@@ -274,10 +279,10 @@ def test_an_output_that_is_not_written_is_noticed(tmp_path: Path, monkeypatch: p
 
 
 def test_a_wrong_movement_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compact = ReferenceBackend.compact
+    compact, shape = TorchOperations.compact, CacheShape(2, 3, 16, 16, torch.float32)
     off_by_one = lambda self, kept, *blocks: compact(self, (kept - 1).clamp(min=-1), *blocks)  # noqa: E731
-    monkeypatch.setattr(ReferenceBackend, "compact", off_by_one)
-    rows = rows_of(tmp_path, lambda log: check_kernels.check_backend(CPU, log, "reference", 16, 2, 16, torch.float32))
+    monkeypatch.setattr(TorchOperations, "compact", off_by_one)
+    rows = rows_of(tmp_path, lambda log: check_kernels.check_movement(CPU, log, "torch", shape, TorchOperations))
     assert {name.partition(":")[0] for name, row in rows.items() if row["status"] == FAILED} == {"compact"}
 
 

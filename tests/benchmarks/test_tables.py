@@ -238,7 +238,7 @@ def keys_of(llm, seq_id, layer):
     runner = llm.llm_engine.executor.runner
     state = runner.states[seq_id]
     table = torch.from_numpy(runner.tables.table[[state.row], : state.num_blocks])
-    return runner.cache.gather_keys(layer, table)[0, :, : state.cached_length]
+    return runner.operations.gather_keys(layer, table)[0, :, : state.cached_length]
 
 
 def test_survivors_are_counted_by_region():

@@ -33,7 +33,7 @@ def random_kept(
 def literal_compaction(
     data: torch.Tensor, kept: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor
 ) -> torch.Tensor:
-    """Row by row, reading from the cache as it was."""
+    """Pair by pair, reading from the cache as it was."""
     block_size = data.shape[4]
     result = data.clone()
     for layer, sequence, head in np.ndindex(*kept.shape[:3]):

@@ -20,7 +20,7 @@ static thread_local Indices blockIdx, threadIdx;
 static std::barrier<>* block_barrier;
 static void __syncthreads() { block_barrier->arrive_and_wait(); }
 
-#include "../csrc/cuda/kernels.cuh"
+#include "../../csrc/cuda/kernels.cuh"
 
 namespace {
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from kvllm._extension import has_cuda_operators, operator
-from kvllm.attention.registry import make_backend
 from kvllm.kvcache.cache import CacheShape
 from kvllm.kvcache.compaction import pad
+from kvllm.kvcache.ops.plain import TorchOperations
 from kvllm.worker.attention_state import AttentionMass
 from tests.helpers.caches import literal_compaction, random_cache, random_kept
 from tests.helpers.tensors import bits_of
@@ -95,7 +95,7 @@ def test_compact_takes_sequences_in_order(host: ctypes.CDLL) -> None:
     generator = torch.Generator().manual_seed(1)
     kept = torch.rand(2, 2, 3, 48, generator=generator).argsort(-1)[..., :16].sort(-1).values.contiguous()
     compact(host, cache.data, kept, sources, targets)
-    make_backend("reference", reference, 3, 1.0).compact(kept, sources, targets)
+    TorchOperations(reference).compact(kept, sources, targets)
     assert torch.equal(bits_of(cache.data), bits_of(reference.data))
 
 

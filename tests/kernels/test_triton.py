@@ -27,6 +27,7 @@ from kvllm.attention.registry import make_backend
 from kvllm.compression import mass
 from kvllm.errors import ConfigError
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
+from kvllm.kvcache.ops.plain import TorchOperations
 from kvllm.models import elementwise as torch_forms
 from kvllm.worker.attention_state import AttentionMass
 from tests.helpers import attention_cases
@@ -301,14 +302,16 @@ def compaction() -> None:
 @check
 def compaction_takes_sequences_in_order() -> None:
     """Two sequences share their blocks: one moves its survivors out, then the other compacts in place."""
+    from kvllm.kvcache.ops.gpu import GpuOperations
+
     cache = random_cache(torch.float32)
     reference = PagedKVCache(cache.shape, cache.num_blocks)
     reference.data.copy_(cache.data)
     sources, destinations = torch.tensor([[0, 1, 2], [0, 1, 2]]), torch.tensor([[5], [0]])
     generator = torch.Generator().manual_seed(1)
     kept = torch.rand(2, 2, 3, 48, generator=generator).argsort(-1)[..., :16].sort(-1).values
-    make_backend("triton", cache, 3, 1.0).compact(kept, sources, destinations)
-    make_backend("reference", reference, 3, 1.0).compact(kept, sources, destinations)
+    GpuOperations(cache, compiled=False).compact(kept, sources, destinations)
+    TorchOperations(reference).compact(kept, sources, destinations)
     assert torch.equal(bits_of(cache.data), bits_of(reference.data))
 
 
@@ -559,6 +562,7 @@ def launch_attention(dtype: torch.dtype, head_dim: int) -> None:
     """A batch of a decode and a chunk, with holes and without, and everything else that touches a cache."""
     from kvllm.attention.triton import TritonBackend
     from kvllm.kernels.scores import window_scores
+    from kvllm.kvcache.ops.gpu import GpuOperations
 
     def ints(*size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.int32)
@@ -573,9 +577,10 @@ def launch_attention(dtype: torch.dtype, head_dim: int) -> None:
         backend.run(0, queries, backend.plan(batch))
     alone = AttentionBatch(torch.tensor([0, 33], dtype=torch.int32), ints(33), ints(1, 1))
     backend.run(0, queries, backend.plan(alone))
-    backend.store(0, queries[:, :8], queries[:, 8:16], ints(33).long())
-    backend.copy_blocks(ints(1).long(), ints(1).long())
-    backend.compact(ints(1, 2, 8, 256).long(), ints(2, 3).long(), ints(2, 1).long())
+    operations = GpuOperations(cache, compiled=False)
+    operations.store(0, queries[:, :8], queries[:, 8:16], ints(33).long())
+    operations.copy_blocks(ints(1).long(), ints(1).long())
+    operations.compact(ints(1, 2, 8, 256).long(), ints(2, 3).long(), ints(2, 1).long())
     window = queries[None].transpose(1, 2), torch.zeros(1, 8, 768, head_dim, dtype=dtype), 736, 0.1
     window_scores(*window)
     window_scores(*window, ints(33).long(), squared=True)

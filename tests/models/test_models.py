@@ -16,10 +16,12 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from kvllm.attention.base import AttentionBackend, AttentionBatch
+from kvllm.attention.context import AttentionContext
 from kvllm.attention.reference import ReferenceBackend
 from kvllm.attention.registry import make_backend
 from kvllm.errors import CheckpointError, ConfigError
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
+from kvllm.kvcache.ops.registry import make_operations
 from kvllm.models import MODELS
 from kvllm.models.config import ARCHITECTURES, ModelConfig, load_model_config
 from kvllm.models.layers import QKVLinear, linear, pack, rotary_table
@@ -66,6 +68,7 @@ class PagedModel:
         self.cache = PagedKVCache(shape, num_blocks=48)
         self.cache.data.fill_(float("nan"))
         self.backend = backend(self.cache, model.num_query_heads, config.head_dim**-0.5)
+        self.operations = make_operations(self.cache)
         self.tables = torch.randperm(48, generator=torch.Generator().manual_seed(0)).view(3, 16)
         self.lengths = [0, 0, 0]
 
@@ -79,7 +82,10 @@ class PagedModel:
         for sequence, tokens in chunks.items():
             self.lengths[sequence] += len(tokens)
         token_ids = torch.tensor([token for tokens in chunks.values() for token in tokens])
-        return self.model.forward(token_ids, positions, slots, self.backend, plan)
+        return self.model.forward(token_ids, positions, self.context(plan, slots))
+
+    def context(self, plan: Any, slot_mapping: torch.Tensor | None = None) -> AttentionContext:
+        return AttentionContext(self.backend, self.operations, plan, slot_mapping)
 
     def plan(self, num_rows: dict[int, int], index: list[int]) -> Any:
         starts = torch.tensor([0, *num_rows.values()]).cumsum(0)
@@ -175,8 +181,7 @@ def test_recomputed_queries_are_those_of_the_forward_pass(checkpoint: tuple[Path
     model.recompute_queries(
         torch.tensor(token_ids)[rows],
         torch.tensor(rows),
-        paged.backend,
-        paged.plan({1: len(rows)}, rows),
+        paged.context(paged.plan({1: len(rows)}, rows)),
         now.__setitem__,
     )
     assert list(now) == list(range(config.num_layers))

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.attention.base import AttentionBatch
+from kvllm.attention.context import AttentionContext
 from kvllm.attention.registry import make_backend
 from kvllm.config import EngineConfig
 from kvllm.core.block_manager import BlockManager
@@ -26,6 +27,7 @@ from kvllm.core.protocol import SampledToken, StepPlan, StepResult
 from kvllm.core.scheduler import Scheduler
 from kvllm.core.sequence import Sequence
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
+from kvllm.kvcache.ops.registry import make_operations
 from kvllm.models.config import ModelConfig
 from kvllm.models.elementwise import rotary
 from kvllm.models.layers import rotary_table
@@ -66,17 +68,17 @@ class GivenModel:
         self.num_query_heads = queries.shape[1]
         self.slots: list[int] = []
 
-    def forward(self, token_ids: Tensor, positions: Tensor, slots: Tensor, attention: Any, plan: Any) -> Tensor:
+    def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
         for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
-            attention.store(layer, by_token(keys, positions), by_token(values, positions), slots)
-        self.slots = slots.tolist()
+            attention.store(layer, by_token(keys, positions), by_token(values, positions))
+        self.slots = attention.slot_mapping.tolist()
         return torch.zeros(len(token_ids), 1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return torch.zeros(len(hidden), 2)
 
     def recompute_queries(
-        self, token_ids: Tensor, positions: Tensor, attention: Any, plan: Any, visit: Callable[[int, Tensor], None]
+        self, token_ids: Tensor, positions: Tensor, attention: Any, visit: Callable[[int, Tensor], None]
     ) -> None:
         for layer, queries in enumerate(self.queries):
             visit(layer, by_token(queries, positions))
@@ -203,14 +205,14 @@ def test_rotations_stay_those_of_the_true_positions(load_vectors: Callable, thet
 
     cache = PagedKVCache(CacheShape(1, num_kv_heads, head_dim, 8, torch.float32), 7)
     cache.data.fill_(torch.nan)
-    attention = make_backend(backend, cache, num_heads, head_dim**-0.5)
+    attention, operations = make_backend(backend, cache, num_heads, head_dim**-0.5), make_operations(cache)
     table = torch.tensor([3, 6, 0, 4, 1, 5])
     positions = torch.arange(length)
     keys = rotated(raw_keys, positions)
     expected_keys = torch.from_numpy(arrays[f"k_rot_{theta}"]).transpose(0, 1).float()
     torch.testing.assert_close(keys, expected_keys, rtol=0, atol=1e-5)
-    attention.store(0, keys, values.transpose(0, 1).contiguous(), table[positions // 8] * 8 + positions % 8)
-    attention.compact(kept[None, None], table[None], table[None, :3].contiguous())
+    operations.store(0, keys, values.transpose(0, 1).contiguous(), table[positions // 8] * 8 + positions % 8)
+    operations.compact(kept[None, None], table[None], table[None, :3].contiguous())
 
     def attended(position: int) -> Tensor:
         batch = AttentionBatch(

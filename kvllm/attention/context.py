@@ -1,0 +1,35 @@
+"""Attention and the KV cache as the layers of a model use them in one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvllm.attention.base import AttentionBackend
+from kvllm.kvcache.ops.base import KVOperations
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionContext:
+    """One for each step, for all layers.
+
+    plan: of `backend`, for the step's query tokens.
+    slot_mapping: int64 `[T]`, the slot of each query token's KV pair, negative where none is stored. None in a pass
+        that only reads the cache: it must not call `store`.
+    """
+
+    backend: AttentionBackend
+    operations: KVOperations
+    plan: Any
+    slot_mapping: torch.Tensor | None
+
+    def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write the KV pairs of the step's tokens, `[T, kv_heads, head_dim]` each, to the cache."""
+        assert self.slot_mapping is not None
+        self.operations.store(layer, keys, values, self.slot_mapping)
+
+    def run(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
+        """Attention of `queries` `[T, query_heads, head_dim]` over the cache -> the same shape."""
+        return self.backend.run(layer, queries, self.plan)

@@ -1,0 +1,33 @@
+"""CUDA operators and Triton kernels. Needs the package triton."""
+
+from __future__ import annotations
+
+import torch
+
+from kvllm._extension import operator
+from kvllm.kernels.compact import compact
+from kvllm.kernels.copy_blocks import copy_blocks
+from kvllm.kernels.store import store_kv
+from kvllm.kvcache.cache import PagedKVCache
+from kvllm.kvcache.ops.base import KVOperations
+
+
+class GpuOperations(KVOperations):
+    """Stores with a Triton kernel; copies and compacts with the compiled CUDA operators (csrc/cuda) or Triton kernels.
+
+    Nothing waits for the device: a CUDA graph may hold `store`. Block ids and slots are on the device, and not checked.
+    """
+
+    def __init__(self, cache: PagedKVCache, compiled: bool) -> None:
+        super().__init__(cache)
+        self._copy_blocks = operator("copy_blocks") if compiled else copy_blocks
+        self._compact = operator("compact") if compiled else compact
+
+    def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        store_kv(self.keys[layer], self.values[layer], keys, values, slot_mapping)
+
+    def copy_blocks(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
+        self._copy_blocks(self.cache.data, sources, destinations)
+
+    def compact(self, kept: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor) -> None:
+        self._compact(self.cache.data, kept.contiguous(), sources.contiguous(), destinations.contiguous())
