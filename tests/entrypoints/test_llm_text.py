@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import shutil
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from benchmarks.reasoner.tasks import make_problem
 from benchmarks.reasoner.tokenizer import encode
 from kvllm import LLM, CompressionConfig, RequestError, SamplingParams
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.tokenizers import byte_level
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +93,10 @@ def test_the_progress_bar(llm: LLM, problems, capsys: pytest.CaptureFixture) -> 
         assert part in shown
 
 
-def test_chat(shared_dir: Path, tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "qwen3", vocab_size=151_936, num_hidden_layers=1, tie_word_embeddings=True, head_dim=8)
-    shutil.copytree(shared_dir / "data" / "tokenizers" / "Qwen3", tmp_path, dirs_exist_ok=True)
+def test_chat(tmp_path: Path) -> None:
+    tokenizer = byte_level("chat").hf
+    make_checkpoint(tmp_path, "qwen3", vocab_size=len(tokenizer), num_hidden_layers=1, head_dim=8)
+    tokenizer.save_pretrained(tmp_path)
     llm = LLM(tmp_path, block_size=16, num_gpu_blocks_override=50)
     messages = [{"role": "user", "content": "What is 2 + 2?"}]
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

@@ -11,8 +11,6 @@ import transformers
 from kvllm import LLM, SamplingParams
 
 PROMPT_LENGTHS = (1, 2, 7, 16, 17, 40, 63, 100)
-
-
 NEW_TOKENS = 128
 
 
@@ -37,16 +35,14 @@ def tokens(llm: LLM, prompts: list[dict], params: SamplingParams | None = None) 
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def expected_tokens(path: Path, prompts: list[dict], new_tokens: int = NEW_TOKENS) -> list[list[int]]:
+def assert_greedy(path: Path, prompts: list[dict], found: list[list[int]]) -> None:
+    """`found` are transformers' greedy tokens: each has the largest logit behind those before it."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    found = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt["prompt_token_ids"]])
-        output = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new_tokens, eos_token_id=-1
-        )
-        found.append(output[0, ids.shape[1] :].tolist())
-    return found
+    for prompt, token_ids in zip(prompts, found, strict=True):
+        ids = torch.tensor([prompt["prompt_token_ids"] + token_ids])
+        with torch.inference_mode():
+            logits = model(ids, use_cache=False).logits[0]
+        assert logits[-len(token_ids) - 1 : -1].argmax(-1).tolist() == token_ids
 
 
 def random_token_ids(*lengths: int, seed: int = 0) -> list[list[int]]:

@@ -344,13 +344,11 @@ def test_refuses_a_workload_that_it_cannot_use(tmp_path, name, text, message):
         load_workload(file, 100)
 
 
-def test_repeats_a_trace_that_is_too_short(shared_dir):
-    path = shared_dir / "data" / "datasets" / "azure_llm_2023" / "AzureLLMInferenceTrace_conv.csv"
-    if not path.is_file():
-        pytest.skip(f"needs {path}, which is absent")
-    workload = load_workload(path, 10**6, 19_400)
-    assert len(workload.lengths) == 19_400
-    assert workload.lengths[19_366:] == workload.lengths[:34]
+def test_repeats_a_trace_that_is_too_short(tmp_path):
+    trace = tmp_path / "trace.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,374,44\n,396,109\n,879,55\n")
+    workload = load_workload(trace, 10**6, 8)
+    assert workload.lengths == [(374, 44), (396, 109), (879, 55)] * 2 + [(374, 44), (396, 109)]
 
 
 # Descriptions

@@ -1,0 +1,185 @@
+"""The configs of published checkpoints: those that are supported as they are, and those that are refused with a reason.
+
+Each has the keys of the published file that say what is computed.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvllm.errors import CheckpointError
+from kvllm.models.config import load_model_config
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "hidden_act": "silu",
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "vocab_size": 128256,
+}
+LLAMA_8B = {
+    **LLAMA,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+QWEN: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 40960,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+
+def qwen3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool) -> dict[str, Any]:
+    return {
+        **QWEN,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "max_window_layers": layers,
+        "tie_word_embeddings": tied,
+    }
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "Llama-3.2-1B": {
+        **LLAMA,
+        "head_dim": 64,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "rope_scaling": {**LLAMA["rope_scaling"], "factor": 32.0},
+        "tie_word_embeddings": True,
+        "torch_dtype": "float32",
+    },
+    "Meta-Llama-3.1-8B": LLAMA_8B,
+    "Qwen2.5-7B": {
+        **QWEN,
+        "architectures": ["Qwen2ForCausalLM"],
+        "eos_token_id": 151643,
+        "head_dim": ...,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "max_position_embeddings": 131072,
+        "max_window_layers": 28,
+        "num_attention_heads": 28,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 4,
+        "sliding_window": 131072,
+        "tie_word_embeddings": False,
+        "use_mrope": False,
+        "vocab_size": 152064,
+    },
+    "Qwen3-0.6B": qwen3(1024, 3072, 28, 16, True),
+    "Qwen3-4B": qwen3(2560, 9728, 36, 32, True),
+    "Qwen3-8B": qwen3(4096, 12288, 36, 32, False),
+    "Qwen3-14B": qwen3(5120, 17408, 40, 40, False),
+    "Mistral-7B-v0.1": {
+        **LLAMA_8B,
+        "architectures": ["MistralForCausalLM"],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "max_position_embeddings": 32768,
+        "rope_scaling": ...,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+        "vocab_size": 32000,
+    },
+    "gemma-3-4b": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_attention_heads": 8,
+        "num_hidden_layers": 34,
+        "num_key_value_heads": 4,
+        "query_pre_attn_scalar": 256,
+        "rope_local_base_freq": 10000.0,
+        "sliding_window": 1024,
+        "vocab_size": 262208,
+    },
+    "gpt-oss-20b": {
+        "architectures": ["GptOssForCausalLM"],
+        "attention_bias": True,
+        "hidden_size": 2880,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "num_attention_heads": 64,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 8,
+        "num_local_experts": 32,
+        "quantization_config": {"quant_method": "mxfp4"},
+        "vocab_size": 201088,
+    },
+}
+SUPPORTED = {
+    "Llama-3.2-1B": (16, 32, 8, 64, True, "float32"),
+    "Meta-Llama-3.1-8B": (32, 32, 8, 128, False, "bfloat16"),
+    "Qwen2.5-7B": (28, 28, 4, 128, False, "bfloat16"),
+    "Qwen3-0.6B": (28, 16, 8, 128, True, "bfloat16"),
+    "Qwen3-4B": (36, 32, 8, 128, True, "bfloat16"),
+    "Qwen3-8B": (36, 32, 8, 128, False, "bfloat16"),
+    "Qwen3-14B": (40, 40, 8, 128, False, "bfloat16"),
+}
+REFUSED = {
+    "Mistral-7B-v0.1": "sliding window .of 4096 tokens",
+    "gemma-3-4b": "unsupported architecture Gemma3ForCausalLM: kvllm runs LlamaForCausalLM, Mistral",
+    "gpt-oss-20b": "unsupported architecture GptOssForCausalLM",
+}
+
+
+def write_config(path: Path, name: str) -> None:
+    config = {key: value for key, value in PUBLISHED[name].items() if value is not ...}
+    (path / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_supported(tmp_path: Path, name: str) -> None:
+    write_config(tmp_path, name)
+    c = load_model_config(tmp_path)
+    found = (c.num_layers, c.num_query_heads, c.num_kv_heads, c.head_dim, c.tie_word_embeddings, c.dtype)
+    assert found == SUPPORTED[name]
+    assert (c.qkv_bias, c.qk_norm) == (name.startswith("Qwen2"), name.startswith("Qwen3"))
+    assert (c.rope_scaling is not None) == ("Llama" in name)
+    assert c.rope_theta == PUBLISHED[name]["rope_theta"]
+    assert c.eos_token_ids == (PUBLISHED[name]["eos_token_id"],)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(tmp_path: Path, name: str) -> None:
+    write_config(tmp_path, name)
+    with pytest.raises(CheckpointError, match=REFUSED[name]):
+        load_model_config(tmp_path)
