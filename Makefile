@@ -43,7 +43,7 @@ wheel: venv
 	$(VENV)/bin/pip wheel --quiet . --no-build-isolation --no-deps --wheel-dir dist
 
 docs: $(DOCS_VENV)/ready
-	$(DOCS_VENV)/bin/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
 
 # Without torch and without a compiler: the reference is read from the sources.
 $(DOCS_VENV)/ready: constraints.txt pyproject.toml

@@ -31,7 +31,9 @@ def select(
         retain: pairs kept of the C, buffer included; everything is kept if `retain >= C`.
         buffer: the last entries of the region, always kept.
         mix: weight of the importance (lambda).
-        kernel, threshold, strict_public: see `importance` and `redundancy`.
+        kernel: see `importance`.
+        threshold: see `redundancy`.
+        strict_public: see `redundancy`.
 
     Returns:
         int64 `[S, Hkv, min(retain, C)]`: ascending offsets in the region.

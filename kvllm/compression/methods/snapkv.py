@@ -32,7 +32,8 @@ def select(
         keys: `[S, Hkv, C, d]`, rotated; query head h reads KV head `h // (Hq // Hkv)`.
         retain: pairs kept of the C, buffer included; everything is kept if `retain >= C`.
         buffer: the last entries of the region, always kept.
-        kernel, pool: how the scores are smoothed. "max" makes neighbours tie; the first of them wins.
+        kernel: width of the pooling that smooths the scores, odd.
+        pool: "average" or "max". "max" makes neighbours tie; the first of them wins.
         evicted_mask: bool `[S, Hkv, C]`, entries that an earlier selection left empty, none of them in the buffer.
             They are neither attended to nor kept, as long as a head has `retain` others.
 
