@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from kvllm.core.protocol import SampledToken
-from kvllm.errors import KvLLMError
 from kvllm.sampling_params import SamplingParams
 from kvllm.worker.penalties import Penalties, forbid, penalize
 from kvllm.worker.transfer import Download, to_device
@@ -34,8 +33,9 @@ RESOLUTION = 2.0**34
 # Rows are drawn in parts of this many logits: it bounds the copies alive at once, some 30 bytes per logit.
 LOGITS_AT_ONCE = 2**22
 MASK_64 = 2**64 - 1
-NOT_FINITE = -1
-"""In place of a token, where the logits allow none: the host raises the error, once it has the tokens anyway."""
+NO_TOKEN = -1
+"""In place of a token, where the logits allow none: the host finds out once it has the tokens anyway."""
+NOT_FINITE = "the model's logits are not finite: check its weights, or use a dtype with a wider range"
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ class SampleRow:
 
 
 def sample(logits: Tensor, rows: list[SampleRow]) -> Samples:
-    """Sample one token for each row.
+    """Sample one token for each row. What one row makes fail gives that row alone an error instead of a token.
 
     Args:
         logits: [R, V] float32, not modified.
@@ -89,45 +89,74 @@ def sample(logits: Tensor, rows: list[SampleRow]) -> Samples:
         chosen = _most_likely(logits)
     else:
         chosen = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+    errors: dict[int, str] = {}
     rows_at_once = max(1, LOGITS_AT_ONCE // logits.shape[-1])
     for start in range(0, len(special), rows_at_once):
         part = special[start : start + rows_at_once]
-        index = to_device(part, logits.device)
-        chosen[index] = _choose(logits[index], [rows[i] for i in part])
-    reports = [
-        _report(logits[i], chosen[i : i + 1], row.params.logprobs)
-        for i, row in enumerate(rows)
-        if row.params.logprobs is not None
-    ]
-    return Samples(chosen, reports, [row.params.logprobs for row in rows])
+        chosen[to_device(part, logits.device)] = _choose_part(logits, rows, part, errors)
+    reports: list[Tensor] = []
+    counts: list[int | None] = [None] * len(rows)
+    for i, row in enumerate(rows):
+        if row.params.logprobs is not None and i not in errors:
+            try:
+                reports.append(_report(logits[i], chosen[i : i + 1], row.params.logprobs))
+            except Exception as error:
+                errors[i] = _describe(error)
+            else:
+                counts[i] = row.params.logprobs
+    return Samples(chosen, reports, counts, errors, logits.shape[-1])
+
+
+def _choose_part(logits: Tensor, rows: list[SampleRow], part: list[int], errors: dict[int, str]) -> Tensor:
+    """Token ids of the rows whose numbers are in `part`: of all at once, or one by one if that fails."""
+    index = to_device(part, logits.device)
+    try:
+        return _choose(logits[index], [rows[i] for i in part])
+    except Exception as error:
+        if len(part) == 1:
+            errors[part[0]] = _describe(error)
+            return torch.full_like(index, NO_TOKEN)
+    return torch.cat([_choose_part(logits, rows, [i], errors) for i in part])
+
+
+def _describe(error: Exception) -> str:
+    return f"no token could be sampled: {type(error).__name__}: {error}"
 
 
 class Samples:
     """Sampled tokens and what is reported of them, on their way to the host in one copy.
 
     chosen: int64 [R]. reports: of the rows whose `counts` is not None, as `_report` makes them.
+    errors: by row, where no token was sampled.
     """
 
-    def __init__(self, chosen: Tensor, reports: list[Tensor], counts: list[int | None]) -> None:
+    def __init__(
+        self,
+        chosen: Tensor,
+        reports: list[Tensor],
+        counts: list[int | None],
+        errors: dict[int, str],
+        vocab_size: int,
+    ) -> None:
         self._counts = counts
+        self._errors = errors
+        self._vocab_size = vocab_size
         # float64 holds every token id.
         self._download = Download(torch.cat((chosen.double(), *reports)) if reports else chosen)
 
     def tokens(self) -> list[SampledToken]:
-        """Waits for the copy.
-
-        Raises:
-            KvLLMError: the logits of a row are not finite.
-        """
+        """Waits for the copy. A row whose logits are not finite has an error."""
         values = self._download.wait().tolist()
-        num_rows = len(self._counts)
-        chosen, reported = [int(value) for value in values[:num_rows]], iter(values[num_rows:])
-        if NOT_FINITE in chosen:
-            raise KvLLMError("the model's logits are not finite: check its weights, or use a dtype with a wider range")
-        return [
-            SampledToken(token_id) if count is None else _read_report(token_id, count, reported)
-            for token_id, count in zip(chosen, self._counts, strict=True)
-        ]
+        reported = iter(values[len(self._counts) :])
+        return [self._token(row, int(values[row]), count, reported) for row, count in enumerate(self._counts)]
+
+    def _token(self, row: int, token_id: int, count: int | None, reported: Iterator[float]) -> SampledToken:
+        token = SampledToken(token_id) if count is None else _read_report(token_id, count, reported)
+        if row in self._errors:
+            return SampledToken(0, error=self._errors[row])
+        if not 0 <= token_id < self._vocab_size:
+            return SampledToken(0, error=NOT_FINITE)
+        return token
 
 
 def uniform(seed: int, position: int) -> float:
@@ -161,15 +190,15 @@ def _choose(logits: Tensor, rows: list[SampleRow]) -> Tensor:
 
 
 def _most_likely(logits: Tensor) -> Tensor:
-    """Token ids [r], NOT_FINITE for a row without a finite maximum."""
+    """Token ids [r], NO_TOKEN for a row without a finite maximum."""
     highest, chosen = logits.max(-1)  # the maximum of a row with a NaN is a NaN
-    return chosen.masked_fill_(~highest.isfinite(), NOT_FINITE)
+    return chosen.masked_fill_(~highest.isfinite(), NO_TOKEN)
 
 
 def _draw(logits: Tensor, rows: list[SampleRow]) -> Tensor:
     """One draw for each row by the inverse of its cumulative distribution, in token order. Overwrites `logits` [r, V].
 
-    Returns int64 [r], NOT_FINITE for a row without a finite maximum.
+    Returns int64 [r], NO_TOKEN for a row without a finite maximum.
     """
     highest = filter_logits(logits, [row.params for row in rows])
     cumulative = _weights(logits).cumsum_(-1)
@@ -179,7 +208,7 @@ def _draw(logits: Tensor, rows: list[SampleRow]) -> Tensor:
     # first one's own weight is at least 1.
     target = (target * total).floor_()
     drawn = torch.searchsorted(cumulative, target, right=True)
-    return drawn.masked_fill_(~highest.isfinite(), NOT_FINITE).squeeze(-1)
+    return drawn.masked_fill_(~highest.isfinite(), NO_TOKEN).squeeze(-1)
 
 
 def _weights(logits: Tensor) -> Tensor:

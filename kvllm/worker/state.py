@@ -42,6 +42,10 @@ class BlockTables:
         """Make all rows free."""
         self._free_rows = list(reversed(range(len(self.table))))
 
+    @property
+    def num_free(self) -> int:
+        return len(self._free_rows)
+
     def acquire(self) -> int:
         return self._free_rows.pop()
 

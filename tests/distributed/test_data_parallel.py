@@ -206,6 +206,18 @@ def test_an_interrupt_ends_what_runs(one: LLM, two: LLM, monkeypatch: pytest.Mon
     assert two.stats().output_tokens - before < 1000  # the engines have ended the others, too
 
 
+def test_a_request_that_a_replica_refuses_ends_alone(one: LLM, two: LLM) -> None:
+    (expected,) = one.generate(["GOOD"], greedy(20), use_tqdm=False)
+    engine = two.llm_engine
+    good, bad = engine.add_request("good", "GOOD", greedy(20)), engine.add_request("bad", "BAD", greedy(20))
+    engine.outputs.requests["bad"].sequences[0].token_ids[0] = 10**6  # behind the door, which checks this
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert good.outputs == expected.outputs and good.error is None
+    assert bad.finished and "1000000 is not in the vocabulary" in str(bad.error)
+    assert two.generate(["GOOD"], greedy(20), use_tqdm=False)[0].outputs == expected.outputs
+
+
 def test_requests_survive_engines_that_die_and_hang(one: LLM, two: LLM) -> None:
     """They go on from the tokens that are known: none is counted twice."""
     rng = random.Random(2)

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from kvllm.core.protocol import SampledToken
-from kvllm.errors import ConfigError, KvLLMError
+from kvllm.errors import ConfigError
 from kvllm.outputs import CompletionOutput, RequestOutput
 from kvllm.sampling_params import SamplingParams
 from kvllm.worker import sampler
@@ -360,10 +360,27 @@ def test_a_seed_reproduces_its_tokens_and_another_does_not():
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0}, {"temperature": 0, "presence_penalty": 1.0}], ids=str)
-def test_logits_that_are_not_finite_are_reported(options):
+def test_logits_that_are_not_finite_are_an_error_of_their_row(options):
     for bad in math.nan, math.inf:
-        with pytest.raises(KvLLMError, match="not finite"):
-            sample(torch.tensor([[0.0, 1.0], [bad, 0.0]]), [row_of(), row_of(output=[1], **options)])
+        good, broken = sample(torch.tensor([[0.0, 1.0], [bad, 0.0]]), [row_of(), row_of(output=[1], **options)])
+        assert good.error is None and "not finite" in broken.error
+
+
+def unchecked(params: SamplingParams, **options) -> SamplingParams:
+    """Options that SamplingParams would refuse."""
+    for name, value in options.items():
+        msgspec.structs.force_setattr(params, name, value)
+    return params
+
+
+@pytest.mark.parametrize("options", [{"logprobs": 11}, {"top_p": "much"}, {"stop_token_ids": [None]}])
+def test_what_one_row_breaks_is_an_error_of_that_row(options):
+    logits = random_logits(3, 10)
+    plain = sample(logits, [row_of(seed=i, top_p=0.9, min_tokens=2) for i in range(3)])
+    rows = [row_of(seed=i, top_p=0.9, min_tokens=2) for i in range(3)]
+    unchecked(rows[1].params, **options)
+    first, broken, last = sample(logits, rows)
+    assert [first, last] == [plain[0], plain[2]] and "no token could be sampled" in broken.error
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 0.3, "top_k": 5, "repetition_penalty": 1.5}])
