@@ -107,15 +107,16 @@ def serve(engine: LLMEngine, trap: Trap) -> dict[str, RequestOutput]:
             except KeyboardInterrupt:
                 engine.abort(request_id)  # it may have been added
                 outputs[request_id] = engine.add_request(request_id, prompt, params)
-        steps = 0
-        while engine.has_unfinished_requests():
+        steps, unfinished = 0, True
+        while unfinished:
             steps += 1
             try:
-                if steps == ABORTED_AT:
+                if steps >= ABORTED_AT:
                     engine.abort("aborted")
                 engine.step()
+                unfinished = engine.has_unfinished_requests()
             except KeyboardInterrupt:
-                engine.abort("aborted" if steps == ABORTED_AT else "none")
+                continue
     return outputs
 
 
