@@ -1,12 +1,21 @@
-"""The model families: an architecture's name in `config.json` -> its class."""
+"""The model families: an architecture's name in `config.json` -> the file that computes it."""
 
 from __future__ import annotations
 
-from kvllm.models.llama import LlamaModel
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-MODELS: dict[str, type[LlamaModel]] = {
-    "LlamaForCausalLM": LlamaModel,
-    "MistralForCausalLM": LlamaModel,
-    "Qwen2ForCausalLM": LlamaModel,
-    "Qwen3ForCausalLM": LlamaModel,
+if TYPE_CHECKING:
+    from kvllm.models.base import Family
+
+MODELS = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
 }
+
+
+def model_family(architecture: str) -> Family:
+    """What the file of an architecture of MODELS says, its `FAMILY`. The file is imported when it is needed."""
+    return import_module(f"{__name__}.{MODELS[architecture]}").FAMILY

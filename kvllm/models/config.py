@@ -1,42 +1,47 @@
 """What kvllm needs to know of a model, read from the `config.json` of a Hugging Face checkpoint.
 
-Only decoders that are computed exactly as Llama, with a bias on the query, key and value projections (Qwen2) or with
-normalized query and key heads (Qwen3), are accepted. Everything else is refused by name: a model that runs with one
-feature ignored gives fluent nonsense.
+A decoder is accepted if all that its `config.json` asks for is computed. Everything else is refused by name: a model
+that runs with one feature ignored gives fluent nonsense. Sizes are checked before anything is allocated.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
 from kvllm.errors import CheckpointError
+from kvllm.models import MODELS, model_family
+from kvllm.models.rope import RopeScaling, TopKeys, read_rope
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 DTYPES = ("bfloat16", "float16", "float32")
-ROPE_SCALINGS = ("linear", "llama3")
+LARGEST = {
+    "vocab_size": 1 << 22,
+    "hidden_size": 1 << 18,
+    "intermediate_size": 1 << 20,
+    "num_hidden_layers": 1 << 10,
+    "num_attention_heads": 1 << 11,
+    "head_dim": 1 << 11,
+    "max_position_embeddings": 1 << 24,
+}
+"""Bounds of sizes, far above those of any published model. A larger number is a mistake, or an attack."""
+MOST_WEIGHTS = 1 << 42
+MOST_KV_NUMBERS = 1 << 24
+"""Numbers in the KV pairs of one token, of all layers together. Published models have up to two million."""
 
 T = TypeVar("T")
 
 
-class RopeScaling(msgspec.Struct, frozen=True):
-    """How rotary frequencies are stretched beyond the pretraining length.
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One model, as kvllm computes it.
 
-    linear: every frequency is divided by `factor`. llama3: only low frequencies are, with a smooth transition between
-    the wavelengths `original_max_position_embeddings / low_freq_factor` and `... / high_freq_factor`.
+    architecture: a key of `kvllm.models.MODELS`.
+    num_query_heads, num_kv_heads: of the whole model; each has `head_dim` numbers.
+    qkv_bias: a bias is added to queries, keys and values. qk_norm: each of their heads is normalized before RoPE.
+    dtype: the checkpoint's own, one of DTYPES.
+    eos_token_ids: all tokens that end a text, perhaps none.
     """
-
-    kind: Literal["linear", "llama3"]
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-    original_max_position_embeddings: int = 0
-
-
-class ModelConfig(msgspec.Struct, frozen=True):
-    """One model. `dtype` is the checkpoint's own; `eos_token_ids` are all tokens that end a text, perhaps none."""
 
     architecture: str
     vocab_size: int
@@ -51,28 +56,18 @@ class ModelConfig(msgspec.Struct, frozen=True):
     rope_scaling: RopeScaling | None
     max_position_embeddings: int
     tie_word_embeddings: bool
-    qkv_bias: bool
-    qk_norm: bool
+    qkv_bias: bool = False
+    qk_norm: bool = False
     dtype: str
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
 
 
-class _Rope(msgspec.Struct):
-    """`rope_parameters` (transformers 5, which also holds the base) or `rope_scaling` (older)."""
+class ConfigKeys(TopKeys, kw_only=True):
+    """The keys of `config.json` that all families share, and what transformers assumes where one is absent.
 
-    rope_type: str | None = None
-    type: str | None = None
-    rope_theta: float | None = None
-    factor: float | None = None
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
-    original_max_position_embeddings: int | None = None
-    partial_rotary_factor: float | None = None
-
-
-class _Config(msgspec.Struct):
-    """The keys of `config.json` that matter here, and what transformers assumes where one is absent."""
+    A family with keys or defaults of its own extends this class.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -80,21 +75,19 @@ class _Config(msgspec.Struct):
     num_hidden_layers: int
     num_attention_heads: int
     max_position_embeddings: int
+    model_type: str | None = None
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     rms_norm_eps: float = 1e-6
-    rope_theta: float | None = None
-    rope_parameters: _Rope | None = None
-    rope_scaling: _Rope | None = None
-    partial_rotary_factor: float | None = None
     tie_word_embeddings: bool = False
     hidden_act: str = "silu"
-    attention_bias: bool | None = None
     mlp_bias: bool | None = None
+    is_causal: bool = True
     sliding_window: int | None = None
-    use_sliding_window: bool = False
-    max_window_layers: int = 28
     layer_types: list[str] | None = None
+    attention_chunk_size: int | None = None
+    kv_sharing_modes: list[str] | None = None
+    per_layer_config: Any = None
     quantization_config: dict[str, Any] | None = None
     dtype: str | None = None
     torch_dtype: str | None = None
@@ -110,8 +103,8 @@ class _GenerationConfig(msgspec.Struct):
 def load_model_config(path: Path) -> ModelConfig:
     """Read `config.json` and, if there is one, `generation_config.json` of the model directory `path`.
 
-    Raises CheckpointError if the directory or `config.json` is missing or malformed, or asks for a feature that kvllm
-    does not compute.
+    Raises CheckpointError if the directory or `config.json` is missing, a file is malformed or has sizes that cannot
+    be, or asks for a feature that kvllm does not compute.
     """
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a directory: give the directory of a checkpoint in Hugging Face format")
@@ -119,33 +112,30 @@ def load_model_config(path: Path) -> ModelConfig:
     if not file.is_file():
         raise CheckpointError(f"{path} has no config.json: give the directory of a checkpoint in Hugging Face format")
     raw = _read(file, dict[str, Any])
-    architecture = _architecture(file, raw)
-    config = _convert(file, raw, _Config)
-    _refuse_unsupported(file, architecture, config)
     generation_file = path / "generation_config.json"
     generation = _read(generation_file, _GenerationConfig) if generation_file.is_file() else _GenerationConfig()
-    heads, kv_heads, head_dim = _heads(file, config)
-    rope = config.rope_parameters or _Rope()
-    return ModelConfig(
-        architecture=architecture,
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_layers=config.num_hidden_layers,
-        num_query_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        rms_norm_eps=config.rms_norm_eps,
-        rope_theta=rope.rope_theta or config.rope_theta or 10000.0,
-        rope_scaling=_rope_scaling(file, config),
-        max_position_embeddings=config.max_position_embeddings,
-        tie_word_embeddings=config.tie_word_embeddings,
-        qkv_bias=architecture == "Qwen2ForCausalLM",
-        qk_norm=architecture == "Qwen3ForCausalLM",
-        dtype=_dtype(file, config),
-        bos_token_id=config.bos_token_id if config.bos_token_id is not None else generation.bos_token_id,
-        eos_token_ids=_eos_token_ids(config, generation),
-    )
+    try:
+        return _model_config(raw, generation)
+    except (CheckpointError, msgspec.ValidationError) as error:
+        raise CheckpointError(f"{file}: {error}") from error
+
+
+def refuse(what: str, advice: str = "use another checkpoint") -> NoReturn:
+    """Raise CheckpointError for `what` a checkpoint asks for."""
+    raise CheckpointError(f"{what}, which kvllm does not support: {advice}")
+
+
+def refuse_window(keys: ConfigKeys, window: int | None) -> None:
+    """Raise CheckpointError if layers attend only the last `window` tokens, their own included. None: they attend all.
+
+    A window that is at least as long as the longest text has no effect.
+    """
+    if window is not None and window < keys.max_position_embeddings:
+        refuse(
+            f"some layers attend only a sliding window (of {window} tokens)",
+            f"use another checkpoint or, for texts of at most {window} tokens, set max_position_embeddings to {window} "
+            "in its config.json",
+        )
 
 
 def _read(file: Path, kind: type[T]) -> T:
@@ -153,115 +143,158 @@ def _read(file: Path, kind: type[T]) -> T:
         return msgspec.json.decode(file.read_bytes(), type=kind)
     except msgspec.ValidationError as error:
         raise CheckpointError(f"{file}: {error}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{file} is not valid JSON ({error}): download it again") from error
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
 
 
-def _convert(file: Path, raw: dict[str, Any], kind: type[T]) -> T:
-    try:
-        return msgspec.convert(raw, kind)
-    except msgspec.ValidationError as error:
-        raise CheckpointError(f"{file}: {error}") from error
+def _model_config(raw: dict[str, Any], generation: _GenerationConfig) -> ModelConfig:
+    architecture = _architecture(raw)
+    family = model_family(architecture)
+    keys = msgspec.convert(raw, family.keys)
+    if keys.model_type not in (None, family.model_type):
+        refuse(f"model_type is {keys.model_type!r} instead of {family.model_type!r}, that of {architecture}")
+    _check_sizes(keys)
+    heads, kv_heads, head_dim = _heads(keys)
+    _refuse_unsupported(keys)
+    theta, scaling = read_rope(keys)
+    config = ModelConfig(
+        architecture=architecture,
+        vocab_size=keys.vocab_size,
+        hidden_size=keys.hidden_size,
+        intermediate_size=keys.intermediate_size,
+        num_layers=keys.num_hidden_layers,
+        num_query_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=keys.rms_norm_eps,
+        rope_theta=theta,
+        rope_scaling=scaling,
+        max_position_embeddings=keys.max_position_embeddings,
+        tie_word_embeddings=keys.tie_word_embeddings,
+        dtype=_dtype(keys),
+        bos_token_id=keys.bos_token_id if keys.bos_token_id is not None else generation.bos_token_id,
+        eos_token_ids=_eos_token_ids(keys, generation),
+        **family.read(keys),
+    )
+    _check_totals(config)
+    _check_token_ids(config)
+    return config
 
 
-def _architecture(file: Path, raw: dict[str, Any]) -> str:
+def _architecture(raw: dict[str, Any]) -> str:
     found = raw.get("architectures") or []
-    for name in found:
-        if name in ARCHITECTURES:
+    if not isinstance(found, list):
+        raise CheckpointError(f"architectures is {found!r}, but must be a list of names")
+    for name in MODELS:
+        if name in found:
             return name
     raise CheckpointError(
-        f"{file}: unsupported architecture {', '.join(map(str, found)) or '(none named)'}: "
-        f"kvllm runs {', '.join(ARCHITECTURES)}"
+        f"unsupported architecture {', '.join(map(str, found)) or '(none named)'}: kvllm runs {', '.join(MODELS)}"
     )
 
 
-def _refuse_unsupported(file: Path, architecture: str, config: _Config) -> None:
-    def refuse(what: str, advice: str = "use another checkpoint") -> None:
-        raise CheckpointError(f"{file}: {what}, which kvllm does not support: {advice}")
-
-    if config.quantization_config is not None:
-        method = config.quantization_config.get("quant_method", "method not named")
+def _refuse_unsupported(keys: ConfigKeys) -> None:
+    """What no family computes. transformers reads all of these for every family, save `mlp_bias`."""
+    if keys.quantization_config is not None:
+        method = keys.quantization_config.get("quant_method", "method not named")
         refuse(f"the weights are quantized ({method})", "use the checkpoint that is not quantized")
-    if config.hidden_act != "silu":
-        refuse(f"hidden_act is {config.hidden_act!r} instead of 'silu'")
-    if config.mlp_bias:
+    if keys.hidden_act != "silu":
+        refuse(f"hidden_act is {keys.hidden_act!r} instead of 'silu'")
+    if keys.mlp_bias:
         refuse("mlp_bias is true: the MLP projections have a bias")
-    if config.attention_bias and architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM"):
-        refuse("attention_bias is true: all four attention projections, o_proj too, have a bias")
-    if _uses_sliding_window(architecture, config):
-        refuse(f"some layers attend only a sliding window (of {config.sliding_window} tokens)")
-    for rope in (config, config.rope_parameters, config.rope_scaling):
-        if rope is not None and rope.partial_rotary_factor not in (None, 1.0):
-            refuse(f"partial_rotary_factor is {rope.partial_rotary_factor}: only a part of each head is rotated")
+    if not keys.is_causal:
+        refuse("is_causal is false: tokens attend to those behind them, too")
+    if keys.attention_chunk_size is not None and keys.attention_chunk_size < keys.max_position_embeddings:
+        refuse(f"attention_chunk_size is {keys.attention_chunk_size}: tokens attend only their own chunk of the text")
+    if keys.kv_sharing_modes is not None:
+        refuse("kv_sharing_modes is given: layers may share their KV pairs")
+    if keys.per_layer_config is not None:
+        refuse("per_layer_config is given: layers may have other sizes than config.json itself says")
+    if keys.layer_types is not None:
+        _refuse_layer_types(keys, keys.layer_types)
 
 
-def _uses_sliding_window(architecture: str, config: _Config) -> bool:
-    if architecture == "LlamaForCausalLM":
-        return False
-    if config.layer_types is not None:
-        return any(kind != "full_attention" for kind in config.layer_types)
-    if architecture == "MistralForCausalLM":
-        return config.sliding_window is not None
-    return config.use_sliding_window and config.max_window_layers < config.num_hidden_layers
+def _refuse_layer_types(keys: ConfigKeys, layer_types: list[str]) -> None:
+    for kind in layer_types:
+        if kind not in ("full_attention", "attention", "sliding_attention"):
+            refuse(f"layer_types has {kind!r}")
+    if "sliding_attention" in layer_types:
+        if keys.sliding_window is None:
+            refuse("layer_types has 'sliding_attention', but sliding_window is not given")
+        refuse_window(keys, keys.sliding_window)
+    if len(layer_types) != keys.num_hidden_layers:
+        raise CheckpointError(
+            f"layer_types names {len(layer_types)} layers, but num_hidden_layers is {keys.num_hidden_layers}"
+        )
 
 
-def _heads(file: Path, config: _Config) -> tuple[int, int, int]:
-    """Query heads, KV heads and head_dim, after checking that all sizes fit together."""
-    sizes = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings"
-    for name in sizes.split():
-        if getattr(config, name) < 1:
-            raise CheckpointError(f"{file}: {name} is {getattr(config, name)}, but must be at least 1")
-    heads = config.num_attention_heads
-    kv_heads = config.num_key_value_heads if config.num_key_value_heads is not None else heads
+def _check_sizes(keys: ConfigKeys) -> None:
+    for name in LARGEST:
+        _check_size(name, getattr(keys, name))
+    if not 0 <= keys.rms_norm_eps <= 1:
+        raise CheckpointError(f"rms_norm_eps is {keys.rms_norm_eps}, but must be at least 0 and at most 1")
+
+
+def _check_size(name: str, size: int | None) -> None:
+    if size is not None and not 1 <= size <= LARGEST[name]:
+        raise CheckpointError(f"{name} is {size}, but must be at least 1 and at most {LARGEST[name]}")
+
+
+def _heads(keys: ConfigKeys) -> tuple[int, int, int]:
+    """Query heads, KV heads and head_dim, after checking that they fit together."""
+    heads = keys.num_attention_heads
+    kv_heads = keys.num_key_value_heads if keys.num_key_value_heads is not None else heads
     if kv_heads < 1 or heads % kv_heads:
+        raise CheckpointError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    if keys.head_dim is None and keys.hidden_size % heads:
         raise CheckpointError(
-            f"{file}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+            f"hidden_size {keys.hidden_size} is not a multiple of num_attention_heads {heads}, and no head_dim is given"
         )
-    if config.head_dim is None and config.hidden_size % heads:
-        raise CheckpointError(
-            f"{file}: hidden_size {config.hidden_size} is not a multiple of num_attention_heads {heads}, "
-            "and no head_dim is given"
-        )
-    head_dim = config.head_dim if config.head_dim is not None else config.hidden_size // heads
-    if head_dim < 2 or head_dim % 2:
-        raise CheckpointError(f"{file}: head_dim is {head_dim}, but rotary embedding needs a positive even number")
+    head_dim = keys.head_dim if keys.head_dim is not None else keys.hidden_size // heads
+    _check_size("head_dim", head_dim)
+    if head_dim % 2:
+        raise CheckpointError(f"head_dim is {head_dim}, but rotary embedding needs a positive even number")
     return heads, kv_heads, head_dim
 
 
-def _rope_scaling(file: Path, config: _Config) -> RopeScaling | None:
-    rope = config.rope_parameters or config.rope_scaling or _Rope()
-    kind = rope.rope_type or rope.type or "default"
-    if kind == "default":
-        return None
-    if kind not in ROPE_SCALINGS:
-        raise CheckpointError(f"{file}: unsupported rope type {kind!r}: kvllm computes default, linear and llama3")
-    needed = ["factor"]
-    if kind == "llama3":
-        needed += ["low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
-    values = {name: getattr(rope, name) for name in needed}
-    for name, value in values.items():
-        if value is None or value <= 0:
-            raise CheckpointError(f"{file}: rope type {kind!r} needs {name}, a positive number, but has {value}")
-    if kind == "llama3" and values["low_freq_factor"] >= values["high_freq_factor"]:
+def _check_totals(config: ModelConfig) -> None:
+    """Sizes that are possible one by one may be absurd together."""
+    heads = 2 * (config.num_query_heads + config.num_kv_heads)
+    layer = config.hidden_size * (heads * config.head_dim + 3 * config.intermediate_size)
+    weights = config.num_layers * layer + config.vocab_size * config.hidden_size
+    if weights > MOST_WEIGHTS:
+        raise CheckpointError(f"its sizes imply {weights:,} weights, more than the {MOST_WEIGHTS:,} that kvllm allows")
+    numbers = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    if numbers > MOST_KV_NUMBERS:
         raise CheckpointError(
-            f"{file}: rope low_freq_factor {values['low_freq_factor']} must be below "
-            f"high_freq_factor {values['high_freq_factor']}"
+            f"its sizes imply {numbers:,} numbers for the keys and values of one token, more than the "
+            f"{MOST_KV_NUMBERS:,} that kvllm allows"
         )
-    return RopeScaling(kind, **values)
 
 
-def _dtype(file: Path, config: _Config) -> str:
-    dtype = (config.dtype or config.torch_dtype or "float32").removeprefix("torch.")
+def _dtype(keys: ConfigKeys) -> str:
+    dtype = (keys.dtype or keys.torch_dtype or "float32").removeprefix("torch.")
     if dtype not in DTYPES:
-        raise CheckpointError(f"{file}: unsupported dtype {dtype!r}: kvllm reads {', '.join(DTYPES)}")
+        raise CheckpointError(f"unsupported dtype {dtype!r}: kvllm reads {', '.join(DTYPES)}")
     return dtype
 
 
-def _eos_token_ids(config: _Config, generation: _GenerationConfig) -> tuple[int, ...]:
+def _eos_token_ids(keys: ConfigKeys, generation: _GenerationConfig) -> tuple[int, ...]:
     """Chat models often list the end of a turn in `generation_config.json` alone, so that file wins."""
-    found = generation.eos_token_id if generation.eos_token_id is not None else config.eos_token_id
+    found = generation.eos_token_id if generation.eos_token_id is not None else keys.eos_token_id
     if found is None:
         return ()
     return (found,) if isinstance(found, int) else tuple(found)
+
+
+def _check_token_ids(config: ModelConfig) -> None:
+    bos = () if config.bos_token_id is None else (config.bos_token_id,)
+    for name, token_ids in (("bos_token_id", bos), ("eos_token_id", config.eos_token_ids)):
+        for token_id in token_ids:
+            if not 0 <= token_id < config.vocab_size:
+                raise CheckpointError(
+                    f"{name} {token_id}, here or in generation_config.json, is not in the vocabulary: it must be at "
+                    f"least 0 and below vocab_size {config.vocab_size}"
+                )

@@ -1,7 +1,7 @@
 """The matrix products of a decoder, each holding one rank's part of its weight, and the table of rotations.
 
-A layer stores its weight as `[out, in]`, like the checkpoint. `weights` says which tensors of the checkpoint go where;
-once they are there, `pack` brings the weight into the form that is multiplied fastest.
+A product stores its weight as `[out, in]`, like the checkpoint. `weights` says which tensors of the checkpoint go
+where; once they are there, `pack` brings the weight into the form that is multiplied fastest.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """Fills a model with the weights of a checkpoint in safetensors format, or with random ones.
 
-Every tensor's name, dtype and shape is checked from the files' headers before any weight is read. A rank reads its own
-part of each tensor, straight into the model's memory; weights are packed one by one afterwards.
+Every tensor's name, dtype and shape is checked from the files' headers before the model is allocated. A rank reads its
+own part of each tensor, straight into the model's memory; weights are packed one by one afterwards.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from contextlib import ExitStack
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import msgspec
@@ -16,29 +17,36 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from kvllm.errors import CheckpointError, ConfigError
-from kvllm.models import MODELS
+from kvllm.models import model_family
+from kvllm.models.base import Decoder
 from kvllm.models.config import ModelConfig
 from kvllm.models.layers import Weight
-from kvllm.models.llama import LlamaModel
 from kvllm.parallel import Shard
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 READABLE_DTYPES = ("BF16", "F16", "F32", "F64")
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+Tensors = dict[str, tuple[Path, Any]]
+"""Every tensor of a checkpoint by name: its file, and a view of it that reads what is sliced."""
 
 
 def load_model(
     path: Path, config: ModelConfig, shard: Shard, dtype: torch.dtype, device: torch.device, max_model_len: int
-) -> LlamaModel:
+) -> Decoder:
     """The model of the directory `path`, converted to `dtype`.
 
-    Raises CheckpointError if there are no safetensors files, one cannot be read, or they hold other tensors than
-    `config` implies; ConfigError if the ranks cannot share the model out equally.
+    Raises CheckpointError if there are no safetensors files, one lies outside of `path` or cannot be read, or they hold
+    other tensors than `config` implies; ConfigError if the ranks cannot share the model out equally.
     """
     files = _find_files(path)
-    model = _empty_model(config, shard, dtype, device, max_model_len)
     with ExitStack() as stack:
-        _fill(model, [(file, stack.enter_context(_open(file))) for file in files], config)
+        found = _tensors([(file, stack.enter_context(_open(file))) for file in files])
+        without_memory = _empty_model(config, shard, dtype, torch.device("meta"), max_model_len=1)
+        _check(without_memory.weights(), found, config.tie_word_embeddings)
+        model = _empty_model(config, shard, dtype, device, max_model_len)
+        _fill(model.weights(), found, config.tie_word_embeddings)
     model.pack()
     return model
 
@@ -51,7 +59,7 @@ def random_model(
     max_model_len: int,
     seed: int,
     std: float = 0.02,
-) -> LlamaModel:
+) -> Decoder:
     """A model with normally distributed weights (norms are one), for measurements: the same on any number of ranks."""
     model = _empty_model(config, shard, dtype, device, max_model_len)
     generator = torch.Generator(device).manual_seed(seed)
@@ -67,10 +75,10 @@ def random_model(
 
 def _empty_model(
     config: ModelConfig, shard: Shard, dtype: torch.dtype, device: torch.device, max_model_len: int
-) -> LlamaModel:
+) -> Decoder:
     if device.type == "cpu" and dtype == torch.float16:
         raise ConfigError("dtype float16 is not computed on the CPU: use bfloat16 or float32")
-    return MODELS[config.architecture](config, shard, dtype, device, max_model_len)
+    return model_family(config.architecture).build(config, shard, dtype, device, max_model_len)
 
 
 class _Index(msgspec.Struct):
@@ -81,11 +89,11 @@ def _find_files(path: Path) -> list[Path]:
     if (path / SINGLE_FILE).is_file():
         return [path / SINGLE_FILE]
     if (path / INDEX_FILE).is_file():
-        files = [path / name for name in _indexed_files(path / INDEX_FILE)]
-        absent = [file.name for file in files if not file.is_file()]
+        names = _indexed_files(path / INDEX_FILE)
+        absent = [name for name in names if not os.path.isfile(path / name)]
         if absent:
             raise CheckpointError(f"{path}: {INDEX_FILE} names files that are absent, {_some(absent)}: download them")
-        return files
+        return [path / name for name in names]
     pickled = sorted(file.name for suffix in ("bin", "pt", "pth") for file in path.glob(f"*.{suffix}"))
     if pickled:
         raise CheckpointError(
@@ -96,10 +104,20 @@ def _find_files(path: Path) -> list[Path]:
 
 
 def _indexed_files(file: Path) -> list[str]:
+    """The files that an index names, relative to its folder. They may be links, as in the Hugging Face hub's cache."""
     try:
-        return sorted(set(msgspec.json.decode(file.read_bytes(), type=_Index).weight_map.values()))
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        names = sorted(set(msgspec.json.decode(file.read_bytes(), type=_Index).weight_map.values()))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{file} is not an index of safetensors files: {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    outside = [name for name in names if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts]
+    if outside:
+        raise CheckpointError(
+            f"{file} names files outside of the checkpoint's folder, {_some(outside)}: use a checkpoint from a source "
+            "that you trust, or put the files into the folder and their names alone into the index"
+        )
+    return names
 
 
 def _open(file: Path) -> Any:
@@ -111,19 +129,36 @@ def _open(file: Path) -> Any:
         ) from error
 
 
-def _fill(model: LlamaModel, files: list[tuple[Path, Any]], config: ModelConfig) -> None:
-    weights = model.weights()
-    found = {name: (file, opened.get_slice(name)) for file, opened in files for name in sorted(opened.keys())}
-    _check_names(weights, found, config.tie_word_embeddings)
+def _tensors(files: list[tuple[Path, Any]]) -> Tensors:
+    return {name: (file, opened.get_slice(name)) for file, opened in files for name in sorted(opened.keys())}
+
+
+def _check(weights: dict[str, Weight], found: Tensors, tied: bool) -> None:
+    """Raise CheckpointError unless the tensors are those of the model."""
+    _check_names(weights, found, tied)
     for name, weight in weights.items():
         _check_tensor(name, *found[name], weight)
+    if tied and HEAD in found:
+        _check_tensor(HEAD, *found[HEAD], weights[EMBEDDING])
+
+
+def _fill(weights: dict[str, Weight], found: Tensors, tied: bool) -> None:
     for name, weight in weights.items():
-        _read(found[name][1], weight)
+        weight.target.copy_(_part(found[name][1], weight))
+    if tied and HEAD in found:
+        file, head = found[HEAD]
+        embedding = weights[EMBEDDING]
+        part = _part(head, embedding).to(embedding.target)
+        if not torch.equal(part, embedding.target):
+            raise CheckpointError(
+                f"{file}: {HEAD} differs from {EMBEDDING}, but config.json says that they are one: set "
+                "tie_word_embeddings to false in it"
+            )
 
 
 def _check_names(weights: dict[str, Weight], found: Iterable[str], tied: bool) -> None:
     def ignored(name: str) -> bool:
-        return name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
+        return name.endswith("rotary_emb.inv_freq") or (tied and name == HEAD)
 
     missing = [name for name in weights if name not in found]
     unexpected = [name for name in found if name not in weights and not ignored(name)]
@@ -143,9 +178,10 @@ def _check_tensor(name: str, file: Path, found: Any, weight: Weight) -> None:
         )
 
 
-def _read(source: Any, weight: Weight) -> None:
+def _part(source: Any, weight: Weight) -> torch.Tensor:
+    """What this rank holds of a tensor in a file."""
     part = slice(weight.start, weight.start + weight.target.shape[weight.dim])
-    weight.target.copy_(source[part] if weight.dim == 0 else source[:, part])
+    return source[part] if weight.dim == 0 else source[:, part]
 
 
 def _some(names: list[str]) -> str:

@@ -12,8 +12,8 @@ from kvllm.attention.registry import make_backend
 from kvllm.compression.sharded_method import ShardedMethod
 from kvllm.config import RAGGED_METHODS, EngineConfig
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
+from kvllm.models.base import Decoder
 from kvllm.models.config import ModelConfig
-from kvllm.models.llama import LlamaModel
 from kvllm.models.loader import load_model, random_model
 from kvllm.parallel import Shard, kv_heads
 from kvllm.worker import host_memory
@@ -80,7 +80,7 @@ def _backend(settings: RunnerSettings, shard: Shard, device: torch.device, num_b
     )
 
 
-def _runner(settings: RunnerSettings, shard: Shard, model: LlamaModel, backend: AttentionBackend) -> ModelRunner:
+def _runner(settings: RunnerSettings, shard: Shard, model: Decoder, backend: AttentionBackend) -> ModelRunner:
     engine, select = settings.engine, None
     if engine.compression and shard.world_size > 1:
         held = kv_heads(settings.model.num_kv_heads, shard)
@@ -90,7 +90,7 @@ def _runner(settings: RunnerSettings, shard: Shard, model: LlamaModel, backend: 
     )
 
 
-def _load(settings: RunnerSettings, shard: Shard, device: torch.device) -> LlamaModel:
+def _load(settings: RunnerSettings, shard: Shard, device: torch.device) -> Decoder:
     arguments = (settings.model, shard, DTYPES[settings.dtype], device, settings.engine.max_model_len)
     if settings.load_format == "dummy":
         return random_model(*arguments, seed=settings.engine.seed)

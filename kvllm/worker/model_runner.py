@@ -38,7 +38,8 @@ from kvllm.worker.transfer import to_device
 class ModelRunner:
     """One model shard with its part of the KV cache.
 
-    model: see `kvllm.models.llama`. eos_token_ids: tokens that end a text, kept from being sampled before `min_tokens`.
+    model: a `kvllm.models.base.Decoder`. eos_token_ids: tokens that end a text, kept from being sampled before
+        `min_tokens`.
     select: called in place of the compression method, with its arguments. samples: whether tokens are sampled here.
     """
 

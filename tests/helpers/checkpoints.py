@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,15 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5}
 
 
 def make_checkpoint(
@@ -38,3 +48,11 @@ def make_checkpoint(
                 weight.add_(torch.randn_like(weight) * 0.2)
     model.save_pretrained(path, max_shard_size="150KB" if sharded else "1GB")
     return model
+
+
+def edit(path: Path, **changes: Any) -> None:
+    """Change keys of config.json; `...` removes one."""
+    config = json.loads((path / "config.json").read_text())
+    config.update(changes)
+    config = {key: value for key, value in config.items() if value is not ...}
+    (path / "config.json").write_text(json.dumps(config))

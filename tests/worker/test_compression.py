@@ -28,10 +28,10 @@ from kvllm.core.scheduler import Scheduler
 from kvllm.core.sequence import Sequence
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.kvcache.ops.registry import make_operations
+from kvllm.models.base import build_decoder
 from kvllm.models.config import ModelConfig
 from kvllm.models.elementwise import rotary
 from kvllm.models.layers import rotary_table
-from kvllm.models.llama import LlamaModel
 from kvllm.parallel import SingleRank
 from kvllm.stats import EngineStats
 from kvllm.worker.model_runner import ModelRunner
@@ -304,7 +304,7 @@ def test_recomputed_queries(load_vectors: Callable, backend: str) -> None:
     """A small decoder in its vectors' own text: queries, survivors, hidden states and cache over three events."""
     arrays, meta = load_vectors("query_recompute")
     model_settings = model_config()
-    model = LlamaModel(model_settings, SingleRank(), torch.float32, CPU, 64)
+    model = build_decoder(model_settings, SingleRank(), torch.float32, CPU, 64)
     for name, weight in model.weights().items():
         weight.target.copy_(torch.from_numpy(vector_weight(arrays, name)))
     model.pack()

@@ -1,0 +1,308 @@
+"""What all families share: the parts of a decoder layer, the loop over the layers, and how a family is described.
+
+A model is put together from parts: an embedding, layers of an attention part and an MLP part, and a head. Every part
+has `weights`, the tensors of the checkpoint that it holds, and `pack`, which makes them ready for `forward`. A family
+that varies one part writes that part and hands it to `build_decoder`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from kvllm.attention.context import AttentionContext
+from kvllm.models.config import ConfigKeys, ModelConfig
+from kvllm.models.elementwise import add_rms_norm, rms_norm, rotary, silu_mul
+from kvllm.models.layers import (
+    LMHead,
+    MergedColumnLinear,
+    QKVLinear,
+    RowLinear,
+    VocabEmbedding,
+    Weight,
+    rotary_table,
+    whole,
+)
+from kvllm.parallel import Shard
+
+
+class SelfAttention:
+    """What stands around attention in a layer: the projections, the norms of heads, if any, and the rotation.
+
+    cos_sin: float32 `[max_model_len, head_dim]`, from `rotary_table`; the layers of a model share it.
+    """
+
+    def __init__(
+        self, config: ModelConfig, shard: Shard, dtype: torch.dtype, device: torch.device, cos_sin: torch.Tensor
+    ) -> None:
+        self.head_dim = config.head_dim
+        self.eps = config.rms_norm_eps
+        self.cos_sin = cos_sin
+        self.qkv = QKVLinear(config, shard, dtype, device)
+        self.q_norm = torch.empty(config.head_dim, dtype=dtype, device=device) if config.qk_norm else None
+        self.k_norm = torch.empty(config.head_dim, dtype=dtype, device=device) if config.qk_norm else None
+        self.o = RowLinear(config.num_query_heads * config.head_dim, config.hidden_size, shard, dtype, device)
+
+    def weights(self, prefix: str) -> dict[str, Weight]:
+        found = {**self.qkv.weights(prefix), **self.o.weights(f"{prefix}.o_proj")}
+        if self.q_norm is not None and self.k_norm is not None:
+            found[f"{prefix}.q_norm.weight"] = whole(self.q_norm)
+            found[f"{prefix}.k_norm.weight"] = whole(self.k_norm)
+        return found
+
+    def pack(self) -> None:
+        self.qkv.pack()
+        self.o.pack()
+
+    def project(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`[T, hidden_size]` -> rotated queries `[T, query_heads, head_dim]`; rotated keys, and values,
+        `[T, kv_heads, head_dim]`."""
+        qkv = self.qkv.forward(x)
+        self._rotate(qkv, positions, self.qkv.num_kv_heads)
+        queries, keys, values = qkv.split(self.qkv.sizes, 1)
+        heads = (-1, self.head_dim)
+        return queries.unflatten(1, heads), keys.unflatten(1, heads), values.unflatten(1, heads)
+
+    def project_queries(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The queries of `project` alone."""
+        queries = self.qkv.forward_queries(x)
+        self._rotate(queries, positions, 0)
+        return queries.unflatten(1, (-1, self.head_dim))
+
+    def finish(self, attended: torch.Tensor) -> torch.Tensor:
+        """Attention's result `[T, query_heads, head_dim]` -> `[T, hidden_size]`."""
+        return self.o.forward(attended.flatten(1))
+
+    def _rotate(self, heads: torch.Tensor, positions: torch.Tensor, num_kv_heads: int) -> None:
+        rotary(
+            heads,
+            positions,
+            self.cos_sin,
+            self.qkv.num_query_heads,
+            num_kv_heads,
+            self.head_dim,
+            self.q_norm,
+            self.k_norm,
+            self.eps,
+        )
+
+
+class MLP(Protocol):
+    """The part of a layer that computes each token by itself."""
+
+    def weights(self, prefix: str) -> dict[str, Weight]:
+        """The tensors of the checkpoint by name; each name begins with `prefix`, such as `model.layers.0.mlp`."""
+        ...
+
+    def pack(self) -> None:
+        """Bring the weights, once they are read, into the form that is multiplied fastest."""
+        ...
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[T, hidden_size]` -> `[T, hidden_size]`, summed over the ranks."""
+        ...
+
+
+class GatedMLP:
+    """`down(silu(gate(x)) * up(x))`."""
+
+    def __init__(self, config: ModelConfig, shard: Shard, dtype: torch.dtype, device: torch.device) -> None:
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_up = MergedColumnLinear(hidden, inner, ("gate_proj", "up_proj"), shard, dtype, device)
+        self.down = RowLinear(inner, hidden, shard, dtype, device)
+
+    def weights(self, prefix: str) -> dict[str, Weight]:
+        return {**self.gate_up.weights(prefix), **self.down.weights(f"{prefix}.down_proj")}
+
+    def pack(self) -> None:
+        self.gate_up.pack()
+        self.down.pack()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[T, hidden_size]` -> `[T, hidden_size]`."""
+        return self.down.forward(silu_mul(self.gate_up.forward(x)))
+
+
+class DecoderLayer:
+    """One layer: attention, then the MLP, each behind a norm and added to the residual."""
+
+    def __init__(
+        self, config: ModelConfig, attention: SelfAttention, mlp: MLP, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.eps = config.rms_norm_eps
+        self.input_norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
+        self.attention = attention
+        self.post_attention_norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
+        self.mlp = mlp
+
+    def weights(self, prefix: str) -> dict[str, Weight]:
+        return {
+            f"{prefix}.input_layernorm.weight": whole(self.input_norm),
+            f"{prefix}.post_attention_layernorm.weight": whole(self.post_attention_norm),
+            **self.attention.weights(f"{prefix}.self_attn"),
+            **self.mlp.weights(f"{prefix}.mlp"),
+        }
+
+    def pack(self) -> None:
+        self.attention.pack()
+        self.mlp.pack()
+
+    def finish(self, attended: torch.Tensor, residual: torch.Tensor, next_norm: torch.Tensor) -> torch.Tensor:
+        """All that follows attention.
+
+        attended: `[T, query_heads, head_dim]`. residual: `[T, hidden_size]`, updated in place. next_norm:
+        `[hidden_size]`, the norm that follows the layer, because a residual addition and a norm are one operation.
+        Returns the normalized input of the next layer `[T, hidden_size]`.
+        """
+        x = add_rms_norm(residual, self.attention.finish(attended), self.post_attention_norm, self.eps)
+        return add_rms_norm(residual, self.mlp.forward(x), next_norm, self.eps)
+
+
+Visitor = Callable[[int, torch.Tensor], None]
+"""Called with a layer's index and its rotated queries `[T, query_heads, head_dim]`, those of this rank."""
+
+
+class Decoder:
+    """One rank's shard of a model. Its weights are uninitialized until a loader fills them and calls `pack`.
+
+    num_query_heads, num_kv_heads: of this rank.
+    """
+
+    def __init__(
+        self,
+        embedding: VocabEmbedding,
+        layers: Sequence[DecoderLayer],
+        final_norm: torch.Tensor,
+        lm_head: LMHead,
+        eps: float,
+    ) -> None:
+        self.embedding = embedding
+        self.layers = layers
+        self.final_norm = final_norm
+        self.lm_head = lm_head
+        self.eps = eps
+        self.num_query_heads = layers[0].attention.qkv.num_query_heads
+        self.num_kv_heads = layers[0].attention.qkv.num_kv_heads
+        self._next_norms = [layer.input_norm for layer in layers[1:]] + [final_norm]
+
+    def weights(self) -> dict[str, Weight]:
+        """Every tensor of the checkpoint, by name. Not to be called after `pack`."""
+        found = self.embedding.weights("model.embed_tokens")
+        for index, layer in enumerate(self.layers):
+            found |= layer.weights(f"model.layers.{index}")
+        found["model.norm.weight"] = whole(self.final_norm)
+        return found | self.lm_head.weights("lm_head")
+
+    def pack(self) -> None:
+        """Bring all weights into the form that is multiplied fastest, one at a time."""
+        for layer in self.layers:
+            layer.pack()
+        self.lm_head.pack()
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionContext) -> torch.Tensor:
+        """Compute tokens and write their keys and values to the cache.
+
+        token_ids, positions: int64 `[T]`; positions below `max_model_len`. attention: for these query tokens.
+        Returns the normalized hidden states `[T, hidden_size]`, the input of `logits`.
+        """
+        return self._run_layers(token_ids, positions, attention, None)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`[R, hidden_size]` -> float32 `[R, vocab_size]`."""
+        return self.lm_head.forward(hidden).float()
+
+    def recompute_queries(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionContext,
+        visit: Visitor,
+    ) -> None:
+        """Recover the queries of cached tokens: a forward pass that reads the cache and writes nothing.
+
+        The arguments are those of `forward`; the keys and values of the tokens are in the cache already, so any subset
+        of them may be asked for. `visit` gets the queries, layer by layer.
+
+        Kara (paper, C.2) scores a window with these. Tokens whose prefix was compressed since they were computed get
+        other queries than back then, from the second layer on.
+        """
+        self._run_layers(token_ids, positions, attention, visit)
+
+    def _run_layers(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionContext,
+        visit: Visitor | None,
+    ) -> torch.Tensor:
+        """The loop over the layers.
+
+        Without `visit`, keys and values are stored, and the normalized hidden states `[T, hidden_size]` are returned.
+        With it, they are in the cache already, and nothing is computed behind the last layer's queries.
+        """
+        residual = self.embedding.forward(token_ids)
+        x = rms_norm(residual, self.layers[0].input_norm, self.eps)
+        last = len(self.layers) - 1
+        for index, layer in enumerate(self.layers):
+            if visit is None:
+                queries, keys, values = layer.attention.project(x, positions)
+                attention.store(index, keys, values)
+            else:
+                queries = layer.attention.project_queries(x, positions)
+                visit(index, queries)
+                if index == last:
+                    break
+            x = layer.finish(attention.run(index, queries), residual, self._next_norms[index])
+        return x
+
+
+def build_decoder(
+    config: ModelConfig,
+    shard: Shard,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    *,
+    make_attention: Callable[..., SelfAttention] = SelfAttention,
+    make_mlp: Callable[..., MLP] = GatedMLP,
+) -> Decoder:
+    """The decoder that all families are, or one with other parts.
+
+    make_attention, make_mlp: called for each layer with the arguments of SelfAttention and of GatedMLP.
+    """
+    embedding = VocabEmbedding(config.vocab_size, config.hidden_size, shard, dtype, device)
+    cos_sin = rotary_table(config, max_model_len, device)
+    layers = [
+        DecoderLayer(
+            config,
+            make_attention(config, shard, dtype, device, cos_sin),
+            make_mlp(config, shard, dtype, device),
+            dtype,
+            device,
+        )
+        for _ in range(config.num_layers)
+    ]
+    final_norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
+    return Decoder(
+        embedding, layers, final_norm, LMHead(embedding, config.tie_word_embeddings, shard), config.rms_norm_eps
+    )
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture: what its `config.json` says, and how its model is built.
+
+    model_type: the value of that key.
+    keys: the keys that it has, with what transformers assumes where one is absent.
+    read: from these keys to the fields of ModelConfig that other families leave at their defaults. Raises
+        CheckpointError for what the family does not compute.
+    build: called with the arguments of `build_decoder`.
+    """
+
+    model_type: str
+    keys: type[ConfigKeys]
+    read: Callable[[Any], dict[str, Any]]
+    build: Callable[[ModelConfig, Shard, torch.dtype, torch.device, int], Decoder]

@@ -1,0 +1,24 @@
+"""Qwen3: Llama with an RMSNorm of every query and key head. Windows are as in Qwen2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvllm.models.base import Family, build_decoder
+from kvllm.models.config import refuse
+from kvllm.models.qwen2 import Qwen2Keys, refuse_last_windows
+
+
+class Qwen3Keys(Qwen2Keys, kw_only=True):
+    head_dim: int | None = 128
+    attention_bias: bool | None = None
+
+
+def read(keys: Qwen3Keys) -> dict[str, Any]:
+    if keys.attention_bias:
+        refuse("attention_bias is true: all four attention projections, o_proj too, have a bias")
+    refuse_last_windows(keys)
+    return {"qk_norm": True}
+
+
+FAMILY = Family(model_type="qwen3", keys=Qwen3Keys, read=read, build=build_decoder)

@@ -1,0 +1,328 @@
+"""What is read from config.json and generation_config.json, against transformers; and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from kvllm.errors import CheckpointError
+from kvllm.models import MODELS, model_family
+from kvllm.models.config import ModelConfig, load_model_config
+from kvllm.models.layers import rotary_table
+from tests.helpers.checkpoints import LINEAR, LLAMA3, SIZES, edit, make_checkpoint
+from tests.helpers.examples import examples
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("options", [{}, {"rope_parameters": LLAMA3}, {"rope_parameters": LINEAR}])
+def test_rotations_equal_transformers(tmp_path: Path, options: dict[str, Any]) -> None:
+    theirs = make_checkpoint(tmp_path, "llama", head_dim=64, **options)
+    cos, sin = theirs.model.rotary_emb(torch.zeros(1), torch.arange(100_000)[None])
+    table = rotary_table(load_model_config(tmp_path), 100_000, CPU)
+    torch.testing.assert_close(table, torch.cat((cos[0, :, :32], sin[0, :, :32]), 1), atol=1e-6, rtol=0)
+
+
+def test_rope_keys_of_older_transformers(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama", rope_parameters=LLAMA3)
+    new = load_model_config(tmp_path)
+    old = {key: value for key, value in LLAMA3.items() if key not in ("rope_type", "rope_theta")}
+    edit(tmp_path, rope_parameters=..., rope_theta=500, rope_scaling={"type": "llama3", **old})
+    edit(tmp_path, dtype=..., torch_dtype="float32")
+    assert load_model_config(tmp_path) == new
+    edit(tmp_path, rope_scaling=None, torch_dtype="bfloat16", rope_theta=...)
+    plain = load_model_config(tmp_path)
+    assert (plain.rope_scaling, plain.rope_theta, plain.dtype) == (None, 10000.0, "bfloat16")
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+LLAMA3_BARE = {key: value for key, value in LLAMA3.items() if key != "rope_theta"}
+TOP_THETAS = (..., 10000.0, 500.0)
+ROPE_PARAMETERS = (..., {}, {"rope_type": "default", "rope_theta": 500.0}, {"rope_theta": 500.0}, LINEAR, LLAMA3, YARN)
+ROPE_SCALINGS = (
+    ...,
+    None,
+    {"type": "default"},
+    {"type": "linear", "factor": 2.5},
+    {"rope_type": "linear", "factor": 2.5, "rope_theta": 500.0},
+    LLAMA3_BARE,
+    LLAMA3,
+    {**YARN, "type": "yarn"},
+)
+
+
+def test_rope_keys_are_computed_as_transformers_does_or_refused(tmp_path: Path) -> None:
+    """All combinations of the three keys. transformers drops keys that contradict what it computes."""
+    make_checkpoint(tmp_path, "llama", head_dim=64)
+    computed = 0
+    for theta, parameters, scaling in itertools.product(TOP_THETAS, ROPE_PARAMETERS, ROPE_SCALINGS):
+        keys = {"rope_theta": theta, "rope_parameters": parameters, "rope_scaling": scaling}
+        edit(tmp_path, **keys)
+        try:
+            config = load_model_config(tmp_path)
+        except CheckpointError:
+            continue
+        computed += 1
+        assert "yarn" not in str(keys)
+        theirs = LlamaRotaryEmbedding(LlamaConfig.from_pretrained(tmp_path))
+        cos, sin = theirs(torch.zeros(1), torch.arange(100)[None])
+        expected = torch.cat((cos[0, :, :32], sin[0, :, :32]), 1)
+        torch.testing.assert_close(rotary_table(config, 100, CPU), expected, atol=1e-6, rtol=0, msg=str(keys))
+    assert computed == 61
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"rope_parameters": LINEAR, "rope_scaling": YARN}, "unsupported rope type 'yarn'"),
+        ({"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": LINEAR}, "rope_scaling .* contradict each other"),
+        ({"rope_theta": 1e6, "rope_scaling": LINEAR}, "rope_theta is 10000.0 in one place and 1000000.0 in another"),
+        ({"rope_theta": 0}, "rope_theta is 0.0, but must be a positive number"),
+        ({"rope_parameters": {"rope_theta": -5}}, "rope_theta is -5.0, but must be a positive number"),
+        ({"rope_parameters": {"rope_theta": "5"}}, "rope_parameters: Expected `float | null`, got `str`"),
+        ({"rope_parameters": {"type": "linear", "rope_type": "default"}}, "rope_type is 'default' in one place"),
+        ({"rope_parameters": {"rope_type": ["linear"]}}, "unsupported rope type .'linear'."),
+        ({"rope_parameters": {"full_attention": LINEAR}}, "rope_parameters has full_attention, which kvllm does not"),
+        ({"rope_parameters": {**LINEAR, "mrope_section": [2, 3, 3]}}, "rope_parameters has mrope_section, which"),
+        (
+            {"rope_parameters": LLAMA3, "original_max_position_embeddings": 32},
+            "original_max_position_embeddings is 64 in one place and 32 in another",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    ],
+)
+def test_refused_rope_keys(tmp_path: Path, qwen3: Path, changes: dict[str, Any], message: str) -> None:
+    assert_refused(tmp_path, qwen3, {"rope_parameters": ..., **changes}, message)
+
+
+WINDOWS: dict[str, tuple[dict[str, Any], bool]] = {
+    "mistral, absent": ({"sliding_window": ...}, False),
+    "mistral, absent, short texts": ({"sliding_window": ..., "max_position_embeddings": 4096}, True),
+    "mistral, null": ({"sliding_window": None}, True),
+    "mistral, one too short": ({"sliding_window": 4999}, False),
+    "mistral, just long enough": ({"sliding_window": 5000}, True),
+    "mistral, layers that it ignores": ({"sliding_window": 8, "layer_types": ["full_attention"] * 3}, False),
+    "mistral, a switch that it ignores": ({"sliding_window": 8, "use_sliding_window": False}, False),
+    "llama, given": ({"sliding_window": 8}, False),
+    "llama, zero": ({"sliding_window": 0}, False),
+    "llama, switched off": ({"sliding_window": 8, "use_sliding_window": False}, True),
+    "qwen2, absent": ({"sliding_window": ..., "use_sliding_window": True, "max_window_layers": 0}, False),
+    "qwen2, switched off": ({"sliding_window": 8, "max_window_layers": 0}, True),
+    "qwen2, null": ({"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}, True),
+    "qwen2, beyond the last layer": ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}, True),
+    "qwen3, last layer": ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}, False),
+}
+
+
+@pytest.mark.parametrize("case", WINDOWS)
+def test_a_sliding_window_is_refused_where_it_has_an_effect(tmp_path: Path, case: str) -> None:
+    """The last of `max_position_embeddings` tokens attends all of them, or the checkpoint is refused."""
+    changes, accepted = WINDOWS[case]
+    make_config(tmp_path, case.split(",")[0], max_position_embeddings=5000, layer_types=...)
+    edit(tmp_path, **changes)
+    if accepted:
+        load_model_config(tmp_path)
+        return
+    with pytest.raises(CheckpointError, match="some layers attend only a sliding window"):
+        load_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_absent_keys_mean_what_they_mean_in_transformers(tmp_path: Path, family: str) -> None:
+    keys = {"num_attention_heads": 32, "hidden_size": 2048, "num_key_value_heads": ..., "sliding_window": None}
+    make_config(tmp_path, family, **keys, head_dim=..., rms_norm_eps=..., tie_word_embeddings=..., rope_parameters=...)
+    theirs, ours = AutoConfig.from_pretrained(tmp_path), load_model_config(tmp_path)
+    head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    assert (ours.num_kv_heads, ours.head_dim) == (theirs.num_key_value_heads, head_dim)
+    assert (ours.rms_norm_eps, ours.tie_word_embeddings) == (theirs.rms_norm_eps, theirs.tie_word_embeddings)
+    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+
+
+def make_config(path: Path, family: str, **changes: Any) -> None:
+    """The config.json of a tiny model; changes: as for `edit`."""
+    model = AutoConfig.for_model(family, **SIZES)
+    model.architectures = [f"{family.capitalize()}ForCausalLM"]
+    model.save_pretrained(path)
+    edit(path, **changes)
+
+
+def test_every_architecture_has_a_family() -> None:
+    """Each under the names that transformers has for it."""
+    for architecture in MODELS:
+        assert getattr(transformers, architecture).config_class.model_type == model_family(architecture).model_type
+
+
+@pytest.mark.parametrize(
+    "generation, expected",
+    [(None, (5,)), ({}, (5,)), ({"eos_token_id": 7}, (7,)), ({"eos_token_id": [7, 5, 9]}, (7, 5, 9))],
+)
+def test_eos_tokens(tmp_path: Path, qwen3: Path, generation: Any, expected: tuple[int, ...]) -> None:
+    shutil.copy(qwen3 / "config.json", tmp_path)
+    edit(tmp_path, eos_token_id=5)
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert load_model_config(tmp_path).eos_token_ids == expected
+    edit(tmp_path, eos_token_id=[5])
+    assert load_model_config(tmp_path).eos_token_ids == expected
+    edit(tmp_path, eos_token_id=None)
+    assert load_model_config(tmp_path).eos_token_ids == (expected if expected != (5,) else ())
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            {"architectures": ["FooForCausalLM"]},
+            "unsupported architecture FooForCausalLM: kvllm runs .*Qwen3ForCausalLM",
+        ),
+        ({"architectures": ...}, "none named"),
+        ({"hidden_size": ...}, "missing required field `hidden_size`"),
+        ({"hidden_size": "64"}, r"Expected `int`, got `str` - at `\$.hidden_size`"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0, but must be at least 1"),
+        ({"num_attention_heads": 7}, "num_attention_heads 7 is not a multiple of num_key_value_heads 2"),
+        ({"num_attention_heads": 6, "head_dim": None}, "hidden_size 64 is not a multiple of num_attention_heads 6"),
+        ({"head_dim": 15}, "head_dim is 15, but rotary embedding needs a positive even number"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu' instead of 'silu'"),
+        ({"attention_bias": True}, "o_proj too, have a bias"),
+        ({"mlp_bias": True}, "MLP projections have a bias"),
+        ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}, "window .of 8 tokens"),
+        ({"layer_types": ..., "use_sliding_window": True, "max_window_layers": 1, "sliding_window": 8}, "of 8 tokens"),
+        ({"quantization_config": {"quant_method": "gptq"}}, r"quantized \(gptq\), .* use the checkpoint that is not"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4}}, "rope type 'yarn': kvllm computes default, linear"),
+        ({"rope_parameters": ..., "rope_scaling": {"type": "dynamic"}}, "rope type 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope type 'linear' needs factor, a positive number"),
+        (
+            {"rope_parameters": {**LLAMA3, "low_freq_factor": 4}},
+            "low_freq_factor 4.* must be below high_freq_factor 4.0",
+        ),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+        ({"dtype": "int8"}, "unsupported dtype 'int8': kvllm reads bfloat16, float16, float32"),
+    ],
+)
+def test_refused_configs(tmp_path: Path, qwen3: Path, changes: dict[str, Any], message: str) -> None:
+    assert_refused(tmp_path, qwen3, changes, message)
+
+
+ONE_HEAD = {"head_dim": None, "num_attention_heads": 1, "num_key_value_heads": 1}
+MANY_LAYERS = {"num_hidden_layers": 1024, "layer_types": ...}
+
+
+def assert_refused(path: Path, source: Path, changes: dict[str, Any], message: str) -> None:
+    """The config.json of `source` is accepted, and with `changes` it is not."""
+    shutil.copy(source / "config.json", path)
+    load_model_config(path)
+    edit(path, **changes)
+    with pytest.raises(CheckpointError, match=message):
+        load_model_config(path)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"architectures": 5}, "architectures is 5, but must be a list of names"),
+        ({"architectures": "Qwen3ForCausalLM"}, "architectures is 'Qwen3ForCausalLM', but must be a list of names"),
+        ({"architectures": [5]}, "unsupported architecture 5"),
+        ({"hidden_size": 10**12}, "hidden_size is 1000000000000, but must be at least 1 and at most 262144"),
+        ({"vocab_size": 2**62}, "vocab_size is 4611686018427387904, but must be at least 1 and at most"),
+        ({"head_dim": 10**6}, "head_dim is 1000000, but must be at least 1 and at most"),
+        ({**ONE_HEAD, "hidden_size": 1 << 18}, "head_dim is 262144, but must be at least 1 and at most 2048"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, but must be at least 1 and at most 1024"),
+        ({"intermediate_size": 2**70}, "intermediate_size is 1180591620717411303424, but must be"),
+        ({"max_position_embeddings": 10**12}, "max_position_embeddings is 1000000000000, but must be"),
+        ({"num_attention_heads": -8}, "num_attention_heads is -8, but must be at least 1"),
+        ({"num_key_value_heads": -2}, "not a multiple of num_key_value_heads -2"),
+        ({"hidden_size": 64.0}, "Expected `int`, got `float`"),
+        ({"vocab_size": True}, "Expected `int`, got `bool`"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps is -1e-06, but must be at least 0"),
+        ({"rms_norm_eps": float("nan")}, "config.json is not valid JSON"),
+        ({**MANY_LAYERS, "hidden_size": 1 << 18, "intermediate_size": 1 << 20}, "imply .* weights, more than the"),
+        ({**MANY_LAYERS, "num_attention_heads": 2048, "num_key_value_heads": 2048}, "for the keys and values of one"),
+        ({"eos_token_id": 256}, "eos_token_id 256, .* is not in the vocabulary: .* below vocab_size 256"),
+        ({"eos_token_id": [2, -1]}, "eos_token_id -1, .* is not in the vocabulary"),
+        ({"bos_token_id": 2**70}, "bos_token_id 1180591620717411303424, .* is not in the vocabulary"),
+        ({"layer_types": ["full_attention"]}, "layer_types names 1 layers, but num_hidden_layers is 3"),
+        ({"layer_types": ["full_attention", "mamba", "mamba"]}, "layer_types has 'mamba', which kvllm does not"),
+        ({"model_type": "qwen2"}, "model_type is 'qwen2' instead of 'qwen3', that of Qwen3ForCausalLM"),
+        ({"is_causal": False}, "is_causal is false"),
+        ({"is_causal": None}, "Expected `bool`, got `null`"),
+        ({"attention_chunk_size": 8}, "attention_chunk_size is 8"),
+        ({"kv_sharing_modes": ["none", "reuse", "none"]}, "kv_sharing_modes is given"),
+        ({"per_layer_config": {"2": {"intermediate_size": 8}}}, "per_layer_config is given"),
+    ],
+)
+def test_refused_sizes_and_forms(tmp_path: Path, qwen3: Path, changes: dict[str, Any], message: str) -> None:
+    assert_refused(tmp_path, qwen3, changes, message)
+
+
+ANY_JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.sampled_from([-1, 0, 1, 2, 2**31, 2**63])
+    | st.floats()
+    | st.sampled_from(["silu", "linear", "full_attention", "sliding_attention", "float32", "LlamaForCausalLM"])
+    | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=4,
+)
+READ_KEYS = sorted({key for name in MODELS for key in model_family(name).keys.__struct_fields__} | {"architectures"})
+ROPE_KEYS = ["rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor"]
+CHANGES = st.dictionaries(
+    st.sampled_from(READ_KEYS), ANY_JSON | st.dictionaries(st.sampled_from(ROPE_KEYS), ANY_JSON), max_size=3
+)
+
+
+GENERATION = ANY_JSON | st.dictionaries(st.sampled_from(["bos_token_id", "eos_token_id"]), ANY_JSON)
+
+
+@settings(max_examples=examples(300), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(changes=CHANGES, generation=GENERATION)
+def test_any_config_is_read_or_refused(tmp_path: Path, qwen3: Path, changes: Any, generation: Any) -> None:
+    """No other error than CheckpointError; and what is read can be sent to another process."""
+    shutil.copy(qwen3 / "config.json", tmp_path)
+    edit(tmp_path, **changes)
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    try:
+        config = load_model_config(tmp_path)
+    except CheckpointError:
+        return
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=ModelConfig) == config
+
+
+@pytest.mark.parametrize("content", ["[]", "5", '{"eos_token_id": "2"}', '{"eos_token_id": [2.5]}', "{", "[" * 100_000])
+def test_malformed_generation_configs(tmp_path: Path, qwen3: Path, content: str) -> None:
+    shutil.copy(qwen3 / "config.json", tmp_path)
+    load_model_config(tmp_path)
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(CheckpointError, match="generation_config.json"):
+        load_model_config(tmp_path)
+
+
+def test_missing_and_malformed_configs(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="absent is not a directory"):
+        load_model_config(tmp_path / "absent")
+    with pytest.raises(CheckpointError, match="has no config.json"):
+        load_model_config(tmp_path)
+    deep = '{"per_layer_config": ' + "[" * 100_000
+    for content, message in (
+        ("{", "not valid JSON"),
+        ("[]", "Expected `object`"),
+        ("\xff", "not valid JSON"),
+        (deep, "not valid JSON"),
+        ('{"hidden_size": 1e999}', "out of range"),
+    ):
+        (tmp_path / "config.json").write_bytes(content.encode("latin-1"))
+        with pytest.raises(CheckpointError, match=message):
+            load_model_config(tmp_path)

@@ -1,0 +1,160 @@
+"""The loader against damaged and hostile checkpoints."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from kvllm.errors import CheckpointError, ConfigError
+from tests.helpers.checkpoints import edit, make_checkpoint
+from tests.helpers.paged_model import PagedModel, load, tokens
+
+
+def copy_checkpoint(source: Path, target: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    """A copy whose tensors were changed in place by `change`."""
+    shutil.copy(source / "config.json", target)
+    tensors = load_file(source / "model.safetensors")
+    change(tensors)
+    save_file(tensors, target / "model.safetensors")
+    return target
+
+
+def test_tensors_that_do_not_fit(tmp_path: Path, qwen3: Path) -> None:
+    up, norm = ("model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.q_norm.weight")
+
+    def change(path: Path, message: str, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+        with pytest.raises(CheckpointError, match=message):
+            load(copy_checkpoint(qwen3, path, change))
+
+    change(tmp_path, f"lacks {up}$", lambda tensors: tensors.pop(up))
+    change(tmp_path, "has unknown model.extra$", lambda tensors: tensors.update({"model.extra": torch.ones(1)}))
+    shape = rf"{up} has shape \(95, 64\), but config.json implies \(96, 64\)"
+    change(tmp_path, shape, lambda tensors: tensors.update({up: torch.ones(95, 64)}))
+    quantized = f"{norm} has dtype I8; kvllm reads BF16, F16, F32, F64"
+    change(tmp_path, quantized, lambda tensors: tensors.update({norm: torch.ones(16, dtype=torch.int8)}))
+    many = "lacks model.layers.0.input_layernorm.weight, .* and 28 more"
+    change(tmp_path, many, lambda tensors: [tensors.pop(name) for name in list(tensors) if "layers" in name])
+
+
+def test_tensors_that_are_not_needed_are_ignored(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    embedding = make_checkpoint(source, "llama", tie_word_embeddings=True).model.embed_tokens.weight.detach()
+    target.mkdir()
+    buffers = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "lm_head.weight": embedding.clone()}
+    copy_checkpoint(source, target, lambda tensors: tensors.update(buffers))
+    token_ids = tokens(10)
+    expected, found = (PagedModel(*load(path)).logits({0: token_ids}) for path in (source, target))
+    assert torch.equal(expected, found)
+
+
+def test_a_head_of_its_own_where_embeddings_are_tied(tmp_path: Path) -> None:
+    """transformers computes with the head that the file has, whatever config.json says."""
+    make_checkpoint(tmp_path, "llama")
+    edit(tmp_path, tie_word_embeddings=True)
+    with pytest.raises(
+        CheckpointError, match="differs from model.embed_tokens.weight, .* tie_word_embeddings to false"
+    ):
+        load(tmp_path)
+    with torch.inference_mode():
+        expected = AutoModelForCausalLM.from_pretrained(tmp_path)(torch.tensor([tokens(10)])).logits[0]
+    edit(tmp_path, tie_word_embeddings=False)
+    torch.testing.assert_close(PagedModel(*load(tmp_path)).logits({0: tokens(10)}), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_sizes_are_compared_before_the_model_is_allocated(tmp_path: Path) -> None:
+    """The sizes imply four tebibytes of embeddings."""
+    make_checkpoint(tmp_path, "qwen3", head_dim=16)
+    edit(tmp_path, hidden_size=1 << 18, vocab_size=1 << 22)
+    with pytest.raises(CheckpointError, match=r"has shape \(.*64\), but config.json implies \(4194304, 262144\)"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("form", ["../other/{}", "{absolute}", "inside/../../other/{}", "../other/../other/{}"])
+def test_an_index_that_names_files_outside_of_the_folder(tmp_path: Path, form: str) -> None:
+    path, other = tmp_path / "checkpoint", tmp_path / "other"
+    make_checkpoint(path, "llama", sharded=True)
+    other.mkdir()
+    (path / "inside").mkdir()
+    shard = sorted(path.glob("model-*.safetensors"))[0]
+    shard.rename(other / shard.name)
+    rename_in_index(path, shard.name, form.format(shard.name, absolute=other / shard.name))
+    with pytest.raises(CheckpointError, match="names files outside of the checkpoint's folder, .*safetensors: use"):
+        load(path)
+
+
+def test_the_files_of_a_checkpoint_may_be_links(tmp_path: Path) -> None:
+    """As in the cache of the Hugging Face hub, where all files of a snapshot are links to blobs outside of it."""
+    source, blobs, snapshot = (tmp_path / name for name in ("source", "blobs", "snapshots/main"))
+    make_checkpoint(source, "llama", sharded=True)
+    expected = PagedModel(*load(source)).logits({0: tokens(10)})
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(sorted(source.iterdir())):
+        file.rename(blobs / f"{number:x}")
+        (snapshot / file.name).symlink_to(Path("../../blobs") / f"{number:x}")
+    assert torch.equal(PagedModel(*load(snapshot)).logits({0: tokens(10)}), expected)
+
+
+def test_an_index_may_name_files_of_a_folder_inside(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama", sharded=True)
+    expected = PagedModel(*load(tmp_path)).logits({0: tokens(10)})
+    shard = sorted(tmp_path.glob("model-*.safetensors"))[0]
+    (tmp_path / "inside").mkdir()
+    shard.rename(tmp_path / "inside" / shard.name)
+    rename_in_index(tmp_path, shard.name, f"inside/{shard.name}")
+    assert torch.equal(PagedModel(*load(tmp_path)).logits({0: tokens(10)}), expected)
+
+
+def rename_in_index(path: Path, old: str, new: str) -> None:
+    file = path / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    index["weight_map"] = {key: new if name == old else name for key, name in index["weight_map"].items()}
+    file.write_text(json.dumps(index))
+
+
+def test_unreadable_weights(tmp_path: Path, qwen3: Path) -> None:
+    shutil.copy(qwen3 / "config.json", tmp_path)
+    with pytest.raises(CheckpointError, match="no weights: neither model.safetensors nor model.safetensors.index.json"):
+        load(tmp_path)
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="pytorch_model.bin only. kvllm never loads weights from pickle"):
+        load(tmp_path)
+    content = (qwen3 / "model.safetensors").read_bytes()
+    for damaged in (content[:-100], content[:50], b""):
+        (tmp_path / "model.safetensors").write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read .* download it again"):
+            load(tmp_path)
+
+
+def test_incomplete_shards(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama", sharded=True)
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    assert len(shards) > 2
+    last = shards[-1].read_bytes()
+    shards[-1].write_bytes(last[:-1])
+    with pytest.raises(CheckpointError, match=f"{shards[-1].name} cannot be read"):
+        load(tmp_path)
+    shards[-1].unlink()
+    with pytest.raises(CheckpointError, match=f"names files that are absent, {shards[-1].name}"):
+        load(tmp_path)
+    for content in ("{}", '{"weight_map": 5}', "[" * 100_000, '{"weight_map": {"a": 1e999}}'):
+        (tmp_path / "model.safetensors.index.json").write_text(content)
+        with pytest.raises(CheckpointError, match="not an index of safetensors files"):
+            load(tmp_path)
+    for name in ("", ".", "a\0b", "a" * 5000):
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
+        with pytest.raises(CheckpointError, match="names files that are absent"):
+            load(tmp_path)
+
+
+def test_float16_on_the_cpu_is_refused(qwen3: Path) -> None:
+    with pytest.raises(ConfigError, match="float16 .* use bfloat16 or float32"):
+        load(qwen3, torch.float16)
