@@ -23,7 +23,7 @@ import numpy as np
 import psutil
 import torch
 
-from benchmarks import report, throughput, workloads
+from benchmarks.common import machine, report, shapes, workloads
 from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.compression.methods import kara
 from kvllm.config import EngineConfig
@@ -37,7 +37,7 @@ from kvllm.stats import EngineStats
 DTYPE = "bfloat16"
 SHAPE = "50m"
 THIN = {
-    **throughput.QWEN3,
+    **shapes.QWEN3,
     "vocab_size": 256,
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -147,15 +147,15 @@ def overheads(directory: Path) -> tuple[float, float, float]:
 
 
 def calibrate(directory: Path) -> Hardware:
-    machine = report.machine()
+    host = machine.machine()
     step, sequence, layer = overheads(directory)
-    llm = make_llm(directory, throughput.SHAPES[SHAPE], SHAPE)
+    llm = make_llm(directory, shapes.SHAPES[SHAPE], SHAPE)
     hardware = Hardware(
-        name=f"{machine['cores']} cores of {machine['cpu']}",
-        source=f"Measured by benchmarks/calibrate.py with {machine['torch_threads']} threads of torch "
-        f"({', '.join(machine['instructions'])}).",
+        name=f"{host['cores']} cores of {host['cpu']}",
+        source=f"Measured by benchmarks/calibrate.py with {host['torch_threads']} threads of torch "
+        f"({', '.join(host['instructions'])}).",
         memory_bytes=psutil.virtual_memory().total,
-        bytes_per_s=report.read_bandwidth(),
+        bytes_per_s=machine.read_bandwidth(),
         flops_per_s={"bfloat16": matmul_rate(torch.bfloat16), "float32": matmul_rate(torch.float32)},
         step_seconds=step,
         sequence_seconds=sequence,

@@ -4,43 +4,40 @@
 
 A small reasoning model runs programs line by line and explains every step (benchmarks/reasoner). A tenth of its text
 are facts, and many of them are looked up far behind, so a wrong choice of what to throw away shows in the answers. The
-runs follow each other in one process, on the same problems, greedily. The figures go to demo.json and a plot to
-demo.png.
+runs follow each other in one process, on the same problems, greedily. The figures go to problem_set.json and a plot to
+problem_set.png.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import msgspec
 import torch
-from msgspec import Struct
 
-from benchmarks import report, workloads
+from benchmarks.common import machine, report
+from benchmarks.common.measurement import Measurement
+from benchmarks.common.problem_sets import (
+    BLOCK_SIZE,
+    KARA,
+    MAX_NUM_SEQS,
+    POOL_FRACTION,
+    PROBLEMS,
+    ProblemSet,
+    Run,
+)
+from benchmarks.common.variants import Variant, parse_variant
 from benchmarks.reasoner.problems import Problem, grade
-from benchmarks.reasoner.tasks import make_problem
-from benchmarks.reasoner.tokenizer import encode
-from benchmarks.variants import Measurement, Variant, measure, parse_variant
-from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.errors import ConfigError, KvLLMError
 
-LINES = (26, 40)  # programs of equal length would run in waves, and the last wave decide the time
-BLOCK_SIZE = 16
-POOL_FRACTION = 0.25
-MAX_TOKENS = 1800  # the longest working has about 1,600
-PROBLEMS, MAX_NUM_SEQS = 120, 48
 SHORT_PROBLEMS, SHORT_MAX_NUM_SEQS = 16, 16
 SAMPLES = 3
 QUIET = 0.1  # cores that other processes may use without spoiling the times
 
-# A window has to be as long as it takes until most facts were looked up once: shorter ones keep the wrong entries.
-KARA = CompressionConfig(policy="pressure", period=32, window_blocks=16, retain_blocks=8, buffer=32, chunk_budget=8)
 SHARP = msgspec.structs.replace(KARA, method="kara_sharp")
 VARIANTS = (
     Variant("full cache"),
@@ -48,22 +45,6 @@ VARIANTS = (
     Variant("kara_sharp,\nkeeps 1/2", SHARP),
     Variant("kara_sharp,\nkeeps 1/4", msgspec.structs.replace(SHARP, retain_blocks=4)),
 )
-
-
-class Run(Struct):
-    """One variant's pass over all problems: texts, and for each (right answer, exact working)."""
-
-    measurement: Measurement
-    texts: list[str]
-    grades: list[tuple[bool, bool]]
-
-    @property
-    def right(self) -> int:
-        return sum(right for right, _ in self.grades)
-
-    @property
-    def exact(self) -> int:
-        return sum(exact for _, exact in self.grades)
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -88,60 +69,6 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     if args.problems < 1:
         parser.error(f"--problems {args.problems}: at least 1")
     return args
-
-
-class Demo:
-    """The problems, and the engines that solve them."""
-
-    def __init__(self, num_problems: int, max_num_seqs: int, seed: int) -> None:
-        rng = random.Random(seed)
-        self.problems = [make_problem(rng, rng.randint(*LINES)) for _ in range(num_problems)]
-        self.max_num_seqs = max_num_seqs
-        self.prompt_tokens = [len(encode(problem.prompt)) for problem in self.problems]
-        self.working_tokens = [len(encode(problem.working)) for problem in self.problems]
-
-    def wanted(self, block_size: int) -> int:
-        """Blocks that `max_num_seqs` sequences fill at their ends, going by the mean."""
-        entries = [sum(pair) for pair in zip(self.prompt_tokens, self.working_tokens, strict=True)]
-        return workloads.demand(entries, block_size, self.max_num_seqs)
-
-    def engine(self, variant: Variant) -> dict[str, Any]:
-        """Keywords of `LLM` for a variant. Raises ConfigError if its compression does not fit its block size."""
-        block_size = variant.engine.get("block_size", BLOCK_SIZE)
-        if variant.compression:
-            variant.compression.retained(block_size)
-        return {
-            "dtype": "bfloat16",
-            "block_size": block_size,
-            "max_num_seqs": self.max_num_seqs,
-            "num_gpu_blocks_override": int(POOL_FRACTION * self.wanted(block_size)),
-            **variant.engine,
-        }
-
-    def warm_up(self) -> None:
-        """Bring up threads, caches and kernels with a few problems that are not counted."""
-        llm = LLM(compression=KARA, **self.engine(Variant("warm-up")))
-        prompts = [problem.prompt for problem in Demo(4, 4, seed=0).problems]
-        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=160), use_tqdm=False)
-
-    def run(self, variant: Variant, use_tqdm: bool = False) -> Run:
-        """Solve the problems in a fresh engine."""
-        llm = LLM(compression=variant.compression, **self.engine(variant))
-        sampling_params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
-        outputs, measurement = measure(llm, [problem.prompt for problem in self.problems], sampling_params, use_tqdm)
-        texts = [output.outputs[0].text for output in outputs]
-        grades = [grade(problem, text) for problem, text in zip(self.problems, texts, strict=True)]
-        return Run(measurement, texts, grades)
-
-    def describe(self) -> str:
-        wanted, pool = self.wanted(BLOCK_SIZE), self.engine(VARIANTS[0])["num_gpu_blocks_override"]
-        return (
-            f"{len(self.problems)} programs of {LINES[0]} to {LINES[1]} lines, on average "
-            f"{mean(self.prompt_tokens):.0f} tokens of prompt and {mean(self.working_tokens):.0f} of working; "
-            f"up to {self.max_num_seqs} run at once.\n"
-            f"{self.max_num_seqs} sequences end with {wanted} KV blocks of {BLOCK_SIZE} tokens. The pool has {pool}, "
-            f"{POOL_FRACTION:.0%} of that."
-        )
 
 
 def describe(variant: Variant) -> str:
@@ -258,34 +185,34 @@ def run_demo(arguments: Sequence[str]) -> None:
         raise ConfigError(f"--variants {' '.join(args.variants)}: each may be given once")
     if args.short:
         torch.set_num_threads(1)  # threads that wait for each other on a busy machine would take minutes
-    demo = Demo(args.problems, SHORT_MAX_NUM_SEQS if args.short else MAX_NUM_SEQS, args.seed)
-    engines = {variant.name: demo.engine(variant) for variant in variants}
-    provenance = report.provenance("benchmarks.demo", arguments)
-    print(report.describe(provenance["machine"]))
-    print(demo.describe())
+    problem_set = ProblemSet(args.problems, SHORT_MAX_NUM_SEQS if args.short else MAX_NUM_SEQS, args.seed)
+    engines = {variant.name: problem_set.engine(variant) for variant in variants}
+    provenance = machine.provenance("benchmarks.demo", arguments)
+    print(machine.describe(provenance["machine"]))
+    print(problem_set.describe())
     for variant in variants:
         print(f"  {describe(variant)}")
 
-    demo.warm_up()
+    problem_set.warm_up()
     runs: dict[str, Run] = {}
     for variant in variants:
         print(f"Running: {_one_line(variant.name)} ...", flush=True)
-        runs[variant.name] = demo.run(variant, use_tqdm=sys.stderr.isatty())
+        runs[variant.name] = problem_set.run(variant, use_tqdm=sys.stderr.isatty())
     first, *others = runs
 
     print(f"\n{show(runs)}\n")
     for name in others:
         print(compare(first, name, runs))
-    print(f"\n{samples(demo.problems, runs)}\n")
+    print(f"\n{samples(problem_set.problems, runs)}\n")
     print(remark(runs))
     content = {
         **provenance,
         "problems": {
             "number": args.problems,
             "seed": args.seed,
-            "prompt_tokens": sum(demo.prompt_tokens),
-            "working_tokens": sum(demo.working_tokens),
-            "wanted_blocks": demo.wanted(BLOCK_SIZE),
+            "prompt_tokens": sum(problem_set.prompt_tokens),
+            "working_tokens": sum(problem_set.working_tokens),
+            "wanted_blocks": problem_set.wanted(BLOCK_SIZE),
         },
         "runs": {
             _one_line(variant.name): {
@@ -305,7 +232,7 @@ def run_demo(arguments: Sequence[str]) -> None:
         {name: run.measurement.timeline for name, run in runs.items()},
         [run.measurement.num_blocks for run in runs.values()],
     )
-    print(f"Written: {args.output / 'demo.json'}, {args.output / 'demo.png'}")
+    print(f"Written: {args.output / 'problem_set.json'}, {args.output / 'problem_set.png'}")
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
+from benchmarks.common import machine, report
 from benchmarks.device import show
 from benchmarks.device.log import LEFT_OUT
 from benchmarks.device.section import GRACE_SECONDS, ROOT, SECTIONS, Section, run_section
@@ -59,7 +59,7 @@ def describe_device(dry_run: bool) -> dict[str, Any]:
     """By a process of its own: this one must not take memory of the device. Raises KvLLMError if there is none."""
     if dry_run:
         return Target.find(dry_run).describe()
-    command = [sys.executable, "-m", "benchmarks.device.target"]
+    command = [sys.executable, "-m", "benchmarks.device.describe_target"]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if process.returncode != 0:
         raise KvLLMError(process.stderr.strip().removeprefix("error: "))
@@ -88,7 +88,7 @@ def installed_versions() -> dict[str, str]:
 def describe_run(args: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
     """All of the report but its results."""
     device = describe_device(args.dry_run)
-    run = report.provenance("benchmarks.device_check", arguments)
+    run = machine.provenance("benchmarks.device_check", arguments)
     run["versions"] |= installed_versions()
     return {"dry_run": args.dry_run, "device": device, "commit": args.commit or find_commit(), **run}
 
@@ -97,7 +97,7 @@ def header(run: dict[str, Any]) -> str:
     device = ", ".join(f"{name} {value}" for name, value in run["device"].items() if name != "name")
     lines = [
         f"{run['device']['name']}{device and ': ' + device}",
-        report.describe(run["machine"]),
+        machine.describe(run["machine"]),
         ", ".join(f"{name} {value}" for name, value in run["versions"].items()),
         f"commit {run['commit']}: {run['command']}",
     ]

@@ -27,8 +27,8 @@ from typing import Any
 
 from msgspec import Struct, structs
 
-from benchmarks import report, throughput, workloads
-from benchmarks.workloads import Request
+from benchmarks.common import machine, report, shapes, workloads
+from benchmarks.common.workloads import Request
 from kvllm import LLM, SamplingParams
 from kvllm.config import require
 from kvllm.errors import KvLLMError
@@ -70,8 +70,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    shapes = ", ".join(throughput.SHAPES)
-    add("--model", default="50m", help=f"directory of a checkpoint, or a shape with random weights: {shapes}")
+    names = ", ".join(shapes.SHAPES)
+    add("--model", default="50m", help=f"directory of a checkpoint, or a shape with random weights: {names}")
     add("--tensor-parallel-size", type=int, default=2)
     add("--faults", type=int, default=10)
     add("--stop", action="store_true", help="let ranks hang instead of ending them")
@@ -91,7 +91,7 @@ def start(args: argparse.Namespace, path: Path) -> LLM:
     return LLM(
         path,
         dtype="float32",
-        load_format="dummy" if args.model in throughput.SHAPES else "auto",
+        load_format="dummy" if args.model in shapes.SHAPES else "auto",
         block_size=16,
         num_gpu_blocks_override=args.requests * -(-(args.input_len + args.output_len) // 16),
         tensor_parallel_size=args.tensor_parallel_size,
@@ -174,12 +174,12 @@ def write(args: argparse.Namespace, provenance: dict[str, Any], faults: list[Fau
 def run_faults(arguments: Sequence[str]) -> None:
     """Raises KvLLMError if a request has other tokens than undisturbed."""
     args = parse_arguments(arguments)
-    provenance = report.provenance("benchmarks.worker_faults", arguments)
+    provenance = machine.provenance("benchmarks.worker_faults", arguments)
     rng = random.Random(args.seed)
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(args.model)
-        if args.model in throughput.SHAPES:
-            path = throughput.named_shape(args.model, Path(scratch))
+        if args.model in shapes.SHAPES:
+            path = shapes.named_shape(args.model, Path(scratch))
         llm = start(args, path)
         try:
             lengths = [(args.input_len, args.output_len)] * args.requests
@@ -193,7 +193,7 @@ def run_faults(arguments: Sequence[str]) -> None:
         finally:
             llm.llm_engine.close()
     same = sum(a.outputs == b.outputs for a, b in zip(expected, found, strict=True))
-    print(report.describe(provenance["machine"]))
+    print(machine.describe(provenance["machine"]))
     print(provenance["command"], end="\n\n")
     print(show(faults), end="\n\n")
     print(f"{same} of {args.requests} requests have the tokens of the undisturbed run")

@@ -1,14 +1,11 @@
-"""The sections of a device check. As a program it runs one of them.
+"""The sections of a device check.
 
-Each has a process of its own: a fault of the device, or a kernel that never ends, costs one section, and of that only
-what was not written down yet.
+Each has a process of its own (section_process.py). So a fault of the device, or a kernel that never ends, costs one
+section, and of that section only the rows that were not written yet.
 """
 
 from __future__ import annotations
 
-import argparse
-import faulthandler
-import importlib
 import os
 import signal
 import subprocess
@@ -19,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.device.log import FAILED, LEFT_OUT, Log, Row, read_rows
+from benchmarks.device.log import FAILED, LEFT_OUT, Row, read_rows
 
 ROOT = Path(__file__).parents[2]
 GRACE_SECONDS = 15.0
@@ -63,7 +60,7 @@ def run_section(name: str, section: Section, seconds: float, dry_run: bool, rows
     rows.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory) / "output"
-        command = [sys.executable, "-m", "benchmarks.device.section", section.module, str(seconds), str(rows)]
+        command = [sys.executable, "-m", "benchmarks.device.section_process", section.module, str(seconds), str(rows)]
         environment = {**os.environ, **DRY_ENVIRONMENT} if dry_run else None
         with output.open("wb") as file:
             process = subprocess.Popen(
@@ -108,21 +105,3 @@ def _wait(process: subprocess.Popen[bytes], seconds: float) -> bool:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.device.section", description=__doc__)
-    parser.add_argument("module")
-    parser.add_argument("seconds", type=float)
-    parser.add_argument("rows", type=Path)
-    parser.add_argument("--dry-run", action="store_true")
-    args = parser.parse_args()
-    faulthandler.enable()
-    log = Log(args.rows, args.seconds)
-    from benchmarks.device.target import Target  # torch takes seconds to import
-
-    importlib.import_module(args.module).run(Target.find(args.dry_run), log)
-
-
-if __name__ == "__main__":
-    main()

@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks import throughput
+from benchmarks.common import limits, shapes
 from benchmarks.device.target import Target
 from kvllm.models.config import ModelConfig
 
 LLAMA_8B = "R1-Distill-Llama-8B"
 QWEN3_4B = "Qwen3-4B"
 TINY = {
-    **throughput.QWEN3,
+    **shapes.QWEN3,
     "vocab_size": 512,
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -23,9 +23,9 @@ TINY = {
     "head_dim": 32,
 }
 SHAPES: dict[str, dict[str, Any]] = {
-    LLAMA_8B: throughput.SHAPES["8b"],
+    LLAMA_8B: shapes.SHAPES["8b"],
     QWEN3_4B: {
-        **throughput.QWEN3,
+        **shapes.QWEN3,
         "vocab_size": 151936,
         "hidden_size": 2560,
         "intermediate_size": 9728,
@@ -53,11 +53,11 @@ def entry_bytes(model: ModelConfig) -> int:
 def held_weight_bytes(model: ModelConfig) -> int:
     """Bytes of all matrices in bfloat16: those that a step reads, and input embeddings of their own."""
     embedding = 0 if model.tie_word_embeddings else 2 * model.vocab_size * model.hidden_size
-    return throughput.weight_bytes(model, "bfloat16") + embedding
+    return limits.weight_bytes(model, "bfloat16") + embedding
 
 
 def decode_cost(model: ModelConfig, batch: int, context: float) -> tuple[float, float]:
     """Bytes that a decode step must read, and operations it must do, at `context` entries for each sequence."""
-    weights = throughput.weight_bytes(model, "bfloat16")
+    weights = limits.weight_bytes(model, "bfloat16")
     attended = 4 * model.num_layers * model.num_query_heads * model.head_dim * context
     return weights + batch * context * entry_bytes(model), batch * (weights + attended)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from benchmarks import report
+from benchmarks.common import report
 from benchmarks.device.log import FAILED, LEFT_OUT, MEASURED, PASSED, Row
 
 MOST_COLUMNS = 10

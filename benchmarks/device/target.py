@@ -1,11 +1,9 @@
-"""The device under test: a GPU, or in a dry run this machine's CPU in its place. As a program it says what there is."""
+"""The device under test: a GPU, or in a dry run this machine's CPU in its place."""
 
 from __future__ import annotations
 
 import gc
-import json
 import subprocess
-import sys
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -85,14 +83,3 @@ def _driver() -> str:
         return subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return "unknown"
-
-
-def main() -> None:
-    try:
-        print(json.dumps(Target.find(dry_run=False).describe()))
-    except KvLLMError as error:
-        sys.exit(f"error: {error}")
-
-
-if __name__ == "__main__":
-    main()

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from benchmarks import report
+from benchmarks.common import report
 from benchmarks.reasoner.problems import Problem, grade
 from benchmarks.reasoner.tasks import TASKS, make_problem
 from benchmarks.reasoner.tokenizer import EOS, TOKEN_IDS, encode

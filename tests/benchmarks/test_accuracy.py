@@ -8,8 +8,10 @@ from types import ModuleType
 
 import pytest
 
-from benchmarks import accuracy, figure_5, settings, table_1
-from benchmarks.questions import QuestionSource, read_records, same_answer
+from benchmarks.common import compressions, intervals
+from benchmarks.common.questions import QuestionSource, read_records, same_answer
+from benchmarks.paper import figure_5, table_1
+from benchmarks.quality import settings
 from kvllm.errors import ConfigError
 
 
@@ -61,17 +63,17 @@ def test_settings_change_one_at_a_time(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_h2o_keeps_as_many_recent_entries_as_heavy_hitters() -> None:
     kara, prompts = [500, 400], [100, 97]  # prompts are kept in whole blocks of 16: 112 entries
-    assert accuracy.recent_of("h2o", 32, kara, prompts) == (400 - 112) // 2
-    assert accuracy.recent_of("snapkv", 32, kara, prompts) == 32
-    assert accuracy.recent_of("h2o", 32, [150], [100]) == 32
+    assert compressions.recent_of("h2o", 32, kara, prompts) == (400 - 112) // 2
+    assert compressions.recent_of("snapkv", 32, kara, prompts) == 32
+    assert compressions.recent_of("h2o", 32, [150], [100]) == 32
 
 
 def test_differences_are_paired() -> None:
     first, second = [True] * 8 + [False] * 2, [True] * 2 + [False] * 6 + [True, False]
-    difference = accuracy.paired_difference(first, second)
+    difference = intervals.paired_difference(first, second)
     assert difference.mean == pytest.approx(0.5)
     assert difference.p_value == pytest.approx(2 * (1 + 7) / 2**7)  # one loss in seven that differ
-    low, high = accuracy.interval(10, 10)
+    low, high = intervals.interval(10, 10)
     assert (low, high) == (pytest.approx(10 / (10 + 1.959964**2)), 1)
 
 
@@ -97,4 +99,4 @@ def test_wrong_questions(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="line 2 is no JSON object with"):
         read_records(tmp_path / "bad.jsonl")
     with pytest.raises(ConfigError, match="--retention='2'"):
-        accuracy.check_retention("--retention", "2")
+        compressions.check_retention("--retention", "2")

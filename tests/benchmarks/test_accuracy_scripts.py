@@ -13,8 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import accuracy, agreement, figure_7, niah
-from benchmarks.questions import QuestionSource
+from benchmarks.common import compressions
+from benchmarks.common.questions import QuestionSource
+from benchmarks.common.teacher_forcing import feed
+from benchmarks.paper import figure_7
+from benchmarks.quality import agreement, niah
 from benchmarks.reasoner.checkpoint import save_checkpoint
 from benchmarks.reasoner.model import HIDDEN, ROPE_THETA, Reasoner
 from benchmarks.reasoner.tokenizer import EOS, TOKEN_IDS, encode
@@ -154,7 +157,7 @@ def test_given_tokens_are_as_good_as_a_longer_prompt(checkpoint: Path) -> None:
     expected = LLM(checkpoint).generate([{"prompt_token_ids": ids} for ids in token_ids], params, use_tqdm=False)
     prompts, forced = [ids[:5] for ids in token_ids], [ids[5:] for ids in token_ids]
     longer = [SamplingParams(temperature=0, max_tokens=12 + len(ids), ignore_eos=True) for ids in forced]
-    outputs = agreement.feed(LLM(checkpoint), prompts, forced, longer)
+    outputs = feed(LLM(checkpoint), prompts, forced, longer)
     for output, ids, other in zip(outputs, forced, expected, strict=True):
         assert output.outputs[0].token_ids == ids + other.outputs[0].token_ids
 
@@ -217,7 +220,7 @@ def test_figure_7_shows_what_is_in_the_cache(checkpoint: Path, tmp_path: Path, c
     written = json.loads((tmp_path / "figure_7.json").read_text())
 
     questions = QuestionSource(sizes=(5, 5), count=1).load()
-    llm = LLM(checkpoint, max_model_len=512, block_size=1, compression=accuracy.kara("0.4", **settings))
+    llm = LLM(checkpoint, max_model_len=512, block_size=1, compression=compressions.kara("0.4", **settings))
     llm.llm_engine.executor = recorder = Recorder(llm.llm_engine.executor.runner, llm.config)
     params = SamplingParams(temperature=0, max_tokens=questions.max_tokens[0])
     (output,) = llm.generate(questions.prompts, params, use_tqdm=False)

@@ -9,10 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks import demo, report, throughput, workloads
+from benchmarks import demo, throughput
+from benchmarks.common import jobs, limits, report, shapes, workloads
+from benchmarks.common.jobs import Job
+from benchmarks.common.problem_sets import ProblemSet
+from benchmarks.common.variants import parse_variant
+from benchmarks.common.workloads import Request
 from benchmarks.reasoner.tokenizer import encode
-from benchmarks.variants import Job, parse_variant
-from benchmarks.workloads import Request
 from kvllm.errors import ConfigError, KvLLMError
 from kvllm.models.config import load_model_config
 from tests.helpers.checkpoints import make_checkpoint
@@ -143,14 +146,14 @@ def test_table_aligns_its_columns():
 def test_weight_bytes_are_those_of_the_matrices_that_a_step_reads(tiny):
     model = AutoModelForCausalLM.from_pretrained(tiny)
     matrices = sum(weight.nbytes for name, weight in model.named_parameters() if weight.dim() == 2)
-    assert throughput.weight_bytes(load_model_config(tiny), "float32") == matrices
-    assert throughput.weight_bytes(load_model_config(tiny), "bfloat16") == matrices // 2
+    assert limits.weight_bytes(load_model_config(tiny), "float32") == matrices
+    assert limits.weight_bytes(load_model_config(tiny), "bfloat16") == matrices // 2
 
 
 @pytest.mark.parametrize(("name", "parameters"), [("50m", 40.4e6), ("0.6b", 596e6)])
 def test_built_in_shapes_have_the_size_they_are_named_for(tmp_path, name, parameters):
-    model = load_model_config(throughput.named_shape(name, tmp_path))
-    assert throughput.weight_bytes(model, "auto") / 2 == pytest.approx(parameters, rel=2e-3)
+    model = load_model_config(shapes.named_shape(name, tmp_path))
+    assert limits.weight_bytes(model, "auto") / 2 == pytest.approx(parameters, rel=2e-3)
 
 
 # The benchmark
@@ -189,7 +192,7 @@ def test_throughput_runs_variants_side_by_side(tiny, tmp_path, capsys):
 def test_a_failed_run_is_reported_with_its_reason(tmp_path):
     job = Job(model=str(tmp_path), engine={}, compression=None, requests=[Request([1], 1)])
     with pytest.raises(KvLLMError, match=r"variant vanilla failed:\n.*has no config.json"):
-        throughput.run_process("vanilla", job)
+        jobs.run_process("vanilla", job)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +244,7 @@ def test_demo_solves_problems_in_a_small_pool(tmp_path, capsys):
     printed = capsys.readouterr().out
     content = json.loads((tmp_path / "demo.json").read_text())
     assert (tmp_path / "demo.png").read_bytes().startswith(PNG)
-    problems = demo.Demo(6, 16, seed=1).problems
+    problems = ProblemSet(6, 16, seed=1).problems
     assert content["problems"]["prompt_tokens"] == sum(len(encode(problem.prompt)) for problem in problems)
     assert problems[0].working.splitlines()[-1] in printed
     full, compressed = content["runs"].values()

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks import methods, query_stride
+from benchmarks.quality import methods, query_stride
 from kvllm.config import METHODS, RAGGED_METHODS, WINDOW_METHODS
 from kvllm.errors import ConfigError
 

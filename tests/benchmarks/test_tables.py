@@ -11,8 +11,10 @@ import msgspec
 import pytest
 import torch
 
-from benchmarks import figure_1_9, figure_2, report, runs, sliding_window, tables_2_3
-from benchmarks.variants import Job, make_engine, measure, run, serve
+from benchmarks.common import kara_paper, limits, machine, runs
+from benchmarks.common.jobs import Job, make_engine, run, serve
+from benchmarks.common.measurement import measure
+from benchmarks.paper import figure_1_9, figure_2, sliding_window, tables_2_3
 from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.llm import DEFAULT_MODEL
 from kvllm.tokenizer import load_tokenizer
@@ -121,7 +123,7 @@ def test_a_config_alone_gets_random_weights(tiny, tmp_path):
 
 
 def test_blocks_of_256_give_the_settings_of_the_paper():
-    variants = {name: variant.compression for name, variant in runs.paper_variants(256).items()}
+    variants = {name: variant.compression for name, variant in kara_paper.paper_variants(256).items()}
     assert variants["vanilla"] is None
     snapkv = CompressionConfig(
         method="snapkv", policy="threshold", threshold_tokens=1280, budget_tokens=1025, query_window=32
@@ -130,7 +132,7 @@ def test_blocks_of_256_give_the_settings_of_the_paper():
     assert variants["periodic"] == CompressionConfig(retain_tokens=257)  # the other defaults are the paper's
     assert variants["periodic-blocks"] == CompressionConfig()
     assert variants["pressure"] == CompressionConfig(policy="pressure")
-    assert [name for name in variants if runs.published_gain(name) == "+12.75%"] == ["periodic"]
+    assert [name for name in variants if kara_paper.published_gain(name) == "+12.75%"] == ["periodic"]
 
 
 # Tables 2 and 3, figures 1 and 9
@@ -185,10 +187,10 @@ def test_memory_limit_is_the_time_to_read_weights_and_blocks(tiny):
     _, measured = measure(llm, [{"prompt_token_ids": [3] * 4}], SamplingParams(max_tokens=20, ignore_eos=True))
     large = msgspec.structs.replace(measured, block_bytes=10**12)  # in no cache
     num_bytes = 20 * 3e12 + sum(blocks for _, blocks in large.timeline) * 10**12
-    limit = runs.memory_limit({"weight_bytes": 3e12, "read_bytes_per_s": 1e9}, large)
+    limit = limits.memory_limit({"weight_bytes": 3e12, "read_bytes_per_s": 1e9}, large)
     assert limit == pytest.approx(20 / (num_bytes / 1e9))
-    if report.last_level_cache():
-        assert runs.memory_limit({"weight_bytes": 1.0, "read_bytes_per_s": 1e9}, measured) is None
+    if machine.last_level_cache():
+        assert limits.memory_limit({"weight_bytes": 1.0, "read_bytes_per_s": 1e9}, measured) is None
 
 
 # Figure 2

@@ -1,6 +1,6 @@
 """Throughput and latency at the scale of the Kara paper's serving experiments (tables 2 and 3), simulated.
 
-    python -m benchmarks.simulated_tables --model-config config.json
+    python -m benchmarks.paper.simulated_tables --model-config config.json
 
 DeepSeek-R1-Distill-Llama-8B on four RTX 5090, tensor parallel 4, blocks of 256, at most 8192 generated tokens; Kara
 compresses every 128 steps at most 30 windows of 3 blocks (paper, appendix B.1). How long answers are, how many requests
@@ -18,7 +18,8 @@ from typing import Any
 
 import msgspec
 
-from benchmarks import report
+from benchmarks.common import machine, report
+from benchmarks.common.kara_paper import PAPER, PUBLISHED
 from kvllm.config import CompressionConfig, EngineConfig
 from kvllm.entrypoints.simulate import read_model_config
 from kvllm.errors import KvLLMError
@@ -27,9 +28,6 @@ from kvllm.simulation.hardware import load_hardware
 from kvllm.simulation.simulate import Outcome, simulate
 from kvllm.simulation.workload import SyntheticWorkload, draw
 
-PAPER = "Kara: Efficient Reasoning LLM Serving via Sliding-Window KV Cache Compression, arXiv 2607.01237"
-PUBLISHED = {"Kara, 257 of 768": "+12.75%"}
-"""Gain in output throughput over the full cache. The tables' other figures are not at hand."""
 VARIANTS: dict[str, CompressionConfig | None] = {
     "full cache": None,
     "SnapKV, 1280 to 1025": CompressionConfig(
@@ -110,14 +108,14 @@ def tables(arguments: Sequence[str]) -> None:
         print(show(num_seqs, runs), flush=True)
         content[str(num_seqs)] = msgspec.to_builtins(runs)
     if args.output:
-        provenance = report.provenance("benchmarks.simulated_tables", arguments)
+        provenance = machine.provenance("benchmarks.paper.simulated_tables", arguments)
         report.write_json(args.output, {**provenance, "hardware": msgspec.to_builtins(hardware), "runs": content})
         print(f"Written: {args.output}")
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.simulated_tables",
+        prog="python -m benchmarks.paper.simulated_tables",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

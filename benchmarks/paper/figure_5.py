@@ -1,6 +1,6 @@
 """Accuracy against retention, at equal memory (paper, figure 5).
 
-    python -m benchmarks.figure_5
+    python -m benchmarks.paper.figure_5
 
 Kara runs first, at each retention, as in the paper's accuracy runs: of every window it keeps that share, the prompt
 stays whole. The entries that it holds when a question ends become that question's budget for each baseline, which cuts
@@ -21,8 +21,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from benchmarks import accuracy, report
-from benchmarks.accuracy import FULL, Outcome, Trial
+from benchmarks.common import accuracy, compressions, intervals, machine, report
+from benchmarks.common.trials import FULL, Outcome, Trial, percent, run_all
 from kvllm.config import METHODS as ALL_METHODS
 from kvllm.config import WINDOW_METHODS, require
 from kvllm.errors import KvLLMError
@@ -41,14 +41,21 @@ Outcomes = dict[tuple[str, str], Outcome]
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = accuracy.make_parser("benchmarks.figure_5", __doc__)
+    parser = accuracy.make_parser("benchmarks.paper.figure_5", __doc__)
     add = parser.add_argument
     add("--methods", nargs="+", choices=METHODS, metavar="M", help=f"kara and others (default: {' '.join(DEFAULT)})")
     add("--retentions", nargs="+", metavar="R", help=f"default: {' '.join(RETENTIONS)}")
-    add("--window", type=int, default=accuracy.WINDOW, help=f"of Kara (default {accuracy.WINDOW})")
-    add("--buffer", type=int, default=accuracy.BUFFER, help=f"of Kara (default {accuracy.BUFFER})")
-    add("--recent", type=int, default=accuracy.RECENT, help=f"last entries of the others (default {accuracy.RECENT})")
-    add("--gap", type=int, default=accuracy.GAP, help=f"from a budget to its threshold (default {accuracy.GAP})")
+    add("--window", type=int, default=compressions.WINDOW, help=f"of Kara (default {compressions.WINDOW})")
+    add("--buffer", type=int, default=compressions.BUFFER, help=f"of Kara (default {compressions.BUFFER})")
+    add(
+        "--recent",
+        type=int,
+        default=compressions.RECENT,
+        help=f"last entries of the others (default {compressions.RECENT})",
+    )
+    add(
+        "--gap", type=int, default=compressions.GAP, help=f"from a budget to its threshold (default {compressions.GAP})"
+    )
     add("--short", action="store_true", help="under ten minutes on two cores")
     args = parser.parse_args(arguments)
     for name, value in SHORT.items() if args.short else ():
@@ -59,7 +66,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     accuracy.unique(args.retentions, "--retentions")
     require(args.methods[0] == "kara", "--methods", " ".join(args.methods), "kara first: it sets the budgets")
     for retention in args.retentions:
-        accuracy.check_retention("--retentions", retention)
+        compressions.check_retention("--retentions", retention)
     return args
 
 
@@ -69,7 +76,7 @@ def kara_trials(args: argparse.Namespace) -> list[Trial]:
     return [
         Trial(name=FULL),
         *(
-            Trial(name=f"{method} {r}", compression=accuracy.kara(r, method=method, **options))
+            Trial(name=f"{method} {r}", compression=compressions.kara(r, method=method, **options))
             for method in args.methods
             if method in WINDOW_METHODS
             for r in args.retentions
@@ -83,7 +90,7 @@ def baseline_trials(args: argparse.Namespace, kara: Mapping[str, Outcome]) -> li
     return [
         Trial(
             name=f"{method} {r}",
-            compression=accuracy.threshold(method, recent=recent_of(method, args, kara[f"kara {r}"]), gap=args.gap),
+            compression=compressions.threshold(method, recent=recent_of(method, args, kara[f"kara {r}"]), gap=args.gap),
             budgets=kara[f"kara {r}"].entries,
         )
         for method in baselines
@@ -93,7 +100,7 @@ def baseline_trials(args: argparse.Namespace, kara: Mapping[str, Outcome]) -> li
 
 def recent_of(method: str, args: argparse.Namespace, kara: Outcome) -> int:
     prompts = [logical - tokens + 1 for logical, tokens in zip(kara.logical, kara.tokens, strict=True)]
-    return accuracy.recent_of(method, args.recent, kara.entries, prompts)
+    return compressions.recent_of(method, args.recent, kara.entries, prompts)
 
 
 def show(args: argparse.Namespace, outcomes: Mapping[str, Outcome]) -> str:
@@ -101,13 +108,13 @@ def show(args: argparse.Namespace, outcomes: Mapping[str, Outcome]) -> str:
     accuracies, differences = [], []
     for method in args.methods:
         of_method = [outcomes[f"{method} {r}"] for r in args.retentions]
-        accuracies.append([method, *map(accuracy.percent, of_method)])
+        accuracies.append([method, *map(percent, of_method)])
         if method != "kara":
             pairs = zip(of_method, (outcomes[f"kara {r}"] for r in args.retentions), strict=True)
-            found = [accuracy.paired_difference(outcome.right, kara.right) for outcome, kara in pairs]
+            found = [intervals.paired_difference(outcome.right, kara.right) for outcome, kara in pairs]
             differences.append([method, *(f"{d.text} (p {d.p_value:.1g})" for d in found)])
     kara = [outcomes[f"kara {r}"] for r in args.retentions]
-    losses = [accuracy.paired_difference(outcome.right, outcomes[FULL].right).text for outcome in kara]
+    losses = [intervals.paired_difference(outcome.right, outcomes[FULL].right).text for outcome in kara]
     rows = [
         ["entries kept at the end, %", *(f"{100 * outcome.kept:.1f}" for outcome in kara)],
         ["kara minus full cache", *losses],
@@ -116,7 +123,7 @@ def show(args: argparse.Namespace, outcomes: Mapping[str, Outcome]) -> str:
     full = outcomes[FULL]
     return "\n".join(
         [
-            f"Right answers in % with {accuracy.CONFIDENCE:.0%} intervals; full cache {accuracy.percent(full)}",
+            f"Right answers in % with {intervals.CONFIDENCE:.0%} intervals; full cache {percent(full)}",
             report.table(["", *header], accuracies),
             "",
             "Minus Kara, same questions, in points (p: McNemar's exact test)",
@@ -132,7 +139,7 @@ def plot(path: Path, args: argparse.Namespace, outcomes: Mapping[str, Outcome]) 
     for i, method in enumerate(args.methods):
         of_method = [outcomes[f"{method} {r}"] for r in args.retentions]
         y = [100 * outcome.accuracy for outcome in of_method]
-        bounds = [accuracy.interval(sum(outcome.right), len(outcome.right)) for outcome in of_method]
+        bounds = [intervals.interval(sum(outcome.right), len(outcome.right)) for outcome in of_method]
         errors = [
             [value - 100 * low for value, (low, _) in zip(y, bounds, strict=True)],
             [100 * high - value for value, (_, high) in zip(y, bounds, strict=True)],
@@ -151,13 +158,13 @@ def plot(path: Path, args: argparse.Namespace, outcomes: Mapping[str, Outcome]) 
 def run_figure(arguments: Sequence[str]) -> None:
     args = parse_arguments(arguments)
     setting, processes = accuracy.setting_of(args)
-    provenance = accuracy.provenance("benchmarks.figure_5", arguments, setting)
+    provenance = accuracy.provenance("benchmarks.paper.figure_5", arguments, setting)
     trials = kara_trials(args)
-    print(f"{report.describe(provenance['machine'])}\n{setting.questions.load().describe()}", flush=True)
+    print(f"{machine.describe(provenance['machine'])}\n{setting.questions.load().describe()}", flush=True)
     begin = time.perf_counter()
     log = accuracy.Log(args.output / "figure_5.json", provenance)
-    outcomes = accuracy.run_all(setting, trials, processes, log)
-    outcomes |= accuracy.run_all(setting, baseline_trials(args, outcomes), processes, log)
+    outcomes = run_all(setting, trials, processes, log)
+    outcomes |= run_all(setting, baseline_trials(args, outcomes), processes, log)
     print(f"\n{show(args, outcomes)}\n\nIt took {(time.perf_counter() - begin) / 60:.0f} minutes.")
     plot(args.output / "figure_5.png", args, outcomes)
     print(f"Written: {args.output / 'figure_5.json'}, {args.output / 'figure_5.png'}")

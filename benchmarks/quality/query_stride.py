@@ -1,6 +1,6 @@
 """What it costs, and what it saves, to score a window with every s-th of its queries.
 
-    python -m benchmarks.query_stride
+    python -m benchmarks.quality.query_stride
 
 Query rows of a recomputation do not depend on each other, so any subset of them is exact; fewer rows cost less. On the
 problems of the demo this measures, for each stride: how much of the set kept with all queries is kept (windows in the
@@ -21,9 +21,9 @@ import msgspec
 import torch
 from msgspec import structs
 
-from benchmarks import report
-from benchmarks.demo import KARA, MAX_NUM_SEQS, MAX_TOKENS, Demo, Run
-from benchmarks.variants import Variant
+from benchmarks.common import machine, report
+from benchmarks.common.problem_sets import KARA, MAX_NUM_SEQS, MAX_TOKENS, ProblemSet, Run
+from benchmarks.common.variants import Variant
 from kvllm import LLM, SamplingParams
 from kvllm.compression.queries import query_offsets
 from kvllm.config import require
@@ -51,13 +51,13 @@ class Overlap:
         return kept
 
 
-def overlaps(demo: Demo, strides: Sequence[int]) -> dict[int, float]:
+def overlaps(problem_set: ProblemSet, strides: Sequence[int]) -> dict[int, float]:
     """Share of the entries kept with all queries that are kept with every s-th, over all windows, layers and heads."""
-    llm = LLM(compression=KARA, **demo.engine(Variant("overlap")))
+    llm = LLM(compression=KARA, **problem_set.engine(Variant("overlap")))
     compressor = llm.llm_engine.executor.runner.compressor  # pyright: ignore[reportAttributeAccessIssue]
     compressor.select = Overlap(compressor.select, strides)
     llm.generate(
-        [p.prompt for p in demo.problems], SamplingParams(temperature=0, max_tokens=MAX_TOKENS), use_tqdm=False
+        [p.prompt for p in problem_set.problems], SamplingParams(temperature=0, max_tokens=MAX_TOKENS), use_tqdm=False
     )
     return {stride: mean(shares) for stride, shares in compressor.select.shares.items()}
 
@@ -84,7 +84,7 @@ def show(strides: Sequence[int], shares: dict[int, float], runs: dict[int, Run])
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.query_stride",
+        prog="python -m benchmarks.quality.query_stride",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -101,13 +101,13 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 def run_strides(arguments: Sequence[str]) -> None:
     args = parse_arguments(arguments)
-    demo = Demo(args.problems, args.max_num_seqs, seed=1)
-    provenance = report.provenance("benchmarks.query_stride", arguments)
-    print(f"{report.describe(provenance['machine'])}\n{demo.describe()}")
-    shares = overlaps(demo, args.strides)
-    demo.warm_up()
+    problem_set = ProblemSet(args.problems, args.max_num_seqs, seed=1)
+    provenance = machine.provenance("benchmarks.quality.query_stride", arguments)
+    print(f"{machine.describe(provenance['machine'])}\n{problem_set.describe()}")
+    shares = overlaps(problem_set, args.strides)
+    problem_set.warm_up()
     runs = {
-        stride: demo.run(Variant(f"stride {stride}", structs.replace(KARA, query_stride=stride)))
+        stride: problem_set.run(Variant(f"stride {stride}", structs.replace(KARA, query_stride=stride)))
         for stride in args.strides
     }
     print(f"\n{show(args.strides, shares, runs)}")

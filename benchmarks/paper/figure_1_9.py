@@ -1,7 +1,7 @@
 """Running sequences and use of the KV pool over the steps of a run (figures 1 and 9 of the Kara paper).
 
-    python -m benchmarks.figure_1_9 --model DIR --prompts math500/test.jsonl
-    python -m benchmarks.figure_1_9 --preset cpu
+    python -m benchmarks.paper.figure_1_9 --model DIR --prompts math500/test.jsonl
+    python -m benchmarks.paper.figure_1_9 --preset cpu
 
 The full cache, SnapKV by threshold, and KvLLM in its modes serve the same requests in the same KV pool, once each,
 every run in a process of its own. The default preset has the paper's settings (appendix B.1) on the shape of its model,
@@ -18,12 +18,12 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks import report, runs, tables_2_3, throughput
-from benchmarks.variants import Measurement
+from benchmarks.common import engines, jobs, kara_paper, limits, report, runs
+from benchmarks.common.measurement import Measurement
 from kvllm.errors import KvLLMError
 
 PRESETS: dict[str, runs.Preset] = {
-    name: {**preset, "max_num_seqs": max(preset["max_num_seqs"])} for name, preset in tables_2_3.PRESETS.items()
+    name: {**preset, "max_num_seqs": max(preset["max_num_seqs"])} for name, preset in kara_paper.PRESETS.items()
 }
 
 
@@ -32,7 +32,7 @@ def table(titles: Mapping[str, str], measurements: Mapping[str, Measurement], li
     header += ["memory\nallows", "preemp-\ntions", "windows", "blocks\nreleased"]
     rows = []
     for name, run in measurements.items():
-        allowed = runs.memory_limit(limit, run)
+        allowed = limits.memory_limit(limit, run)
         rows.append(
             [
                 titles[name],
@@ -52,37 +52,37 @@ def table(titles: Mapping[str, str], measurements: Mapping[str, Measurement], li
 
 
 def measure_figure(arguments: Sequence[str]) -> None:
-    parser = runs.make_parser("benchmarks.figure_1_9", __doc__, PRESETS)
-    runs.add_variant_arguments(parser)
-    throughput.add_engine_arguments(parser)("--max-num-seqs", type=int, help="most running sequences")
+    parser = runs.make_parser("benchmarks.paper.figure_1_9", __doc__, PRESETS)
+    kara_paper.add_variant_arguments(parser)
+    engines.add_engine_arguments(parser)("--max-num-seqs", type=int, help="most running sequences")
     args = runs.parse(parser, PRESETS, arguments)
-    variants = runs.chosen_variants(args)
+    variants = kara_paper.chosen_variants(args)
     titles = {name: variant.name for name, variant in variants.items()}
     with tempfile.TemporaryDirectory() as directory:
         path, model = runs.find_model(args, Path(directory))
         workload, requests = runs.make_requests(args, path, model)
-        jobs = runs.make_jobs(args, variants, path, model, requests, [args.max_num_seqs])[args.max_num_seqs]
+        of_variants = runs.make_jobs(args, variants, path, model, requests, [args.max_num_seqs])[args.max_num_seqs]
         totals = runs.totals(workload, requests)
-        provenance = runs.announce("benchmarks.figure_1_9", arguments, totals)
-        measurements = {name: of_variant[0] for name, of_variant in throughput.run_all(jobs, 1).items()}
+        provenance = runs.announce("benchmarks.paper.figure_1_9", arguments, totals)
+        measurements = {name: of_variant[0] for name, of_variant in jobs.run_all(of_variants, 1).items()}
     first = measurements[args.variants[0]]
-    limit = throughput.physical_limit(model, args.dtype, first.device)
+    limit = limits.physical_limit(model, args.dtype, first.device)
     print(f"\nKV pool: {first.num_blocks} blocks of {args.block_size} tokens; {args.max_num_seqs} sequences at most.\n")
     print(table(titles, measurements, limit))
-    print(f"\nPublished ({runs.PAPER}): figures, whose numbers are not known to us.")
-    print(runs.show_memory_limit(limit))
+    print(f"\nPublished ({kara_paper.PAPER}): figures, whose numbers are not known to us.")
+    print(limits.show_memory_limit(limit))
     content = {
         **provenance,
-        "paper": runs.PAPER,
+        "paper": kara_paper.PAPER,
         "model": {"name": args.model, **msgspec.to_builtins(model)},
         "workload": totals,
         "physical_limit": limit,
         "variants": {
             name: {
                 "name": titles[name],
-                "engine": jobs[name].engine | {"model": args.model},
-                "compression": msgspec.to_builtins(jobs[name].compression),
-                "memory_limit_tokens_per_s": runs.memory_limit(limit, run),
+                "engine": of_variants[name].engine | {"model": args.model},
+                "compression": msgspec.to_builtins(of_variants[name].compression),
+                "memory_limit_tokens_per_s": limits.memory_limit(limit, run),
                 "run": msgspec.to_builtins(run),
             }
             for name, run in measurements.items()

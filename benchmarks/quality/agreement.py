@@ -1,8 +1,8 @@
 """How far compression changes predictions: agreement with, and divergence from, the full cache, on any text.
 
-    python -m benchmarks.agreement
-    python -m benchmarks.agreement --model DIR --text FILE
-    python -m benchmarks.agreement --model DIR --dataset FILE
+    python -m benchmarks.quality.agreement
+    python -m benchmarks.quality.agreement --model DIR --text FILE
+    python -m benchmarks.quality.agreement --model DIR --dataset FILE
 
 Every engine is given the same texts token by token, as if it had generated them (teacher forcing). So all predict the
 same tokens after the same text, and differ only in what their caches still hold. At every position of the output this
@@ -11,8 +11,9 @@ in nats. No task is needed, and a loss shows long before answers are wrong.
 
 The texts are problems of the reasoner with their right workings; or pieces of a file; or the questions of a dataset
 with the answers that the full cache gives. Kara runs first; what it holds at the end of a text is the budget of the
-other methods, as in benchmarks/figure_5.py. These drop nothing until a cache exceeds its budget, while Kara compresses
-from its first window on: methods have equal memory at the end of a text alone, so its last quarter tells most.
+other methods, as in benchmarks/paper/figure_5.py. These drop nothing until a cache exceeds its budget, while Kara
+compresses from its first window on: methods have equal memory at the end of a text alone, so its last quarter tells
+most.
 
 The figures go to agreement.json and a plot to agreement.png.
 """
@@ -22,7 +23,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import sqrt
 from pathlib import Path
 from statistics import NormalDist, stdev
@@ -34,80 +35,21 @@ import torch
 import torch.nn.functional as F
 from msgspec import Struct
 
-from benchmarks import accuracy, report
-from benchmarks.accuracy import REASONER, Trial
-from benchmarks.questions import QuestionSource, ReasonerQuestions
+from benchmarks.common import accuracy, compressions, intervals, machine, report
+from benchmarks.common.questions import QuestionSource, ReasonerQuestions
+from benchmarks.common.teacher_forcing import Observe, feed
+from benchmarks.common.trials import REASONER, Trial
 from benchmarks.reasoner.tasks import DEFAULT_TASK, TASKS
-from kvllm import LLM, RequestOutput, SamplingParams
+from kvllm import LLM, SamplingParams
 from kvllm.config import METHODS, require
-from kvllm.core.executor import Executor
-from kvllm.core.protocol import SampledToken, StepPlan, StepResult
 from kvllm.errors import KvLLMError
 from kvllm.tokenizer import load_tokenizer
-from kvllm.worker.inline import InlineExecutor
 
 KARA = tuple(method for method in METHODS if method.startswith("kara"))
 PARTS = 4
 """Of a text, for which figures are given one by one."""
 BINS = 32
 """Points of a line in the plot."""
-
-Observe = Callable[[torch.Tensor, list[int], list[int]], None]
-
-
-class Forced(Executor):
-    """Runs plans, and gives tokens in place of those that are sampled. For an engine that has run nothing yet.
-
-    forced: by sequence, the first tokens of its output; behind them it goes on by itself.
-    observe: called at every step with the logits `[R, V]` that tokens are chosen from, the sequence of each row, and
-        how many tokens that had before.
-    """
-
-    def __init__(self, inner: InlineExecutor, forced: Sequence[list[int]], observe: Observe | None = None) -> None:
-        self.inner = inner
-        self.runner = inner.runner
-        self.forced = forced
-        self.observe = observe
-        self.counts = [0] * len(forced)
-        self._logits = torch.empty(0)
-        self._compute, self.runner.model.logits = self.runner.model.logits, self._record
-
-    def _record(self, hidden: torch.Tensor) -> torch.Tensor:
-        self._logits = self._compute(hidden)
-        return self._logits
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        result = self.inner.execute(plan)
-        sampled = [item.seq_id for item in plan.scheduled if item.samples]
-        if self.observe and sampled:
-            self.observe(self._logits, sampled, [self.counts[seq_id] for seq_id in sampled])
-        pairs = zip(sampled, result.tokens, strict=True)
-        return msgspec.structs.replace(result, tokens=[self._choose(seq_id, token) for seq_id, token in pairs])
-
-    def _choose(self, seq_id: int, sampled: SampledToken) -> SampledToken:
-        count, forced = self.counts[seq_id], self.forced[seq_id]
-        self.counts[seq_id] += 1
-        return SampledToken(forced[count]) if count < len(forced) else sampled
-
-    def close(self) -> None:
-        self.inner.close()
-
-
-def feed(
-    llm: LLM,
-    prompts: Sequence[list[int]],
-    forced: Sequence[list[int]],
-    params: Sequence[SamplingParams],
-    observe: Observe | None = None,
-) -> list[RequestOutput]:
-    """Complete prompts in a fresh engine, the first tokens of each output given. Raises the first request's error."""
-    llm.llm_engine.executor = Forced(llm.llm_engine.executor, forced, observe)  # pyright: ignore[reportArgumentType]
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-    for output in outputs:
-        if output.error is not None:
-            raise output.error
-    return outputs
-
 
 # Texts
 
@@ -249,11 +191,11 @@ def compare(args: argparse.Namespace, trial: Trial, texts: Sequence[Text], refer
 
 def trial_of(args: argparse.Namespace, method: str, budgets: list[int] | None, texts: Sequence[Text]) -> Trial:
     if method in KARA:
-        compression = accuracy.kara(args.retention, window=args.window, buffer=args.buffer, method=method)
+        compression = compressions.kara(args.retention, window=args.window, buffer=args.buffer, method=method)
         return Trial(name=method, compression=compression)
     assert budgets is not None
-    recent = accuracy.recent_of(method, args.recent, budgets, (len(text.prompt) for text in texts))
-    return Trial(name=method, compression=accuracy.threshold(method, recent=recent, gap=args.gap), budgets=budgets)
+    recent = compressions.recent_of(method, args.recent, budgets, (len(text.prompt) for text in texts))
+    return Trial(name=method, compression=compressions.threshold(method, recent=recent, gap=args.gap), budgets=budgets)
 
 
 # Figures
@@ -269,7 +211,7 @@ def half_width(values: Sequence[Sequence[float]]) -> float:
     means = [float(np.mean(of_text)) for of_text in values]
     if len(means) < 2:
         return float("nan")
-    return NormalDist().inv_cdf((1 + accuracy.CONFIDENCE) / 2) * stdev(means) / sqrt(len(means))
+    return NormalDist().inv_cdf((1 + intervals.CONFIDENCE) / 2) * stdev(means) / sqrt(len(means))
 
 
 def parts_of(values: Sequence[Sequence[float]], parts: int) -> list[float]:
@@ -301,7 +243,7 @@ def show(outcomes: Mapping[str, Outcome]) -> str:
     divergence = [row(name, outcome, outcome.divergence, ".4f", 1) for name, outcome in outcomes.items()]
     return "\n".join(
         [
-            f"Positions whose most likely token is the full cache's, in %, with {accuracy.CONFIDENCE:.0%} intervals",
+            f"Positions whose most likely token is the full cache's, in %, with {intervals.CONFIDENCE:.0%} intervals",
             report.table(["", "entries kept\nat the end, %", "all", *quarters], agreement),
             "",
             "KL(full || compressed), nats a position",
@@ -348,7 +290,7 @@ def plot(path: Path, title: str, outcomes: Mapping[str, Outcome]) -> None:
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.agreement",
+        prog="python -m benchmarks.quality.agreement",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -366,10 +308,17 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--max-tokens", type=int, default=2048, help="generated for a question of --dataset (default 2048)")
     add("--texts", type=int, default=32, metavar="N", help="at most (default 32)")
     add("--retention", default="0.3", help="of Kara (default 0.3)")
-    add("--window", type=int, default=accuracy.WINDOW, help=f"of Kara (default {accuracy.WINDOW})")
-    add("--buffer", type=int, default=accuracy.BUFFER, help=f"of Kara (default {accuracy.BUFFER})")
-    add("--recent", type=int, default=accuracy.RECENT, help=f"last entries of the others (default {accuracy.RECENT})")
-    add("--gap", type=int, default=accuracy.GAP, help=f"from a budget to its threshold (default {accuracy.GAP})")
+    add("--window", type=int, default=compressions.WINDOW, help=f"of Kara (default {compressions.WINDOW})")
+    add("--buffer", type=int, default=compressions.BUFFER, help=f"of Kara (default {compressions.BUFFER})")
+    add(
+        "--recent",
+        type=int,
+        default=compressions.RECENT,
+        help=f"last entries of the others (default {compressions.RECENT})",
+    )
+    add(
+        "--gap", type=int, default=compressions.GAP, help=f"from a budget to its threshold (default {compressions.GAP})"
+    )
     add("--methods", nargs="+", choices=METHODS, default=METHODS, metavar="M", help="kara and others (default: all)")
     add("--max-num-seqs", type=int, default=32, metavar="N", help="at once (default 32)")
     add("--output", type=Path, default=Path("benchmark-output"), metavar="DIR")
@@ -379,7 +328,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     require(args.text is None or args.dataset is None, "--text", args.text, "not together with --dataset")
     fits = 1 <= args.prompt_tokens < args.length
     require(fits, "--prompt-tokens", args.prompt_tokens, f"at least 1 and less than --length {args.length}")
-    accuracy.check_retention("--retention", args.retention)
+    compressions.check_retention("--retention", args.retention)
     accuracy.unique(args.methods, "--methods")
     require(args.methods[0] == "kara", "--methods", " ".join(args.methods), "kara first: it sets the budgets")
     return args
@@ -388,9 +337,9 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 def run_agreement(arguments: Sequence[str]) -> None:
     args = parse_arguments(arguments)
     texts = make_texts(args)
-    provenance = report.provenance("benchmarks.agreement", arguments)
+    provenance = machine.provenance("benchmarks.quality.agreement", arguments)
     prompt, output = (sum(len(text[i]) for text in texts) / len(texts) for i in (0, 1))
-    print(report.describe(provenance["machine"]))
+    print(machine.describe(provenance["machine"]))
     print(f"{len(texts)} texts: on average {prompt:.0f} tokens of prompt, {output:.0f} that are predicted", flush=True)
     written: dict[str, Any] = {**provenance, "texts": len(texts), "prompt_tokens": prompt, "output_tokens": output}
     outcomes: dict[str, Outcome] = {}

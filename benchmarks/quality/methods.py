@@ -1,6 +1,6 @@
 """Every method under every policy it allows, on the same problems: answers, speed, memory.
 
-    python -m benchmarks.methods
+    python -m benchmarks.quality.methods
 
 The problems are those of the demo (benchmarks/demo.py): a small reasoning model runs programs line by line, in a KV
 pool that holds a quarter of what is wanted. By windows ("periodic", "pressure") a method keeps a quarter of each window
@@ -20,9 +20,9 @@ import msgspec
 import torch
 from matplotlib.figure import Figure
 
-from benchmarks import report
-from benchmarks.demo import MAX_NUM_SEQS, PROBLEMS, Demo, Run
-from benchmarks.variants import Variant
+from benchmarks.common import machine, report
+from benchmarks.common.problem_sets import MAX_NUM_SEQS, PROBLEMS, ProblemSet, Run
+from benchmarks.common.variants import Variant
 from kvllm import CompressionConfig
 from kvllm.config import METHODS, RAGGED_METHODS, WINDOW_METHODS, require
 from kvllm.errors import KvLLMError
@@ -35,7 +35,9 @@ OPTIONS = {"buffer": 32, "query_window": 32, "chunk_budget": 8}
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.methods", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.quality.methods",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--methods", nargs="+", choices=METHODS, default=METHODS, metavar="M", help="default: all of them")
@@ -113,15 +115,15 @@ def run_methods(arguments: Sequence[str]) -> None:
     args = parse_arguments(arguments)
     if args.threads:
         torch.set_num_threads(args.threads)
-    demo = Demo(args.problems, args.max_num_seqs, args.seed)
-    provenance = report.provenance("benchmarks.methods", arguments)
-    print(f"{report.describe(provenance['machine'])}\n{demo.describe()}")
-    demo.warm_up()
+    problem_set = ProblemSet(args.problems, args.max_num_seqs, args.seed)
+    provenance = machine.provenance("benchmarks.quality.methods", arguments)
+    print(f"{machine.describe(provenance['machine'])}\n{problem_set.describe()}")
+    problem_set.warm_up()
     chosen = variants(args.methods, args.policies)
     runs: dict[str, Run] = {}
     for variant in chosen:
         print(f"Running: {variant.name} ...", flush=True)
-        runs[variant.name] = demo.run(variant, use_tqdm=sys.stderr.isatty())
+        runs[variant.name] = problem_set.run(variant, use_tqdm=sys.stderr.isatty())
     print(f"\n{show(runs)}\nEach ran once, one after the other: for speed, see benchmarks.throughput.")
     content: dict[str, Any] = {
         variant.name: {

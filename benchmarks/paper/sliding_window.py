@@ -1,7 +1,8 @@
 """What a plain sliding window saves, and what it costs: four tables over the window's size.
 
-    python -m benchmarks.sliding_window
-    python -m benchmarks.sliding_window --model DIR --prompts math500/test.jsonl --block-size 256 --windows 1024 4096
+    python -m benchmarks.paper.sliding_window
+    python -m benchmarks.paper.sliding_window --model DIR --prompts math500/test.jsonl --block-size 256 \\
+        --windows 1024 4096
 
 Method "sliding_window" under policy "threshold": a sequence that has --drop-blocks blocks more than its window lets go
 of these at its beginning, prompt included. Nothing is copied then, except once where a longer prompt does not end at a
@@ -24,9 +25,11 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from benchmarks import report, runs, throughput
-from benchmarks.variants import Job, Measurement, Variant, make_engine, serve
-from benchmarks.workloads import Request
+from benchmarks.common import engines, report, runs
+from benchmarks.common.jobs import Job, make_engine, serve
+from benchmarks.common.measurement import Measurement
+from benchmarks.common.variants import Variant
+from benchmarks.common.workloads import Request
 from kvllm.config import CompressionConfig, EngineConfig, require
 from kvllm.core.compression_policy import Compression, peak_blocks
 from kvllm.errors import ConfigError, KvLLMError
@@ -108,10 +111,10 @@ def make_jobs(
     """The full cache (None) and every window, in a pool of `num_blocks` or (None) of what the arguments say."""
     options = argparse.Namespace(**vars(args))
     options.num_gpu_blocks_override = num_blocks or args.num_gpu_blocks_override
-    jobs = {None: throughput.make_job(options, Variant(FULL), path, model, requests)}
+    jobs = {None: engines.make_job(options, Variant(FULL), path, model, requests)}
     for window in args.windows:
         variant = Variant(f"window {window}", window_config(args, window))
-        jobs[window] = throughput.make_job(options, variant, path, model, requests)
+        jobs[window] = engines.make_job(options, variant, path, model, requests)
     return jobs
 
 
@@ -242,11 +245,11 @@ def plot(path: Path, title: str, results: Sequence[Result]) -> None:
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = runs.make_parser("benchmarks.sliding_window", __doc__, PRESETS)
+    parser = runs.make_parser("benchmarks.paper.sliding_window", __doc__, PRESETS)
     add = parser.add_argument
     add("--windows", type=int, nargs="+", help="window sizes, in entries")
     add("--drop-blocks", type=int, default=1, help="blocks let go at a time (default 1)")
-    throughput.add_engine_arguments(parser)("--max-num-seqs", type=int)
+    engines.add_engine_arguments(parser)("--max-num-seqs", type=int)
     args = runs.parse(parser, PRESETS, arguments)
     if len(set(args.windows)) < len(args.windows):
         raise ConfigError(f"--windows {' '.join(map(str, args.windows))}: each may be given once")
@@ -265,7 +268,7 @@ def measure_windows(arguments: Sequence[str]) -> None:
         ample = make_jobs(args, path, model, requests, blocks_for_all(args, requests))
         small = make_jobs(args, path, model, requests, None)
         totals = runs.totals(workload, requests)
-        provenance = runs.announce("benchmarks.sliding_window", arguments, totals)
+        provenance = runs.announce("benchmarks.paper.sliding_window", arguments, totals)
         full: list[list[int]] = []
         for window, job in ample.items():
             tokens, in_ample = generate(job)

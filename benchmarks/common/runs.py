@@ -15,14 +15,13 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
-from benchmarks import report, throughput, workloads
+from benchmarks.common import engines, machine, shapes, workloads
+from benchmarks.common.jobs import Job
+from benchmarks.common.variants import Variant
+from benchmarks.common.workloads import Request
 from benchmarks.reasoner.tasks import make_problem
 from benchmarks.reasoner.tokenizer import encode
-from benchmarks.simulated_tables import PAPER as PAPER
-from benchmarks.simulated_tables import PUBLISHED
-from benchmarks.variants import Job, Measurement, Variant
-from benchmarks.workloads import Request
-from kvllm.config import CompressionConfig, require
+from kvllm.config import require
 from kvllm.errors import ConfigError
 from kvllm.llm import DEFAULT_MODEL
 from kvllm.models.config import ModelConfig, load_model_config
@@ -47,7 +46,7 @@ def make_parser(module: str, description: str | None, presets: Mapping[str, Pres
     add = parser.add_argument
     add("--preset", choices=tuple(presets), default=next(iter(presets)), help="defaults of all that is not given")
     add("--output", type=Path, default=Path("benchmark-output"), metavar="DIR")
-    throughput.add_model_arguments(parser)
+    engines.add_model_arguments(parser)
     add = parser.add_argument_group("requests").add_argument
     add("--num-prompts", type=int)
     add("--input-len", type=int, help="tokens of a prompt of random ids")
@@ -82,8 +81,8 @@ def parse(
 def find_model(args: argparse.Namespace, directory: Path) -> tuple[Path, ModelConfig]:
     """The checkpoint that `--model` names: a directory, "reasoner" (the model that comes with the package), a shape, or
     a config.json under any name. Shapes and configs have random weights; their files are written to `directory`."""
-    if args.model in throughput.SHAPES:
-        path = throughput.named_shape(args.model, directory)
+    if args.model in shapes.SHAPES:
+        path = shapes.named_shape(args.model, directory)
     elif args.model == REASONER:
         path = DEFAULT_MODEL
     elif Path(args.model).is_file():
@@ -117,7 +116,7 @@ def make_requests(args: argparse.Namespace, path: Path, model: ModelConfig) -> t
         lengths = [(args.input_len, n) for n in output_lengths(args, rng, args.num_prompts)]
         requests = workloads.random_requests(rng, lengths, model.vocab_size)
         name = f"{args.input_len} random ids each, {_describe_lengths(args)}"
-    throughput.check_lengths(args, model, requests)
+    engines.check_lengths(args, model, requests)
     return name, requests
 
 
@@ -164,66 +163,14 @@ def totals(name: str, requests: Sequence[Request]) -> dict[str, Any]:
 
 def announce(module: str, arguments: Sequence[str], requests: Mapping[str, Any]) -> dict[str, Any]:
     """Print what is about to run and where, and return the provenance for the report."""
-    provenance = report.provenance(module, arguments)
-    print(f"{provenance['command']}\n{report.describe(provenance['machine'])}")
+    provenance = machine.provenance(module, arguments)
+    print(f"{provenance['command']}\n{machine.describe(provenance['machine'])}")
     print(
         "Workload: {name}: {requests} requests, {prompt_tokens} + {output_tokens} tokens, the longest output "
         "{longest_output}.".format(**requests),
         flush=True,
     )
     return provenance
-
-
-# Variants
-
-
-def paper_variants(block_size: int) -> dict[str, Variant]:
-    """What the paper compares, and KvLLM's own modes, by the name they have on the command line.
-
-    The paper's numbers are for blocks of 256 tokens (SnapKV from 1280 to 1025 entries; KvLLM 257 of 768 every 128
-    steps, buffer 32); with other blocks they are scaled.
-    """
-    require(block_size >= 8, "--block-size", block_size, "at least 8: the paper's numbers are scaled by it")
-    threshold, budget = 5 * block_size, 4 * block_size + 1
-    eighth = block_size // 8
-    snapkv = CompressionConfig(
-        method="snapkv",
-        policy="threshold",
-        threshold_tokens=threshold,
-        budget_tokens=budget,
-        query_window=eighth,
-        buffer=eighth,
-    )
-
-    def kara(**options: Any) -> CompressionConfig:
-        return CompressionConfig(period=block_size // 2, buffer=eighth, chunk_budget=eighth, **options)
-
-    return {
-        "vanilla": Variant("vanilla"),
-        "snapkv": Variant(f"SnapKV, {threshold} to {budget}", snapkv),
-        "periodic": Variant(
-            f"KvLLM periodic, {block_size + 1} of {3 * block_size}", kara(retain_tokens=block_size + 1)
-        ),
-        "periodic-blocks": Variant("KvLLM periodic, 1 block of 3", kara()),
-        "pressure": Variant("KvLLM pressure, 1 block of 3", kara(policy="pressure")),
-    }
-
-
-def published_gain(variant: str) -> str:
-    """The paper's gain in output throughput over vanilla, where it is known to us."""
-    return {"vanilla": "", "periodic": PUBLISHED["Kara, 257 of 768"]}.get(variant, "not known")
-
-
-def add_variant_arguments(parser: argparse.ArgumentParser) -> None:
-    names = tuple(paper_variants(256))
-    parser.add_argument("--variants", nargs="+", choices=names, default=names, metavar="V", help=", ".join(names))
-
-
-def chosen_variants(args: argparse.Namespace) -> dict[str, Variant]:
-    if len(set(args.variants)) < len(args.variants):
-        raise ConfigError(f"--variants {' '.join(args.variants)}: each may be given once")
-    variants = paper_variants(args.block_size)
-    return {name: variants[name] for name in args.variants}
 
 
 def make_jobs(
@@ -243,35 +190,11 @@ def make_jobs(
     require(args.block_size >= 1, "--block-size", args.block_size, "between 1 and 256")
     options = argparse.Namespace(**vars(args))
     largest = {"block_size": args.block_size, "max_num_seqs": max(max_num_seqs), "dtype": args.dtype}
-    options.num_gpu_blocks_override = throughput.pool_blocks(args, largest, model, requests)
+    options.num_gpu_blocks_override = engines.pool_blocks(args, largest, model, requests)
     jobs: dict[int, dict[str, Job]] = {}
     for number in max_num_seqs:
         options.max_num_seqs = number
         jobs[number] = {
-            name: throughput.make_job(options, variant, path, model, requests) for name, variant in variants.items()
+            name: engines.make_job(options, variant, path, model, requests) for name, variant in variants.items()
         }
     return jobs
-
-
-# The physical limit
-
-
-def memory_limit(limit: Mapping[str, float | None], run: Measurement) -> float | None:
-    """Output tokens/s that a run's own steps would allow if each took no longer than reading the weights and the blocks
-    in use once from memory. None if all of that fits into the CPU's last-level cache."""
-    weights, bandwidth = limit["weight_bytes"], limit["read_bytes_per_s"]
-    assert weights is not None and bandwidth is not None
-    step = weights + run.mean_blocks * run.block_bytes
-    if run.device == "cpu" and step <= (report.last_level_cache() or 0):
-        return None
-    return run.output_tokens * bandwidth / (run.steps * step)
-
-
-def show_memory_limit(limit: Mapping[str, float | None]) -> str:
-    weights, bandwidth = limit["weight_bytes"], limit["read_bytes_per_s"]
-    assert weights is not None and bandwidth is not None
-    return (
-        f"Weights read in a step: {weights / 1e6:,.0f} MB; memory is read at {bandwidth / 1e9:,.1f} GB/s. The column "
-        "'memory allows' is what\na run's steps would reach if reading the weights and the KV blocks in use once were "
-        "all that they cost."
-    )

@@ -1,6 +1,6 @@
 """Which tokens of a window survive, before and after Token2Chunk, drawn over the text (paper, figure 7).
 
-    python -m benchmarks.figure_7
+    python -m benchmarks.paper.figure_7
 
 One problem is answered, and one of the windows that Kara compresses meanwhile is looked at. Every layer and KV head
 chooses for itself, so what is drawn of a token is the share of them that keep it, in three sets: the candidates, which
@@ -27,9 +27,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from benchmarks import accuracy, report
-from benchmarks.accuracy import REASONER
-from benchmarks.questions import QuestionSource
+from benchmarks.common import accuracy, compressions, machine, report
+from benchmarks.common.questions import QuestionSource
+from benchmarks.common.trials import REASONER
 from benchmarks.reasoner.tasks import DEFAULT_SIZE, DEFAULT_TASK, TASKS
 from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.compression.methods import kara
@@ -230,7 +230,9 @@ def content(tokens: Sequence[str], window: Window) -> dict[str, Any]:
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.figure_7", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.paper.figure_7",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--model", default=REASONER, metavar="DIR", help="a checkpoint (default: the model of the package)")
@@ -248,27 +250,27 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--max-chunk", type=int, default=8, help="longest chunk (default 8)")
     add("--output", type=Path, default=Path("benchmark-output"), metavar="DIR")
     args = parser.parse_args(arguments)
-    accuracy.check_retention("--retention", args.retention)
+    compressions.check_retention("--retention", args.retention)
     return args
 
 
 def run_figure(arguments: Sequence[str]) -> None:
     args = parse_arguments(arguments)
-    compression = accuracy.kara(
+    compression = compressions.kara(
         args.retention,
         window=args.window,
         buffer=args.buffer,
         chunk_budget=args.chunk_budget,
         max_chunk=args.max_chunk,
     )
-    provenance = report.provenance("benchmarks.figure_7", arguments)
+    provenance = machine.provenance("benchmarks.paper.figure_7", arguments)
     tokens, windows = observe(args, compression)
     require(1 <= args.event <= len(windows), "--event", args.event, f"from 1 to {len(windows)}, this text's windows")
     window = windows[args.event - 1]
     tokens = tokens[window.position : window.position + args.window]
     lines = {name: [*window.shares(name), *[1.0] * args.buffer] for name in (CANDIDATES, KEPT)}
     title = f"Window {args.event} of {len(windows)}, from position {window.position}"
-    print(f"{report.describe(provenance['machine'])}\n{title}\n\n{render(tokens, lines)}\n\n{show(window)}")
+    print(f"{machine.describe(provenance['machine'])}\n{title}\n\n{render(tokens, lines)}\n\n{show(window)}")
     report.write_json(
         args.output / "figure_7.json",
         {**provenance, "compression": msgspec.to_builtins(compression), **content(tokens, window)},

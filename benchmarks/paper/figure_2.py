@@ -1,7 +1,7 @@
 """What survives of each region of a text after repeated compression (figure 2 of the Kara paper).
 
-    python -m benchmarks.figure_2 --model DIR --prompts math500/test.jsonl
-    python -m benchmarks.figure_2 --preset cpu
+    python -m benchmarks.paper.figure_2 --model DIR --prompts math500/test.jsonl
+    python -m benchmarks.paper.figure_2 --preset cpu
 
 Every method generates the same number of tokens for the same prompts, one run after the other. Meanwhile the position
 in the text of every entry of the cache is followed, for each layer and KV head. At the end the text, prompt included,
@@ -27,8 +27,9 @@ import msgspec
 import torch
 from torch import Tensor
 
-from benchmarks import report, runs, throughput
-from benchmarks.variants import Job, Variant, make_engine, serve
+from benchmarks.common import engines, kara_paper, report, runs
+from benchmarks.common.jobs import Job, make_engine, serve
+from benchmarks.common.variants import Variant
 from kvllm.config import METHODS, RAGGED_METHODS, WINDOW_METHODS, CompressionConfig, require
 from kvllm.core.executor import Executor
 from kvllm.core.protocol import CompressionJob, StepPlan, StepResult
@@ -153,7 +154,7 @@ def make_jobs(args: argparse.Namespace, path: Path, model: Any, requests: list[A
         raise ConfigError(f"--methods {' '.join(methods)}: each may be given once")
     options = argparse.Namespace(**vars(args), max_num_seqs=len(requests))
     return {
-        name: throughput.make_job(options, Variant(name, compression(args, name)), path, model, requests)
+        name: engines.make_job(options, Variant(name, compression(args, name)), path, model, requests)
         for name in methods
     }
 
@@ -210,7 +211,7 @@ def plot(path: Path, title: str, results: dict[str, dict[str, Any]]) -> None:
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = runs.make_parser("benchmarks.figure_2", __doc__, PRESETS)
+    parser = runs.make_parser("benchmarks.paper.figure_2", __doc__, PRESETS)
     add = parser.add_argument
     add(
         "--methods",
@@ -223,7 +224,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--threshold", type=int, help="entries at which a whole cache is compressed (default: 5 blocks)")
     add("--budget", type=int, help="entries that are left then (default: 4 blocks and one entry)")
     add("--regions", type=int, default=10, help="equal parts of the text (default 10)")
-    throughput.add_engine_arguments(parser)
+    engines.add_engine_arguments(parser)
     args = runs.parse(parser, PRESETS, arguments)
     require(args.regions >= 1, "--regions", args.regions, "at least 1")
     require(args.block_size >= 8, "--block-size", args.block_size, "at least 8: buffers are an eighth of it")
@@ -244,20 +245,20 @@ def draw_figure(arguments: Sequence[str]) -> None:
         require(args.regions <= shortest, "--regions", args.regions, f"at most the shortest text's {shortest} entries")
         jobs = make_jobs(args, path, model, requests)
         totals = runs.totals(workload, requests)
-        provenance = runs.announce("benchmarks.figure_2", arguments, totals)
+        provenance = runs.announce("benchmarks.paper.figure_2", arguments, totals)
         for name, job in jobs.items():
             results[name] = follow(job, args.regions)
             print(f"{name}: {results[name]['events_per_sequence']:.1f} compressions of a sequence", flush=True)
     print(f"\n{table(results, 'survivors', 'entries that survive')}\n")
     print(table(results, "lost", "layers and heads without any"))
-    print(f"\nPublished ({runs.PAPER}): a figure, whose numbers are not known to us.")
+    print(f"\nPublished ({kara_paper.PAPER}): a figure, whose numbers are not known to us.")
     print(
         "The limit: what is kept of all is given by the settings, so no method can keep more of one region without "
         "keeping\nless of another. Methods whose 'all' differ are not comparable."
     )
     content = {
         **provenance,
-        "paper": runs.PAPER,
+        "paper": kara_paper.PAPER,
         "model": {"name": args.model, **msgspec.to_builtins(model)},
         "workload": totals,
         "methods": {

@@ -1,6 +1,6 @@
 """What the parts of Kara contribute (paper, table 1).
 
-    python -m benchmarks.table_1
+    python -m benchmarks.paper.table_1
 
 Kara, Kara whose windows are scored by the queries of the buffer alone instead of all of them (no bidirectional
 attention), and Kara that keeps the best single entries instead of completing chunks (no Token2Chunk), all with the same
@@ -13,36 +13,36 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from benchmarks import accuracy
-from benchmarks.accuracy import Trial
+from benchmarks.common import accuracy, compressions
+from benchmarks.common.trials import FULL, Trial
 from kvllm.errors import KvLLMError
 
 PARTS = {"kara": "Kara", "kara_no_bi": "no bidirectional attention", "kara_no_token2chunk": "no Token2Chunk"}
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = accuracy.make_parser("benchmarks.table_1", __doc__)
+    parser = accuracy.make_parser("benchmarks.paper.table_1", __doc__)
     parser.add_argument("--retention", default="0.4", help="default: 0.4")
-    parser.add_argument("--window", type=int, default=accuracy.WINDOW, help=f"default: {accuracy.WINDOW}")
-    parser.add_argument("--buffer", type=int, default=accuracy.BUFFER, help=f"default: {accuracy.BUFFER}")
+    parser.add_argument("--window", type=int, default=compressions.WINDOW, help=f"default: {compressions.WINDOW}")
+    parser.add_argument("--buffer", type=int, default=compressions.BUFFER, help=f"default: {compressions.BUFFER}")
     args = parser.parse_args(arguments)
-    accuracy.check_retention("--retention", args.retention)
+    compressions.check_retention("--retention", args.retention)
     return args
 
 
 def trials_of(args: argparse.Namespace) -> list[Trial]:
     options = {"window": args.window, "buffer": args.buffer}
     parts = [
-        Trial(name=name, compression=accuracy.kara(args.retention, method=method, **options))
+        Trial(name=name, compression=compressions.kara(args.retention, method=method, **options))
         for method, name in PARTS.items()
     ]
-    return [*parts, Trial(name=accuracy.FULL)]
+    return [*parts, Trial(name=FULL)]
 
 
 def main() -> None:
     try:
         args = parse_arguments(sys.argv[1:])
-        accuracy.run_comparison("benchmarks.table_1", sys.argv[1:], args, trials_of(args))
+        accuracy.run_comparison("benchmarks.paper.table_1", sys.argv[1:], args, trials_of(args))
     except KvLLMError as error:
         sys.exit(f"error: {error}")
 

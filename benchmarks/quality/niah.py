@@ -1,7 +1,7 @@
 """A needle in a haystack: is a fact in a long prompt found again when the prompt is compressed?
 
-    python -m benchmarks.niah
-    python -m benchmarks.niah --question-after
+    python -m benchmarks.quality.niah
+    python -m benchmarks.quality.niah --question-after
 
 Several problems for each depth of the needle and each length of the prompt: sentences that say nothing, one that gives
 a name its value, and behind them the question for that name (benchmarks/reasoner/recall.py). Prompts are compressed as
@@ -30,9 +30,9 @@ import msgspec
 from matplotlib.figure import Figure
 from msgspec import structs
 
-from benchmarks import accuracy, report
-from benchmarks.accuracy import REASONER, Outcome, Trial
-from benchmarks.agreement import feed
+from benchmarks.common import accuracy, compressions, intervals, machine, report
+from benchmarks.common.teacher_forcing import feed
+from benchmarks.common.trials import REASONER, Outcome, Trial, percent
 from benchmarks.reasoner.problems import Problem, grade
 from benchmarks.reasoner.recall import hide
 from benchmarks.reasoner.tasks import TASKS
@@ -134,9 +134,9 @@ def trial_of(args: argparse.Namespace, method: str, budgets: list[int]) -> Trial
         return Trial(name=method)
     if method in WINDOW_METHODS:
         options = {"window": args.window, "buffer": args.buffer, "method": method, "compress_prompt": True}
-        return Trial(name=method, compression=accuracy.kara(args.retention, **options))
+        return Trial(name=method, compression=compressions.kara(args.retention, **options))
     # With a smaller gap, methods that keep more in some heads than in others would not know their last `buffer` tokens.
-    compression = accuracy.threshold(method, recent=args.buffer, gap=2 * args.buffer)
+    compression = compressions.threshold(method, recent=args.buffer, gap=2 * args.buffer)
     return Trial(name=method, compression=structs.replace(compression, protect_prompt=False), budgets=budgets)
 
 
@@ -162,10 +162,10 @@ def show(needles: Sequence[Needle], outcomes: Mapping[str, Outcome]) -> str:
     rows = []
     for name, outcome in outcomes.items():
         columns = zip(*cells(needles, outcome.right), strict=True)
-        difference = accuracy.paired_difference(outcome.right, outcomes[KARA].right)
+        difference = intervals.paired_difference(outcome.right, outcomes[KARA].right)
         against = "" if name == KARA else f"{difference.text} (p {difference.p_value:.1g})"
         by_length = [f"{100 * mean(column):.0f}" for column in columns]
-        rows.append([name, f"{100 * outcome.kept:.1f}", accuracy.percent(outcome), against, *by_length])
+        rows.append([name, f"{100 * outcome.kept:.1f}", percent(outcome), against, *by_length])
     header = ["", "entries kept\nat the end, %", "right answers,\n%", "minus Kara,\npoints"]
     header += [f"{length}\ntokens" for length in lengths(needles)]
     return report.table(header, rows)
@@ -206,7 +206,9 @@ def plot(path: Path, title: str, args: argparse.Namespace, needles: Sequence[Nee
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     task = TASKS["needle"]
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.niah", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.quality.niah",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--model", default=REASONER, metavar="DIR", help="a checkpoint of the reasoner (default: the package's)")
@@ -228,7 +230,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     fits = all(task.smallest <= sentences <= task.largest for sentences in args.sentences)
     require(fits, "--sentences", args.sentences, f"numbers from {task.smallest} to {task.largest}")
     require(all(0 <= depth <= 1 for depth in args.depths), "--depths", args.depths, "numbers from 0 to 1")
-    accuracy.check_retention("--retention", args.retention)
+    compressions.check_retention("--retention", args.retention)
     accuracy.unique(args.methods, "--methods")
     return args
 
@@ -237,8 +239,8 @@ def run_niah(arguments: Sequence[str]) -> None:
     args = parse_arguments(arguments)
     tokenizer = load_tokenizer(accuracy.path_of(args))
     needles = make_needles(args, tokenizer)
-    provenance = report.provenance("benchmarks.niah", arguments)
-    print(f"{report.describe(provenance['machine'])}\n{len(needles)} questions", flush=True)
+    provenance = machine.provenance("benchmarks.quality.niah", arguments)
+    print(f"{machine.describe(provenance['machine'])}\n{len(needles)} questions", flush=True)
     written: dict[str, Any] = {
         **provenance,
         "depths": list(args.depths),
@@ -251,17 +253,17 @@ def run_niah(arguments: Sequence[str]) -> None:
     for method in (FULL, KARA, *args.methods):
         trial = trial_of(args, method, outcomes[KARA].entries if KARA in outcomes else [])
         outcomes[method] = outcome = run(args, trial, needles, tokenizer)
-        print(f"  {method}: {accuracy.percent(outcome)} % right", flush=True)
+        print(f"  {method}: {percent(outcome)} % right", flush=True)
         written["methods"][method] = {
             "compression": msgspec.to_builtins(trial.compression),
             "accuracy": outcome.accuracy,
-            "interval": accuracy.interval(sum(outcome.right), len(outcome.right)),
+            "interval": intervals.interval(sum(outcome.right), len(outcome.right)),
             "cells": cells(needles, outcome.right),
             "kept": outcome.kept,
             **msgspec.to_builtins(outcome),
         }
         report.write_json(args.output / "niah.json", written)
-    print(f"\nRight answers with {accuracy.CONFIDENCE:.0%} intervals, then by length of the prompt")
+    print(f"\nRight answers with {intervals.CONFIDENCE:.0%} intervals, then by length of the prompt")
     print(show(needles, outcomes))
     asked = "after the prompt is compressed" if args.question_after else "with the prompt"
     title = f"A needle in a haystack; of the prompt, Kara keeps {args.retention}; the question comes {asked}"

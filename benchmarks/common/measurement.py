@@ -1,77 +1,19 @@
-"""Engine variants that a benchmark runs side by side, and what is measured of a run.
-
-As a program it runs one variant in a process of its own: a job as JSON on stdin, a measurement as JSON on stdout.
-"""
+"""What is measured of a run of the engine."""
 
 from __future__ import annotations
 
 import resource
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import ceil
 from statistics import mean
-from typing import Any, Literal, get_args
+from typing import Any
 
-import msgspec
 from msgspec import Struct
 
-from benchmarks import report
-from benchmarks.workloads import Request
-from kvllm import LLM, CompressionConfig, RequestOutput, SamplingParams
-from kvllm.attention.registry import BACKENDS
-from kvllm.config import METHODS
-from kvllm.errors import ConfigError, KvLLMError
-from kvllm.llm import DTYPES
-
-VANILLA = "vanilla"
-ENGINE_OPTIONS = {
-    "block_size": int,
-    "dtype": Literal["auto", *DTYPES],
-    "attention_backend": Literal["auto", *BACKENDS],
-    "enable_prefix_caching": bool,
-    "max_num_seqs": int,
-    "max_num_batched_tokens": int,
-}
-WARM_UP_TOKENS = 8
-
-
-class Variant(Struct, frozen=True):
-    """One way to run the engine. `engine` holds keywords of `LLM`, and of those only what differs from the others'."""
-
-    name: str
-    compression: CompressionConfig | None = None
-    engine: dict[str, Any] = {}
-
-
-def parse_variant(text: str) -> Variant:
-    """Read `vanilla`, a compression method, or either with settings: `kara:period=32,window_blocks=3,block_size=16`.
-
-    Raises ConfigError for unknown methods and settings, and for values that CompressionConfig refuses.
-    """
-    method, _, settings = text.partition(":")
-    if method not in (VANILLA, *METHODS):
-        allowed = ", ".join((VANILLA, *METHODS))
-        raise ConfigError(f"variant {text!r}: {method!r} is no variant: choose one of {allowed}")
-    fields = {} if method == VANILLA else {f.name: f.type for f in msgspec.structs.fields(CompressionConfig)}
-    fields.pop("method", None)
-    compression: dict[str, Any] = {}
-    engine: dict[str, Any] = {}
-    for setting in filter(None, settings.split(",")):
-        name, equals, value = setting.partition("=")
-        if not equals or name not in (*fields, *ENGINE_OPTIONS):
-            allowed = ", ".join((*fields, *ENGINE_OPTIONS))
-            raise ConfigError(f"variant {text!r}: {setting!r} is no setting: write name=value with one of {allowed}")
-        target, type_ = (compression, fields[name]) if name in fields else (engine, ENGINE_OPTIONS[name])
-        try:
-            target[name] = msgspec.convert(value, type_, strict=False)
-        except msgspec.ValidationError as error:
-            choices = f": choose one of {', '.join(get_args(type_))}" if get_args(type_) else ""
-            raise ConfigError(f"variant {text!r}: {setting!r}: {error}{choices}") from None
-    if method == VANILLA:
-        return Variant(text, None, engine)
-    return Variant(text, CompressionConfig(method=method, **compression), engine)
+from benchmarks.common import machine
+from kvllm import LLM, RequestOutput, SamplingParams
 
 
 class Measurement(Struct, kw_only=True):
@@ -149,10 +91,10 @@ def measure(
     stats.longest_stall_seconds = 0.0  # in a warm-up, kernels may be compiled
     steps_before = stats.steps
     with _step_rates(llm) as rates:
-        others_before, begin = report.cpu_seconds_of_others(), time.perf_counter()
+        others_before, begin = machine.cpu_seconds_of_others(), time.perf_counter()
         outputs = llm.generate(prompts, sampling_params, use_tqdm)
         seconds = time.perf_counter() - begin
-        others = report.cpu_seconds_of_others() - others_before
+        others = machine.cpu_seconds_of_others() - others_before
     for output in outputs:
         if output.error is not None:
             raise output.error
@@ -211,58 +153,3 @@ def _step_rates(llm: LLM) -> Iterator[list[float]]:
         yield rates
     finally:
         del engine.step
-
-
-class Job(Struct, kw_only=True):
-    """A variant with everything that it shares with the others. `engine` holds keywords of `LLM`."""
-
-    model: str
-    engine: dict[str, Any]
-    compression: CompressionConfig | None
-    requests: list[Request]
-
-
-def make_engine(job: Job) -> LLM:
-    return LLM(job.model, compression=job.compression, **job.engine)
-
-
-def run(job: Job) -> Measurement:
-    """Load the model, warm up on prompts of the same lengths but other tokens, measure."""
-    llm = make_engine(job)
-    _warm_up(llm, job.requests[: llm.config.max_num_seqs])
-    return serve(llm, job.requests)[1]
-
-
-def serve(llm: LLM, requests: Sequence[Request]) -> tuple[list[RequestOutput], Measurement]:
-    """Generate, greedily, as many tokens as each request asks for, and measure."""
-    prompts = [{"prompt_token_ids": request.prompt_token_ids} for request in requests]
-    params = [SamplingParams(temperature=0, max_tokens=r.output_length, ignore_eos=True) for r in requests]
-    outputs, measurement = measure(llm, prompts, params)
-    generated = [len(output.outputs[0].token_ids) for output in outputs]
-    if generated != [request.output_length for request in requests]:
-        raise RuntimeError(f"requests did not generate the tokens they were asked for: {generated}")
-    return outputs, measurement
-
-
-def _warm_up(llm: LLM, requests: list[Request]) -> None:
-    """Prompts of one repeated token share no beginning with random or written ones: they leave no prefix to hit."""
-    vocab_size = llm.model_config.vocab_size
-    prompts = [{"prompt_token_ids": [i % vocab_size] * len(r.prompt_token_ids)} for i, r in enumerate(requests)]
-    params = [
-        SamplingParams(temperature=0, max_tokens=min(WARM_UP_TOKENS, r.output_length), ignore_eos=True)
-        for r in requests
-    ]
-    llm.generate(prompts, params, use_tqdm=False)
-
-
-def main() -> None:
-    job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
-    try:
-        measurement = run(job)
-    except KvLLMError as error:
-        sys.exit(str(error))
-    sys.stdout.buffer.write(msgspec.json.encode(measurement))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Throughput and latency over the number of sequences that may run at once (tables 2 and 3 of the Kara paper).
 
-    python -m benchmarks.tables_2_3 --model DIR --prompts math500/test.jsonl
-    python -m benchmarks.tables_2_3 --preset cpu
+    python -m benchmarks.paper.tables_2_3 --model DIR --prompts math500/test.jsonl
+    python -m benchmarks.paper.tables_2_3 --preset cpu
 
 The full cache, SnapKV by threshold, and KvLLM in its modes serve the same requests in the same KV pool; all requests
 are there from the beginning. Every run is a process of its own, and the variants take turns. The default preset has the
@@ -15,7 +15,6 @@ as full ones.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -24,37 +23,10 @@ from typing import Any
 
 import msgspec
 
-from benchmarks import report, runs, throughput
-from benchmarks.variants import Measurement
-from kvllm.config import require
+from benchmarks.common import jobs, kara_paper, limits, report, runs, summary
+from benchmarks.common.measurement import Measurement
 from kvllm.errors import KvLLMError
 
-PRESETS: dict[str, runs.Preset] = {
-    "paper": {
-        "model": "8b",
-        "num_prompts": 500,
-        "input_len": 128,
-        "output_median": 2048,
-        "output_sigma": 0.8,
-        "max_output_len": 8192,
-        "block_size": 256,
-        "max_num_seqs": [16, 32, 64, 128, 256],
-        "pool_fraction": 0.5,
-        "repeats": 3,
-    },
-    "cpu": {
-        "model": "50m",
-        "num_prompts": 24,
-        "input_len": 64,
-        "output_median": 256,
-        "output_sigma": 0.6,
-        "max_output_len": 768,
-        "block_size": 64,
-        "max_num_seqs": [8, 16],
-        "pool_fraction": 0.5,
-        "repeats": 1,
-    },
-}
 PHASES = ("decode_seconds", "prefill_seconds", "recompute_seconds", "score_seconds", "compact_seconds")
 Runs = dict[str, list[Measurement]]
 
@@ -64,8 +36,8 @@ class Row:
 
     def __init__(self, of_variant: list[Measurement], limit: dict[str, float | None]) -> None:
         self.runs = of_variant
-        self.summary = throughput.summarize(of_variant)
-        self.memory_limit = runs.memory_limit(limit, of_variant[0])
+        self.summary = summary.summarize(of_variant)
+        self.memory_limit = limits.memory_limit(limit, of_variant[0])
         self.gains: dict[str, dict[str, float]] = {}
 
     def median(self, figure: str, shape: str) -> str:
@@ -78,7 +50,7 @@ class Row:
 def make_rows(of_variants: Runs, limit: dict[str, float | None]) -> dict[str, Row]:
     rows = {name: Row(measurements, limit) for name, measurements in of_variants.items()}
     for figure in ("output_tokens_per_s", "step_tokens_per_s"):
-        for name, ratio in throughput.ratios(of_variants, figure).items():
+        for name, ratio in summary.ratios(of_variants, figure).items():
             rows[name].gains[figure] = ratio
     return rows
 
@@ -93,7 +65,7 @@ def throughput_table(titles: dict[str, str], rows: dict[str, Row]) -> str:
                 titles[name],
                 row.median("output_tokens_per_s", "{:,.0f}"),
                 row.gain("output_tokens_per_s"),
-                runs.published_gain(name),
+                kara_paper.published_gain(name),
                 row.median("step_tokens_per_s", "{:,.0f}"),
                 row.gain("step_tokens_per_s"),
                 "no limit" if row.memory_limit is None else f"{row.memory_limit:,.0f}",
@@ -153,7 +125,7 @@ def to_json(rows: dict[str, Row], jobs: dict[str, Any], model: str) -> dict[str,
         name: {
             "engine": jobs[name].engine | {"model": model},
             "compression": msgspec.to_builtins(jobs[name].compression),
-            "published_gain": runs.published_gain(name),
+            "published_gain": kara_paper.published_gain(name),
             "gains": row.gains,
             "memory_limit_tokens_per_s": row.memory_limit,
             "summary": row.summary,
@@ -166,51 +138,40 @@ def to_json(rows: dict[str, Row], jobs: dict[str, Any], model: str) -> dict[str,
     }
 
 
-def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = runs.make_parser("benchmarks.tables_2_3", __doc__, PRESETS)
-    runs.add_variant_arguments(parser)
-    parser.add_argument("--repeats", type=int)
-    add = throughput.add_engine_arguments(parser)
-    add("--max-num-seqs", type=int, nargs="+", help="most running sequences: a table for each")
-    args = runs.parse(parser, PRESETS, arguments)
-    require(args.repeats >= 1, "--repeats", args.repeats, "at least 1")
-    return args
-
-
 def measure_tables(arguments: Sequence[str]) -> None:
-    args = parse_arguments(arguments)
-    variants = runs.chosen_variants(args)
+    args = kara_paper.parse_arguments("benchmarks.paper.tables_2_3", __doc__, arguments)
+    variants = kara_paper.chosen_variants(args)
     titles = {name: variant.name for name, variant in variants.items()}
     tables: dict[int, dict[str, Row]] = {}
     with tempfile.TemporaryDirectory() as directory:
         path, model = runs.find_model(args, Path(directory))
         workload, requests = runs.make_requests(args, path, model)
-        jobs = runs.make_jobs(args, variants, path, model, requests, args.max_num_seqs)
+        of_number = runs.make_jobs(args, variants, path, model, requests, args.max_num_seqs)
         totals = runs.totals(workload, requests)
-        provenance = runs.announce("benchmarks.tables_2_3", arguments, totals)
-        pool = jobs[args.max_num_seqs[0]][args.variants[0]].engine["num_gpu_blocks_override"]
+        provenance = runs.announce("benchmarks.paper.tables_2_3", arguments, totals)
+        pool = of_number[args.max_num_seqs[0]][args.variants[0]].engine["num_gpu_blocks_override"]
         print(f"KV pool: {pool} blocks of {args.block_size} tokens.", flush=True)
         limit: dict[str, float | None] = {}
         for number in args.max_num_seqs:
             print(f"\nAt most {number} sequences at once")
-            of_variants = throughput.run_all(jobs[number], args.repeats)
-            limit = limit or throughput.physical_limit(model, args.dtype, of_variants[args.variants[0]][0].device)
+            of_variants = jobs.run_all(of_number[number], args.repeats)
+            limit = limit or limits.physical_limit(model, args.dtype, of_variants[args.variants[0]][0].device)
             tables[number] = rows = make_rows(of_variants, limit)
             print(f"\n{throughput_table(titles, rows)}\n\n{latency_table(titles, rows)}", flush=True)
     print(
         f"\nMedians of {args.repeats} runs; gains are over {titles[args.variants[0]]}, "
         "of runs that followed each other."
     )
-    print(f"'paper': {runs.PAPER}; of its figures only this one is known to us, without its setting.")
-    print(runs.show_memory_limit(limit))
+    print(f"'paper': {kara_paper.PAPER}; of its figures only this one is known to us, without its setting.")
+    print(limits.show_memory_limit(limit))
     content = {
         **provenance,
-        "paper": runs.PAPER,
+        "paper": kara_paper.PAPER,
         "model": {"name": args.model, **msgspec.to_builtins(model)},
         "workload": totals,
         "physical_limit": limit,
         "variants": titles,
-        "tables": {str(number): to_json(rows, jobs[number], args.model) for number, rows in tables.items()},
+        "tables": {str(number): to_json(rows, of_number[number], args.model) for number, rows in tables.items()},
     }
     report.write_json(args.output / "tables_2_3.json", content)
     plot(args.output / "tables_2_3.png", args.model, titles, tables)

@@ -1,0 +1,1 @@
+"""Libraries that the benchmarks share. Scripts import these, and never each other."""

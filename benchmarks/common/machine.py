@@ -1,0 +1,98 @@
+"""The machine that a benchmark ran on: processor, versions, memory bandwidth, and what other processes took.
+
+Every report carries this provenance, so that its figures can be judged and repeated.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+import kvllm
+
+INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+PROBE_BYTES = 512 << 20
+
+
+def provenance(module: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """Everything needed to judge and to repeat a run of `python -m module arguments`."""
+    return {
+        "command": shlex.join(["python", "-m", module, *arguments]),
+        "machine": machine(),
+        "versions": {
+            "kvllm": kvllm.__version__,
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("torch", "transformers", "numpy")},
+        },
+    }
+
+
+def machine() -> dict[str, Any]:
+    """The processor as far as it matters here. `load_average`: processes that ran in the last minute, this one too."""
+    info = _cpu_info()
+    return {
+        "cpu": info.get("model name", platform.processor() or platform.machine()),
+        "cores": len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "instructions": [name for name in INSTRUCTIONS if name in info.get("flags", "").split()],
+        "last_level_cache_bytes": last_level_cache(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "system": platform.platform(),
+        "load_average": round(os.getloadavg()[0], 2),
+    }
+
+
+def describe(machine: Mapping[str, Any]) -> str:
+    """One line about a machine."""
+    return (
+        f"{machine['cpu']}, {machine['cores']} cores ({', '.join(machine['instructions']) or 'no vector extensions'}), "
+        f"{machine['memory_bytes'] / 1e9:.0f} GB, {machine['torch_threads']} torch threads, "
+        f"load average {machine['load_average']}" + "".join(f"; {name}" for name in machine["gpus"])
+    )
+
+
+def last_level_cache() -> int | None:
+    """Bytes of the largest cache, None where the system does not tell."""
+    sizes = [file.read_text().strip() for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    return max((int(size[:-1]) * 1024 for size in sizes if size.endswith("K")), default=None)
+
+
+def read_bandwidth(device: str = "cpu", repeats: int = 10) -> float:
+    """Best rate, in bytes/s, at which an array far larger than any cache is read: on the CPU by all of torch's threads
+    together, elsewhere by all of the device."""
+    array = torch.ones(max(PROBE_BYTES, 4 * (last_level_cache() or 0)) // 4, device=device)
+    array.sum().item()
+    best = float("inf")
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        array.sum().item()  # waits for the device
+        best = min(best, time.perf_counter() - begin)
+    return array.nbytes / best
+
+
+def cpu_seconds_of_others() -> float:
+    """Processor time used so far by everything but this process, what a hypervisor takes away included."""
+    everything, own = psutil.cpu_times(), psutil.Process().cpu_times()
+    busy = sum(everything) - everything.idle - getattr(everything, "iowait", 0.0)
+    busy -= getattr(everything, "guest", 0.0) + getattr(everything, "guest_nice", 0.0)  # parts of user and nice
+    return busy - own.user - own.system
+
+
+def _cpu_info() -> dict[str, str]:
+    """The first processor in /proc/cpuinfo; empty where there is none."""
+    file = Path("/proc/cpuinfo")
+    if not file.is_file():
+        return {}
+    first = file.read_text().split("\n\n")[0]
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {key.strip(): value.strip() for key, _, value in pairs}

@@ -1,0 +1,97 @@
+"""The reasoner's problems in a KV pool that is too small for them, and the engines that solve them."""
+
+from __future__ import annotations
+
+import random
+from statistics import mean
+from typing import Any
+
+from msgspec import Struct
+
+from benchmarks.common import workloads
+from benchmarks.common.measurement import Measurement, measure
+from benchmarks.common.variants import Variant
+from benchmarks.reasoner.problems import grade
+from benchmarks.reasoner.tasks import make_problem
+from benchmarks.reasoner.tokenizer import encode
+from kvllm import LLM, CompressionConfig, SamplingParams
+
+LINES = (26, 40)  # programs of equal length would run in waves, and the last wave decide the time
+BLOCK_SIZE = 16
+POOL_FRACTION = 0.25
+MAX_TOKENS = 1800  # the longest working has about 1,600
+PROBLEMS, MAX_NUM_SEQS = 120, 48
+
+
+# A window has to be as long as it takes until most facts were looked up once: shorter ones keep the wrong entries.
+KARA = CompressionConfig(policy="pressure", period=32, window_blocks=16, retain_blocks=8, buffer=32, chunk_budget=8)
+
+
+class Run(Struct):
+    """One variant's pass over all problems: texts, and for each (right answer, exact working)."""
+
+    measurement: Measurement
+    texts: list[str]
+    grades: list[tuple[bool, bool]]
+
+    @property
+    def right(self) -> int:
+        return sum(right for right, _ in self.grades)
+
+    @property
+    def exact(self) -> int:
+        return sum(exact for _, exact in self.grades)
+
+
+class ProblemSet:
+    """The problems, and the engines that solve them."""
+
+    def __init__(self, num_problems: int, max_num_seqs: int, seed: int) -> None:
+        rng = random.Random(seed)
+        self.problems = [make_problem(rng, rng.randint(*LINES)) for _ in range(num_problems)]
+        self.max_num_seqs = max_num_seqs
+        self.prompt_tokens = [len(encode(problem.prompt)) for problem in self.problems]
+        self.working_tokens = [len(encode(problem.working)) for problem in self.problems]
+
+    def wanted(self, block_size: int) -> int:
+        """Blocks that `max_num_seqs` sequences fill at their ends, going by the mean."""
+        entries = [sum(pair) for pair in zip(self.prompt_tokens, self.working_tokens, strict=True)]
+        return workloads.demand(entries, block_size, self.max_num_seqs)
+
+    def engine(self, variant: Variant) -> dict[str, Any]:
+        """Keywords of `LLM` for a variant. Raises ConfigError if its compression does not fit its block size."""
+        block_size = variant.engine.get("block_size", BLOCK_SIZE)
+        if variant.compression:
+            variant.compression.retained(block_size)
+        return {
+            "dtype": "bfloat16",
+            "block_size": block_size,
+            "max_num_seqs": self.max_num_seqs,
+            "num_gpu_blocks_override": int(POOL_FRACTION * self.wanted(block_size)),
+            **variant.engine,
+        }
+
+    def warm_up(self) -> None:
+        """Bring up threads, caches and kernels with a few problems that are not counted."""
+        llm = LLM(compression=KARA, **self.engine(Variant("warm-up")))
+        prompts = [problem.prompt for problem in ProblemSet(4, 4, seed=0).problems]
+        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=160), use_tqdm=False)
+
+    def run(self, variant: Variant, use_tqdm: bool = False) -> Run:
+        """Solve the problems in a fresh engine."""
+        llm = LLM(compression=variant.compression, **self.engine(variant))
+        sampling_params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+        outputs, measurement = measure(llm, [problem.prompt for problem in self.problems], sampling_params, use_tqdm)
+        texts = [output.outputs[0].text for output in outputs]
+        grades = [grade(problem, text) for problem, text in zip(self.problems, texts, strict=True)]
+        return Run(measurement, texts, grades)
+
+    def describe(self) -> str:
+        wanted, pool = self.wanted(BLOCK_SIZE), self.engine(Variant(""))["num_gpu_blocks_override"]
+        return (
+            f"{len(self.problems)} programs of {LINES[0]} to {LINES[1]} lines, on average "
+            f"{mean(self.prompt_tokens):.0f} tokens of prompt and {mean(self.working_tokens):.0f} of working; "
+            f"up to {self.max_num_seqs} run at once.\n"
+            f"{self.max_num_seqs} sequences end with {wanted} KV blocks of {BLOCK_SIZE} tokens. The pool has {pool}, "
+            f"{POOL_FRACTION:.0%} of that."
+        )

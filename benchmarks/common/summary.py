@@ -1,0 +1,61 @@
+"""Figures of repeated runs: medians, and ratios of runs that followed each other."""
+
+from __future__ import annotations
+
+from statistics import median
+
+from benchmarks.common.measurement import Measurement
+
+SHOWN = {
+    "output_tokens_per_s": ("output tokens/s", "{:.1f}"),
+    "step_tokens_per_s": ("the same, mean over steps", "{:.1f}"),
+    "requests_per_s": ("requests/s", "{:.2f}"),
+    "seconds": ("time, s", "{:.2f}"),
+    "decode_seconds": ("decode, s", "{:.2f}"),
+    "prefill_seconds": ("prefill, s", "{:.2f}"),
+    "recompute_seconds": ("recompute queries, s", "{:.2f}"),
+    "score_seconds": ("score and select, s", "{:.2f}"),
+    "compact_seconds": ("compact, s", "{:.2f}"),
+    "longest_stall_seconds": ("longest wait for a token, s", "{:.3f}"),
+    "mean_latency": ("latency, mean, s", "{:.2f}"),
+    "p99_latency": ("latency, 99th percentile, s", "{:.2f}"),
+    "other_load": ("cores busy with other work", "{:.1f}"),
+    "steps": ("steps", "{:.0f}"),
+    "mean_concurrency": ("mean concurrency", "{:.1f}"),
+    "peak_concurrency": ("peak concurrency", "{:.0f}"),
+    "preemptions": ("preemptions", "{:.0f}"),
+    "tokens_recomputed": ("tokens recomputed", "{:.0f}"),
+    "compression_events": ("compression events", "{:.0f}"),
+    "windows_compressed": ("windows compressed", "{:.0f}"),
+    "blocks_released": ("blocks released", "{:.0f}"),
+}
+MEMORY = {
+    "peak_kv_bytes": "peak KV in use, MiB",
+    "method_state_bytes": "kept by the method beside it, MiB",
+    "peak_event_bytes": "peak of a compression event, MiB",
+    "peak_memory_bytes": "peak process memory, MiB",
+}
+
+
+def summarize(runs: list[Measurement]) -> dict[str, dict[str, float]]:
+    """Median, least and most of each figure over the repeats."""
+    summary = {}
+    for name in (*SHOWN, *MEMORY):
+        values = [getattr(run, name) for run in runs]
+        summary[name] = {"median": median(values), "min": min(values), "max": max(values)}
+    return summary
+
+
+def ratios(runs: dict[str, list[Measurement]], figure: str = "output_tokens_per_s") -> dict[str, dict[str, float]]:
+    """A figure against that of the first variant, within each repeat; the median, least and most of these ratios."""
+    first, *others = runs
+    result = {}
+    for name in others:
+        pairs = [getattr(b, figure) / getattr(a, figure) for a, b in zip(runs[first], runs[name], strict=True)]
+        result[name] = {"median": median(pairs), "min": min(pairs), "max": max(pairs)}
+    return result
+
+
+def spread(values: dict[str, float], shape: str) -> str:
+    middle, least, most = (shape.format(values[key]) for key in ("median", "min", "max"))
+    return middle if least == most else f"{middle} ({least}-{most})"

@@ -1,0 +1,61 @@
+"""Engine variants that a benchmark runs side by side."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import msgspec
+from msgspec import Struct
+
+from kvllm import CompressionConfig
+from kvllm.attention.registry import BACKENDS
+from kvllm.config import METHODS
+from kvllm.errors import ConfigError
+from kvllm.llm import DTYPES
+
+VANILLA = "vanilla"
+ENGINE_OPTIONS = {
+    "block_size": int,
+    "dtype": Literal["auto", *DTYPES],
+    "attention_backend": Literal["auto", *BACKENDS],
+    "enable_prefix_caching": bool,
+    "max_num_seqs": int,
+    "max_num_batched_tokens": int,
+}
+
+
+class Variant(Struct, frozen=True):
+    """One way to run the engine. `engine` holds keywords of `LLM`, and of those only what differs from the others'."""
+
+    name: str
+    compression: CompressionConfig | None = None
+    engine: dict[str, Any] = {}
+
+
+def parse_variant(text: str) -> Variant:
+    """Read `vanilla`, a compression method, or either with settings: `kara:period=32,window_blocks=3,block_size=16`.
+
+    Raises ConfigError for unknown methods and settings, and for values that CompressionConfig refuses.
+    """
+    method, _, settings = text.partition(":")
+    if method not in (VANILLA, *METHODS):
+        allowed = ", ".join((VANILLA, *METHODS))
+        raise ConfigError(f"variant {text!r}: {method!r} is no variant: choose one of {allowed}")
+    fields = {} if method == VANILLA else {f.name: f.type for f in msgspec.structs.fields(CompressionConfig)}
+    fields.pop("method", None)
+    compression: dict[str, Any] = {}
+    engine: dict[str, Any] = {}
+    for setting in filter(None, settings.split(",")):
+        name, equals, value = setting.partition("=")
+        if not equals or name not in (*fields, *ENGINE_OPTIONS):
+            allowed = ", ".join((*fields, *ENGINE_OPTIONS))
+            raise ConfigError(f"variant {text!r}: {setting!r} is no setting: write name=value with one of {allowed}")
+        target, type_ = (compression, fields[name]) if name in fields else (engine, ENGINE_OPTIONS[name])
+        try:
+            target[name] = msgspec.convert(value, type_, strict=False)
+        except msgspec.ValidationError as error:
+            choices = f": choose one of {', '.join(get_args(type_))}" if get_args(type_) else ""
+            raise ConfigError(f"variant {text!r}: {setting!r}: {error}{choices}") from None
+    if method == VANILLA:
+        return Variant(text, None, engine)
+    return Variant(text, CompressionConfig(method=method, **compression), engine)

@@ -1,0 +1,1 @@
+"""Scripts that measure how compression changes answers and predictions."""
