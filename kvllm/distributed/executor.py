@@ -1,4 +1,4 @@
-"""The executor of several ranks: a pool of Ray actors, built anew when one of them dies or hangs."""
+"""The executor of several ranks: a group of Ray actors, built anew when one of them dies or hangs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RayExecutor(Executor):
         self._settings: RunnerSettings | None = None
         self._budget = RestartBudget(max_restarts)
         self._group = group
-        self._groups: list[WorkerGroup] = []  # the one pool, or none
+        self._groups: list[WorkerGroup] = []  # the one group, or none
         acquire_ray(world_size)
         self._finalizer = weakref.finalize(self, _end, self._groups)
         self._groups.append(WorkerGroup(world_size, placement, group))

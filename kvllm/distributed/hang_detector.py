@@ -1,10 +1,10 @@
-"""How a worker that hangs is told from one that works."""
+"""The difference between a worker that hangs and one that works."""
 
 from __future__ import annotations
 
 
 class HangDetector:
-    """When a worker was last heard of, and when it last got further. It says how far it is, in whatever unit.
+    """The times of a worker's last message and of its last progress, which its messages carry in any unit.
 
     silence, standstill: seconds without a word, or without progress, after which it hangs. heard: when it last was.
     """
@@ -16,13 +16,13 @@ class HangDetector:
         self._progress: bytes | int | None = None
 
     def hear(self, now: float, progress: bytes | int | None = None) -> None:
-        """It said something: that it is where `progress` is, or (None) something that it had to get on for."""
+        """A message came: one that carries `progress`, or (None) one that proves progress itself."""
         self.heard = now
         if progress is None or progress != self._progress:
             self._advanced, self._progress = now, progress
 
     def complaint(self, now: float) -> str | None:
-        """What is wrong with it, if anything is."""
+        """The reason why the worker counts as hanging, or None."""
         if now - self.heard > self.silence:
             return f"hangs: silent for {self.silence:g} s"
         if now - self._advanced > self.standstill:

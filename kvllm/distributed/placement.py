@@ -17,11 +17,11 @@ from kvllm.errors import ConfigError
 CLUSTER_FILE = Path(tempfile.gettempdir(), "ray", "ray_current_cluster")
 """Where Ray notes the address of the last cluster that was started on a machine."""
 OBJECT_STORE_BYTES = 80 << 20
-"""Of a local Ray: nothing is put there, and Ray allows no less."""
+"""The object store of a local Ray: nothing is put there, and Ray allows no less."""
 PLACEMENT_SECONDS = 60.0
 
 _users_of_local_ray = 0
-"""Executors that use a Ray which one of them started: the last one ends it."""
+"""Executors and replica sets that use a Ray which one of them started. The last one ends it."""
 
 
 def acquire_ray(num_ranks: int) -> None:
@@ -59,7 +59,7 @@ def _running_ray() -> str | None:
 
 
 def _start_ray(num_ranks: int) -> None:
-    # Nobody else reaches a local Ray: no reports, and no token file in the home directory.
+    # A local Ray serves this process alone: it needs no reports, and no token file in the home directory.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     ray.init(
@@ -75,17 +75,17 @@ def _start_ray(num_ranks: int) -> None:
 # Places
 
 
-def reserve(num_engines: int, num_ranks: int, strategy: str) -> list[PlacementGroup]:
-    """A placement group for each engine, with a bundle for each of its ranks: of GPUs if the cluster has enough.
+def reserve(num_replicas: int, num_ranks: int, strategy: str) -> list[PlacementGroup]:
+    """A placement group for each replica, with a bundle for each of its ranks: of GPUs if the cluster has enough.
 
     Raises:
         ConfigError: the cluster cannot hold the ranks.
     """
-    kind = "GPU" if ray.cluster_resources().get("GPU", 0) >= num_engines * num_ranks else "CPU"
-    _check_resources(num_engines, num_ranks, kind, strategy)
-    groups = [ask_for(num_ranks, kind, strategy) for _ in range(num_engines)]
+    kind = "GPU" if ray.cluster_resources().get("GPU", 0) >= num_replicas * num_ranks else "CPU"
+    _check_resources(num_replicas, num_ranks, kind, strategy)
+    groups = [ask_for(num_ranks, kind, strategy) for _ in range(num_replicas)]
     try:
-        _wait(groups, f"{_sizes(num_engines, num_ranks)}: no place for the ranks", kind)
+        _wait(groups, f"{_sizes(num_replicas, num_ranks)}: no place for the ranks", kind)
     except BaseException:
         for group in groups:
             remove_placement_group(group)
@@ -101,8 +101,8 @@ def _wait(groups: list[PlacementGroup], what: str, kind: str) -> None:
 
 
 def ask_for(num_ranks: int, kind: str, strategy: str) -> PlacementGroup:
-    """The same for one engine, without waiting for it."""
-    bundle = {"CPU": 1, "GPU": 1} if kind == "GPU" else {"CPU": 1}
+    """The same for one replica, without waiting for it."""
+    bundle: dict[str, float] = {"CPU": 1, "GPU": 1} if kind == "GPU" else {"CPU": 1}
     return placement_group([bundle] * num_ranks, strategy=strategy)
 
 
@@ -116,19 +116,19 @@ def nodes_of(group: PlacementGroup) -> list[str]:
     return [found[bundle] for bundle in range(group.bundle_count)]
 
 
-def _check_resources(num_engines: int, num_ranks: int, kind: str, strategy: str) -> None:
+def _check_resources(num_replicas: int, num_ranks: int, kind: str, strategy: str) -> None:
     """What can never be placed would wait without an end."""
     nodes = [int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"]]
     on_one_node = strategy == "STRICT_PACK"
     room = sum(node // num_ranks for node in nodes) if on_one_node else sum(nodes) // num_ranks
-    if room < num_engines:
+    if room < num_replicas:
         per_node = ", ".join(map(str, sorted(nodes, reverse=True)))
         raise ConfigError(
-            f"{_sizes(num_engines, num_ranks)} needs as many {kind}s on one node for each engine (with "
+            f"{_sizes(num_replicas, num_ranks)} needs as many {kind}s on one node for each replica (with "
             f'placement_strategy="STRICT_PACK") or in the cluster; the nodes have {per_node}'
         )
 
 
-def _sizes(num_engines: int, num_ranks: int) -> str:
+def _sizes(num_replicas: int, num_ranks: int) -> str:
     ranks = f"tensor_parallel_size={num_ranks}"
-    return ranks if num_engines == 1 else f"data_parallel_size={num_engines} with {ranks}"
+    return ranks if num_replicas == 1 else f"data_parallel_size={num_replicas} with {ranks}"

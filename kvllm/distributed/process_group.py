@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]  # it is in the module's __all__
 
 from kvllm.parallel import Shard
 
@@ -18,9 +19,7 @@ class ProcessGroupShard(Shard):
     store: that all ranks share. timeout: seconds that a collective may take.
     """
 
-    def __init__(
-        self, rank: int, world_size: int, backend: str, store: torch.distributed.Store, timeout: float
-    ) -> None:
+    def __init__(self, rank: int, world_size: int, backend: str, store: Store, timeout: float) -> None:
         self.rank = rank
         self.world_size = world_size
         # With a device, NCCL connects the ranks now, and not in the first collective.

@@ -1,4 +1,4 @@
-"""One rank of a pool: a process that Ray starts, and that executes plans from a connection until it ends."""
+"""One rank of a worker group: a process that Ray starts. It executes plans from a connection until that ends."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 import torch
-import torch.distributed
 from msgspec import Struct
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # it is documented
 
 from kvllm.core.protocol import decode_plan, encode
 from kvllm.distributed.channel import Channel
@@ -23,15 +23,15 @@ from kvllm.parallel import Counted, Shard, SingleRank
 from kvllm.worker.build import RunnerSettings, available_memory, make_runner
 
 COLLECTIVE_TIMEOUT = 3600.0
-"""As long as loading may take: the first collective waits for the slowest disk. In a step, the engine's process notices
-sooner who keeps the others waiting."""
+"""Seconds, as many as loading may take: the first collective waits for the slowest disk. In a step, the engine's
+process notices a rank that keeps the others waiting much sooner."""
 HEARTBEAT_SECONDS = 1.0
 HEARTBEAT = -1
 """In place of a step's number: the rank is at work. The message changes as long as it advances."""
 
 
 class RankSpec(Struct, frozen=True):
-    """A rank's place in a pool, and how it reaches the engine's process, which asks for the `secret`.
+    """The part of a rank in its worker group, and the address of the engine's process, which asks for the `secret`.
 
     collectives: "shared_memory", or a backend of torch.distributed. neighbours: ranks on this node, itself included.
     """
@@ -47,7 +47,8 @@ class RankSpec(Struct, frozen=True):
 
 
 class Ready(Struct, frozen=True):
-    """What a rank says of itself. rendezvous: of rank 0, where the others find the means of the collectives."""
+    """A rank's first message. rendezvous: sent by rank 0, the name under which the others find the means of the
+    collectives."""
 
     rank: int
     pid: int
@@ -75,7 +76,7 @@ class Rank:
         try:
             _serve(channel, spec, rendezvous)
         except (EOFError, ConnectionError):
-            return  # the engine's process is gone, or wants this pool no more
+            return  # the engine's process is gone, or has closed the worker group
 
 
 def _serve(channel: Channel, spec: RankSpec, rendezvous: _Rendezvous | None) -> None:
@@ -94,8 +95,8 @@ def _serve(channel: Channel, spec: RankSpec, rendezvous: _Rendezvous | None) -> 
 
 @contextmanager
 def _heartbeat(channel: Channel, shard: Counted) -> Iterator[threading.Event]:
-    """Says every second that this process is alive, and how far it is in its work. Only while the event is set: nobody
-    listens between steps."""
+    """Sends a message every second, with a number that grows as the rank advances. It does so only while the event is
+    set: between steps the messages would pile up unread."""
     busy, ended = threading.Event(), threading.Event()
 
     def beat() -> None:
@@ -118,7 +119,7 @@ def _heartbeat(channel: Channel, shard: Counted) -> Iterator[threading.Event]:
 
 @dataclass(frozen=True)
 class _Rendezvous:
-    """What rank 0 opens, shared memory or a store, and the name under which the other ranks find it."""
+    """The shared memory or the store that rank 0 opens, and the name under which the other ranks find it."""
 
     name: str
     means: Any
@@ -129,7 +130,7 @@ def _open_rendezvous(spec: RankSpec, channel: Channel) -> _Rendezvous:
         descriptor = create_memory(spec.world_size)
         return _Rendezvous(f"/proc/{os.getpid()}/fd/{descriptor}", descriptor)
     host = channel.connection.getsockname()[0]  # under which others on this network reach the machine
-    store = torch.distributed.TCPStore(host, 0, spec.world_size, is_master=True, wait_for_workers=False)
+    store = TCPStore(host, 0, spec.world_size, is_master=True, wait_for_workers=False)
     return _Rendezvous(f"{host}:{store.port}", store)
 
 
@@ -140,9 +141,5 @@ def _join(spec: RankSpec, rendezvous: _Rendezvous | None, name: str) -> Shard:
         descriptor = rendezvous.means if rendezvous else os.open(name, os.O_RDWR)
         return SharedMemoryShard(spec.rank, spec.world_size, descriptor, COLLECTIVE_TIMEOUT)
     host, port = name.rsplit(":", 1)
-    store = (
-        rendezvous.means
-        if rendezvous
-        else torch.distributed.TCPStore(host, int(port), spec.world_size, is_master=False)
-    )
+    store = rendezvous.means if rendezvous else TCPStore(host, int(port), spec.world_size, is_master=False)
     return ProcessGroupShard(spec.rank, spec.world_size, spec.collectives, store, COLLECTIVE_TIMEOUT)

@@ -21,7 +21,7 @@ from kvllm.parallel import Shard
 
 BUFFER_BYTES = 1 << 20
 FLAG_STRIDE = 8
-"""Of int64: each flag has a cache line to itself."""
+"""The distance of two flags in int64: each flag has a cache line to itself."""
 SPINS = 100
 """How often a flag is read before the processor is offered to others: some 10 us."""
 

@@ -1,4 +1,4 @@
-"""A pool of ranks: Ray actors in a placement group, each with a connection to this process.
+"""A group of ranks: Ray actors in a placement group, each with a connection to this process.
 
 Ray places the ranks, starts their processes and tells why one ended. Plans and results do not pass through Ray.
 """
@@ -12,6 +12,7 @@ import selectors
 import socket
 import time
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 import psutil
@@ -34,19 +35,20 @@ LOAD_SECONDS = 3600.0
 SILENCE_SECONDS = 5.0
 """A rank at work sends a heartbeat every second: one that has not for so long hangs."""
 STANDSTILL_SECONDS = 60.0
-"""A heartbeat also says how far the rank is, in parts of layers: one that gets nowhere for so long hangs as well."""
+"""A heartbeat carries the number of parts of layers that the rank has computed: one whose number stays the same for so
+long hangs as well."""
 POLL_SECONDS = 0.5
 ORDERED_STORES = ("x86_64", "AMD64")
 """Processors on which the collectives in shared memory work."""
 
 
 class WorkerGroup:
-    """Starts the ranks, in `group` or in places of its own. `load` comes first, then any number of `execute`, one at a
-    time.
+    """Starts the ranks, in `group` or in a placement group of its own. `load` comes first, then any number of
+    `execute`, one at a time.
 
     device: "cuda" or "cpu". available_memory: bytes for each rank, the least over all. pids: by rank.
     in_step: False if an exception, such as an interrupt, kept a plan from some ranks, or cut an answer in two. Then the
-        pool is of no more use.
+        group must be replaced.
 
     Raises:
         ConfigError: the cluster cannot hold the ranks. WorkerError: a rank did not start.
@@ -58,7 +60,7 @@ class WorkerGroup:
         self.pids: list[int] = []
         self._number = 0
         self._channels: list[Channel] = []
-        self._actors: list[ray.actor.ActorHandle] = []
+        self._actors: list[Any] = []  # handles: their types lack the methods that Ray adds
         self._runs: list[ray.ObjectRef] = []
         self._processes: list[psutil.Process] = []
         self._selector = selectors.DefaultSelector()
@@ -217,7 +219,7 @@ class WorkerGroup:
         return WorkerError("\n".join([what, *map(str, self._errors())]))
 
     def _errors(self) -> list[RayError]:
-        """Of ended ranks; their own tracebacks come first. Ray knows of an end within a fraction of a second."""
+        """The errors of ended ranks; their own tracebacks come first. Ray reports an end within a second."""
         ray.wait(self._runs, timeout=1.0)
         time.sleep(0.1)
         errors = []

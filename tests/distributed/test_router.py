@@ -158,4 +158,4 @@ def test_what_it_remembers_of_prefixes_is_bounded() -> None:
     for number in range(100):
         router.report(0, 50)
         router.place([number] * 40, 1)
-    assert len(router._engine_of) == 100
+    assert len(router._replica_of) == 100

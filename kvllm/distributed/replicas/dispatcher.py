@@ -1,4 +1,4 @@
-"""Which replica has which sequence: queues sequences, hands them out and takes back their tokens."""
+"""Sequences that run in replicas: queued here, handed out, and given the tokens that come back."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Dispatcher:
             yield self._receive_step(replica, step)
 
     def lose(self, replica: int) -> None:
-        """A replica is lost: queue again, in front, what it had. The tokens so far are known."""
+        """A replica is lost: queue again, in front, what it had. They keep their tokens."""
         lost, self._placed[replica], self._unsent[replica] = self._placed[replica], {}, {}
         for seq_id in sorted(lost, reverse=True):
             del self._replica_of[seq_id]

@@ -1,4 +1,4 @@
-"""What replicas and the process that uses them tell each other."""
+"""Messages between replicas and the process that uses them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvllm.stats import EngineStats
 
 
 class ReplicaSpec(Struct, frozen=True):
-    """What a replica is told before it loads the model. num_ranks, placement, max_restarts: see RayExecutor.
+    """The first message to a replica, before it loads the model. num_ranks, placement, max_restarts: see RayExecutor.
 
     neighbours: replicas that share the memory of its node.
     """
@@ -23,7 +23,7 @@ class ReplicaSpec(Struct, frozen=True):
 
 
 class ReplicaReady(Struct, frozen=True):
-    """What a replica answers. available_memory: of each of its ranks, the least over all."""
+    """The answer to a ReplicaSpec. available_memory: of each of its ranks, the least over all."""
 
     pid: int
     node: str
@@ -31,7 +31,7 @@ class ReplicaReady(Struct, frozen=True):
 
 
 class Ended(Struct, array_like=True, frozen=True):
-    """What a replica has counted of a sequence that has ended there. See Sequence."""
+    """Counts of a sequence that has ended in a replica. See Sequence."""
 
     seq_id: int
     preemptions: int
@@ -40,14 +40,14 @@ class Ended(Struct, array_like=True, frozen=True):
 
 
 class Sampled(Struct, array_like=True, frozen=True):
-    """What a step of a replica has yielded: tokens, each with the id of its sequence, and what ended with them."""
+    """Tokens of one step of a replica, each with the id of its sequence, and the sequences that ended with them."""
 
     tokens: list[tuple[int, SampledToken]]
     ended: list[Ended] = []
 
 
 class Report(Struct, array_like=True):
-    """What a replica says now and then, of all that has happened since its last report.
+    """All that has happened in a replica since its last report.
 
     room: free blocks, less what the waiting sequences are expected to need.
     busy: whether anything is left to do.

@@ -1,4 +1,4 @@
-"""One engine of several: a process that Ray starts. It gets sequences, and reports what became of them."""
+"""One engine of several: a process that Ray starts. It is sent sequences, and reports their tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ REPORT_SECONDS = 0.05
 
 
 class Reporter:
-    """Serves sequences that come from elsewhere, under the ids that they have there, and collects what to report."""
+    """Serves sequences that come from elsewhere, under the ids that they have there, and collects the report."""
 
     def __init__(self, engine: LLMEngine, path: Path) -> None:
         """path: the checkpoint's, whose tokenizer is loaded when a stop string asks for it."""
@@ -58,8 +58,7 @@ class Reporter:
             self._loop.submit(partial(LLMEngine.abort, request_id=str(seq_id)))
 
     def report(self, seconds: float) -> Report:
-        """What has happened since the last report: after a while, or when everything is done. Raises what the engine
-        has failed with."""
+        """The report since the last one: after a while, or when everything is done. Raises the engine's failure."""
         self._loop.wait(seconds)
         with self._lock:
             report, self._report = self._report, Report([], EngineStats(0), self._report.room)

@@ -184,7 +184,7 @@ class ReplicaSet:
 
 
 class _RemoteReplica:
-    """An replica in its actor.
+    """A replica in its actor.
 
     pending: the call that it is at work on. busy: whether it had anything left to do when it last reported.
     """
@@ -199,7 +199,8 @@ class _RemoteReplica:
         self.hang_detector = HangDetector(LOAD_SECONDS, LOAD_SECONDS, self.begin)
         self._processes: list[psutil.Process] = []
         alone = spec.num_ranks == 1  # otherwise the ranks take what is reserved
-        self.actor = (
+        # Ray gives an actor's class methods that its type does not have.
+        self.actor: Any = (
             ray.remote(Replica)
             .options(
                 num_cpus=int(alone),
@@ -225,7 +226,11 @@ class _RemoteReplica:
         self.pending = getattr(self.actor, method).remote(message)
 
     def result(self, seconds: float | None = None) -> Any:
-        """Of the pending call. Raises ReplicaLost, or the WorkerError of a replica whose ranks were lost too often."""
+        """The answer of the pending call.
+
+        Raises ReplicaLost, or the WorkerError of a replica whose ranks were lost too often.
+        """
+        assert self.pending is not None
         answer = _get(self.pending, seconds)
         self.pending = None
         return answer

@@ -1,4 +1,4 @@
-"""Which of several engines a request goes to: to the one that has its prefix, else to the one with most free blocks."""
+"""The choice of a replica for a request: the one that has its prefix, else the one with most free blocks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from kvllm.core.prefix_cache import block_hash
 
 FULLER = 0.25
-"""An engine is clearly fuller than another with so much more in use, as a share, and besides"""
+"""A replica counts as clearly fuller than another one when its blocks in use exceed the other's by this share and by"""
 HIT_WEIGHT = 4
-"""so many times the blocks that are found there already."""
+"""this many times the blocks of the prefix that it has already."""
 SEQUENCES_AHEAD = 2
-"""An engine is given this many times the sequences that it runs at once, so that it never waits for the next."""
+"""A replica is given this many times the sequences that it runs at once, so that it never waits for the next."""
 
 
 def needed_blocks(num_tokens: int, num_sequences: int, block_size: int) -> int:
@@ -21,11 +21,11 @@ def needed_blocks(num_tokens: int, num_sequences: int, block_size: int) -> int:
 
 
 class Router:
-    """Keeps account of engines that may do the same requests.
+    """Accounts for the free blocks of replicas that can serve the same requests.
 
     num_blocks: of the pool of each.
-    room: for each engine, the blocks that were free at its last report less those promised since. It falls below zero
-        when sequences are preempted. An engine without room gets nothing, so those that are done sooner get more.
+    room: for each replica, the blocks that were free at its last report less those promised since. It falls below zero
+        when sequences are preempted. A replica without room gets nothing, so those that are done sooner get more.
     """
 
     def __init__(self, num_blocks: Sequence[int], *, block_size: int, max_num_seqs: int, shares_prefixes: bool) -> None:
@@ -35,49 +35,49 @@ class Router:
         self.shares_prefixes = shares_prefixes
         self.room = list(num_blocks)
         self.sequences = [0] * len(num_blocks)
-        self._engine_of: OrderedDict[bytes, int] = OrderedDict()  # by the hash of a block, oldest first
+        self._replica_of: OrderedDict[bytes, int] = OrderedDict()  # by the hash of a block, oldest first
 
     def place(self, token_ids: Sequence[int], num_sequences: int) -> int | None:
-        """Choose the engine for a request, and promise it the blocks. None: no engine has room now.
+        """Choose the replica for a request, and promise it the blocks. None: no replica has room now.
 
-        token_ids: all that are known. num_sequences: completions that branch off from these.
+        token_ids: the prompt and any output. num_sequences: completions that branch off from these.
         """
-        engines = [i for i, room in enumerate(self.room) if room > 0 and self.sequences[i] < self.max_sequences]
-        if not engines:
+        replicas = [i for i, room in enumerate(self.room) if room > 0 and self.sequences[i] < self.max_sequences]
+        if not replicas:
             return None
-        chosen = max(engines, key=lambda i: (self.room[i], -self.sequences[i]))
+        chosen = max(replicas, key=lambda i: (self.room[i], -self.sequences[i]))
         hashes = self._hashes(token_ids)
         home, hits = self._find(hashes)
-        if home in engines and not self._clearly_fuller(home, chosen, hits):
+        if home in replicas and not self._clearly_fuller(home, chosen, hits):
             chosen = home
         self._remember(hashes, chosen)
         self.promise(chosen, len(token_ids), num_sequences)
         self.sequences[chosen] += num_sequences
         return chosen
 
-    def promise(self, engine: int, num_tokens: int, num_sequences: int) -> None:
-        """A request goes to an engine that does not know of it yet."""
-        self.room[engine] -= needed_blocks(num_tokens, num_sequences, self.block_size)
+    def promise(self, replica: int, num_tokens: int, num_sequences: int) -> None:
+        """Account for a request that is on its way to a replica."""
+        self.room[replica] -= needed_blocks(num_tokens, num_sequences, self.block_size)
 
-    def report(self, engine: int, room: int) -> None:
-        """An engine says how many blocks are free, beside those for what waits there."""
-        self.room[engine] = room
+    def report(self, replica: int, room: int) -> None:
+        """Account for a replica's report of its free blocks, less those for what waits there."""
+        self.room[replica] = room
 
-    def finish(self, engine: int, num_sequences: int) -> None:
-        """Sequences of an engine have ended."""
-        self.sequences[engine] -= num_sequences
+    def finish(self, replica: int, num_sequences: int) -> None:
+        """Sequences of a replica have ended."""
+        self.sequences[replica] -= num_sequences
 
-    def lose(self, engine: int) -> None:
-        """All that an engine had is lost. It gets nothing until it reports."""
-        self.room[engine] = self.sequences[engine] = 0
-        self._engine_of = OrderedDict((digest, i) for digest, i in self._engine_of.items() if i != engine)
+    def lose(self, replica: int) -> None:
+        """All that a replica had is lost. It gets nothing until it reports."""
+        self.room[replica] = self.sequences[replica] = 0
+        self._replica_of = OrderedDict((digest, i) for digest, i in self._replica_of.items() if i != replica)
 
-    def _clearly_fuller(self, engine: int, other: int, hits: int) -> bool:
-        used, used_by_other = (self.num_blocks[i] - self.room[i] for i in (engine, other))
+    def _clearly_fuller(self, replica: int, other: int, hits: int) -> bool:
+        used, used_by_other = (self.num_blocks[i] - self.room[i] for i in (replica, other))
         return used > used_by_other * (1 + FULLER) + HIT_WEIGHT * hits
 
     def _hashes(self, token_ids: Sequence[int]) -> list[bytes]:
-        """Of the full blocks."""
+        """The hashes of the full blocks."""
         hashes: list[bytes] = []
         if self.shares_prefixes:
             size = self.block_size
@@ -88,13 +88,13 @@ class Router:
     def _find(self, hashes: list[bytes]) -> tuple[int | None, int]:
         """Where the longest known prefix went last, and its length in blocks."""
         for index in range(len(hashes) - 1, -1, -1):
-            if hashes[index] in self._engine_of:
-                return self._engine_of[hashes[index]], index + 1
+            if hashes[index] in self._replica_of:
+                return self._replica_of[hashes[index]], index + 1
         return None, 0
 
-    def _remember(self, hashes: list[bytes], engine: int) -> None:
+    def _remember(self, hashes: list[bytes], replica: int) -> None:
         for digest in reversed(hashes):  # the end of a prefix is forgotten first
-            self._engine_of[digest] = engine
-            self._engine_of.move_to_end(digest)
-        while len(self._engine_of) > sum(self.num_blocks):
-            self._engine_of.popitem(last=False)
+            self._replica_of[digest] = replica
+            self._replica_of.move_to_end(digest)
+        while len(self._replica_of) > sum(self.num_blocks):
+            self._replica_of.popitem(last=False)
