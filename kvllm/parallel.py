@@ -1,4 +1,4 @@
-"""Tensor parallelism as a model sees it: which rank it is, what it holds, and the two collectives it needs."""
+"""Tensor parallelism from the point of view of a model: its rank, its share of the heads, and two collectives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who owns which block. Every block is free, cached (idle in the prefix cache) or owned."""
+"""The owner of each block. Every block is free, cached (idle in the prefix cache) or owned."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class BlockManager:
     def num_owned(self) -> int:
         return self.num_blocks - self.num_available
 
-    def blocks_for(self, num_entries: int) -> int:
-        return -(-num_entries // self.block_size)
+    def blocks_for(self, num_pairs: int) -> int:
+        return -(-num_pairs // self.block_size)
 
     def is_shared(self, block: int) -> bool:
         return self._references[block] > 1
@@ -49,10 +49,10 @@ class BlockManager:
         self._extend_hashes(seq, limit // self.block_size)
         return self.prefix_cache.match(seq.block_hashes[: limit // self.block_size])
 
-    def blocks_to_admit(self, num_entries: int, hits: list[int]) -> int:
-        """Blocks that leave the available ones when `num_entries` are allocated of which `hits` are found cached."""
+    def blocks_to_admit(self, num_pairs: int, hits: list[int]) -> int:
+        """Blocks that leave the available ones when `num_pairs` are allocated of which `hits` are found cached."""
         owned_hits = sum(1 for block in hits if self._references[block])
-        return self.blocks_for(num_entries) - owned_hits
+        return self.blocks_for(num_pairs) - owned_hits
 
     def share(self, seq: Sequence, blocks: list[int]) -> None:
         """Append cached or owned blocks to the table of `seq`."""
@@ -72,7 +72,7 @@ class BlockManager:
         return (missing if missing > 0 else 0) + shared
 
     def append(self, seq: Sequence, num_tokens: int) -> tuple[list[int], int | None]:
-        """Make room for `num_tokens` entries behind the cached ones.
+        """Make room for `num_tokens` KV pairs behind the cached ones.
 
         Returns the blocks appended to the table, and the index of a table entry that was replaced because the block
         there is shared and is about to be written (copy on write), if any.
@@ -184,6 +184,6 @@ class BlockManager:
                 raise RuntimeError(f"block {block} must be exactly one of free, cached and owned")
         for seq in sequences:
             if len(seq.block_table) < self.blocks_for(seq.cached_length):
-                raise RuntimeError(f"{len(seq.block_table)} blocks cannot hold {seq.cached_length} entries")
+                raise RuntimeError(f"{len(seq.block_table)} blocks cannot hold {seq.cached_length} KV pairs")
             if len(set(seq.block_table)) != len(seq.block_table):
                 raise RuntimeError(f"the block table of sequence {seq.seq_id} names a block twice")

@@ -115,7 +115,7 @@ class OutputProcessor:
     def _extend(self, request: Request, completion: CompletionOutput, count: int) -> None:
         """Account for the last of the completion's first `count` tokens: its text, and whether it is the last one.
 
-        What says that a completion has ended is written at the end, so that whatever has ended is complete.
+        The reason for the end is written last: a completion that has one is complete.
         """
         sampling, token_id = request.sampling, completion.token_ids[count - 1]
         if completion.logprobs is not None and completion.cumulative_logprob is not None:

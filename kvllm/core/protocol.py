@@ -1,6 +1,6 @@
-"""StepPlan and StepResult: the only words between the core and its workers.
+"""StepPlan and StepResult: all that the core and its workers exchange.
 
-A plan says what changed since the last one, so its size follows the batch and not the context. Every rank receives the
+A plan holds what has changed since the last one, so its size follows the batch and not the context. Every rank receives the
 same bytes and executes the parts in this order: `reset`, `dropped_seq_ids`, `new_seqs`, `compressions`, `copies`, then
 `scheduled`. Compressions come before the forward pass, so the blocks that they empty may already be used by it.
 """
@@ -13,10 +13,10 @@ from kvllm.sampling_params import SamplingParams
 
 
 class SequenceStart(Struct, array_like=True, frozen=True):
-    """A sequence that the workers do not know (new, or preempted and now resumed).
+    """A sequence that the workers do not have: it is new, or was preempted and is resumed now.
 
-    token_ids: all tokens known so far; the first `prompt_length` of them are the prompt.
-    cached_length: entries already in its blocks (prefix cache hit).
+    token_ids: all tokens so far; the first `prompt_length` of them are the prompt.
+    cached_length: KV pairs already in its blocks (prefix cache hit).
     """
 
     seq_id: int
@@ -37,10 +37,10 @@ class Fork(Struct, array_like=True, frozen=True):
 class ScheduledSequence(Struct, array_like=True, frozen=True, gc=False):
     """One sequence in the forward pass.
 
-    num_tokens: query rows, taken from the first token that is not computed yet.
+    num_tokens: query tokens, from the first token on that is not computed yet.
     new_blocks: block ids appended to its block table before the pass.
-    new_tokens: tokens that the workers do not know yet (a decode: the one sampled last).
-    samples: whether the last row's logits are sampled.
+    new_tokens: tokens that the workers do not have yet (a decode: the one sampled last).
+    samples: whether the last query token's logits are sampled.
     """
 
     seq_id: int
@@ -52,8 +52,8 @@ class ScheduledSequence(Struct, array_like=True, frozen=True, gc=False):
 
 
 class CompressionJob(Struct, array_like=True, frozen=True):
-    """Compress `num_windows` consecutive windows of `size` entries, that begin at block `first_block` of a sequence's
-    table, to `retain` entries each.
+    """Compress `num_windows` consecutive windows of `size` KV pairs, that begin at block `first_block` of a sequence's
+    table, to `retain` KV pairs each.
 
     The `region_blocks` blocks from there on (the windows and, in exact mode, the tail behind them) are replaced in the
     table by `destinations`. In place when `destinations` is a prefix of the region, else copied and the sources kept.
@@ -70,7 +70,7 @@ class CompressionJob(Struct, array_like=True, frozen=True):
 
     @property
     def dropped(self) -> int:
-        """Entries that the windows lose."""
+        """KV pairs that the windows lose."""
         return self.num_windows * (self.size - self.retain)
 
 
@@ -83,7 +83,7 @@ class BlockCopy(Struct, array_like=True, frozen=True):
 
 
 class StepPlan(Struct, array_like=True):
-    """reset: drop all sequences, because the step before failed and how much of it was executed is not certain."""
+    """reset: drop all sequences, because the step before failed, and it is uncertain how much of it was executed."""
 
     dropped_seq_ids: list[int] = []
     new_seqs: list[SequenceStart] = []
@@ -107,7 +107,7 @@ class SampledToken(Struct, array_like=True, frozen=True):
 
 
 class PhaseSeconds(Struct, array_like=True, frozen=True):
-    """Where a step's time went: the model with sampling, and the phases of a compression event."""
+    """A step's time: that of the model with sampling, and that of the phases of a compression event."""
 
     model: float = 0.0
     recompute: float = 0.0
@@ -119,7 +119,7 @@ class StepResult(Struct, array_like=True):
     """tokens: one for each scheduled sequence that samples, in plan order, each followed by those of its forks.
 
     event_bytes: the most that compressing held at once beside the activations of its pass, which are those of a prefill
-        chunk of as many rows: the queries of a layer, its gathered keys, and the offsets kept so far.
+        chunk of as many query tokens: the queries of a layer, its gathered keys, and the offsets kept so far.
     """
 
     tokens: list[SampledToken] = []

@@ -121,7 +121,7 @@ class Scheduler:
         return new_blocks
 
     def _append(self, plan: StepPlan, seq: Sequence, num_tokens: int, num_blocks: int) -> None:
-        """Put `num_tokens` of a sequence that the workers know into the plan, for which it needs `num_blocks` more."""
+        """Put `num_tokens` of a sequence that the workers have into the plan, for which it needs `num_blocks` more."""
         if not num_blocks:
             self._plan_tokens(plan, seq, num_tokens, [])
             return
@@ -155,7 +155,7 @@ class Scheduler:
             if slots < 0:
                 return
             hits = self.blocks.match_prefix(seq, self._longest_hit(seq))
-            needed = self.blocks.blocks_to_admit(self._peak_entries(seq), hits)
+            needed = self.blocks.blocks_to_admit(self._peak_pairs(seq), hits)
             # Windows of different sequences are at different points: half of the growth to come is needed at once.
             # Each fork will copy the block that it writes first.
             spare = self._watermark + growth // 2 + seq.forks_pending if self.running else 0
@@ -227,21 +227,21 @@ class Scheduler:
         first, if it may be."""
         return (seq.prompt_length if self._refills_compressed(seq) else seq.num_tokens) - 1
 
-    def _peak_entries(self, seq: Sequence) -> int:
-        """Most entries that the prefill of `seq` holds at once."""
+    def _peak_pairs(self, seq: Sequence) -> int:
+        """Most KV pairs that the prefill of `seq` holds at once."""
         if not self._refills_compressed(seq):
             return seq.num_tokens
         return self._peak_blocks(seq, seq.num_tokens) * self.config.block_size
 
-    def _peak_blocks(self, seq: Sequence, entries: int) -> int:
+    def _peak_blocks(self, seq: Sequence, num_pairs: int) -> int:
         if self.planner is None:
-            return self.blocks.blocks_for(entries)
-        return self.planner.peak_blocks(seq, entries)
+            return self.blocks.blocks_for(num_pairs)
+        return self.planner.peak_blocks(seq, num_pairs)
 
     # After a step
 
     def update(self, plan: StepPlan, result: StepResult) -> list[tuple[Sequence, SampledToken]]:
-        """Account for an executed plan: entries stored, tokens sampled, forks made. The caller ends what finished."""
+        """Account for an executed plan: KV pairs stored, tokens sampled, forks made. The caller ends what finished."""
         self._dropped_seq_ids = []
         self._reset_workers = False
         tokens = iter(result.tokens)
@@ -259,7 +259,7 @@ class Scheduler:
         return sampled
 
     def reset(self, sequences: list[Sequence]) -> None:
-        """Start over with an empty pool after a failed step: nobody can say how much of it was executed.
+        """Start over with an empty pool after a failed step, of which an unknown part was executed.
 
         sequences: all that are unfinished, with nothing in the cache. The workers are told to drop theirs.
         """

@@ -15,8 +15,8 @@ class Sequence:
     """State of one sequence in the scheduler.
 
     logical_length: tokens computed so far, and so the position of the next one, whatever was evicted.
-    cached_length: entries in the cache; less than `logical_length` once a window was compressed.
-    uncompressed_tail: entries at the end of the cache that no compression has ever covered and that one may cover.
+    cached_length: KV pairs in the cache; less than `logical_length` once a window was compressed.
+    uncompressed_tail: KV pairs at the end of the cache that no compression has ever covered and that one may cover.
     carried_tail: how many of those were there already at the last compression.
     """
 
@@ -92,7 +92,7 @@ class Sequence:
         self.uncompressed_tail = 0
         self.carried_tail = 0
         self.hashed_blocks = 0
-        self.known_tokens = 0  # tokens the workers were told of
+        self.known_tokens = 0  # tokens that the workers have
         self.last_token_time: float | None = None  # of the token sampled last, if it is running since
 
     @property
@@ -123,7 +123,7 @@ class Sequence:
         self.refill_length = self.num_tokens if self.num_generated else 0
 
     def advance(self, num_tokens: int) -> None:
-        """`num_tokens` more tokens are computed and their entries stored."""
+        """`num_tokens` more tokens are computed and their KV pairs stored."""
         self.logical_length += num_tokens
         self.cached_length += num_tokens
         behind = self.logical_length - self.tail_start
@@ -131,14 +131,14 @@ class Sequence:
             self.uncompressed_tail += behind if behind < num_tokens else num_tokens
 
     def compacted(self, dropped: int, uncompressed_tail: int) -> None:
-        """`dropped` entries were evicted; `uncompressed_tail` were behind the last window."""
+        """`dropped` KV pairs were evicted; `uncompressed_tail` were behind the last window."""
         self.cached_length -= dropped
         self.evicted += dropped
         self.uncompressed_tail = uncompressed_tail
         self.carried_tail = uncompressed_tail
 
     def fork(self, seq_id: int, index: int, seed: int) -> Sequence:
-        """A twin that shares the cached entries. The caller shares the blocks."""
+        """A sequence that shares the cached KV pairs. The caller shares the blocks."""
         child = Sequence(
             seq_id,
             self.request_id,
