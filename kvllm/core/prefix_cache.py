@@ -1,4 +1,4 @@
-"""Chained content hashes of full, never compressed blocks, and the least recently used order of those without an owner."""
+"""Chained content hashes of full, never compressed blocks; least recently used order of those without an owner."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """StepPlan and StepResult: all that the core and its workers exchange.
 
-A plan holds what has changed since the last one, so its size follows the batch and not the context. Every rank receives the
-same bytes and executes the parts in this order: `reset`, `dropped_seq_ids`, `new_seqs`, `compressions`, `copies`, then
-`scheduled`. Compressions come before the forward pass, so the blocks that they empty may already be used by it.
+A plan holds what has changed since the last one, so its size follows the batch and not the context. Every rank receives
+the same bytes and executes the parts in this order: `reset`, `dropped_seq_ids`, `new_seqs`, `compressions`, `copies`,
+then `scheduled`. Compressions come before the forward pass, so the blocks that they empty may already be used by it.
 """
 
 from __future__ import annotations
