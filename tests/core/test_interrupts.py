@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import shutil
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 
-import kvllm
 from kvllm import LLM, CompressionConfig, RequestOutput, SamplingParams
 from kvllm.core.engine import LLMEngine
 from kvllm.llm import DEFAULT_MODEL
 from kvllm.models.config import load_model_config
 from tests.helpers.checkpoints import make_checkpoint
-from tests.helpers.examples import examples
+from tests.helpers.interrupts import Trap, chosen_lines
 
-PACKAGE = Path(kvllm.__file__).parent
-ROOMS = (str(PACKAGE / "core"), str(PACKAGE / "worker"), str(PACKAGE / "llm.py"))
-Line = tuple[str, int]
+ROOMS = ("core", "worker", "llm.py")
 
 SEEDED: dict[str, Any] = {"temperature": 1.0, "ignore_eos": True}
 REQUESTS = {
@@ -36,42 +29,6 @@ ABORTED_AT = 4
 THRESHOLD = CompressionConfig(
     method="snapkv", policy="threshold", threshold_tokens=16, budget_tokens=8, buffer=2, query_window=4
 )
-
-
-class Trap:
-    """Raises KeyboardInterrupt once, when a line of ROOMS is about to run; without a line, it notes all that do."""
-
-    def __init__(self, line: Line | None = None, hit: int = 1) -> None:
-        self.line = line
-        self.hits_left = hit
-        self.seen: dict[Line, int] = {}
-
-    @contextmanager
-    def set(self) -> Iterator[None]:
-        before = sys.gettrace()
-        sys.settrace(self._enter)
-        try:
-            yield
-        finally:
-            sys.settrace(before)
-
-    def _enter(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
-        file = frame.f_code.co_filename
-        relevant = file.startswith(ROOMS) if self.line is None else file == self.line[0]
-        return self._step if relevant else None
-
-    def _step(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
-        if event != "line":
-            return self._step
-        line = (frame.f_code.co_filename, frame.f_lineno)
-        if self.line is None:
-            self.seen[line] = self.seen.get(line, 0) + 1
-        elif line == self.line:
-            self.hits_left -= 1
-            if not self.hits_left:
-                sys.settrace(None)
-                raise KeyboardInterrupt(f"{line[0]}:{line[1]}")
-        return self._step
 
 
 @pytest.fixture(scope="module")
@@ -135,22 +92,16 @@ def results(outputs: dict[str, RequestOutput]) -> dict[str, list[Any]]:
     return {request_id: output.outputs for request_id, output in served.items()}
 
 
-def chosen_lines(seen: dict[Line, int]) -> list[tuple[Line, int]]:
-    """Lines, each with the number of the hit to raise at: with --long all of them, else one of twelve."""
-    lines = sorted((line, hit) for line, hits in seen.items() for hit in {1, max(1, hits // 2)})
-    return lines[:: 1 if examples(100) == 100 else 12]
-
-
 def test_an_interrupt_anywhere_changes_no_token_and_loses_nothing(checkpoint: Path) -> None:
     llm = make_llm(checkpoint, None)
     engine = llm.llm_engine
-    expected = results(serve(engine, Trap((__file__, 0))))
+    expected = results(serve(engine, Trap(ROOMS, (__file__, 0))))
     assert llm.stats().preemptions > 0
-    everything = Trap()
+    everything = Trap(ROOMS)
     assert results(serve(engine, everything)) == expected
     assert len(everything.seen) > 300
     for line, hit in chosen_lines(everything.seen):
-        trap = Trap(line, hit)
+        trap = Trap(ROOMS, line, hit)
         outputs = serve(engine, trap)
         assert results(outputs) == expected, f"after an interrupt at {line}, hit {hit}"
         check_nothing_leaks(engine)
@@ -160,11 +111,11 @@ def test_an_interrupt_anywhere_in_a_compressing_engine_loses_nothing(checkpoint:
     """What survives, and so the tokens, may differ: what is computed again is compressed at other steps."""
     llm = make_llm(checkpoint, THRESHOLD)
     engine = llm.llm_engine
-    everything = Trap()
+    everything = Trap(ROOMS)
     lengths = {name: [len(each.token_ids) for each in of] for name, of in results(serve(engine, everything)).items()}
     assert llm.stats().windows_compressed > 0
     for line, hit in chosen_lines({line: hits for line, hits in everything.seen.items() if "compress" in line[0]}):
-        outputs = results(serve(engine, Trap(line, hit)))
+        outputs = results(serve(engine, Trap(ROOMS, line, hit)))
         for name in ("branches", "long"):
             assert [len(each.token_ids) for each in outputs[name]] == lengths[name], f"after an interrupt at {line}"
         check_nothing_leaks(engine)
@@ -179,11 +130,11 @@ def test_generate_works_after_an_interrupt_anywhere(checkpoint: Path) -> None:
         return [[completion.text for completion in output.outputs] for output in outputs]
 
     expected = texts()
-    everything = Trap()
+    everything = Trap(ROOMS)
     with everything.set():
         texts()
     for line, hit in chosen_lines({line: hits for line, hits in everything.seen.items() if "llm.py" in line[0]}):
-        with pytest.raises(KeyboardInterrupt), Trap(line, hit).set():
+        with pytest.raises(KeyboardInterrupt), Trap(ROOMS, line, hit).set():
             texts()
         assert texts() == expected, f"after an interrupt at {line}"
         check_nothing_leaks(llm.llm_engine)

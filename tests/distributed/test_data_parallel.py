@@ -13,18 +13,20 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from kvllm import LLM, CompressionConfig, ConfigError, RequestError, SamplingParams
+from kvllm import LLM, CompletionOutput, CompressionConfig, ConfigError, RequestError, SamplingParams
 from kvllm.core.protocol import SequenceStart
 from kvllm.errors import WorkerError
 from kvllm.llm import DEFAULT_MODEL
 from kvllm.models.config import load_model_config
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.interrupts import Trap, chosen_lines
 
 ray = pytest.importorskip("ray", reason="needs ray: pip install ray")
 from kvllm.distributed.replicas.replica import Reporter  # noqa: E402
@@ -204,6 +206,28 @@ def test_an_interrupt_ends_what_runs(one: LLM, two: LLM, monkeypatch: pytest.Mon
     outputs = two.generate(["b"] * 8, greedy(20), use_tqdm=False)
     assert [o.outputs for o in outputs] == [o.outputs for o in one.generate(["b"] * 8, greedy(20), use_tqdm=False)]
     assert two.stats().output_tokens - before < 1000  # the engines have ended the others, too
+
+
+def test_an_interrupt_loses_no_request(one: LLM, two: LLM) -> None:
+    """What the replicas have begun is dropped there, and handed out again."""
+    params = SamplingParams(n=2, seed=1, max_tokens=20, ignore_eos=True)
+    prompts = {"a": "GOOD", "b": "HAND", "c": "EDGE"}
+    expected = [output.outputs for output in one.generate(list(prompts.values()), params, use_tqdm=False)]
+    engine = two.llm_engine
+    rooms = ("distributed/replicas", "core/transition.py", "core/output_processor.py")
+
+    def serve(trap: Trap) -> list[list[CompletionOutput]]:
+        outputs = [engine.add_request(name, prompt, params) for name, prompt in prompts.items()]
+        with trap.set():
+            while not all(output.finished for output in outputs):
+                with suppress(KeyboardInterrupt):
+                    engine.step()
+        return [output.outputs for output in outputs]
+
+    everything = Trap(rooms)
+    assert serve(everything) == expected
+    for line, hit in chosen_lines(everything.seen):
+        assert serve(Trap(rooms, line, hit)) == expected, f"after an interrupt at {line}"
 
 
 def test_a_request_that_a_replica_refuses_ends_alone(one: LLM, two: LLM) -> None:
