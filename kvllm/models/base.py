@@ -300,9 +300,11 @@ class Family:
     read: from these keys to the fields of ModelConfig that other families leave at their defaults. Raises
         CheckpointError for what the family does not compute.
     build: called with the arguments of `build_decoder`.
+    hidden_act: the only value of that key that the family computes.
     """
 
     model_type: str
     keys: type[ConfigKeys]
     read: Callable[[Any], dict[str, Any]]
     build: Callable[[ModelConfig, Shard, torch.dtype, torch.device, int], Decoder]
+    hidden_act: str = "silu"

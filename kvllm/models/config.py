@@ -80,7 +80,7 @@ class ConfigKeys(TopKeys, kw_only=True):
     head_dim: int | None = None
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
-    hidden_act: str = "silu"
+    hidden_act: str | msgspec.UnsetType = msgspec.UNSET
     mlp_bias: bool | None = None
     is_causal: bool = True
     sliding_window: int | None = None
@@ -155,6 +155,8 @@ def _model_config(raw: dict[str, Any], generation: _GenerationConfig) -> ModelCo
     keys = msgspec.convert(raw, family.keys)
     if keys.model_type not in (None, family.model_type):
         refuse(f"model_type is {keys.model_type!r} instead of {family.model_type!r}, that of {architecture}")
+    if keys.hidden_act not in (msgspec.UNSET, family.hidden_act):
+        refuse(f"hidden_act is {keys.hidden_act!r} instead of {family.hidden_act!r}")
     _check_sizes(keys)
     heads, kv_heads, head_dim = _heads(keys)
     _refuse_unsupported(keys)
@@ -200,8 +202,6 @@ def _refuse_unsupported(keys: ConfigKeys) -> None:
     if keys.quantization_config is not None:
         method = keys.quantization_config.get("quant_method", "method not named")
         refuse(f"the weights are quantized ({method})", "use the checkpoint that is not quantized")
-    if keys.hidden_act != "silu":
-        refuse(f"hidden_act is {keys.hidden_act!r} instead of 'silu'")
     if keys.mlp_bias:
         refuse("mlp_bias is true: the MLP projections have a bias")
     if not keys.is_causal:

@@ -141,7 +141,7 @@ def test_a_sliding_window_is_refused_where_it_has_an_effect(tmp_path: Path, case
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_absent_keys_mean_what_they_mean_in_transformers(tmp_path: Path, family: str) -> None:
-    keys = {"num_attention_heads": 32, "hidden_size": 2048, "num_key_value_heads": ..., "sliding_window": None}
+    keys = {"num_attention_heads": 64, "hidden_size": 2048, "num_key_value_heads": ..., "sliding_window": None}
     make_config(tmp_path, family, **keys, head_dim=..., rms_norm_eps=..., tie_word_embeddings=..., rope_parameters=...)
     theirs, ours = AutoConfig.from_pretrained(tmp_path), load_model_config(tmp_path)
     head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
