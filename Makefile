@@ -33,10 +33,10 @@ lint: venv
 	$(VENV)/bin/clang-format --dry-run --Werror $(SOURCES) tests/kernels/*.cpp
 
 test: lint
-	$(VENV)/bin/python -m pytest -n auto --dist loadfile
+	$(VENV)/bin/python -m pytest -n auto --dist loadgroup
 
 test-long: lint
-	$(VENV)/bin/python -m pytest -n auto --dist loadfile --long
+	$(VENV)/bin/python -m pytest -n auto --dist loadgroup --long
 
 wheel: venv
 	rm -rf build  # files that were moved since would be packed, too

@@ -41,6 +41,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         long = [item for item in items if item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=long)
         items[:] = [item for item in items if item not in long]
+    for item in items:  # a file's tests share its fixtures, so one process runs them; and there is one Ray cluster
+        in_ray = item.path.parent.name == "distributed"
+        item.add_marker(pytest.mark.xdist_group("ray" if in_ray else item.path.stem))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -49,6 +52,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 FIXTURES = Path(__file__).parent / "fixtures"
 Vectors = tuple[dict[str, np.ndarray], dict[str, Any]]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The tensors are tiny: waking a second thread takes longer than the work. Some tests set another number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

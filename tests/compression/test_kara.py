@@ -17,15 +17,6 @@ from tests.helpers.literal_kara import dense_scores, literal_token2chunk, window
 CLOSE = {"rtol": 1e-4, "atol": 0.0, "check_dtype": False}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads only slow down problems this small, badly so on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def stack(arrays, names, field):
     return torch.stack([torch.from_numpy(arrays[f"{name}_{field}"]) for name in names])
 

@@ -21,14 +21,6 @@ CHUNK_BUDGET, MAX_CHUNK = 6, 5
 LAYER, NUM_LAYERS = 1, 4
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def batch_of_one(arrays, name):
     return torch.from_numpy(arrays[name])[None]
 

@@ -1,23 +1,12 @@
-"""What the tests of models share: a checkpoint, and a single thread."""
+"""A checkpoint that the tests of models share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.helpers.checkpoints import make_checkpoint
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """The matrices are tiny: waking a second thread takes longer than the products."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ memory that holds no sequence's entry is NaN, so a result that reads it shows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +43,6 @@ from tests.helpers.recorder import Event, Recorder, assert_dense, poison
 
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "cpu"])
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The tensors are tiny: waking a second thread takes longer than the work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # Keeping account

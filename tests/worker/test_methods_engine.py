@@ -6,7 +6,6 @@ there is none. Memory that holds no entry is NaN between steps, the holes of sin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +42,6 @@ WINDOWED_METHODS = [name for name in METHODS if name not in RAGGED_METHODS]
 CASES = [(name, "threshold") for name in THRESHOLD_METHODS]
 CASES += [(name, policy) for policy in ("periodic", "pressure", "standalone") for name in WINDOWED_METHODS]
 EVERY_CASE = pytest.mark.parametrize(("method", "policy"), CASES)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The tensors are tiny: waking a second thread takes longer than the work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,117 @@
+"""The Triton kernels without a GPU: their compilation to cubins, and the shared memory that these take.
+
+All compilations for one architecture are done in one process of their own, whose Triton has no interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvllm.attention.base import AttentionBatch
+from kvllm.kvcache.cache import CacheShape, PagedKVCache
+from tests.helpers.processes import ROOT, run_python
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton, which is not installed")
+
+# Bytes of shared memory that one program may have.
+SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10, 120: 99 << 10}
+# By whether every shape is compiled. Heads of 128 are also compiled with evicted KV pairs, and observed.
+HEAD_DIMS = {
+    False: {torch.bfloat16: (128, 256), torch.float16: (96,), torch.float32: (128,)},
+    True: {torch.bfloat16: (64, 96, 128, 256), torch.float16: (128,), torch.float32: (128,)},
+}
+CASES = [(90, False), *(pytest.param(capability, True, marks=pytest.mark.long) for capability in SHARED_MEMORY)]
+
+
+def compile_kernels(capability: int, every_shape: bool) -> None:
+    """Call every launcher with kernels that are compiled, but not started; print their shared memory by name."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.jit import JITFunction
+
+    class Device:
+        """What Triton asks of a driver before it compiles."""
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", capability, 32)
+
+    compiled: dict[str, list[int]] = {}
+    compile_and_start = JITFunction.run
+
+    def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        kernel = compile_and_start(self, *args, grid=grid, warmup=True, **options)
+        assert kernel.asm["cubin"].startswith(b"\x7fELF")
+        compiled.setdefault(self.__name__, []).append(kernel.metadata.shared)
+
+    triton.runtime.driver.set_active(Device())
+    JITFunction.run = compile_only
+    for dtype, head_dims in HEAD_DIMS[every_shape].items():
+        for head_dim in head_dims:
+            launch_attention(dtype, head_dim)
+        launch_elementwise(dtype)
+    print(json.dumps(compiled))
+
+
+def launch_attention(dtype: torch.dtype, head_dim: int) -> None:
+    """A batch of a decode and a chunk, with holes and without, and everything else that touches a cache."""
+    from kvllm.attention.triton import TritonBackend
+    from kvllm.kernels.scores import window_scores
+    from kvllm.kvcache.ops.gpu import GpuOperations
+
+    def ints(*size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.int32)
+
+    cache = PagedKVCache(CacheShape(1, 8, head_dim, 256, dtype), 4)
+    backend = TritonBackend(cache, 32, head_dim**-0.5)
+    queries = torch.zeros(33, 32, head_dim, dtype=dtype)
+    with_holes = {"packed_len": ints(2), "head_lengths": ints(1, 2, 8)}
+    observed = {"rows": ints(2), "mass": torch.zeros(1, 2, 8, 4096)}
+    for options in ({}, with_holes, observed) if head_dim == 128 else ({},):
+        batch = AttentionBatch(torch.tensor([0, 1, 33], dtype=torch.int32), ints(33), ints(2, 8), **options)
+        backend.run(0, queries, backend.plan(batch))
+    alone = AttentionBatch(torch.tensor([0, 33], dtype=torch.int32), ints(33), ints(1, 1))
+    backend.run(0, queries, backend.plan(alone))
+    operations = GpuOperations(cache, compiled=False)
+    operations.store(0, queries[:, :8], queries[:, 8:16], ints(33).long())
+    operations.copy_blocks(ints(1).long(), ints(1).long())
+    operations.compact(ints(1, 2, 8, 256).long(), ints(2, 3).long(), ints(2, 1).long())
+    window = queries[None].transpose(1, 2), torch.zeros(1, 8, 768, head_dim, dtype=dtype), 736, 0.1
+    window_scores(*window)
+    window_scores(*window, ints(33).long(), squared=True)
+
+
+def launch_elementwise(dtype: torch.dtype) -> None:
+    from kvllm.kernels import elementwise
+    from kvllm.kernels.sampling import top_p_bounds
+
+    logits = torch.zeros(1, 9)
+    top_p_bounds(logits, logits, torch.zeros(1, dtype=torch.float64))
+    x, weight = torch.zeros(3, 6144, dtype=dtype), torch.zeros(6144, dtype=dtype)
+    elementwise.rms_norm(x, weight, 1e-6)
+    elementwise.add_rms_norm(x, x, weight, 1e-6)
+    elementwise.silu_mul(x)
+    positions, table = torch.zeros(3, dtype=torch.int64), torch.zeros(9, 128)
+    elementwise.rotary(x, positions, table, 32, 8, 128)
+    elementwise.rotary(x, positions, table, 32, 8, 128, weight[:128], weight[:128])
+
+
+@pytest.mark.parametrize(("capability", "every_shape"), CASES)
+def test_every_kernel_compiles(tmp_path: Path, capability: int, every_shape: bool) -> None:
+    code = f"compile_kernels({capability}, every_shape={every_shape})"
+    compiled = run_python(code, __name__, TRITON_CACHE_DIR=str(tmp_path))
+    sources = [path.read_text() for path in (ROOT / "kvllm" / "kernels").glob("*.py")]
+    assert set(compiled) == {name for source in sources for name in re.findall(r"(\w+)\[\(", source)}
+    assert max(max(shared) for shared in compiled.values()) <= SHARED_MEMORY[capability]
