@@ -91,7 +91,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, array_like=True):
         force_setattr(self, "seed", None if self.seed == -1 else self.seed)
 
     def _check_filters(self) -> None:
-        hottest = f"between 0 and {MAX_TEMPERATURE:g}"
+        hottest = f"between 0 and {MAX_TEMPERATURE:,.0f}"
         require(0 <= self.temperature <= MAX_TEMPERATURE, "temperature", self.temperature, hottest)
         require(0 < self.top_p <= 1, "top_p", self.top_p, "greater than 0 and at most 1")
         _require_count("top_k", self.top_k, 0, "at least 1, or 0 (or -1) to keep all tokens")
@@ -107,7 +107,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, array_like=True):
             require(-2 <= getattr(self, field) <= 2, field, getattr(self, field), "between -2 and 2")
         penalty = self.repetition_penalty
         fits = MIN_REPETITION_PENALTY <= penalty <= MAX_REPETITION_PENALTY
-        allowed = f"between {MIN_REPETITION_PENALTY:g} and {MAX_REPETITION_PENALTY:g}"
+        allowed = f"between {MIN_REPETITION_PENALTY:f} and {MAX_REPETITION_PENALTY:,.0f}"
         require(fits, "repetition_penalty", penalty, allowed)
 
     def _check_lengths(self) -> None:

@@ -19,7 +19,7 @@ from benchmarks.common.questions import QuestionSource
 from benchmarks.common.trials import REASONER, Outcome, Setting, Trial, percent, run_all
 from benchmarks.reasoner.tasks import DEFAULT_TASK, TASKS
 from kvllm.config import require
-from kvllm.llm import DEFAULT_MODEL
+from kvllm.engine_args import DEFAULT_MODEL
 
 SIZES = (44, 48)
 """Lines of the programs: nearly the longest that there are."""

@@ -22,8 +22,8 @@ from benchmarks.common.workloads import Request
 from benchmarks.reasoner.tasks import make_problem
 from benchmarks.reasoner.tokenizer import encode
 from kvllm.config import require
+from kvllm.engine_args import DEFAULT_MODEL
 from kvllm.errors import ConfigError
-from kvllm.llm import DEFAULT_MODEL
 from kvllm.models.config import ModelConfig, load_model_config
 from kvllm.tokenizer import has_tokenizer, load_tokenizer
 

@@ -11,7 +11,7 @@ from kvllm import CompressionConfig
 from kvllm.attention.registry import BACKENDS
 from kvllm.config import METHODS
 from kvllm.errors import ConfigError
-from kvllm.llm import DTYPES
+from kvllm.worker.build import DTYPES
 
 VANILLA = "vanilla"
 ENGINE_OPTIONS = {

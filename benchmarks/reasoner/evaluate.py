@@ -19,7 +19,7 @@ from benchmarks.reasoner.problems import Problem, grade
 from benchmarks.reasoner.tasks import TASKS, make_problem
 from benchmarks.reasoner.tokenizer import EOS, TOKEN_IDS, encode
 from kvllm import LLM, SamplingParams
-from kvllm.llm import DEFAULT_MODEL
+from kvllm.engine_args import DEFAULT_MODEL
 
 BATCH_TOKENS = 32_768  # prompts and workings together
 

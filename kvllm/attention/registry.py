@@ -138,3 +138,12 @@ def make_backend(
         raise ConfigError(f"the attention backend {name!r} {reason}: use {alternatives}")
     backend: type[AttentionBackend] = getattr(import_module(BACKENDS[name].module), BACKENDS[name].type)
     return backend(cache, num_query_heads, scale)
+
+
+def explain(asked: str, case: Case) -> str:
+    """The name of the backend that `make_backend` takes when `asked` for one, and why, for a log."""
+    if asked != "auto":
+        return f"{asked} (as asked)"
+    chosen = next(name for name in FASTEST if BACKENDS[name].why_not(case) is None)
+    reasons = [f"{name} {BACKENDS[name].why_not(case)}" for name in FASTEST[: FASTEST.index(chosen)]]
+    return f"{chosen} ({'; '.join(reasons) or 'the fastest here'})"

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Sequences
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from kvllm.config import EngineConfig
 from kvllm.core.request import Request
@@ -18,7 +18,16 @@ from kvllm.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from kvllm.tokenizer import Tokenizer
 
-Prompt = str | Sequences[int] | Mapping[str, Any]
+
+@runtime_checkable
+class Array(Protocol):
+    """What NumPy's arrays and torch's tensors have in common."""
+
+    def tolist(self) -> Any: ...
+
+
+Prompt = str | Sequences[int] | Array | Mapping[str, Any]
+"""Text, integer token ids (a sequence, or a one-dimensional array), or a dict with `prompt` or `prompt_token_ids`."""
 
 
 class InputProcessor:
@@ -70,6 +79,8 @@ class InputProcessor:
             if self.tokenizer is None:
                 raise RequestError("the checkpoint has no tokenizer: give the prompt as {'prompt_token_ids': [...]}")
             return prompt, self.tokenizer.encode(prompt)
+        if isinstance(prompt, Array):
+            prompt = prompt.tolist()
         if not isinstance(prompt, Sequences) or isinstance(prompt, bytes | bytearray):
             raise RequestError(
                 f"a prompt is a string, a list of token ids or a dict with one of them, not {type(prompt).__name__}"

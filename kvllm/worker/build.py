@@ -8,7 +8,7 @@ import torch
 from msgspec import Struct
 
 from kvllm.attention.base import AttentionBackend
-from kvllm.attention.registry import make_backend
+from kvllm.attention.registry import Case, explain, make_backend
 from kvllm.compression.sharded_method import ShardedMethod
 from kvllm.config import RAGGED_METHODS, EngineConfig
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
@@ -17,6 +17,7 @@ from kvllm.models.config import ModelConfig
 from kvllm.models.loader import load_model, random_model
 from kvllm.parallel import Shard, kv_heads
 from kvllm.worker import host_memory
+from kvllm.worker.attention_state import AttentionMass
 from kvllm.worker.graphs import cuda_capture
 from kvllm.worker.memory import enough_memory, fitting_blocks, run_heaviest_steps
 from kvllm.worker.model_runner import ModelRunner
@@ -25,7 +26,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch
 
 
 class RunnerSettings(Struct, frozen=True):
-    """All that a rank needs to know to load its shard. load_format, enforce_eager: see `kvllm.llm.LLM`.
+    """All that a rank needs to know to load its shard. load_format, enforce_eager: see EngineArgs.
 
     gpu_memory_utilization: if set, `engine.num_blocks` is the most that is of use, and the pool gets as many as fit.
     """
@@ -38,6 +39,20 @@ class RunnerSettings(Struct, frozen=True):
     load_format: str
     enforce_eager: bool = False
     gpu_memory_utilization: float | None = None
+
+
+def rank_cache_shape(model: ModelConfig, dtype: str, block_size: int, num_ranks: int) -> CacheShape:
+    """What each of `num_ranks` ranks stores. With fewer KV heads than ranks, several ranks hold the same one."""
+    return CacheShape(
+        model.num_layers, max(1, model.num_kv_heads // num_ranks), model.head_dim, block_size, DTYPES[dtype]
+    )
+
+
+def method_state_bytes(engine: EngineConfig, shape: CacheShape) -> int:
+    """Bytes that the compression method keeps beside the cache of a rank."""
+    if not engine.observes_attention:
+        return 0
+    return AttentionMass.bytes_for(shape, engine.max_num_seqs, engine.max_model_len)
 
 
 def make_runner(settings: RunnerSettings, shard: Shard, device: torch.device) -> ModelRunner:
@@ -67,17 +82,27 @@ def make_runner(settings: RunnerSettings, shard: Shard, device: torch.device) ->
 def _backend(settings: RunnerSettings, shard: Shard, device: torch.device, num_blocks: int) -> AttentionBackend:
     """The attention backend of a rank, over a cache of its own."""
     model = settings.model
-    held = kv_heads(model.num_kv_heads, shard)
-    shape = CacheShape(model.num_layers, held.count, model.head_dim, settings.engine.block_size, DTYPES[settings.dtype])
-    compression = settings.engine.compression
+    shape = rank_cache_shape(model, settings.dtype, settings.engine.block_size, shard.world_size)
+    num_query_heads = model.num_query_heads // shard.world_size
+    cache = PagedKVCache(shape, num_blocks, device)
     return make_backend(
-        settings.attention_backend,
-        PagedKVCache(shape, num_blocks, device),
-        model.num_query_heads // shard.world_size,
-        shape.head_dim**-0.5,
-        ragged=compression is not None and compression.method in RAGGED_METHODS,
-        observed=settings.engine.observes_attention,
+        settings.attention_backend, cache, num_query_heads, shape.head_dim**-0.5, **_demands(settings.engine)
     )
+
+
+def explain_backend(settings: RunnerSettings, backend: AttentionBackend) -> str:
+    """The name of the backend that a single rank has, and why."""
+    return explain(
+        settings.attention_backend,
+        Case(backend.cache, settings.model.num_query_heads, **_demands(settings.engine)),
+    )
+
+
+def _demands(engine: EngineConfig) -> dict[str, bool]:
+    """What the compression method asks of the attention backend."""
+    compression = engine.compression
+    ragged = compression is not None and compression.method in RAGGED_METHODS
+    return {"ragged": ragged, "observed": engine.observes_attention}
 
 
 def _runner(settings: RunnerSettings, shard: Shard, model: Decoder, backend: AttentionBackend) -> ModelRunner:

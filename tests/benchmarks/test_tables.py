@@ -16,7 +16,7 @@ from benchmarks.common.jobs import Job, make_engine, run, serve
 from benchmarks.common.measurement import measure
 from benchmarks.paper import figure_1_9, figure_2, sliding_window, tables_2_3
 from kvllm import LLM, CompressionConfig, SamplingParams
-from kvllm.llm import DEFAULT_MODEL
+from kvllm.engine_args import DEFAULT_MODEL
 from kvllm.tokenizer import load_tokenizer
 from tests.helpers.checkpoints import make_checkpoint
 

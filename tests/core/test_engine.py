@@ -11,7 +11,7 @@ import transformers
 
 from kvllm import CompressionConfig, SamplingParams
 from kvllm.core.protocol import StepPlan, StepResult
-from kvllm.llm import DEFAULT_MODEL
+from kvllm.engine_args import DEFAULT_MODEL
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.engines import NEW_TOKENS, assert_greedy, greedy, make_llm, random_prompts, tokens
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvllm import LLM, CompressionConfig, RequestOutput, SamplingParams
 from kvllm.core.engine import LLMEngine
-from kvllm.llm import DEFAULT_MODEL
+from kvllm.engine_args import DEFAULT_MODEL
 from kvllm.models.config import load_model_config
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.interrupts import Trap, chosen_lines

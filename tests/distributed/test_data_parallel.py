@@ -22,8 +22,8 @@ import pytest
 
 from kvllm import LLM, CompletionOutput, CompressionConfig, ConfigError, RequestError, SamplingParams
 from kvllm.core.protocol import SequenceStart
+from kvllm.engine_args import DEFAULT_MODEL
 from kvllm.errors import WorkerError
-from kvllm.llm import DEFAULT_MODEL
 from kvllm.models.config import load_model_config
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.interrupts import Trap, chosen_lines

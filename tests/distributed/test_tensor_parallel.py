@@ -79,7 +79,8 @@ from kvllm import LLM, SamplingParams
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
     llm = LLM(sys.argv[1], block_size=16, num_gpu_blocks_override=400, **{sys.argv[2]: 2})
-    print(*llm.llm_engine.executor.pids, flush=True)
+    workers = llm.llm_engine.executor if sys.argv[2] == "tensor_parallel_size" else llm.llm_engine.replicas
+    print(*workers.pids, flush=True)
     while True:
         llm.generate([[5]] * 8, SamplingParams(max_tokens=400, ignore_eos=True), use_tqdm=False)
 """
@@ -416,7 +417,7 @@ def test_more_ranks_than_the_cluster_holds(ray_llm, checkpoints) -> None:
         ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 .* divisor of the model's 2 KV heads, or a multiple"),
         ({"tensor_parallel_size": 16}, "tensor_parallel_size=16 .* divisor of the model's 8 query heads"),
         ({"tensor_parallel_size": 2, "distributed_executor_backend": "inline"}, 'one rank.*=2 .*: use "ray" or None'),
-        ({"distributed_executor_backend": "mp"}, "choose one of inline, ray, or None"),
+        ({"distributed_executor_backend": "mp"}, "choose one of inline, ray, None"),
         ({"placement_strategy": "pack"}, "choose one of STRICT_PACK, PACK, SPREAD, STRICT_SPREAD"),
         ({"max_worker_restarts": -1}, "max_worker_restarts=-1 is not allowed: at least 0"),
     ],

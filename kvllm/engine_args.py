@@ -1,0 +1,189 @@
+"""Every option of an engine, with its name, default and check.
+
+This module imports no torch, so a command line can offer the options at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import get_type_hints
+
+import msgspec
+
+from kvllm.config import CompressionConfig, EngineConfig, require
+from kvllm.errors import ConfigError
+from kvllm.models.config import DTYPES, ModelConfig, load_model_config
+
+DEFAULT_MODEL = Path(__file__).parent / "assets" / "reasoner"
+DEVICES = ("auto", "cuda", "cpu")
+EXECUTOR_BACKENDS = ("inline", "ray")
+PLACEMENTS = ("STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD")
+LOAD_FORMATS = ("auto", "dummy")
+INT64 = 1 << 63
+SIZES: dict[str, tuple[int, int]] = {
+    "max_model_len": (2, INT64 - 1),  # the model says how many
+    "max_num_seqs": (1, 1 << 16),  # each takes a slot in tables that are allocated at the start
+    "max_num_batched_tokens": (1, (1 << 31) - 1),  # numbered in 32 bits
+    "num_gpu_blocks_override": (1, INT64 - 1),  # the memory says how many
+    "kv_cache_memory_bytes": (1, INT64 - 1),
+    "tensor_parallel_size": (1, 1 << 10),
+    "data_parallel_size": (1, 1 << 10),
+    "max_worker_restarts": (0, (1 << 31) - 1),
+    "seed": (-INT64, INT64 - 1),
+}
+"""The smallest and the largest value of each."""
+
+
+@dataclass(frozen=True)
+class EngineArgs:
+    """Options of an engine.
+
+    Args:
+        model: directory of a Hugging Face checkpoint (config.json, safetensors, tokenizer). Default: the small
+            reasoning model that comes with the package.
+        dtype: "bfloat16", "float32", "float16" (on a GPU alone), or "auto" for the checkpoint's own; on a CPU, float16
+            runs as float32, and one without bfloat16 products holds bfloat16 weights in float32.
+        device: "cuda", "cpu", or "auto" for a GPU if there is one. With Ray, the cluster decides.
+        max_model_len: longest sequence in tokens, prompt and output; default what the model was made for.
+        max_num_seqs: most sequences that run at once, up to 65,536.
+        max_num_batched_tokens: most tokens of one step; longer prompts are computed in chunks, and what takes more to
+            compress is compressed over several steps.
+        block_size: tokens of a KV block, 1 to 256.
+        num_gpu_blocks_override: blocks in the KV pool, or
+        kv_cache_memory_bytes: its size in bytes, on each rank. Default: on a GPU, what model and steps leave of
+            `gpu_memory_utilization`; else half of the free memory, 4 GiB at most.
+        gpu_memory_utilization: share of a GPU's memory that may be in use, by other processes too.
+        enforce_eager: on a GPU, launch kernels one by one, instead of replaying CUDA graphs of decode steps.
+        enable_prefix_caching: let requests share the blocks of equal beginnings.
+        tensor_parallel_size: ranks that share the model, each a process; more than one need Ray (docs/distributed.md).
+        data_parallel_size: replicas that share out the requests, each with its own ranks and KV pool, on Ray.
+        distributed_executor_backend: "inline" (one rank, in this process) or "ray"; default "ray" for several ranks.
+        placement_strategy: where Ray puts the ranks: "STRICT_PACK" (one node), "PACK", "SPREAD" or "STRICT_SPREAD".
+        max_worker_restarts: how many times lost workers are replaced before `generate` raises.
+        seed: of requests that bring none. An integer of 64 bits.
+        compression: how the KV cache is compressed while decoding; None for not at all.
+        attention_backend: "triton", "flash_attn", "xformers", "cpu", "reference", or "auto" for the fastest of those
+            that can do what is asked.
+        load_format: "auto" reads the checkpoint's weights, "dummy" makes random ones from its config.json alone.
+
+    Raises:
+        ConfigError: an option has a wrong type or value, whatever the model is.
+    """
+
+    model: str | Path = DEFAULT_MODEL
+    _: KW_ONLY
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    block_size: int = 256
+    num_gpu_blocks_override: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    enforce_eager: bool = False
+    enable_prefix_caching: bool = True
+    tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    distributed_executor_backend: str | None = None
+    placement_strategy: str = "STRICT_PACK"
+    max_worker_restarts: int = 3
+    seed: int = 0
+    compression: CompressionConfig | None = None
+    attention_backend: str = "auto"
+    load_format: str = "auto"
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        self._check_names()
+        self._check_sizes()
+        self._engine_config(1, self.max_model_len or 2)  # which checks the options that it takes over
+        with_ray = 'Ray runs ranks on GPUs if the cluster has enough of them, else on CPUs: use "auto"'
+        require(not self.uses_ray or self.device == "auto", "device", self.device, with_ray)
+
+    @property
+    def uses_ray(self) -> bool:
+        several = self.tensor_parallel_size > 1 or self.data_parallel_size > 1
+        return self.distributed_executor_backend == "ray" or several
+
+    @property
+    def path(self) -> Path:
+        return Path(self.model)
+
+    @cached_property
+    def model_config(self) -> ModelConfig:
+        """The checkpoint's. Raises CheckpointError, and ConfigError for options that do not fit the model."""
+        model = load_model_config(self.path)
+        self._check_parallel(model)
+        longest, length = model.max_position_embeddings, self.max_model_len
+        allowed = f"between 2 and the model's max_position_embeddings={longest}"
+        require(length is None or length <= longest, "max_model_len", length, allowed)
+        return model
+
+    @cached_property
+    def engine_config(self) -> EngineConfig:
+        """With as many blocks as can be of use: there may be memory for fewer."""
+        length = self.max_model_len or self.model_config.max_position_embeddings
+        return self._engine_config(self.max_num_seqs * -(-length // self.block_size), length)
+
+    def _engine_config(self, num_blocks: int, max_model_len: int) -> EngineConfig:
+        return EngineConfig(
+            num_blocks=num_blocks,
+            max_model_len=max_model_len,
+            block_size=self.block_size,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            enable_prefix_caching=self.enable_prefix_caching,
+            seed=self.seed,
+            compression=self.compression,
+        )
+
+    def _check_types(self) -> None:
+        require(isinstance(self.model, str | Path), "model", self.model, "the directory of a checkpoint")
+        hints = get_type_hints(type(self))
+        for field in fields(self)[1:]:
+            value = getattr(self, field.name)
+            try:
+                msgspec.convert(value, hints[field.name])
+            except msgspec.ValidationError as error:
+                raise ConfigError(f"{field.name}={value!r}: {error}") from None
+
+    def _check_names(self) -> None:
+        allowed = {
+            "dtype": ("auto", *DTYPES),
+            "device": DEVICES,
+            "distributed_executor_backend": (*EXECUTOR_BACKENDS, None),
+            "placement_strategy": PLACEMENTS,
+            "load_format": LOAD_FORMATS,
+        }
+        for field, names in allowed.items():
+            value = getattr(self, field)
+            require(value in names, field, value, f"choose one of {', '.join(map(str, names))}")
+
+    def _check_sizes(self) -> None:
+        for field, (least, most) in SIZES.items():
+            value = getattr(self, field)
+            require(value is None or value >= least, field, value, f"at least {least}")
+            require(value is None or value <= most, field, value, f"at most {most}")
+        field, value = "gpu_memory_utilization", self.gpu_memory_utilization
+        require(0 < value <= 1, field, value, "greater than 0 and at most 1")
+        if self.num_gpu_blocks_override is not None and self.kv_cache_memory_bytes is not None:
+            raise ConfigError(
+                f"num_gpu_blocks_override={self.num_gpu_blocks_override} and "
+                f"kv_cache_memory_bytes={self.kv_cache_memory_bytes} both size the KV pool: give one"
+            )
+        if self.distributed_executor_backend == "inline":
+            sizes = f"tensor_parallel_size={self.tensor_parallel_size} and data_parallel_size={self.data_parallel_size}"
+            alone = self.tensor_parallel_size == self.data_parallel_size == 1
+            allowed = f'it runs one rank, with {sizes} there are more: use "ray" or None'
+            require(alone, "distributed_executor_backend", "inline", allowed)
+
+    def _check_parallel(self, model: ModelConfig) -> None:
+        field, value = "tensor_parallel_size", self.tensor_parallel_size
+        heads = model.num_kv_heads
+        shared_out = heads % value == 0 or value % heads == 0
+        require(shared_out, field, value, f"a divisor of the model's {heads} KV heads, or a multiple of them")
+        for name, size in {"query heads": model.num_query_heads, "MLP columns": model.intermediate_size}.items():
+            require(size % value == 0, field, value, f"a divisor of the model's {size} {name}")

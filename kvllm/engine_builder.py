@@ -1,0 +1,204 @@
+"""The one place where an engine is put together: model, tokenizer, KV pool, and workers or replicas."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from msgspec import structs
+
+from kvllm.config import require
+from kvllm.core.compression_policy import check_pool
+from kvllm.core.engine import LLMEngine
+from kvllm.engine_args import EngineArgs
+from kvllm.errors import ConfigError
+from kvllm.kvcache.cache import CacheShape
+from kvllm.parallel import SingleRank
+from kvllm.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
+from kvllm.worker.build import (
+    RunnerSettings,
+    available_memory,
+    explain_backend,
+    make_runner,
+    method_state_bytes,
+    rank_cache_shape,
+)
+from kvllm.worker.inline import InlineExecutor
+
+if TYPE_CHECKING:  # a single process needs neither these nor Ray
+    from kvllm.distributed.executor import RayExecutor
+    from kvllm.distributed.replicas.engine import DataParallelEngine
+    from kvllm.distributed.replicas.replica_set import ReplicaSet
+
+    Engine = LLMEngine | DataParallelEngine
+
+logger = logging.getLogger(__name__)
+
+GIB = 1 << 30
+
+
+def build_engine(args: EngineArgs) -> Engine:
+    """Load the tokenizer and the model, in this process or on Ray's workers, and put an engine around them.
+
+    Raises:
+        ConfigError, CheckpointError: before any weights are read, wherever that can be known.
+    """
+    config, shape = args.engine_config, cache_shape(args)
+    state_bytes = method_state_bytes(config, shape)
+    tokenizer = load_tokenizer(args.path) if has_tokenizer(args.path) else None
+    with ExitStack() as started:  # ended here unless all goes well
+        workers = _start_workers(args) if args.uses_ray else None
+        if workers:
+            started.callback(workers.close)
+        device = workers.device if workers else local_device(args)
+        measures = device == "cuda" and args.num_gpu_blocks_override is None and args.kv_cache_memory_bytes is None
+        if not measures:
+            free = workers.available_memory if workers else available_memory(device, 1)
+            num_blocks = _num_blocks(args, config.num_blocks, shape.bytes_per_block, state_bytes, free)
+            config = structs.replace(config, num_blocks=num_blocks)
+        if args.max_model_len is not None:
+            check_pool(config)
+        settings = RunnerSettings(
+            str(args.path.resolve()),
+            args.model_config,
+            config,
+            _dtype(args),
+            args.attention_backend,
+            args.load_format,
+            args.enforce_eager,
+            args.gpu_memory_utilization if measures else None,
+        )
+        engine = _load_on(workers, settings, tokenizer) if workers else _load_here(settings, device, tokenizer)
+        if args.max_model_len is not None:
+            check_pool(engine.config)  # of the size that was found
+        engine.stats.method_state_bytes = state_bytes * args.data_parallel_size
+        _log(args, settings, engine, device)
+        started.pop_all()
+    return engine
+
+
+def cache_shape(args: EngineArgs) -> CacheShape:
+    """What one rank stores for each token."""
+    return rank_cache_shape(args.model_config, _dtype(args), args.block_size, args.tensor_parallel_size)
+
+
+def local_device(args: EngineArgs) -> str:
+    """ "cuda" or "cpu": what this process would run the model on. Raises ConfigError if there is no such device."""
+    available = torch.cuda.is_available()
+    allowed = 'torch finds no GPU here: use "auto" or "cpu"'
+    require(available or args.device != "cuda", "device", args.device, allowed)
+    return args.device if args.device != "auto" else "cuda" if available else "cpu"
+
+
+def _dtype(args: EngineArgs) -> str:
+    """The name of the type that weights, activations and KV pairs have."""
+    if args.dtype != "auto":
+        return args.dtype
+    own = args.model_config.dtype
+    return "float32" if own == "float16" and local_device(args) == "cpu" else own
+
+
+# Workers
+
+
+def _start_workers(args: EngineArgs) -> RayExecutor | ReplicaSet:
+    num_ranks, num_replicas = args.tensor_parallel_size, args.data_parallel_size
+    try:
+        from kvllm.distributed.executor import RayExecutor
+        from kvllm.distributed.replicas.replica_set import ReplicaSet
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise ConfigError(
+            f"tensor_parallel_size={num_ranks} with data_parallel_size={num_replicas} on several processes needs Ray, "
+            'which is not installed: pip install "kvllm[ray]" (or: pip install ray), or leave both at 1'
+        ) from error
+    if num_replicas > 1:
+        return ReplicaSet(num_replicas, num_ranks, args.placement_strategy, args.max_worker_restarts)
+    return RayExecutor(num_ranks, args.placement_strategy, args.max_worker_restarts)
+
+
+def _load_on(workers: RayExecutor | ReplicaSet, settings: RunnerSettings, tokenizer: Tokenizer | None) -> Engine:
+    """Let the workers load the model, and learn how many blocks there are."""
+    from kvllm.distributed.replicas.engine import DataParallelEngine
+    from kvllm.distributed.replicas.replica_set import ReplicaSet
+
+    config = structs.replace(settings.engine, num_blocks=workers.load(settings))
+    options = _request_options(settings, tokenizer)
+    if isinstance(workers, ReplicaSet):
+        return DataParallelEngine(config, workers, **options)
+    return LLMEngine(config, workers, **options)
+
+
+def _load_here(settings: RunnerSettings, device: str, tokenizer: Tokenizer | None) -> LLMEngine:
+    """Load the model in this process, and learn how many blocks there are."""
+    runner = make_runner(settings, SingleRank(), torch.device(device))
+    config = structs.replace(settings.engine, num_blocks=runner.cache.num_blocks)
+    return LLMEngine(config, InlineExecutor(runner), **_request_options(settings, tokenizer))
+
+
+def _request_options(settings: RunnerSettings, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """What an engine needs to read requests and to end them."""
+    model = settings.model
+    return {"vocab_size": model.vocab_size, "eos_token_ids": model.eos_token_ids, "tokenizer": tokenizer}
+
+
+# Memory
+
+
+def _num_blocks(args: EngineArgs, most_useful: int, block_bytes: int, state_bytes: int, free: int) -> int:
+    """Blocks in the pool: as many as were asked for, or as go into half of the memory that is free.
+
+    state_bytes: what the compression method keeps beside the pool; it counts as memory of the pool.
+    """
+    override, memory = args.num_gpu_blocks_override, args.kv_cache_memory_bytes
+    if override is not None:
+        field, value, blocks = "num_gpu_blocks_override", override, override
+    elif memory is not None:
+        field, value, blocks = "kv_cache_memory_bytes", memory, (memory - state_bytes) // block_bytes
+        least = f"at least one block of {args.block_size} tokens, {block_bytes} bytes"
+        if state_bytes:
+            least += f", beside {state_bytes} bytes for the method: lower max_num_seqs or max_model_len to shrink these"
+        require(blocks >= 1, field, value, least)
+    else:
+        return max(1, min(most_useful, (min(4 * GIB, free // 2) - state_bytes) // block_bytes))
+    needed = blocks * block_bytes + state_bytes
+    require(
+        needed <= free, field, value, f"it takes {needed / GIB:.1f} GiB, and {free / GIB:.1f} GiB of memory are free"
+    )
+    return blocks
+
+
+# Log
+
+
+def _log(args: EngineArgs, settings: RunnerSettings, engine: Engine, device: str) -> None:
+    """Say in a line what was started."""
+    config, num_ranks = engine.config, args.tensor_parallel_size * args.data_parallel_size
+    logger.info(
+        "%s (%s, %s) on %s%s; attention backend %s; KV pool of %d blocks of %d tokens, %.2f GiB%s; %s",
+        args.path.name,
+        settings.model.architecture,
+        settings.dtype,
+        device,
+        f", {num_ranks} ranks on Ray" if args.uses_ray else "",
+        _attention_backend(settings, engine),
+        config.num_blocks,
+        config.block_size,
+        config.num_blocks * cache_shape(args).bytes_per_block / GIB,
+        " for each rank" if num_ranks > 1 else "",
+        _compression(settings),
+    )
+
+
+def _attention_backend(settings: RunnerSettings, engine: Engine) -> str:
+    if isinstance(engine, LLMEngine) and isinstance(engine.executor, InlineExecutor):
+        return explain_backend(settings, engine.executor.runner.backend)
+    return f"{settings.attention_backend} (each rank chooses)"
+
+
+def _compression(settings: RunnerSettings) -> str:
+    compression = settings.engine.compression
+    return "no compression" if compression is None else f"compression by {compression.method}, {compression.policy}"
