@@ -8,32 +8,9 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from kvllm.compression.specs import CHUNK_BUDGET, MAX_CHUNK, SPECS, TOKEN2CHUNK, MethodSpec
 from kvllm.errors import ConfigError
 
-METHODS = (
-    "kara",
-    "kara_sharp",
-    "kara_no_bi",
-    "kara_no_token2chunk",
-    "snapkv",
-    "rkv",
-    "keydiff",
-    "streaming",
-    "pyramidkv",
-    "adakv",
-    "chunkkv",
-    "h2o",
-    "sliding_window",
-    "random",
-)
-WINDOW_METHODS = ("kara", "kara_sharp", "kara_no_token2chunk")
-"""Need the query of every entry that they score, so all of these must still be known as tokens."""
-RAGGED_METHODS = ("pyramidkv", "adakv")
-"""Keep different numbers of entries in different layers or heads."""
-RECENT_METHODS = ("snapkv", "rkv", "pyramidkv", "adakv", "chunkkv")
-"""Score with the queries of the last `query_window` entries."""
-OBSERVING_METHODS = ("h2o",)
-"""Add up the attention that each entry receives. It belongs to a sequence, so sequences share no prefixes."""
 POLICIES = ("periodic", "pressure", "standalone", "threshold")
 ORDERS = ("most_uncompressed", "queue")
 
@@ -59,16 +36,16 @@ def require(condition: bool, field: str, value: Any, allowed: str) -> None:
 class CompressionConfig(Struct, frozen=True, kw_only=True):
     """How the KV cache is compressed while decoding.
 
-    method: which entries survive (`kvllm.compression.registry.METHODS`).
+    method: which KV pairs survive (`kvllm.compression.specs.SPECS`).
     policy: which sequences compress and when: "periodic" (every `period` decode steps of the engine, at most
         `max_sequences` sequences), "pressure" (only while blocks are short, and only what is needed to make them last
         `period` steps more), "standalone" (each sequence whenever its tail fills a window; block_size 1) or "threshold"
-        (a sequence's whole cache, once it has `threshold_tokens` entries, to `budget_tokens`).
+        (a sequence's whole cache, once it has `threshold_tokens` KV pairs, to `budget_tokens`).
     window_blocks: blocks of one window, the trailing full blocks that were never compressed.
     retain_blocks: whole blocks kept of a window. A whole number of blocks leaves the partial last block in place.
-    retain_tokens: entries kept of a window, buffer included; overrides `retain_blocks` (the paper: 257 of 768).
-    buffer: the last entries of a window, always kept.
-    chunk_budget: of the entries kept, how many go to completing chunks (alpha of Token2Chunk).
+    retain_tokens: KV pairs kept of a window, buffer included; overrides `retain_blocks` (the paper: 257 of 768).
+    buffer: the last KV pairs of a window, always kept.
+    chunk_budget: of the KV pairs kept, how many go to completing chunks (alpha of Token2Chunk).
     max_chunk: longest chunk, both ends counted (gamma of Token2Chunk).
     compress_prompt: compress the prompt too, right after it is computed. By default windows leave it whole; a threshold
         means the whole cache, unless `protect_prompt` is set.
@@ -76,8 +53,11 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
     query_window: the most recent queries that score, for methods which do not use all (SnapKV and its kin).
     order: of the eligible sequences, "most_uncompressed" or "queue" (oldest) first; "periodic" alone.
     threshold_tokens, budget_tokens: of "threshold" alone (the paper: 1280 and 1025, at blocks of 256). A request's
-        `SamplingParams.budget_tokens` comes first, and moves both by the same number of entries.
+        `SamplingParams.budget_tokens` comes first, and moves both by the same number of KV pairs.
     protect_prompt: "threshold" leaves the blocks of the prompt whole, too; they count among `budget_tokens`.
+    method_options: further options of the method, by name, as its spec lists them: `{"sinks": 8}` for "streaming".
+
+    Raises ConfigError for what is not allowed.
     """
 
     method: str = "kara"
@@ -88,8 +68,8 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
     retain_blocks: int = 1
     retain_tokens: int | None = None
     buffer: int = 32
-    chunk_budget: int = 32
-    max_chunk: int = 8
+    chunk_budget: int = CHUNK_BUDGET.default
+    max_chunk: int = MAX_CHUNK.default
     compress_prompt: bool = False
     query_stride: int = 1
     query_window: int = 32
@@ -97,25 +77,28 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
     threshold_tokens: int | None = None
     budget_tokens: int | None = None
     protect_prompt: bool = False
+    method_options: dict[str, int | float] = {}
 
     def __post_init__(self) -> None:
         check_types(self)
-        require(self.method in METHODS, "method", self.method, f"choose one of {', '.join(METHODS)}")
+        require(self.method in SPECS, "method", self.method, f"choose one of {', '.join(SPECS)}")
         require(self.policy in POLICIES, "policy", self.policy, f"choose one of {', '.join(POLICIES)}")
         require(self.order in ORDERS, "order", self.order, f"choose one of {', '.join(ORDERS)}")
         for field in ("period", "max_sequences", "window_blocks", "retain_blocks", "query_stride", "query_window"):
             require(getattr(self, field) >= 1, field, getattr(self, field), "at least 1")
-        for field in ("buffer", "chunk_budget"):
-            require(getattr(self, field) >= 0, field, getattr(self, field), "at least 0")
-        require(self.max_chunk >= 3, "max_chunk", self.max_chunk, "at least 3, both end points counted")
+        require(self.buffer >= 0, "buffer", self.buffer, "at least 0")
+        self._check_options()
         require(
             self.retain_blocks <= self.window_blocks,
             "retain_blocks",
             self.retain_blocks,
             f"at most window_blocks={self.window_blocks} (retention 100%)",
         )
-        if self.method == "kara_no_bi":
-            require(self.buffer >= 1, "buffer", self.buffer, "at least 1: method='kara_no_bi' scores with its queries")
+        refusal = self.spec.refusal(self.policy)
+        require(refusal is None, "method", self.method, refusal or "")
+        if self.spec.queries == "buffer":
+            needed = f"at least 1: method={self.method!r} scores with its queries"
+            require(self.buffer >= 1, "buffer", self.buffer, needed)
         if self.policy == "threshold":
             self._check_threshold()
         else:
@@ -123,45 +106,54 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
                 require(getattr(self, field) is None, field, getattr(self, field), 'only with policy="threshold"')
             allowed = 'only with policy="threshold": windows leave the prompt whole unless compress_prompt is set'
             require(not self.protect_prompt, "protect_prompt", self.protect_prompt, allowed)
-            require(
-                self.method not in RAGGED_METHODS,
-                "method",
-                self.method,
-                f'it keeps more in some layers or heads than in others: use policy="threshold", not {self.policy!r}',
-            )
+
+    def _check_options(self) -> None:
+        for option in TOKEN2CHUNK:
+            value = getattr(self, option.name)
+            require(option.accepts(value), option.name, value, option.allowed)
+        own = {option.name: option for option in self.spec.options if option not in TOKEN2CHUNK}
+        for name, value in self.method_options.items():
+            known = f"method={self.method!r} has {', '.join(own) if own else 'no such options'}"
+            require(name in own, "method_options", self.method_options, known)
+            require(own[name].accepts(value), f"method_options: {name}", value, own[name].allowed)
 
     def _check_threshold(self) -> None:
         threshold, budget = self.threshold_tokens, self.budget_tokens
         if threshold is None or budget is None:
             missing = "threshold_tokens" if threshold is None else "budget_tokens"
-            raise ConfigError(f'policy="threshold" needs {missing}: the entries at which, or to which, it compresses')
+            raise ConfigError(f'policy="threshold" needs {missing}: the KV pairs at which, or to which, it compresses')
         require(threshold >= 1, "threshold_tokens", threshold, "at least 1")
         require(1 <= budget <= threshold, "budget_tokens", budget, f"between 1 and threshold_tokens={threshold}")
         require(self.buffer <= budget, "buffer", self.buffer, f"at most budget_tokens={budget}, which it is part of")
-        require(
-            self.method not in WINDOW_METHODS,
-            "method",
-            self.method,
-            "it scores with the query of every entry, and entries that were compressed before have none: use "
-            'policy="pressure" or "periodic", or method="kara_no_bi"',
-        )
         gap = threshold - self.held_tokens
-        if self.method in RECENT_METHODS and gap:
-            known = gap if self.method in RAGGED_METHODS else max(gap, self.buffer)
-            recent = f"the last {known} entries are those whose tokens are known at a compression"
+        if self.spec.queries == "recent" and gap:
+            known = gap if self.spec.ragged else max(gap, self.buffer)
+            recent = f"the last {known} KV pairs are those whose tokens are known at a compression"
             require(self.query_window <= known, "query_window", self.query_window, f"at most {known}: {recent}")
-            if self.method in RAGGED_METHODS:
+            if self.spec.ragged:
                 require(self.buffer <= known, "buffer", self.buffer, f"at most {known}: {recent}")
 
     @property
+    def spec(self) -> MethodSpec:
+        """What the engine has to know about the method."""
+        return SPECS[self.method]
+
+    @property
+    def options(self) -> dict[str, int | float]:
+        """What the method's function gets as its options, by name."""
+        fields = {option.name: getattr(self, option.name) for option in TOKEN2CHUNK}
+        given = fields | self.method_options
+        return {option.name: given.get(option.name, option.default) for option in self.spec.options}
+
+    @property
     def held_tokens(self) -> int:
-        """Entries for which a sequence holds memory after a compression by threshold.
+        """KV pairs for which a sequence holds memory after a compression by threshold.
 
         Methods that keep more in some layers or heads than in others get room for half of what is between budget and
         threshold: it must not depend on data. What they keep on average is `budget_tokens`.
         """
         assert self.threshold_tokens is not None and self.budget_tokens is not None
-        if self.method in RAGGED_METHODS:
+        if self.spec.ragged:
             return (self.budget_tokens + self.threshold_tokens) // 2
         return self.budget_tokens
 
@@ -172,7 +164,7 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
         return self.retained(block_size) == self.window_blocks * block_size
 
     def retained(self, block_size: int) -> int:
-        """Entries kept of a window, buffer included; of the whole cache with policy="threshold".
+        """KV pairs kept of a window, buffer included; of the whole cache with policy="threshold".
 
         Raises:
             ConfigError: the window, what is kept of it and the buffer do not fit into each other at this block size.
@@ -180,7 +172,7 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
         if self.policy == "threshold":
             return self.held_tokens
         window = self.window_blocks * block_size
-        size = f"a window of {self.window_blocks} blocks of {block_size} has {window} entries"
+        size = f"a window of {self.window_blocks} blocks of {block_size} has {window} KV pairs"
         if self.retain_tokens is None:
             retained, field, value = self.retain_blocks * block_size, "retain_blocks", self.retain_blocks
         else:
@@ -191,11 +183,11 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
             self.buffer <= retained,
             "buffer",
             self.buffer,
-            f"at most what a window keeps, {retained} entries ({field}={value}, block_size={block_size}): "
+            f"at most what a window keeps, {retained} KV pairs ({field}={value}, block_size={block_size}): "
             f"lower buffer, or raise {field}, window_blocks or block_size",
         )
         if self.policy == "standalone":
-            require(block_size == 1, "block_size", block_size, 'policy="standalone" moves by single entries: use 1')
+            require(block_size == 1, "block_size", block_size, 'policy="standalone" moves by single KV pairs: use 1')
         return retained
 
 
@@ -205,7 +197,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     num_blocks: blocks in the KV pool, of `block_size` tokens each.
     max_model_len: longest sequence, prompt and output together, in tokens.
     max_num_seqs: most sequences that run at once.
-    max_num_batched_tokens: most query rows of one step: decodes, what is recomputed for a compression, prefill chunks.
+    max_num_batched_tokens: most query tokens of one step: decodes, prefill chunks, what a compression recomputes.
     watermark: share of the pool that admission leaves free, so that running sequences can grow.
     """
 
@@ -238,6 +230,13 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
             self.compression.retained(self.block_size)
 
     @property
+    def active_compression(self) -> CompressionConfig | None:
+        """None if nothing is ever dropped: compression off, or retention 100%."""
+        if self.compression is None or self.compression.keeps_all(self.block_size):
+            return None
+        return self.compression
+
+    @property
     def shares_prefixes(self) -> bool:
         """Whether sequences may share blocks that hold the same tokens."""
         return self.enable_prefix_caching and not self.observes_attention
@@ -245,7 +244,4 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     @property
     def observes_attention(self) -> bool:
         """Whether the compression method adds up attention."""
-        compression = self.compression
-        if compression is None or compression.method not in OBSERVING_METHODS:
-            return False
-        return not compression.keeps_all(self.block_size)
+        return self.active_compression is not None and self.active_compression.spec.observes

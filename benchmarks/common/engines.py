@@ -14,7 +14,7 @@ from benchmarks.common.shapes import SHAPES
 from benchmarks.common.variants import Variant
 from benchmarks.common.workloads import Request
 from kvllm.config import EngineConfig, require
-from kvllm.core.compression_policy import Compression, peak_blocks
+from kvllm.core.compression_policy import make_policy, peak_blocks
 from kvllm.errors import ConfigError
 from kvllm.models.config import ModelConfig
 
@@ -76,10 +76,8 @@ def make_job(
         max_num_batched_tokens=engine["max_num_batched_tokens"],
         compression=variant.compression,
     )
-    compression = Compression.of(config)
-    needed = max(
-        peak_blocks(config, compression and compression.regions, len(r.prompt_token_ids), r.entries) for r in requests
-    )
+    policy = make_policy(config)
+    needed = max(peak_blocks(config, policy and policy.regions, len(r.prompt_token_ids), r.entries) for r in requests)
     if needed > config.num_blocks:
         raise ConfigError(
             f"variant {variant.name}: a request needs {needed} KV blocks of {config.block_size} tokens and the pool "

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from kvllm import CompressionConfig
 from kvllm.attention.registry import BACKENDS
-from kvllm.config import METHODS
+from kvllm.compression.specs import SPECS
 from kvllm.errors import ConfigError
 from kvllm.worker.build import DTYPES
 
@@ -38,8 +38,8 @@ def parse_variant(text: str) -> Variant:
     Raises ConfigError for unknown methods and settings, and for values that CompressionConfig refuses.
     """
     method, _, settings = text.partition(":")
-    if method not in (VANILLA, *METHODS):
-        allowed = ", ".join((VANILLA, *METHODS))
+    if method not in (VANILLA, *SPECS):
+        allowed = ", ".join((VANILLA, *SPECS))
         raise ConfigError(f"variant {text!r}: {method!r} is no variant: choose one of {allowed}")
     fields = {} if method == VANILLA else {f.name: f.type for f in msgspec.structs.fields(CompressionConfig)}
     fields.pop("method", None)

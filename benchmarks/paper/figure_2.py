@@ -30,7 +30,8 @@ from torch import Tensor
 from benchmarks.common import engines, kara_paper, report, runs
 from benchmarks.common.jobs import Job, make_engine, serve
 from benchmarks.common.variants import Variant
-from kvllm.config import METHODS, RAGGED_METHODS, WINDOW_METHODS, CompressionConfig, require
+from kvllm.compression.specs import SPECS
+from kvllm.config import CompressionConfig, require
 from kvllm.core.executor import Executor
 from kvllm.core.protocol import CompressionJob, StepPlan, StepResult
 from kvllm.errors import ConfigError, KvLLMError
@@ -39,8 +40,8 @@ from kvllm.worker.inline import InlineExecutor
 HOLE = -1
 """In place of a position where a head keeps fewer entries than there is room for."""
 OWN, PERIODIC, THRESHOLD = "own", "periodic", "threshold"
-KARA = (*WINDOW_METHODS, "kara_no_bi")
-EXCLUDED = {OWN: (), PERIODIC: RAGGED_METHODS, THRESHOLD: WINDOW_METHODS}
+METHODS = tuple(SPECS)
+KARA = tuple(method for method in METHODS if method.startswith("kara"))
 PRESETS: dict[str, runs.Preset] = {
     "paper": {
         "model": "8b",
@@ -147,7 +148,7 @@ def compression(args: argparse.Namespace, method: str) -> CompressionConfig:
 
 def make_jobs(args: argparse.Namespace, path: Path, model: Any, requests: list[Any]) -> dict[str, Job]:
     if args.methods is None:
-        methods = [method for method in METHODS if method not in EXCLUDED[args.policy]]
+        methods = [name for name, spec in SPECS.items() if args.policy == OWN or not spec.refusal(args.policy)]
     else:
         methods = args.methods
     if len(set(methods)) < len(methods):
@@ -220,7 +221,12 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="M",
         help=f"default: all that --policy allows of {', '.join(METHODS)}",
     )
-    add("--policy", choices=tuple(EXCLUDED), default=OWN, help="own: periodic for Kara and its kin, else threshold")
+    add(
+        "--policy",
+        choices=(OWN, PERIODIC, THRESHOLD),
+        default=OWN,
+        help="own: periodic for Kara and its kin, else threshold",
+    )
     add("--threshold", type=int, help="entries at which a whole cache is compressed (default: 5 blocks)")
     add("--budget", type=int, help="entries that are left then (default: 4 blocks and one entry)")
     add("--regions", type=int, default=10, help="equal parts of the text (default 10)")

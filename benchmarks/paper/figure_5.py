@@ -23,11 +23,11 @@ from matplotlib.figure import Figure
 
 from benchmarks.common import accuracy, compressions, intervals, machine, report
 from benchmarks.common.trials import FULL, Outcome, Trial, percent, run_all
-from kvllm.config import METHODS as ALL_METHODS
-from kvllm.config import WINDOW_METHODS, require
+from kvllm.compression.specs import SPECS
+from kvllm.config import require
 from kvllm.errors import KvLLMError
 
-METHODS = tuple(method for method in ALL_METHODS if not method.startswith("kara_no"))  # those are in table_1
+METHODS = tuple(method for method in SPECS if not method.startswith("kara_no"))  # those are in table_1
 DEFAULT = tuple(method for method in METHODS if method != "sliding_window")  # StreamingLLM but for four entries
 RETENTIONS = ("0.2", "0.3", "0.4", "0.5", "0.6")
 SHORT = {
@@ -78,7 +78,7 @@ def kara_trials(args: argparse.Namespace) -> list[Trial]:
         *(
             Trial(name=f"{method} {r}", compression=compressions.kara(r, method=method, **options))
             for method in args.methods
-            if method in WINDOW_METHODS
+            if SPECS[method].queries == "window"
             for r in args.retentions
         ),
     ]
@@ -86,7 +86,7 @@ def kara_trials(args: argparse.Namespace) -> list[Trial]:
 
 def baseline_trials(args: argparse.Namespace, kara: Mapping[str, Outcome]) -> list[Trial]:
     """The others, with what Kara held at the end of each question as its budget."""
-    baselines = [method for method in args.methods if method not in WINDOW_METHODS]
+    baselines = [method for method in args.methods if SPECS[method].queries != "window"]
     return [
         Trial(
             name=f"{method} {r}",

@@ -31,7 +31,7 @@ from benchmarks.common.measurement import Measurement
 from benchmarks.common.variants import Variant
 from benchmarks.common.workloads import Request
 from kvllm.config import CompressionConfig, EngineConfig, require
-from kvllm.core.compression_policy import Compression, peak_blocks
+from kvllm.core.compression_policy import make_policy, peak_blocks
 from kvllm.errors import ConfigError, KvLLMError
 
 FULL = "full cache"
@@ -126,10 +126,8 @@ def sequence_blocks(job: Job) -> int:
         compression=job.compression,
         **{name: job.engine[name] for name in names},
     )
-    compressed = Compression.of(config)
-    return max(
-        peak_blocks(config, compressed and compressed.regions, len(r.prompt_token_ids), r.entries) for r in job.requests
-    )
+    policy = make_policy(config)
+    return max(peak_blocks(config, policy and policy.regions, len(r.prompt_token_ids), r.entries) for r in job.requests)
 
 
 def generate(job: Job) -> tuple[list[list[int]], Measurement]:

@@ -41,10 +41,12 @@ from benchmarks.common.teacher_forcing import Observe, feed
 from benchmarks.common.trials import REASONER, Trial
 from benchmarks.reasoner.tasks import DEFAULT_TASK, TASKS
 from kvllm import LLM, SamplingParams
-from kvllm.config import METHODS, require
+from kvllm.compression.specs import SPECS
+from kvllm.config import require
 from kvllm.errors import KvLLMError
 from kvllm.tokenizer import load_tokenizer
 
+METHODS = tuple(SPECS)
 KARA = tuple(method for method in METHODS if method.startswith("kara"))
 PARTS = 4
 """Of a text, for which figures are given one by one."""

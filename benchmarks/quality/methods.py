@@ -24,7 +24,8 @@ from benchmarks.common import machine, report
 from benchmarks.common.problem_sets import MAX_NUM_SEQS, PROBLEMS, ProblemSet, Run
 from benchmarks.common.variants import Variant
 from kvllm import CompressionConfig
-from kvllm.config import METHODS, RAGGED_METHODS, WINDOW_METHODS, require
+from kvllm.compression.specs import SPECS
+from kvllm.config import require
 from kvllm.errors import KvLLMError
 
 POLICIES = ("periodic", "pressure", "threshold")
@@ -40,7 +41,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--methods", nargs="+", choices=METHODS, default=METHODS, metavar="M", help="default: all of them")
+    add("--methods", nargs="+", choices=SPECS, default=tuple(SPECS), metavar="M", help="default: all of them")
     add("--policies", nargs="+", choices=POLICIES, default=POLICIES, metavar="P", help="default: all of them")
     add("--problems", type=int, default=PROBLEMS, metavar="N", help=f"how many problems to solve (default {PROBLEMS})")
     add("--max-num-seqs", type=int, default=MAX_NUM_SEQS, metavar="N", help=f"at once (default {MAX_NUM_SEQS})")
@@ -58,11 +59,10 @@ def variants(methods: Sequence[str], policies: Sequence[str]) -> list[Variant]:
     """The full cache, then each method under each policy that allows it."""
     found = [Variant("full cache")]
     for policy in policies:
-        threshold = policy == "threshold"
+        sizes = THRESHOLD if policy == "threshold" else WINDOWS
         for method in methods:
-            if method in (WINDOW_METHODS if threshold else RAGGED_METHODS):
+            if SPECS[method].refusal(policy):
                 continue
-            sizes = THRESHOLD if threshold else WINDOWS
             found.append(
                 Variant(f"{method}, {policy}", CompressionConfig(method=method, policy=policy, **sizes, **OPTIONS))
             )

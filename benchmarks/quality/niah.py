@@ -37,7 +37,8 @@ from benchmarks.reasoner.problems import Problem, grade
 from benchmarks.reasoner.recall import hide
 from benchmarks.reasoner.tasks import TASKS
 from kvllm import LLM, SamplingParams
-from kvllm.config import WINDOW_METHODS, require
+from kvllm.compression.specs import SPECS
+from kvllm.config import require
 from kvllm.errors import KvLLMError
 from kvllm.tokenizer import Tokenizer, load_tokenizer
 
@@ -132,7 +133,7 @@ def run(args: argparse.Namespace, trial: Trial, needles: Sequence[Needle], token
 def trial_of(args: argparse.Namespace, method: str, budgets: list[int]) -> Trial:
     if method == FULL:
         return Trial(name=method)
-    if method in WINDOW_METHODS:
+    if SPECS[method].queries == "window":
         options = {"window": args.window, "buffer": args.buffer, "method": method, "compress_prompt": True}
         return Trial(name=method, compression=compressions.kara(args.retention, **options))
     # With a smaller gap, methods that keep more in some heads than in others would not know their last `buffer` tokens.

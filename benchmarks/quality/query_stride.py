@@ -25,7 +25,7 @@ from benchmarks.common import machine, report
 from benchmarks.common.problem_sets import KARA, MAX_NUM_SEQS, MAX_TOKENS, ProblemSet, Run
 from benchmarks.common.variants import Variant
 from kvllm import LLM, SamplingParams
-from kvllm.compression.queries import query_offsets
+from kvllm.compression.queries import QueryTokens
 from kvllm.config import require
 from kvllm.errors import KvLLMError
 
@@ -43,8 +43,8 @@ class Overlap:
         kept = self.select(queries, keys, retain=retain, buffer=buffer, **options)
         scored = retain - buffer
         for stride, shares in self.shares.items():
-            rows = torch.from_numpy(query_offsets(keys.shape[2], buffer, stride))
-            other = self.select(queries[:, :, rows], keys, retain=retain, buffer=buffer, **options)
+            tokens = QueryTokens(recent=buffer, stride=stride).offsets(keys.shape[2])
+            other = self.select(queries[:, :, tokens], keys, retain=retain, buffer=buffer, **options)
             # The buffer is kept in any case: only the scored entries count.
             found = (kept[..., :scored, None] == other[..., None, :scored]).any(-1)
             shares += found.float().mean(dim=(1, 2)).tolist()

@@ -1,16 +1,64 @@
-"""Which query rows of a window are recomputed for its scores (paper, appendix C.2; stride: our addition).
+"""Which query tokens a method scores with, and what recomputing them costs. Free of torch.
 
 Keys and values of a window are cached, so its queries come from an extra pass that reads the cache and writes none of
-it. K and V being there already, rows do not depend on each other within the pass: any subset can be recomputed exactly.
+it (Kara paper, appendix C.2). The query tokens do not depend on each other within the pass, because K and V are there
+already: any subset can be recomputed exactly (the stride is our addition).
 """
 
 from __future__ import annotations
 
-import numpy as np
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvllm.config import CompressionConfig
+
+PAIRS_PER_TOKEN = 8
+"""KV pairs whose scores count as much in the token budget as one token that goes through the model."""
 
 
-def query_offsets(window: int, buffer: int, stride: int) -> np.ndarray:
-    """Offsets in the window, ascending: every `stride`-th compressible one counted from the end, and the buffer."""
-    compressible = window - buffer
-    strided = np.arange(compressible - 1, -1, -stride)[::-1]
-    return np.concatenate([strided, np.arange(compressible, window)])
+@dataclass(frozen=True, slots=True)
+class QueryTokens:
+    """The tokens of a window whose queries are recomputed.
+
+    recent: the last ones, all of them. stride: of those before, every `stride`-th, counted from their end; 0 for none.
+    """
+
+    recent: int
+    stride: int
+
+    @staticmethod
+    def of(config: CompressionConfig) -> QueryTokens:
+        match config.spec.queries:
+            case "window":
+                return QueryTokens(config.buffer, config.query_stride)
+            case "buffer":
+                return QueryTokens(config.buffer, 0)
+            case "recent":
+                return QueryTokens(config.query_window, 0)
+            case "none":
+                return QueryTokens(0, 0)
+
+    def offsets(self, window: int) -> list[int]:
+        """Where they are in a window of that many KV pairs, ascending."""
+        before = max(0, window - self.recent)
+        strided = range(before - 1, -1, -self.stride) if self.stride else ()
+        return [*reversed(strided), *range(before, window)]
+
+    def count(self, window: int) -> int:
+        """How many they are in a window of that many KV pairs."""
+        recent = min(self.recent, window)
+        return recent + (-(-(window - recent) // self.stride) if self.stride else 0)
+
+    def attended(self, window: int) -> int:
+        """KV pairs of the window that they attend to, summed over them: each attends to all up to its own."""
+        recent = min(self.recent, window)
+        before, strided = window - recent, self.count(window) - recent
+        of_strided = strided * before - self.stride * strided * (strided - 1) // 2
+        return of_strided + recent * before + recent * (recent + 1) // 2
+
+
+def window_tokens(config: CompressionConfig, size: int) -> int:
+    """What compressing a window of `size` KV pairs takes of a step's token budget: the query tokens, or the KV pairs
+    that are scored, if these weigh more."""
+    return max(QueryTokens.of(config).count(size), -(-size // PAIRS_PER_TOKEN))

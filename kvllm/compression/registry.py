@@ -1,78 +1,72 @@
-"""Which KV pairs of a region survive: one method per module, all with the same `select`."""
+"""From a method's name to what is called: `METHODS` has the function of every spec."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal
+from importlib import import_module
+from typing import Any
 
 from torch import Tensor
 
-from kvllm.compression.methods import (
-    adakv,
-    chunkkv,
-    h2o,
-    kara,
-    kara_sharp,
-    keydiff,
-    pyramidkv,
-    random,
-    rkv,
-    sliding_window,
-    snapkv,
-    streaming,
-)
+from kvllm.compression.specs import SPECS, MethodSpec
+
+INPUTS = ("query_offsets", "layer", "num_layers", "seeds", "capacity", "evicted_mask", "mass")
+"""What a method gets from the engine, beside queries, keys, `retain`, `buffer` and its options, if its function has a
+keyword argument of that name:
+
+query_offsets: int64 `[query tokens]`, the offset in the region of each query token.
+layer, num_layers: which layer of the model this is, from 0, and of how many.
+seeds: one int for each sequence, at least 0, that depends on the sequence and on the region's position alone.
+capacity: with `ragged`, the most KV pairs that one head or layer may keep.
+evicted_mask: with `ragged`, bool `[S, Hkv, C]`, the slots that an earlier selection left without a KV pair.
+mass: with `observes`, float32 `[S, Hkv, C]`, the attention that each KV pair has received so far.
+"""
 
 
-@dataclass(frozen=True)
 class Method:
-    """How a compression method is called.
+    """The function of a compression method, called with what it asks for.
 
-    select: chooses the pairs to keep of a region (a window of blocks, or a whole cache).
-    queries: the rows it needs: of the whole region ("window"), of the buffer ("buffer"), the last few ("recent"), none.
-    options: the names of the further options it takes.
-    ragged: layers or heads keep different numbers of pairs; a head's offsets may end in -1.
-    observes: needs the attention that every entry has received so far.
+    Raises TypeError if the function and its spec do not go together: the function must take all options of the spec,
+    and must need nothing but these and `INPUTS`.
     """
 
-    select: Callable[..., Tensor]
-    queries: Literal["window", "buffer", "recent", "none"]
-    options: tuple[str, ...] = ()
-    ragged: bool = False
-    observes: bool = False
+    def __init__(self, spec: MethodSpec) -> None:
+        self.spec = spec
+        self.select = _function(spec)
+        options = {option.name for option in spec.options}
+        arguments = inspect.signature(self.select).parameters
+        if missing := options - set(arguments):
+            raise TypeError(f"method {spec.name!r} has an option {min(missing)!r} that its function does not take")
+        self.arguments = frozenset(arguments) & (options | set(INPUTS))
+        needed = {name for name, argument in arguments.items() if argument.default is argument.empty}
+        if unknown := needed - self.arguments - {"queries", "keys", "retain", "buffer"}:
+            raise TypeError(
+                f"the function of method {spec.name!r} needs {min(unknown)!r}, which is no option of its spec and "
+                f"nothing that the engine offers: {', '.join(INPUTS)}"
+            )
 
     def __call__(self, queries: Tensor | None, keys: Tensor, *, retain: int, buffer: int, **offered: Any) -> Tensor:
-        """Choose the pairs of a region to keep, per sequence and KV head.
+        """Choose the KV pairs of a region to keep, per sequence and KV head.
 
         Args:
-            queries: `[S, Hq, rows, d]`, or None for a method that needs none, and
+            queries: `[S, Hq, query tokens, d]`, or None for a method that needs none, and
             keys: `[S, Hkv, C, d]`, rotated, bfloat16 or float32, on one device.
-            retain: pairs kept of the C; everything is kept if `retain >= C`.
-            buffer: the last entries of the region, always kept.
-            offered: options of all methods; those that this one does not take are left out.
+            retain: KV pairs kept of the C; everything is kept if `retain >= C`.
+            buffer: the last KV pairs of the region, always kept.
+            offered: options and `INPUTS`; those that this method does not take are left out.
 
         Returns:
-            int64 `[S, Hkv, kept]`: ascending offsets in the region. The result for a sequence does not depend on the
-            others in the batch.
+            int64 `[S, Hkv, kept]`: ascending offsets in the region; with `ragged`, a head's may end in -1. The result
+            for a sequence does not depend on the others in the batch.
         """
-        options = {name: offered[name] for name in self.options if name in offered}
-        return self.select(queries, keys, retain=retain, buffer=buffer, **options)
+        taken = {name: value for name, value in offered.items() if name in self.arguments}
+        return self.select(queries, keys, retain=retain, buffer=buffer, **taken)
 
 
-METHODS: dict[str, Method] = {
-    "kara": Method(kara.select, "window", ("chunk_budget", "max_chunk")),
-    "kara_sharp": Method(kara_sharp.select, "window", ("chunk_budget", "max_chunk", "query_offsets")),
-    "kara_no_bi": Method(kara.select, "buffer", ("chunk_budget", "max_chunk")),
-    "kara_no_token2chunk": Method(partial(kara.select, chunk_budget=0), "window", ("max_chunk",)),
-    "snapkv": Method(snapkv.select, "recent"),
-    "rkv": Method(rkv.select, "recent"),
-    "keydiff": Method(keydiff.select, "none"),
-    "streaming": Method(streaming.select, "none"),
-    "pyramidkv": Method(pyramidkv.select, "recent", ("layer", "num_layers", "capacity", "evicted_mask"), ragged=True),
-    "adakv": Method(adakv.select, "recent", ("capacity", "evicted_mask"), ragged=True),
-    "chunkkv": Method(chunkkv.select, "recent"),
-    "h2o": Method(h2o.select, "none", ("mass",), observes=True),
-    "sliding_window": Method(sliding_window.select, "none"),
-    "random": Method(random.select, "none", ("seeds", "layer")),
-}
+def _function(spec: MethodSpec) -> Callable[..., Tensor]:
+    module, _, name = (spec.function or f"{spec.name}:select").partition(":")
+    return getattr(import_module(f"kvllm.compression.methods.{module}"), name)
+
+
+METHODS: dict[str, Method] = {name: Method(spec) for name, spec in SPECS.items()}

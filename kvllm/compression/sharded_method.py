@@ -3,7 +3,7 @@
 Most methods look at one KV head at a time, so ranks have nothing to tell each other. Two cases differ:
 
 - Replicas of a KV head hold a part of its query heads each. They gather the queries, and sum the attention mass that
-  each has observed, before they select: so all of them keep the same entries.
+  each has observed, before they select: so all of them keep the same KV pairs.
 - Some methods compare the heads of a layer, or number them. These see all heads, and every rank takes what is its own.
 """
 
@@ -16,15 +16,13 @@ from torch import Tensor
 from kvllm.compression.registry import METHODS
 from kvllm.parallel import KVHeads, Shard
 
-WHOLE_LAYER_METHODS = ("adakv", "chunkkv", "random")
-
 
 class ShardedMethod:
     """`METHODS[name]` for the KV heads `heads` of a rank; called like a `Method`, by all ranks together."""
 
     def __init__(self, name: str, heads: KVHeads, shard: Shard) -> None:
         self.method = METHODS[name]
-        self.whole_layer = name in WHOLE_LAYER_METHODS
+        self.whole_layer = self.method.spec.whole_layer
         self.heads = heads
         self.shard = shard
 

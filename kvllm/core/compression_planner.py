@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence as Sequences
 from dataclasses import replace
 
+from kvllm.compression.queries import window_tokens
 from kvllm.config import EngineConfig
 from kvllm.core.block_manager import BlockManager
-from kvllm.core.compression_policy import Compression, EngineLoad, peak_blocks, window_tokens
+from kvllm.core.compression_policy import CompressionPolicy, EngineLoad, peak_blocks
 from kvllm.core.protocol import CompressionJob, StepPlan
 from kvllm.core.regions import Region
 from kvllm.core.sequence import Sequence
@@ -19,9 +20,8 @@ class CompressionPlanner:
     held: ids of running sequences that compute nothing in this step, because they wait to be compressed first.
     """
 
-    def __init__(self, compression: Compression, config: EngineConfig, blocks: BlockManager) -> None:
-        self.compression = compression
-        self.policy = compression.policy
+    def __init__(self, policy: CompressionPolicy, config: EngineConfig, blocks: BlockManager) -> None:
+        self.policy = policy
         self.config = config
         self.blocks = blocks
         self.held: set[int] = set()
@@ -71,7 +71,7 @@ class CompressionPlanner:
         blocks, and a sequence admitted for what it takes with all of them compressed might never finish.
         """
         together = region.count if (region.size - region.retain) % self.config.block_size else 1
-        affordable = self._tokens // window_tokens(self.compression.config, region.size)
+        affordable = self._tokens // window_tokens(self.policy.config, region.size)
         count = min(region.count, affordable) // together * together
         if not count and not plan.compressions:
             count = together
@@ -97,11 +97,10 @@ class CompressionPlanner:
         if self.blocks.blocks_to_compact(seq, first, blocks, keep) > self.blocks.num_available:
             return False
         destinations = self.blocks.compact(seq, first, blocks, keep)
-        plan.compressions.append(
-            CompressionJob(seq.seq_id, first, region.count, region.size, region.retain, blocks, destinations)
-        )
+        count, size, retain, stride = region.count, region.size, region.retain, region.stride
+        plan.compressions.append(CompressionJob(seq.seq_id, first, count, size, retain, stride, blocks, destinations))
         seq.compacted(region.dropped, self.policy.regions_of(seq).tail_after(seq.cached_length, region))
-        self._tokens -= region.count * window_tokens(self.compression.config, region.size)
+        self._tokens -= region.count * window_tokens(self.policy.config, region.size)
         return True
 
     def _blocks_of(self, seq: Sequence, region: Region) -> tuple[int, int, int]:
@@ -109,7 +108,7 @@ class CompressionPlanner:
         block_size = self.config.block_size
         first = region.start // block_size
         dropped, odd = divmod(region.dropped, block_size)
-        if self.compression.keeps_end and not odd and region.count == 1:
+        if self.policy.config.spec.keeps_end and not odd and region.count == 1:
             return first, dropped, 0  # nothing moves: the blocks at the beginning are let go
         if odd or region.end % block_size:  # the KV pairs behind the region, or in its last block, move up
             after = self.blocks.blocks_for(seq.cached_length - region.dropped)
@@ -123,7 +122,7 @@ class CompressionPlanner:
         """Of `num_tokens` tokens of a prefill those that come before the next point of compression."""
         prompt_left = max(0, seq.prompt_length - seq.logical_length)
         regions, prompt_end = self.policy.regions_of(seq), seq.cached_length + prompt_left
-        if prompt_left and (self.compression.config.compress_prompt or regions.complete(prompt_end, 0)):
+        if prompt_left and (self.policy.config.compress_prompt or regions.complete(prompt_end, 0)):
             return min(num_tokens, prompt_left)
         tail = 0 if prompt_left else seq.uncompressed_tail
         return min(num_tokens, regions.next_end(prompt_end, tail) - seq.cached_length)

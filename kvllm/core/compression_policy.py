@@ -6,16 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, replace
 
-from kvllm.config import RECENT_METHODS, WINDOW_METHODS, CompressionConfig, EngineConfig, require
-from kvllm.core.regions import Region, Regions, WholeCache, Windows
+from kvllm.compression.queries import window_tokens
+from kvllm.config import CompressionConfig, EngineConfig, require
+from kvllm.core.regions import Region, Regions, WholeCache, make_regions
 from kvllm.core.sequence import Sequence
 from kvllm.errors import RequestError
 from kvllm.sampling_params import SamplingParams
 
 Candidate = tuple[Sequence, Region]
-
-ENTRIES_PER_TOKEN = 8
-"""Entries whose scores count as much in the token budget as one token that goes through the model."""
 
 
 @dataclass(slots=True)
@@ -33,24 +31,6 @@ class EngineLoad:
     tokens: int
 
 
-def recomputed_queries(config: CompressionConfig) -> tuple[int, int]:
-    """The entries of a window whose queries are recomputed: how many at its end, and every how many-th before."""
-    if config.method in WINDOW_METHODS:
-        return config.buffer, config.query_stride
-    if config.method in RECENT_METHODS:
-        return config.query_window, 0
-    return (config.buffer, 0) if config.method == "kara_no_bi" else (0, 0)
-
-
-def window_tokens(config: CompressionConfig, size: int) -> int:
-    """What compressing a window of `size` entries takes of a token budget: the queries that are recomputed, or the
-    entries that are scored, if these weigh more."""
-    recent, stride = recomputed_queries(config)
-    recent = min(recent, size)
-    queries = recent + (-(-(size - recent) // stride) if stride else 0)
-    return max(queries, -(-size // ENTRIES_PER_TOKEN))
-
-
 class CompressionPolicy(ABC):
     """Names the regions that are compressed now.
 
@@ -58,14 +38,15 @@ class CompressionPolicy(ABC):
     not fit into the step's tokens waits for the next, so that no event keeps all sequences from decoding for long.
     """
 
-    overlap: bool = False
-    """Whether a window's buffer is scored again as the beginning of the next window."""
     at_once: bool = False
     """Whether a named sequence decodes no more until it is compressed. Then `select` does not look at the tokens."""
 
-    def __init__(self, config: CompressionConfig, regions: Regions) -> None:
+    def __init__(self, config: CompressionConfig, block_size: int) -> None:
         self.config = config
-        self.regions = regions
+        self.regions = make_regions(config, block_size)
+
+    def check(self, prompt_length: int, sampling: SamplingParams) -> None:  # noqa: B027 most policies allow all
+        """Raises RequestError if a request's prompt and budget do not go together."""
 
     def regions_of(self, seq: Sequence) -> Regions:
         """The arithmetic that holds for one sequence."""
@@ -89,8 +70,8 @@ class PeriodicPolicy(CompressionPolicy):
     of a step do not suffice goes on in the following steps.
     """
 
-    def __init__(self, config: CompressionConfig, regions: Regions) -> None:
-        super().__init__(config, regions)
+    def __init__(self, config: CompressionConfig, block_size: int) -> None:
+        super().__init__(config, block_size)
         self._last_event = 0
         self._left = 0  # sequences that the present event may still serve
 
@@ -117,7 +98,6 @@ class StandalonePolicy(CompressionPolicy):
     The buffer of a window is the beginning of the next, so windows advance by `window - buffer` tokens.
     """
 
-    overlap = True
     at_once = True
 
     def select(self, decoding: Sequences[Sequence], load: EngineLoad) -> list[Candidate]:
@@ -125,9 +105,22 @@ class StandalonePolicy(CompressionPolicy):
 
 
 class ThresholdPolicy(CompressionPolicy):
-    """A sequence's whole cache is cut to `budget_tokens` entries when it has `threshold_tokens` (paper, Eq. 2-3)."""
+    """A sequence's whole cache is cut to `budget_tokens` KV pairs when it has `threshold_tokens` (paper, Eq. 2-3)."""
 
     at_once = True
+
+    def check(self, prompt_length: int, sampling: SamplingParams) -> None:
+        config, block_size = self.config, self.regions.block_size
+        budget = config.budget_tokens if sampling.budget_tokens is None else sampling.budget_tokens
+        assert budget is not None
+        blocks = -(-prompt_length // block_size) if config.protect_prompt else 0
+        least = blocks * block_size + config.buffer + 1
+        if budget < least and (config.protect_prompt or sampling.budget_tokens is not None):
+            protected = f"the {prompt_length} tokens of the protected prompt in whole blocks, " if blocks else ""
+            raise RequestError(
+                f"budget_tokens={budget} leaves no room: {protected}buffer={config.buffer} and one KV pair more make "
+                f"{least}: raise budget_tokens, lower buffer" + (" or shorten the prompt" if blocks else "")
+            )
 
     def regions_of(self, seq: Sequence) -> Regions:
         """A budget of the request's own moves the threshold along with what is kept."""
@@ -148,14 +141,14 @@ class PressurePolicy(CompressionPolicy):
     """Compress windows only while blocks are short, and only as many as it takes (our own).
 
     Blocks are short when a waiting sequence lacked some, or when the running ones would use up the pool within `period`
-    steps. Sequences go first whose released blocks serve longest for the rows that are recomputed; one that ends within
-    `period` steps is left alone, unless the next step would have to preempt. The need is looked at once in a period,
-    or when a preemption is near, so that windows are scored together; and in the steps behind, until it is met. A step
-    takes more tokens than it should only for blocks that are missing now.
+    steps. Sequences go first whose released blocks serve longest for the query tokens that are recomputed; one that
+    ends within `period` steps is left alone, unless the next step would have to preempt. The need is looked at once in
+    a period, or when a preemption is near, so that windows are scored together; and in the steps behind, until it is
+    met. A step takes more tokens than it should only for blocks that are missing now.
     """
 
-    def __init__(self, config: CompressionConfig, regions: Regions) -> None:
-        super().__init__(config, regions)
+    def __init__(self, config: CompressionConfig, block_size: int) -> None:
+        super().__init__(config, block_size)
         self._last_look = 0
         self._unmet = False
 
@@ -199,15 +192,15 @@ class PressurePolicy(CompressionPolicy):
         return chosen
 
     def _order(self, job: Candidate) -> tuple[float, int, int]:
-        """Released entries times the steps they are of use, for each entry scored; then who waited longest."""
+        """Released KV pairs times the steps they are of use, for each KV pair scored; then who waited longest."""
         seq, region = job
         worth = region.dropped * self._remaining(seq) / (region.count * region.size)
         return -worth, seq.carried_tail - seq.uncompressed_tail, seq.seq_id
 
     def _growth(self, seq: Sequence) -> int:
         """Blocks that a sequence adds within `period` steps."""
-        entries = seq.cached_length + min(self.config.period, self._remaining(seq))
-        return max(0, -(-entries // self.regions.block_size) - len(seq.block_table))
+        pairs = seq.cached_length + min(self.config.period, self._remaining(seq))
+        return max(0, -(-pairs // self.regions.block_size) - len(seq.block_table))
 
     def _fills_block(self, seq: Sequence) -> bool:
         return seq.cached_length == len(seq.block_table) * self.regions.block_size
@@ -226,53 +219,14 @@ POLICIES: dict[str, type[CompressionPolicy]] = {
 }
 
 
-class Compression:
-    """A policy with the arithmetic of one engine."""
-
-    def __init__(self, config: CompressionConfig, block_size: int) -> None:
-        self.config = config
-        policy = POLICIES[config.policy]
-        self.regions = self._regions(config, block_size, config.buffer if policy.overlap else 0)
-        self.policy = policy(config, self.regions)
-
-    @staticmethod
-    def _regions(config: CompressionConfig, block_size: int, overlap: int) -> Regions:
-        if config.threshold_tokens is not None:
-            return WholeCache(block_size, config.threshold_tokens, config.held_tokens)
-        return Windows(block_size, config.window_blocks, config.retained(block_size), overlap)
-
-    def check(self, prompt_length: int, sampling: SamplingParams) -> None:
-        """Raises RequestError if a request's prompt and budget do not go together."""
-        config = self.config
-        if config.policy != "threshold" or not (config.protect_prompt or sampling.budget_tokens):
-            return
-        budget = sampling.budget_tokens or config.budget_tokens
-        assert budget is not None
-        blocks = -(-prompt_length // self.regions.block_size) if config.protect_prompt else 0
-        least = blocks * self.regions.block_size + config.buffer + 1
-        if budget < least:
-            protected = f"the {prompt_length} tokens of the protected prompt in whole blocks, " if blocks else ""
-            raise RequestError(
-                f"budget_tokens={budget} leaves no room: {protected}buffer={config.buffer} and one entry more make "
-                f"{least}: raise budget_tokens, lower buffer" + (" or shorten the prompt" if blocks else "")
-            )
-
-    @property
-    def keeps_end(self) -> bool:
-        """Whether the end of a region is all that survives, so that nothing moves if whole blocks are dropped."""
-        return self.config.method == "sliding_window"
-
-    @staticmethod
-    def of(config: EngineConfig) -> Compression | None:
-        """None if nothing is ever dropped: compression off, or retention 100%."""
-        compression = config.compression
-        if compression is None or compression.keeps_all(config.block_size):
-            return None
-        return Compression(compression, config.block_size)
+def make_policy(config: EngineConfig) -> CompressionPolicy | None:
+    """The policy of an engine; None if nothing is ever dropped."""
+    active = config.active_compression
+    return POLICIES[active.policy](active, config.block_size) if active else None
 
 
 def peak_blocks(config: EngineConfig, regions: Regions | None, prompt: int, total: int) -> int:
-    """Most blocks that a sequence alone needs to reach `total` entries, `prompt` of them its prompt.
+    """Most blocks that a sequence alone needs to reach `total` KV pairs, `prompt` of them its prompt.
 
     regions: None if nothing is ever dropped.
     """
@@ -284,8 +238,8 @@ def peak_blocks(config: EngineConfig, regions: Regions | None, prompt: int, tota
 
 def check_pool(config: EngineConfig) -> None:
     """Raises ConfigError unless a sequence of `max_model_len`, compressed if that is on, fits into the pool."""
-    compression = Compression.of(config)
-    blocks = peak_blocks(config, compression and compression.regions, 1, config.max_model_len - 1)
+    policy = make_policy(config)
+    blocks = peak_blocks(config, policy and policy.regions, 1, config.max_model_len - 1)
     require(
         blocks <= config.num_blocks,
         "max_model_len",
@@ -295,12 +249,12 @@ def check_pool(config: EngineConfig) -> None:
     )
 
 
-def check_fits(config: EngineConfig, compression: Compression | None, seq: Sequence) -> None:
+def check_fits(config: EngineConfig, policy: CompressionPolicy | None, seq: Sequence) -> None:
     """Raises RequestError if a sequence could not finish even with the whole pool to itself, or its budget is too
     small."""
-    if compression:
-        compression.check(seq.prompt_length, seq.sampling)
-    regions = compression and compression.policy.regions_of(seq)
+    if policy:
+        policy.check(seq.prompt_length, seq.sampling)
+    regions = policy and policy.regions_of(seq)
     needed = peak_blocks(config, regions, seq.prompt_length, seq.max_length - 1)  # the last token is never stored
     if needed > config.num_blocks:
         raise RequestError(

@@ -52,8 +52,9 @@ class ScheduledSequence(Struct, array_like=True, frozen=True, gc=False):
 
 
 class CompressionJob(Struct, array_like=True, frozen=True):
-    """Compress `num_windows` consecutive windows of `size` KV pairs, that begin at block `first_block` of a sequence's
-    table, to `retain` KV pairs each.
+    """Compress `num_windows` windows of `size` KV pairs to `retain` KV pairs each. The first begins at block
+    `first_block` of a sequence's table, every other one `stride` KV pairs behind the one before. Where windows overlap
+    (`stride < size`), what they share is kept or dropped as a part of the later one.
 
     The `region_blocks` blocks from there on (the windows and, in exact mode, the tail behind them) are replaced in the
     table by `destinations`. In place when `destinations` is a prefix of the region, else copied and the sources kept.
@@ -65,8 +66,14 @@ class CompressionJob(Struct, array_like=True, frozen=True):
     num_windows: int
     size: int
     retain: int
+    stride: int
     region_blocks: int
     destinations: list[int]
+
+    @property
+    def span(self) -> int:
+        """KV pairs from the beginning of the first window to the end of the last."""
+        return self.size + (self.num_windows - 1) * self.stride
 
     @property
     def dropped(self) -> int:

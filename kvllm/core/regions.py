@@ -1,6 +1,6 @@
 """Arithmetic of what can be compressed: lengths in, lengths out.
 
-How many entries a compression keeps depends on configuration alone, so the scheduler knows every length before a step.
+How many KV pairs a compression keeps depends on configuration alone, so the scheduler has every length before a step.
 """
 
 from __future__ import annotations
@@ -8,11 +8,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+from kvllm.config import CompressionConfig
+
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """`count` windows of `size` entries, the first from index `start` of the cache on, each `stride` behind the one
-    before. Of each, `retain` entries survive."""
+    """`count` windows of `size` KV pairs, the first from index `start` of the cache on, each `stride` behind the one
+    before. Of each, `retain` KV pairs survive."""
 
     start: int
     size: int
@@ -26,15 +28,13 @@ class Region:
 
     @property
     def dropped(self) -> int:
-        """Entries that all windows together lose."""
+        """KV pairs that all windows together lose."""
         return self.count * (self.size - self.retain)
 
 
 class Regions(ABC):
-    """Which part of a sequence's cache may be compressed, given its entries `cached` and how many entries `tail` at
-    their end no compression has covered yet."""
-
-    overlap = 0
+    """Which part of a sequence's cache may be compressed, given its KV pairs `cached` and how many of them `tail`, at
+    their end, no compression has covered yet."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -49,16 +49,16 @@ class Regions(ABC):
 
     @abstractmethod
     def next_end(self, cached: int, tail: int) -> int:
-        """Entries at which something more than now is complete; always more than `cached`."""
+        """KV pairs at which something more than now is complete; always more than `cached`."""
 
     @abstractmethod
     def tail_after(self, cached: int, region: Region) -> int:
-        """The uncompressed tail when `region` of a cache of `cached` entries is compressed."""
+        """The uncompressed tail when `region` of a cache of `cached` KV pairs is compressed."""
 
     def peak_blocks(self, prompt: int, total: int, tail_start: int) -> int:
-        """Most blocks that a sequence alone needs to reach `total` entries if everything is compressed when complete.
+        """Most blocks that a sequence alone needs to reach `total` KV pairs if everything is compressed when complete.
 
-        The prompt is computed whole; of it, entries from `tail_start` on may be compressed.
+        The prompt is computed whole; of it, KV pairs from `tail_start` on may be compressed.
         """
         cached = logical = min(prompt, total)
         tail = max(0, logical - tail_start)
@@ -76,7 +76,7 @@ class Regions(ABC):
 class Windows(Regions):
     """Whole blocks at the end of the cache that were never compressed (Kara).
 
-    size: entries of a window. retain: entries kept of each, buffer included. overlap: entries that two neighbouring
+    size: KV pairs of a window. retain: KV pairs kept of each, buffer included. overlap: KV pairs that two neighbouring
     windows share, and that stay part of the uncompressed tail (the stand-alone schedule; else 0).
     """
 
@@ -89,7 +89,7 @@ class Windows(Regions):
         self.stride = self.size - overlap
 
     def trailing(self, cached: int, tail: int) -> Region | None:
-        """Strict: the last full blocks, if no entry among them was compressed before or is protected (paper, C.4)."""
+        """Strict: the last full blocks, if no KV pair among them was compressed before or is protected (paper, C.4)."""
         start = (cached // self.block_size - self.blocks) * self.block_size
         return self._region(start) if start >= 0 and cached - tail <= start else None
 
@@ -119,9 +119,9 @@ class Windows(Regions):
 
 
 class WholeCache(Regions):
-    """The whole cache once it has `threshold` entries; `retain` of them survive (paper, Eq. 2-3).
+    """The whole cache once it has `threshold` KV pairs; `retain` of them survive (paper, Eq. 2-3).
 
-    protected: the first entries are not touched, in whole blocks; they count among those that survive.
+    protected: the first KV pairs are not touched, in whole blocks; they count among those that survive.
     """
 
     def __init__(self, block_size: int, threshold: int, retain: int, protected: int = 0) -> None:
@@ -144,3 +144,14 @@ class WholeCache(Regions):
 
     def tail_after(self, cached: int, region: Region) -> int:
         return 0
+
+
+def make_regions(config: CompressionConfig, block_size: int) -> Regions:
+    """The arithmetic of an engine, for sequences without a budget of their own.
+
+    In the stand-alone schedule the buffer of a window is the beginning of the next one (paper, section 4.1).
+    """
+    if config.threshold_tokens is not None:
+        return WholeCache(block_size, config.threshold_tokens, config.held_tokens)
+    overlap = config.buffer if config.policy == "standalone" else 0
+    return Windows(block_size, config.window_blocks, config.retained(block_size), overlap)

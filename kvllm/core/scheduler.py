@@ -7,7 +7,7 @@ from collections import OrderedDict
 from kvllm.config import EngineConfig
 from kvllm.core.block_manager import BlockManager
 from kvllm.core.compression_planner import CompressionPlanner
-from kvllm.core.compression_policy import Compression, check_fits
+from kvllm.core.compression_policy import check_fits, make_policy
 from kvllm.core.protocol import (
     BlockCopy,
     Fork,
@@ -32,8 +32,8 @@ class Scheduler:
         self.config = config
         self.stats = stats
         self.blocks = BlockManager(config.num_blocks, config.block_size, config.shares_prefixes)
-        self.compression = Compression.of(config)
-        self.planner = CompressionPlanner(self.compression, config, self.blocks) if self.compression else None
+        self.policy = make_policy(config)
+        self.planner = CompressionPlanner(self.policy, config, self.blocks) if self.policy else None
         self.reset([])
         self._reset_workers = False
         self._watermark = int(config.watermark * config.num_blocks)
@@ -48,7 +48,7 @@ class Scheduler:
         Raises:
             RequestError: it could not finish even with the whole pool to itself, or its budget is too small.
         """
-        check_fits(self.config, self.compression, seq)
+        check_fits(self.config, self.policy, seq)
         self.waiting[seq.seq_id] = seq
 
     def finish(self, seq: Sequence) -> None:

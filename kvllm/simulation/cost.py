@@ -37,20 +37,6 @@ class Rows:
         self.read += cached + rows
 
 
-def query_rows(window: int, recent: int, stride: int) -> tuple[int, int]:
-    """Rows recomputed of a window, and entries of the window that they attend, summed over them.
-
-    recent: the last entries, all of which are recomputed. stride: before these, every `stride`-th, counted from their
-        end (`kvllm.compression.queries.query_offsets`); 0 for none.
-    """
-    recent = min(recent, window)
-    before = window - recent
-    strided = -(-before // stride) if stride else 0
-    visible = strided * before - stride * strided * (strided - 1) // 2
-    visible += recent * before + recent * (recent + 1) // 2
-    return strided + recent, visible
-
-
 class CostModel:
     """Seconds and bytes of one model on one machine.
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
+from kvllm.compression.queries import QueryTokens, window_tokens
 from kvllm.config import CompressionConfig, EngineConfig
-from kvllm.core.compression_policy import Compression, recomputed_queries, window_tokens
 from kvllm.core.executor import Executor
 from kvllm.core.protocol import CompressionJob, SampledToken, StepPlan, StepResult
-from kvllm.simulation.cost import CostModel, Rows, query_rows
+from kvllm.simulation.cost import CostModel, Rows
 
 TOKEN = SampledToken(0)
 Window = tuple[int, int]
@@ -37,7 +37,7 @@ class SimulatedExecutor(Executor):
     def __init__(self, cost: CostModel, config: EngineConfig) -> None:
         self.cost = cost
         self.config = config
-        self.compression = Compression.of(config)
+        self.compression = config.active_compression
         self.seconds = SimulatedSeconds()
         self.cached: dict[int, int] = {}  # entries in the cache, by sequence
 
@@ -81,18 +81,17 @@ class SimulatedExecutor(Executor):
         self.seconds.prefill += filling
         return samples
 
-    def _compress(self, jobs: list[CompressionJob], compression: Compression) -> None:
+    def _compress(self, jobs: list[CompressionJob], compression: CompressionConfig) -> None:
         """Select and move the survivors of jobs that have any."""
         windows: list[Window] = []
         moved = 0
         for job in jobs:
             start = job.first_block * self.config.block_size
-            stride = job.size - compression.regions.overlap
-            windows += [(start + i * stride, job.size) for i in range(job.num_windows)]
+            windows += [(start + i * job.stride, job.size) for i in range(job.num_windows)]
             region_end = min(self.cached[job.seq_id], start + job.region_blocks * self.config.block_size)
             moved += region_end - start - job.dropped
-        for batch in self._passes(windows, compression.config):
-            self._select(batch, compression.config)
+        for batch in self._passes(windows, compression):
+            self._select(batch, compression)
         if moved:
             self.seconds.compact += self.cost.compact(moved)
 
@@ -113,11 +112,12 @@ class SimulatedExecutor(Executor):
     def _select(self, windows: list[Window], config: CompressionConfig) -> None:
         """Recompute the windows' queries and score their entries, in one pass."""
         recomputed = Rows(sequences=len(windows))
+        query_tokens = QueryTokens.of(config)
         products = keys = 0
         for start, size in windows:
-            rows, visible = query_rows(size, *recomputed_queries(config))
+            rows = query_tokens.count(size)
             recomputed.rows += rows
-            recomputed.visible += rows * start + visible
+            recomputed.visible += rows * start + query_tokens.attended(size)
             recomputed.read += start + size
             products += rows * (size - config.buffer)
             keys += size

@@ -10,7 +10,7 @@ from msgspec import Struct
 from kvllm.attention.base import AttentionBackend
 from kvllm.attention.registry import Case, explain, make_backend
 from kvllm.compression.sharded_method import ShardedMethod
-from kvllm.config import RAGGED_METHODS, EngineConfig
+from kvllm.config import EngineConfig
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.models.base import Decoder
 from kvllm.models.config import ModelConfig
@@ -101,7 +101,7 @@ def explain_backend(settings: RunnerSettings, backend: AttentionBackend) -> str:
 def _demands(engine: EngineConfig) -> dict[str, bool]:
     """What the compression method asks of the attention backend."""
     compression = engine.compression
-    ragged = compression is not None and compression.method in RAGGED_METHODS
+    ragged = compression is not None and compression.spec.ragged
     return {"ragged": ragged, "observed": engine.observes_attention}
 
 

@@ -17,10 +17,9 @@ import torch
 
 from kvllm.attention.base import AttentionBackend, AttentionBatch
 from kvllm.attention.context import AttentionContext
-from kvllm.compression.queries import query_offsets
+from kvllm.compression.queries import QueryTokens, window_tokens
 from kvllm.compression.registry import METHODS
 from kvllm.config import CompressionConfig
-from kvllm.core.compression_policy import window_tokens
 from kvllm.core.protocol import CompressionJob
 from kvllm.kvcache.compaction import pad, region_indices
 from kvllm.kvcache.ops.base import KVOperations
@@ -32,7 +31,7 @@ from kvllm.worker.transfer import to_device
 
 @dataclass(frozen=True)
 class _Window:
-    """One window of a job: `size` entries from index `start` of the cache on, to be cut to `retain`."""
+    """One window of a job: `size` KV pairs from index `start` of the cache on, to be cut to `retain`."""
 
     state: SequenceState
     start: int
@@ -43,8 +42,7 @@ class _Window:
 class Compressor:
     """Executes the compression jobs of a plan.
 
-    overlap: entries that neighbouring windows of a job share. ragged, mass: what some methods keep beside the cache.
-    select: called in place of the method itself.
+    ragged, mass: what some methods keep beside the cache. select: called in place of the method itself.
     """
 
     def __init__(
@@ -54,7 +52,6 @@ class Compressor:
         backend: AttentionBackend,
         tables: BlockTables,
         config: CompressionConfig,
-        overlap: int,
         max_num_batched_tokens: int,
         ragged: RaggedLengths | None = None,
         mass: AttentionMass | None = None,
@@ -66,13 +63,12 @@ class Compressor:
         self.backend = backend
         self.tables = tables
         self.config = config
-        self.overlap = overlap
         self.max_num_batched_tokens = max_num_batched_tokens
         self.ragged = ragged
         self.mass = mass
-        method = METHODS[config.method]
-        self.select = select or method
-        self.queries = method.queries
+        self.select = select or METHODS[config.method]
+        self.query_tokens = QueryTokens.of(config)
+        self.options = config.options
         self.block_size = self.cache.shape.block_size
         self.event_bytes = 0
 
@@ -103,7 +99,7 @@ class Compressor:
         kept: list[torch.Tensor] = []
         for (size, retain), group in groupby(windows, key=lambda window: (window.size, window.retain)):
             alike = list(group)
-            offsets = self._query_offsets(size)
+            offsets = np.array(self.query_tokens.offsets(size), dtype=np.int64)
             windows_per_pass = max(1, self.max_num_batched_tokens // window_tokens(self.config, size))
             for i in range(0, len(alike), windows_per_pass):
                 kept += self._kept(alike[i : i + windows_per_pass], size, retain, offsets, clock).unbind(1)
@@ -113,21 +109,8 @@ class Compressor:
 
     def _windows_of(self, job: CompressionJob, state: SequenceState) -> Iterator[_Window]:
         start = job.first_block * self.block_size
-        for _ in range(job.num_windows):
-            yield _Window(state, start, job.size, job.retain)
-            start += job.size - self.overlap
-
-    def _query_offsets(self, size: int) -> np.ndarray:
-        """Which entries of a window the method needs the queries of."""
-        match self.queries:
-            case "window":
-                return query_offsets(size, self.config.buffer, self.config.query_stride)
-            case "buffer":
-                return np.arange(size - self.config.buffer, size)
-            case "recent":
-                return np.arange(max(0, size - self.config.query_window), size)
-            case "none":
-                return np.arange(0)
+        for i in range(job.num_windows):
+            yield _Window(state, start + i * job.stride, job.size, job.retain)
 
     def _kept(
         self, windows: list[_Window], size: int, retain: int, offsets: np.ndarray, clock: PhaseClock
@@ -150,7 +133,8 @@ class Compressor:
                     buffer=self.config.buffer,
                     seeds=seeds,
                     query_offsets=query_offsets,
-                    **self._options(windows, layer),
+                    **self.options,
+                    **self._inputs(windows, layer),
                 )
                 # Layers and heads may keep fewer than there is room for.
                 kept.append(torch.nn.functional.pad(chosen, (0, retain - chosen.shape[-1]), value=-1))
@@ -170,22 +154,17 @@ class Compressor:
             return retain
         return retain - (self.config.held_tokens - self.config.budget_tokens)
 
-    def _options(self, windows: list[_Window], layer: int) -> dict[str, Any]:
-        """What else a method may ask for in a layer."""
-        options: dict[str, Any] = {
-            "chunk_budget": self.config.chunk_budget,
-            "max_chunk": self.config.max_chunk,
-            "layer": layer,
-            "num_layers": self.cache.shape.num_layers,
-        }
+    def _inputs(self, windows: list[_Window], layer: int) -> dict[str, Any]:
+        """What else of `kvllm.compression.registry.INPUTS` there is in a layer."""
+        inputs: dict[str, Any] = {"layer": layer, "num_layers": self.cache.shape.num_layers}
         rows = [window.state.row for window in windows]
         starts = [window.start for window in windows]
         if self.ragged:
-            options["capacity"] = windows[0].retain
-            options["evicted_mask"] = self.ragged.evicted_mask(layer, rows, starts, windows[0].size)
+            inputs["capacity"] = windows[0].retain
+            inputs["evicted_mask"] = self.ragged.evicted_mask(layer, rows, starts, windows[0].size)
         if self.mass:
-            options["mass"] = self.mass.gather(layer, rows, starts, windows[0].size)
-        return options
+            inputs["mass"] = self.mass.gather(layer, rows, starts, windows[0].size)
+        return inputs
 
     def _window_tables(self, windows: list[_Window], size: int) -> torch.Tensor:
         """Block ids of the windows: int32 `[windows, blocks]`."""
@@ -195,12 +174,12 @@ class Compressor:
         return to_device(np.take_along_axis(tables, blocks, axis=1), self.cache.data.device)
 
     def _recompute(self, windows: list[_Window], offsets: np.ndarray, visit: Any) -> None:
-        """One pass of the model over rows of all windows."""
+        """One pass of the model over the query tokens of all windows."""
         device = self.cache.data.device
         rows = [window.state.row for window in windows]
-        index = np.array([window.start for window in windows])[:, None] + offsets  # [windows, rows]
+        index = np.array([window.start for window in windows])[:, None] + offsets  # [windows, query tokens]
         dropped = np.array([window.state.dropped for window in windows])[:, None]
-        positions = index + dropped  # an entry that was never compressed lies behind everything that was dropped
+        positions = index + dropped  # a KV pair that was never compressed lies behind everything that was dropped
         token_ids = [w.state.token_ids[p] for w, row in zip(windows, positions.tolist(), strict=True) for p in row]
         num_blocks = int(index.max()) // self.block_size + 1
         batch = AttentionBatch(
@@ -224,9 +203,9 @@ class Compressor:
         for job, of_job in zip(jobs, kept, strict=True):
             state = states[job.seq_id]
             start = job.first_block * self.block_size
-            end = start + job.size + (job.num_windows - 1) * (job.size - self.overlap)
             region_end = min(state.cached_length, start + job.region_blocks * self.block_size)
-            indices.append(region_indices(of_job, job.size, self.overlap, region_end - end))
+            tail = region_end - start - job.span
+            indices.append(region_indices(of_job, job.size, job.size - job.stride, tail))
             sources.append(self.tables.table[state.row, job.first_block : job.first_block + job.region_blocks])
             regions.append((state.row, start, region_end, state.cached_length))
         if self.ragged:

@@ -7,9 +7,10 @@ from contextlib import contextmanager
 
 import torch
 
+from kvllm.compression.queries import window_tokens
 from kvllm.config import EngineConfig
-from kvllm.core.compression_policy import Compression, window_tokens
 from kvllm.core.protocol import CompressionJob, ScheduledSequence, SequenceStart, StepPlan
+from kvllm.core.regions import make_regions
 from kvllm.errors import ConfigError
 from kvllm.sampling_params import SamplingParams
 from kvllm.worker.graphs import Step
@@ -93,14 +94,15 @@ def _prefill(config: EngineConfig) -> Iterator[StepPlan]:
 
 def _event(config: EngineConfig) -> Iterator[StepPlan]:
     """A compression event of as many windows as go into a step, in the sequences' caches of zeros."""
-    compression = Compression.of(config)
+    compression = config.active_compression
     if compression is None:
         return
-    length = compression.regions.next_end(0, 0)
-    region = compression.regions.complete(length, length)
+    regions = make_regions(compression, config.block_size)
+    length = regions.next_end(0, 0)
+    region = regions.complete(length, length)
     if region is None or length + 1 > config.max_model_len:
         return  # no sequence gets so long
-    num_windows = config.max_num_batched_tokens // window_tokens(compression.config, region.size)
+    num_windows = config.max_num_batched_tokens // window_tokens(compression, region.size)
     seq_ids = range(min(config.max_num_seqs, max(1, num_windows)))
     yield StepPlan(
         new_seqs=[SequenceStart(i, [0] * length, length, length - 1, SAMPLING, i) for i in seq_ids],
@@ -110,7 +112,8 @@ def _event(config: EngineConfig) -> Iterator[StepPlan]:
     old, new = _blocks(region.end, config)[first:], _blocks(region.end - region.dropped, config)[first:]
     yield StepPlan(
         compressions=[
-            CompressionJob(i, first, region.count, region.size, region.retain, len(old), new) for i in seq_ids
+            CompressionJob(i, first, region.count, region.size, region.retain, region.stride, len(old), new)
+            for i in seq_ids
         ],
         scheduled=[ScheduledSequence(i, 1, [0], [0], True) for i in seq_ids],
     )

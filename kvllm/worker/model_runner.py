@@ -11,9 +11,7 @@ import torch
 
 from kvllm.attention.base import AttentionBackend
 from kvllm.attention.context import AttentionContext
-from kvllm.compression.registry import METHODS
-from kvllm.config import EngineConfig
-from kvllm.core.compression_policy import Compression
+from kvllm.config import CompressionConfig, EngineConfig
 from kvllm.core.protocol import (
     BlockCopy,
     Fork,
@@ -68,16 +66,15 @@ class ModelRunner:
         self.mass: AttentionMass | None = None
         self.compressor = None
         self.graphs: DecodeGraphs | None = None
-        if compression := Compression.of(config):
+        if compression := config.active_compression:
             self._prepare_compression(compression, config, select)
 
     def _prepare_compression(
-        self, compression: Compression, config: EngineConfig, select: Callable[..., torch.Tensor] | None
+        self, compression: CompressionConfig, config: EngineConfig, select: Callable[..., torch.Tensor] | None
     ) -> None:
-        method = METHODS[compression.config.method]
-        if method.ragged:
+        if compression.spec.ragged:
             self.ragged = RaggedLengths(self.cache.shape, config.max_num_seqs, self.device)
-        if method.observes:
+        if compression.spec.observes:
             self.mass = AttentionMass(self.cache.shape, config.max_num_seqs, config.max_model_len, self.device)
             self.backend = ObservingBackend(self.backend, self.operations, self.mass)
         self.compressor = Compressor(
@@ -85,8 +82,7 @@ class ModelRunner:
             self.operations,
             self.backend,
             self.tables,
-            compression.config,
-            compression.regions.overlap,
+            compression,
             config.max_num_batched_tokens,
             self.ragged,
             self.mass,

@@ -7,14 +7,14 @@ import json
 import pytest
 
 from benchmarks.quality import methods, query_stride
-from kvllm.config import METHODS, RAGGED_METHODS, WINDOW_METHODS
+from kvllm.compression.specs import SPECS
 from kvllm.errors import ConfigError
 
 
 def test_every_method_runs_under_every_policy_that_allows_it() -> None:
-    names = {variant.name for variant in methods.variants(METHODS, methods.POLICIES)}
-    assert len(names) == 1 + 3 * len(METHODS) - len(WINDOW_METHODS) - 2 * len(RAGGED_METHODS)
-    assert {"full cache", "kara, pressure", "adakv, threshold"} <= names
+    names = {variant.name for variant in methods.variants(list(SPECS), methods.POLICIES)}
+    assert {"full cache", "kara, pressure", "adakv, threshold", "keydiff, periodic", "keydiff, threshold"} <= names
+    assert not {"kara, threshold", "adakv, pressure"} & names
 
 
 def test_methods(tmp_path, capsys) -> None:

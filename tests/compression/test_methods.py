@@ -37,7 +37,7 @@ def region(seed, num_seqs, num_heads, num_kv_heads, length, head_dim, dtype=torc
 
 def call(name, queries, keys, heavy, *, retain, buffer, first_seed=0, **options):
     """METHODS[name] as an engine calls it: with the query rows it asks for, and everything there is as options."""
-    rows = {"window": queries.shape[2], "buffer": buffer, "recent": RECENT_ROWS, "none": 0}[METHODS[name].queries]
+    rows = {"window": queries.shape[2], "buffer": buffer, "recent": RECENT_ROWS, "none": 0}[METHODS[name].spec.queries]
     offered = {
         "chunk_budget": CHUNK_BUDGET, "max_chunk": MAX_CHUNK, "layer": LAYER, "num_layers": NUM_LAYERS,
         "seeds": range(first_seed, first_seed + len(keys)), "capacity": retain + 3, "mass": heavy,
@@ -244,7 +244,9 @@ def test_heads_decide_alone(name):
         assert torch.equal(second, kept[:, 1:])
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if METHODS[name].queries != "none" or name == "keydiff"])
+@pytest.mark.parametrize(
+    "name", [name for name in METHODS if METHODS[name].spec.queries != "none" or name == "keydiff"]
+)
 def test_batch_mates_change_no_bit_in_real_regions(name):
     tensors = region(3, 3, 8, 2, 384, 64, torch.bfloat16)
     kept = call(name, *tensors, retain=128, buffer=32)
@@ -257,7 +259,7 @@ def test_batch_mates_change_no_bit_in_real_regions(name):
         assert torch.equal(scores(queries[2:, :, -32:], keys[2:])[0], together[2])
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if METHODS[name].queries == "recent"])
+@pytest.mark.parametrize("name", [name for name in METHODS if METHODS[name].spec.queries == "recent"])
 def test_scoring_turns_tf32_off_for_itself_only(name, monkeypatch):
     seen, bmm = [], torch.bmm
 
@@ -291,7 +293,7 @@ def test_misuse_is_reported(name):
             METHODS[name].select(
                 tensors[0], tensors[1], retain=retain, buffer=buffer, **required_options(name, tensors[2])
             )
-    if METHODS[name].queries != "none":
+    if METHODS[name].spec.queries != "none":
         with pytest.raises(ValueError, match="Hq a multiple of Hkv"):
             call(name, tensors[0][:, :3], *tensors[1:], retain=10, buffer=2)
 
@@ -299,7 +301,7 @@ def test_misuse_is_reported(name):
 def required_options(name, heavy):
     options = {"chunk_budget": 4, "max_chunk": 5, "layer": 0, "num_layers": 2, "seeds": [0, 1], "capacity": 12}
     options |= {"mass": heavy, "query_offsets": torch.arange(heavy.shape[-1])}
-    return {key: value for key, value in options.items() if key in METHODS[name].options}
+    return {key: value for key, value in options.items() if key in METHODS[name].arguments}
 
 
 def test_misuse_of_single_methods_is_reported():
@@ -536,8 +538,8 @@ def test_methods_equal_literal_references(name, num_heads, num_kv_heads, tile_by
         monkeypatch.setattr(mass, "_CPU_TILE_BYTES", tile_bytes)
     length, retain, buffer, num_seqs = 46, 21, 6, 3
     queries, keys, heavy = region(7, num_seqs, num_heads, num_kv_heads, length, 8)
-    rows = {"window": length, "buffer": buffer, "recent": RECENT_ROWS, "none": 1}[METHODS[name].queries]
-    for capacity in {retain, retain + 1, length} if METHODS[name].ragged else {retain}:
+    rows = {"window": length, "buffer": buffer, "recent": RECENT_ROWS, "none": 1}[METHODS[name].spec.queries]
+    for capacity in {retain, retain + 1, length} if METHODS[name].spec.ragged else {retain}:
         kept = call(name, queries, keys, heavy, retain=retain, buffer=buffer, capacity=capacity)
         for i in range(num_seqs):
             last_rows = queries[i, :, length - rows :].tolist()

@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvllm.compression.registry import METHODS
+from kvllm.compression.queries import window_tokens
+from kvllm.compression.specs import SPECS
 from kvllm.config import CompressionConfig, EngineConfig
 from kvllm.core.compression_policy import (
-    Compression,
     CompressionPolicy,
     EngineLoad,
+    PeriodicPolicy,
     PressurePolicy,
     peak_blocks,
-    window_tokens,
 )
 from kvllm.core.protocol import SampledToken, StepResult
 from kvllm.core.regions import Windows
@@ -77,7 +77,7 @@ def step(scheduler: Scheduler):
 
 def as_in_vectors(history: list, events: list) -> np.ndarray:
     """The vectors note (C, u) behind the event of a step; the engine compresses at the beginning of the next. And they
-    count u from 0 on after an event, as the paper does, where the engine counts the entries behind the window too."""
+    count u from 0 on after an event, as the paper does, where the engine counts the KV pairs behind the window too."""
     history = np.array(history)
     for global_step, seq_id, _, _, tail, after in events:
         history[global_step - 1, seq_id] = after, tail
@@ -294,13 +294,11 @@ def test_the_same_requests_are_compressed_the_same_way_under_pressure() -> None:
 
 def pressure(**options: Any) -> PressurePolicy:
     sizes = {"period": 8, "window_blocks": 4, "retain_blocks": 1, "buffer": 1}
-    compression = Compression(CompressionConfig(policy="pressure", **(sizes | options)), 4)
-    assert isinstance(compression.policy, PressurePolicy)
-    return compression.policy
+    return PressurePolicy(CompressionConfig(policy="pressure", **(sizes | options)), 4)
 
 
 def decoding(seq_id: int, cached: int, remaining: int = 100, carried: int = 0) -> Sequence:
-    """A sequence without a prompt, of `cached` entries; it ends after `remaining` tokens at the latest."""
+    """A sequence without a prompt, of `cached` KV pairs; it ends after `remaining` tokens at the latest."""
     seq = Sequence(seq_id, "", [0] * (cached + 1), SamplingParams(), max_length=cached + 1 + remaining, tail_start=0)
     seq.advance(cached)
     seq.carried_tail = carried
@@ -371,7 +369,7 @@ def test_of_equals_who_waited_longest_goes_first() -> None:
 
 
 def test_a_need_that_takes_more_tokens_than_a_step_has_is_met_in_several() -> None:
-    """Each window has 16 entries, all of which are recomputed, and releases three blocks."""
+    """Each window has 16 KV pairs, all of which are recomputed, and releases three blocks."""
     sequences, policy = [decoding(i, 18) for i in range(4)], pressure()
     assert chosen(policy, sequences, 100, missing=9, tokens=32) == [0, 1]
     assert chosen(policy, sequences[2:], 106, missing=3, steps=9, tokens=15) == [2]  # one in any case
@@ -392,7 +390,7 @@ def test_blocks_that_are_missing_now_come_before_the_tokens() -> None:
 
 def test_an_event_goes_on_until_its_sequences_are_served() -> None:
     compression = CompressionConfig(period=20, window_blocks=4, retain_blocks=1, buffer=1, max_sequences=5)
-    policy = Compression(compression, 4).policy
+    policy = PeriodicPolicy(compression, 4)
     sequences = [decoding(i, 20, carried=i) for i in range(7)]
     found = []
     for steps in range(20, 26):
@@ -403,13 +401,13 @@ def test_an_event_goes_on_until_its_sequences_are_served() -> None:
     assert chosen(policy, sequences, 0, steps=40, tokens=3) == [5]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", SPECS)
 def test_tokens_of_a_window_are_the_queries_that_the_method_recomputes(method: str) -> None:
-    """Or, where few or none are needed, an eighth of its entries."""
-    sizes = {"policy": "threshold", "threshold_tokens": 900, "budget_tokens": 300} if METHODS[method].ragged else {}
+    """Or, where few or none are needed, an eighth of its KV pairs."""
+    sizes = {"policy": "threshold", "threshold_tokens": 900, "budget_tokens": 300} if SPECS[method].ragged else {}
     config = CompressionConfig(method=method, query_window=100, buffer=32, query_stride=3, **sizes)
     expected = {"window": 32 + 246, "recent": 100, "buffer": 97, "none": 97}
-    assert window_tokens(config, 770) == expected[METHODS[method].queries]
+    assert window_tokens(config, 770) == expected[SPECS[method].queries]
 
 
 def simulated_peak(windows: Windows, prompt: int, total: int, tail_start: int) -> int:
@@ -473,22 +471,22 @@ def test_wrong_options_are_named(options: dict, message: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"threshold_tokens": None}, 'policy="threshold" needs threshold_tokens: the entries at which'),
+        ({"threshold_tokens": None}, 'policy="threshold" needs threshold_tokens: the KV pairs at which'),
         ({"budget_tokens": None}, 'policy="threshold" needs budget_tokens'),
         ({"threshold_tokens": 0}, "threshold_tokens=0 is not allowed: at least 1"),
         ({"threshold_tokens": "64"}, "threshold_tokens='64': Expected"),
         ({"budget_tokens": 0}, "budget_tokens=0 is not allowed: between 1 and threshold_tokens=64"),
         ({"budget_tokens": 65}, "budget_tokens=65 is not allowed: between 1 and threshold_tokens=64"),
         ({"buffer": 33}, "buffer=33 is not allowed: at most budget_tokens=32, which it is part of"),
-        ({"method": "kara"}, "method='kara' is not allowed: it scores with the query of every entry.*kara_no_bi"),
+        ({"method": "kara"}, "method='kara' is not allowed: it scores with the query of every KV pair.*kara_no_bi"),
         ({"method": "kara_no_token2chunk"}, "method='kara_no_token2chunk' is not allowed: it scores with the query"),
         (
             {"query_window": 33},
-            "query_window=33 is not allowed: at most 32: the last 32 entries are those whose tokens",
+            "query_window=33 is not allowed: at most 32: the last 32 KV pairs are those whose tokens",
         ),
         ({"budget_tokens": 62, "query_window": 5}, "query_window=5 is not allowed: at most 4"),
         ({"method": "adakv", "query_window": 17}, "query_window=17 is not allowed: at most 16"),
-        ({"method": "pyramidkv", "buffer": 17}, "buffer=17 is not allowed: at most 16: the last 16 entries"),
+        ({"method": "pyramidkv", "buffer": 17}, "buffer=17 is not allowed: at most 16: the last 16 KV pairs"),
     ],
 )
 def test_wrong_options_of_a_threshold_are_named(options: dict, message: str) -> None:
@@ -512,11 +510,11 @@ def test_the_largest_sizes_of_a_threshold_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("options", "block_size", "message"),
     [
-        ({"buffer": 32}, 16, r"buffer=32 is not allowed: at most what a window keeps, 16 entries"),
+        ({"buffer": 32}, 16, r"buffer=32 is not allowed: at most what a window keeps, 16 KV pairs"),
         (
             {"buffer": 48},
             16,
-            r"buffer=48 is not allowed: less than the window: a window of 3 blocks of 16 has 48 entries",
+            r"buffer=48 is not allowed: less than the window: a window of 3 blocks of 16 has 48 KV pairs",
         ),
         ({"retain_tokens": 0}, 256, r"retain_tokens=0 is not allowed: between 1 and 768"),
         ({"retain_tokens": 769}, 256, r"retain_tokens=769 is not allowed: between 1 and 768"),

@@ -9,18 +9,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvllm.config import (
-    METHODS,
-    OBSERVING_METHODS,
-    POLICIES,
-    RAGGED_METHODS,
-    RECENT_METHODS,
-    WINDOW_METHODS,
-    CompressionConfig,
-    EngineConfig,
-)
+from kvllm.compression.queries import window_tokens
+from kvllm.config import POLICIES, CompressionConfig, EngineConfig
 from kvllm.core import compression_policy
-from kvllm.core.compression_policy import window_tokens
 from kvllm.core.scheduler import Scheduler
 from kvllm.core.sequence import Sequence
 from kvllm.errors import RequestError
@@ -223,16 +214,6 @@ TestSchedulerMachine = SchedulerMachine.TestCase
 
 def test_config_names_what_exists() -> None:
     assert set(POLICIES) == set(compression_policy.POLICIES)
-    from kvllm.compression.registry import METHODS as implemented
-
-    assert set(METHODS) == set(implemented)
-    needing = {name: method.queries for name, method in implemented.items()}
-    assert set(WINDOW_METHODS) == {name for name in METHODS if needing[name] == "window"}
-    assert set(RECENT_METHODS) == {name for name in METHODS if needing[name] == "recent"}
-    assert set(RAGGED_METHODS) == {name for name in METHODS if implemented[name].ragged}
-    assert set(OBSERVING_METHODS) == {name for name in METHODS if implemented[name].observes}
-
-    assert set(METHODS) == set(implemented)
 
 
 def test_a_lone_sequence_longer_than_the_pool_finishes_by_compression() -> None:

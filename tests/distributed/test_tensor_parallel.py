@@ -29,7 +29,6 @@ from safetensors.torch import load_file, save_file
 from benchmarks import worker_faults
 from kvllm import LLM, CheckpointError, CompressionConfig, ConfigError, KvLLMError, RequestOutput, SamplingParams
 from kvllm.compression.registry import METHODS
-from kvllm.config import RAGGED_METHODS
 from kvllm.core.executor import Executor
 from kvllm.core.protocol import StepPlan, StepResult, decode_plan, encode
 from kvllm.distributed import worker_group as pool
@@ -212,7 +211,7 @@ class ThreadExecutor(Executor):
 
 def compression_of(method: str) -> CompressionConfig:
     options = {"method": method, "buffer": 4, "chunk_budget": 4, "query_window": 6}
-    if method in RAGGED_METHODS:
+    if METHODS[method].spec.ragged:
         return CompressionConfig(policy="threshold", threshold_tokens=44, budget_tokens=25, **options)
     return CompressionConfig(period=8, window_blocks=3, retain_blocks=1, **options)
 

@@ -165,7 +165,7 @@ def test_a_request_id_can_be_used_once_at_a_time(llm: LLM) -> None:
     [
         (None, 2, 20, "budget_tokens=20 needs an engine with .*threshold"),
         ({"window_blocks": 2, "buffer": 4}, 2, 20, "budget_tokens=20 needs an engine with .*threshold"),
-        ({}, 2, 4, "budget_tokens=4 leaves no room: buffer=4 and one entry more make 5"),
+        ({}, 2, 4, "budget_tokens=4 leaves no room: buffer=4 and one KV pair more make 5"),
         ({"protect_prompt": True}, 17, 36, "budget_tokens=36 .* 17 tokens of the protected prompt .* make 37.*shorten"),
         ({"protect_prompt": True}, 33, None, "budget_tokens=30 leaves no room"),
     ],

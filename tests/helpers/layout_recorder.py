@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from kvllm import LLM, CompressionConfig, SamplingParams
-from kvllm.compression.queries import query_offsets
 from kvllm.compression.registry import METHODS
 from kvllm.core.executor import Executor
 from kvllm.core.protocol import BlockCopy, CompressionJob, ScheduledSequence, SequenceStart, StepPlan, StepResult
@@ -83,9 +82,10 @@ class Event:
     def query_offsets(self, config: CompressionConfig) -> Tensor:
         """Where in the region the tokens are whose queries score."""
         offsets = torch.arange(self.size)
-        match METHODS[config.method].queries:
+        match METHODS[config.method].spec.queries:
             case "window":
-                return torch.from_numpy(query_offsets(self.size, config.buffer, config.query_stride))
+                from_end = self.size - config.buffer - 1 - offsets  # of what is not in the buffer
+                return offsets[(from_end < 0) | (from_end % config.query_stride == 0)]
             case "buffer":
                 return offsets[self.size - config.buffer :]
             case "recent":
@@ -219,6 +219,7 @@ class Recorder(Executor):
         text, compression = self.alive[job.seq_id], self.config.compression
         survives = text.layout >= 0
         stride = job.size - compression.buffer if compression.policy == "standalone" else job.size
+        assert job.stride == stride
         for i in range(job.num_windows):
             start = job.first_block * self.config.block_size + i * stride
             if job.destinations:
@@ -364,7 +365,7 @@ class Expected:
             region = event.region[layer]
             evicted_mask, index = region < 0, region.clamp(min=0)
             options: dict[str, Any] = {"layer": layer, "num_layers": len(self.dense.keys), "seeds": [event.seed]}
-            if self.method.ragged:
+            if self.method.spec.ragged:
                 options |= {"capacity": event.retain, "evicted_mask": evicted_mask[None]}
             if self.method.observes:
                 options["mass"] = self.mass(layer, event.length, index)[None].float()
@@ -383,7 +384,7 @@ class Expected:
 
     def _queries(self, event: Event) -> list[Tensor] | None:
         """Of the tokens that score, recomputed over what was cached before the event; by layer `[Hq, rows, d]`."""
-        if self.method.queries == "none":
+        if self.method.spec.queries == "none":
             return None
         positions, visible = event.scoring(self.config)
         visible = visible[..., : self.length]
@@ -402,7 +403,7 @@ def without_padding(kept: Tensor) -> list:
 
 def mean_retained(event: Event, config: CompressionConfig) -> int:
     """What heads or layers keep of a region in the mean: less than there is room for where they differ."""
-    return event.retain - (config.held_tokens - config.budget_tokens if METHODS[config.method].ragged else 0)
+    return event.retain - (config.held_tokens - config.budget_tokens if METHODS[config.method].spec.ragged else 0)
 
 
 def assert_counts(event: Event, config: CompressionConfig) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 
 from kvllm.config import EngineConfig
-from kvllm.core.compression_policy import Compression
 from kvllm.core.protocol import SampledToken, StepPlan, StepResult, decode_plan, encode
 from kvllm.core.sequence import Sequence
 
@@ -37,7 +36,7 @@ class LiteralWorker:
     def __init__(self, config: EngineConfig, vocab: int = 2, seed: int = 0) -> None:
         self.config = config
         self.vocab = vocab
-        self.compression = Compression.of(config)
+        self.compression = config.active_compression
         self.cache: dict[int, Entry] = {}
         self.sequences: dict[int, LiteralSequence] = {}
         self.random = random.Random(seed)
@@ -66,8 +65,9 @@ class LiteralWorker:
         return self._forward(plan)
 
     def _compress(self, seq: LiteralSequence, job) -> None:
-        config = self.compression.config
+        config = self.compression
         overlap = config.buffer if config.policy == "standalone" else 0
+        assert job.stride == job.size - overlap
         size = self.config.block_size
         start = job.first_block * size
         region_end = min(seq.cached, (job.first_block + job.region_blocks) * size)
@@ -142,7 +142,7 @@ class LiteralWorker:
         assert entries == [seq.entry(position) for position in positions], "an entry belongs to another text"
         if self.compression is None:
             assert positions == list(range(seq.logical))
-        elif not self.compression.config.compress_prompt and self.compression.config.policy != "threshold":
+        elif not self.compression.compress_prompt and self.compression.policy != "threshold":
             assert positions[: seq.prompt_length] == list(range(min(seq.prompt_length, seq.logical)))
 
     def check_agrees(self, seq: Sequence) -> None:

@@ -11,15 +11,13 @@ import msgspec
 import pytest
 
 from kvllm import LLM, CompressionConfig, ConfigError, RequestError, SamplingParams
-from kvllm.compression.queries import query_offsets
-from kvllm.compression.registry import METHODS
 from kvllm.config import EngineConfig
 from kvllm.core.protocol import CompressionJob, ScheduledSequence, SequenceStart, StepPlan
 from kvllm.entrypoints import cli
 from kvllm.entrypoints.simulate import parse_compression, read_model_config
 from kvllm.models.config import load_model_config
-from kvllm.simulation.cost import CostModel, Rows, query_rows, resolve_dtype
-from kvllm.simulation.executor import SimulatedExecutor, recomputed_queries
+from kvllm.simulation.cost import CostModel, Rows, resolve_dtype
+from kvllm.simulation.executor import SimulatedExecutor
 from kvllm.simulation.hardware import Hardware, load_hardware, shipped_names
 from kvllm.simulation.simulate import simulate
 from kvllm.simulation.workload import arrival_times, load_workload
@@ -148,27 +146,6 @@ def test_weight_bytes_are_those_of_the_matrices(tmp_path, tied):
     assert CostModel(HARDWARE, load_model_config(tmp_path), "float32").weight_bytes == matrices
 
 
-@pytest.mark.parametrize(("window", "buffer", "stride"), [(12, 4, 1), (12, 4, 3), (768, 32, 8), (5, 0, 5), (7, 1, 4)])
-def test_query_rows_are_the_compressors(window, buffer, stride):
-    offsets = query_offsets(window, buffer, stride)
-    assert query_rows(window, buffer, stride) == (len(offsets), int((offsets + 1).sum()))
-
-
-def test_query_rows_of_the_most_recent_entries_alone():
-    assert query_rows(10, 3, 0) == (3, 8 + 9 + 10)
-    assert query_rows(2, 3, 0) == (2, 1 + 2)
-    assert query_rows(10, 0, 0) == (0, 0)
-
-
-def test_every_method_recomputes_the_queries_it_needs():
-    expected = {"window": (5, 3), "buffer": (5, 0), "recent": (7, 0), "none": (0, 0)}
-    options = {"buffer": 5, "query_stride": 3, "query_window": 7}
-    threshold = {"policy": "threshold", "threshold_tokens": 64, "budget_tokens": 32}
-    for name, method in METHODS.items():
-        config = CompressionConfig(method=name, **options, **(threshold if method.ragged else {}))
-        assert recomputed_queries(config) == expected[method.queries], name
-
-
 # The executor
 
 
@@ -177,7 +154,7 @@ def compression_plan() -> StepPlan:
     sampling = SamplingParams(temperature=0)
     return StepPlan(
         new_seqs=[SequenceStart(i, [0] * 41, 1, 40, sampling, 0) for i in range(2)],
-        compressions=[CompressionJob(0, 1, 2, 12, 4, 6, [0, 1]), CompressionJob(1, 4, 1, 12, 4, 3, [2])],
+        compressions=[CompressionJob(0, 1, 2, 12, 4, 12, 6, [0, 1]), CompressionJob(1, 4, 1, 12, 4, 12, 3, [2])],
         scheduled=[ScheduledSequence(i, 1, [], [], True) for i in range(2)],
     )
 

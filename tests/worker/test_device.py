@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from kvllm import LLM, CompressionConfig, ConfigError
-from kvllm.compression.registry import METHODS
-from kvllm.config import RAGGED_METHODS, EngineConfig
-from kvllm.core.compression_policy import window_tokens
+from kvllm.compression.queries import window_tokens
+from kvllm.compression.specs import SPECS
+from kvllm.config import EngineConfig
 from kvllm.models.config import load_model_config
 from kvllm.parallel import SingleRank
 from kvllm.worker.build import RunnerSettings, make_runner
@@ -109,10 +109,10 @@ def make_probe(path: Path, compression: CompressionConfig | None, **options: Any
 def compressions() -> dict[str, CompressionConfig]:
     common: dict[str, Any] = {"buffer": 8, "chunk_budget": 4, "query_window": 8}
     found = {}
-    for method in METHODS:
-        if method not in RAGGED_METHODS:
+    for method, spec in SPECS.items():
+        if not spec.ragged:
             found[method] = CompressionConfig(method=method, **common)
-        if METHODS[method].queries != "window":
+        if spec.queries != "window":
             sizes = {"threshold_tokens": 100, "budget_tokens": 50}
             found[f"{method}, threshold"] = CompressionConfig(method=method, policy="threshold", **sizes, **common)
     return found

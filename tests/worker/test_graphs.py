@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from kvllm import LLM, CompressionConfig, SamplingParams
-from kvllm.compression.registry import METHODS
-from kvllm.config import RAGGED_METHODS, WINDOW_METHODS
+from kvllm.compression.specs import SPECS
 from kvllm.worker import graphs
 from kvllm.worker.graphs import DecodeGraphs, Step, cuda_capture
 from kvllm.worker.model_runner import ModelRunner
@@ -122,8 +121,8 @@ def compressions() -> dict[str, CompressionConfig]:
     found = {f"{name}-kara": CompressionConfig(policy=name, **clock, **common) for name in ("periodic", "pressure")}
     found["periodic-kara-prompt"] = CompressionConfig(compress_prompt=True, **clock, **common)
     threshold = {"policy": "threshold", "threshold_tokens": 44, "budget_tokens": 25}
-    for method in METHODS:
-        if method not in WINDOW_METHODS:
+    for method, spec in SPECS.items():
+        if not spec.refusal("threshold"):
             found[f"threshold-{method}"] = CompressionConfig(method=method, **threshold, **common)
     return found
 
@@ -143,10 +142,10 @@ def test_compression_events_between_recorded_steps(checkpoint: Path, device: str
         assert device == "cpu" and recordings.runner.mass  # attention that is observed is read by the host
 
 
-@pytest.mark.parametrize("method", ["kara", *RAGGED_METHODS])
+@pytest.mark.parametrize("method", ["kara", "pyramidkv", "adakv"])
 def test_all_that_a_run_with_recordings_computes(checkpoint: Path, method: str) -> None:
     """Against dense attention over what survived, where all memory that holds no entry is NaN."""
-    policy = "threshold" if method in RAGGED_METHODS else "periodic"
+    policy = "threshold" if SPECS[method].ragged else "periodic"
     compression = layout_recorder.compression_config(method, policy)
     llm, recorder = layout_recorder.make_llm(checkpoint, compression, device="cpu", max_num_batched_tokens=64)
     recordings = Recordings(recorder.runner)

@@ -14,8 +14,7 @@ import torch
 from msgspec import structs
 
 from kvllm import LLM, CompressionConfig, SamplingParams
-from kvllm.compression.registry import METHODS
-from kvllm.config import RAGGED_METHODS, WINDOW_METHODS
+from kvllm.compression.specs import SPECS
 from kvllm.errors import ConfigError
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.dense_decoder import DenseDecoder
@@ -37,8 +36,8 @@ from tests.helpers.layout_recorder import (
 )
 from tests.helpers.recorder import assert_dense
 
-THRESHOLD_METHODS = [name for name in METHODS if name not in WINDOW_METHODS]
-WINDOWED_METHODS = [name for name in METHODS if name not in RAGGED_METHODS]
+THRESHOLD_METHODS = [name for name, spec in SPECS.items() if not spec.refusal("threshold")]
+WINDOWED_METHODS = [name for name, spec in SPECS.items() if not spec.refusal("periodic")]
 CASES = [(name, "threshold") for name in THRESHOLD_METHODS]
 CASES += [(name, policy) for policy in ("periodic", "pressure", "standalone") for name in WINDOWED_METHODS]
 EVERY_CASE = pytest.mark.parametrize(("method", "policy"), CASES)
@@ -133,7 +132,7 @@ def test_the_reference_backend_does_the_same(checkpoint: Path, decoder: DenseDec
     assert outputs[0] == outputs[1] and kept[0] == kept[1]
 
 
-@pytest.mark.parametrize("method", [name for name in THRESHOLD_METHODS if METHODS[name].queries != "none"])
+@pytest.mark.parametrize("method", [name for name in THRESHOLD_METHODS if SPECS[name].queries != "none"])
 def test_recomputed_queries_are_those_of_decoding(checkpoint: Path, decoder: DenseDecoder, method: str) -> None:
     """Between two thresholds nothing changes that the last tokens attended, so recomputing gives what they had."""
     config = compression_config(method, "threshold")
@@ -165,7 +164,7 @@ def test_blocks_come_back_to_the_pool(
     checkpoint: Path, decoder: DenseDecoder, method: str, sizes: tuple[int, int]
 ) -> None:
     threshold, budget = sizes
-    held = (threshold + budget) // 2 if method in RAGGED_METHODS else budget
+    held = (threshold + budget) // 2 if SPECS[method].ragged else budget
     config = compression_config(method, "threshold", threshold_tokens=threshold, budget_tokens=budget)
     llm, recorder = make_llm(checkpoint, config)
     (prompt,), blocks = random_token_ids(60), llm.llm_engine.scheduler.blocks

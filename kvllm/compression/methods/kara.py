@@ -34,6 +34,11 @@ def select(queries: Tensor, keys: Tensor, *, retain: int, buffer: int, chunk_bud
     return with_buffer(kept, keys, buffer)
 
 
+def select_tokens(queries: Tensor, keys: Tensor, *, retain: int, buffer: int) -> Tensor:
+    """The ablation without Token2Chunk: `select` with all of the budget for the best tokens."""
+    return select(queries, keys, retain=retain, buffer=buffer, chunk_budget=0, max_chunk=3)
+
+
 @torch.no_grad()
 def scores(queries: Tensor, keys: Tensor, buffer: int) -> Tensor:
     """Attention mass each compressible position receives (Kara paper, Eq. 4).

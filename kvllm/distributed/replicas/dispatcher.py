@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from msgspec import structs
 
 from kvllm.config import EngineConfig
-from kvllm.core.compression_policy import Compression, check_fits
+from kvllm.core.compression_policy import check_fits, make_policy
 from kvllm.core.protocol import SampledToken, SequenceStart
 from kvllm.core.sequence import Sequence, fork_seed
 from kvllm.distributed.replicas.messages import Report, Sampled
@@ -22,7 +22,7 @@ class Dispatcher:
         """num_blocks: of the pool of each replica; of the smallest in `config`, for a request may come to any."""
         self.config = config
         self.num_blocks = num_blocks
-        self._compression = Compression.of(config)
+        self._policy = make_policy(config)
         self.reset([])
 
     def reset(self, sequences: list[Sequence]) -> None:
@@ -40,7 +40,7 @@ class Dispatcher:
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence. Raises RequestError if no replica could finish it."""
-        check_fits(self.config, self._compression, seq)
+        check_fits(self.config, self._policy, seq)
         self.waiting[seq.seq_id] = seq
 
     def finish(self, seq: Sequence) -> None:

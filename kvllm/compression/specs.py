@@ -1,0 +1,105 @@
+"""The one list of compression methods: what each needs from the engine, and the options that it takes. Free of torch.
+
+A method is one line of `SPECS` and one function `select` in `kvllm/compression/methods/<name>.py`: docs/add-a-method.md
+has the recipe. The configuration, the policies, the workers and the simulator read their facts here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
+
+Queries = Literal["window", "buffer", "recent", "none"]
+Number = TypeVar("Number", int, float)
+
+
+@dataclass(frozen=True, slots=True)
+class Option(Generic[Number]):
+    """A number that a user sets for a method, and the method's function gets as a keyword argument.
+
+    The options of Token2Chunk are fields of CompressionConfig. All others are keys of its `method_options`.
+    least, most: bounds; both are allowed values.
+    """
+
+    name: str
+    default: Number
+    least: Number
+    most: Number | None = None
+
+    def accepts(self, value: float) -> bool:
+        """Whether `value` lies within the bounds, and is whole where the default is."""
+        if isinstance(self.default, int) and not isinstance(value, int):
+            return False
+        return self.least <= value and (self.most is None or value <= self.most)
+
+    @property
+    def allowed(self) -> str:
+        bounds = f"at least {self.least}" if self.most is None else f"between {self.least} and {self.most}"
+        return bounds + (", a whole number" if isinstance(self.default, int) else "")
+
+
+@dataclass(frozen=True, slots=True)
+class MethodSpec:
+    """What the engine has to know about a method.
+
+    name: as in `CompressionConfig(method=...)`. summary: what it keeps, in a few words.
+    queries: the tokens of a region whose queries it needs: "window" (all of them, or every `query_stride`-th), "buffer"
+        (the buffer's), "recent" (the last `query_window`), "none".
+    options: what a user sets; keyword arguments of its function.
+    ragged: layers or heads keep different numbers of KV pairs. That goes with policy "threshold" alone.
+    observes: it needs the attention that every KV pair has received so far. This sum belongs to one sequence, so
+        sequences share no prefixes.
+    whole_layer: it compares the KV heads of a layer, or numbers them, so it must see all of them at once.
+    keeps_end: what survives is the end of the region, so nothing moves where whole blocks are dropped.
+    function: where its function is, as `module:name` in `kvllm.compression.methods`; by default `<name>:select`.
+    """
+
+    name: str
+    summary: str
+    queries: Queries = "none"
+    options: tuple[Option[Any], ...] = ()
+    ragged: bool = False
+    observes: bool = False
+    whole_layer: bool = False
+    keeps_end: bool = False
+    function: str = ""
+
+    def refusal(self, policy: str) -> str | None:
+        """Why a policy of that name cannot use the method; None if it can."""
+        if policy == "threshold" and self.queries == "window":
+            return (
+                "it scores with the query of every KV pair, and those that were compressed before have none: use "
+                'policy="pressure" or "periodic", or method="kara_no_bi"'
+            )
+        if policy != "threshold" and self.ragged:
+            return f'it keeps more in some layers or heads than in others: use policy="threshold", not {policy!r}'
+        return None
+
+
+CHUNK_BUDGET = Option("chunk_budget", default=32, least=0)
+MAX_CHUNK = Option("max_chunk", default=8, least=3)
+TOKEN2CHUNK = (CHUNK_BUDGET, MAX_CHUNK)
+
+SPECS: dict[str, MethodSpec] = {
+    spec.name: spec
+    for spec in (
+        MethodSpec("kara", "what all queries of a window attend to; best tokens and chunks", "window", TOKEN2CHUNK),
+        MethodSpec("kara_sharp", "what later queries look up, and distinct keys (ours)", "window", TOKEN2CHUNK),
+        MethodSpec("kara_no_bi", "Kara by the buffer's queries alone", "buffer", TOKEN2CHUNK, function="kara:select"),
+        MethodSpec("kara_no_token2chunk", "Kara without chunks", "window", function="kara:select_tokens"),
+        MethodSpec("snapkv", "what the last queries attend to, smoothed", "recent"),
+        MethodSpec(
+            "rkv", "what the last queries attend to, less what is said again", "recent", (Option("mix", 0.1, 0.0, 1.0),)
+        ),
+        MethodSpec("keydiff", "the keys that differ most from the mean key"),
+        MethodSpec(
+            "streaming", "the first KV pairs, the attention sinks, and the last", options=(Option("sinks", 4, 0),)
+        ),
+        MethodSpec("pyramidkv", "SnapKV; the budget falls from layer to layer", "recent", ragged=True),
+        MethodSpec("adakv", "SnapKV; the budget moves between heads", "recent", ragged=True, whole_layer=True),
+        MethodSpec("chunkkv", "SnapKV's scores by chunk", "recent", (Option("chunk", 10, 1),), whole_layer=True),
+        MethodSpec("h2o", "what all queries so far attended to", observes=True),
+        MethodSpec("sliding_window", "the last KV pairs", keeps_end=True),
+        MethodSpec("random", "KV pairs by lot: what any method has to beat", whole_layer=True),
+    )
+}

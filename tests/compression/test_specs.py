@@ -1,0 +1,88 @@
+"""The list of methods: what it says holds for the functions, the configuration and the policies."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from dataclasses import replace
+from importlib import import_module
+from pkgutil import iter_modules
+
+import pytest
+
+from kvllm import CompressionConfig
+from kvllm.compression import METHODS, methods
+from kvllm.compression.registry import Method
+from kvllm.compression.specs import SPECS, MethodSpec, Option
+from kvllm.errors import ConfigError
+
+THRESHOLD = {"policy": "threshold", "threshold_tokens": 64, "budget_tokens": 32, "buffer": 8, "query_window": 8}
+
+
+def test_every_method_in_the_folder_is_in_the_list() -> None:
+    modules = [import_module(f"{methods.__name__}.{module.name}") for module in iter_modules(methods.__path__)]
+    listed = {method.select.__module__ for method in METHODS.values()}
+    assert {module.__name__ for module in modules if hasattr(module, "select")} == listed
+    assert list(METHODS) == list(SPECS)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_default_of_the_function_is_that_of_the_list(name: str) -> None:
+    arguments = inspect.signature(METHODS[name].select).parameters
+    for option in SPECS[name].options:
+        assert arguments[option.name].default in (inspect.Parameter.empty, option.default)
+        assert CompressionConfig(method=name).options[option.name] == option.default
+
+
+def test_a_function_that_does_not_fit_its_spec_is_refused() -> None:
+    with pytest.raises(TypeError, match="option 'sinks' that its function does not take"):
+        Method(replace(SPECS["keydiff"], options=(Option("sinks", 4, 0),)))
+    with pytest.raises(TypeError, match="method 'plain' needs 'chunk_budget', which is no option"):
+        Method(MethodSpec("plain", "", "window", function="kara:select"))
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_policy_takes_the_methods_that_the_list_allows(name: str) -> None:
+    spec = SPECS[name]
+    for policy, options in (("threshold", THRESHOLD), ("periodic", {}), ("pressure", {}), ("standalone", {})):
+        if refusal := spec.refusal(policy):
+            with pytest.raises(ConfigError, match=f"method='{name}' is not allowed: ") as error:
+                CompressionConfig(method=name, **(options | {"policy": policy}))
+            assert refusal in str(error.value)
+        else:
+            assert CompressionConfig(method=name, **(options | {"policy": policy})).spec is spec
+    assert (spec.refusal("threshold") is None) == (spec.queries != "window")
+    assert (spec.refusal("periodic") is None) != spec.ragged
+
+
+def test_options_of_a_method() -> None:
+    assert CompressionConfig(chunk_budget=3).options == {"chunk_budget": 3, "max_chunk": 8}
+    assert CompressionConfig(method="streaming").options == {"sinks": 4}
+    assert CompressionConfig(method="streaming", method_options={"sinks": 9}).options == {"sinks": 9}
+    assert CompressionConfig(method="rkv", method_options={"mix": 1}).options == {"mix": 1}
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        ("streaming", {"sink": 4}, "method_options={'sink': 4} is not allowed: method='streaming' has sinks"),
+        ("kara", {"max_chunk": 4}, "is not allowed: method='kara' has no such options"),
+        ("streaming", {"sinks": -1}, "sinks=-1 is not allowed: at least 0, a whole number"),
+        ("streaming", {"sinks": 2.5}, "sinks=2.5 is not allowed: at least 0, a whole number"),
+        ("streaming", {"sinks": True}, "Expected `int | float`, got `bool`"),
+        ("rkv", {"mix": 1.1}, "mix=1.1 is not allowed: between 0.0 and 1.0"),
+        ("rkv", {"mix": float("nan")}, "mix=nan is not allowed"),
+        ("rkv", {"mix": "0.1"}, "Expected `int | float`, got `str`"),
+    ],
+)
+def test_options_that_a_method_does_not_have_are_refused(method: str, options: dict, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        CompressionConfig(method=method, method_options=options)
+    assert message in str(error.value)
+
+
+def test_the_list_and_the_core_need_no_torch() -> None:
+    modules = "kvllm.compression.specs, kvllm.compression.queries, kvllm.core.engine, kvllm.core.scheduler"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
