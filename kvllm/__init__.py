@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvllm import log
 from kvllm.config import CompressionConfig
 from kvllm.errors import CheckpointError, ConfigError, KvLLMError, RequestError
 from kvllm.outputs import CompletionOutput, RequestOutput
@@ -25,6 +26,9 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
 ]
+
+
+log.set_up()
 
 
 def __getattr__(name: str) -> Any:

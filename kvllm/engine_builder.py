@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # a single process needs neither these nor Ray
 
 logger = logging.getLogger(__name__)
 
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 
 
 def build_engine(args: EngineArgs) -> Engine:
@@ -178,7 +178,7 @@ def _log(args: EngineArgs, settings: RunnerSettings, engine: Engine, device: str
     """Say in a line what was started."""
     config, num_ranks = engine.config, args.tensor_parallel_size * args.data_parallel_size
     logger.info(
-        "%s (%s, %s) on %s%s; attention backend %s; KV pool of %d blocks of %d tokens, %.2f GiB%s; %s",
+        "%s (%s, %s) on %s%s; attention backend %s; KV pool of %d blocks of %d tokens, %s MiB%s; %s",
         args.path.name,
         settings.model.architecture,
         settings.dtype,
@@ -187,7 +187,7 @@ def _log(args: EngineArgs, settings: RunnerSettings, engine: Engine, device: str
         _attention_backend(settings, engine),
         config.num_blocks,
         config.block_size,
-        config.num_blocks * cache_shape(args).bytes_per_block / GIB,
+        f"{config.num_blocks * cache_shape(args).bytes_per_block / MIB:,.1f}",
         " for each rank" if num_ranks > 1 else "",
         _compression(settings),
     )
