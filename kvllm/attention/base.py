@@ -1,8 +1,8 @@
 """What the engine asks of an attention implementation.
 
 A step calls `plan` once and `run` once per layer with the plan, so that work which depends only on lengths and tables
-is not repeated in every layer. Prefill chunks, decodes and the rows of a query recomputation are one case: rows of
-queries, grouped by sequence, each of which attends the cached entries up to its own index.
+is not repeated in every layer. Prefill chunks, decodes and the recomputation of queries are one case: query tokens,
+grouped by sequence, each of which attends the cached KV pairs up to an index of its own.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from kvllm.kvcache.cache import PagedKVCache
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """The rows of one step. All tensors are int32 on the cache's device.
+    """The query tokens of one step. All tensors but `mass` are int32; all are on the cache's device.
 
-    query_start_loc: `[S + 1]`, rows of sequence s are `query_start_loc[s] : query_start_loc[s + 1]`, each at least one.
-    last_kv_index: `[T]`, the index in its sequence's cache of the newest entry a row attends (its own entry): row i
-        attends entries `0 .. last_kv_index[i]`. Ascending within a sequence. It is an index into the cache, not a
+    query_start_loc: `[S + 1]`, query tokens of sequence s are `query_start_loc[s] : query_start_loc[s + 1]`, each
+        sequence has at least one.
+    last_kv_index: `[T]`, the index in its sequence's cache of the newest KV pair that a query token attends (its own):
+        token i attends pairs `0 .. last_kv_index[i]`. Ascending within a sequence. It is an index into the cache, not a
         position: after a compaction the two differ.
-    block_tables: `[S, max_blocks]`, entry j of sequence s is in block `block_tables[s, j // block_size]`; columns
+    block_tables: `[S, max_blocks]`, KV pair j of sequence s is in block `block_tables[s, j // block_size]`; columns
         beyond what `last_kv_index` reaches are arbitrary.
-    packed_len, head_lengths: `[S]` and `[layers, S, kv_heads]`, where heads hold different numbers of entries: entry e
+    packed_len, head_lengths: `[S]` and `[layers, S, kv_heads]`, where heads hold different numbers of KV pairs: index e
         is evicted for head h of layer l of sequence s, not attended, if `head_lengths[l, s, h] <= e < packed_len[s]`.
-        The entries of queries lie behind.
-    rows: `[S]`, the sequences' rows in the worker's tables, where attention is observed. What fills up a batch shares
-        one that belongs to no sequence.
-    mass: float32 `[layers, rows of the tables, kv_heads, entries]`, what a backend that `observes` adds the attention
-        probabilities of all rows to, summed over the query heads of a KV head. Not where there are holes.
+        The pairs of the query tokens lie behind.
+    table_slots: `[S]`, the sequences' slots in the worker's tables, where attention is observed. What fills up a batch
+        shares one that belongs to no sequence.
+    mass: float32 `[layers, table slots, kv_heads, pairs]`, what a backend that `observes` adds the attention
+        probabilities of all query tokens to, summed over the query heads of a KV head. Not beside `packed_len`.
     """
 
     query_start_loc: torch.Tensor
@@ -40,7 +41,7 @@ class AttentionBatch:
     block_tables: torch.Tensor
     packed_len: torch.Tensor | None = None
     head_lengths: torch.Tensor | None = None
-    rows: torch.Tensor | None = None
+    table_slots: torch.Tensor | None = None
     mass: torch.Tensor | None = None
 
 
@@ -72,5 +73,5 @@ class AttentionBackend(ABC):
         """Causal attention of `queries` `[T, query_heads, head_dim]` over the paged cache -> the same shape.
 
         Query head h reads KV head `h // (query_heads // kv_heads)`. Softmax and accumulation in float32. The output
-        of a row depends on that row and its sequence's cache alone, bit for bit, whatever else is in the batch.
+        of a query token depends on it and its sequence's cache alone, bit for bit, whatever else is in the batch.
         """

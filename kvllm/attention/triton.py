@@ -59,7 +59,7 @@ class TritonBackend(AttentionBackend):
         paged_decode(*arguments, plan.partials, plan.observed, output)
         if len(queries) > len(batch.block_tables):
             paged_prefill(*arguments, plan.observed, output)
-        if batch.mass is not None and plan.observed is not None and batch.rows is not None:
+        if batch.mass is not None and plan.observed is not None and batch.table_slots is not None:
             add_mass(
                 batch.mass[layer],
                 queries,
@@ -67,7 +67,7 @@ class TritonBackend(AttentionBackend):
                 batch.query_start_loc,
                 batch.last_kv_index,
                 batch.block_tables,
-                batch.rows,
+                batch.table_slots,
                 self.scale,
                 plan.observed,
             )

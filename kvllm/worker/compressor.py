@@ -157,7 +157,7 @@ class Compressor:
     def _inputs(self, windows: list[_Window], layer: int) -> dict[str, Any]:
         """What else of `kvllm.compression.registry.INPUTS` there is in a layer."""
         inputs: dict[str, Any] = {"layer": layer, "num_layers": self.cache.shape.num_layers}
-        rows = [window.state.row for window in windows]
+        rows = [window.state.table_slot for window in windows]
         starts = [window.start for window in windows]
         if self.ragged:
             inputs["capacity"] = windows[0].retain
@@ -170,13 +170,13 @@ class Compressor:
         """Block ids of the windows: int32 `[windows, blocks]`."""
         first = np.array([window.start // self.block_size for window in windows])[:, None]
         blocks = first + np.arange(-(-size // self.block_size))
-        tables = self.tables.table[[window.state.row for window in windows]]
+        tables = self.tables.table[[window.state.table_slot for window in windows]]
         return to_device(np.take_along_axis(tables, blocks, axis=1), self.cache.data.device)
 
     def _recompute(self, windows: list[_Window], offsets: np.ndarray, visit: Any) -> None:
         """One pass of the model over the query tokens of all windows."""
         device = self.cache.data.device
-        rows = [window.state.row for window in windows]
+        rows = [window.state.table_slot for window in windows]
         index = np.array([window.start for window in windows])[:, None] + offsets  # [windows, query tokens]
         dropped = np.array([window.state.dropped for window in windows])[:, None]
         positions = index + dropped  # a KV pair that was never compressed lies behind everything that was dropped
@@ -206,8 +206,8 @@ class Compressor:
             region_end = min(state.cached_length, start + job.region_blocks * self.block_size)
             tail = region_end - start - job.span
             indices.append(region_indices(of_job, job.size, job.size - job.stride, tail))
-            sources.append(self.tables.table[state.row, job.first_block : job.first_block + job.region_blocks])
-            regions.append((state.row, start, region_end, state.cached_length))
+            sources.append(self.tables.table[state.table_slot, job.first_block : job.first_block + job.region_blocks])
+            regions.append((state.table_slot, start, region_end, state.cached_length))
         if self.ragged:
             counts = torch.stack([(of_job[:, 0] >= 0).sum(-1) for of_job in kept], dim=1)
             rows, starts, *_ = zip(*regions, strict=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
@@ -18,12 +19,12 @@ ALIGNMENT = 64
 
 
 class InputShape(NamedTuple):
-    """rows: of queries. width: columns of the block tables. heads: layers and KV heads, if their lengths differ.
-    observed: whether attention is added up."""
+    """num_blocks: columns of the block tables. heads: layers and KV heads, where these hold different numbers of KV
+    pairs. observed: whether attention is added up."""
 
-    rows: int
-    sequences: int
-    width: int
+    num_query_tokens: int
+    num_seqs: int
+    num_blocks: int
     heads: tuple[int, int] | None = None
     observed: bool = False
 
@@ -40,31 +41,32 @@ class InputShape(NamedTuple):
             begin = -(-end // ALIGNMENT) * ALIGNMENT
 
     def _tensors(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
-        for name in ("token_ids", "positions", "slots"):
-            yield name, torch.int64, (self.rows,)
-        yield "query_start_loc", torch.int32, (self.sequences + 1,)
-        yield "last_kv_index", torch.int32, (self.rows,)
-        yield "block_tables", torch.int32, (self.sequences, self.width)
+        for name in ("token_ids", "positions", "slot_mapping"):
+            yield name, torch.int64, (self.num_query_tokens,)
+        yield "query_start_loc", torch.int32, (self.num_seqs + 1,)
+        yield "last_kv_index", torch.int32, (self.num_query_tokens,)
+        yield "block_tables", torch.int32, (self.num_seqs, self.num_blocks)
         if self.heads:
             layers, kv_heads = self.heads
-            yield "packed_len", torch.int32, (self.sequences,)
-            yield "head_lengths", torch.int32, (layers, self.sequences, kv_heads)
+            yield "packed_len", torch.int32, (self.num_seqs,)
+            yield "head_lengths", torch.int32, (layers, self.num_seqs, kv_heads)
         if self.observed:
-            yield "table_rows", torch.int32, (self.sequences,)
+            yield "table_slots", torch.int32, (self.num_seqs,)
 
 
 class StepInputs:
-    """Views of `memory`, uint8: the tensors of an AttentionBatch; and token ids, positions, slots, int64 `[rows]`."""
+    """Views of `memory`, uint8: token ids, positions and slot mapping, int64 `[num_query_tokens]`; and the tensors of
+    an AttentionBatch."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor
-    slots: torch.Tensor
+    slot_mapping: torch.Tensor
     query_start_loc: torch.Tensor
     last_kv_index: torch.Tensor
     block_tables: torch.Tensor
     packed_len: torch.Tensor | None = None
     head_lengths: torch.Tensor | None = None
-    table_rows: torch.Tensor | None = None
+    table_slots: torch.Tensor | None = None
 
     def __init__(self, shape: InputShape, memory: torch.Tensor) -> None:
         self.shape = shape
@@ -85,68 +87,141 @@ class StepInputs:
             self.block_tables,
             self.packed_len,
             self.head_lengths,
-            self.table_rows,
+            self.table_slots,
         )
 
 
-class HostInputs:
-    """Writes the inputs of a batch: first what follows from the sequences' lengths, then what only a plan tells.
+class InputPreparer:
+    """Prepares the inputs of steps in the host's memory, from the sequences' states and tables as they are.
 
-    The shape may have room for more sequences of one row each. These store nothing and attend a single entry; what they
-    attend to is added up behind the rows of all sequences.
+    `prepare` returns all inputs of a step. They hold until it is called again: two pieces of memory take turns, and one
+    may be on its way to the device while the other is written.
+
+    Most inputs follow from lengths and tables alone. `prepare_ahead` writes these for the next step while the device
+    still works on this one, and is never more than a guess: `prepare` takes them if the step is of that batch, shape
+    and lengths, adds the blocks that tables have grown by, and writes all anew otherwise.
+
+    A shape may have room for more sequences, of one query token each. These store nothing, and attend to a single KV
+    pair; where attention is added up, they share the slot behind those of all sequences.
     """
 
-    def __init__(self, shape: InputShape, memory: torch.Tensor) -> None:
-        self.shape = shape
-        self.tensors = StepInputs(shape, memory)
-        self._arrays = {name: getattr(self.tensors, name).numpy() for name, *_ in shape.layout()}
+    def __init__(self, tables: BlockTables, ragged: RaggedLengths | None, observed: bool, device: torch.device) -> None:
+        self.tables = tables
+        self.ragged = ragged
+        self.observed = observed
+        self.device = device
+        self.clear()
 
-    @property
-    def memory(self) -> torch.Tensor:
-        return self.tensors.memory
+    def clear(self) -> None:
+        """Forget a step that was cut short. The device may still read the memory that it had."""
+        self._memory = [torch.empty(0, dtype=torch.uint8)] * 2  # the first is free
+        self._ahead: _PartialInputs | None = None
 
-    @classmethod
-    def allocate(cls, shape: InputShape, device: torch.device) -> HostInputs:
-        """In memory that `device` can read."""
-        return cls(shape, torch.empty(shape.num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda"))
+    def shape(self, num_query_tokens: int, num_seqs: int, num_blocks: int) -> InputShape:
+        heads = self.ragged.heads if self.ragged else None
+        return InputShape(num_query_tokens, num_seqs, num_blocks, heads, self.observed)
 
-    def place(
-        self, states: list[SequenceState], num_tokens: np.ndarray, tables: BlockTables, ragged: RaggedLengths | None
-    ) -> None:
-        """The next `num_tokens[i]` tokens of each sequence."""
+    def prepare(self, states: list[SequenceState], num_tokens: list[int], shape: InputShape) -> StepInputs:
+        """Inputs of the step that computes the next `num_tokens[i]` tokens of each sequence, which have their blocks.
+
+        shape: with room for as many query tokens, sequences, and blocks of each.
+        """
+        inputs, self._ahead = self._ahead, None
+        if inputs is None or not inputs.are_of(states, num_tokens, shape, self.tables):
+            inputs = self._begin(states, num_tokens, shape)
+        inputs.add_new_blocks(self.tables)
+        inputs.complete(self.tables)
+        self._memory.reverse()
+        return inputs.tensors
+
+    def prepare_ahead(self, states: list[SequenceState], num_tokens: list[int], shape: InputShape) -> None:
+        """Write what is known of a step before its tokens and its new blocks are. The next one is likely to be it."""
+        self._ahead = self._begin(states, num_tokens, shape)
+
+    def _begin(self, states: list[SequenceState], num_tokens: list[int], shape: InputShape) -> _PartialInputs:
+        num_bytes = shape.num_bytes
+        if self._memory[0].numel() < num_bytes:
+            size = 1 << (num_bytes - 1).bit_length()  # so that growing shapes seldom need other memory
+            self._memory[0] = torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        return _PartialInputs.of(states, num_tokens, StepInputs(shape, self._memory[0]), self.tables, self.ragged)
+
+
+@dataclass(frozen=True)
+class _PartialInputs:
+    """Inputs of a step without its tokens and their slots, and what they follow from.
+
+    table_slots: `[S]`. kv_index: `[T]`, where in its sequence's cache the KV pair of each query token will be.
+    """
+
+    states: list[SequenceState]
+    num_tokens: list[int]
+    cached_lengths: list[int]
+    num_blocks: list[int]
+    num_replacements: int
+    table_slots: np.ndarray
+    kv_index: np.ndarray
+    tensors: StepInputs
+
+    @staticmethod
+    def of(
+        states: list[SequenceState],
+        num_tokens: list[int],
+        tensors: StepInputs,
+        tables: BlockTables,
+        ragged: RaggedLengths | None,
+    ) -> _PartialInputs:
         starts = np.concatenate([[0], np.cumsum(num_tokens)])
         offset = np.arange(starts[-1]) - np.repeat(starts[:-1], num_tokens)
-        rows = np.array([state.row for state in states])
-        cached = np.array([state.cached_length for state in states])
-        logical = np.array([state.logical_length for state in states])
-        self._rows = np.repeat(rows, num_tokens)
-        self._index = np.repeat(cached, num_tokens) + offset
-        self._write("positions", np.repeat(logical, num_tokens) + offset)
-        self._write("last_kv_index", self._index)
-        self._write("block_tables", tables.table[rows, : self.shape.width])
-        spare = self.shape.sequences - len(states)
-        self._write("query_start_loc", np.concatenate([starts, starts[-1] + 1 + np.arange(spare)]))
-        if ragged:
-            self._write("packed_len", ragged.packed_len[rows])
-            self._write("head_lengths", ragged.head_lengths[:, rows], axis=1)
-        if self.shape.observed:
-            self._write("table_rows", rows, spare=len(tables.table))
+        table_slots = np.array([state.table_slot for state in states])
+        cached_lengths = [state.cached_length for state in states]
+        logical_lengths = [state.logical_length for state in states]
+        kv_index = np.repeat(cached_lengths, num_tokens) + offset
+        spare = tensors.shape.num_seqs - len(states)
+        _write(tensors.positions, np.repeat(logical_lengths, num_tokens) + offset)
+        _write(tensors.last_kv_index, kv_index)
+        _write(tensors.block_tables, tables.table[table_slots, : tensors.shape.num_blocks])
+        _write(tensors.query_start_loc, np.concatenate([starts, starts[-1] + 1 + np.arange(spare)]))
+        if ragged and tensors.packed_len is not None and tensors.head_lengths is not None:
+            _write(tensors.packed_len, ragged.packed_len[table_slots])
+            _write(tensors.head_lengths.transpose(0, 1), ragged.head_lengths[:, table_slots].swapaxes(0, 1))
+        if tensors.table_slots is not None:
+            _write(tensors.table_slots, table_slots, spare=len(tables.table))
+        num_blocks = [state.num_blocks for state in states]
+        return _PartialInputs(
+            states, num_tokens, cached_lengths, num_blocks, tables.num_replacements, table_slots, kv_index, tensors
+        )
 
-    def refresh(self, sequences: Iterable[int], tables: BlockTables) -> None:
-        """Tables that have grown since they were placed, of sequences with one row each."""
-        for i in sequences:
-            self._arrays["block_tables"][i] = tables.table[self._rows[i], : self.shape.width]
+    def are_of(
+        self, states: list[SequenceState], num_tokens: list[int], shape: InputShape, tables: BlockTables
+    ) -> bool:
+        """Whether all that is written is right for a step, but for blocks at the ends of tables."""
+        return (
+            shape == self.tensors.shape
+            and tables.num_replacements == self.num_replacements
+            and num_tokens == self.num_tokens
+            and states == self.states
+            and [state.cached_length for state in states] == self.cached_lengths
+        )
 
-    def complete(self, states: list[SequenceState], num_tokens: np.ndarray, tables: BlockTables) -> None:
-        """The tokens themselves, and where they are stored."""
+    def add_new_blocks(self, tables: BlockTables) -> None:
+        """Tables that have grown since they were written."""
+        block_tables = self.tensors.block_tables.numpy()
+        for i, (state, num_blocks) in enumerate(zip(self.states, self.num_blocks, strict=True)):
+            if state.num_blocks != num_blocks:
+                block_tables[i] = tables.table[state.table_slot, : block_tables.shape[1]]
+
+    def complete(self, tables: BlockTables) -> None:
+        """The tokens themselves, and where their KV pairs are stored."""
         token_ids: list[int] = []
-        for state, count in zip(states, num_tokens.tolist(), strict=True):
+        for state, count in zip(self.states, self.num_tokens, strict=True):
             token_ids += state.token_ids[state.logical_length : state.logical_length + count]
-        self._write("token_ids", token_ids)
-        self._write("slots", tables.slots(self._rows, self._index), spare=-1)
+        _write(self.tensors.token_ids, token_ids)
+        slot_mapping = tables.slot_mapping(np.repeat(self.table_slots, self.num_tokens), self.kv_index)
+        _write(self.tensors.slot_mapping, slot_mapping, spare=-1)
 
-    def _write(self, name: str, values: list[int] | np.ndarray, *, axis: int = 0, spare: int = 0) -> None:
-        array = np.moveaxis(self._arrays[name], axis, 0)
-        values = np.moveaxis(np.asarray(values), axis, 0)
-        array[: len(values)] = values
-        array[len(values) :] = spare
+
+def _write(tensor: torch.Tensor, values: list[int] | np.ndarray, *, spare: int = 0) -> None:
+    """`values`, then `spare`, along the first dimension of a tensor on the host."""
+    array = tensor.numpy()
+    array[: len(values)] = values
+    array[len(values) :] = spare

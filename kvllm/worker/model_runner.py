@@ -26,7 +26,7 @@ from kvllm.kvcache.ops.registry import make_operations
 from kvllm.worker.attention_state import AttentionMass, ObservingBackend, RaggedLengths
 from kvllm.worker.compressor import Compressor
 from kvllm.worker.graphs import Capture, DecodeGraphs
-from kvllm.worker.inputs import HostInputs, InputShape, StepInputs
+from kvllm.worker.inputs import InputPreparer, StepInputs
 from kvllm.worker.sampler import SampleRow, Samples, sample
 from kvllm.worker.state import BlockTables, SequenceState
 from kvllm.worker.timing import PhaseClock
@@ -68,6 +68,7 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         if compression := config.active_compression:
             self._prepare_compression(compression, config, select)
+        self.inputs = InputPreparer(self.tables, self.ragged, self.mass is not None, self.device)
 
     def _prepare_compression(
         self, compression: CompressionConfig, config: EngineConfig, select: Callable[..., torch.Tensor] | None
@@ -99,8 +100,7 @@ class ModelRunner:
         if self.backend.capturable:
             max_blocks = min(num_blocks, self.tables.table.shape[1])
             forward = partial(_pass, self.model, self.backend, self.operations)
-            observed = self.mass is not None
-            self.graphs = DecodeGraphs(forward, capture, self.device, self.tables, max_blocks, self.ragged, observed)
+            self.graphs = DecodeGraphs(forward, capture, self.inputs, max_blocks)
             self.graphs.capture(self.graphs.graph_batch_sizes()[: 1 if largest_alone else None])
 
     @torch.inference_mode()
@@ -108,12 +108,10 @@ class ModelRunner:
         if plan.reset:
             self._reset()
         for seq_id in plan.dropped_seq_ids:
-            self.tables.release(self.states.pop(seq_id).row)
+            self.tables.release(self.states.pop(seq_id).table_slot)
         for start in plan.new_seqs:
             self._start(start)
         graphs = self.graphs if all(item.num_tokens == 1 for item in plan.scheduled) else None
-        if self.graphs and (plan.compressions or plan.copies or not graphs):
-            self.graphs.forget()
         clock, event_bytes = PhaseClock(self.device), 0
         if plan.compressions and self.compressor:
             self.compressor.compress(plan.compressions, self.states, clock)
@@ -123,40 +121,39 @@ class ModelRunner:
                 self._copy_on_write(plan.copies)
             samples = self._forward(plan.scheduled, graphs) if plan.scheduled else None
         if plan.scheduled and graphs:  # the next step is probably one more token of each, and this one still runs
-            graphs.place([self.states[item.seq_id] for item in plan.scheduled])
+            graphs.prepare_ahead([self.states[item.seq_id] for item in plan.scheduled])
         return StepResult(samples.tokens() if samples else [], clock.seconds(), event_bytes)
 
     def _reset(self) -> None:
         """Drop all sequences, and whatever a step that was cut short has left half done."""
         self.states = {}
         self.tables.clear()
-        if self.graphs:
-            self.graphs.forget()
+        self.inputs.clear()
 
     def _start(self, start: SequenceStart) -> None:
         prompt, output = start.token_ids[: start.prompt_length], start.token_ids[start.prompt_length :]
         row = SampleRow(start.sampling, start.seed, prompt, output, self.eos_token_ids)
         self.states[start.seq_id] = SequenceState(
             token_ids=start.token_ids,
-            row=self._acquire_row(),
+            table_slot=self._acquire_slot(),
             num_blocks=0,
             logical_length=start.cached_length,
             cached_length=start.cached_length,
             sample_row=row,
         )
 
-    def _acquire_row(self) -> int:
-        row = self.tables.acquire()
+    def _acquire_slot(self) -> int:
+        table_slot = self.tables.acquire()
         for table in (self.ragged, self.mass):
             if table:
-                table.clear(row)
-        return row
+                table.clear(table_slot)
+        return table_slot
 
     def _copy_on_write(self, copies: list[BlockCopy]) -> None:
         sources = []
         for copy in copies:
             state = self.states[copy.seq_id]
-            sources.append(int(self.tables.table[state.row, copy.index]))
+            sources.append(int(self.tables.table[state.table_slot, copy.index]))
             self.tables.replace(state, copy.index, 1, [copy.destination])
         destinations = [copy.destination for copy in copies]
         self.operations.copy_blocks(to_device(sources, self.device), to_device(destinations, self.device))
@@ -168,25 +165,18 @@ class ModelRunner:
             state.extend(item.new_tokens)
             if item.new_blocks:
                 self.tables.append(state, item.new_blocks)
-        num_tokens = np.array([item.num_tokens for item in scheduled])
-        if graphs:
-            hidden = graphs.run(states, [i for i, item in enumerate(scheduled) if item.new_blocks])
-        else:
-            hidden = self._run_model(states, num_tokens)
+        num_tokens = [item.num_tokens for item in scheduled]
+        hidden = graphs.run(states) if graphs else self._run_model(states, num_tokens)
         for item, state in zip(scheduled, states, strict=True):
             state.logical_length += item.num_tokens
             state.cached_length += item.num_tokens
         return self._sample(scheduled, states, hidden, np.cumsum(num_tokens) - 1)
 
-    def _run_model(self, states: list[SequenceState], num_tokens: np.ndarray) -> torch.Tensor:
+    def _run_model(self, states: list[SequenceState], num_tokens: list[int]) -> torch.Tensor:
         """Hidden states `[T, hidden_size]` of the next `num_tokens[i]` tokens of each sequence."""
-        width = max(state.num_blocks for state in states)
-        heads = self.ragged.heads if self.ragged else None
-        shape = InputShape(int(num_tokens.sum()), len(states), width, heads, self.mass is not None)
-        inputs = HostInputs.allocate(shape, self.device)
-        inputs.place(states, num_tokens, self.tables, self.ragged)
-        inputs.complete(states, num_tokens, self.tables)
-        return _pass(self.model, self.backend, self.operations, inputs.tensors.to(self.device))
+        shape = self.inputs.shape(sum(num_tokens), len(states), max(state.num_blocks for state in states))
+        inputs = self.inputs.prepare(states, num_tokens, shape)
+        return _pass(self.model, self.backend, self.operations, inputs.to(self.device))
 
     def _sample(
         self,
@@ -216,20 +206,20 @@ class ModelRunner:
         row = SampleRow(source.params, fork.seed, source.prompt_token_ids, [], self.eos_token_ids)
         child = SequenceState(
             token_ids=parent.token_ids[:],
-            row=self._acquire_row(),
+            table_slot=self._acquire_slot(),
             num_blocks=parent.num_blocks,
             logical_length=parent.logical_length,
             cached_length=parent.cached_length,
             sample_row=row,
         )
-        self.tables.copy(parent, child.row)
+        self.tables.copy(parent, child.table_slot)
         if self.mass:  # lengths need no copy: forks come before any compression
-            self.mass.copy(parent.row, child.row)
+            self.mass.copy(parent.table_slot, child.table_slot)
         self.states[fork.seq_id] = child
         return child
 
 
 def _pass(model: Any, backend: AttentionBackend, operations: KVOperations, inputs: StepInputs) -> torch.Tensor:
     """The model over inputs on its device."""
-    attention = AttentionContext(backend, operations, backend.plan(inputs.attention_batch()), inputs.slots)
+    attention = AttentionContext(backend, operations, backend.plan(inputs.attention_batch()), inputs.slot_mapping)
     return model.forward(inputs.token_ids, inputs.positions, attention)

@@ -172,7 +172,7 @@ class Recorder(Executor):
     def table(self, seq_id: int) -> list[int]:
         """The block table of a sequence, as the worker has it."""
         state = self.runner.states[seq_id]
-        return self.runner.tables.table[state.row, : state.num_blocks].tolist()
+        return self.runner.tables.table[state.table_slot, : state.num_blocks].tolist()
 
     def entries(self, seq_id: int) -> Tensor:
         """The cache of a sequence: `[layers, 2, kv_heads, entries, head_dim]`, a copy."""
@@ -283,7 +283,7 @@ class Recorder(Executor):
         if self.runner.mass is None:
             return
         for seq_id, text in self.alive.items():
-            mass = self.runner.mass.mass[:, self.runner.states[seq_id].row]
+            mass = self.runner.mass.mass[:, self.runner.states[seq_id].table_slot]
             entries = text.layout.shape[-1]
             assert not mass[..., entries:].any()
             self.masses.append(MassRecord(text, text.length, text.layout, mass[..., :entries].clone()))

@@ -107,7 +107,7 @@ class Recorder(Executor):
     def table(self, seq_id: int) -> list[int]:
         """The block table of a sequence, as the worker has it."""
         state = self.runner.states[seq_id]
-        return self.runner.tables.table[state.row, : state.num_blocks].tolist()
+        return self.runner.tables.table[state.table_slot, : state.num_blocks].tolist()
 
     def entries(self, seq_id: int) -> Tensor:
         """The cache of a sequence in logical order: `[layers, 2, kv_heads, entries, head_dim]`, a copy."""

@@ -78,7 +78,7 @@ def launch_attention(dtype: torch.dtype, head_dim: int) -> None:
     backend = TritonBackend(cache, 32, head_dim**-0.5)
     queries = torch.zeros(33, 32, head_dim, dtype=dtype)
     with_holes = {"packed_len": ints(2), "head_lengths": ints(1, 2, 8)}
-    observed = {"rows": ints(2), "mass": torch.zeros(1, 2, 8, 4096)}
+    observed = {"table_slots": ints(2), "mass": torch.zeros(1, 2, 8, 4096)}
     for options in ({}, with_holes, observed) if head_dim == 128 else ({},):
         batch = AttentionBatch(torch.tensor([0, 1, 33], dtype=torch.int32), ints(33), ints(2, 8), **options)
         backend.run(0, queries, backend.plan(batch))

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -81,8 +82,10 @@ def step_on(device: Device, llm: LLM) -> None:
     """A step downloads its tokens and waits for nothing else. One of single tokens replays a graph, events or not."""
     output_tokens = llm.stats().output_tokens
     device.waits, device.downloads, device.replays = [], 0, 0
-    llm.llm_engine.step()
-    runner, plan = llm.llm_engine.executor.runner, llm.llm_engine.scheduler._plan
+    executor = llm.llm_engine.executor
+    with patch.object(executor, "execute", wraps=executor.execute) as executed:
+        llm.llm_engine.step()
+    ((plan,), _), runner = executed.call_args, executor.runner
     expected = [COUNTS_OF_HEADS] if plan.compressions and runner.ragged else []
     sampled = llm.stats().output_tokens > output_tokens
     assert (device.waits, device.downloads) == (expected, sampled + len(expected))

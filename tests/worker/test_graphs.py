@@ -1,6 +1,6 @@
 """Recorded decode steps give the tokens of ordinary ones, whatever happens between two of them.
 
-On a CPU a "recording" is the step itself: padding, static memory and inputs that are placed ahead are those of a GPU.
+On a CPU a "recording" is the step itself: padding, static memory and inputs that are prepared ahead are those of a GPU.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.compression.specs import SPECS
 from kvllm.worker import graphs
 from kvllm.worker.graphs import DecodeGraphs, Step, cuda_capture
+from kvllm.worker.inputs import InputPreparer
 from kvllm.worker.model_runner import ModelRunner
-from kvllm.worker.state import BlockTables, SequenceState
+from kvllm.worker.state import BlockTables
 from tests.helpers import layout_recorder
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.dense_decoder import DenseDecoder
@@ -36,11 +37,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def narrow_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short sequences shall have tables of several widths."""
-    monkeypatch.setattr(graphs, "LEAST_ENTRIES", 32)
+    monkeypatch.setattr(graphs, "LEAST_KV_PAIRS", 32)
 
 
 class Recordings:
-    """Counts what is recorded and replayed, and how often inputs were not placed ahead of their step."""
+    """Counts what is recorded and replayed, and how often inputs of a replay were not prepared ahead of their step."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
@@ -59,19 +60,19 @@ class Recordings:
 
         self.runner.use_graphs(counting, self.runner.cache.num_blocks)
         if self.runner.graphs:
-            self._place, self.runner.graphs.place = self.runner.graphs.place, self._count_late
-            self._run, self.runner.graphs.run = self.runner.graphs.run, self._run_counting
+            self._begin, self.runner.inputs._begin = self.runner.inputs._begin, self._counting_begin
+            self._run, self.runner.graphs.run = self.runner.graphs.run, self._counting_run
             self._running = False
 
-    def _run_counting(self, *args: Any) -> torch.Tensor:
+    def _counting_run(self, *args: Any) -> torch.Tensor:
         self._running = True
         hidden = self._run(*args)
         self._running = False
         return hidden
 
-    def _count_late(self, states: list[SequenceState]) -> None:
+    def _counting_begin(self, *args: Any) -> Any:
         self.late += self._running
-        self._place(states)
+        return self._begin(*args)
 
 
 def make_llm(path: Path, device: str, **options: Any) -> LLM:
@@ -174,7 +175,9 @@ def test_padding_is_not_stored(checkpoint: Path, device: str) -> None:
     written = (cache.data != before).any(dim=-1).any(dim=3).any(dim=1).any(dim=0)  # [blocks, block_size]
     states = recordings.runner.states.values()
     index = torch.tensor([state.cached_length - 1 for state in states])
-    blocks = [int(recordings.runner.tables.table[state.row, i // 16]) for state, i in zip(states, index, strict=True)]
+    blocks = [
+        int(recordings.runner.tables.table[state.table_slot, i // 16]) for state, i in zip(states, index, strict=True)
+    ]
     assert written.nonzero().tolist() == sorted(map(list, zip(blocks, (index % 16).tolist(), strict=True)))
 
 
@@ -192,7 +195,7 @@ def test_recording_writes_nothing(checkpoint: Path, device: str) -> None:
     assert (runner.cache.data == 3).all()
 
 
-def test_inputs_are_placed_ahead(checkpoint: Path) -> None:
+def test_inputs_are_prepared_ahead(checkpoint: Path) -> None:
     """New blocks are no surprise."""
     llm = make_llm(checkpoint, "cpu")
     recordings = Recordings(llm.llm_engine.executor.runner)
@@ -201,7 +204,7 @@ def test_inputs_are_placed_ahead(checkpoint: Path) -> None:
     assert recordings.late == 1
 
 
-def test_what_was_placed_before_a_chunk_of_a_prompt_is_not_used_behind_it(checkpoint: Path) -> None:
+def test_what_was_prepared_before_a_chunk_of_a_prompt_is_not_used_behind_it(checkpoint: Path) -> None:
     prompts = random_prompts(256, (3, 20, 200))
     expected = tokens(make_llm(checkpoint, "cpu"), greedy(40), (3, 20))
     llm = make_llm(checkpoint, "cpu")
@@ -219,27 +222,30 @@ def test_what_was_placed_before_a_chunk_of_a_prompt_is_not_used_behind_it(checkp
     assert [output.outputs[0].token_ids for output in outputs] == expected
 
 
+def graphs_of(tables: BlockTables, max_blocks: int) -> DecodeGraphs:
+    inputs = InputPreparer(tables, None, False, torch.device("cpu"))
+    return DecodeGraphs(lambda inputs: inputs.slot_mapping, lambda step: step, inputs, max_blocks)
+
+
 def test_a_shape_for_every_batch() -> None:
-    tables, max_num_seqs, max_blocks = BlockTables(100, 200, block_size=16), 100, 48
-    recorded = DecodeGraphs(
-        lambda inputs: inputs.slots, lambda step: step, torch.device("cpu"), tables, max_blocks, None, False
-    )
+    max_num_seqs, max_blocks = 100, 48
+    recorded = graphs_of(BlockTables(max_num_seqs, 200, block_size=16), max_blocks)
     shapes = set()
     for num_seqs in range(1, max_num_seqs + 1):
         for num_blocks in range(1, max_blocks + 1):
             shape = recorded.shape_for(num_seqs, num_blocks)
-            assert num_seqs <= shape.rows == shape.sequences <= max_num_seqs and num_blocks <= shape.width <= max_blocks
+            assert num_seqs <= shape.num_query_tokens == shape.num_seqs <= max_num_seqs
+            assert num_blocks <= shape.num_blocks <= max_blocks
             assert shape.num_bytes <= recorded.largest.num_bytes
             shapes.add(shape)
     assert recorded.graph_batch_sizes()[0] == recorded.largest and set(recorded.graph_batch_sizes()) == shapes
-    assert {shape.rows for shape in shapes} == {1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 100}
-    assert {shape.width for shape in shapes} == {2, 4, 8, 16, 32, 48}
+    assert {shape.num_seqs for shape in shapes} == {1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 100}
+    assert {shape.num_blocks for shape in shapes} == {2, 4, 8, 16, 32, 48}
 
 
 def test_many_sequences_have_few_shapes() -> None:
-    tables = BlockTables(4096, 8, block_size=256)
-    recorded = DecodeGraphs(lambda inputs: inputs.slots, lambda step: step, torch.device("cpu"), tables, 8, None, False)
-    sizes = [recorded.shape_for(num_seqs, 1).rows for num_seqs in range(1, 4097)]
+    recorded = graphs_of(BlockTables(4096, 8, block_size=256), 8)
+    sizes = [recorded.shape_for(num_seqs, 1).num_seqs for num_seqs in range(1, 4097)]
     assert all(num_seqs <= size <= num_seqs * 9 / 8 + 15 for num_seqs, size in enumerate(sizes, start=1))
     assert len(set(sizes)) == 52
 

@@ -1,0 +1,127 @@
+"""Inputs of a step: what was prepared ahead never shows, and is in nobody's way."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvllm.kvcache.cache import CacheShape
+from kvllm.sampling_params import SamplingParams
+from kvllm.worker.attention_state import RaggedLengths
+from kvllm.worker.inputs import InputPreparer, InputShape, StepInputs
+from kvllm.worker.sampler import SampleRow
+from kvllm.worker.state import BlockTables, SequenceState
+from tests.helpers.examples import examples
+
+CPU = torch.device("cpu")
+BLOCK_SIZE, MAX_SEQS, MAX_BLOCKS = 4, 5, 16
+
+
+class Worker:
+    """Sequences, and two that prepare inputs for them: one ahead, the other never."""
+
+    def __init__(self) -> None:
+        self.tables = BlockTables(MAX_SEQS, MAX_BLOCKS, BLOCK_SIZE)
+        self.ragged = RaggedLengths(CacheShape(2, 3, 8, BLOCK_SIZE, torch.float32), MAX_SEQS, CPU)
+        self.ahead, self.fresh = (InputPreparer(self.tables, self.ragged, True, CPU) for _ in range(2))
+        self.states: list[SequenceState] = []
+        self.next_block = 0
+
+    def start(self, length: int) -> None:
+        tokens = list(range(100 * len(self.states), 100 * len(self.states) + length))
+        row = SampleRow(SamplingParams(), 0, tokens, [])
+        self.states.append(SequenceState(tokens, self.tables.acquire(), 0, length - 1, length - 1, row))
+
+    def grow(self, state: SequenceState, num_tokens: int) -> None:
+        """Blocks for so many more pairs."""
+        missing = -(-(state.cached_length + num_tokens) // BLOCK_SIZE) - state.num_blocks
+        self.tables.append(state, self.new_blocks(missing))
+
+    def new_blocks(self, count: int) -> list[int]:
+        self.next_block += count
+        return list(range(self.next_block - count, self.next_block))
+
+    def compress(self, state: SequenceState) -> None:
+        """Two blocks of pairs become one, of which heads keep different numbers."""
+        self.tables.replace(state, 0, 2, self.new_blocks(1))
+        state.cached_length -= BLOCK_SIZE
+        self.ragged.set([state.table_slot], [0], torch.randint(5, (2, 1, 3)), [BLOCK_SIZE])
+
+    def shape(self, states: list[SequenceState], num_tokens: list[int], spare: int) -> InputShape:
+        return self.ahead.shape(sum(num_tokens) + spare, len(states) + spare, MAX_BLOCKS)
+
+
+def fields(inputs: StepInputs) -> dict[str, list]:
+    return {name: getattr(inputs, name).tolist() for name, *_ in inputs.shape.layout()}
+
+
+EVENTS = ("another batch", "a chunk", "more room", "other blocks", "a longer cache", "a compression")
+
+
+@settings(max_examples=examples(600))
+@given(st.lists(st.tuples(st.sampled_from(("nothing", *EVENTS)), st.integers(0, 2)), min_size=1, max_size=8))
+def test_what_was_prepared_ahead_never_shows(events: list[tuple[str, int]]) -> None:
+    """Whatever happens between two steps, and whether tables grow."""
+    worker = Worker()
+    for length in (12, 12, 12):
+        worker.start(length)
+    for state in worker.states:
+        worker.grow(state, 1)
+    batch, num_tokens, spare = worker.states, [1, 1, 1], 1
+    for event, number in [("nothing", 0), *events]:
+        state, num_tokens = worker.states[number], [1, 1, 1]
+        match event:
+            case "another batch":
+                batch = [*batch[1:], batch[0]]
+            case "a chunk":
+                num_tokens = [1 + 2 * (i == number) for i in range(3)]
+            case "more room":
+                spare = 1 + number
+            case "other blocks":
+                worker.tables.replace(state, 1, 1, worker.new_blocks(1))
+            case "a longer cache":
+                worker.grow(state, 2)
+                state.cached_length += 1
+            case "a compression" if state.cached_length > 2 * BLOCK_SIZE:
+                worker.compress(state)
+        for each, count in zip(batch, num_tokens, strict=True):
+            worker.grow(each, count)
+            each.token_ids += range(each.logical_length, each.logical_length + count)
+        shape = worker.shape(batch, num_tokens, spare)
+        found = worker.ahead.prepare(batch, num_tokens, shape)
+        assert fields(found) == fields(worker.fresh.prepare(batch, num_tokens, shape))
+        for each, count in zip(batch, num_tokens, strict=True):
+            each.logical_length += count
+            each.cached_length += count
+        before = found.memory.clone()
+        worker.ahead.prepare_ahead(batch, num_tokens, shape)
+        assert torch.equal(found.memory, before)  # which may be on its way to the device
+
+
+def test_inputs_written_out() -> None:
+    """A chunk of a prompt and a decode of a compressed sequence, and room for one more."""
+    worker = Worker()
+    worker.start(9)
+    worker.start(3)
+    first, second = worker.states
+    worker.tables.append(first, [7, 4, 9])
+    first.token_ids += [50]
+    first.logical_length, first.cached_length = 9, 5  # four pairs are gone
+    worker.ragged.set([first.table_slot], [1], torch.tensor([[[3, 0, 1]], [[2, 2, 3]]]), [3])
+    worker.tables.append(second, [2])
+    second.logical_length = second.cached_length = 0
+    inputs = worker.ahead.prepare([second, first], [3, 1], worker.ahead.shape(5, 3, 4))
+    assert fields(inputs) == {
+        "token_ids": [*second.token_ids, 50, 0],
+        "positions": [0, 1, 2, 9, 0],
+        "slot_mapping": [8, 9, 10, 17, -1],
+        "query_start_loc": [0, 3, 4, 5],
+        "last_kv_index": [0, 1, 2, 5, 0],
+        "block_tables": [[2, 0, 0, 0], [7, 4, 9, 0], [0, 0, 0, 0]],
+        "packed_len": [0, 4, 0],
+        "head_lengths": [[[0, 0, 0], [4, 1, 2], [0, 0, 0]], [[0, 0, 0], [3, 3, 4], [0, 0, 0]]],
+        "table_slots": [second.table_slot, first.table_slot, MAX_SEQS],
+    }
+    assert inputs.memory.numel() == inputs.shape.num_bytes
+    assert all(begin % 64 == 0 for *_, begin, _ in inputs.shape.layout())
