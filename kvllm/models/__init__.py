@@ -17,5 +17,8 @@ MODELS = {
 
 
 def model_family(architecture: str) -> Family:
-    """What the file of an architecture of MODELS says, its `FAMILY`. The file is imported when it is needed."""
+    """The `FAMILY` of an architecture's file. The file is imported when it is needed.
+
+    architecture: a key of MODELS.
+    """
     return import_module(f"{__name__}.{MODELS[architecture]}").FAMILY

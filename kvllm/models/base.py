@@ -1,4 +1,4 @@
-"""What all families share: the parts of a decoder layer, the loop over the layers, and how a family is described.
+"""The base of all families: the parts of a decoder layer, the loop over the layers, and a family's description.
 
 A model is put together from parts: an embedding, layers of an attention part and an MLP part, and a head. Every part
 has `weights`, the tensors of the checkpoint that it holds, and `pack`, which makes them ready for `forward`. A family
@@ -30,7 +30,7 @@ from kvllm.parallel import Shard
 
 
 class SelfAttention:
-    """What stands around attention in a layer: the projections, the norms of heads, if any, and the rotation.
+    """The work around attention in a layer: the projections, the norms of heads, if any, and the rotation.
 
     cos_sin: float32 `[max_model_len, head_dim]`, from `rotary_table`; the layers of a model share it.
     """
@@ -269,9 +269,11 @@ def build_decoder(
     make_attention: Callable[..., SelfAttention] = SelfAttention,
     make_mlp: Callable[..., MLP] = GatedMLP,
 ) -> Decoder:
-    """The decoder that all families are, or one with other parts.
+    """The decoder that all families are, or one with other parts, on one rank.
 
+    dtype, device: of weights and activations. max_model_len: positions that the table of rotations has.
     make_attention, make_mlp: called for each layer with the arguments of SelfAttention and of GatedMLP.
+    Raises ConfigError if the ranks cannot share a size out equally.
     """
     embedding = VocabEmbedding(config.vocab_size, config.hidden_size, shard, dtype, device)
     cos_sin = rotary_table(config, max_model_len, device)
@@ -293,7 +295,7 @@ def build_decoder(
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture: what its `config.json` says, and how its model is built.
+    """One architecture: the meaning of its `config.json`, and how its model is built.
 
     model_type: the value of that key.
     keys: the keys that it has, with what transformers assumes where one is absent.

@@ -1,4 +1,4 @@
-"""What kvllm needs to know of a model, read from the `config.json` of a Hugging Face checkpoint.
+"""The description of a model, read from the `config.json` of a Hugging Face checkpoint.
 
 A decoder is accepted if all that its `config.json` asks for is computed. Everything else is refused by name: a model
 that runs with one feature ignored gives fluent nonsense. Sizes are checked before anything is allocated.
@@ -27,8 +27,8 @@ LARGEST = {
 }
 """Bounds of sizes, far above those of any published model. A larger number is a mistake, or an attack."""
 MOST_WEIGHTS = 1 << 42
-MOST_KV_NUMBERS = 1 << 24
-"""Numbers in the KV pairs of one token, of all layers together. Published models have up to two million."""
+MOST_KV_NUMBERS = 1 << 22
+"""Numbers in the KV pairs of one token, of all layers together. Published models have up to 1.3 million."""
 
 T = TypeVar("T")
 
@@ -198,7 +198,7 @@ def _architecture(raw: dict[str, Any]) -> str:
 
 
 def _refuse_unsupported(keys: ConfigKeys) -> None:
-    """What no family computes. transformers reads all of these for every family, save `mlp_bias`."""
+    """Refuse the features that no family computes. transformers reads these keys for every family, save `mlp_bias`."""
     if keys.quantization_config is not None:
         method = keys.quantization_config.get("quant_method", "method not named")
         refuse(f"the weights are quantized ({method})", "use the checkpoint that is not quantized")

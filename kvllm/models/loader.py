@@ -179,7 +179,7 @@ def _check_tensor(name: str, file: Path, found: Any, weight: Weight) -> None:
 
 
 def _part(source: Any, weight: Weight) -> torch.Tensor:
-    """What this rank holds of a tensor in a file."""
+    """This rank's part of a tensor in a file."""
     part = slice(weight.start, weight.start + weight.target.shape[weight.dim])
     return source[part] if weight.dim == 0 else source[:, part]
 

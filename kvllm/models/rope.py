@@ -1,4 +1,4 @@
-"""What `config.json` says of the rotary embedding: the base of its frequencies, and how they are scaled.
+"""The keys of `config.json` for the rotary embedding: the base of its frequencies, and how they are scaled.
 
 Three keys say it: `rope_theta`, `rope_scaling`, and the newest, `rope_parameters`, which holds the base as well. Which
 one wins where they contradict each other differs among versions of transformers, so such a checkpoint is refused.
@@ -77,7 +77,7 @@ def read_rope(keys: TopKeys) -> tuple[float, RopeScaling | None]:
 
 
 def _read(name: str, given: dict[str, Any], keys: TopKeys) -> tuple[float, RopeScaling | None]:
-    """What one of the two places means, together with the keys that stand beside it."""
+    """The meaning of one of the two places, together with the keys that stand beside it."""
     kind = _agreed("rope_type", given.get("rope_type"), given.get("type")) or "default"
     if not isinstance(kind, str) or kind not in NEEDED:
         raise CheckpointError(f"unsupported rope type {kind!r}: kvllm computes default, linear and llama3")

@@ -41,11 +41,11 @@ class PagedModel:
         self.lengths = [0, 0, 0]
 
     def forward(self, chunks: Mapping[int, Sequence[int]]) -> torch.Tensor:
-        """Compute the next tokens of some sequences in one step: hidden states of all rows."""
+        """Compute the next tokens of some sequences in one step: hidden states of all query tokens."""
         index = [self.lengths[s] + i for s, tokens in chunks.items() for i in range(len(tokens))]
-        row_tables = torch.cat([self.tables[s].expand(len(tokens), -1) for s, tokens in chunks.items()])
+        token_tables = torch.cat([self.tables[s].expand(len(tokens), -1) for s, tokens in chunks.items()])
         positions = torch.tensor(index)
-        slots = row_tables.gather(1, positions[:, None] // 4)[:, 0] * 4 + positions % 4
+        slots = token_tables.gather(1, positions[:, None] // 4)[:, 0] * 4 + positions % 4
         plan = self.plan({s: len(tokens) for s, tokens in chunks.items()}, index)
         for sequence, tokens in chunks.items():
             self.lengths[sequence] += len(tokens)
@@ -55,9 +55,9 @@ class PagedModel:
     def context(self, plan: Any, slot_mapping: torch.Tensor | None = None) -> AttentionContext:
         return AttentionContext(self.backend, self.operations, plan, slot_mapping)
 
-    def plan(self, num_rows: dict[int, int], index: list[int]) -> Any:
-        starts = torch.tensor([0, *num_rows.values()]).cumsum(0)
-        tables = self.tables[list(num_rows)]
+    def plan(self, num_tokens: dict[int, int], index: list[int]) -> Any:
+        starts = torch.tensor([0, *num_tokens.values()]).cumsum(0)
+        tables = self.tables[list(num_tokens)]
         return self.backend.plan(AttentionBatch(starts.int(), torch.tensor(index).int(), tables.int()))
 
     def logits(self, chunks: Mapping[int, Sequence[int]]) -> torch.Tensor:

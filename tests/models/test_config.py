@@ -1,4 +1,4 @@
-"""What is read from config.json and generation_config.json, against transformers; and what is refused."""
+"""config.json and generation_config.json: they are read as transformers reads them, or refused."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def test_recomputed_queries_are_those_of_the_forward_pass(checkpoint: tuple[Path
 
 
 @pytest.mark.parametrize("dtype", [ORDERED_FLOAT32, torch.bfloat16])
-def test_batch_mates_do_not_change_a_row(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_batch_mates_do_not_change_a_token(tmp_path: Path, dtype: torch.dtype) -> None:
     """Bit for bit, with sums longer than oneDNN treats alike for one row and for several."""
     make_checkpoint(tmp_path, "qwen3", hidden_size=1152, intermediate_size=1600, num_hidden_layers=2, head_dim=160)
     model, config = load(tmp_path, dtype)
