@@ -97,7 +97,8 @@ class LLM:
         Args:
             messages: a conversation, which is a list of messages `{"role": ..., "content": ...}`, or an iterable of
                 conversations.
-            sampling_params, use_tqdm: as in `generate`.
+            sampling_params: as in `generate`.
+            use_tqdm: show a progress bar.
             chat_template_kwargs: passed to the template, e.g. `{"enable_thinking": False}`.
 
         Returns:

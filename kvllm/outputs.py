@@ -47,7 +47,7 @@ class RequestMetrics:
 
     num_cached_tokens: prompt tokens that came from the prefix cache.
     preemptions: times that a sequence of the request lost its blocks and was computed again.
-    evicted_entries: KV entries dropped by compression, summed over the request's sequences.
+    evicted_entries: KV pairs dropped by compression, summed over the request's sequences.
     """
 
     arrival_time: float = 0.0

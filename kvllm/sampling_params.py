@@ -43,7 +43,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, array_like=True):
         At most 20, and no more than the vocabulary has.
     skip_special_tokens: leave special tokens out of the text.
     include_stop_str_in_output: keep the stop string at the end of the text.
-    budget_tokens: KV entries that compression by threshold leaves of this request's cache, instead of the engine's
+    budget_tokens: KV pairs that compression by threshold leaves of this request's cache, instead of the engine's
         `CompressionConfig.budget_tokens`.
     """
 
