@@ -36,26 +36,28 @@ def require(condition: bool, field: str, value: Any, allowed: str) -> None:
 class CompressionConfig(Struct, frozen=True, kw_only=True):
     """How the KV cache is compressed while decoding.
 
-    method: which KV pairs survive (`kvllm.compression.specs.SPECS`).
-    policy: which sequences compress and when: "periodic" (every `period` decode steps of the engine, at most
-        `max_sequences` sequences), "pressure" (only while blocks are short, and only what is needed to make them last
-        `period` steps more), "standalone" (each sequence whenever its tail fills a window; block_size 1) or "threshold"
-        (a sequence's whole cache, once it has `threshold_tokens` KV pairs, to `budget_tokens`).
-    window_blocks: blocks of one window, the trailing full blocks that were never compressed.
-    retain_blocks: whole blocks kept of a window. A whole number of blocks leaves the partial last block in place.
-    retain_tokens: KV pairs kept of a window, buffer included; overrides `retain_blocks` (the paper: 257 of 768).
-    buffer: the last KV pairs of a window, always kept.
-    chunk_budget: of the KV pairs kept, how many go to completing chunks (alpha of Token2Chunk).
-    max_chunk: longest chunk, both ends counted (gamma of Token2Chunk).
-    compress_prompt: compress the prompt too, right after it is computed. By default windows leave it whole; a threshold
-        means the whole cache, unless `protect_prompt` is set.
-    query_stride: recompute every `query_stride`-th query of a window (and all of the buffer) for the scores.
-    query_window: the most recent queries that score, for methods which do not use all (SnapKV and its kin).
-    order: of the eligible sequences, "most_uncompressed" or "queue" (oldest) first; "periodic" alone.
-    threshold_tokens, budget_tokens: of "threshold" alone (the paper: 1280 and 1025, at blocks of 256). A request's
-        `SamplingParams.budget_tokens` comes first, and moves both by the same number of KV pairs.
-    protect_prompt: "threshold" leaves the blocks of the prompt whole, too; they count among `budget_tokens`.
-    method_options: further options of the method, by name, as its spec lists them: `{"sinks": 8}` for "streaming".
+    Attributes:
+        method: which KV pairs survive (`kvllm.compression.specs.SPECS`).
+        policy: which sequences compress and when: "periodic" (every `period` decode steps of the engine, at most
+            `max_sequences` sequences), "pressure" (only while blocks are short, and only what is needed to make them
+            last `period` steps more), "standalone" (each sequence whenever its tail fills a window; block_size 1) or
+            "threshold" (a sequence's whole cache, once it has `threshold_tokens` KV pairs, to `budget_tokens`).
+        window_blocks: blocks of one window, the trailing full blocks that were never compressed.
+        retain_blocks: whole blocks kept of a window. A whole number of blocks leaves the partial last block in place.
+        retain_tokens: KV pairs kept of a window, buffer included; overrides `retain_blocks` (the paper: 257 of 768).
+        buffer: the last KV pairs of a window, always kept.
+        chunk_budget: of the KV pairs kept, how many go to completing chunks (alpha of Token2Chunk).
+        max_chunk: longest chunk, both ends counted (gamma of Token2Chunk).
+        compress_prompt: compress the prompt too, right after it is computed. By default windows leave it whole; a
+            threshold means the whole cache, unless `protect_prompt` is set.
+        query_stride: recompute every `query_stride`-th query of a window (and all of the buffer) for the scores.
+        query_window: the most recent queries that score, for methods which do not use all (SnapKV and its kin).
+        order: of the eligible sequences, "most_uncompressed" or "queue" (oldest) first; "periodic" alone.
+        threshold_tokens: KV pairs at which "threshold" cuts a cache (the paper: 1280, at blocks of 256).
+        budget_tokens: KV pairs to which "threshold" cuts a cache (the paper: 1025). A request's
+            `SamplingParams.budget_tokens` comes first, and moves both by the same number of KV pairs.
+        protect_prompt: "threshold" leaves the blocks of the prompt whole, too; they count among `budget_tokens`.
+        method_options: further options of the method, by name, as its spec lists them: `{"sinks": 8}` for "streaming".
 
     Raises ConfigError for what is not allowed.
     """

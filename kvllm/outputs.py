@@ -23,10 +23,12 @@ class Logprob:
 class CompletionOutput:
     """One completion of a prompt.
 
-    logprobs: one dict for each of `token_ids`, from token id to Logprob: the sampled token and the most likely ones.
-    finish_reason: "stop" (end of sequence or a stop condition), "length", "abort", "error" (see
-        `RequestOutput.error`), or None while it is running.
-    stop_reason: the stop string or token id that ended it; None for the end of sequence.
+    Attributes:
+        logprobs: one dict for each of `token_ids`, from token id to Logprob: the sampled token and the most likely
+            ones.
+        finish_reason: "stop" (end of sequence or a stop condition), "length", "abort", "error" (see
+            `RequestOutput.error`), or None while it is running.
+        stop_reason: the stop string or token id that ended it; None for the end of sequence.
     """
 
     index: int
@@ -45,9 +47,10 @@ class CompletionOutput:
 class RequestMetrics:
     """Times are in seconds, all from the same clock.
 
-    num_cached_tokens: prompt tokens that came from the prefix cache.
-    preemptions: times that a sequence of the request lost its blocks and was computed again.
-    evicted_entries: KV pairs dropped by compression, summed over the request's sequences.
+    Attributes:
+        num_cached_tokens: prompt tokens that came from the prefix cache.
+        preemptions: times that a sequence of the request lost its blocks and was computed again.
+        evicted_entries: KV pairs dropped by compression, summed over the request's sequences.
     """
 
     arrival_time: float = 0.0
@@ -62,8 +65,10 @@ class RequestMetrics:
 class RequestOutput:
     """The state of one request: its `n` completions so far.
 
-    prompt: None when the prompt was given as token ids.
-    error: set when this request alone could not be served, or could not be served to its end; `finished` is True then.
+    Attributes:
+        prompt: None when the prompt was given as token ids.
+        error: set when this request alone could not be served, or could not be served to its end; `finished` is True
+            then.
     """
 
     request_id: str

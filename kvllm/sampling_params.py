@@ -24,27 +24,28 @@ class SamplingParams(Struct, frozen=True, kw_only=True, array_like=True):
 
     Every integer is less than 2**63.
 
-    n: completions of the prompt.
-    temperature: 0 is greedy. At most 1,000,000.
-    top_p: keep the most probable tokens whose probabilities reach this sum.
-    top_k: keep this many of the most probable tokens; 0 or -1 keeps all.
-    min_p: keep tokens at least this probable, relative to the most probable one.
-    seed: makes the request's tokens reproducible, whatever else runs beside it; None or -1 lets the engine choose.
-    max_tokens: most tokens generated; None for as many as the model's length allows.
-    min_tokens: the end of sequence, `stop_token_ids` and `stop` have no effect before this many tokens.
-    stop: a string or strings that end the output (stored as a list).
-    stop_token_ids: further token ids that end the output.
-    ignore_eos: do not stop at the end-of-sequence token.
-    repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or the output. From
-        0.000001 to 1,000,000.
-    presence_penalty, frequency_penalty: subtracted from the logit of an output token once, or per occurrence. From -2
-        to 2.
-    logprobs: also report this many most likely tokens at each position, and the log probability of the one sampled.
-        At most 20, and no more than the vocabulary has.
-    skip_special_tokens: leave special tokens out of the text.
-    include_stop_str_in_output: keep the stop string at the end of the text.
-    budget_tokens: KV pairs that compression by threshold leaves of this request's cache, instead of the engine's
-        `CompressionConfig.budget_tokens`.
+    Attributes:
+        n: completions of the prompt.
+        temperature: 0 is greedy. At most 1,000,000.
+        top_p: keep the most probable tokens whose probabilities reach this sum.
+        top_k: keep this many of the most probable tokens; 0 or -1 keeps all.
+        min_p: keep tokens at least this probable, relative to the most probable one.
+        seed: makes the request's tokens reproducible, whatever else runs beside it; None or -1 lets the engine choose.
+        max_tokens: most tokens generated; None for as many as the model's length allows.
+        min_tokens: the end of sequence, `stop_token_ids` and `stop` have no effect before this many tokens.
+        stop: a string or strings that end the output (stored as a list).
+        stop_token_ids: further token ids that end the output.
+        ignore_eos: do not stop at the end-of-sequence token.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or the output. From
+            0.000001 to 1,000,000.
+        presence_penalty: subtracted once from the logit of an output token. From -2 to 2.
+        frequency_penalty: subtracted from the logit of an output token for each occurrence. From -2 to 2.
+        logprobs: also report this many most likely tokens at each position, and the log probability of the one sampled.
+            At most 20, and no more than the vocabulary has.
+        skip_special_tokens: leave special tokens out of the text.
+        include_stop_str_in_output: keep the stop string at the end of the text.
+        budget_tokens: KV pairs that compression by threshold leaves of this request's cache, instead of the engine's
+            `CompressionConfig.budget_tokens`.
     """
 
     n: int = 1

@@ -16,19 +16,27 @@ PEAKS = ("peak_blocks", "peak_event_bytes", "longest_stall_seconds")
 class EngineStats(Struct):
     """Counters since the engine started.
 
-    num_blocks: size of the pool. method_state_bytes: what the compression method keeps beside it.
-    peak_blocks: most blocks owned by sequences at once.
-    steps: forward passes. output_tokens: tokens sampled.
-    preemptions: sequences that lost their cache and were queued again. tokens_recomputed: what these had computed.
-    compression_events: steps that compressed. windows_compressed, entries_evicted: summed over sequences (an entry is
-    one token's keys and values over all layers; a cache cut by threshold counts as a window).
-    blocks_released: blocks by which block tables shrank.
-    decode_seconds, prefill_seconds: the model's time in steps without and with prompt tokens (decodes ride along).
-    recompute_seconds, score_seconds, compact_seconds: of compression events: queries, scores and selection, movement.
-    longest_stall_seconds: the longest that a running sequence waited for its next token while the engine was at work:
-    the step that computed it, and others that had no room for it.
-    peak_event_bytes: the most memory that an event took beside the activations of its pass.
-    timeline: for each step (running sequences, blocks in use); of old steps no more than MOST_STEPS.
+    Attributes:
+        num_blocks: size of the pool.
+        method_state_bytes: memory that the compression method keeps beside the pool.
+        steps: forward passes.
+        output_tokens: tokens sampled.
+        preemptions: sequences that lost their cache and were queued again.
+        tokens_recomputed: tokens that these had computed.
+        compression_events: steps that compressed.
+        windows_compressed: summed over sequences; a cache cut by threshold counts as a window.
+        entries_evicted: KV pairs dropped, summed over sequences. A pair is one token's keys and values over all layers.
+        blocks_released: blocks by which block tables shrank.
+        peak_blocks: most blocks owned by sequences at once.
+        decode_seconds: the model's time in steps without prompt tokens.
+        prefill_seconds: the model's time in steps with prompt tokens; decodes ride along.
+        recompute_seconds: time of compression events for the queries.
+        score_seconds: time of compression events for scores and selection.
+        compact_seconds: time of compression events for the movement of KV pairs.
+        longest_stall_seconds: the longest that a running sequence waited for its next token while the engine was at
+            work: the step that computed it, and others that had no room for it.
+        peak_event_bytes: the most memory that an event took beside the activations of its pass.
+        timeline: for each step (running sequences, blocks in use); of old steps no more than MOST_STEPS.
     """
 
     num_blocks: int
