@@ -18,6 +18,7 @@ class CompressionPlanner:
     """Plans compressions for the scheduler that holds it, over the same blocks.
 
     held: ids of running sequences that compute nothing in this step, because they wait to be compressed first.
+    blocked: whether one of these waits for blocks: others share its region, and the pool has no room for its survivors.
     """
 
     def __init__(self, policy: CompressionPolicy, config: EngineConfig, blocks: BlockManager) -> None:
@@ -25,6 +26,7 @@ class CompressionPlanner:
         self.config = config
         self.blocks = blocks
         self.held: set[int] = set()
+        self.blocked = False
         self._tokens = 0  # of the step's budget, what compression may still take
 
     # Jobs
@@ -43,6 +45,7 @@ class CompressionPlanner:
             The tokens that are left for the running sequences.
         """
         self.held.clear()
+        self.blocked = False
         self._tokens = tokens - len(running)
         decoding = []
         for seq in running:
@@ -67,6 +70,7 @@ class CompressionPlanner:
     def _compress_at_once(self, plan: StepPlan, seq: Sequence, region: Region) -> None:
         """Compress as much as there are tokens for. For the rest the sequence waits, and computes nothing meanwhile.
 
+        It waits for blocks, too, where the policy compresses at once: what it samples must not depend on the load.
         Windows that do not lose whole blocks go together: behind the first of them the others would begin inside of
         blocks, and a sequence admitted for what it takes with all of them compressed might never finish.
         """
@@ -75,9 +79,12 @@ class CompressionPlanner:
         count = min(region.count, affordable) // together * together
         if not count and not plan.compressions:
             count = together
-        part = replace(region, count=count)
-        done = count > 0 and (not self._compress(plan, seq, part) or count == region.count)
-        if not done:
+        if count > 0 and not self._compress(plan, seq, replace(region, count=count)):
+            waits = self.policy.at_once
+            self.blocked = self.blocked or waits
+        else:
+            waits = count < region.count
+        if waits:
             self.held.add(seq.seq_id)
 
     def _compressed_at_once(self, seq: Sequence) -> int:
@@ -91,7 +98,7 @@ class CompressionPlanner:
     def _compress(self, plan: StepPlan, seq: Sequence, region: Region) -> bool:
         """Plan the compression of a region. The blocks it empties are free at once.
 
-        A region with a shared block needs fresh blocks for its survivors: without them the sequence is skipped.
+        A region with a shared block needs fresh blocks for its survivors. Returns False if they are not there.
         """
         first, blocks, keep = self._blocks_of(seq, region)
         if self.blocks.blocks_to_compact(seq, first, blocks, keep) > self.blocks.num_available:

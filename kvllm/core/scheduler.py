@@ -73,7 +73,9 @@ class Scheduler:
                 plan, self.running, budget, decode_steps=self._decode_steps, missing_blocks=self._missing_blocks
             )
         budget, preempted = self._schedule_running(plan, budget)
-        if not preempted:
+        if self.planner and self.planner.blocked:  # blocks that come free belong to the sequences that wait for them
+            self._unblock(plan, self.planner)
+        elif not preempted:
             self._admit(plan, budget)
         plan.dropped_seq_ids = self._dropped_seq_ids[:]
         self._decode_steps += any(not seq.is_prefilling for seq in self._scheduled)
@@ -108,6 +110,14 @@ class Scheduler:
             budget -= num_tokens
             position += 1
         return budget, len(self.running) < running_before
+
+    def _unblock(self, plan: StepPlan, planner: CompressionPlanner) -> None:
+        """If all running sequences wait to be compressed, preempt from the youngest on until the oldest can be. Alone
+        it shares no block, and is compressed in place."""
+        if plan.scheduled or plan.compressions or not self.running:
+            return
+        while not planner.compress_complete(plan, self.running[0]) and len(self.running) > 1:
+            self._preempt(plan, self.running[-1])
 
     def _make_room(self, plan: StepPlan, seq: Sequence, num_tokens: int) -> int | None:
         """Preempt from the youngest on until `seq` can grow: by how many blocks. None if that reached `seq` itself."""

@@ -111,6 +111,8 @@ class LiteralWorker:
             seq = self.sequences[item.seq_id]
             seq.tokens += item.new_tokens
             seq.table += item.new_blocks
+            if self.compression and self.compression.policy == "threshold" and seq.logical >= seq.prompt_length:
+                assert seq.cached < self.compression.threshold_tokens, "it runs on without the compression that is due"
             for _ in range(item.num_tokens):
                 self.cache[self.slot(seq, seq.cached)] = seq.entry(seq.logical)
                 seq.cached += 1

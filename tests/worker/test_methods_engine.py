@@ -378,3 +378,21 @@ def complete_without_recorder(path: Path, compression: CompressionConfig | None)
 def test_a_budget_of_everything_changes_no_token(checkpoint: Path, uncompressed: list, method: str) -> None:
     config = compression_config(method, "threshold", threshold_tokens=40, budget_tokens=40)
     assert complete_without_recorder(checkpoint, config) == uncompressed
+
+
+@pytest.mark.parametrize("method", ["keydiff", "snapkv"])
+def test_tokens_of_completions_do_not_depend_on_the_pool(checkpoint: Path, method: str) -> None:
+    """All completions share the prompt's blocks, which are due to be compressed right behind their first token. In the
+    tight pool there is no room for what survives of each: they wait, and none runs on uncompressed."""
+    config = compression_config(method, "threshold", threshold_tokens=56, budget_tokens=40)
+    params = SamplingParams(n=4, temperature=1.0, seed=5, max_tokens=20, ignore_eos=True)
+    found = {}
+    for blocks in (120, 13):
+        options = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+        llm = LLM(checkpoint, compression=config, block_size=8, num_gpu_blocks_override=blocks, **options)
+        (output,) = llm.generate(random_token_ids(70), params, use_tqdm=False)
+        found[blocks] = [completion.token_ids for completion in output.outputs]
+        assert len(set(map(tuple, found[blocks]))) == 4
+        llm.llm_engine.scheduler.check()
+    assert llm.stats().preemptions > 0, "the pool is not as tight as the test needs it"
+    assert found[13] == found[120]
