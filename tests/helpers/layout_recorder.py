@@ -342,7 +342,7 @@ class Expected:
         self.method = METHODS[config.method]
         self.dense = assert_dense(decoder, text)
         self.length = len(self.dense.logits)
-        self.masses = self._masses() if self.method.observes else None
+        self.masses = self._masses() if self.method.spec.observes else None
 
     def _masses(self) -> list[Tensor]:
         """By layer `[kv_heads, rows, positions]`: the attention that positions received up to and including a row."""
@@ -367,7 +367,7 @@ class Expected:
             options: dict[str, Any] = {"layer": layer, "num_layers": len(self.dense.keys), "seeds": [event.seed]}
             if self.method.spec.ragged:
                 options |= {"capacity": event.retain, "evicted_mask": evicted_mask[None]}
-            if self.method.observes:
+            if self.method.spec.observes:
                 options["mass"] = self.mass(layer, event.length, index)[None].float()
             chosen = self.method(
                 None if queries is None else queries[layer][None].float(),
