@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache  # which pyright takes to be this file
 
 from kvllm.attention.base import AttentionBackend, AttentionBatch
 from kvllm.attention.runs import refuse_evicted_mask, runs_of
@@ -54,7 +54,7 @@ class FlashAttentionBackend(AttentionBackend):
     def run(self, layer: int, queries: torch.Tensor, plan: DecodePlan | ChunkPlan) -> torch.Tensor:
         keys, values = self.keys[layer].transpose(1, 2), self.values[layer].transpose(1, 2)
         if isinstance(plan, DecodePlan):
-            return flash_attn_with_kvcache(
+            return flash_attn_with_kvcache(  # pyright: ignore[reportCallIssue]
                 queries.unsqueeze(1),
                 keys,
                 values,
@@ -62,7 +62,7 @@ class FlashAttentionBackend(AttentionBackend):
                 block_table=plan.block_tables,
                 softmax_scale=self.scale,
             ).squeeze(1)
-        return flash_attn_varlen_func(
+        return flash_attn_varlen_func(  # pyright: ignore[reportCallIssue]
             queries,
             keys,
             values,

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from xformers.ops import fmha
-from xformers.ops.fmha.attn_bias import BlockDiagonalCausalFromBottomRightMask, PagedBlockDiagonalPaddedKeysMask
+from xformers.ops.fmha.attn_bias import (
+    BlockDiagonalCausalFromBottomRightMask,
+    BlockDiagonalMask,
+    PagedBlockDiagonalPaddedKeysMask,
+)
 
 from kvllm.attention.base import AttentionBackend, AttentionBatch
 from kvllm.attention.runs import Runs, refuse_evicted_mask, runs_of
@@ -29,7 +33,7 @@ class ChunkPlan:
     rows: torch.Tensor
     blocks: torch.Tensor
     offsets: torch.Tensor
-    mask: BlockDiagonalCausalFromBottomRightMask
+    mask: BlockDiagonalMask
 
 
 class XformersBackend(AttentionBackend):
@@ -79,8 +83,12 @@ class XformersBackend(AttentionBackend):
     def run(self, layer: int, queries: torch.Tensor, plan: list[RowPlan | ChunkPlan]) -> torch.Tensor:
         output = torch.empty_like(queries, memory_format=torch.contiguous_format)
         for part in plan:
-            attend = self._attend_rows if isinstance(part, RowPlan) else self._attend_chunks
-            output[part.rows] = attend(layer, queries[part.rows], part).view(-1, *queries.shape[1:])
+            part_queries = queries[part.rows]
+            if isinstance(part, RowPlan):
+                attended = self._attend_rows(layer, part_queries, part)
+            else:
+                attended = self._attend_chunks(layer, part_queries, part)
+            output[part.rows] = attended.view(-1, *queries.shape[1:])
         return output
 
     def _attend_rows(self, layer: int, queries: torch.Tensor, plan: RowPlan) -> torch.Tensor:

@@ -1,5 +1,8 @@
 """Attention of sequences with one query row over their paged caches; segments of entries are shared among programs."""
 
+# A launch takes options, and constexpr parameters numbers, of which Triton's types say nothing.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,5 +1,8 @@
 """Attention mass: the probabilities of a step, added to what the entries have received so far (H2O)."""
 
+# A launch takes options, and constexpr parameters numbers, of which Triton's types say nothing.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import torch

@@ -49,7 +49,7 @@ class BlockTables:
 
     @property
     def num_free(self) -> int:
-        return len(self._free_rows)
+        return len(self._free_slots)
 
     def acquire(self) -> int:
         return self._free_slots.pop()
