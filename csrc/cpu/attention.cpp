@@ -6,20 +6,20 @@
 namespace kvllm {
 namespace {
 
-// Consecutive rows of one sequence, with the query heads of one KV head.
+// Consecutive query tokens of one sequence, with the query heads of one KV head.
 struct Task {
   int sequence;
   int kv_head;
-  int first_row;
-  int num_rows;
-  int entries;  // that its last row attends
+  int first_token;
+  int num_tokens;
+  int num_pairs;  // that its last token attends
 
-  int num_segments() const { return (entries + kSegmentEntries - 1) / kSegmentEntries; }
+  int num_segments() const { return (num_pairs + kSegmentEntries - 1) / kSegmentEntries; }
 };
 
 struct Problem {
   const Kernels& kernels;
-  int64_t rows;
+  int64_t num_query_tokens;
   int64_t query_heads;
   int64_t kv_heads;
   int head_dim;
@@ -37,33 +37,33 @@ struct Problem {
   const int32_t* query_start_loc;
   const int32_t* last_kv_index;
   const int32_t* block_tables;
-  const int32_t* packed;        // null: no head has a hole
+  const int32_t* packed_len;    // null: all heads hold the same KV pairs
   const int32_t* head_lengths;  // [sequences, kv_heads]
   float scale;
 
-  // Entries that a head lacks of the first `packed`.
-  int hole_size(int64_t sequence, int64_t head) const {
-    return packed == nullptr ? 0 : packed[sequence] - hole_begin(sequence, head);
+  // KV pairs that a head lacks of the first `packed_len`.
+  int num_evicted(int64_t sequence, int64_t head) const {
+    return packed_len == nullptr ? 0 : packed_len[sequence] - evicted_begin(sequence, head);
   }
-  int hole_begin(int64_t sequence, int64_t head) const {
-    return packed == nullptr ? 0 : std::min(packed[sequence], head_lengths[sequence * kv_heads + head]);
+  int evicted_begin(int64_t sequence, int64_t head) const {
+    return packed_len == nullptr ? 0 : std::min(packed_len[sequence], head_lengths[sequence * kv_heads + head]);
   }
 
   void check_batch() const {
-    STD_TORCH_CHECK(query_start_loc[0] == 0 && query_start_loc[sequences] == rows, "query_start_loc runs from ",
-                    query_start_loc[0], " to ", query_start_loc[sequences], ", not from 0 to the number of rows, ",
-                    rows);
+    STD_TORCH_CHECK(query_start_loc[0] == 0 && query_start_loc[sequences] == num_query_tokens,
+                    "query_start_loc runs from ", query_start_loc[0], " to ", query_start_loc[sequences],
+                    ", not from 0 to the number of rows, ", num_query_tokens);
     for (int64_t s = 0; s < sequences; ++s) {
       STD_TORCH_CHECK(query_start_loc[s] < query_start_loc[s + 1], "sequence ", s, " has no rows");
       int32_t previous = 0;
-      for (int32_t row = query_start_loc[s]; row < query_start_loc[s + 1]; ++row) {
-        STD_TORCH_CHECK(last_kv_index[row] >= previous, "last_kv_index ", last_kv_index[row], " of row ", row,
+      for (int32_t token = query_start_loc[s]; token < query_start_loc[s + 1]; ++token) {
+        STD_TORCH_CHECK(last_kv_index[token] >= previous, "last_kv_index ", last_kv_index[token], " of row ", token,
                         " is negative or descends");
-        previous = last_kv_index[row];
+        previous = last_kv_index[token];
       }
-      if (packed != nullptr) {
-        STD_TORCH_CHECK(packed[s] >= 0 && packed[s] <= last_kv_index[query_start_loc[s]], "sequence ", s, " has ",
-                        packed[s], " packed entries, and queries among them");
+      if (packed_len != nullptr) {
+        STD_TORCH_CHECK(packed_len[s] >= 0 && packed_len[s] <= last_kv_index[query_start_loc[s]], "sequence ", s,
+                        " has ", packed_len[s], " packed entries, and queries among them");
         for (int64_t head = 0; head < kv_heads; ++head) {
           STD_TORCH_CHECK(head_lengths[s * kv_heads + head] >= 0, "sequence ", s, " has a head of negative length");
         }
@@ -80,16 +80,17 @@ struct Problem {
 
   // The longest first, so that threads which take the next task when they are free finish together.
   std::vector<Task> tasks() const {
-    const int rows_per_task = kMaxQueries / group;
+    const int tokens_per_task = kMaxQueries / group;
     std::vector<Task> tasks;
     for (int s = 0; s < sequences; ++s) {
-      for (int row = query_start_loc[s]; row < query_start_loc[s + 1]; row += rows_per_task) {
-        const int count = std::min(rows_per_task, query_start_loc[s + 1] - row);
-        const int last = last_kv_index[row + count - 1] + 1;
-        for (int head = 0; head < kv_heads; ++head) tasks.push_back({s, head, row, count, last - hole_size(s, head)});
+      for (int token = query_start_loc[s]; token < query_start_loc[s + 1]; token += tokens_per_task) {
+        const int count = std::min(tokens_per_task, query_start_loc[s + 1] - token);
+        const int last = last_kv_index[token + count - 1] + 1;
+        for (int head = 0; head < kv_heads; ++head)
+          tasks.push_back({s, head, token, count, last - num_evicted(s, head)});
       }
     }
-    const auto cost = [](const Task& task) { return static_cast<int64_t>(task.num_rows) * task.entries; };
+    const auto cost = [](const Task& task) { return static_cast<int64_t>(task.num_tokens) * task.num_pairs; };
     std::sort(tasks.begin(), tasks.end(), [&](const Task& a, const Task& b) { return cost(a) > cost(b); });
     return tasks;
   }
@@ -102,19 +103,19 @@ struct Problem {
             block_tables + task.sequence * max_blocks,
             static_cast<int>(block_size),
             head_dim,
-            hole_begin(task.sequence, task.kv_head),
-            hole_size(task.sequence, task.kv_head)};
+            evicted_begin(task.sequence, task.kv_head),
+            num_evicted(task.sequence, task.kv_head)};
   }
 
   QueryTile tile(const Task& task) const {
     QueryTile tile;
     tile.count = 0;
-    const int hole = hole_size(task.sequence, task.kv_head);
-    for (int64_t row = task.first_row; row < task.first_row + task.num_rows; ++row) {
+    const int evicted = num_evicted(task.sequence, task.kv_head);
+    for (int64_t token = task.first_token; token < task.first_token + task.num_tokens; ++token) {
       for (int64_t query_head = task.kv_head * group; query_head < (task.kv_head + 1) * group; ++query_head) {
-        tile.queries[tile.count] = queries + (row * query_stride + query_head * head_dim) * element_size;
-        tile.outputs[tile.count] = outputs + (row * query_heads + query_head) * head_dim * element_size;
-        tile.last[tile.count] = last_kv_index[row] - hole;
+        tile.queries[tile.count] = queries + (token * query_stride + query_head * head_dim) * element_size;
+        tile.outputs[tile.count] = outputs + (token * query_heads + query_head) * head_dim * element_size;
+        tile.last[tile.count] = last_kv_index[token] - evicted;
         ++tile.count;
       }
     }
@@ -124,11 +125,11 @@ struct Problem {
   int64_t workspace_floats() const { return static_cast<int64_t>(kWorkspaceRows) * (head_dim + 2); }
 
   int64_t partial_floats(const Task& task) const {
-    return static_cast<int64_t>(task.num_rows) * group * (head_dim + 2);
+    return static_cast<int64_t>(task.num_tokens) * group * (head_dim + 2);
   }
 
   PartialSoftmax partial(const Task& task, float* memory) const {
-    const int count = task.num_rows * group;
+    const int count = task.num_tokens * group;
     return {memory, memory + count, memory + 2 * count};
   }
 };
@@ -137,12 +138,12 @@ void attend_whole(const Problem& problem, const Task& task) {
   float* memory = scratch(problem.partial_floats(task) + problem.workspace_floats());
   const PartialSoftmax total = problem.partial(task, memory);
   const QueryTile tile = problem.tile(task);
-  problem.kernels.attend(problem.head(task), tile, problem.scale, 0, task.entries,
+  problem.kernels.attend(problem.head(task), tile, problem.scale, 0, task.num_pairs,
                          memory + problem.partial_floats(task), total);
   problem.kernels.finish(tile, problem.head_dim, total);
 }
 
-// Few tasks over many entries: the segments are shared out, and merged afterwards in the order of attend_whole.
+// Few tasks over many KV pairs: the segments are shared out, and merged afterwards in the order of attend_whole.
 void attend_split(const Problem& problem, const std::vector<Task>& tasks) {
   struct Piece {
     const Task* task;
@@ -152,7 +153,7 @@ void attend_split(const Problem& problem, const std::vector<Task>& tasks) {
   std::vector<Piece> pieces;
   int64_t floats = 0;
   for (const Task& task : tasks) {
-    for (int begin = 0; begin < task.entries; begin += kSegmentEntries) {
+    for (int begin = 0; begin < task.num_pairs; begin += kSegmentEntries) {
       pieces.push_back({&task, begin, floats});
       floats += problem.partial_floats(task);
     }
@@ -172,7 +173,7 @@ void attend_split(const Problem& problem, const std::vector<Task>& tasks) {
     } else {
       problem.kernels.merge(tile.count, problem.head_dim, total, part);
     }
-    if (begin + kSegmentEntries >= task->entries) problem.kernels.finish(tile, problem.head_dim, total);
+    if (begin + kSegmentEntries >= task->num_pairs) problem.kernels.finish(tile, problem.head_dim, total);
   }
 }
 
@@ -180,7 +181,8 @@ void attend_split(const Problem& problem, const std::vector<Task>& tasks) {
 
 Tensor paged_attention(const Tensor& queries, const Tensor& key_cache, const Tensor& value_cache,
                        const Tensor& query_start_loc, const Tensor& last_kv_index, const Tensor& block_tables,
-                       const std::optional<Tensor>& packed, const std::optional<Tensor>& head_lengths, double scale) {
+                       const std::optional<Tensor>& packed_len, const std::optional<Tensor>& head_lengths,
+                       double scale) {
   const Kernels& kernels = kernels_for(queries, "queries");
   check_heads(queries, "queries");
   check_contiguous(key_cache, "key_cache", 4);
@@ -194,18 +196,18 @@ Tensor paged_attention(const Tensor& queries, const Tensor& key_cache, const Ten
   check_dtype(query_start_loc, "query_start_loc", ScalarType::Int);
   check_dtype(last_kv_index, "last_kv_index", ScalarType::Int);
   check_dtype(block_tables, "block_tables", ScalarType::Int);
-  const int64_t rows = queries.size(0), query_heads = queries.size(1), head_dim = queries.size(2);
+  const int64_t num_query_tokens = queries.size(0), query_heads = queries.size(1), head_dim = queries.size(2);
   const int64_t kv_heads = key_cache.size(1), sequences = block_tables.size(0);
   check_size(key_cache, "key_cache", 3, head_dim);
-  check_size(last_kv_index, "last_kv_index", 0, rows);
+  check_size(last_kv_index, "last_kv_index", 0, num_query_tokens);
   check_size(query_start_loc, "query_start_loc", 0, sequences + 1);
-  STD_TORCH_CHECK(packed.has_value() == head_lengths.has_value(), "packed and head_lengths go together");
-  if (packed) {
-    check_contiguous(*packed, "packed", 1);
+  STD_TORCH_CHECK(packed_len.has_value() == head_lengths.has_value(), "packed and head_lengths go together");
+  if (packed_len) {
+    check_contiguous(*packed_len, "packed", 1);
     check_contiguous(*head_lengths, "head_lengths", 2);
-    check_dtype(*packed, "packed", ScalarType::Int);
+    check_dtype(*packed_len, "packed", ScalarType::Int);
     check_dtype(*head_lengths, "head_lengths", ScalarType::Int);
-    check_size(*packed, "packed", 0, sequences);
+    check_size(*packed_len, "packed", 0, sequences);
     check_size(*head_lengths, "head_lengths", 0, sequences);
     check_size(*head_lengths, "head_lengths", 1, kv_heads);
   }
@@ -213,10 +215,10 @@ Tensor paged_attention(const Tensor& queries, const Tensor& key_cache, const Ten
   STD_TORCH_CHECK(kv_heads > 0 && query_heads % kv_heads == 0 && query_heads / kv_heads <= kMaxQueries, query_heads,
                   " query heads over ", kv_heads, " KV heads: a multiple of at most ", kMaxQueries, " is supported");
 
-  Tensor out = empty_like(queries, {rows, query_heads, head_dim});
+  Tensor out = empty_like(queries, {num_query_tokens, query_heads, head_dim});
   const Problem problem{
       .kernels = kernels,
-      .rows = rows,
+      .num_query_tokens = num_query_tokens,
       .query_heads = query_heads,
       .kv_heads = kv_heads,
       .head_dim = static_cast<int>(head_dim),
@@ -234,7 +236,7 @@ Tensor paged_attention(const Tensor& queries, const Tensor& key_cache, const Ten
       .query_start_loc = query_start_loc.const_data_ptr<int32_t>(),
       .last_kv_index = last_kv_index.const_data_ptr<int32_t>(),
       .block_tables = block_tables.const_data_ptr<int32_t>(),
-      .packed = packed ? packed->const_data_ptr<int32_t>() : nullptr,
+      .packed_len = packed_len ? packed_len->const_data_ptr<int32_t>() : nullptr,
       .head_lengths = head_lengths ? head_lengths->const_data_ptr<int32_t>() : nullptr,
       .scale = static_cast<float>(scale),
   };
@@ -243,7 +245,7 @@ Tensor paged_attention(const Tensor& queries, const Tensor& key_cache, const Ten
 
   int64_t products = 0, partial_floats = 0;
   for (const Task& task : tasks) {
-    products += static_cast<int64_t>(task.num_rows) * problem.group * task.entries * head_dim;
+    products += static_cast<int64_t>(task.num_tokens) * problem.group * task.num_pairs * head_dim;
     partial_floats += problem.partial_floats(task) * task.num_segments();
   }
   constexpr int64_t kThreadingProducts = 100000;

@@ -51,13 +51,13 @@ struct TileRows {
     count = first < end ? minimum(kTileEntries, end - first) : 0;
     if (count == 0) return;
     for (int i = 0; i < count;) {
-      const bool before_hole = start + i < head.hole_begin;
-      const int place = start + i + (before_hole ? 0 : head.hole_size);
+      const bool before_evicted = start + i < head.evicted_begin;
+      const int place = start + i + (before_evicted ? 0 : head.num_evicted);
       const int row = place % head.block_size;
       const int64_t offset =
           head.block_table[place / head.block_size] * head.block_stride + static_cast<int64_t>(row) * head.head_dim;
       int block_end = minimum(count, i + head.block_size - row);
-      if (before_hole) block_end = minimum(block_end, head.hole_begin - start);
+      if (before_evicted) block_end = minimum(block_end, head.evicted_begin - start);
       const T* key = static_cast<const T*>(head.keys) + offset;
       const T* value = static_cast<const T*>(head.values) + offset;
       for (; i < block_end; ++i, key += head.head_dim, value += head.head_dim) {

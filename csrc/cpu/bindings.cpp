@@ -11,7 +11,7 @@ STABLE_TORCH_LIBRARY(kvllm, m) {
       "Tensor? q_weight, Tensor? k_weight, float eps) -> ()");
   m.def(
       "paged_attention(Tensor queries, Tensor key_cache, Tensor value_cache, Tensor query_start_loc, "
-      "Tensor last_kv_index, Tensor block_tables, Tensor? packed, Tensor? head_lengths, float scale) -> Tensor");
+      "Tensor last_kv_index, Tensor block_tables, Tensor? packed_len, Tensor? head_lengths, float scale) -> Tensor");
   m.def(
       "attention_mass(Tensor queries, Tensor keys, int num_scored, float scale, Tensor? row_index=None, "
       "bool squared=False) -> Tensor");

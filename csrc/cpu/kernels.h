@@ -13,12 +13,12 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-// Entries of the cache that attention handles at once, and entries after which it closes a partial softmax. Both count
-// from entry 0 of the sequence, so the order of every sum depends on nothing else.
+// KV pairs that attention handles at once, and pairs after which it closes a partial softmax. Both count from pair 0
+// of the sequence, so the order of every sum depends on nothing else.
 constexpr int kTileEntries = 64;
 constexpr int kSegmentEntries = 512;
 
-// Queries (rows times heads) that share one pass over keys and values.
+// Queries (query tokens times heads) that share one pass over keys and values.
 constexpr int kMaxQueries = 64;
 
 // Memory that attention works in, in rows of head_dim + 2 floats: queries, packed keys, a partial softmax.
@@ -30,20 +30,20 @@ constexpr int64_t mass_workspace_floats(int64_t num_keys, int64_t head_dim) {
   return padded * head_dim + 4 * padded + 4 * head_dim;
 }
 
-// Keys and values of one KV head of one sequence. Entries are counted without the hole that a head has which keeps
-// fewer than others: entry `hole_begin` lies `hole_size` places behind the one before.
+// Keys and values of one KV head of one sequence. Pairs are counted without those that were evicted from this head
+// and not from others: pair `evicted_begin` lies `num_evicted` places behind the one before.
 struct PagedHead {
-  const void* keys;  // the head's first row in block 0
+  const void* keys;  // the head's first vector in block 0
   const void* values;
   int64_t block_stride;  // elements from a block to the next
   const int32_t* block_table;
   int block_size;
   int head_dim;
-  int hole_begin;
-  int hole_size;
+  int evicted_begin;
+  int num_evicted;
 };
 
-// Queries of that sequence and head. Query i attends entries 0 .. last[i]; `last` does not decrease.
+// Queries of that sequence and head. Query i attends KV pairs 0 .. last[i]; `last` does not decrease.
 struct QueryTile {
   int count;
   const void* queries[kMaxQueries];
@@ -51,7 +51,7 @@ struct QueryTile {
   int last[kMaxQueries];
 };
 
-// Softmax over some of the entries, not yet normalized: [count], [count], [count, head_dim].
+// Softmax over some of the KV pairs, not yet normalized: [count], [count], [count, head_dim].
 struct PartialSoftmax {
   float* max;
   float* sum;
@@ -73,7 +73,7 @@ struct Rotary {
 
 // Pointers are to float or BFloat16, one table for each. Row arguments are dense `[rows, width]`.
 struct Kernels {
-  // Queries against entries begin .. end - 1, as far as each attends them; `begin` is a multiple of kSegmentEntries.
+  // Queries against KV pairs begin .. end - 1, as far as each attends them; `begin` is a multiple of kSegmentEntries.
   // `workspace` has kWorkspaceRows rows.
   void (*attend)(const PagedHead& head, const QueryTile& tile, float scale, int begin, int end, float* workspace,
                  const PartialSoftmax& result);

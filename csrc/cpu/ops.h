@@ -28,7 +28,8 @@ void rotary(const Tensor& qkv, const Tensor& positions, const Tensor& cos_sin, i
             const std::optional<Tensor>& key_weight, double eps);
 Tensor paged_attention(const Tensor& queries, const Tensor& key_cache, const Tensor& value_cache,
                        const Tensor& query_start_loc, const Tensor& last_kv_index, const Tensor& block_tables,
-                       const std::optional<Tensor>& packed, const std::optional<Tensor>& head_lengths, double scale);
+                       const std::optional<Tensor>& packed_len, const std::optional<Tensor>& head_lengths,
+                       double scale);
 Tensor attention_mass(const Tensor& queries, const Tensor& keys, int64_t num_scored, double scale,
                       const std::optional<Tensor>& row_index, bool squared);
 void store_kv(const Tensor& key_cache, const Tensor& value_cache, const Tensor& keys, const Tensor& values,

@@ -1,4 +1,4 @@
-// The kernels that move entries of the KV cache. Of CUDA they use the names of threads and the barrier alone, so that a
+// The kernels that move KV pairs. Of CUDA they use the names of threads and the barrier alone, so that a
 // test can run them, thread by thread, on a machine without a GPU.
 #pragma once
 
@@ -59,14 +59,14 @@ __host__ __device__ inline int place_of(const Layout& layout, int64_t block, int
 }
 
 __host__ __device__ inline Move move_of(const Layout& layout, const Compaction& event, int layer, int head,
-                                        int sequence, int entry, int column) {
+                                        int sequence, int pair, int column) {
   const int64_t row = (static_cast<int64_t>(layer) * event.sequences + sequence) * layout.heads + head;
-  const int old = entry < event.width ? static_cast<int>(event.kept[row * event.width + entry]) : -1;
+  const int old = pair < event.width ? static_cast<int>(event.kept[row * event.width + pair]) : -1;
   if (old < 0) return {-1, -1};
   const int64_t source = event.sources[sequence * event.source_blocks + old / layout.block_size];
-  const int64_t target = event.destinations[sequence * event.destination_blocks + entry / layout.block_size];
+  const int64_t target = event.destinations[sequence * event.destination_blocks + pair / layout.block_size];
   const Move move{place_of(layout, source, head, old % layout.block_size, column),
-                  place_of(layout, target, head, entry % layout.block_size, column)};
+                  place_of(layout, target, head, pair % layout.block_size, column)};
   return move.from == move.to ? Move{-1, -1} : move;
 }
 
@@ -83,15 +83,15 @@ __host__ __device__ inline void moves_of(const Layout& layout, const Compaction&
   const int rows = threads / layout.row_vectors, row = thread / layout.row_vectors;
   const int tiles = tiles_of(layout, event, threads);
   for (int i = 0; i < kInFlight; ++i) {
-    const int entry = row < rows ? (tile % tiles * kInFlight + i) * rows + row : event.width;
-    moves[i] = move_of(layout, event, layer, head, tile / tiles, entry, thread % layout.row_vectors);
+    const int pair = row < rows ? (tile % tiles * kInFlight + i) * rows + row : event.width;
+    moves[i] = move_of(layout, event, layer, head, tile / tiles, pair, thread % layout.row_vectors);
   }
 }
 
 // A grid of (heads, planes); a block has at least `row_vectors` threads.
 //
 // A tile is read by all threads before any of them writes it: one thread's new row is another's old one. Nothing that
-// is written then is read later, because an entry never moves to a later row, and no sequence reads what another one
+// is written then is read later, because an pair never moves to a later row, and no sequence reads what another one
 // wrote. So one barrier is enough for each tile. Sequences go in order, because a destination may be a source of a
 // sequence before it.
 __global__ void __launch_bounds__(128, 8) compact_kernel(uint4* cache, Layout layout, Compaction event, int num_tiles) {
@@ -119,28 +119,29 @@ __global__ void __launch_bounds__(128, 8) compact_kernel(uint4* cache, Layout la
 
 // The arguments of the operator `compact_mass`: kept `[layers, sequences, heads, width]`, all others `[sequences]`.
 struct MassCompaction {
-  const int64_t *kept, *counts, *rows, *starts, *ends, *lengths;
+  const int64_t *kept, *counts, *table_slots, *starts, *ends, *lengths;
   int width;
 };
 
-// A grid of (heads, sequences, layers) over mass `[layers, table_rows, heads, entries]`. As above, what a tile writes
+// A grid of (heads, sequences, layers) over mass `[layers, num_slots, heads, max_pairs]`. As above, what a tile writes
 // is not read by later ones.
-__global__ void compact_mass_kernel(float* mass, int table_rows, int entries, MassCompaction event) {
+__global__ void compact_mass_kernel(float* mass, int num_slots, int max_pairs, MassCompaction event) {
   const int head = blockIdx.x, heads = gridDim.x, sequence = blockIdx.y, sequences = gridDim.y, layer = blockIdx.z;
-  float* row = mass + ((static_cast<int64_t>(layer) * table_rows + event.rows[sequence]) * heads + head) * entries;
+  float* row =
+      mass + ((static_cast<int64_t>(layer) * num_slots + event.table_slots[sequence]) * heads + head) * max_pairs;
   const int64_t* kept =
       event.kept + ((static_cast<int64_t>(layer) * sequences + sequence) * heads + head) * event.width;
   const int start = static_cast<int>(event.starts[sequence]), end = static_cast<int>(event.ends[sequence]);
   const int length = static_cast<int>(event.lengths[sequence]), count = static_cast<int>(event.counts[sequence]);
   const int moved = count + length - end;
   for (int begin = 0; begin < moved; begin += blockDim.x) {
-    const int entry = begin + threadIdx.x;
+    const int pair = begin + threadIdx.x;
     float value = 0;
-    if (entry < moved) value = row[entry < count ? start + kept[entry] : end + entry - count];
+    if (pair < moved) value = row[pair < count ? start + kept[pair] : end + pair - count];
     __syncthreads();
-    if (entry < moved) row[start + entry] = value;
+    if (pair < moved) row[start + pair] = value;
   }
-  for (int entry = start + moved + threadIdx.x; entry < length; entry += blockDim.x) row[entry] = 0;
+  for (int pair = start + moved + threadIdx.x; pair < length; pair += blockDim.x) row[pair] = 0;
 }
 
 }  // namespace kvllm

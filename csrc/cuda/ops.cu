@@ -140,19 +140,19 @@ void compact(const Tensor& cache, const Tensor& kept, const Tensor& sources, con
   check(cudaGetLastError());
 }
 
-void compact_mass(const Tensor& mass, const Tensor& kept, const Tensor& counts, const Tensor& rows,
+void compact_mass(const Tensor& mass, const Tensor& kept, const Tensor& counts, const Tensor& table_slots,
                   const Tensor& starts, const Tensor& ends, const Tensor& lengths) {
   check_tensor(mass, "mass", 4);
   STD_TORCH_CHECK(mass.scalar_type() == ScalarType::Float, "mass has dtype ",
                   torch::headeronly::toString(mass.scalar_type()), ", not Float");
-  const MassCompaction event{ids(kept, "kept", 4, mass),    ids(counts, "counts", 1, mass),
-                             ids(rows, "rows", 1, mass),    ids(starts, "starts", 1, mass),
-                             ids(ends, "ends", 1, mass),    ids(lengths, "lengths", 1, mass),
-                             static_cast<int>(kept.size(3))};
+  const MassCompaction event{
+      ids(kept, "kept", 4, mass),     ids(counts, "counts", 1, mass), ids(table_slots, "table_slots", 1, mass),
+      ids(starts, "starts", 1, mass), ids(ends, "ends", 1, mass),     ids(lengths, "lengths", 1, mass),
+      static_cast<int>(kept.size(3))};
   const int64_t layers = mass.size(0), heads = mass.size(2), sequences = kept.size(1);
   check_size(kept, "kept", 0, layers);
   check_size(kept, "kept", 2, heads);
-  for (const Tensor* tensor : {&counts, &rows, &starts, &ends, &lengths}) {
+  for (const Tensor* tensor : {&counts, &table_slots, &starts, &ends, &lengths}) {
     check_size(*tensor, "an argument", 0, sequences);
   }
   STD_TORCH_CHECK(sequences < 65536 && layers < 65536, sequences, " sequences and ", layers,
@@ -172,7 +172,7 @@ void compact_mass(const Tensor& mass, const Tensor& kept, const Tensor& counts, 
 STABLE_TORCH_LIBRARY_FRAGMENT(kvllm, m) {
   m.def("swap_blocks(Tensor source, Tensor(a!) target, Tensor sources, Tensor destinations) -> ()");
   m.def(
-      "compact_mass(Tensor(a!) mass, Tensor kept, Tensor counts, Tensor rows, Tensor starts, Tensor ends, "
+      "compact_mass(Tensor(a!) mass, Tensor kept, Tensor counts, Tensor table_slots, Tensor starts, Tensor ends, "
       "Tensor lengths) -> ()");
 }
 
