@@ -10,7 +10,7 @@ from kvllm.kvcache.cache import PagedKVCache
 
 
 class CpuBackend(AttentionBackend):
-    """Reads keys and values in place, any block size; sums are in float32. See `backends.why_not_cpu`."""
+    """Reads keys and values in place, any block size; sums are in float32. See `registry.why_not_cpu`."""
 
     name = "cpu"
     capturable = True

@@ -32,7 +32,7 @@ class ChunkPlan:
 
 
 class FlashAttentionBackend(AttentionBackend):
-    """See `backends.why_not_flash_attn` for what it can do.
+    """See `registry.why_not_flash_attn` for what it can do.
 
     The library splits a sequence among several programs if the batch is small, so a row's bits depend on the batch.
     """

@@ -1,4 +1,4 @@
-"""Rows of a batch as attention libraries want them: in runs that end with the newest entry they attend."""
+"""Query tokens as attention libraries take them: in runs that end with the newest KV pair they attend."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class TritonPlan:
 
 
 class TritonBackend(AttentionBackend):
-    """See `backends.why_not_triton` for what it can do.
+    """See `registry.why_not_triton` for what it can do.
 
     Sequences with one row and with several go to different kernels, which find their own: no length is read back to the
     host, so a plan costs no synchronization. With 16 bits a row's bits depend on which of the two takes it, and on

@@ -37,7 +37,7 @@ class ChunkPlan:
 
 
 class XformersBackend(AttentionBackend):
-    """See `backends.why_not_xformers` for what it can do.
+    """See `registry.why_not_xformers` for what it can do.
 
     Lengths are read back to the host for every plan, and chunks need memory for a copy of the entries of one layer: its
     paged operator takes no chunks.
