@@ -1,16 +1,14 @@
-"""Measure this CPU, write the description of it that `kvllm simulate` reads, and compare predictions with real runs.
+"""Measures this CPU, writes its description for `kvllm simulate`, and compares predictions with real runs.
 
     python -m benchmarks.calibrate --output cpu.json
 
-Peak rates come from large arrays. What the engine adds and what it reaches of the peaks is solved from steps of the
-real engine, one figure after the other, each where it is what takes the time.
+Peak rates come from large arrays. The engine's overhead, and the shares of the peaks that it reaches, come from steps
+of the real engine: one figure after the other, each from steps in which it takes most of the time.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -23,11 +21,10 @@ import numpy as np
 import psutil
 import torch
 
-from benchmarks.common import machine, report, shapes, workloads
+from benchmarks.common import command_line, machine, report, shapes, workloads
 from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.compression.methods import kara
 from kvllm.config import EngineConfig
-from kvllm.errors import KvLLMError
 from kvllm.models.config import load_model_config
 from kvllm.simulation.cost import CostModel
 from kvllm.simulation.hardware import Hardware
@@ -44,7 +41,7 @@ THIN = {
     "num_attention_heads": 1,
     "num_key_value_heads": 1,
 }
-"""A model that takes no time: what its steps take is the engine's."""
+"""A model that takes no time: the time of its steps is the engine's."""
 THIN_LAYERS = (2, 26)
 THIN_SEQUENCES = 32
 BATCH = 8
@@ -75,7 +72,7 @@ def matmul_rate(dtype: torch.dtype, size: int = 2048) -> float:
 
 
 def score_times(heads: int, kv_heads: int, head_dim: int) -> tuple[float, float]:
-    """Seconds in which a window of WINDOW entries is scored and selected from, and one so small that it is overhead."""
+    """Seconds to score and select from a window of WINDOW KV pairs, and from one so small that its time is overhead."""
 
     def seconds(window: int) -> float:
         queries = torch.randn(1, heads, window, head_dim, dtype=torch.bfloat16)
@@ -120,12 +117,12 @@ def step_times(llm: LLM, num_seqs: int, prompt_length: int, num_steps: int) -> l
         times.append(time.perf_counter() - begin)
     for name in names:
         engine.abort(name)
-    engine.step()  # the workers forget what was aborted
+    engine.step()  # the workers drop the aborted sequences
     return times
 
 
 def decode_seconds(llm: LLM, num_seqs: int) -> float:
-    """Median step of sequences with few entries, their prefill left out."""
+    """The median step of sequences with few KV pairs, without their prefill."""
     return median(step_times(llm, num_seqs, 8, STEPS)[2:])
 
 
@@ -135,7 +132,7 @@ def prefill_seconds(llm: LLM) -> list[float]:
 
 
 def overheads(directory: Path) -> tuple[float, float, float]:
-    """Seconds for each step, each sequence in it, each layer: what more sequences, and more layers, add."""
+    """Seconds of overhead for each step, each sequence in it, and each layer."""
     few, many = (make_llm(directory, THIN | {"num_hidden_layers": layers}, f"thin{layers}") for layers in THIN_LAYERS)
     alone, together = decode_seconds(few, 1), decode_seconds(few, THIN_SEQUENCES)
     sequence = (together - alone) / (THIN_SEQUENCES - 1)
@@ -167,8 +164,8 @@ def calibrate(directory: Path) -> Hardware:
 
 
 def fit_bandwidth(hardware: Hardware, llm: LLM) -> Hardware:
-    """From the decoding of a small batch, which reads the weights. With more sequences, reading overlaps less with
-    arithmetic than a roofline has it, with one alone it is faster: this is the middle."""
+    """Fitted to the decoding of a small batch, which reads the weights. With more sequences, reading overlaps less with
+    arithmetic than in a roofline; with one sequence it is faster. A small batch lies between the two."""
     cost = CostModel(hardware, llm.model_config, DTYPE)
     read = cost.itemsize * (llm.model_config.num_layers * cost.layer_weights + cost.head_weights)
     left = decode_seconds(llm, BATCH) - overhead(hardware, llm, BATCH)
@@ -176,7 +173,7 @@ def fit_bandwidth(hardware: Hardware, llm: LLM) -> Hardware:
 
 
 def fit_products(hardware: Hardware, llm: LLM) -> Hardware:
-    """From the chunks of a long prompt: later ones attend more, and what they share is matrix products."""
+    """Fitted to the chunks of a long prompt: all have the same matrix products, and later ones attend more."""
     cost = CostModel(hardware, llm.model_config, DTYPE)
     peak, layers = hardware.flops_per_s[DTYPE], llm.model_config.num_layers
     first, *_, last = prefill_seconds(llm)
@@ -207,7 +204,7 @@ def set_share(hardware: Hardware, field: str, rate: float, peak: float) -> Hardw
 
 
 def rounded(hardware: Hardware) -> Hardware:
-    """Three digits: more would pretend."""
+    """Three digits, since the measurement is not more exact."""
 
     def three(value: Any) -> Any:
         if isinstance(value, dict):
@@ -221,7 +218,7 @@ def rounded(hardware: Hardware) -> Hardware:
 
 
 def compare(hardware: Hardware, directory: Path) -> str:
-    """Runs of the real engine beside predictions: the counts must be equal, the times as near as the roofline is."""
+    """Runs of the real engine beside predictions. The counts must be equal, the times as near as a roofline can be."""
     kara_config = CompressionConfig(period=32, window_blocks=6, retain_blocks=2, buffer=8)
     short, long = (draw(random.Random(0)) for draw in (workloads.workload_a, workloads.workload_c512))
     cases = [
@@ -253,9 +250,10 @@ def both(
     compression: CompressionConfig | None,
     fraction: float,
 ) -> tuple[float, EngineStats, Outcome]:
-    """The same requests, options and pool, run and simulated: seconds of the run, its counters, the prediction.
+    """Run and simulate the same requests with the same options and pool.
 
-    fraction: of the pool that all requests at once fill at their ends.
+    fraction: the pool, as a share of the blocks that all requests fill together at their ends.
+    Returns: the seconds of the run, its counters, and the prediction.
     """
     model = load_model_config(path)
     wanted = workloads.demand([prompt + output - 1 for prompt, output in lengths], 16, len(lengths))
@@ -277,23 +275,20 @@ def both(
     return time.perf_counter() - begin, llm.stats(), predicted
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.calibrate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--output", type=Path, default=Path("cpu.json"), metavar="FILE")
-    args = parser.parse_args()
+def run_calibration(arguments: Sequence[str]) -> None:
+    parser = command_line.make_parser("benchmarks.calibrate", __doc__)
+    parser.add_argument("--output", type=Path, default=Path("cpu.json"), metavar="FILE", help="default: cpu.json")
+    args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as name:
-        try:
-            hardware = calibrate(Path(name))
-            report.write_json(args.output, msgspec.to_builtins(hardware))
-            print(f"Written: {args.output}\n")
-            print(args.output.read_text())
-            print(compare(hardware, Path(name)))
-        except KvLLMError as error:
-            sys.exit(f"error: {error}")
+        print("Measuring ...", flush=True)
+        hardware = calibrate(Path(name))
+        report.write_json(args.output, msgspec.to_builtins(hardware))
+        print(f"Written: {args.output}\n\n{args.output.read_text()}\nComparing ...", flush=True)
+        print(compare(hardware, Path(name)))
+
+
+def main() -> None:
+    command_line.run_script(run_calibration)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,16 @@
-"""The same problems with and without compression, in a KV pool that holds a quarter of what is wanted.
+"""The same problems with and without compression, in a KV pool of a quarter of the demand.
 
     python -m benchmarks.demo
 
 A small reasoning model runs programs line by line and explains every step (benchmarks/reasoner). A tenth of its text
-are facts, and many of them are looked up far behind, so a wrong choice of what to throw away shows in the answers. The
-runs follow each other in one process, on the same problems, greedily. The figures go to problem_set.json and a plot to
-problem_set.png.
+are facts, and many of them are looked up again far behind. So the answers show a compression that drops the wrong KV
+pairs. The runs follow each other in one process, on the same problems, greedily. The figures go to demo.json and a plot
+to demo.png.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,24 +18,16 @@ from typing import Any
 import msgspec
 import torch
 
-from benchmarks.common import machine, report
+from benchmarks.common import command_line, machine, report
 from benchmarks.common.measurement import Measurement
-from benchmarks.common.problem_sets import (
-    BLOCK_SIZE,
-    KARA,
-    MAX_NUM_SEQS,
-    POOL_FRACTION,
-    PROBLEMS,
-    ProblemSet,
-    Run,
-)
+from benchmarks.common.problem_sets import BLOCK_SIZE, KARA, MAX_NUM_SEQS, POOL_FRACTION, PROBLEMS, ProblemSet, Run
 from benchmarks.common.variants import Variant, parse_variant
 from benchmarks.reasoner.problems import Problem, grade
-from kvllm.errors import ConfigError, KvLLMError
 
 SHORT_PROBLEMS, SHORT_MAX_NUM_SEQS = 16, 16
 SAMPLES = 3
-QUIET = 0.1  # cores that other processes may use without spoiling the times
+QUIET = 0.1
+"""Cores that other processes may use in a run whose times can be compared."""
 
 SHARP = msgspec.structs.replace(KARA, method="kara_sharp")
 VARIANTS = (
@@ -48,21 +39,14 @@ VARIANTS = (
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.make_parser("benchmarks.demo", __doc__)
     add = parser.add_argument
-    add("--problems", type=int, metavar="N", help=f"how many problems to solve (default {PROBLEMS})")
-    add(
-        "--short",
-        action="store_true",
-        help=f"{SHORT_PROBLEMS} problems, {SHORT_MAX_NUM_SEQS} at once, one thread: seconds",
-    )
-    add("--seed", type=int, default=1, help="of the problems (default 1)")
-    add(
-        "--variants", nargs="+", metavar="V", help="compare these instead: vanilla, kara:window_blocks=3,buffer=16, ..."
-    )
-    add("--output", type=Path, default=Path("demo-output"), metavar="DIR")
+    add("--problems", type=int, metavar="N", help=f"number of problems (default {PROBLEMS})")
+    short = f"{SHORT_PROBLEMS} problems, {SHORT_MAX_NUM_SEQS} at once, one thread: under a minute"
+    add("--short", action="store_true", help=short)
+    add("--seed", type=int, default=1, help="seed of the problems (default 1)")
+    add("--variants", nargs="+", metavar="V", help="other variants: vanilla, kara:window_blocks=3,buffer=16, ...")
+    command_line.add_output_argument(parser, "demo-output")
     args = parser.parse_args(arguments)
     if args.problems is None:
         args.problems = SHORT_PROBLEMS if args.short else PROBLEMS
@@ -72,7 +56,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def describe(variant: Variant) -> str:
-    """One line about a variant's settings."""
+    """The settings of a variant in one line."""
     compression = variant.compression
     name = _one_line(variant.name)
     if compression is None:
@@ -90,7 +74,7 @@ def describe(variant: Variant) -> str:
 
 
 def show(runs: dict[str, Run]) -> str:
-    """The table: a column for each run."""
+    """A table with a column for each run."""
 
     def cells(title: str, show_one: Any) -> list[str]:
         return [title, *(show_one(run) for run in runs.values())]
@@ -130,7 +114,7 @@ def _kv_of_a_sequence(measurement: Measurement) -> float:
 
 
 def compare(first: str, name: str, runs: dict[str, Run]) -> str:
-    """One line of ratios against the first run."""
+    """The ratios of a run to the first one, in one line."""
     base, run = runs[first].measurement, runs[name].measurement
     answers = runs[name].right - runs[first].right
     return (
@@ -143,7 +127,7 @@ def compare(first: str, name: str, runs: dict[str, Run]) -> str:
 
 
 def remark(runs: dict[str, Run]) -> str:
-    """How far the figures can be trusted."""
+    """A remark on which figures repeat, and whether the times can be compared."""
     text = "Answers, steps and counts repeat exactly on this machine; times vary."
     if max(run.measurement.other_load for run in runs.values()) > QUIET:
         text += " Other processes were busy during these runs: do NOT compare their times."
@@ -151,7 +135,7 @@ def remark(runs: dict[str, Run]) -> str:
 
 
 def samples(problems: list[Problem], runs: dict[str, Run]) -> str:
-    """A few problems with the end of each run's working: the first one, then those on which the runs differ."""
+    """The ends of the workings of a few problems: the first problem, then those on which the runs differ."""
     differing = [i for i in range(1, len(problems)) if len({run.grades[i] for run in runs.values()}) > 1]
     lines = []
     for i in [0, *differing][:SAMPLES]:
@@ -178,45 +162,27 @@ def _one_line(name: str) -> str:
     return name.replace("\n", " ")
 
 
-def run_demo(arguments: Sequence[str]) -> None:
-    args = parse_arguments(arguments)
-    variants = [parse_variant(text) for text in args.variants] if args.variants else list(VARIANTS)
-    if len({variant.name for variant in variants}) < len(variants):
-        raise ConfigError(f"--variants {' '.join(args.variants)}: each may be given once")
-    if args.short:
-        torch.set_num_threads(1)  # threads that wait for each other on a busy machine would take minutes
-    problem_set = ProblemSet(args.problems, SHORT_MAX_NUM_SEQS if args.short else MAX_NUM_SEQS, args.seed)
-    engines = {variant.name: problem_set.engine(variant) for variant in variants}
-    provenance = machine.provenance("benchmarks.demo", arguments)
-    print(machine.describe(provenance["machine"]))
-    print(problem_set.describe())
-    for variant in variants:
-        print(f"  {describe(variant)}")
+def choose_variants(texts: Sequence[str] | None) -> list[Variant]:
+    """Raises ConfigError for a variant that does not exist or is given twice."""
+    if not texts:
+        return list(VARIANTS)
+    command_line.require_unique("--variants", texts)
+    return [parse_variant(text) for text in texts]
 
-    problem_set.warm_up()
-    runs: dict[str, Run] = {}
-    for variant in variants:
-        print(f"Running: {_one_line(variant.name)} ...", flush=True)
-        runs[variant.name] = problem_set.run(variant, use_tqdm=sys.stderr.isatty())
-    first, *others = runs
 
-    print(f"\n{show(runs)}\n")
-    for name in others:
-        print(compare(first, name, runs))
-    print(f"\n{samples(problem_set.problems, runs)}\n")
-    print(remark(runs))
-    content = {
-        **provenance,
+def report_of(problem_set: ProblemSet, seed: int, variants: Sequence[Variant], runs: dict[str, Run]) -> dict[str, Any]:
+    """The report's part about problems and runs."""
+    return {
         "problems": {
-            "number": args.problems,
-            "seed": args.seed,
+            "number": len(problem_set.problems),
+            "seed": seed,
             "prompt_tokens": sum(problem_set.prompt_tokens),
             "working_tokens": sum(problem_set.working_tokens),
             "wanted_blocks": problem_set.wanted(BLOCK_SIZE),
         },
         "runs": {
             _one_line(variant.name): {
-                "engine": engines[variant.name],
+                "engine": problem_set.engine(variant),
                 "compression": msgspec.to_builtins(variant.compression),
                 "exact_workings": runs[variant.name].exact,
                 "right_answers": runs[variant.name].right,
@@ -225,21 +191,47 @@ def run_demo(arguments: Sequence[str]) -> None:
             for variant in variants
         },
     }
-    report.write_json(args.output / "demo.json", content)
+
+
+def write(folder: Path, content: dict[str, Any], runs: dict[str, Run]) -> None:
+    report.write_json(folder / "demo.json", content)
     report.plot_timelines(
-        args.output / "demo.png",
-        f"{args.problems} programs in a KV pool of {POOL_FRACTION:.0%} of the demand",
+        folder / "demo.png",
+        f"{content['problems']['number']} programs in a KV pool of {POOL_FRACTION:.0%} of the demand",
         {name: run.measurement.timeline for name, run in runs.items()},
         [run.measurement.num_blocks for run in runs.values()],
     )
-    print(f"Written: {args.output / 'problem_set.json'}, {args.output / 'problem_set.png'}")
+    print(f"Written: {folder / 'demo.json'}, {folder / 'demo.png'}")
+
+
+def run_demo(arguments: Sequence[str]) -> None:
+    args = parse_arguments(arguments)
+    variants = choose_variants(args.variants)
+    if args.short:
+        torch.set_num_threads(1)  # threads that wait for each other on a busy machine would take minutes
+    problem_set = ProblemSet(args.problems, SHORT_MAX_NUM_SEQS if args.short else MAX_NUM_SEQS, args.seed)
+    for variant in variants:
+        problem_set.engine(variant)  # wrong settings are refused before anything runs
+    provenance = machine.provenance("benchmarks.demo", arguments)
+    print(f"{machine.describe(provenance['machine'])}\n{problem_set.describe()}")
+    print("\n".join(f"  {describe(variant)}" for variant in variants))
+    print("Warming up ...", flush=True)
+    problem_set.warm_up()
+    runs: dict[str, Run] = {}
+    for variant in variants:
+        print(f"Running: {_one_line(variant.name)} ...", flush=True)
+        runs[variant.name] = problem_set.run(variant)
+    first, *others = runs
+    print(f"\n{show(runs)}\n")
+    for name in others:
+        print(compare(first, name, runs))
+    print(f"\n{samples(problem_set.problems, runs)}\n")
+    print(remark(runs))
+    write(args.output, provenance | report_of(problem_set, args.seed, variants, runs), runs)
 
 
 def main() -> None:
-    try:
-        run_demo(sys.argv[1:])
-    except KvLLMError as error:
-        sys.exit(f"error: {error}")
+    command_line.run_script(run_demo)
 
 
 if __name__ == "__main__":

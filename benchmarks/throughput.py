@@ -3,59 +3,61 @@
     python -m benchmarks.throughput --model 50m --workload C --pool-fraction 0.5 \\
         --variants vanilla kara:period=32,window_blocks=3,buffer=8 --block-size 16
 
-Every run is a process of its own, the variants take turns, and medians over the repeats are compared. Outputs have
-fixed lengths (greedy, end of sequence ignored), so all variants generate the same number of tokens. The figures go to
-throughput.json and a plot of the first repeat to throughput.png.
+Every run is a process of its own, and the variants take turns. The script compares medians over the repeats. Outputs
+have fixed lengths (greedy, end of sequence ignored), so all variants generate the same number of tokens. The figures go
+to throughput.json, a plot of the first repeat to throughput.png.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from benchmarks.common import engines, jobs, limits, machine, report, shapes, workloads
+from benchmarks.common import command_line, engines, jobs, limits, machine, report, shapes, workloads
+from benchmarks.common.jobs import Job
+from benchmarks.common.measurement import Measurement
 from benchmarks.common.summary import MEMORY, SHOWN, ratios, spread, summarize
 from benchmarks.common.variants import parse_variant
 from benchmarks.common.workloads import Request
 from kvllm.config import require
-from kvllm.errors import ConfigError, KvLLMError
+from kvllm.errors import ConfigError
 from kvllm.models.config import ModelConfig, load_model_config
 from kvllm.tokenizer import has_tokenizer, load_tokenizer
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.throughput",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line.make_parser("benchmarks.throughput", __doc__)
     engines.add_model_arguments(parser)
 
     add = parser.add_argument_group("workload (default: --workload A)").add_argument
-    add("--workload", choices=tuple(workloads.WORKLOADS), help="16 short requests, one, 8 long (C512: half as long)")
-    add("--num-prompts", type=int, help="requests of random ids, or how many to take from a file (default 100)")
+    add(
+        "--workload",
+        choices=tuple(workloads.WORKLOADS),
+        help="16 short requests, 1 request, 8 long ones (C512: half as long)",
+    )
+    add("--num-prompts", type=int, help="requests of random ids or of a file (default 100)")
     add("--input-len", type=int, help="tokens of a random prompt")
     add("--output-len", type=int, help="tokens generated for a random prompt or one from --prompts")
     add("--random-range-ratio", type=float, default=0.0, help="lengths vary by this share, 0 (default) to below 1")
     add("--prompts", type=Path, metavar="FILE", help="JSONL with a prompt in each line")
-    add("--field", default="prompt", help="where in a line of --prompts the text is (default: prompt)")
+    add("--field", default="prompt", help="field of a line of --prompts that holds the text (default: prompt)")
     add("--trace", type=Path, metavar="FILE", help="CSV with lengths: ContextTokens, GeneratedTokens")
     add("--seed", type=int, default=0)
 
     add = engines.add_engine_arguments(parser)
-    add("--max-model-len", type=int, help="default: the longest request; of a trace, longer requests are left out")
+    add("--max-model-len", type=int, help="default: the longest request; a trace leaves longer requests out")
     add("--max-num-seqs", type=int, default=256)
 
     add = parser.add_argument_group("runs").add_argument
     add("--variants", nargs="+", default=["vanilla", "kara"], help="vanilla, kara, kara:period=32,window_blocks=3, ...")
-    add("--repeats", type=int, default=3)
-    add("--output", type=Path, default=Path("benchmark-output"), metavar="DIR")
+    add("--repeats", type=int, default=3, help="runs of each variant (default 3)")
+    command_line.add_output_argument(parser)
     return parser.parse_args(arguments)
 
 
@@ -63,7 +65,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def make_requests(args: argparse.Namespace, path: Path, model: ModelConfig) -> tuple[str, list[Request]]:
-    """The workload in words, and its requests."""
+    """A description of the workload, and its requests."""
     _check_workload(args)
     rng = random.Random(args.seed)
     count = 100 if args.num_prompts is None else args.num_prompts
@@ -98,7 +100,7 @@ def _check_workload(args: argparse.Namespace) -> None:
     require(0 <= args.random_range_ratio < 1, "--random-range-ratio", args.random_range_ratio, "0 to below 1")
     needs_output = args.input_len is not None or args.prompts is not None
     if needs_output and args.output_len is None:
-        raise ConfigError("--input-len and --prompts need --output-len: how many tokens to generate for each prompt")
+        raise ConfigError("--input-len and --prompts need --output-len, the tokens to generate for each prompt")
     if args.output_len is not None and not needs_output:
         raise ConfigError("--output-len goes with --input-len or --prompts: other workloads bring their own lengths")
     if args.num_prompts is not None and not (needs_output or args.trace):
@@ -109,7 +111,7 @@ def _check_workload(args: argparse.Namespace) -> None:
 
 
 def show(summaries: dict[str, dict[str, dict[str, float]]], against: dict[str, dict[str, float]]) -> str:
-    """Medians over the repeats (least - most), one column for each variant."""
+    """Medians over the repeats (least-most), with a column for each variant."""
     header = ["", *(name.replace(":", ":\n").replace(",", ",\n") for name in summaries)]
     rows = [
         [title, *(spread(summary[name], shape) for summary in summaries.values())]
@@ -123,11 +125,12 @@ def show(summaries: dict[str, dict[str, dict[str, float]]], against: dict[str, d
     return report.table(header, rows)
 
 
-def show_limit(limit: dict[str, float | None], summaries: dict[str, dict[str, dict[str, float]]], alone: bool) -> str:
-    size, bandwidth, rate = limit.values()
-    text = f"Weights read in a step: {size / 1e6:.0f} MB; memory is read at {bandwidth / 1e9:.1f} GB/s.\n"
+def show_limit(limit: limits.PhysicalLimit, summaries: dict[str, dict[str, dict[str, float]]], alone: bool) -> str:
+    rate = limit.one_sequence_tokens_per_s
+    read = f"memory is read at {limit.read_bytes_per_s / 1e9:.1f} GB/s"
+    text = f"Weights read in a step: {limit.weight_bytes / 1e6:.0f} MB; {read}.\n"
     if rate is None:
-        return text + "The weights fit into the last-level cache: reading them sets no limit."
+        return text + "The weights fit into the last-level cache, so reading them sets no limit."
     text += f"So one sequence alone decodes at most {rate:.0f} tokens/s"
     if not alone:
         return text + "."
@@ -135,71 +138,70 @@ def show_limit(limit: dict[str, float | None], summaries: dict[str, dict[str, di
     return f"{text}; reached, prompt included: {', '.join(reached)}."
 
 
-def benchmark(arguments: Sequence[str]) -> None:
-    args = parse_arguments(arguments)
-    variants = [parse_variant(text) for text in args.variants]
-    names = [variant.name for variant in variants]
-    if len(set(names)) < len(names):
-        raise ConfigError(f"--variants {' '.join(names)}: each may be given once")
-    with tempfile.TemporaryDirectory() as directory:
-        path = (
-            shapes.named_shape(args.model, Path(directory))
-            if args.model in shapes.SHAPES
-            else Path(args.model).resolve()
-        )
-        model = load_model_config(path)
-        workload, requests = make_requests(args, path, model)
-        engines.check_lengths(args, model, requests)
-        of_variants = {variant.name: engines.make_job(args, variant, path, model, requests) for variant in variants}
-        provenance = machine.provenance("benchmarks.throughput", arguments)
-        totals = {
-            "name": workload,
-            "requests": len(requests),
-            "prompt_tokens": sum(len(request.prompt_token_ids) for request in requests),
-            "output_tokens": sum(request.output_length for request in requests),
-        }
-        print(provenance["command"])
-        print(machine.describe(provenance["machine"]))
-        print("Workload {name}: {requests} requests, {prompt_tokens} + {output_tokens} tokens.".format(**totals))
-        runs = jobs.run_all(of_variants, args.repeats)
-    limit = limits.physical_limit(model, args.dtype, runs[names[0]][0].device)
-    summaries = {name: summarize(measurements) for name, measurements in runs.items()}
-    against = ratios(runs)
-    pools = {name: job.engine["num_gpu_blocks_override"] for name, job in of_variants.items()}
-    print(f"\nMedians of {args.repeats} runs (least-most); the ratio is of runs that followed each other.\n")
-    print(show(summaries, against) + "\n")
-    print(show_limit(limit, summaries, alone=len(requests) == 1))
-    content = {
-        **provenance,
-        "model": {"name": args.model, **msgspec.to_builtins(model)},
-        "workload": totals,
-        "physical_limit": limit,
-        "variants": {
-            name: {
-                "engine": of_variants[name].engine | {"model": args.model},
-                "compression": msgspec.to_builtins(of_variants[name].compression),
-                "summary": summaries[name],
-                "runs": msgspec.to_builtins(measurements),
-            }
-            for name, measurements in runs.items()
-        },
-        "ratios": against,
+def totals(workload: str, requests: Sequence[Request]) -> dict[str, Any]:
+    return {
+        "name": workload,
+        "requests": len(requests),
+        "prompt_tokens": sum(len(request.prompt_token_ids) for request in requests),
+        "output_tokens": sum(request.output_length for request in requests),
     }
-    report.write_json(args.output / "throughput.json", content)
+
+
+def write(
+    args: argparse.Namespace, content: dict[str, Any], of_variants: dict[str, Job], runs: dict[str, list[Measurement]]
+) -> None:
+    """The report: `content`, and each variant with its runs; and the plot of the first runs."""
+    variants = {
+        name: {
+            "engine": job.engine | {"model": args.model},
+            "compression": msgspec.to_builtins(job.compression),
+            "summary": summarize(runs[name]),
+            "runs": msgspec.to_builtins(runs[name]),
+        }
+        for name, job in of_variants.items()
+    }
+    report.write_json(args.output / "throughput.json", content | {"variants": variants})
     report.plot_timelines(
         args.output / "throughput.png",
-        f"{args.model}, workload {Path(workload).name}: the first run of each variant",
+        f"{args.model}, workload {Path(content['workload']['name']).name}: the first run of each variant",
         {name: measurements[0].timeline for name, measurements in runs.items()},
-        list(pools.values()),
+        [job.engine["num_gpu_blocks_override"] for job in of_variants.values()],
     )
     print(f"Written: {args.output / 'throughput.json'}, {args.output / 'throughput.png'}")
 
 
+def benchmark(arguments: Sequence[str]) -> None:
+    args = parse_arguments(arguments)
+    command_line.require_unique("--variants", args.variants)
+    variants = [parse_variant(text) for text in args.variants]
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(args.model).resolve()
+        if args.model in shapes.SHAPES:
+            path = shapes.named_shape(args.model, Path(directory))
+        model = load_model_config(path)
+        workload, requests = make_requests(args, path, model)
+        engines.check_lengths(args, model, requests)
+        of_variants = {variant.name: engines.make_job(args, variant, path, model, requests) for variant in variants}
+        provenance, of_workload = machine.provenance("benchmarks.throughput", arguments), totals(workload, requests)
+        print(f"{provenance['command']}\n{machine.describe(provenance['machine'])}")
+        print("Workload {name}: {requests} requests, {prompt_tokens} + {output_tokens} tokens.".format(**of_workload))
+        runs = jobs.run_all(of_variants, args.repeats)
+    limit = limits.physical_limit(model, args.dtype, runs[variants[0].name][0].device)
+    summaries, against = {name: summarize(measurements) for name, measurements in runs.items()}, ratios(runs)
+    print(f"\nMedians of {args.repeats} runs (least-most); the ratio is of runs that follow each other.\n")
+    print(f"{show(summaries, against)}\n\n{show_limit(limit, summaries, alone=len(requests) == 1)}")
+    content = {
+        **provenance,
+        "model": {"name": args.model, **msgspec.to_builtins(model)},
+        "workload": of_workload,
+        "physical_limit": msgspec.to_builtins(limit),
+        "ratios": against,
+    }
+    write(args, content, of_variants, runs)
+
+
 def main() -> None:
-    try:
-        benchmark(sys.argv[1:])
-    except KvLLMError as error:
-        sys.exit(f"error: {error}")
+    command_line.run_script(benchmark)
 
 
 if __name__ == "__main__":

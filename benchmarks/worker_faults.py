@@ -1,13 +1,13 @@
-"""Workers that die, or hang, while requests decode: the tokens stay the same, and how long it takes.
+"""Ranks that die, or hang, while requests decode: a check of the tokens, and the time of the repair.
 
     python -m benchmarks.worker_faults
     python -m benchmarks.worker_faults --stop
 
-The requests run twice on Ray: undisturbed, and with a signal to one rank at random moments of decoding: SIGKILL or,
-with --stop, SIGSTOP. Half of them are greedy, half are sampled. All must end with the tokens of the undisturbed run, or
-the script fails. Times are from the signal: until it was noticed, until new workers had the model, until the next
-token.
-The figures go to worker_faults.json, and a plot to worker_faults.png (with --stop, worker_faults_stop).
+The requests run twice on Ray: undisturbed, and with a signal to one rank at random moments of decoding. The signal is
+SIGKILL or, with --stop, SIGSTOP. Half of the requests are greedy, half are sampled. All must end with the tokens of the
+undisturbed run, or the script fails. Times count from the signal: until the fault is noticed, until new workers have
+the model, until the next token. The figures go to worker_faults.json, a plot to worker_faults.png (with --stop,
+worker_faults_stop).
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import argparse
 import os
 import random
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -27,20 +26,23 @@ from typing import Any
 
 from msgspec import Struct, structs
 
-from benchmarks.common import machine, report, shapes, workloads
+from benchmarks.common import command_line, machine, report, shapes, workloads
+from benchmarks.common.internals import engine_of
+from benchmarks.common.progress import show_progress
 from benchmarks.common.workloads import Request
 from kvllm import LLM, SamplingParams
 from kvllm.config import require
+from kvllm.distributed.executor import RayExecutor
 from kvllm.errors import KvLLMError
 from kvllm.outputs import RequestOutput
 
 LAST_FAULT = 0.9
-"""Of the tokens: the last one must have something left to disturb."""
+"""Share of the tokens before the last fault, which must have something left to disturb."""
 TIMES = {"noticed_seconds": "noticed", "restarted_seconds": "workers restarted", "resumed_seconds": "next token"}
 
 
 class Fault(Struct):
-    """tokens: how many had been generated. Times are in seconds after the signal."""
+    """tokens: the number generated before the fault. Times are in seconds after the signal."""
 
     rank: int
     tokens: int
@@ -50,7 +52,7 @@ class Fault(Struct):
 
 
 class Signal:
-    """Sends a signal to a process, `delay` seconds from now. sent: when that was."""
+    """Sends a signal to a process, `delay` seconds from now. sent: the time of that."""
 
     def __init__(self, pid: int, number: int, delay: float) -> None:
         self.pid = pid
@@ -64,22 +66,18 @@ class Signal:
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.worker_faults",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line.make_parser("benchmarks.worker_faults", __doc__)
     add = parser.add_argument
     names = ", ".join(shapes.SHAPES)
     add("--model", default="50m", help=f"directory of a checkpoint, or a shape with random weights: {names}")
-    add("--tensor-parallel-size", type=int, default=2)
-    add("--faults", type=int, default=10)
+    add("--tensor-parallel-size", type=int, default=2, help="ranks (default 2)")
+    add("--faults", type=int, default=10, help="number of faults (default 10)")
     add("--stop", action="store_true", help="let ranks hang instead of ending them")
     add("--requests", type=int, default=32)
     add("--input-len", type=int, default=32)
     add("--output-len", type=int, default=128)
-    add("--seed", type=int, default=0, help="of the requests, the ranks and the moments")
-    add("--output", type=Path, default=Path("benchmark-output"), metavar="DIR")
+    add("--seed", type=int, default=0, help="seed of the requests, the ranks and the moments")
+    command_line.add_output_argument(parser)
     args = parser.parse_args(arguments)
     for name in ("faults", "requests", "input_len", "output_len"):
         require(getattr(args, name) >= 1, f"--{name.replace('_', '-')}", getattr(args, name), "at least 1")
@@ -87,7 +85,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def start(args: argparse.Namespace, path: Path) -> LLM:
-    """float32, for which the engine promises the same tokens however they are computed."""
+    """The engine, in float32: only there it promises the same tokens on every path of computation."""
     return LLM(
         path,
         dtype="float32",
@@ -118,14 +116,16 @@ def run_undisturbed(llm: LLM, requests: list[Request]) -> list[RequestOutput]:
 def run_disturbed(
     llm: LLM, requests: list[Request], faults: list[Fault], number: int, rng: random.Random
 ) -> list[RequestOutput]:
-    """The same, with a fault as soon as its tokens are generated and the one before is repaired. Fills in its times."""
-    engine, restarts = llm.llm_engine, llm.llm_engine.executor.restart_seconds
+    """The same with faults. A fault comes once its tokens are generated and the one before is repaired."""
+    engine, executor = llm.llm_engine, engine_of(llm).executor
+    assert isinstance(executor, RayExecutor)  # as `start` asks for
+    restarts = executor.restart_seconds
     outputs, before, due = add_requests(llm, requests), llm.stats().output_tokens, faults[:]
     sent: Signal | None = None
     noticed, now, step_seconds = False, time.monotonic(), 0.0
     while engine.has_unfinished_requests():
         if due and not sent and llm.stats().output_tokens - before >= due[0].tokens:
-            sent = Signal(engine.executor.pids[due[0].rank], number, rng.uniform(0, step_seconds))
+            sent = Signal(executor.pids[due[0].rank], number, rng.uniform(0, step_seconds))
         touched = engine.step()
         begin, now = now, time.monotonic()
         step_seconds = now - begin
@@ -150,7 +150,7 @@ def show(faults: list[Fault]) -> str:
         for i, fault in enumerate(faults, start=1)
     ]
     columns = [[getattr(fault, name) for fault in faults] for name in TIMES]
-    rows += [row("median", "", "", map(median, columns)), row("longest", "", "", map(max, columns))]
+    rows += [row("median", "", "", [*map(median, columns)]), row("longest", "", "", [*map(max, columns)])]
     return report.table(["fault", "rank", "after\ntokens", *(f"{title}\nafter s" for title in TIMES.values())], rows)
 
 
@@ -187,9 +187,11 @@ def run_faults(arguments: Sequence[str]) -> None:
             moments = sorted(rng.uniform(0, LAST_FAULT) for _ in range(args.faults))
             tokens = args.requests * args.output_len
             faults = [Fault(rng.randrange(args.tensor_parallel_size), int(at * tokens)) for at in moments]
-            expected = run_undisturbed(llm, requests)
+            with show_progress(llm, "undisturbed", args.requests):
+                expected = run_undisturbed(llm, requests)
             number = signal.SIGSTOP if args.stop else signal.SIGKILL
-            found = run_disturbed(llm, requests, faults, number, rng)
+            with show_progress(llm, f"{args.faults} faults", args.requests):
+                found = run_disturbed(llm, requests, faults, number, rng)
         finally:
             llm.llm_engine.close()
     same = sum(a.outputs == b.outputs for a, b in zip(expected, found, strict=True))
@@ -203,10 +205,7 @@ def run_faults(arguments: Sequence[str]) -> None:
 
 
 def main() -> None:
-    try:
-        run_faults(sys.argv[1:])
-    except KvLLMError as error:
-        sys.exit(f"error: {error}")
+    command_line.run_script(run_faults)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""The command line, the log and the tables of the scripts that compare answers."""
+"""The command line, the log and the tables of scripts that compare answers."""
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -13,7 +13,7 @@ import msgspec
 import torch
 from matplotlib.figure import Figure
 
-from benchmarks.common import machine, report
+from benchmarks.common import command_line, machine, report
 from benchmarks.common.intervals import interval, paired_difference
 from benchmarks.common.questions import QuestionSource
 from benchmarks.common.trials import REASONER, Outcome, Setting, Trial, percent, run_all
@@ -22,38 +22,39 @@ from kvllm.config import require
 from kvllm.engine_args import DEFAULT_MODEL
 
 SIZES = (44, 48)
-"""Lines of the programs: nearly the longest that there are."""
+"""Fewest and most lines of the programs. 48 lines is the longest program."""
 
 
 def make_parser(module: str, description: str | None) -> argparse.ArgumentParser:
-    """A parser with what every script about accuracy takes."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {module}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """A parser with the arguments that all scripts about accuracy have."""
+    parser = command_line.make_parser(module, description)
     add = parser.add_argument
     add("--model", default=REASONER, metavar="DIR", help="a checkpoint (default: the model of the package)")
     add("--dtype", help="default: float32 for the package's model, else the checkpoint's")
     add("--dataset", metavar="FILE", help="JSONL with 'problem' and 'answer', instead of the reasoner's problems")
-    add("--max-tokens", type=int, default=8192, help="generated for a question of --dataset (default 8192)")
-    add("--task", choices=TASKS, default=DEFAULT_TASK, help=f"of the reasoner (default {DEFAULT_TASK})")
-    add(
-        "--sizes", type=int, nargs=2, metavar=("MIN", "MAX"), help=f"of its problems (default {SIZES[0]} to {SIZES[1]})"
-    )
-    add("--problems", type=int, help="how many (default 300)")
-    add("--seed", type=int, default=1, help="of the problems (default 1)")
-    add("--max-num-seqs", type=int, default=192, metavar="N", help="at once (default 192)")
+    add("--max-tokens", type=int, default=8192, help="most tokens of an answer to --dataset (default 8192)")
+    add("--task", choices=TASKS, default=DEFAULT_TASK, help=f"task of the reasoner (default {DEFAULT_TASK})")
+    low, high = SIZES
+    add("--sizes", type=int, nargs=2, metavar=("MIN", "MAX"), help=f"sizes of its problems (default {low} to {high})")
+    add("--problems", type=int, help="number of questions (default 300)")
+    add("--seed", type=int, default=1, help="seed of the problems (default 1)")
+    add("--max-num-seqs", type=int, default=192, metavar="N", help="most sequences at once (default 192)")
     add("--processes", type=int, help="trials side by side (default: one for each core; 1 with a GPU)")
-    add("--output", type=Path, default=Path("benchmark-output"), metavar="DIR")
+    command_line.add_output_argument(parser)
     return parser
 
 
 def setting_of(args: argparse.Namespace) -> tuple[Setting, int]:
-    """What the arguments describe, and how many trials run side by side. Raises ConfigError for what is not allowed."""
+    """The setting that the arguments describe, and the number of trials that run side by side.
+
+    Raises ConfigError for arguments that do not fit.
+    """
     if args.dataset and args.model == REASONER:
         require(False, "--dataset", args.dataset, "with --model alone: the reasoner reads its own problems only")
+    low, high = args.sizes or SIZES
     source = QuestionSource(
         task=args.task,
-        sizes=tuple(args.sizes or SIZES),
+        sizes=(low, high),
         count=args.problems or 300,
         seed=args.seed,
         dataset=args.dataset,
@@ -82,7 +83,7 @@ def dtype_of(args: argparse.Namespace) -> str:
 
 
 class Log:
-    """Prints trials as they end, and keeps everything known so far in a file: a long run may be cut short."""
+    """Prints trials as they end, and writes all results so far to a file, because a long run may be cut short."""
 
     def __init__(self, path: Path, header: dict[str, Any]) -> None:
         self.path = path
@@ -119,7 +120,7 @@ def run_comparison(module: str, arguments: Sequence[str], args: argparse.Namespa
 
 
 def compare(outcomes: Mapping[str, Outcome]) -> str:
-    """A row for each trial, with its difference to the first one on the same questions."""
+    """A line for each trial, with its difference to the first one on the same questions."""
     first, *_ = outcomes.values()
     rows = []
     for name, outcome in outcomes.items():
@@ -127,7 +128,7 @@ def compare(outcomes: Mapping[str, Outcome]) -> str:
         against = ["", ""] if outcome is first else [difference.text, f"{difference.p_value:.1g}"]
         kept = f"{100 * outcome.kept:.1f}"
         rows.append([name, percent(outcome), f"{100 * mean(outcome.exact):.1f}", kept, *against])
-    header = ["", "right, %\n[95% interval]", "exact\nworkings, %", "entries kept\nat the end, %"]
+    header = ["", "right, %\n[95% interval]", "exact\nworkings, %", "KV pairs kept\nat the end, %"]
     return report.table([*header, "minus the first,\npoints", "p (McNemar)"], rows)
 
 
@@ -143,10 +144,4 @@ def plot_bars(path: Path, title: str, outcomes: Mapping[str, Outcome]) -> None:
     axes.set_yticks(range(len(outcomes)), labels=list(outcomes))
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-
-
-def unique(names: Iterable[str], option: str) -> None:
-    names = list(names)
-    require(len(set(names)) == len(names), option, " ".join(names), "each once")
+    report.save(path, figure)

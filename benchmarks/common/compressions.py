@@ -1,7 +1,8 @@
-"""How much of the cache Kara and the baselines keep in the comparisons of answers."""
+"""The compressions whose answers are compared: Kara by windows, and the baselines with Kara's memory as a budget."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterable
 from fractions import Fraction
 from math import ceil
@@ -12,27 +13,30 @@ from kvllm.config import require
 
 BLOCK_SIZE = 16
 WINDOW, BUFFER = 384, 128
-"""Of Kara, in entries: what benchmarks/quality/settings.py found to keep most of the right answers."""
+"""Kara's window and buffer in KV pairs, with which benchmarks/quality/settings.py found the most right answers."""
 RECENT, GAP = 32, 64
-"""Of the baselines: the last entries, always kept, whose queries score; and the entries between a budget and its
-threshold."""
+"""KV pairs of the baselines: the last ones, which are always kept and whose queries score; and those between a budget
+and its threshold."""
 
 
 def kara(
     retention: Fraction | str, *, window: int = WINDOW, buffer: int = BUFFER, method: str = "kara", **options: Any
 ) -> CompressionConfig:
-    """Kara as in the paper's accuracy runs (section 4.1): of `window - buffer` entries the share `retention`."""
+    """Kara as in the paper's accuracy runs (section 4.1).
+
+    retention: the share kept of `window - buffer` KV pairs. The buffer is kept whole.
+    """
     retained = buffer + ceil(Fraction(retention) * (window - buffer))
-    settings = {"chunk_budget": 8, "max_chunk": 8} | options
+    settings: dict[str, Any] = {"chunk_budget": 8, "max_chunk": 8} | options
     return CompressionConfig(
         method=method, policy="standalone", window_blocks=window, retain_tokens=retained, buffer=buffer, **settings
     )
 
 
 def threshold(method: str, *, recent: int = RECENT, gap: int = GAP) -> CompressionConfig:
-    """A baseline that cuts a cache to its budget whenever it has `gap` entries more; prompts stay whole, as Kara's do.
+    """A baseline that cuts a cache to its budget whenever it has `gap` KV pairs more. Prompts stay whole, as with Kara.
 
-    The budget here is replaced by one for each question.
+    The budget of each question replaces the one here.
     """
     return CompressionConfig(
         method=method,
@@ -46,9 +50,10 @@ def threshold(method: str, *, recent: int = RECENT, gap: int = GAP) -> Compressi
 
 
 def recent_of(method: str, recent: int, kara: Iterable[int], prompts: Iterable[int]) -> int:
-    """The last entries that a baseline keeps in any case, for texts of which Kara ends with `kara` entries.
+    """The number of last KV pairs that a baseline always keeps.
 
-    H2O keeps as many recent entries as heavy hitters: half of what the smallest budget leaves beside the prompt.
+    H2O keeps as many recent KV pairs as heavy hitters: half of those that the smallest budget leaves beside the prompt.
+    kara: KV pairs that Kara holds at the end of each text. prompts: tokens of each prompt.
     """
     if method != "h2o":
         return recent
@@ -57,9 +62,22 @@ def recent_of(method: str, recent: int, kara: Iterable[int], prompts: Iterable[i
 
 
 def check_retention(option: str, text: str) -> None:
-    """Raises ConfigError unless `text` is a share, like 0.3."""
+    """Raises ConfigError unless `text` is a share like 0.3."""
     try:
         fits = 0 < Fraction(text) <= 1
     except ValueError:
         fits = False
     require(fits, option, text, "a share above 0 and at most 1, like 0.3")
+
+
+def add_window_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--window", type=int, default=WINDOW, metavar="N", help=f"KV pairs of Kara's window (default {WINDOW})")
+    add("--buffer", type=int, default=BUFFER, metavar="N", help=f"KV pairs of its buffer (default {BUFFER})")
+
+
+def add_baseline_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    recent, gap = "last KV pairs that the baselines always keep", "KV pairs from a budget to its threshold"
+    add("--recent", type=int, default=RECENT, metavar="N", help=f"{recent} (default {RECENT})")
+    add("--gap", type=int, default=GAP, metavar="N", help=f"{gap} (default {GAP})")

@@ -1,4 +1,4 @@
-"""The model's and the engine's command-line options, and the jobs that they describe."""
+"""Command-line options of the model and the engine, and the jobs that they describe."""
 
 from __future__ import annotations
 
@@ -21,26 +21,35 @@ from kvllm.models.config import ModelConfig
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model").add_argument
-    shapes = ", ".join(SHAPES)
-    add("--model", default="50m", help=f"directory of a checkpoint, or a shape with random weights: {shapes}")
+    names = ", ".join(SHAPES)
+    add("--model", default="50m", help=f"directory of a checkpoint, or a shape with random weights: {names}")
     add("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights from config.json alone")
     add("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> Callable[..., Any]:
-    """Returns what adds further arguments to the same group."""
+    """Returns the function that adds further arguments to the same group."""
     engine = parser.add_argument_group("engine")
     engine.add_argument("--block-size", type=int, default=256)
     engine.add_argument("--max-num-batched-tokens", type=int, default=2048)
-    add = parser.add_argument_group("KV pool (default: all that is wanted)").add_mutually_exclusive_group().add_argument
+    add = (
+        parser.add_argument_group("KV pool (default: room for all running sequences)")
+        .add_mutually_exclusive_group()
+        .add_argument
+    )
     add("--num-gpu-blocks-override", "--num-blocks", type=int, metavar="N", help="blocks")
     add("--kv-cache-memory-bytes", "--kv-bytes", type=int, metavar="N", help="bytes")
-    add("--pool-fraction", type=float, metavar="F", help="share of what sequences running at once fill at their ends")
+    add(
+        "--pool-fraction",
+        type=float,
+        metavar="F",
+        help="share of the blocks that the running sequences fill at their ends",
+    )
     return engine.add_argument
 
 
 def check_lengths(args: argparse.Namespace, model: ModelConfig, requests: list[Request]) -> None:
-    longest, allowed = max(request.entries + 1 for request in requests), model.max_position_embeddings
+    longest, allowed = max(request.kv_pairs + 1 for request in requests), model.max_position_embeddings
     if args.max_model_len is not None:
         require(args.max_model_len <= allowed, "--max-model-len", args.max_model_len, f"the model allows {allowed}")
         allowed = args.max_model_len
@@ -51,9 +60,9 @@ def check_lengths(args: argparse.Namespace, model: ModelConfig, requests: list[R
 def make_job(
     args: argparse.Namespace, variant: Variant, path: Path, model: ModelConfig, requests: list[Request]
 ) -> Job:
-    """A variant's job.
+    """The job of a variant.
 
-    Raises ConfigError if the engine would refuse its options, or a request, which then could not finish in the pool.
+    Raises ConfigError if the engine would refuse the options, or a request that cannot finish in the pool.
     """
     engine = {
         "dtype": args.dtype,
@@ -62,7 +71,7 @@ def make_job(
         "block_size": args.block_size,
         "max_num_seqs": args.max_num_seqs,
         "max_num_batched_tokens": args.max_num_batched_tokens,
-        "max_model_len": args.max_model_len or max(request.entries + 1 for request in requests),
+        "max_model_len": args.max_model_len or max(request.kv_pairs + 1 for request in requests),
         **variant.engine,
     }
     require(engine["block_size"] >= 1, "block_size", engine["block_size"], "between 1 and 256")
@@ -77,24 +86,24 @@ def make_job(
         compression=variant.compression,
     )
     policy = make_policy(config)
-    needed = max(peak_blocks(config, policy and policy.regions, len(r.prompt_token_ids), r.entries) for r in requests)
+    needed = max(peak_blocks(config, policy and policy.regions, len(r.prompt_token_ids), r.kv_pairs) for r in requests)
     if needed > config.num_blocks:
         raise ConfigError(
             f"variant {variant.name}: a request needs {needed} KV blocks of {config.block_size} tokens and the pool "
             f"has {config.num_blocks}: give it more, or shorten the requests"
         )
-    return Job(model=str(path), engine=engine, compression=variant.compression, requests=requests)
+    return Job(name=variant.name, model=str(path), engine=engine, compression=variant.compression, requests=requests)
 
 
 def pool_blocks(args: argparse.Namespace, engine: dict[str, Any], model: ModelConfig, requests: list[Request]) -> int:
-    """Blocks in a variant's pool."""
+    """Blocks in the pool of a variant."""
     if args.num_gpu_blocks_override is not None:
         return args.num_gpu_blocks_override
     block_size = engine["block_size"]
     if args.kv_cache_memory_bytes is not None:
-        entry = 2 * model.num_layers * model.num_kv_heads * model.head_dim * itemsize(model, engine["dtype"])
-        return args.kv_cache_memory_bytes // (entry * block_size)
+        pair_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * itemsize(model, engine["dtype"])
+        return args.kv_cache_memory_bytes // (pair_bytes * block_size)
     fraction = 1.0 if args.pool_fraction is None else args.pool_fraction
     require(0 < fraction <= 1, "--pool-fraction", fraction, "above 0, at most 1")
     at_once = min(len(requests), engine["max_num_seqs"])
-    return max(1, int(fraction * workloads.demand([r.entries for r in requests], block_size, at_once)))
+    return max(1, int(fraction * workloads.demand([r.kv_pairs for r in requests], block_size, at_once)))

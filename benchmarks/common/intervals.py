@@ -13,14 +13,17 @@ CONFIDENCE = 0.95
 
 
 def interval(successes: int, trials: int) -> tuple[float, float]:
-    """Wilson's interval for a proportion."""
+    """Wilson's confidence interval of a proportion."""
     found = binomtest(successes, trials).proportion_ci(CONFIDENCE, method="wilson")
     return found.low, found.high
 
 
 class Difference(Struct, frozen=True):
-    """`first` minus `second` in right answers to the same questions: the mean with its half width, and the probability
-    that equal methods differ as much (McNemar's exact test)."""
+    """The difference of two trials in right answers to the same questions.
+
+    mean, half_width: the first trial minus the second, with its confidence interval. p_value: the probability that
+    equal methods differ as much (McNemar's exact test).
+    """
 
     mean: float
     half_width: float
@@ -37,5 +40,5 @@ def paired_difference(first: Sequence[bool], second: Sequence[bool]) -> Differen
     variance = sum((d - average) ** 2 for d in differences) / max(1, n - 1)
     half_width = NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * sqrt(variance / n)
     wins, losses = differences.count(1), differences.count(-1)
-    p_value = binomtest(wins, wins + losses).pvalue if wins + losses else 1.0
+    p_value = float(binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0
     return Difference(average, half_width, p_value)

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import msgspec
 from msgspec import Struct
 
+from benchmarks.common.child import run_child
 from benchmarks.common.measurement import Measurement, measure
 from benchmarks.common.workloads import Request
 from kvllm import LLM, CompressionConfig, RequestOutput, SamplingParams
-from kvllm.errors import KvLLMError
 
-ROOT = Path(__file__).parents[2]
 WARM_UP_TOKENS = 8
 
 
 class Job(Struct, kw_only=True):
-    """A variant with everything that it shares with the others. `engine` holds keywords of `LLM`."""
+    """A variant, and all that it shares with the others. `engine` holds keywords of `LLM`."""
 
+    name: str
     model: str
     engine: dict[str, Any]
     compression: CompressionConfig | None
@@ -34,17 +30,17 @@ def make_engine(job: Job) -> LLM:
 
 
 def run(job: Job) -> Measurement:
-    """Load the model, warm up on prompts of the same lengths but other tokens, measure."""
+    """Load the model, warm up on prompts of the same lengths with other tokens, and measure."""
     llm = make_engine(job)
     _warm_up(llm, job.requests[: llm.config.max_num_seqs])
-    return serve(llm, job.requests)[1]
+    return serve(llm, job.requests, job.name)[1]
 
 
-def serve(llm: LLM, requests: Sequence[Request]) -> tuple[list[RequestOutput], Measurement]:
-    """Generate, greedily, as many tokens as each request asks for, and measure."""
+def serve(llm: LLM, requests: Sequence[Request], title: str = "") -> tuple[list[RequestOutput], Measurement]:
+    """Generate, greedily, as many tokens as each request asks for, and measure. A run with a title shows progress."""
     prompts = [{"prompt_token_ids": request.prompt_token_ids} for request in requests]
     params = [SamplingParams(temperature=0, max_tokens=r.output_length, ignore_eos=True) for r in requests]
-    outputs, measurement = measure(llm, prompts, params)
+    outputs, measurement = measure(llm, prompts, params, title)
     generated = [len(output.outputs[0].token_ids) for output in outputs]
     if generated != [request.output_length for request in requests]:
         raise RuntimeError(f"requests did not generate the tokens they were asked for: {generated}")
@@ -52,7 +48,7 @@ def serve(llm: LLM, requests: Sequence[Request]) -> tuple[list[RequestOutput], M
 
 
 def _warm_up(llm: LLM, requests: list[Request]) -> None:
-    """Prompts of one repeated token share no beginning with random or written ones: they leave no prefix to hit."""
+    """Prompts of one repeated token share no prefix with random or written ones, so the prefix cache stays unused."""
     vocab_size = llm.model_config.vocab_size
     prompts = [{"prompt_token_ids": [i % vocab_size] * len(r.prompt_token_ids)} for i, r in enumerate(requests)]
     params = [
@@ -63,11 +59,11 @@ def _warm_up(llm: LLM, requests: list[Request]) -> None:
 
 
 def run_all(jobs: dict[str, Job], repeats: int) -> dict[str, list[Measurement]]:
-    """Run each variant `repeats` times, taking turns, so that a slow minute of the machine meets all of them."""
+    """Run each variant `repeats` times. They take turns, so that a slow minute of the machine meets all of them."""
     runs: dict[str, list[Measurement]] = {name: [] for name in jobs}
     for repeat in range(1, repeats + 1):
         for name, job in jobs.items():
-            result = run_process(name, job)
+            result = run_process(job)
             runs[name].append(result)
             print(
                 f"run {repeat} of {repeats}, {name}: {result.output_tokens_per_s:.1f} output tokens/s, "
@@ -77,14 +73,6 @@ def run_all(jobs: dict[str, Job], repeats: int) -> dict[str, list[Measurement]]:
     return runs
 
 
-def run_process(name: str, job: Job) -> Measurement:
-    """Run a job in a new process of this interpreter."""
-    process = subprocess.run(
-        [sys.executable, "-m", "benchmarks.common.run_job"],
-        input=msgspec.json.encode(job),
-        capture_output=True,
-        cwd=ROOT,
-    )
-    if process.returncode != 0:
-        raise KvLLMError(f"variant {name} failed:\n{process.stderr.decode(errors='replace').strip()}")
-    return msgspec.json.decode(process.stdout, type=Measurement)
+def run_process(job: Job) -> Measurement:
+    """Run a job in a new process of this interpreter. Raises KvLLMError if it fails."""
+    return run_child("benchmarks.common.run_job", f"variant {job.name}", job, Measurement)

@@ -1,4 +1,4 @@
-"""What the Kara paper compares and publishes, as far as its figures are known."""
+"""The Kara paper: the variants that it compares, the settings of tables 2 and 3, and the figures that are known."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.common import engines, runs
+from benchmarks.common.command_line import require_unique
 from benchmarks.common.variants import Variant
 from kvllm.config import CompressionConfig, require
-from kvllm.errors import ConfigError
 
 PAPER = "Kara: Efficient Reasoning LLM Serving via Sliding-Window KV Cache Compression, arXiv 2607.01237"
 PUBLISHED = {"Kara, 257 of 768": "+12.75%"}
-"""Gain in output throughput over the full cache. The tables' other figures are not at hand."""
-
-
+"""The gain in output throughput over the full cache. The other figures of the tables are not at hand."""
 PRESETS: dict[str, runs.Preset] = {
     "paper": {
         "model": "8b",
@@ -45,10 +43,10 @@ PRESETS: dict[str, runs.Preset] = {
 
 
 def paper_variants(block_size: int) -> dict[str, Variant]:
-    """What the paper compares, and KvLLM's own modes, by the name they have on the command line.
+    """The variants of the paper, and the modes of KvLLM, by their names on the command line.
 
-    The paper's numbers are for blocks of 256 tokens (SnapKV from 1280 to 1025 entries; KvLLM 257 of 768 every 128
-    steps, buffer 32); with other blocks they are scaled.
+    The paper's numbers are for blocks of 256 tokens: SnapKV cuts 1280 KV pairs to 1025, KvLLM keeps 257 of 768 every
+    128 steps, with a buffer of 32. Other block sizes scale them.
     """
     require(block_size >= 8, "--block-size", block_size, "at least 8: the paper's numbers are scaled by it")
     threshold, budget = 5 * block_size, 4 * block_size + 1
@@ -77,7 +75,7 @@ def paper_variants(block_size: int) -> dict[str, Variant]:
 
 
 def published_gain(variant: str) -> str:
-    """The paper's gain in output throughput over vanilla, where it is known to us."""
+    """The paper's gain in output throughput over the full cache, or "not known"."""
     return {"vanilla": "", "periodic": PUBLISHED["Kara, 257 of 768"]}.get(variant, "not known")
 
 
@@ -87,8 +85,7 @@ def add_variant_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen_variants(args: argparse.Namespace) -> dict[str, Variant]:
-    if len(set(args.variants)) < len(args.variants):
-        raise ConfigError(f"--variants {' '.join(args.variants)}: each may be given once")
+    require_unique("--variants", args.variants)
     variants = paper_variants(args.block_size)
     return {name: variants[name] for name in args.variants}
 
@@ -97,9 +94,9 @@ def parse_arguments(module: str, description: str | None, arguments: Sequence[st
     """The arguments of tables 2 and 3, over the defaults of their preset."""
     parser = runs.make_parser(module, description, PRESETS)
     add_variant_arguments(parser)
-    parser.add_argument("--repeats", type=int)
+    parser.add_argument("--repeats", type=int, help="runs of each variant")
     add = engines.add_engine_arguments(parser)
-    add("--max-num-seqs", type=int, nargs="+", help="most running sequences: a table for each")
+    add("--max-num-seqs", type=int, nargs="+", help="most running sequences; each number gets a table")
     args = runs.parse(parser, PRESETS, arguments)
     require(args.repeats >= 1, "--repeats", args.repeats, "at least 1")
     return args

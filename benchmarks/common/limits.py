@@ -1,8 +1,8 @@
-"""The physical limit of decoding: a step cannot be shorter than reading the weights, and the KV cache, once."""
+"""The physical limit of decoding: a step takes at least the time to read the weights, and the KV cache, once."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from msgspec import Struct
 
 from benchmarks.common import machine
 from benchmarks.common.measurement import Measurement
@@ -15,43 +15,49 @@ def itemsize(model: ModelConfig, dtype: str) -> int:
 
 
 def weight_bytes(model: ModelConfig, dtype: str) -> int:
-    """Bytes of all matrices that a step reads whole: those of the layers, and the one that gives the logits."""
+    """Bytes of all matrices that a step reads whole: the matrices of the layers, and the one of the logits."""
     heads = model.num_query_heads + 2 * model.num_kv_heads
     attention = model.hidden_size * model.head_dim * (heads + model.num_query_heads)
     layer = attention + 3 * model.hidden_size * model.intermediate_size
     return (model.num_layers * layer + model.vocab_size * model.hidden_size) * itemsize(model, dtype)
 
 
-def physical_limit(model: ModelConfig, dtype: str, device: str) -> dict[str, float | None]:
-    """Tokens/s at which one sequence could decode if a step cost no more than reading the weights once from memory.
+class PhysicalLimit(Struct, frozen=True):
+    """The bytes that every step reads, and the rate at which this machine reads them.
 
-    None in place of the rate for weights that fit into the CPU's last-level cache: memory is not what limits them.
+    one_sequence_tokens_per_s: of a sequence whose steps did nothing but read the weights once. None for weights that
+        fit into the CPU's last-level cache, because memory does not limit them.
     """
+
+    weight_bytes: float
+    read_bytes_per_s: float
+    one_sequence_tokens_per_s: float | None = None
+
+
+def physical_limit(model: ModelConfig, dtype: str, device: str) -> PhysicalLimit:
+    """Measures the memory bandwidth."""
     size, bandwidth = weight_bytes(model, dtype), machine.read_bandwidth(device)
-    cached = device == "cpu" and size <= (machine.last_level_cache() or 0)
-    return {
-        "weight_bytes": size,
-        "read_bytes_per_s": bandwidth,
-        "one_sequence_tokens_per_s": None if cached else bandwidth / size,
-    }
+    return PhysicalLimit(size, bandwidth, None if _in_cache(size, device) else bandwidth / size)
 
 
-def memory_limit(limit: Mapping[str, float | None], run: Measurement) -> float | None:
-    """Output tokens/s that a run's own steps would allow if each took no longer than reading the weights and the blocks
-    in use once from memory. None if all of that fits into the CPU's last-level cache."""
-    weights, bandwidth = limit["weight_bytes"], limit["read_bytes_per_s"]
-    assert weights is not None and bandwidth is not None
-    step = weights + run.mean_blocks * run.block_bytes
-    if run.device == "cpu" and step <= (machine.last_level_cache() or 0):
+def memory_limit(limit: PhysicalLimit, run: Measurement) -> float | None:
+    """Output tokens/s of a run whose steps did nothing but read the weights and the blocks in use once from memory.
+
+    None if all of these bytes fit into the CPU's last-level cache.
+    """
+    step = limit.weight_bytes + run.mean_blocks * run.block_bytes
+    if _in_cache(step, run.device):
         return None
-    return run.output_tokens * bandwidth / (run.steps * step)
+    return run.output_tokens * limit.read_bytes_per_s / (run.steps * step)
 
 
-def show_memory_limit(limit: Mapping[str, float | None]) -> str:
-    weights, bandwidth = limit["weight_bytes"], limit["read_bytes_per_s"]
-    assert weights is not None and bandwidth is not None
+def _in_cache(num_bytes: float, device: str) -> bool:
+    return device == "cpu" and num_bytes <= (machine.last_level_cache() or 0)
+
+
+def show_memory_limit(limit: PhysicalLimit) -> str:
     return (
-        f"Weights read in a step: {weights / 1e6:,.0f} MB; memory is read at {bandwidth / 1e9:,.1f} GB/s. The column "
-        "'memory allows' is what\na run's steps would reach if reading the weights and the KV blocks in use once were "
-        "all that they cost."
+        f"Weights read in a step: {limit.weight_bytes / 1e6:,.0f} MB; memory is read at "
+        f"{limit.read_bytes_per_s / 1e9:,.1f} GB/s. The column 'memory allows'\nholds the rate of a run whose steps "
+        "did nothing but read the weights and the KV blocks in use once."
     )

@@ -1,4 +1,4 @@
-"""The machine that a benchmark ran on: processor, versions, memory bandwidth, and what other processes took.
+"""The machine that a benchmark runs on: processor, versions, memory bandwidth, and the load of other processes.
 
 Every report carries this provenance, so that its figures can be judged and repeated.
 """
@@ -24,7 +24,7 @@ PROBE_BYTES = 512 << 20
 
 
 def provenance(module: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """Everything needed to judge and to repeat a run of `python -m module arguments`."""
+    """The command, the machine and the versions: all that is needed to judge and to repeat a run."""
     return {
         "command": shlex.join(["python", "-m", module, *arguments]),
         "machine": machine(),
@@ -37,7 +37,10 @@ def provenance(module: str, arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """The processor as far as it matters here. `load_average`: processes that ran in the last minute, this one too."""
+    """The processor, the memory and the GPUs.
+
+    load_average: processes that ran in the last minute, this one included.
+    """
     info = _cpu_info()
     return {
         "cpu": info.get("model name", platform.processor() or platform.machine()),
@@ -53,7 +56,7 @@ def machine() -> dict[str, Any]:
 
 
 def describe(machine: Mapping[str, Any]) -> str:
-    """One line about a machine."""
+    """A machine in one line."""
     return (
         f"{machine['cpu']}, {machine['cores']} cores ({', '.join(machine['instructions']) or 'no vector extensions'}), "
         f"{machine['memory_bytes'] / 1e9:.0f} GB, {machine['torch_threads']} torch threads, "
@@ -62,14 +65,14 @@ def describe(machine: Mapping[str, Any]) -> str:
 
 
 def last_level_cache() -> int | None:
-    """Bytes of the largest cache, None where the system does not tell."""
+    """Bytes of the largest cache; None where the system does not tell."""
     sizes = [file.read_text().strip() for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
     return max((int(size[:-1]) * 1024 for size in sizes if size.endswith("K")), default=None)
 
 
 def read_bandwidth(device: str = "cpu", repeats: int = 10) -> float:
-    """Best rate, in bytes/s, at which an array far larger than any cache is read: on the CPU by all of torch's threads
-    together, elsewhere by all of the device."""
+    """The best rate, in bytes/s, at which an array far larger than any cache is read: on the CPU by all of torch's
+    threads together, elsewhere by the whole device."""
     array = torch.ones(max(PROBE_BYTES, 4 * (last_level_cache() or 0)) // 4, device=device)
     array.sum().item()
     best = float("inf")
@@ -81,7 +84,7 @@ def read_bandwidth(device: str = "cpu", repeats: int = 10) -> float:
 
 
 def cpu_seconds_of_others() -> float:
-    """Processor time used so far by everything but this process, what a hypervisor takes away included."""
+    """Seconds of processor time that all other processes used so far; the time that a hypervisor takes away counts."""
     everything, own = psutil.cpu_times(), psutil.Process().cpu_times()
     busy = sum(everything) - everything.idle - getattr(everything, "iowait", 0.0)
     busy -= getattr(everything, "guest", 0.0) + getattr(everything, "guest_nice", 0.0)  # parts of user and nice
@@ -89,7 +92,7 @@ def cpu_seconds_of_others() -> float:
 
 
 def _cpu_info() -> dict[str, str]:
-    """The first processor in /proc/cpuinfo; empty where there is none."""
+    """The first processor of /proc/cpuinfo; empty where there is no such file."""
     file = Path("/proc/cpuinfo")
     if not file.is_file():
         return {}

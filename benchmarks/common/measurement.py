@@ -1,11 +1,12 @@
-"""What is measured of a run of the engine."""
+"""The measurement of one run of the engine."""
 
 from __future__ import annotations
 
 import resource
+import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from functools import partial
 from math import ceil
 from statistics import mean
 from typing import Any
@@ -13,18 +14,22 @@ from typing import Any
 from msgspec import Struct
 
 from benchmarks.common import machine
+from benchmarks.common.internals import runner_of
+from benchmarks.common.progress import Step, show_progress, wrapped_step
 from kvllm import LLM, RequestOutput, SamplingParams
+from kvllm.stats import EngineStats
 
 
 class Measurement(Struct, kw_only=True):
-    """One run. Counts and seconds are the run's own, without the warm-up; concurrency is sequences in a step.
+    """One run. Counts and seconds leave the warm-up out. Concurrency is the number of sequences in a step.
 
-    output_tokens_per_s: of the whole run. step_tokens_per_s: the mean over its steps of tokens sampled / time; a long
-        run's last steps, with few sequences, weigh as much as others.
-    mean_latency, p99_latency: seconds from a request's arrival (here: of all at once) to its last token; the 99th
-        percentile is the least that 99% of the requests do not exceed.
-    other_load: cores that other processes kept busy meanwhile, on average; times are comparable where it is near 0.
-    timeline: for each step (running sequences, blocks in use).
+    output_tokens_per_s: output tokens over the time of the run. step_tokens_per_s: the mean over all steps of the
+        tokens sampled / the step's time. The second weighs a long run's last steps, with few sequences, as much as
+        full ones.
+    mean_latency, p99_latency: seconds from a request's arrival (here all arrive at once) to its last token. The 99th
+        percentile is the least latency that 99% of the requests do not exceed.
+    other_load: cores that other processes kept busy meanwhile, on average. Times are comparable where it is near 0.
+    timeline: (running sequences, blocks in use) of each step.
     """
 
     device: str
@@ -76,13 +81,13 @@ COUNTERS = (
     "score_seconds",
     "compact_seconds",
 )
-"""Fields of EngineStats that count up: a run's own are differences."""
+"""Fields of EngineStats that count up: the figures of one run are differences."""
 
 
 def measure(
-    llm: LLM, prompts: Sequence[Any], sampling_params: SamplingParams | Sequence[SamplingParams], use_tqdm: bool = False
+    llm: LLM, prompts: Sequence[Any], sampling_params: SamplingParams | Sequence[SamplingParams], title: str = ""
 ) -> tuple[list[RequestOutput], Measurement]:
-    """Time `llm.generate`.
+    """Time `llm.generate`. A run with a title shows its progress.
 
     Raises the error of the first request that could not be served.
     """
@@ -90,9 +95,11 @@ def measure(
     before = {name: stats[name] for name in COUNTERS}
     stats.longest_stall_seconds = 0.0  # in a warm-up, kernels may be compiled
     steps_before = stats.steps
-    with _step_rates(llm) as rates:
+    rates: list[float] = []
+    bar = bool(title) and sys.stderr.isatty()
+    with show_progress(llm, "" if bar else title, len(prompts)), wrapped_step(llm, partial(_timed, stats, rates)):
         others_before, begin = machine.cpu_seconds_of_others(), time.perf_counter()
-        outputs = llm.generate(prompts, sampling_params, use_tqdm)
+        outputs = llm.generate(prompts, sampling_params, use_tqdm=bar)
         seconds = time.perf_counter() - begin
         others = machine.cpu_seconds_of_others() - others_before
     for output in outputs:
@@ -103,7 +110,7 @@ def measure(
     latencies = sorted(_latency(output) for output in outputs)
     peak_blocks = max(blocks for _, blocks in timeline)
     return outputs, Measurement(
-        device=llm.llm_engine.executor.runner.cache.data.device.type,
+        device=runner_of(llm).cache.data.device.type,
         seconds=seconds,
         requests=len(outputs),
         output_tokens=output_tokens,
@@ -135,11 +142,8 @@ def _latency(output: RequestOutput) -> float:
     return output.metrics.finished_time - output.metrics.arrival_time
 
 
-@contextmanager
-def _step_rates(llm: LLM) -> Iterator[list[float]]:
-    """Time every step that `generate` makes, from outside: tokens sampled per second of each."""
-    engine, stats, rates = llm.llm_engine, llm.stats(), []
-    step = engine.step
+def _timed(stats: EngineStats, rates: list[float], step: Step) -> Step:
+    """A step that appends its rate, in tokens sampled per second. For `wrapped_step`."""
 
     def timed() -> list[RequestOutput]:
         steps, tokens, begin = stats.steps, stats.output_tokens, time.perf_counter()
@@ -148,8 +152,4 @@ def _step_rates(llm: LLM) -> Iterator[list[float]]:
             rates.append((stats.output_tokens - tokens) / (time.perf_counter() - begin))
         return outputs
 
-    engine.step = timed
-    try:
-        yield rates
-    finally:
-        del engine.step
+    return timed

@@ -16,19 +16,18 @@ from benchmarks.reasoner.tasks import make_problem
 from benchmarks.reasoner.tokenizer import encode
 from kvllm import LLM, CompressionConfig, SamplingParams
 
-LINES = (26, 40)  # programs of equal length would run in waves, and the last wave decide the time
+LINES = (26, 40)  # programs of equal length would run in waves, and the last wave would decide the time
 BLOCK_SIZE = 16
 POOL_FRACTION = 0.25
 MAX_TOKENS = 1800  # the longest working has about 1,600
 PROBLEMS, MAX_NUM_SEQS = 120, 48
 
-
-# A window has to be as long as it takes until most facts were looked up once: shorter ones keep the wrong entries.
+# A window must last until most facts were looked up once: a shorter one keeps the wrong KV pairs.
 KARA = CompressionConfig(policy="pressure", period=32, window_blocks=16, retain_blocks=8, buffer=32, chunk_budget=8)
 
 
 class Run(Struct):
-    """One variant's pass over all problems: texts, and for each (right answer, exact working)."""
+    """One variant's pass over all problems. grades: (right answer, exact working) of each text."""
 
     measurement: Measurement
     texts: list[str]
@@ -54,9 +53,9 @@ class ProblemSet:
         self.working_tokens = [len(encode(problem.working)) for problem in self.problems]
 
     def wanted(self, block_size: int) -> int:
-        """Blocks that `max_num_seqs` sequences fill at their ends, going by the mean."""
-        entries = [sum(pair) for pair in zip(self.prompt_tokens, self.working_tokens, strict=True)]
-        return workloads.demand(entries, block_size, self.max_num_seqs)
+        """Blocks that `max_num_seqs` sequences of mean length fill at their ends."""
+        kv_pairs = [sum(tokens) for tokens in zip(self.prompt_tokens, self.working_tokens, strict=True)]
+        return workloads.demand(kv_pairs, block_size, self.max_num_seqs)
 
     def engine(self, variant: Variant) -> dict[str, Any]:
         """Keywords of `LLM` for a variant. Raises ConfigError if its compression does not fit its block size."""
@@ -72,16 +71,18 @@ class ProblemSet:
         }
 
     def warm_up(self) -> None:
-        """Bring up threads, caches and kernels with a few problems that are not counted."""
+        """Solve a few problems that do not count, so that threads, caches and kernels are ready."""
         llm = LLM(compression=KARA, **self.engine(Variant("warm-up")))
         prompts = [problem.prompt for problem in ProblemSet(4, 4, seed=0).problems]
         llm.generate(prompts, SamplingParams(temperature=0, max_tokens=160), use_tqdm=False)
 
-    def run(self, variant: Variant, use_tqdm: bool = False) -> Run:
-        """Solve the problems in a fresh engine."""
+    def run(self, variant: Variant) -> Run:
+        """Solve the problems in a fresh engine, and show the progress."""
         llm = LLM(compression=variant.compression, **self.engine(variant))
         sampling_params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
-        outputs, measurement = measure(llm, [problem.prompt for problem in self.problems], sampling_params, use_tqdm)
+        outputs, measurement = measure(
+            llm, [problem.prompt for problem in self.problems], sampling_params, variant.name
+        )
         texts = [output.outputs[0].text for output in outputs]
         grades = [grade(problem, text) for problem, text in zip(self.problems, texts, strict=True)]
         return Run(measurement, texts, grades)

@@ -1,4 +1,4 @@
-"""Questions whose answers can be graded: problems of the reasoner, or a file of mathematics (MATH-500, AIME, AMC)."""
+"""Questions with answers that can be graded: the reasoner's problems, or a file of mathematics (MATH-500, AIME)."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ QUESTION_FIELDS = ("problem", "question")
 
 
 class Grade(NamedTuple):
-    """right: the answer. exact: every token of the working too, where there is one to compare with."""
+    """right: the answer is. exact: every token of the working is, too, where there is one to compare with."""
 
     right: bool
     exact: bool
 
 
 class Questions(ABC):
-    """prompts: as `LLM.generate` takes them, or conversations for `LLM.chat` if `chat` is set. max_tokens: for each."""
+    """A list of questions.
+
+    prompts: for `LLM.generate`, or conversations for `LLM.chat` if `chat` is set. max_tokens: of each answer.
+    """
 
     chat = False
     prompts: list[Any]
@@ -40,14 +43,14 @@ class Questions(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """One line."""
+        """The questions in one line."""
 
 
 class QuestionSource(Struct, frozen=True, kw_only=True):
-    """Which questions, as they are named on a command line.
+    """The questions that a command line names.
 
-    task, sizes: a task of the reasoner and its smallest and largest problem. dataset: a JSONL file with `problem` (or
-    `question`) and `answer` in each line, instead. limit: of the tokens generated for a question of a dataset.
+    task, sizes: a task of the reasoner, its smallest and its largest problem. dataset: instead of these, a JSONL file
+    with `problem` (or `question`) and `answer` in each line. limit: most tokens of an answer to a dataset's question.
     """
 
     task: str = DEFAULT_TASK
@@ -67,12 +70,12 @@ class QuestionSource(Struct, frozen=True, kw_only=True):
             require(fits, "--sizes", self.sizes, allowed)
 
     def load(self) -> Questions:
-        """Raises ConfigError if the dataset is not readable as described."""
+        """Raises ConfigError if the dataset cannot be read."""
         return ReasonerQuestions(self) if self.dataset is None else Mathematics(self)
 
 
 class ReasonerQuestions(Questions):
-    """Problems whose working is known word by word."""
+    """Problems with a known working, word by word."""
 
     def __init__(self, source: QuestionSource) -> None:
         rng = random.Random(f"questions/{source.seed}")
@@ -96,7 +99,7 @@ class ReasonerQuestions(Questions):
 
 
 class Mathematics(Questions):
-    """Questions with one expression as the answer; math-verify decides whether another form of it is the same."""
+    """Questions with one expression as the answer. math-verify decides whether two forms of it are equal."""
 
     chat = True
 
@@ -135,9 +138,9 @@ def read_records(path: Path) -> list[tuple[str, str]]:
 
 
 def same_answer(answer: str, text: str) -> bool:
-    """Whether what `text` ends with, boxed or not, equals `answer` (LaTeX without dollar signs).
+    """Whether the end of `text`, boxed or not, equals `answer` (LaTeX without dollar signs).
 
-    For the main thread alone: math-verify ends endless simplifications with a signal.
+    Only the main thread may call this: math-verify ends endless simplifications with a signal.
     """
     from math_verify import parse, verify
 

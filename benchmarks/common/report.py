@@ -1,4 +1,4 @@
-"""What the benchmarks write: JSON files, tables of text, and plots."""
+"""The output of the benchmarks: JSON files, tables of text, and plots."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-# From Okabe and Ito's palette: told apart with any colour vision, and in print.
+# The palette of Okabe and Ito: its colours differ with any colour vision, and in print.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 STYLES = ("-", "--", ":")
 MIB = 1 << 20
@@ -21,7 +21,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns: the first to the left, the others to the right. A header may have several lines."""
+    """Aligned columns: the first is aligned left, the others right. A header may have several lines."""
     heads = [head.split("\n") for head in header]
     height = max(len(head) for head in heads)
     lines = [[head[i] if i < len(head) else "" for head in heads] for i in range(height)]
@@ -38,6 +38,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([*map(aligned, lines), rule, *map(aligned, rows)])
 
 
+def save(path: Path, figure: Figure) -> None:
+    """Write a figure as PNG. The folder is made where it is absent."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
 def mib(num_bytes: float) -> str:
     return f"{num_bytes / MIB:.1f} MiB"
 
@@ -45,9 +51,9 @@ def mib(num_bytes: float) -> str:
 def plot_timelines(
     path: Path, title: str, timelines: Mapping[str, Sequence[Sequence[int]]], pools: Sequence[int]
 ) -> None:
-    """Draw running sequences and use of the KV pool over the steps of several runs.
+    """Draw the running sequences, and the blocks of the KV pool in use, over the steps of several runs.
 
-    timelines: by run, for each step (running sequences, blocks in use). pools: blocks in the pool of each run.
+    timelines: by run, (running sequences, blocks in use) of each step. pools: blocks in the pool of each run.
     """
     figure = Figure(figsize=(9, 6), layout="constrained")
     running, used = figure.subplots(2, sharex=True)
@@ -65,16 +71,18 @@ def plot_timelines(
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=min(3, len(timelines)), frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    save(path, figure)
 
 
 Line = tuple[Sequence[float], Sequence[float]]
-"""x and y of its points."""
+"""The x and the y of its points."""
 
 
 def plot_lines(path: Path, title: str, xlabel: str, panels: Mapping[str, Mapping[str, Line]]) -> None:
-    """Draw lines over one x axis: by the label of a panel's y axis, and by their own. A label looks alike in all."""
+    """Draw lines over one x axis.
+
+    panels: by the label of the y axis, the lines by their labels. Lines of the same label look alike in all panels.
+    """
     labels = list(dict.fromkeys(label for lines in panels.values() for label in lines))
     figure = Figure(figsize=(9, 2.5 * len(panels) + 1), layout="constrained")
     all_axes = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
@@ -92,8 +100,7 @@ def plot_lines(path: Path, title: str, xlabel: str, panels: Mapping[str, Mapping
     figure.suptitle(title)
     names = [label.replace("\n", " ") for label in handles]
     figure.legend(handles.values(), names, loc="outside lower center", ncols=min(3, len(names)), frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    save(path, figure)
 
 
 def _colours(count: int) -> list[str]:

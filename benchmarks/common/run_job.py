@@ -1,22 +1,13 @@
-"""Runs one job: a job as JSON on stdin, a measurement as JSON on stdout. `benchmarks.common.jobs` starts it."""
+"""Runs one variant of the engine. `benchmarks.common.jobs` starts it in a process of its own."""
 
 from __future__ import annotations
 
-import sys
-
-import msgspec
-
+from benchmarks.common.child import serve_job
 from benchmarks.common.jobs import Job, run
-from kvllm.errors import KvLLMError
 
 
 def main() -> None:
-    job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
-    try:
-        measurement = run(job)
-    except KvLLMError as error:
-        sys.exit(str(error))
-    sys.stdout.buffer.write(msgspec.json.encode(measurement))
+    serve_job(run, Job)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,13 @@
-"""Runs one trial: a job as JSON on stdin, an outcome as JSON on stdout. `benchmarks.common.trials` starts it."""
+"""Runs one trial. `benchmarks.common.trials` starts it in a process of its own."""
 
 from __future__ import annotations
 
-import sys
-
-import msgspec
-
+from benchmarks.common.child import serve_job
 from benchmarks.common.trials import Job, run
-from kvllm.errors import KvLLMError
 
 
 def main() -> None:
-    job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
-    try:
-        outcome = run(job)
-    except KvLLMError as error:
-        sys.exit(str(error))
-    sys.stdout.buffer.write(msgspec.json.encode(outcome))
+    serve_job(run, Job)
 
 
 if __name__ == "__main__":

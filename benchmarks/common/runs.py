@@ -1,7 +1,7 @@
-"""What the scripts for the paper's tables and figures share: presets, models, requests, variants, the memory's limit.
+"""Presets, models, requests and jobs of the scripts for the paper's tables and figures.
 
-Everything that the paper sets (appendix B.1) is a default. What it leaves open is assumed, and every script's output
-says so: how long answers are (lognormal, a long tail), and how large the KV pool is.
+The paper's settings (appendix B.1) are the defaults. It leaves two open, the lengths of the answers and the size of the
+KV pool. These are assumptions, and the output of every script names them: answers are lognormal with a long tail.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
-from benchmarks.common import engines, machine, shapes, workloads
+from benchmarks.common import command_line, engines, machine, shapes, workloads
 from benchmarks.common.jobs import Job
 from benchmarks.common.variants import Variant
 from benchmarks.common.workloads import Request
@@ -28,7 +28,8 @@ from kvllm.models.config import ModelConfig, load_model_config
 from kvllm.tokenizer import has_tokenizer, load_tokenizer
 
 REASONER = "reasoner"
-LINES = (26, 40)  # of the reasoner's programs
+LINES = (26, 40)
+"""Fewest and most lines of the reasoner's programs."""
 Preset = dict[str, Any]
 
 
@@ -36,26 +37,22 @@ Preset = dict[str, Any]
 
 
 def make_parser(module: str, description: str | None, presets: Mapping[str, Preset]) -> argparse.ArgumentParser:
-    """A parser with the arguments that all scripts have."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {module}",
-        description=description,
-        epilog="--model also takes a config.json, for random weights, and 'reasoner', the model of the package.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    """A parser with the arguments that all of these scripts have."""
+    parser = command_line.make_parser(module, description)
+    parser.epilog = "--model also takes a config.json, for random weights, and 'reasoner', the model of the package."
     add = parser.add_argument
-    add("--preset", choices=tuple(presets), default=next(iter(presets)), help="defaults of all that is not given")
-    add("--output", type=Path, default=Path("benchmark-output"), metavar="DIR")
+    add("--preset", choices=tuple(presets), default=next(iter(presets)), help="defaults of the other options")
+    command_line.add_output_argument(parser)
     engines.add_model_arguments(parser)
     add = parser.add_argument_group("requests").add_argument
-    add("--num-prompts", type=int)
+    add("--num-prompts", type=int, help="requests")
     add("--input-len", type=int, help="tokens of a prompt of random ids")
     add("--prompts", type=Path, metavar="FILE", help="JSONL with a prompt in each line, instead of random ids")
-    add("--field", default="problem", help="where in a line of --prompts the text is (default: problem)")
+    add("--field", default="problem", help="field of a line of --prompts that holds the text (default: problem)")
     add("--output-len", type=int, help="tokens generated for every prompt; default: lognormal lengths")
     add("--output-median", type=int, help="median of the lognormal lengths")
-    add("--output-sigma", type=float, help="standard deviation of their logarithm: how long the tail is")
-    add("--max-output-len", type=int, help="longer ones are cut to this")
+    add("--output-sigma", type=float, help="standard deviation of their logarithm: a larger one gives a longer tail")
+    add("--max-output-len", type=int, help="most tokens of an output")
     add("--seed", type=int, default=0)
     parser.set_defaults(max_model_len=None)  # the longest request
     return parser
@@ -64,7 +61,7 @@ def make_parser(module: str, description: str | None, presets: Mapping[str, Pres
 def parse(
     parser: argparse.ArgumentParser, presets: Mapping[str, Preset], arguments: Sequence[str]
 ) -> argparse.Namespace:
-    """Arguments over the defaults of their preset. Raises ConfigError for numbers that describe no requests."""
+    """The arguments, over the defaults of their preset. Raises ConfigError for numbers that describe no requests."""
     preset = parser.parse_known_args(arguments)[0].preset
     parser.set_defaults(**presets[preset])
     args = parser.parse_args(arguments)
@@ -79,8 +76,10 @@ def parse(
 
 
 def find_model(args: argparse.Namespace, directory: Path) -> tuple[Path, ModelConfig]:
-    """The checkpoint that `--model` names: a directory, "reasoner" (the model that comes with the package), a shape, or
-    a config.json under any name. Shapes and configs have random weights; their files are written to `directory`."""
+    """The checkpoint that `--model` names: a directory, "reasoner" (the package's model), a shape, or a config.json.
+
+    Shapes and configs have random weights. Their files are written to `directory`.
+    """
     if args.model in shapes.SHAPES:
         path = shapes.named_shape(args.model, directory)
     elif args.model == REASONER:
@@ -94,7 +93,7 @@ def find_model(args: argparse.Namespace, directory: Path) -> tuple[Path, ModelCo
 
 
 def make_requests(args: argparse.Namespace, path: Path, model: ModelConfig) -> tuple[str, list[Request]]:
-    """The requests, and what they are in words: prompts of a file, the reasoner's own problems, or random ids.
+    """A description of the requests, and the requests: prompts of a file, the reasoner's problems, or random ids.
 
     Raises ConfigError if a request is longer than the model allows.
     """
@@ -123,8 +122,9 @@ def make_requests(args: argparse.Namespace, path: Path, model: ModelConfig) -> t
 def output_lengths(args: argparse.Namespace, rng: random.Random, count: int) -> list[int]:
     """Tokens to generate for each request: the same for all, or drawn from a lognormal distribution.
 
-    exp(N(log median, sigma^2)), rounded, at least 1 and at most `--max-output-len`. Its mean, before that cut, is
-    median * exp(sigma^2 / 2); with sigma 0.8 one answer in a hundred is more than six times as long as the median.
+    A length is exp(N(log median, sigma^2)), rounded, at least 1 and at most `--max-output-len`. The mean before that
+    cut is median * exp(sigma^2 / 2). With sigma 0.8, one answer in a hundred is more than six times as long as the
+    median.
     """
     if args.output_len is not None:
         return [args.output_len] * count
@@ -149,7 +149,7 @@ def _problems(args: argparse.Namespace, rng: random.Random) -> list[Request]:
 
 
 def totals(name: str, requests: Sequence[Request]) -> dict[str, Any]:
-    """What a report says of its requests."""
+    """The entry of a report about its requests."""
     lengths = sorted(request.output_length for request in requests)
     return {
         "name": name,
@@ -162,7 +162,7 @@ def totals(name: str, requests: Sequence[Request]) -> dict[str, Any]:
 
 
 def announce(module: str, arguments: Sequence[str], requests: Mapping[str, Any]) -> dict[str, Any]:
-    """Print what is about to run and where, and return the provenance for the report."""
+    """Print the command, the machine and the requests. Returns the provenance for the report."""
     provenance = machine.provenance(module, arguments)
     print(f"{provenance['command']}\n{machine.describe(provenance['machine'])}")
     print(
@@ -181,9 +181,9 @@ def make_jobs(
     requests: list[Request],
     max_num_seqs: Sequence[int],
 ) -> dict[int, dict[str, Job]]:
-    """Jobs by most running sequences and variant, all with the same pool.
+    """Jobs by most running sequences and by variant, all with the same pool.
 
-    A share of the demand as the pool's size goes by the largest of `max_num_seqs`.
+    A pool that is a share of the demand goes by the largest of `max_num_seqs`.
     """
     for number in max_num_seqs:
         require(number >= 1, "--max-num-seqs", number, "at least 1")

@@ -1,4 +1,4 @@
-"""Shapes of models that are measured with random weights."""
+"""Shapes of the models that are measured with random weights."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "dtype": "bfloat16",
     },
 }
-"""Shapes with random weights: 40.4 M parameters, Qwen3-0.6B's 596 M, DeepSeek-R1-Distill-Llama-8B's 8.0 G."""
+"""Parameters: 40.4 M; 596 M, as Qwen3-0.6B; 8.0 G, as DeepSeek-R1-Distill-Llama-8B."""
 
 
 def named_shape(name: str, directory: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Figures of repeated runs: medians, and ratios of runs that followed each other."""
+"""Figures of repeated runs: medians, and ratios of runs that follow each other."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHOWN = {
 }
 MEMORY = {
     "peak_kv_bytes": "peak KV in use, MiB",
-    "method_state_bytes": "kept by the method beside it, MiB",
+    "method_state_bytes": "state of the method beside it, MiB",
     "peak_event_bytes": "peak of a compression event, MiB",
     "peak_memory_bytes": "peak process memory, MiB",
 }
@@ -47,7 +47,7 @@ def summarize(runs: list[Measurement]) -> dict[str, dict[str, float]]:
 
 
 def ratios(runs: dict[str, list[Measurement]], figure: str = "output_tokens_per_s") -> dict[str, dict[str, float]]:
-    """A figure against that of the first variant, within each repeat; the median, least and most of these ratios."""
+    """The ratio of a figure to the first variant's, within each repeat: its median, least and most."""
     first, *others = runs
     result = {}
     for name in others:
@@ -57,5 +57,6 @@ def ratios(runs: dict[str, list[Measurement]], figure: str = "output_tokens_per_
 
 
 def spread(values: dict[str, float], shape: str) -> str:
+    """The median, with the least and the most behind it if they differ."""
     middle, least, most = (shape.format(values[key]) for key in ("median", "min", "max"))
     return middle if least == most else f"{middle} ({least}-{most})"

@@ -1,4 +1,4 @@
-"""Engines that are given their output token by token, as if they had generated it."""
+"""Teacher forcing: an engine is given its output token by token, as if it had generated it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 import torch
 
+from benchmarks.common.internals import executor_of, replace_executor
+from benchmarks.common.progress import show_progress
 from kvllm import LLM, RequestOutput, SamplingParams
 from kvllm.core.executor import Executor
 from kvllm.core.protocol import SampledToken, StepPlan, StepResult
@@ -16,11 +18,11 @@ Observe = Callable[[torch.Tensor, list[int], list[int]], None]
 
 
 class Forced(Executor):
-    """Runs plans, and gives tokens in place of those that are sampled. For an engine that has run nothing yet.
+    """Runs plans, and replaces sampled tokens by given ones. The engine must not have run before.
 
-    forced: by sequence, the first tokens of its output; behind them it goes on by itself.
-    observe: called at every step with the logits `[R, V]` that tokens are chosen from, the sequence of each row, and
-        how many tokens that had before.
+    forced: the first tokens of each sequence's output. The tokens behind them are sampled.
+    observe: called at every step with the logits `[R, V]` of the tokens, the sequence of each row, and the number of
+        output tokens that the sequence had before.
     """
 
     def __init__(self, inner: InlineExecutor, forced: Sequence[list[int]], observe: Observe | None = None) -> None:
@@ -59,10 +61,15 @@ def feed(
     forced: Sequence[list[int]],
     params: Sequence[SamplingParams],
     observe: Observe | None = None,
+    title: str = "",
 ) -> list[RequestOutput]:
-    """Complete prompts in a fresh engine, the first tokens of each output given. Raises the first request's error."""
-    llm.llm_engine.executor = Forced(llm.llm_engine.executor, forced, observe)  # pyright: ignore[reportArgumentType]
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    """Complete prompts in a fresh engine, where the first tokens of each output are given.
+
+    Raises the error of the first request that has one. A run with a title shows its progress.
+    """
+    replace_executor(llm, Forced(executor_of(llm), forced, observe))
+    with show_progress(llm, title, len(prompts)):
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     for output in outputs:
         if output.error is not None:
             raise output.error

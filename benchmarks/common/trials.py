@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from statistics import mean
 
-import msgspec
 import torch
 from msgspec import Struct
 
+from benchmarks.common.child import run_child
 from benchmarks.common.compressions import BLOCK_SIZE
 from benchmarks.common.intervals import interval
+from benchmarks.common.progress import SECONDS_SIDE_BY_SIDE, show_progress
 from benchmarks.common.questions import Questions, QuestionSource
-from kvllm import LLM, CompressionConfig, SamplingParams
+from kvllm import LLM, CompressionConfig, RequestOutput, SamplingParams
+from kvllm.engine_args import DEFAULT_MODEL
 
 FULL = "full cache"
 REASONER = "reasoner"
 
 
 class Setting(Struct, frozen=True, kw_only=True):
-    """What all trials share. `model`: a checkpoint's directory, or "reasoner", the model of the package."""
+    """The part that all trials share. model: a checkpoint's directory, or "reasoner" for the model of the package."""
 
     model: str = REASONER
     dtype: str = "float32"
@@ -35,7 +34,7 @@ class Setting(Struct, frozen=True, kw_only=True):
 
 
 class Trial(Struct, frozen=True, kw_only=True):
-    """One way to compress. `budgets`: entries left of each question's cache by policy="threshold"."""
+    """One way to compress. budgets: KV pairs to which policy="threshold" cuts the cache of each question."""
 
     name: str
     compression: CompressionConfig | None = None
@@ -47,17 +46,18 @@ class Trial(Struct, frozen=True, kw_only=True):
 
 
 class Outcome(Struct, kw_only=True):
-    """What came of a trial, question by question.
+    """The result of a trial, question by question.
 
-    entries: of the cache when the last token was sampled. tokens: generated. seconds: of the whole trial; trials run
-    side by side, so they are no measure of speed.
+    cached_lengths: KV pairs in the cache when the last token was sampled. logical_lengths: KV pairs that were computed
+    until then. tokens: generated ones. seconds: of the whole trial. Trials run side by side, so this is no measure of
+    speed.
     """
 
     right: list[bool]
     exact: list[bool]
-    entries: list[int]
+    cached_lengths: list[int]
+    logical_lengths: list[int]
     tokens: list[int]
-    logical: list[int]
     windows: int
     seconds: float
 
@@ -67,8 +67,8 @@ class Outcome(Struct, kw_only=True):
 
     @property
     def kept(self) -> float:
-        """Entries held at the end, as a share of those that were computed."""
-        return sum(self.entries) / sum(self.logical)
+        """KV pairs held at the end, as a share of those that were computed."""
+        return sum(self.cached_lengths) / sum(self.logical_lengths)
 
 
 class Job(Struct, kw_only=True):
@@ -84,48 +84,58 @@ def run(job: Job) -> Outcome:
     setting, trial = job.setting, job.trial
     torch.set_num_threads(setting.threads)
     questions = setting.questions.load()
-    model = {} if setting.model == REASONER else {"model": setting.model}
-    llm = LLM(
-        **model,
-        dtype=setting.dtype,
-        block_size=trial.block_size,
-        max_num_seqs=min(setting.max_num_seqs, len(questions.prompts)),
-        compression=trial.compression,
-        **pool(setting, trial, questions),
-    )
-    budgets = trial.budgets or [None] * len(questions.prompts)
-    params = [
-        SamplingParams(temperature=0, max_tokens=tokens, budget_tokens=budget)
-        for tokens, budget in zip(questions.max_tokens, budgets, strict=True)
-    ]
+    llm = make_engine(setting, trial, questions)
     begin = time.perf_counter()
-    answer = llm.chat if questions.chat else llm.generate
-    outputs = answer(questions.prompts, params, use_tqdm=False)
-    for output in outputs:
-        if output.error is not None:
-            raise output.error
+    outputs = answer(llm, trial, questions)
     grades = [questions.grade(i, output.outputs[0].text) for i, output in enumerate(outputs)]
     tokens = [len(output.outputs[0].token_ids) for output in outputs]
     # The token sampled last is never stored.
-    logical = [len(output.prompt_token_ids) + n - 1 for output, n in zip(outputs, tokens, strict=True)]
+    lengths = [len(output.prompt_token_ids) + n - 1 for output, n in zip(outputs, tokens, strict=True)]
     return Outcome(
         right=[grade.right for grade in grades],
         exact=[grade.exact for grade in grades],
-        entries=[n - output.metrics.evicted_entries for output, n in zip(outputs, logical, strict=True)],
+        cached_lengths=[n - output.metrics.evicted_entries for output, n in zip(outputs, lengths, strict=True)],
+        logical_lengths=lengths,
         tokens=tokens,
-        logical=logical,
         windows=llm.stats().windows_compressed,
         seconds=time.perf_counter() - begin,
     )
 
 
-def pool(setting: Setting, trial: Trial, questions: Questions) -> dict[str, int]:
-    """For the reasoner's problems on the CPU, a KV pool in which all fit; else it is sized by the memory, as ever."""
+def make_engine(setting: Setting, trial: Trial, questions: Questions) -> LLM:
+    return LLM(
+        DEFAULT_MODEL if setting.model == REASONER else setting.model,
+        dtype=setting.dtype,
+        block_size=trial.block_size,
+        max_num_seqs=min(setting.max_num_seqs, len(questions.prompts)),
+        num_gpu_blocks_override=pool_blocks(setting, trial, questions),
+        compression=trial.compression,
+    )
+
+
+def pool_blocks(setting: Setting, trial: Trial, questions: Questions) -> int | None:
+    """Blocks for all of the reasoner's problems at once. None on a GPU or for a dataset: the memory sizes the pool."""
     if torch.cuda.is_available() or setting.questions.dataset:
-        return {}
+        return None
     longest = max(len(prompt) + n for prompt, n in zip(questions.prompts, questions.max_tokens, strict=True))
-    rows = min(setting.max_num_seqs, len(questions.prompts))
-    return {"num_gpu_blocks_override": rows * (-(-longest // trial.block_size) + 1)}
+    running = min(setting.max_num_seqs, len(questions.prompts))
+    return running * (-(-longest // trial.block_size) + 1)
+
+
+def answer(llm: LLM, trial: Trial, questions: Questions) -> list[RequestOutput]:
+    """Raises the error of the first question that could not be answered."""
+    budgets = trial.budgets or [None] * len(questions.prompts)
+    params = [
+        SamplingParams(temperature=0, max_tokens=tokens, budget_tokens=budget)
+        for tokens, budget in zip(questions.max_tokens, budgets, strict=True)
+    ]
+    generate = llm.chat if questions.chat else llm.generate
+    with show_progress(llm, trial.name, len(questions.prompts), SECONDS_SIDE_BY_SIDE):
+        outputs = generate(questions.prompts, params, use_tqdm=False)
+    for output in outputs:
+        if output.error is not None:
+            raise output.error
+    return outputs
 
 
 # Many trials
@@ -134,14 +144,16 @@ def pool(setting: Setting, trial: Trial, questions: Questions) -> dict[str, int]
 def run_all(
     setting: Setting, trials: Sequence[Trial], processes: int, finished: Callable[[Trial, Outcome], None]
 ) -> dict[str, Outcome]:
-    """Run trials side by side, each in a process of its own; `finished` is called for each as it ends.
+    """Run trials side by side, each in a process of its own, and call `finished` for each as it ends.
 
-    Raises RuntimeError with the error of the first trial that failed.
+    Raises KvLLMError with the message of the first trial that failed.
     """
     lock = threading.Lock()
 
     def run_one(trial: Trial) -> Outcome:
-        outcome = run_apart(Job(setting=setting, trial=trial))
+        job = Job(setting=setting, trial=trial)
+        threads = {"OMP_NUM_THREADS": str(setting.threads)}
+        outcome = run_child("benchmarks.common.run_trial", trial.name, job, Outcome, threads)
         with lock:
             finished(trial, outcome)
         return outcome
@@ -151,16 +163,7 @@ def run_all(
     return {trial.name: outcome for trial, outcome in zip(trials, outcomes, strict=True)}
 
 
-def run_apart(job: Job) -> Outcome:
-    environment = os.environ | {"OMP_NUM_THREADS": str(job.setting.threads)}
-    command = [sys.executable, "-m", "benchmarks.common.run_trial"]
-    done = subprocess.run(command, input=msgspec.json.encode(job), capture_output=True, env=environment, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{job.trial.name}: {done.stderr.decode()[-2000:]}")
-    return msgspec.json.decode(done.stdout, type=Outcome)
-
-
 def percent(outcome: Outcome) -> str:
-    """Accuracy with its interval."""
+    """Right answers in percent, with their interval."""
     low, high = interval(sum(outcome.right), len(outcome.right))
     return f"{100 * outcome.accuracy:.1f} [{100 * low:.0f}, {100 * high:.0f}]"

@@ -25,7 +25,7 @@ ENGINE_OPTIONS = {
 
 
 class Variant(Struct, frozen=True):
-    """One way to run the engine. `engine` holds keywords of `LLM`, and of those only what differs from the others'."""
+    """One way to run the engine. `engine` holds the keywords of `LLM` that differ from the other variants'."""
 
     name: str
     compression: CompressionConfig | None = None

@@ -1,4 +1,4 @@
-"""Workloads for throughput: how many tokens go in and come out, and what the prompts are."""
+"""Workloads for throughput: the lengths of prompts and outputs, and the prompts themselves."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from kvllm.simulation.workload import synthetic as synthetic
 
 
 class Request(Struct, frozen=True):
-    """A prompt and how many tokens are generated for it, whatever the model would end with."""
+    """A prompt, and the number of tokens that are generated for it, wherever the model would end."""
 
     prompt_token_ids: list[int]
     output_length: int
 
     @property
-    def entries(self) -> int:
-        """KV entries at its end: the last token is never stored."""
+    def kv_pairs(self) -> int:
+        """KV pairs in the cache at the end: the last token is never stored."""
         return len(self.prompt_token_ids) + self.output_length - 1
 
 
@@ -49,7 +49,7 @@ WORKLOADS: dict[str, Callable[[random.Random], list[Lengths]]] = {
     "C": workload_c,
     "C512": workload_c512,
 }
-"""A: short mixed requests, all at once. B: one request. C: few requests that reason long."""
+"""A: short mixed requests, all at once. B: one request. C: few requests with long outputs."""
 
 
 def read_prompts(path: Path, field: str, num_prompts: int) -> list[str]:
@@ -75,12 +75,14 @@ def read_prompts(path: Path, field: str, num_prompts: int) -> list[str]:
 
 
 def random_requests(rng: random.Random, lengths: Sequence[Lengths], vocab_size: int) -> list[Request]:
-    """Prompts of random token ids: no two share a beginning, so the prefix cache has no part in the figures."""
+    """Prompts of random token ids. No two share a prefix, so the prefix cache has no part in the figures."""
     return [Request(rng.choices(range(vocab_size), k=prompt), output) for prompt, output in lengths]
 
 
-def demand(entries: Sequence[int], block_size: int, num_running: int) -> int:
-    """Blocks that `num_running` sequences fill at their ends without compression, going by the mean over `entries`, the
-    KV entries with which the sequences end."""
-    blocks = sum(-(-each // block_size) for each in entries)
-    return round(num_running * blocks / len(entries))
+def demand(kv_pairs: Sequence[int], block_size: int, num_running: int) -> int:
+    """Blocks that `num_running` sequences fill at their ends without compression.
+
+    kv_pairs: of each sequence at its end. The mean over all sequences decides.
+    """
+    blocks = sum(-(-each // block_size) for each in kv_pairs)
+    return round(num_running * blocks / len(kv_pairs))

@@ -276,18 +276,20 @@ def silu_mul(target: Target, rows: int, width: int, dtype: torch.dtype) -> Figur
 def rotary(target: Target, head_dim: int, norm: bool, dtype: torch.dtype) -> Figures:
     """6 query heads, 2 KV heads, and values behind them that must stay."""
     qkv = target.randn(40, 10 * head_dim, dtype=dtype)
-    weights = [target.randn(head_dim, dtype=dtype, seed=seed) if norm else None for seed in (1, 2)]
+    q_weight, k_weight = (target.randn(head_dim, dtype=dtype, seed=seed) if norm else None for seed in (1, 2))
     positions = torch.arange(40, device=target.device) * 2
     table = cos_sin_table(head_dim).to(target.device)
     cos, sin = table.double()[positions].unsqueeze(1).chunk(2, dim=-1)
     parts = []
-    for heads, weight in zip(qkv.unflatten(1, (10, head_dim)).split((6, 2, 2), dim=1), (*weights, None), strict=True):
+    for heads, weight in zip(
+        qkv.unflatten(1, (10, head_dim)).split((6, 2, 2), dim=1), (q_weight, k_weight, None), strict=True
+    ):
         x = heads.double() if weight is None else normalized(heads, weight)
         low, high = x.chunk(2, dim=-1)
         turned = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
         parts.append(x if len(parts) == 2 else turned)
     values = qkv[:, 8 * head_dim :].clone()
-    elementwise.rotary(qkv, positions, table, 6, 2, head_dim, *weights, EPS)
+    elementwise.rotary(qkv, positions, table, 6, 2, head_dim, q_weight, k_weight, EPS)
     assert torch.equal(qkv[:, 8 * head_dim :], values)
     return within(error_of(qkv, torch.cat(parts, dim=1).flatten(1)), ALLOWED[dtype])
 

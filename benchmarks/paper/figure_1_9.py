@@ -5,29 +5,27 @@
 
 The full cache, SnapKV by threshold, and KvLLM in its modes serve the same requests in the same KV pool, once each,
 every run in a process of its own. The default preset has the paper's settings (appendix B.1) on the shape of its model,
-with random weights; prompts are random ids unless --prompts gives some. Every step goes to figure_1_9.json, the plot to
-figure_1_9.png. Counts repeat exactly; times do not.
+with random weights. Prompts are random ids unless --prompts names a file. Every step goes to figure_1_9.json, the plot
+to figure_1_9.png. Counts repeat exactly; times do not.
 """
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
-from benchmarks.common import engines, jobs, kara_paper, limits, report, runs
+from benchmarks.common import command_line, engines, jobs, kara_paper, limits, report, runs
 from benchmarks.common.measurement import Measurement
-from kvllm.errors import KvLLMError
 
 PRESETS: dict[str, runs.Preset] = {
     name: {**preset, "max_num_seqs": max(preset["max_num_seqs"])} for name, preset in kara_paper.PRESETS.items()
 }
 
 
-def table(titles: Mapping[str, str], measurements: Mapping[str, Measurement], limit: dict[str, float | None]) -> str:
+def table(titles: Mapping[str, str], measurements: Mapping[str, Measurement], limit: limits.PhysicalLimit) -> str:
     header = ["", "mean con-\ncurrency", "peak", "pool in\nuse, mean", "peak", "steps", "output\ntokens/s"]
     header += ["memory\nallows", "preemp-\ntions", "windows", "blocks\nreleased"]
     rows = []
@@ -69,14 +67,14 @@ def measure_figure(arguments: Sequence[str]) -> None:
     limit = limits.physical_limit(model, args.dtype, first.device)
     print(f"\nKV pool: {first.num_blocks} blocks of {args.block_size} tokens; {args.max_num_seqs} sequences at most.\n")
     print(table(titles, measurements, limit))
-    print(f"\nPublished ({kara_paper.PAPER}): figures, whose numbers are not known to us.")
+    print(f"\nPublished ({kara_paper.PAPER}): figures, whose numbers are not known.")
     print(limits.show_memory_limit(limit))
     content = {
         **provenance,
         "paper": kara_paper.PAPER,
         "model": {"name": args.model, **msgspec.to_builtins(model)},
         "workload": totals,
-        "physical_limit": limit,
+        "physical_limit": msgspec.to_builtins(limit),
         "variants": {
             name: {
                 "name": titles[name],
@@ -99,10 +97,7 @@ def measure_figure(arguments: Sequence[str]) -> None:
 
 
 def main() -> None:
-    try:
-        measure_figure(sys.argv[1:])
-    except KvLLMError as error:
-        sys.exit(f"error: {error}")
+    command_line.run_script(measure_figure)
 
 
 if __name__ == "__main__":

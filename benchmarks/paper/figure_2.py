@@ -1,22 +1,21 @@
-"""What survives of each region of a text after repeated compression (figure 2 of the Kara paper).
+"""Survivors of each region of a text after repeated compression (figure 2 of the Kara paper).
 
     python -m benchmarks.paper.figure_2 --model DIR --prompts math500/test.jsonl
     python -m benchmarks.paper.figure_2 --preset cpu
 
-Every method generates the same number of tokens for the same prompts, one run after the other. Meanwhile the position
-in the text of every entry of the cache is followed, for each layer and KV head. At the end the text, prompt included,
-is cut into equal regions, and of each region two shares are given: of its entries that survive, and of the layers and
-heads that hold none of it any more.
+Every method generates the same number of tokens for the same prompts, one run after the other. Meanwhile the script
+follows the position in the text of every KV pair in the cache, for each layer and KV head. At the end it cuts the text,
+prompt included, into equal regions, and gives two shares of each: the KV pairs that survive, and the layers and heads
+that hold none of the region any more.
 
-Kara and its ablations compress windows (1 block of 3, the prompt whole, "periodic"), all others the whole cache at a
-threshold, unless --policy gives one policy to all; methods that it does not allow are left out then. Figures go to
-figure_2.json, a plot to figure_2.png.
+Kara and its ablations compress windows (1 block of 3, the prompt whole, "periodic"). All other methods compress the
+whole cache at a threshold. --policy gives one policy to all methods, and leaves out those that it does not allow. The
+figures go to figure_2.json, a plot to figure_2.png.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,18 +26,18 @@ import msgspec
 import torch
 from torch import Tensor
 
-from benchmarks.common import engines, kara_paper, report, runs
+from benchmarks.common import command_line, engines, kara_paper, report, runs
+from benchmarks.common.internals import executor_of, replace_executor
 from benchmarks.common.jobs import Job, make_engine, serve
 from benchmarks.common.variants import Variant
 from kvllm.compression.specs import SPECS
 from kvllm.config import CompressionConfig, require
 from kvllm.core.executor import Executor
 from kvllm.core.protocol import CompressionJob, StepPlan, StepResult
-from kvllm.errors import ConfigError, KvLLMError
 from kvllm.worker.inline import InlineExecutor
 
 HOLE = -1
-"""In place of a position where a head keeps fewer entries than there is room for."""
+"""Stands for a position where a head keeps fewer KV pairs than it has slots."""
 OWN, PERIODIC, THRESHOLD = "own", "periodic", "threshold"
 METHODS = tuple(SPECS)
 KARA = tuple(method for method in METHODS if method.startswith("kara"))
@@ -61,10 +60,10 @@ PRESETS: dict[str, runs.Preset] = {
 
 
 class PositionTracker(Executor):
-    """Runs plans, and follows where in its text every cached entry was.
+    """Runs plans, and follows the position in the text of every cached KV pair.
 
-    positions: by sequence, int64 `[layers, kv_heads, entries]`, in the order of the cache; of one that ended, what it
-        had at its end. events: how often each was compressed.
+    positions: by sequence, int64 `[layers, kv_heads, kv_pairs]`, in the order of the cache. The positions of a sequence
+        stay after its end. events: the number of times that each sequence was compressed.
     """
 
     def __init__(self, inner: InlineExecutor) -> None:
@@ -75,8 +74,8 @@ class PositionTracker(Executor):
         self._logical: dict[int, int] = {}
         self._moved: Tensor | None = None
         if self.runner.compressor:
-            backend = self.runner.compressor.backend
-            self._compact, backend.compact = backend.compact, self._record
+            operations = self.runner.compressor.operations
+            self._compact, operations.compact = operations.compact, self._record
 
     def _record(self, kept: Tensor, sources: Tensor, destinations: Tensor) -> None:
         self._moved = kept.cpu()
@@ -96,7 +95,7 @@ class PositionTracker(Executor):
             assert self._moved is not None
             self._compress(job, self._moved[:, i])
         for job in plan.compressions:
-            if not job.destinations:  # whole blocks at the beginning are let go
+            if not job.destinations:  # whole blocks at the beginning are released
                 self._compress(job, self._text(0, 0))
         for item in plan.scheduled:
             begin = self._logical[item.seq_id]
@@ -109,7 +108,7 @@ class PositionTracker(Executor):
         return torch.arange(begin, end).expand(shape.num_layers, shape.num_kv_heads, end - begin)
 
     def _compress(self, job: CompressionJob, kept: Tensor) -> None:
-        """kept: `[layers, kv_heads, entries]`, offsets in the region, padded with -1 behind what it has room for."""
+        """kept: `[layers, kv_heads, kv_pairs]`, offsets in the region, padded with -1."""
         positions = self.positions[job.seq_id]
         begin = job.first_block * self.runner.block_size
         end = min(positions.shape[-1], begin + job.region_blocks * self.runner.block_size)
@@ -119,15 +118,15 @@ class PositionTracker(Executor):
         self.events[job.seq_id] += 1
 
     def length(self, seq_id: int) -> int:
-        """Tokens of the text so far, whatever was evicted."""
+        """Tokens of the text so far, evicted ones included."""
         return self._logical[seq_id]
 
 
 def survivors_of_regions(positions: Tensor, length: int, regions: int) -> tuple[Tensor, Tensor]:
-    """Count what is left of each of `regions` equal parts of a text of `length` tokens.
+    """Count the survivors of each of `regions` equal parts of a text of `length` tokens.
 
-    positions: int64 `[layers, kv_heads, entries]`, HOLE where there is none.
-    Returns: int64 `[layers, kv_heads, regions]`, and the tokens of each region, int64 `[regions]`.
+    positions: int64 `[layers, kv_heads, kv_pairs]`, HOLE where there is none.
+    Returns: the counts, int64 `[layers, kv_heads, regions]`, and the tokens of each region, int64 `[regions]`.
     """
     bounds = torch.tensor([length * i // regions for i in range(regions + 1)])
     index = torch.bucketize(positions.contiguous(), bounds[1:], right=True)
@@ -151,8 +150,7 @@ def make_jobs(args: argparse.Namespace, path: Path, model: Any, requests: list[A
         methods = [name for name, spec in SPECS.items() if args.policy == OWN or not spec.refusal(args.policy)]
     else:
         methods = args.methods
-    if len(set(methods)) < len(methods):
-        raise ConfigError(f"--methods {' '.join(methods)}: each may be given once")
+    command_line.require_unique("--methods", methods)
     options = argparse.Namespace(**vars(args), max_num_seqs=len(requests))
     return {
         name: engines.make_job(options, Variant(name, compression(args, name)), path, model, requests)
@@ -161,10 +159,11 @@ def make_jobs(args: argparse.Namespace, path: Path, model: Any, requests: list[A
 
 
 def follow(job: Job, regions: int) -> dict[str, Any]:
-    """Run a job and report what survives, on average over its sequences."""
+    """Run a job and report the survivors, on average over its sequences."""
     llm = make_engine(job)
-    llm.llm_engine.executor = tracker = PositionTracker(llm.llm_engine.executor)
-    _, measurement = serve(llm, job.requests)
+    tracker = PositionTracker(executor_of(llm))
+    replace_executor(llm, tracker)
+    _, measurement = serve(llm, job.requests, job.name)
     counts, sizes = zip(
         *(survivors_of_regions(p, tracker.length(seq_id), regions) for seq_id, p in tracker.positions.items()),
         strict=True,
@@ -207,7 +206,7 @@ def plot(path: Path, title: str, results: dict[str, dict[str, Any]]) -> None:
             for name, r in results.items()
         }
 
-    panels = {"entries that survive (%)": lines("survivors"), "layers and heads without any (%)": lines("lost")}
+    panels = {"KV pairs that survive (%)": lines("survivors"), "layers and heads without any (%)": lines("lost")}
     report.plot_lines(path, title, "region of the text (%)", panels)
 
 
@@ -219,17 +218,17 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         nargs="+",
         choices=METHODS,
         metavar="M",
-        help=f"default: all that --policy allows of {', '.join(METHODS)}",
+        help=f"default: all methods that --policy allows, of {', '.join(METHODS)}",
     )
     add(
         "--policy",
         choices=(OWN, PERIODIC, THRESHOLD),
         default=OWN,
-        help="own: periodic for Kara and its kin, else threshold",
+        help="own: periodic for Kara and its ablations, else threshold",
     )
-    add("--threshold", type=int, help="entries at which a whole cache is compressed (default: 5 blocks)")
-    add("--budget", type=int, help="entries that are left then (default: 4 blocks and one entry)")
-    add("--regions", type=int, default=10, help="equal parts of the text (default 10)")
+    add("--threshold", type=int, help="KV pairs at which a whole cache is compressed (default: 5 blocks)")
+    add("--budget", type=int, help="KV pairs that are left then (default: 4 blocks and one KV pair)")
+    add("--regions", type=int, default=10, help="number of equal parts of the text (default 10)")
     engines.add_engine_arguments(parser)
     args = runs.parse(parser, PRESETS, arguments)
     require(args.regions >= 1, "--regions", args.regions, "at least 1")
@@ -247,20 +246,20 @@ def draw_figure(arguments: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         path, model = runs.find_model(args, Path(directory))
         workload, requests = runs.make_requests(args, path, model)
-        shortest = min(request.entries for request in requests)
-        require(args.regions <= shortest, "--regions", args.regions, f"at most the shortest text's {shortest} entries")
+        shortest = min(request.kv_pairs for request in requests)
+        require(args.regions <= shortest, "--regions", args.regions, f"at most the shortest text's {shortest} KV pairs")
         jobs = make_jobs(args, path, model, requests)
         totals = runs.totals(workload, requests)
         provenance = runs.announce("benchmarks.paper.figure_2", arguments, totals)
         for name, job in jobs.items():
             results[name] = follow(job, args.regions)
             print(f"{name}: {results[name]['events_per_sequence']:.1f} compressions of a sequence", flush=True)
-    print(f"\n{table(results, 'survivors', 'entries that survive')}\n")
+    print(f"\n{table(results, 'survivors', 'KV pairs that survive')}\n")
     print(table(results, "lost", "layers and heads without any"))
-    print(f"\nPublished ({kara_paper.PAPER}): a figure, whose numbers are not known to us.")
+    print(f"\nPublished ({kara_paper.PAPER}): a figure, whose numbers are not known.")
     print(
-        "The limit: what is kept of all is given by the settings, so no method can keep more of one region without "
-        "keeping\nless of another. Methods whose 'all' differ are not comparable."
+        "The limit: the settings fix the share that is kept of all regions, so a method keeps more of one region only "
+        "where\nit keeps less of another. Methods whose 'all' differ are not comparable."
     )
     content = {
         **provenance,
@@ -277,15 +276,12 @@ def draw_figure(arguments: Sequence[str]) -> None:
         },
     }
     report.write_json(args.output / "figure_2.json", content)
-    plot(args.output / "figure_2.png", f"{args.model}: what survives of a text", results)
+    plot(args.output / "figure_2.png", f"{args.model}: survivors of a text", results)
     print(f"Written: {args.output / 'figure_2.json'}, {args.output / 'figure_2.png'}")
 
 
 def main() -> None:
-    try:
-        draw_figure(sys.argv[1:])
-    except KvLLMError as error:
-        sys.exit(f"error: {error}")
+    command_line.run_script(draw_figure)
 
 
 if __name__ == "__main__":

@@ -2,33 +2,33 @@
 
     python -m benchmarks.paper.figure_5
 
-Kara runs first, at each retention, as in the paper's accuracy runs: of every window it keeps that share, the prompt
-stays whole. The entries that it holds when a question ends become that question's budget for each baseline, which cuts
-its cache to the budget whenever it has a few entries more, prompt kept whole and counted. So every method ends every
-question with the same memory. All are asked the same questions, greedily; the full cache is the line to reach.
+Kara runs first, at each retention, as in the paper's accuracy runs: it keeps that share of every window, and the prompt
+whole. The KV pairs that it holds at the end of a question become that question's budget for each baseline. A baseline
+cuts its cache to the budget whenever the cache has a few KV pairs more; its prompt stays whole and counts. So every
+method ends every question with the same memory. All methods answer the same questions, greedily. The full cache is the
+line to reach.
 
-`--short` asks fewer questions at fewer retentions. The figures go to figure_5.json and a plot to figure_5.png.
+`--short` asks fewer questions at fewer retentions. The figures go to figure_5.json, a plot to figure_5.png.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.common import accuracy, compressions, intervals, machine, report
+from benchmarks.common import accuracy, command_line, compressions, intervals, machine, report
 from benchmarks.common.trials import FULL, Outcome, Trial, percent, run_all
 from kvllm.compression.specs import SPECS
 from kvllm.config import require
-from kvllm.errors import KvLLMError
 
-METHODS = tuple(method for method in SPECS if not method.startswith("kara_no"))  # those are in table_1
-DEFAULT = tuple(method for method in METHODS if method != "sliding_window")  # StreamingLLM but for four entries
+METHODS = tuple(method for method in SPECS if not method.startswith("kara_no"))  # the ablations are in table_1
+DEFAULT = tuple(method for method in METHODS if method != "sliding_window")  # StreamingLLM without its four sinks
 RETENTIONS = ("0.2", "0.3", "0.4", "0.5", "0.6")
 SHORT = {
     "problems": 100,
@@ -37,7 +37,7 @@ SHORT = {
 }
 
 Outcomes = dict[tuple[str, str], Outcome]
-"""By method and retention."""
+"""Outcomes by method and retention."""
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -45,16 +45,29 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--methods", nargs="+", choices=METHODS, metavar="M", help=f"kara and others (default: {' '.join(DEFAULT)})")
     add("--retentions", nargs="+", metavar="R", help=f"default: {' '.join(RETENTIONS)}")
-    add("--window", type=int, default=compressions.WINDOW, help=f"of Kara (default {compressions.WINDOW})")
-    add("--buffer", type=int, default=compressions.BUFFER, help=f"of Kara (default {compressions.BUFFER})")
+    add(
+        "--window",
+        type=int,
+        default=compressions.WINDOW,
+        help=f"KV pairs of Kara's window (default {compressions.WINDOW})",
+    )
+    add(
+        "--buffer",
+        type=int,
+        default=compressions.BUFFER,
+        help=f"KV pairs of its buffer (default {compressions.BUFFER})",
+    )
     add(
         "--recent",
         type=int,
         default=compressions.RECENT,
-        help=f"last entries of the others (default {compressions.RECENT})",
+        help=f"last KV pairs that the others always keep (default {compressions.RECENT})",
     )
     add(
-        "--gap", type=int, default=compressions.GAP, help=f"from a budget to its threshold (default {compressions.GAP})"
+        "--gap",
+        type=int,
+        default=compressions.GAP,
+        help=f"KV pairs from a budget to its threshold (default {compressions.GAP})",
     )
     add("--short", action="store_true", help="under ten minutes on two cores")
     args = parser.parse_args(arguments)
@@ -62,8 +75,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         setattr(args, name, getattr(args, name) or value)
     args.methods = args.methods or DEFAULT
     args.retentions = args.retentions or RETENTIONS
-    accuracy.unique(args.methods, "--methods")
-    accuracy.unique(args.retentions, "--retentions")
+    command_line.require_unique("--methods", args.methods)
+    command_line.require_unique("--retentions", args.retentions)
     require(args.methods[0] == "kara", "--methods", " ".join(args.methods), "kara first: it sets the budgets")
     for retention in args.retentions:
         compressions.check_retention("--retentions", retention)
@@ -85,13 +98,13 @@ def kara_trials(args: argparse.Namespace) -> list[Trial]:
 
 
 def baseline_trials(args: argparse.Namespace, kara: Mapping[str, Outcome]) -> list[Trial]:
-    """The others, with what Kara held at the end of each question as its budget."""
+    """The other methods. The budget of each question is the number of KV pairs that Kara held at its end."""
     baselines = [method for method in args.methods if SPECS[method].queries != "window"]
     return [
         Trial(
             name=f"{method} {r}",
             compression=compressions.threshold(method, recent=recent_of(method, args, kara[f"kara {r}"]), gap=args.gap),
-            budgets=kara[f"kara {r}"].entries,
+            budgets=kara[f"kara {r}"].cached_lengths,
         )
         for method in baselines
         for r in args.retentions
@@ -99,12 +112,12 @@ def baseline_trials(args: argparse.Namespace, kara: Mapping[str, Outcome]) -> li
 
 
 def recent_of(method: str, args: argparse.Namespace, kara: Outcome) -> int:
-    prompts = [logical - tokens + 1 for logical, tokens in zip(kara.logical, kara.tokens, strict=True)]
-    return compressions.recent_of(method, args.recent, kara.entries, prompts)
+    prompts = [logical - tokens + 1 for logical, tokens in zip(kara.logical_lengths, kara.tokens, strict=True)]
+    return compressions.recent_of(method, args.recent, kara.cached_lengths, prompts)
 
 
 def show(args: argparse.Namespace, outcomes: Mapping[str, Outcome]) -> str:
-    """Accuracy, then each method's difference to Kara on the same questions."""
+    """Right answers, then the difference of each method to Kara on the same questions."""
     accuracies, differences = [], []
     for method in args.methods:
         of_method = [outcomes[f"{method} {r}"] for r in args.retentions]
@@ -116,7 +129,7 @@ def show(args: argparse.Namespace, outcomes: Mapping[str, Outcome]) -> str:
     kara = [outcomes[f"kara {r}"] for r in args.retentions]
     losses = [intervals.paired_difference(outcome.right, outcomes[FULL].right).text for outcome in kara]
     rows = [
-        ["entries kept at the end, %", *(f"{100 * outcome.kept:.1f}" for outcome in kara)],
+        ["KV pairs kept at the end, %", *(f"{100 * outcome.kept:.1f}" for outcome in kara)],
         ["kara minus full cache", *losses],
     ]
     header = [f"retention {r}" for r in args.retentions]
@@ -144,15 +157,17 @@ def plot(path: Path, args: argparse.Namespace, outcomes: Mapping[str, Outcome]) 
             [value - 100 * low for value, (low, _) in zip(y, bounds, strict=True)],
             [100 * high - value for value, (_, high) in zip(y, bounds, strict=True)],
         ]
-        style = {"color": report.COLOURS[i % len(report.COLOURS)], "linestyle": report.STYLES[i // len(report.COLOURS)]}
+        style: dict[str, Any] = {
+            "color": report.COLOURS[i % len(report.COLOURS)],
+            "linestyle": report.STYLES[i // len(report.COLOURS)],
+        }
         axes.errorbar(x, y, yerr=errors, marker="o", markersize=3, linewidth=1.2, capsize=2, label=method, **style)
     axes.axhline(100 * outcomes[FULL].accuracy, color="grey", linewidth=0.8, label=FULL)
     axes.set(xlabel="retention (%)", ylabel="right answers (%)", ylim=(-2, 103))
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    report.save(path, figure)
 
 
 def run_figure(arguments: Sequence[str]) -> None:
@@ -171,10 +186,7 @@ def run_figure(arguments: Sequence[str]) -> None:
 
 
 def main() -> None:
-    try:
-        run_figure(sys.argv[1:])
-    except KvLLMError as error:
-        sys.exit(f"error: {error}")
+    command_line.run_script(run_figure)
 
 
 if __name__ == "__main__":

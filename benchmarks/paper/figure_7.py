@@ -1,11 +1,12 @@
-"""Which tokens of a window survive, before and after Token2Chunk, drawn over the text (paper, figure 7).
+"""The survivors of a window, before and after Token2Chunk, drawn over the text (figure 7 of the Kara paper).
 
     python -m benchmarks.paper.figure_7
 
-One problem is answered, and one of the windows that Kara compresses meanwhile is looked at. Every layer and KV head
-chooses for itself, so what is drawn of a token is the share of them that keep it, in three sets: the candidates, which
-are the best scores alone; what Kara keeps, where Token2Chunk has completed chunks between candidates; and as many of
-the best scores, which is what would be kept without it. The window's last entries, the buffer, are kept in any case.
+The engine answers one problem, and the script observes one of the windows that Kara compresses meanwhile. Every layer
+and KV head chooses for itself, so the drawing shows the share of them that keep a token. It has three sets: the
+candidates, which are the best scores alone; the KV pairs that Kara keeps, where Token2Chunk has completed chunks
+between candidates; and as many of the best scores, which Kara would keep without Token2Chunk. The window's last KV
+pairs, the buffer, are always kept.
 
 The terminal shows the text with a digit under each token (0: no layer and head keeps it, 9: all do). The sets and all
 scores go to figure_7.json and a drawing to figure_7.png.
@@ -14,7 +15,6 @@ scores go to figure_7.json and a drawing to figure_7.png.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -27,7 +27,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from benchmarks.common import accuracy, compressions, machine, report
+from benchmarks.common import accuracy, command_line, compressions, machine, report
+from benchmarks.common.internals import executor_of, replace_executor
 from benchmarks.common.questions import QuestionSource
 from benchmarks.common.trials import REASONER
 from benchmarks.reasoner.tasks import DEFAULT_SIZE, DEFAULT_TASK, TASKS
@@ -36,7 +37,7 @@ from kvllm.compression.methods import kara
 from kvllm.config import require
 from kvllm.core.executor import Executor
 from kvllm.core.protocol import StepPlan, StepResult
-from kvllm.errors import ConfigError, KvLLMError
+from kvllm.errors import ConfigError
 from kvllm.worker.inline import InlineExecutor
 
 CANDIDATES, KEPT, PLAIN = "before: candidates", "after Token2Chunk", "as many, without Token2Chunk"
@@ -47,10 +48,10 @@ COLUMNS = 16
 
 
 class Window:
-    """What was seen of one window: where it is in the text, and by layer its scores and what each set keeps of it.
+    """The observations of one window, a tensor for each layer.
 
-    scores: float32 `[kv_heads, entries scored]`. kept: int64 `[kv_heads, entries]`, ascending offsets, without the
-        buffer.
+    position: of the window in the text. scores: float32 `[kv_heads, scored]`. kept: by set, int64 `[kv_heads, kept]`,
+        ascending offsets without the buffer.
     """
 
     def __init__(self, position: int) -> None:
@@ -59,18 +60,18 @@ class Window:
         self.kept: dict[str, list[Tensor]] = {CANDIDATES: [], KEPT: [], PLAIN: []}
 
     def shares(self, name: str) -> list[float]:
-        """Of layers and heads that keep a token, for each token before the buffer."""
+        """The share of layers and heads that keep a token, for each token before the buffer."""
         pairs = zip(self.scores, self.kept[name], strict=True)
         return torch.cat([torch.zeros_like(scores).scatter(-1, kept, 1.0) for scores, kept in pairs]).mean(0).tolist()
 
     def mean_scores(self) -> list[float]:
-        """Of a token, over layers and heads, where 1 is what every token would have if all were attended alike."""
+        """The mean score of each token over layers and heads. If all tokens were attended alike, each would have 1."""
         relative = torch.cat([scores / scores.mean(-1, keepdim=True) for scores in self.scores])
         return relative.mean(0).tolist()
 
 
 class Observer(Executor):
-    """Runs the plans of one sequence alone, and looks at every window when it is chosen from."""
+    """Runs the plans of one sequence, and observes the selection from every window."""
 
     def __init__(self, inner: InlineExecutor) -> None:
         self.inner = inner
@@ -84,7 +85,7 @@ class Observer(Executor):
 
     def execute(self, plan: StepPlan) -> StepResult:
         for job in plan.compressions:
-            # The standalone policy compresses a window as soon as there is one, and all before it was dropped from.
+            # The standalone policy compresses a window as soon as there is one: all drops so far were before it.
             self.windows.append(Window(job.first_block * self._block_size + self._dropped))
             self._dropped += job.dropped
         return self.inner.execute(plan)
@@ -92,7 +93,7 @@ class Observer(Executor):
     def _observe(
         self, queries: Tensor, keys: Tensor, *, retain: int, buffer: int, chunk_budget: int, **options: Any
     ) -> Tensor:
-        """Once for each layer."""
+        """Stands in for the selection; called once for each layer."""
 
         def select(retain: int, chunk_budget: int) -> Tensor:
             return self._select(queries, keys, retain=retain, buffer=buffer, chunk_budget=chunk_budget, **options)
@@ -113,7 +114,7 @@ class Observer(Executor):
 
 
 def observe(args: argparse.Namespace, compression: CompressionConfig) -> tuple[list[str], list[Window]]:
-    """Answer the question. Returns the tokens of prompt and answer, and the windows that were compressed."""
+    """Answer the question. Returns the tokens of the prompt and the answer, and the windows that were compressed."""
     source = QuestionSource(
         task=args.task,
         sizes=(args.size, args.size),
@@ -126,7 +127,8 @@ def observe(args: argparse.Namespace, compression: CompressionConfig) -> tuple[l
     llm = LLM(
         accuracy.path_of(args), dtype=accuracy.dtype_of(args), block_size=1, max_num_seqs=1, compression=compression
     )
-    llm.llm_engine.executor = observer = Observer(llm.llm_engine.executor)  # pyright: ignore[reportArgumentType]
+    observer = Observer(executor_of(llm))
+    replace_executor(llm, observer)
     answer = llm.chat if questions.chat else llm.generate
     params = SamplingParams(temperature=0, max_tokens=questions.max_tokens[0])
     output = answer(questions.prompts[0], params, use_tqdm=False)[0]
@@ -139,32 +141,32 @@ def observe(args: argparse.Namespace, compression: CompressionConfig) -> tuple[l
 
 
 def runs_of(kept: Sequence[int]) -> int:
-    """Stretches of neighbouring positions."""
+    """The number of stretches of neighbouring positions."""
     return 1 + sum(after - before > 1 for before, after in pairwise(kept)) if kept else 0
 
 
 def show(window: Window) -> str:
-    """What the sets look like, on average over layers and heads."""
+    """A table of the sets, on average over layers and heads."""
     rows = []
     for name, by_layer in window.kept.items():
         heads = [head for kept in by_layer for head in kept.tolist()]
         scores = [row for scores in window.scores for row in scores.tolist()]
         mass = mean(sum(row[i] for i in head) / sum(row) for head, row in zip(heads, scores, strict=True))
-        entries, runs, shares = len(heads[0]), mean(map(runs_of, heads)), window.shares(name)
-        length = f"{entries / runs:.2f}" if entries else ""
+        pairs, runs, shares = len(heads[0]), mean(map(runs_of, heads)), window.shares(name)
+        length = f"{pairs / runs:.2f}" if pairs else ""
         everyone, nobody = sum(share == 1 for share in shares), sum(share == 0 for share in shares)
-        rows.append([name, str(entries), f"{100 * mass:.1f}", f"{runs:.1f}", length, str(everyone), str(nobody)])
-    header = ["", "entries\nkept", "of the\nscores, %", "stretches", "their\nlength", "tokens kept\nby all"]
+        rows.append([name, str(pairs), f"{100 * mass:.1f}", f"{runs:.1f}", length, str(everyone), str(nobody)])
+    header = ["", "KV pairs\nkept", "share of the\nscores, %", "stretches", "their\nlength", "tokens kept\nby all"]
     return report.table([*header, "tokens kept\nby none"], rows)
 
 
 def visible(token: str) -> str:
-    """A token's text without characters that would break a line."""
+    """The text of a token without characters that would break a line."""
     return "".join(c if c.isprintable() else {"\n": "¶", "\t": "→"}.get(c, "�") for c in token) or "∅"
 
 
 def render(tokens: Sequence[str], lines: Mapping[str, Sequence[float]]) -> str:
-    """The text, and under each token a digit for each of `lines`, whose values are shares."""
+    """The text, with a digit under each token for each of `lines`. The values of lines are shares."""
     labels = [f"{name}  " for name in ("", *lines)]
     margin = max(map(len, labels))
     rows: list[list[str]] = [[""] * len(labels)]
@@ -178,7 +180,7 @@ def render(tokens: Sequence[str], lines: Mapping[str, Sequence[float]]) -> str:
 
 
 def draw(axes: Axes, title: str, tokens: Sequence[str], values: Sequence[float], highest: float) -> Any:
-    """A field for each token, the first of `tokens` coloured by `values`; those without a value are grey."""
+    """A field for each token. `values` colour the first tokens; those without a value are grey."""
     rows = -(-len(tokens) // COLUMNS)
     padded = [*values, *[float("nan")] * (rows * COLUMNS - len(values))]
     grid = torch.tensor(padded).view(rows, COLUMNS).numpy()
@@ -195,7 +197,7 @@ def draw(axes: Axes, title: str, tokens: Sequence[str], values: Sequence[float],
 
 
 def plot(path: Path, title: str, tokens: Sequence[str], window: Window) -> None:
-    """The scores, and for each set the share of layers and heads that keep a token."""
+    """Draw the scores, and for each set the share of layers and heads that keep a token."""
     rows = -(-len(tokens) // COLUMNS)
     panels = 1 + len(window.kept)
     figure = Figure(figsize=(11, panels * (0.28 * rows + 0.5) + 0.6), layout="constrained")
@@ -204,15 +206,14 @@ def plot(path: Path, title: str, tokens: Sequence[str], window: Window) -> None:
     image = draw(scores, "score (1: as if all were attended alike)", tokens, relative, max(relative))
     figure.colorbar(image, ax=scores)
     for axes, name in zip(sets, window.kept, strict=True):
-        image = draw(axes, f"{name} ({window.kept[name][0].shape[-1]} entries)", tokens, window.shares(name), 1)
+        image = draw(axes, f"{name} ({window.kept[name][0].shape[-1]} KV pairs)", tokens, window.shares(name), 1)
         figure.colorbar(image, ax=axes, label="layers and heads")
     figure.suptitle(title, fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    report.save(path, figure)
 
 
 def content(tokens: Sequence[str], window: Window) -> dict[str, Any]:
-    """All that was seen. The sets: by layer and KV head, offsets in the window."""
+    """All observations. The sets hold offsets in the window, by layer and KV head."""
     return {
         "position": window.position,
         "tokens": list(tokens),
@@ -229,26 +230,22 @@ def content(tokens: Sequence[str], window: Window) -> dict[str, Any]:
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.paper.figure_7",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line.make_parser("benchmarks.paper.figure_7", __doc__)
     add = parser.add_argument
     add("--model", default=REASONER, metavar="DIR", help="a checkpoint (default: the model of the package)")
     add("--dtype", help="default: float32 for the package's model, else the checkpoint's")
-    add("--task", choices=TASKS, default=DEFAULT_TASK, help=f"of the reasoner (default {DEFAULT_TASK})")
-    add("--size", type=int, default=DEFAULT_SIZE, help=f"of its problem (default {DEFAULT_SIZE})")
-    add("--seed", type=int, default=1, help="of its problem (default 1)")
+    add("--task", choices=TASKS, default=DEFAULT_TASK, help=f"task of the reasoner (default {DEFAULT_TASK})")
+    add("--size", type=int, default=DEFAULT_SIZE, help=f"size of its problem (default {DEFAULT_SIZE})")
+    add("--seed", type=int, default=1, help="seed of its problem (default 1)")
     add("--dataset", metavar="FILE", help="JSONL with 'problem' and 'answer': its first question instead")
-    add("--max-tokens", type=int, default=8192, help="generated for a question of --dataset (default 8192)")
+    add("--max-tokens", type=int, default=8192, help="most tokens of an answer to --dataset (default 8192)")
     add("--event", type=int, default=1, metavar="I", help="the I-th window that is compressed (default: the first)")
     add("--retention", default="0.3", help="default 0.3")
-    add("--window", type=int, default=192, help="entries (default 192: as many as fit a page)")
-    add("--buffer", type=int, default=64, help="of these, the last ones, always kept (default 64)")
-    add("--chunk-budget", type=int, default=8, help="entries that complete chunks (default 8)")
+    add("--window", type=int, default=192, help="KV pairs of a window (default 192: as many as fit a page)")
+    add("--buffer", type=int, default=64, help="its last KV pairs, which are always kept (default 64)")
+    add("--chunk-budget", type=int, default=8, help="KV pairs that complete chunks (default 8)")
     add("--max-chunk", type=int, default=8, help="longest chunk (default 8)")
-    add("--output", type=Path, default=Path("benchmark-output"), metavar="DIR")
+    command_line.add_output_argument(parser)
     args = parser.parse_args(arguments)
     compressions.check_retention("--retention", args.retention)
     return args
@@ -280,10 +277,7 @@ def run_figure(arguments: Sequence[str]) -> None:
 
 
 def main() -> None:
-    try:
-        run_figure(sys.argv[1:])
-    except KvLLMError as error:
-        sys.exit(f"error: {error}")
+    command_line.run_script(run_figure)
 
 
 if __name__ == "__main__":

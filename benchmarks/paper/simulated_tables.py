@@ -3,26 +3,24 @@
     python -m benchmarks.paper.simulated_tables --model-config config.json
 
 DeepSeek-R1-Distill-Llama-8B on four RTX 5090, tensor parallel 4, blocks of 256, at most 8192 generated tokens; Kara
-compresses every 128 steps at most 30 windows of 3 blocks (paper, appendix B.1). How long answers are, how many requests
-there were and how many ran at once is assumed: answers are uniform up to 8192 tokens. So the differences between rows
-mean something, absolute figures less.
+compresses at most 30 windows of 3 blocks every 128 steps (paper, appendix B.1). The lengths of the answers, the number
+of requests and the concurrency are assumptions: answers are uniform up to 8192 tokens. So the differences between rows
+mean more than the absolute figures.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from benchmarks.common import machine, report
+from benchmarks.common import command_line, machine, report
 from benchmarks.common.kara_paper import PAPER, PUBLISHED
 from kvllm.config import CompressionConfig, EngineConfig
 from kvllm.entrypoints.simulate import read_model_config
-from kvllm.errors import KvLLMError
 from kvllm.simulation.cost import CostModel
 from kvllm.simulation.hardware import load_hardware
 from kvllm.simulation.simulate import Outcome, simulate
@@ -114,11 +112,7 @@ def tables(arguments: Sequence[str]) -> None:
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.paper.simulated_tables",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line.make_parser("benchmarks.paper.simulated_tables", __doc__)
     add = parser.add_argument
     add("--model-config", type=Path, required=True, metavar="FILE", help="config.json of DeepSeek-R1-Distill-Llama-8B")
     add("--hardware", default="rtx5090x4", metavar="FILE_OR_NAME")
@@ -131,10 +125,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main() -> None:
-    try:
-        tables(sys.argv[1:])
-    except KvLLMError as error:
-        sys.exit(f"error: {error}")
+    command_line.run_script(tables)
 
 
 if __name__ == "__main__":

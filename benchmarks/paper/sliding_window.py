@@ -1,21 +1,20 @@
-"""What a plain sliding window saves, and what it costs: four tables over the window's size.
+"""The savings and the costs of a plain sliding window: four tables over the window's size.
 
     python -m benchmarks.paper.sliding_window
     python -m benchmarks.paper.sliding_window --model DIR --prompts math500/test.jsonl --block-size 256 \\
         --windows 1024 4096
 
-Method "sliding_window" under policy "threshold": a sequence that has --drop-blocks blocks more than its window lets go
-of these at its beginning, prompt included. Nothing is copied then, except once where a longer prompt does not end at a
-block. The full cache and every window size serve the same requests twice: once in a pool that holds all of them
-(memory, agreement of the greedy tokens), and once in one that holds a share of what the full cache wants (preemptions,
-how many run at once). All counts repeat exactly; none of them depends on time. The paper sets nothing here: by default
-the model of the package works out its own problems. Figures go to sliding_window.json, a plot to sliding_window.png.
+Method "sliding_window" under policy "threshold": a sequence that has --drop-blocks blocks more than its window releases
+its first blocks, prompt included. Nothing is copied then, except once where a longer prompt does not end at a block.
+The full cache and every window size serve the same requests twice: in a pool that holds all of them (memory, agreement
+of the greedy tokens), and in a pool that holds a share of the full cache's demand (preemptions, concurrency). All
+counts repeat exactly; none of them depends on time. The paper has no settings for this: by default the model of the
+package works out its own problems. The figures go to sliding_window.json, a plot to sliding_window.png.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,14 +24,13 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from benchmarks.common import engines, report, runs
+from benchmarks.common import command_line, engines, report, runs
 from benchmarks.common.jobs import Job, make_engine, serve
 from benchmarks.common.measurement import Measurement
 from benchmarks.common.variants import Variant
 from benchmarks.common.workloads import Request
 from kvllm.config import CompressionConfig, EngineConfig, require
 from kvllm.core.compression_policy import make_policy, peak_blocks
-from kvllm.errors import ConfigError, KvLLMError
 
 FULL = "full cache"
 PRESETS: dict[str, runs.Preset] = {
@@ -53,10 +51,10 @@ PRESETS["cpu"] = PRESETS["reasoner"] | {"num_prompts": 24, "max_num_seqs": 16, "
 
 
 class Agreement(Struct):
-    """How the greedy tokens of a run compare with the full cache's.
+    """A comparison of a run's greedy tokens with the full cache's.
 
-    equal_tokens: share of all positions. identical: share of requests without any difference. first_difference: median
-    over the others of the generated tokens before their first difference, None if there is none.
+    equal_tokens: share of all positions. identical: share of the requests without any difference. first_difference: the
+    median, over the other requests, of the tokens generated before the first difference; None if there are no others.
     """
 
     equal_tokens: float
@@ -67,7 +65,7 @@ class Agreement(Struct):
 class Result(Struct):
     """One window size, or the full cache.
 
-    sequence_blocks: blocks that the longest request needs at most. ample, small: its runs in the two pools.
+    sequence_blocks: most blocks that the longest request needs. ample, small: the runs in the two pools.
     """
 
     window: int | None
@@ -99,19 +97,19 @@ def window_config(args: argparse.Namespace, window: int) -> CompressionConfig:
 
 
 def blocks_for_all(args: argparse.Namespace, requests: Sequence[Request]) -> int:
-    """Blocks that hold any `--max-num-seqs` of the requests at their ends."""
+    """Blocks that hold any `--max-num-seqs` requests at their ends."""
     require(args.block_size >= 1, "--block-size", args.block_size, "between 1 and 256")
-    blocks = sorted((-(-request.entries // args.block_size) for request in requests), reverse=True)
+    blocks = sorted((-(-request.kv_pairs // args.block_size) for request in requests), reverse=True)
     return sum(blocks[: args.max_num_seqs])
 
 
 def make_jobs(
     args: argparse.Namespace, path: Path, model: Any, requests: list[Request], num_blocks: int | None
 ) -> dict[int | None, Job]:
-    """The full cache (None) and every window, in a pool of `num_blocks` or (None) of what the arguments say."""
+    """Jobs of the full cache (None) and every window. num_blocks: of the pool; None for the size in the arguments."""
     options = argparse.Namespace(**vars(args))
     options.num_gpu_blocks_override = num_blocks or args.num_gpu_blocks_override
-    jobs = {None: engines.make_job(options, Variant(FULL), path, model, requests)}
+    jobs: dict[int | None, Job] = {None: engines.make_job(options, Variant(FULL), path, model, requests)}
     for window in args.windows:
         variant = Variant(f"window {window}", window_config(args, window))
         jobs[window] = engines.make_job(options, variant, path, model, requests)
@@ -119,7 +117,7 @@ def make_jobs(
 
 
 def sequence_blocks(job: Job) -> int:
-    """Blocks that the longest of a job's requests needs at most, while it is alone."""
+    """Most blocks that the longest of a job's requests needs while it runs alone."""
     names = ("max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens")
     config = EngineConfig(
         num_blocks=job.engine["num_gpu_blocks_override"],
@@ -127,11 +125,12 @@ def sequence_blocks(job: Job) -> int:
         **{name: job.engine[name] for name in names},
     )
     policy = make_policy(config)
-    return max(peak_blocks(config, policy and policy.regions, len(r.prompt_token_ids), r.entries) for r in job.requests)
+    regions = policy and policy.regions
+    return max(peak_blocks(config, regions, len(r.prompt_token_ids), r.kv_pairs) for r in job.requests)
 
 
 def generate(job: Job) -> tuple[list[list[int]], Measurement]:
-    outputs, measurement = serve(make_engine(job), job.requests)
+    outputs, measurement = serve(make_engine(job), job.requests, job.name)
     return [output.outputs[0].token_ids for output in outputs], measurement
 
 
@@ -151,7 +150,7 @@ def memory_table(results: Sequence[Result]) -> str:
         ]
         for result in results
     ]
-    header = ["1. memory, in a pool that holds all", "KV in use,\nmean", "saved", "peak", "saved", "entries\nevicted"]
+    header = ["1. memory, in a pool that holds all", "KV in use,\nmean", "saved", "peak", "saved", "KV pairs\nevicted"]
     return report.table(header, rows)
 
 
@@ -202,9 +201,9 @@ def capacity_table(results: Sequence[Result]) -> str:
     header = [
         f"4. batch capacity, in a pool of {pool} blocks",
         "longest request,\nblocks",
-        "at their peak\nso many fit",
+        "requests that\nfit at their peak",
     ]
-    return report.table([*header, "most that\nran at once", "mean"], rows)
+    return report.table([*header, "peak con-\ncurrency", "mean"], rows)
 
 
 def _name(result: Result) -> str:
@@ -212,11 +211,11 @@ def _name(result: Result) -> str:
 
 
 def limit_text(args: argparse.Namespace, results: Sequence[Result]) -> str:
-    entry = results[0].ample.block_bytes // args.block_size
+    pair_bytes = results[0].ample.block_bytes // args.block_size
     return (
-        f"The limit: an entry takes {entry:,} bytes, so a window of W of them never less than {entry:,} W, and up to "
-        f"{args.drop_blocks} x {args.block_size}\nentries more before it moves. A prompt is computed whole before its "
-        "window applies. Published: nothing known to us."
+        f"The limit: a KV pair takes {pair_bytes:,} bytes. So a window of W KV pairs takes at least {pair_bytes:,} W "
+        f"bytes, and holds up to\n{args.drop_blocks} x {args.block_size} KV pairs more before it moves. A prompt is "
+        "computed whole before its window applies. Published: nothing is known."
     )
 
 
@@ -236,7 +235,7 @@ def plot(path: Path, title: str, results: Sequence[Result]) -> None:
         "equal tokens (%)": lines(lambda r: 100 * r.agreement.equal_tokens),
         "mean running sequences": lines(lambda r: r.small.mean_concurrency),
     }
-    report.plot_lines(path, title, "window (entries)", panels)
+    report.plot_lines(path, title, "window (KV pairs)", panels)
 
 
 # The whole
@@ -245,12 +244,11 @@ def plot(path: Path, title: str, results: Sequence[Result]) -> None:
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = runs.make_parser("benchmarks.paper.sliding_window", __doc__, PRESETS)
     add = parser.add_argument
-    add("--windows", type=int, nargs="+", help="window sizes, in entries")
-    add("--drop-blocks", type=int, default=1, help="blocks let go at a time (default 1)")
-    engines.add_engine_arguments(parser)("--max-num-seqs", type=int)
+    add("--windows", type=int, nargs="+", help="window sizes, in KV pairs")
+    add("--drop-blocks", type=int, default=1, help="blocks released at a time (default 1)")
+    engines.add_engine_arguments(parser)("--max-num-seqs", type=int, help="most running sequences")
     args = runs.parse(parser, PRESETS, arguments)
-    if len(set(args.windows)) < len(args.windows):
-        raise ConfigError(f"--windows {' '.join(map(str, args.windows))}: each may be given once")
+    command_line.require_unique("--windows", args.windows)
     for window in args.windows:
         require(window >= 1, "--windows", window, "at least 1")
     require(args.drop_blocks >= 1, "--drop-blocks", args.drop_blocks, "at least 1")
@@ -298,10 +296,7 @@ def _to_json(result: Result, job: Job, model: str) -> Mapping[str, Any]:
 
 
 def main() -> None:
-    try:
-        measure_windows(sys.argv[1:])
-    except KvLLMError as error:
-        sys.exit(f"error: {error}")
+    command_line.run_script(measure_windows)
 
 
 if __name__ == "__main__":

@@ -1,30 +1,27 @@
-"""What the parts of Kara contribute (paper, table 1).
+"""The contribution of each part of Kara (table 1 of the Kara paper).
 
     python -m benchmarks.paper.table_1
 
-Kara, Kara whose windows are scored by the queries of the buffer alone instead of all of them (no bidirectional
-attention), and Kara that keeps the best single entries instead of completing chunks (no Token2Chunk), all with the same
-number of entries, on the same questions. The figures go to table_1.json and a plot to table_1.png.
+Three versions keep the same number of KV pairs and answer the same questions: Kara; Kara with scores by the queries of
+the buffer alone, instead of all queries (no bidirectional attention); and Kara with the best single KV pairs, instead
+of completed chunks (no Token2Chunk). The figures go to table_1.json, a plot to table_1.png.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
-from benchmarks.common import accuracy, compressions
+from benchmarks.common import accuracy, command_line, compressions
 from benchmarks.common.trials import FULL, Trial
-from kvllm.errors import KvLLMError
 
 PARTS = {"kara": "Kara", "kara_no_bi": "no bidirectional attention", "kara_no_token2chunk": "no Token2Chunk"}
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = accuracy.make_parser("benchmarks.paper.table_1", __doc__)
-    parser.add_argument("--retention", default="0.4", help="default: 0.4")
-    parser.add_argument("--window", type=int, default=compressions.WINDOW, help=f"default: {compressions.WINDOW}")
-    parser.add_argument("--buffer", type=int, default=compressions.BUFFER, help=f"default: {compressions.BUFFER}")
+    parser.add_argument("--retention", default="0.4", help="share of a window that is kept (default 0.4)")
+    compressions.add_window_arguments(parser)
     args = parser.parse_args(arguments)
     compressions.check_retention("--retention", args.retention)
     return args
@@ -39,12 +36,13 @@ def trials_of(args: argparse.Namespace) -> list[Trial]:
     return [*parts, Trial(name=FULL)]
 
 
+def run_table(arguments: Sequence[str]) -> None:
+    args = parse_arguments(arguments)
+    accuracy.run_comparison("benchmarks.paper.table_1", arguments, args, trials_of(args))
+
+
 def main() -> None:
-    try:
-        args = parse_arguments(sys.argv[1:])
-        accuracy.run_comparison("benchmarks.paper.table_1", sys.argv[1:], args, trials_of(args))
-    except KvLLMError as error:
-        sys.exit(f"error: {error}")
+    command_line.run_script(run_table)
 
 
 if __name__ == "__main__":

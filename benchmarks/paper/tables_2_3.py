@@ -3,19 +3,18 @@
     python -m benchmarks.paper.tables_2_3 --model DIR --prompts math500/test.jsonl
     python -m benchmarks.paper.tables_2_3 --preset cpu
 
-The full cache, SnapKV by threshold, and KvLLM in its modes serve the same requests in the same KV pool; all requests
-are there from the beginning. Every run is a process of its own, and the variants take turns. The default preset has the
-paper's settings (appendix B.1) on the shape of its model, with random weights; prompts are random ids unless --prompts
-gives some. Figures go to tables_2_3.json, a plot to tables_2_3.png.
+The full cache, SnapKV by threshold, and KvLLM in its modes serve the same requests in the same KV pool. All requests
+arrive at the beginning. Every run is a process of its own, and the variants take turns. The default preset has the
+paper's settings (appendix B.1) on the shape of its model, with random weights. Prompts are random ids unless --prompts
+names a file. The figures go to tables_2_3.json, a plot to tables_2_3.png.
 
-Throughput has two definitions here, because the paper's own figures mix them: output tokens over the time of the run,
-and the mean over its steps of tokens / the step's time. The second weighs a long run's last, nearly empty steps as much
-as full ones.
+Throughput has two definitions here, because the paper's figures mix them: output tokens over the time of the run, and
+the mean over its steps of tokens / the step's time. The second weighs a long run's last, nearly empty steps as much as
+full ones.
 """
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,18 +22,17 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.common import jobs, kara_paper, limits, report, runs, summary
+from benchmarks.common import command_line, jobs, kara_paper, limits, report, runs, summary
 from benchmarks.common.measurement import Measurement
-from kvllm.errors import KvLLMError
 
 PHASES = ("decode_seconds", "prefill_seconds", "recompute_seconds", "score_seconds", "compact_seconds")
 Runs = dict[str, list[Measurement]]
 
 
 class Row:
-    """The runs of one variant at one number of sequences, and how they compare with the first variant's."""
+    """The runs of one variant at one number of sequences, and their gains over the first variant."""
 
-    def __init__(self, of_variant: list[Measurement], limit: dict[str, float | None]) -> None:
+    def __init__(self, of_variant: list[Measurement], limit: limits.PhysicalLimit) -> None:
         self.runs = of_variant
         self.summary = summary.summarize(of_variant)
         self.memory_limit = limits.memory_limit(limit, of_variant[0])
@@ -47,7 +45,7 @@ class Row:
         return f"{self.gains[figure]['median'] - 1:+.1%}" if self.gains else ""
 
 
-def make_rows(of_variants: Runs, limit: dict[str, float | None]) -> dict[str, Row]:
+def make_rows(of_variants: Runs, limit: limits.PhysicalLimit) -> dict[str, Row]:
     rows = {name: Row(measurements, limit) for name, measurements in of_variants.items()}
     for figure in ("output_tokens_per_s", "step_tokens_per_s"):
         for name, ratio in summary.ratios(of_variants, figure).items():
@@ -143,6 +141,7 @@ def measure_tables(arguments: Sequence[str]) -> None:
     variants = kara_paper.chosen_variants(args)
     titles = {name: variant.name for name, variant in variants.items()}
     tables: dict[int, dict[str, Row]] = {}
+    limit: limits.PhysicalLimit | None = None
     with tempfile.TemporaryDirectory() as directory:
         path, model = runs.find_model(args, Path(directory))
         workload, requests = runs.make_requests(args, path, model)
@@ -151,7 +150,6 @@ def measure_tables(arguments: Sequence[str]) -> None:
         provenance = runs.announce("benchmarks.paper.tables_2_3", arguments, totals)
         pool = of_number[args.max_num_seqs[0]][args.variants[0]].engine["num_gpu_blocks_override"]
         print(f"KV pool: {pool} blocks of {args.block_size} tokens.", flush=True)
-        limit: dict[str, float | None] = {}
         for number in args.max_num_seqs:
             print(f"\nAt most {number} sequences at once")
             of_variants = jobs.run_all(of_number[number], args.repeats)
@@ -159,17 +157,17 @@ def measure_tables(arguments: Sequence[str]) -> None:
             tables[number] = rows = make_rows(of_variants, limit)
             print(f"\n{throughput_table(titles, rows)}\n\n{latency_table(titles, rows)}", flush=True)
     print(
-        f"\nMedians of {args.repeats} runs; gains are over {titles[args.variants[0]]}, "
-        "of runs that followed each other."
+        f"\nMedians of {args.repeats} runs; gains are over {titles[args.variants[0]]}, of runs that follow each other."
     )
-    print(f"'paper': {kara_paper.PAPER}; of its figures only this one is known to us, without its setting.")
+    print(f"'paper': {kara_paper.PAPER}; of its figures only this one is known, without its setting.")
+    assert limit is not None  # at least one table was made
     print(limits.show_memory_limit(limit))
     content = {
         **provenance,
         "paper": kara_paper.PAPER,
         "model": {"name": args.model, **msgspec.to_builtins(model)},
         "workload": totals,
-        "physical_limit": limit,
+        "physical_limit": msgspec.to_builtins(limit),
         "variants": titles,
         "tables": {str(number): to_json(rows, of_number[number], args.model) for number, rows in tables.items()},
     }
@@ -179,10 +177,7 @@ def measure_tables(arguments: Sequence[str]) -> None:
 
 
 def main() -> None:
-    try:
-        measure_tables(sys.argv[1:])
-    except KvLLMError as error:
-        sys.exit(f"error: {error}")
+    command_line.run_script(measure_tables)
 
 
 if __name__ == "__main__":

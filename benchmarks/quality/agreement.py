@@ -1,19 +1,20 @@
-"""How far compression changes predictions: agreement with, and divergence from, the full cache, on any text.
+"""Predictions with compressed caches on any text: agreement with, and divergence from, the full cache.
 
     python -m benchmarks.quality.agreement
     python -m benchmarks.quality.agreement --model DIR --text FILE
     python -m benchmarks.quality.agreement --model DIR --dataset FILE
 
-Every engine is given the same texts token by token, as if it had generated them (teacher forcing). So all predict the
-same tokens after the same text, and differ only in what their caches still hold. At every position of the output this
-compares the most likely token with the full cache's, and gives the Kullback-Leibler divergence KL(full || compressed)
-in nats. No task is needed, and a loss shows long before answers are wrong.
+Every engine is given the same texts token by token, as if it had generated them (teacher forcing). So all engines
+predict the same tokens after the same text, and differ only in the KV pairs that their caches still hold. At every
+position of the output the script compares the most likely token with the full cache's, and computes the
+Kullback-Leibler divergence KL(full || compressed) in nats. No task is needed, and a loss shows long before answers are
+wrong.
 
 The texts are problems of the reasoner with their right workings; or pieces of a file; or the questions of a dataset
-with the answers that the full cache gives. Kara runs first; what it holds at the end of a text is the budget of the
-other methods, as in benchmarks/paper/figure_5.py. These drop nothing until a cache exceeds its budget, while Kara
-compresses from its first window on: methods have equal memory at the end of a text alone, so its last quarter tells
-most.
+with the answers that the full cache gives. Kara runs first. The KV pairs that it holds at the end of a text are the
+budget of the other methods, as in benchmarks/paper/figure_5.py. These drop nothing until a cache exceeds its budget,
+while Kara compresses from its first window on. So methods have equal memory only at the end of a text, and its last
+quarter tells most.
 
 The figures go to agreement.json and a plot to agreement.png.
 """
@@ -35,21 +36,20 @@ import torch
 import torch.nn.functional as F
 from msgspec import Struct
 
-from benchmarks.common import accuracy, compressions, intervals, machine, report
+from benchmarks.common import accuracy, command_line, compressions, intervals, machine, report
 from benchmarks.common.questions import QuestionSource, ReasonerQuestions
 from benchmarks.common.teacher_forcing import Observe, feed
-from benchmarks.common.trials import REASONER, Trial
+from benchmarks.common.trials import FULL, REASONER, Trial
 from benchmarks.reasoner.tasks import DEFAULT_TASK, TASKS
 from kvllm import LLM, SamplingParams
 from kvllm.compression.specs import SPECS
 from kvllm.config import require
-from kvllm.errors import KvLLMError
 from kvllm.tokenizer import load_tokenizer
 
 METHODS = tuple(SPECS)
 KARA = tuple(method for method in METHODS if method.startswith("kara"))
 PARTS = 4
-"""Of a text, for which figures are given one by one."""
+"""Equal parts of a text, each with figures of its own."""
 BINS = 32
 """Points of a line in the plot."""
 
@@ -99,7 +99,7 @@ def read_texts(args: argparse.Namespace) -> list[Text]:
 
 
 class Reference:
-    """The full cache's logits at every position of every text, in a file: of a large vocabulary, they are many."""
+    """The full cache's logits at every position of every text, in a file, because a large vocabulary has many."""
 
     def __init__(self, path: Path, texts: Sequence[Text], vocab_size: int) -> None:
         lengths = [len(text.output) for text in texts]
@@ -114,7 +114,7 @@ class Reference:
 
 
 class Comparison:
-    """Of predictions with those of a reference, position by position."""
+    """A comparison of predictions with those of a reference, position by position."""
 
     def __init__(self, reference: Reference) -> None:
         self.reference = reference
@@ -131,19 +131,23 @@ class Comparison:
 
 
 class Outcome(Struct, kw_only=True):
-    """What came of a method. agreement, divergence: by text and position of its output. entries: at its end."""
+    """The result of a method.
+
+    agreement, divergence: by text and position of its output. cached_lengths, logical_lengths: KV pairs in the cache,
+    and KV pairs computed, at the end of each text.
+    """
 
     agreement: list[list[float]]
     divergence: list[list[float]]
-    entries: list[int]
-    logical: list[int]
+    cached_lengths: list[int]
+    logical_lengths: list[int]
     windows: int
     preemptions: int
 
     @property
     def kept(self) -> float:
-        """Entries held at the end, as a share of those that were computed."""
-        return sum(self.entries) / sum(self.logical)
+        """KV pairs held at the end, as a share of those that were computed."""
+        return sum(self.cached_lengths) / sum(self.logical_lengths)
 
 
 def make_engine(args: argparse.Namespace, trial: Trial, texts: Sequence[Text]) -> LLM:
@@ -157,35 +161,37 @@ def make_engine(args: argparse.Namespace, trial: Trial, texts: Sequence[Text]) -
     )
 
 
-def predict(llm: LLM, texts: Sequence[Text], budgets: Sequence[int | None], observe: Observe) -> list[int]:
-    """Let the engine predict every token of the outputs. Returns the entries evicted of each text."""
+def predict(llm: LLM, trial: Trial, texts: Sequence[Text], observe: Observe) -> list[int]:
+    """Let the engine predict every token of the outputs. Returns the KV pairs evicted from each text."""
+    budgets = trial.budgets or [None] * len(texts)
     params = [
         SamplingParams(temperature=0, max_tokens=len(text.output), ignore_eos=True, budget_tokens=budget)
         for text, budget in zip(texts, budgets, strict=True)
     ]
     prompts, forced = [text.prompt for text in texts], [text.output for text in texts]
-    return [output.metrics.evicted_entries for output in feed(llm, prompts, forced, params, observe)]
+    return [output.metrics.evicted_entries for output in feed(llm, prompts, forced, params, observe, trial.name)]
 
 
 def refer(args: argparse.Namespace, texts: Sequence[Text], path: Path) -> Reference:
     """Let the full cache predict."""
-    llm = make_engine(args, Trial(name="full cache"), texts)
+    trial = Trial(name=FULL)
+    llm = make_engine(args, trial, texts)
     reference = Reference(path, texts, llm.model_config.vocab_size)
-    predict(llm, texts, [None] * len(texts), reference.store)
+    predict(llm, trial, texts, reference.store)
     return reference
 
 
 def compare(args: argparse.Namespace, trial: Trial, texts: Sequence[Text], reference: Reference) -> Outcome:
     """Let a method predict."""
     llm, comparison = make_engine(args, trial, texts), Comparison(reference)
-    evicted = predict(llm, texts, trial.budgets or [None] * len(texts), comparison)
-    logical = [len(text.prompt) + len(text.output) - 1 for text in texts]  # the last token is never stored
+    evicted = predict(llm, trial, texts, comparison)
+    lengths = [len(text.prompt) + len(text.output) - 1 for text in texts]  # the last token is never stored
     borders = reference.starts[1:-1]
     return Outcome(
         agreement=[part.astype(float).tolist() for part in np.split(comparison.agrees, borders)],
         divergence=[part.tolist() for part in np.split(comparison.divergence, borders)],
-        entries=[n - dropped for n, dropped in zip(logical, evicted, strict=True)],
-        logical=logical,
+        cached_lengths=[n - dropped for n, dropped in zip(lengths, evicted, strict=True)],
+        logical_lengths=lengths,
         windows=llm.stats().windows_compressed,
         preemptions=llm.stats().preemptions,
     )
@@ -204,12 +210,12 @@ def trial_of(args: argparse.Namespace, method: str, budgets: list[int] | None, t
 
 
 def mean_of(values: Sequence[Sequence[float]]) -> float:
-    """Over all positions."""
+    """The mean over all positions."""
     return float(np.mean(np.concatenate(values)))
 
 
 def half_width(values: Sequence[Sequence[float]]) -> float:
-    """Of the confidence interval of a mean over positions: those of one text depend on each other, texts do not."""
+    """Half the confidence interval of a mean over positions. Positions of a text depend on each other; texts do not."""
     means = [float(np.mean(of_text)) for of_text in values]
     if len(means) < 2:
         return float("nan")
@@ -217,7 +223,7 @@ def half_width(values: Sequence[Sequence[float]]) -> float:
 
 
 def parts_of(values: Sequence[Sequence[float]], parts: int) -> list[float]:
-    """Means over equal parts of the outputs, from their beginnings to their ends."""
+    """Means over equal parts of the outputs, from beginning to end."""
     bounds = [[len(of_text) * i // parts for i in range(parts + 1)] for of_text in values]
     return [
         mean_of([of_text[b[i] : b[i + 1]] for of_text, b in zip(values, bounds, strict=True)]) for i in range(parts)
@@ -225,7 +231,7 @@ def parts_of(values: Sequence[Sequence[float]], parts: int) -> list[float]:
 
 
 def line_of(values: Sequence[Sequence[float]]) -> report.Line:
-    """Means over the texts that reach a position, for up to BINS stretches of positions that half of them reach."""
+    """Means over the texts that reach a position, for up to BINS stretches of the positions that half of them reach."""
     reached = sorted(len(of_text) for of_text in values)[len(values) // 2]
     width = -(-reached // BINS)
     starts = range(0, reached, width)
@@ -246,10 +252,10 @@ def show(outcomes: Mapping[str, Outcome]) -> str:
     return "\n".join(
         [
             f"Positions whose most likely token is the full cache's, in %, with {intervals.CONFIDENCE:.0%} intervals",
-            report.table(["", "entries kept\nat the end, %", "all", *quarters], agreement),
+            report.table(["", "KV pairs kept\nat the end, %", "all", *quarters], agreement),
             "",
             "KL(full || compressed), nats a position",
-            report.table(["", "entries kept\nat the end, %", "all", *quarters], divergence),
+            report.table(["", "KV pairs kept\nat the end, %", "all", *quarters], divergence),
         ]
     )
 
@@ -269,7 +275,7 @@ def content(trial: Trial, outcome: Outcome) -> dict[str, Any]:
         "agreement": figures(outcome.agreement),
         "divergence": figures(outcome.divergence),
         "kept": outcome.kept,
-        "entries": outcome.entries,
+        "cached_lengths": outcome.cached_lengths,
         "windows": outcome.windows,
         "preemptions": outcome.preemptions,
     }
@@ -291,39 +297,39 @@ def plot(path: Path, title: str, outcomes: Mapping[str, Outcome]) -> None:
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.quality.agreement",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line.make_parser("benchmarks.quality.agreement", __doc__)
     add = parser.add_argument
     add("--model", default=REASONER, metavar="DIR", help="a checkpoint (default: the model of the package)")
     add("--dtype", help="default: float32 for the package's model, else the checkpoint's")
-    add("--task", choices=TASKS, default=DEFAULT_TASK, help=f"of the reasoner (default {DEFAULT_TASK})")
+    add("--task", choices=TASKS, default=DEFAULT_TASK, help=f"task of the reasoner (default {DEFAULT_TASK})")
     low, high = accuracy.SIZES
-    add("--sizes", type=int, nargs=2, metavar=("MIN", "MAX"), default=(low, high), help=f"(default {low} {high})")
-    add("--seed", type=int, default=1, help="of its problems (default 1)")
-    add("--text", metavar="FILE", help="text instead of problems")
-    add("--length", type=int, default=1024, help="tokens of a piece of --text (default 1024)")
-    add("--prompt-tokens", type=int, default=64, metavar="N", help="of these, as the prompt (default 64)")
-    add("--dataset", metavar="FILE", help="JSONL with 'problem' and 'answer', instead of problems")
-    add("--max-tokens", type=int, default=2048, help="generated for a question of --dataset (default 2048)")
-    add("--texts", type=int, default=32, metavar="N", help="at most (default 32)")
-    add("--retention", default="0.3", help="of Kara (default 0.3)")
-    add("--window", type=int, default=compressions.WINDOW, help=f"of Kara (default {compressions.WINDOW})")
-    add("--buffer", type=int, default=compressions.BUFFER, help=f"of Kara (default {compressions.BUFFER})")
     add(
-        "--recent",
+        "--sizes",
         type=int,
-        default=compressions.RECENT,
-        help=f"last entries of the others (default {compressions.RECENT})",
+        nargs=2,
+        metavar=("MIN", "MAX"),
+        default=(low, high),
+        help=f"sizes of its problems (default {low} to {high})",
     )
+    add("--seed", type=int, default=1, help="seed of its problems (default 1)")
+    add("--text", metavar="FILE", help="a text instead of problems")
+    add("--length", type=int, default=1024, help="tokens of a piece of --text (default 1024)")
     add(
-        "--gap", type=int, default=compressions.GAP, help=f"from a budget to its threshold (default {compressions.GAP})"
+        "--prompt-tokens",
+        type=int,
+        default=64,
+        metavar="N",
+        help="first tokens of a piece, which are its prompt (default 64)",
     )
+    add("--dataset", metavar="FILE", help="JSONL with 'problem' and 'answer', instead of problems")
+    add("--max-tokens", type=int, default=2048, help="most tokens of an answer to --dataset (default 2048)")
+    add("--texts", type=int, default=32, metavar="N", help="most texts (default 32)")
+    add("--retention", default="0.3", help="share of a window that Kara keeps (default 0.3)")
+    compressions.add_window_arguments(parser)
+    compressions.add_baseline_arguments(parser)
     add("--methods", nargs="+", choices=METHODS, default=METHODS, metavar="M", help="kara and others (default: all)")
-    add("--max-num-seqs", type=int, default=32, metavar="N", help="at once (default 32)")
-    add("--output", type=Path, default=Path("benchmark-output"), metavar="DIR")
+    add("--max-num-seqs", type=int, default=32, metavar="N", help="most sequences at once (default 32)")
+    command_line.add_output_argument(parser)
     args = parser.parse_args(arguments)
     for field in ("texts", "max_num_seqs", "buffer"):
         require(getattr(args, field) >= 1, f"--{field.replace('_', '-')}", getattr(args, field), "at least 1")
@@ -331,7 +337,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     fits = 1 <= args.prompt_tokens < args.length
     require(fits, "--prompt-tokens", args.prompt_tokens, f"at least 1 and less than --length {args.length}")
     compressions.check_retention("--retention", args.retention)
-    accuracy.unique(args.methods, "--methods")
+    command_line.require_unique("--methods", args.methods)
     require(args.methods[0] == "kara", "--methods", " ".join(args.methods), "kara first: it sets the budgets")
     return args
 
@@ -348,7 +354,7 @@ def run_agreement(arguments: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         reference = refer(args, texts, Path(directory) / "logits.npy")
         for method in args.methods:
-            trial = trial_of(args, method, outcomes["kara"].entries if outcomes else None, texts)
+            trial = trial_of(args, method, outcomes["kara"].cached_lengths if outcomes else None, texts)
             outcomes[method] = compare(args, trial, texts, reference)
             print(f"  {method}: KL {mean_of(outcomes[method].divergence):.4f}", flush=True)
             written.setdefault("methods", {})[method] = content(trial, outcomes[method])
@@ -359,10 +365,7 @@ def run_agreement(arguments: Sequence[str]) -> None:
 
 
 def main() -> None:
-    try:
-        run_agreement(sys.argv[1:])
-    except KvLLMError as error:
-        sys.exit(f"error: {error}")
+    command_line.run_script(run_agreement)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,16 @@
-"""Every method under every policy it allows, on the same problems: answers, speed, memory.
+"""Every method under every policy that allows it, on the same problems: answers, speed, memory.
 
     python -m benchmarks.quality.methods
 
 The problems are those of the demo (benchmarks/demo.py): a small reasoning model runs programs line by line, in a KV
-pool that holds a quarter of what is wanted. By windows ("periodic", "pressure") a method keeps a quarter of each window
-of 256 entries; by threshold it cuts a cache of 832 entries to 768, which is about what the windows leave of a sequence
-when it ends. The prompt stays whole. The figures go to methods.json and a plot to methods.png.
+pool of a quarter of the demand. By windows ("periodic", "pressure") a method keeps a quarter of each window of 256 KV
+pairs. By threshold it cuts a cache of 832 KV pairs to 768, about as many as the windows leave of a sequence at its end.
+The prompt stays whole. The figures go to methods.json, a plot to methods.png.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,34 +19,30 @@ import msgspec
 import torch
 from matplotlib.figure import Figure
 
-from benchmarks.common import machine, report
+from benchmarks.common import command_line, machine, report
 from benchmarks.common.problem_sets import MAX_NUM_SEQS, PROBLEMS, ProblemSet, Run
 from benchmarks.common.variants import Variant
 from kvllm import CompressionConfig
 from kvllm.compression.specs import SPECS
 from kvllm.config import require
-from kvllm.errors import KvLLMError
 
 POLICIES = ("periodic", "pressure", "threshold")
 WINDOWS = {"period": 32, "window_blocks": 16, "retain_blocks": 4}
 THRESHOLD = {"threshold_tokens": 832, "budget_tokens": 768, "protect_prompt": True}
-OPTIONS = {"buffer": 32, "query_window": 32, "chunk_budget": 8}
+OPTIONS: dict[str, Any] = {"buffer": 32, "query_window": 32, "chunk_budget": 8}
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.quality.methods",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line.make_parser("benchmarks.quality.methods", __doc__)
     add = parser.add_argument
-    add("--methods", nargs="+", choices=SPECS, default=tuple(SPECS), metavar="M", help="default: all of them")
-    add("--policies", nargs="+", choices=POLICIES, default=POLICIES, metavar="P", help="default: all of them")
-    add("--problems", type=int, default=PROBLEMS, metavar="N", help=f"how many problems to solve (default {PROBLEMS})")
-    add("--max-num-seqs", type=int, default=MAX_NUM_SEQS, metavar="N", help=f"at once (default {MAX_NUM_SEQS})")
-    add("--seed", type=int, default=1, help="of the problems (default 1)")
-    add("--threads", type=int, help="of torch (default: all cores)")
-    add("--output", type=Path, default=Path("benchmark-output"), metavar="DIR")
+    add("--methods", nargs="+", choices=SPECS, default=tuple(SPECS), metavar="M", help="default: all methods")
+    add("--policies", nargs="+", choices=POLICIES, default=POLICIES, metavar="P", help="default: all policies")
+    add("--problems", type=int, default=PROBLEMS, metavar="N", help=f"number of problems (default {PROBLEMS})")
+    at_once = f"most sequences at once (default {MAX_NUM_SEQS})"
+    add("--max-num-seqs", type=int, default=MAX_NUM_SEQS, metavar="N", help=at_once)
+    add("--seed", type=int, default=1, help="seed of the problems (default 1)")
+    add("--threads", type=int, help="threads of torch (default: all cores)")
+    command_line.add_output_argument(parser)
     args = parser.parse_args(arguments)
     for field in ("problems", "max_num_seqs"):
         require(getattr(args, field) >= 1, f"--{field.replace('_', '-')}", getattr(args, field), "at least 1")
@@ -59,7 +54,7 @@ def variants(methods: Sequence[str], policies: Sequence[str]) -> list[Variant]:
     """The full cache, then each method under each policy that allows it."""
     found = [Variant("full cache")]
     for policy in policies:
-        sizes = THRESHOLD if policy == "threshold" else WINDOWS
+        sizes: dict[str, Any] = THRESHOLD if policy == "threshold" else WINDOWS
         for method in methods:
             if SPECS[method].refusal(policy):
                 continue
@@ -107,8 +102,7 @@ def plot(path: Path, runs: dict[str, Run]) -> None:
     axes.set(xlabel="KV of a running sequence, mean (MiB)", ylabel="exact workings (%)", ylim=(-2, 104))
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    report.save(path, figure)
 
 
 def run_methods(arguments: Sequence[str]) -> None:
@@ -123,7 +117,7 @@ def run_methods(arguments: Sequence[str]) -> None:
     runs: dict[str, Run] = {}
     for variant in chosen:
         print(f"Running: {variant.name} ...", flush=True)
-        runs[variant.name] = problem_set.run(variant, use_tqdm=sys.stderr.isatty())
+        runs[variant.name] = problem_set.run(variant)
     print(f"\n{show(runs)}\nEach ran once, one after the other: for speed, see benchmarks.throughput.")
     content: dict[str, Any] = {
         variant.name: {
@@ -140,10 +134,7 @@ def run_methods(arguments: Sequence[str]) -> None:
 
 
 def main() -> None:
-    try:
-        run_methods(sys.argv[1:])
-    except KvLLMError as error:
-        sys.exit(f"error: {error}")
+    command_line.run_script(run_methods)
 
 
 if __name__ == "__main__":

@@ -1,25 +1,25 @@
-"""A needle in a haystack: is a fact in a long prompt found again when the prompt is compressed?
+"""A needle in a haystack: facts that are found again in a long prompt that is compressed.
 
     python -m benchmarks.quality.niah
     python -m benchmarks.quality.niah --question-after
 
-Several problems for each depth of the needle and each length of the prompt: sentences that say nothing, one that gives
-a name its value, and behind them the question for that name (benchmarks/reasoner/recall.py). Prompts are compressed as
-soon as they are computed. Kara runs first, window by window; what it holds when a question ends is the budget to which
-each of the baselines cuts the whole cache. So all of them answer with the same memory.
+Each depth of the needle and each length of the prompt has several problems: sentences that say nothing, one sentence
+that gives a name its value, and then the question for that name (benchmarks/reasoner/recall.py). Prompts are compressed
+as soon as they are computed. Kara runs first, window by window. The KV pairs that it holds at the end of a question are
+the budget to which each baseline cuts the whole cache. So all methods answer with the same memory.
 
-The question comes with the prompt, as in the paper. Methods that score with the last queries then know what is asked
-for before they choose. Kara's windows end before the question, but for the last: it scores the rest of the text without
-knowing. With --question-after no method knows: the prompt is compressed first, and the question follows token by token.
+The question comes with the prompt, as in the paper. Methods that score with the last queries then see the question
+before they choose. Kara's windows end before the question, except for the last one, so Kara scores the rest of the text
+without it. With --question-after no method sees the question: the prompt is compressed first, and the question follows
+token by token.
 
-The figures go to niah.json and heat maps, one for each method, to niah.png.
+The figures go to niah.json, a heat map for each method to niah.png.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,7 +30,7 @@ import msgspec
 from matplotlib.figure import Figure
 from msgspec import structs
 
-from benchmarks.common import accuracy, compressions, intervals, machine, report
+from benchmarks.common import accuracy, command_line, compressions, intervals, machine, report
 from benchmarks.common.teacher_forcing import feed
 from benchmarks.common.trials import REASONER, Outcome, Trial, percent
 from benchmarks.reasoner.problems import Problem, grade
@@ -39,7 +39,6 @@ from benchmarks.reasoner.tasks import TASKS
 from kvllm import LLM, SamplingParams
 from kvllm.compression.specs import SPECS
 from kvllm.config import require
-from kvllm.errors import KvLLMError
 from kvllm.tokenizer import Tokenizer, load_tokenizer
 
 FULL, KARA = "full cache", "kara"
@@ -57,13 +56,13 @@ OTHERS = (
 )
 SENTENCES = (10, 20, 40, 80, 140, 210, 280)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 0.9)
-"""In training a needle hardly ever stands right before the question: at 1.0 the full cache fails, too."""
+"""In training a needle hardly ever stands right before the question, so at 1.0 the full cache fails, too."""
 SPARE = 16
-"""Tokens that an answer may have beyond the right one's."""
+"""Tokens that an answer may have more than the right one."""
 
 
 class Needle(NamedTuple):
-    """One problem: its cell of the grid, and as token ids what is compressed and the question behind it."""
+    """One problem: its cell of the grid, and the token ids of the text that is compressed and of the question."""
 
     row: int
     column: int
@@ -93,7 +92,7 @@ def make_needles(args: argparse.Namespace, tokenizer: Tokenizer) -> list[Needle]
 
 
 def run(args: argparse.Namespace, trial: Trial, needles: Sequence[Needle], tokenizer: Tokenizer) -> Outcome:
-    """Answer all questions greedily. With `question_after` they are forced on the engine as the answers' beginnings."""
+    """Answer all questions greedily. `--question-after` makes each question the forced beginning of its answer."""
     limits = [len(tokenizer.encode(needle.problem.working, add_special_tokens=False)) + SPARE for needle in needles]
     if args.question_after:
         prompts, forced = [needle.haystack for needle in needles], [needle.question for needle in needles]
@@ -112,19 +111,19 @@ def run(args: argparse.Namespace, trial: Trial, needles: Sequence[Needle], token
         for given, limit, budget in zip(forced, limits, trial.budgets or [None] * len(needles), strict=True)
     ]
     begin = time.perf_counter()
-    outputs = feed(llm, prompts, forced, params)
+    outputs = feed(llm, prompts, forced, params, title=trial.name)
     seconds = time.perf_counter() - begin
     answers = [output.outputs[0].token_ids[len(given) :] for output, given in zip(outputs, forced, strict=True)]
     texts = [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
     grades = [grade(needle.problem, text) for needle, text in zip(needles, texts, strict=True)]
     # The token sampled last is never stored.
-    logical = [needle.length + len(answer) - 1 for needle, answer in zip(needles, answers, strict=True)]
+    lengths = [needle.length + len(answer) - 1 for needle, answer in zip(needles, answers, strict=True)]
     return Outcome(
         right=[right for right, _ in grades],
         exact=[exact for _, exact in grades],
-        entries=[n - output.metrics.evicted_entries for n, output in zip(logical, outputs, strict=True)],
+        cached_lengths=[n - output.metrics.evicted_entries for n, output in zip(lengths, outputs, strict=True)],
+        logical_lengths=lengths,
         tokens=[len(answer) for answer in answers],
-        logical=logical,
         windows=llm.stats().windows_compressed,
         seconds=seconds,
     )
@@ -136,7 +135,7 @@ def trial_of(args: argparse.Namespace, method: str, budgets: list[int]) -> Trial
     if SPECS[method].queries == "window":
         options = {"window": args.window, "buffer": args.buffer, "method": method, "compress_prompt": True}
         return Trial(name=method, compression=compressions.kara(args.retention, **options))
-    # With a smaller gap, methods that keep more in some heads than in others would not know their last `buffer` tokens.
+    # A smaller gap would take their last `buffer` tokens from methods that keep more in some heads than in others.
     compression = compressions.threshold(method, recent=args.buffer, gap=2 * args.buffer)
     return Trial(name=method, compression=structs.replace(compression, protect_prompt=False), budgets=budgets)
 
@@ -167,7 +166,7 @@ def show(needles: Sequence[Needle], outcomes: Mapping[str, Outcome]) -> str:
         against = "" if name == KARA else f"{difference.text} (p {difference.p_value:.1g})"
         by_length = [f"{100 * mean(column):.0f}" for column in columns]
         rows.append([name, f"{100 * outcome.kept:.1f}", percent(outcome), against, *by_length])
-    header = ["", "entries kept\nat the end, %", "right answers,\n%", "minus Kara,\npoints"]
+    header = ["", "KV pairs kept\nat the end, %", "right answers,\n%", "minus Kara,\npoints"]
     header += [f"{length}\ntokens" for length in lengths(needles)]
     return report.table(header, rows)
 
@@ -197,8 +196,7 @@ def plot(path: Path, title: str, args: argparse.Namespace, needles: Sequence[Nee
     figure.suptitle(title, fontsize=10)
     assert image is not None
     figure.colorbar(image, ax=figure.axes, label="right answers (%)", shrink=0.8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    report.save(path, figure)
 
 
 # The script
@@ -206,25 +204,23 @@ def plot(path: Path, title: str, args: argparse.Namespace, needles: Sequence[Nee
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     task = TASKS["needle"]
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.quality.niah",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line.make_parser("benchmarks.quality.niah", __doc__)
     add = parser.add_argument
     add("--model", default=REASONER, metavar="DIR", help="a checkpoint of the reasoner (default: the package's)")
     add("--dtype", help="default: float32 for the package's model, else the checkpoint's")
-    add("--sentences", type=int, nargs="+", default=SENTENCES, metavar="N", help="of the prompts, by column")
-    add("--depths", type=float, nargs="+", default=DEPTHS, metavar="D", help="of the needle, from 0 to 1, by row")
-    add("--problems", type=int, default=10, help="of each depth and length (default 10)")
-    add("--seed", type=int, default=1, help="of the problems (default 1)")
-    add("--retention", default="0.3", help="of Kara (default 0.3)")
-    add("--window", type=int, default=128, help="of Kara (default 128)")
-    add("--buffer", type=int, default=16, help="the last entries, always kept, of every method (default 16)")
-    add("--question-after", action="store_true", help="let the question follow when the prompt is compressed")
-    add("--methods", nargs="+", choices=OTHERS, default=OTHERS, metavar="M", help="beside Kara (default: all)")
-    add("--max-num-seqs", type=int, default=32, metavar="N", help="at once (default 32)")
-    add("--output", type=Path, default=Path("benchmark-output"), metavar="DIR")
+    add("--sentences", type=int, nargs="+", default=SENTENCES, metavar="N", help="sentences of the prompts, by column")
+    add(
+        "--depths", type=float, nargs="+", default=DEPTHS, metavar="D", help="depths of the needle, from 0 to 1, by row"
+    )
+    add("--problems", type=int, default=10, help="problems of each depth and length (default 10)")
+    add("--seed", type=int, default=1, help="seed of the problems (default 1)")
+    add("--retention", default="0.3", help="share of a window that Kara keeps (default 0.3)")
+    add("--window", type=int, default=128, help="KV pairs of Kara's window (default 128)")
+    add("--buffer", type=int, default=16, help="last KV pairs that every method keeps (default 16)")
+    add("--question-after", action="store_true", help="give the question after the prompt is compressed")
+    add("--methods", nargs="+", choices=OTHERS, default=OTHERS, metavar="M", help="methods beside Kara (default: all)")
+    add("--max-num-seqs", type=int, default=32, metavar="N", help="most sequences at once (default 32)")
+    command_line.add_output_argument(parser)
     args = parser.parse_args(arguments)
     for field in ("problems", "max_num_seqs", "buffer"):
         require(getattr(args, field) >= 1, f"--{field.replace('_', '-')}", getattr(args, field), "at least 1")
@@ -232,7 +228,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     require(fits, "--sentences", args.sentences, f"numbers from {task.smallest} to {task.largest}")
     require(all(0 <= depth <= 1 for depth in args.depths), "--depths", args.depths, "numbers from 0 to 1")
     compressions.check_retention("--retention", args.retention)
-    accuracy.unique(args.methods, "--methods")
+    command_line.require_unique("--methods", args.methods)
     return args
 
 
@@ -252,7 +248,7 @@ def run_niah(arguments: Sequence[str]) -> None:
     }
     outcomes: dict[str, Outcome] = {}
     for method in (FULL, KARA, *args.methods):
-        trial = trial_of(args, method, outcomes[KARA].entries if KARA in outcomes else [])
+        trial = trial_of(args, method, outcomes[KARA].cached_lengths if KARA in outcomes else [])
         outcomes[method] = outcome = run(args, trial, needles, tokenizer)
         print(f"  {method}: {percent(outcome)} % right", flush=True)
         written["methods"][method] = {
@@ -273,10 +269,7 @@ def run_niah(arguments: Sequence[str]) -> None:
 
 
 def main() -> None:
-    try:
-        run_niah(sys.argv[1:])
-    except KvLLMError as error:
-        sys.exit(f"error: {error}")
+    command_line.run_script(run_niah)
 
 
 if __name__ == "__main__":

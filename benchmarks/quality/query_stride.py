@@ -1,19 +1,17 @@
-"""What it costs, and what it saves, to score a window with every s-th of its queries.
+"""The cost and the savings of scoring a window with every s-th of its queries.
 
     python -m benchmarks.quality.query_stride
 
-Query rows of a recomputation do not depend on each other, so any subset of them is exact; fewer rows cost less. On the
-problems of the demo this measures, for each stride: how much of the set kept with all queries is kept (windows in the
-same state, compared one by one), what becomes of the answers when the engine runs with the stride, and the time of an
-event. The figures go to query_stride.json and a plot to query_stride.png.
+The query tokens of a recomputation do not depend on each other, so any subset of them is exact, and fewer cost less.
+The script measures three things for each stride, on the problems of the demo: the share of the set kept with all
+queries that the stride keeps, too (window by window, in the same state); the answers of an engine that runs with the
+stride; and the time of an event. The figures go to query_stride.json, a plot to query_stride.png.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -21,19 +19,19 @@ import msgspec
 import torch
 from msgspec import structs
 
-from benchmarks.common import machine, report
+from benchmarks.common import command_line, machine, report
+from benchmarks.common.internals import runner_of
 from benchmarks.common.problem_sets import KARA, MAX_NUM_SEQS, MAX_TOKENS, ProblemSet, Run
 from benchmarks.common.variants import Variant
 from kvllm import LLM, SamplingParams
 from kvllm.compression.queries import QueryTokens
 from kvllm.config import require
-from kvllm.errors import KvLLMError
 
 STRIDES = (1, 2, 4, 8, 16)
 
 
 class Overlap:
-    """Stands in for the selection of an engine: chooses as it would, and compares what the strides would choose."""
+    """Stands in for the selection of an engine: makes its choice, and compares the choices of the strides with it."""
 
     def __init__(self, select: Any, strides: Sequence[int]) -> None:
         self.select = select
@@ -45,16 +43,17 @@ class Overlap:
         for stride, shares in self.shares.items():
             tokens = QueryTokens(recent=buffer, stride=stride).offsets(keys.shape[2])
             other = self.select(queries[:, :, tokens], keys, retain=retain, buffer=buffer, **options)
-            # The buffer is kept in any case: only the scored entries count.
+            # The buffer is always kept, so only the scored KV pairs count.
             found = (kept[..., :scored, None] == other[..., None, :scored]).any(-1)
             shares += found.float().mean(dim=(1, 2)).tolist()
         return kept
 
 
 def overlaps(problem_set: ProblemSet, strides: Sequence[int]) -> dict[int, float]:
-    """Share of the entries kept with all queries that are kept with every s-th, over all windows, layers and heads."""
+    """The share of the KV pairs kept with all queries that every s-th query keeps, over windows, layers and heads."""
     llm = LLM(compression=KARA, **problem_set.engine(Variant("overlap")))
-    compressor = llm.llm_engine.executor.runner.compressor  # pyright: ignore[reportAttributeAccessIssue]
+    compressor = runner_of(llm).compressor
+    assert compressor is not None  # Kara compresses
     compressor.select = Overlap(compressor.select, strides)
     llm.generate(
         [p.prompt for p in problem_set.problems], SamplingParams(temperature=0, max_tokens=MAX_TOKENS), use_tqdm=False
@@ -83,16 +82,18 @@ def show(strides: Sequence[int], shares: dict[int, float], runs: dict[int, Run])
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.quality.query_stride",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line.make_parser("benchmarks.quality.query_stride", __doc__)
     add = parser.add_argument
-    add("--strides", nargs="+", type=int, default=STRIDES, metavar="S", help="default: 1 2 4 8 16")
-    add("--problems", type=int, default=96, metavar="N", help="how many problems to solve (default 96)")
-    add("--max-num-seqs", type=int, default=MAX_NUM_SEQS, metavar="N", help=f"at once (default {MAX_NUM_SEQS})")
-    add("--output", type=Path, default=Path("benchmark-output"), metavar="DIR")
+    add("--strides", nargs="+", type=int, default=STRIDES, metavar="S", help="strides (default: 1 2 4 8 16)")
+    add("--problems", type=int, default=96, metavar="N", help="number of problems (default 96)")
+    add(
+        "--max-num-seqs",
+        type=int,
+        default=MAX_NUM_SEQS,
+        metavar="N",
+        help=f"most sequences at once (default {MAX_NUM_SEQS})",
+    )
+    command_line.add_output_argument(parser)
     args = parser.parse_args(arguments)
     require(args.problems >= 1, "--problems", args.problems, "at least 1")
     require(min(args.strides) >= 1, "--strides", args.strides, "at least 1 each")
@@ -130,10 +131,7 @@ def run_strides(arguments: Sequence[str]) -> None:
 
 
 def main() -> None:
-    try:
-        run_strides(sys.argv[1:])
-    except KvLLMError as error:
-        sys.exit(f"error: {error}")
+    command_line.run_script(run_strides)
 
 
 if __name__ == "__main__":

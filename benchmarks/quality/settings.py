@@ -1,22 +1,20 @@
-"""The settings of Kara or `kara_sharp`, one at a time around a middle: which would you ship?
+"""Right answers over the settings of Kara or `kara_sharp`, one setting at a time around a middle.
 
     python -m benchmarks.quality.settings
 
-Window and buffer, chunk budget (alpha) and longest chunk (gamma) of Token2Chunk, and the query stride, at one
-retention, on the same questions. Windows and buffers change the memory too: compare with the entries kept. The
-figures go to settings.json and a plot to settings.png.
+The settings are window and buffer, chunk budget (alpha) and longest chunk (gamma) of Token2Chunk, and the query stride.
+All trials have one retention and answer the same questions. Windows and buffers change the memory too, so compare the
+KV pairs that are kept. The figures go to settings.json, a plot to settings.png.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.common import accuracy, compressions
+from benchmarks.common import accuracy, command_line, compressions
 from benchmarks.common.trials import FULL, Trial
-from kvllm.errors import KvLLMError
 
 METHODS = ("kara", "kara_sharp")
 MIDDLE = {
@@ -37,9 +35,9 @@ VALUES = {
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = accuracy.make_parser("benchmarks.quality.settings", __doc__)
-    parser.add_argument("--retention", default="0.2", help="default: 0.2")
+    parser.add_argument("--retention", default="0.2", help="share of a window that is kept (default 0.2)")
     parser.add_argument("--method", choices=METHODS, default="kara", help="default: kara")
-    parser.add_argument("--vary", nargs="+", choices=VALUES, default=VALUES, help="default: all")
+    parser.add_argument("--vary", nargs="+", choices=VALUES, default=VALUES, help="settings to vary (default: all)")
     args = parser.parse_args(arguments)
     compressions.check_retention("--retention", args.retention)
     return args
@@ -54,12 +52,13 @@ def trials_of(args: argparse.Namespace) -> list[Trial]:
     return [middle, *varied, Trial(name=FULL)]
 
 
+def run_settings(arguments: Sequence[str]) -> None:
+    args = parse_arguments(arguments)
+    accuracy.run_comparison("benchmarks.quality.settings", arguments, args, trials_of(args))
+
+
 def main() -> None:
-    try:
-        args = parse_arguments(sys.argv[1:])
-        accuracy.run_comparison("benchmarks.quality.settings", sys.argv[1:], args, trials_of(args))
-    except KvLLMError as error:
-        sys.exit(f"error: {error}")
+    command_line.run_script(run_settings)
 
 
 if __name__ == "__main__":

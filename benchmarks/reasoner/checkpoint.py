@@ -1,4 +1,4 @@
-"""Writes the reasoner as a Hugging Face checkpoint."""
+"""The reasoner as a Hugging Face checkpoint."""
 
 from __future__ import annotations
 

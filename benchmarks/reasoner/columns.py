@@ -25,7 +25,10 @@ def finish(rng: random.Random, task: str, columns: list[str], steps: list[str], 
 
 
 def make_addition(rng: random.Random, places: int) -> Problem:
-    """Two numbers of `places` digits; about 25 tokens of working a place. Raises ValueError for too few or many."""
+    """Two numbers of `places` digits, with about 25 tokens of working a place.
+
+    Raises ValueError for too few places or too many.
+    """
     check_places(places)
     columns, steps, digits, carry = [], [], {}, 0
     for name in rng.sample(NAMES, places):
@@ -40,8 +43,10 @@ def make_addition(rng: random.Random, places: int) -> Problem:
 
 
 def make_multiplication(rng: random.Random, places: int) -> Problem:
-    """A number of `places` digits times one digit; about 30 tokens of working a place. Raises ValueError for too few or
-    many."""
+    """A number of `places` digits times one digit, with about 30 tokens of working a place.
+
+    Raises ValueError for too few places or too many.
+    """
     check_places(places)
     factor = rng.randrange(2, 10)
     columns, steps, digits, carry = [], [], {}, 0

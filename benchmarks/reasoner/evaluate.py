@@ -1,8 +1,8 @@
-"""What the reasoner can do, by task and size, answered by transformers and by the engine.
+"""The reasoner's right answers by task and size, with transformers and with the engine.
 
     python -m benchmarks.reasoner.evaluate
 
-Greedily, in float32, with the full cache: both have to give the same texts.
+Both answer greedily, in float32, with the full cache, and must give the same texts.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import random
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ from benchmarks.reasoner.tokenizer import EOS, TOKEN_IDS, encode
 from kvllm import LLM, SamplingParams
 from kvllm.engine_args import DEFAULT_MODEL
 
-BATCH_TOKENS = 32_768  # prompts and workings together
+BATCH_TOKENS = 32_768  # of prompts and workings together
 
 
 def held_out(task: str, size: int, count: int) -> list[Problem]:
@@ -37,13 +38,13 @@ def sizes(task: str) -> list[int]:
 
 
 class Transformers:
-    """Answers with `transformers`."""
+    """Answers of `transformers`."""
 
     def __init__(self, checkpoint: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         self.tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-        self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+        self.model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
 
     @torch.inference_mode()
     def answer(self, problems: list[Problem]) -> list[str]:
@@ -85,8 +86,8 @@ def answer_with_engine(checkpoint: Path, problems: list[Problem]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, nargs="?", default=DEFAULT_MODEL, help="default: the package's")
-    parser.add_argument("--problems", type=int, default=50, help="of each task and size (default 50)")
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
+    parser.add_argument("--problems", type=int, default=50, help="problems of each task and size (default 50)")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS, help="default: all tasks")
     args = parser.parse_args()
     reference = Transformers(args.checkpoint)
     rows = []

@@ -1,4 +1,4 @@
-"""What a problem is, and how an answer is graded. The kinds of problems are in tasks.py."""
+"""A problem, and the grading of an answer. The kinds of problems are in tasks.py."""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
-"""Shuffled linked programs: a chain of assignments modulo 10 that has to be run line by line.
+"""Shuffled linked programs: a chain of assignments modulo 10 that must be run line by line.
 
-Every line carries as its label the name written by the line that runs before it (`#` for the first), and the lines are
-shown out of order, so running the program means following the labels. Each name is written exactly once. Of the
-operands half are among the last RECENT names and half among those names that stay in use, every third: most look-ups
-of a long program reach far back into the text generated so far, and most values are needed for a while and then never
-again.
+The label of a line is the name that the line before it writes (`#` for the first line). The prompt shows the lines out
+of order, so a run of the program follows the labels. Each name is written exactly once. Half of the operands are among
+the last RECENT names, and half are among the names that stay in use, every third one. So most look-ups of a long
+program reach far back into the text, and most values are needed for a while and then never again.
 
-The same program can be worked out in three ways: dense (only names, signs and values), in words, and at length (in
-words, each line checked). In words a tenth of the text is facts and the rest connects them, as in the text of large
+A program can be worked out in three ways: dense (only names, signs and values), in words, and at length (in words, with
+a check of each line). In words a tenth of the text is facts and the rest connects them, as in the text of large
 reasoning models.
 """
 
@@ -26,7 +25,7 @@ RECENT, KEPT = 8, 3
 
 @dataclass(frozen=True)
 class Line:
-    """`label>x sign y=z`, with the values of x and y and the result before and after it is taken modulo 10."""
+    """`label>x sign y=z`, with the values of x and y, and the result before and after the modulo."""
 
     label: str
     x: str
@@ -91,7 +90,7 @@ def draw_lines(rng: random.Random, count: int) -> tuple[dict[str, int], list[Lin
 
 
 def make_program(rng: random.Random, count: int, style: str, write: Writer) -> Problem:
-    """A program of `count` lines; the prompt's first word names the style, in which `write` works out a line.
+    """A program of `count` lines. The prompt's first word names the style, and `write` works out a line in it.
 
     Raises ValueError unless 1 <= count <= MAX_LINES.
     """
@@ -110,15 +109,15 @@ def make_program(rng: random.Random, count: int, style: str, write: Writer) -> P
 
 
 def make_dense(rng: random.Random, lines: int) -> Problem:
-    """About 11 tokens of working a line, nearly every one a look-up."""
+    """A working with about 11 tokens a line, nearly every one a look-up."""
     return make_program(rng, lines, "short", dense)
 
 
 def make_worded(rng: random.Random, lines: int) -> Problem:
-    """About 37 tokens of working a line."""
+    """A working with about 37 tokens a line."""
     return make_program(rng, lines, "words", worded)
 
 
 def make_long(rng: random.Random, lines: int) -> Problem:
-    """About 74 tokens of working a line."""
+    """A working with about 74 tokens a line."""
     return make_program(rng, lines, "long", at_length)

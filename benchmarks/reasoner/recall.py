@@ -1,6 +1,6 @@
-"""Facts to find again in a long prompt: a list of pairs, or a few needles in sentences that say nothing.
+"""Facts to find again in a long prompt: a list of names with values, or a few needles in sentences that say nothing.
 
-The answers are short; these problems are about compressing the prompt.
+The answers are short, because these problems test the compression of the prompt.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_NEEDLES = 8
 
 
 def sentence(rng: random.Random) -> str:
-    """12 tokens of filler."""
+    """A sentence of filler, 12 tokens."""
     first, second = rng.sample(NOUNS, 2)
     return (
         f"then the {rng.choice(ADJECTIVES)} {first} {rng.choice(VERBS)} the {rng.choice(ADJECTIVES)} {second} "

@@ -32,24 +32,25 @@ SHARES = {
     "recall": 0.09,
     "needle": 0.08,
 }
-"""Of the batches. The dense programs teach look-ups soonest: nearly every token is one."""
+"""The share of the batches. Dense programs teach look-ups soonest, because nearly every token is one."""
 BATCH_TOKENS = 4096
 MUON_LR, ADAMW_LR, WARMUP_STEPS = 0.02, 3e-3, 40
 FIRST_REACH, GROWTH, GROW_ACCURACY, GROW_WINDOW = 0.1, 1.25, 0.97, 8
 IGNORED = -100
 LOOKED_UP = torch.tensor([len(token) == 1 and token.isalnum() for token in TOKEN_IDS])
-"""Names and digits: what has to be found or computed. The rest follows from its neighbours, but for the signs."""
+"""Names and digits, which must be found or computed. All other tokens but the signs follow from their neighbours."""
 SIGNS = torch.tensor([token in "+-" for token in TOKEN_IDS])
 SIGN_WEIGHT, SIGN_ACCURACY = 8.0, 0.8
-"""Signs weigh more in the loss as soon as so many names and digits are right. Without a weight signs are learned last
-of all: one bit a line, and either makes sense. With it from the beginning, names and digits are not learned."""
+"""Signs weigh more in the loss as soon as so many names and digits are right. Without the weight, signs are learned
+last: a sign is one bit a line, and either one makes sense. With the weight from the beginning, names and digits are not
+learned."""
 SAVE_STEPS = 200
 MULTIPLIES_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-"""Whether the CPU does. Others convert every number for it, which takes longer than float32."""
+"""Whether the CPU multiplies bfloat16. Other CPUs convert every number, which takes longer than float32."""
 
 
 def make_batch(rng: random.Random, task: str, size: int) -> tuple[Tensor, Tensor]:
-    """About BATCH_TOKENS tokens of solved problems: inputs and targets [batch, length]; prompts are no targets."""
+    """About BATCH_TOKENS tokens of solved problems: inputs and targets, `[batch, length]`. Prompts are no targets."""
     rows: list[tuple[list[int], int]] = []
     longest = 0
     while not rows or longest * (len(rows) + 0.5) < BATCH_TOKENS:
@@ -67,8 +68,11 @@ def make_batch(rng: random.Random, task: str, size: int) -> tuple[Tensor, Tensor
 
 @dataclass
 class Curriculum:
-    """Half of the batches are as large as `reach` (a share of each task's largest size) allows, the rest are smaller.
-    `reach` grows as soon as the largest programs are predicted well, their signs too; these begin to weigh before."""
+    """Sizes of problems that grow with the model.
+
+    Half of the batches are as large as `reach` allows, a share of each task's largest size. The others are smaller.
+    `reach` grows as soon as the model predicts the largest programs well, signs included. Signs weigh more before.
+    """
 
     reach: float = FIRST_REACH
     sign_weight: float = 1.0
@@ -81,7 +85,7 @@ class Curriculum:
         return name, largest if rng.random() < 0.5 else rng.randint(task.smallest, largest)
 
     def update(self, task: str, size: int, looked_up: float, signs: float) -> None:
-        """`looked_up`, `signs`: how many of them are predicted rightly in a batch."""
+        """looked_up, signs: the shares of them that a batch predicts rightly."""
         if task != "program" or size != round(self.reach * TASKS[task].largest):
             return
         self.recent = [*self.recent, (looked_up, signs)][-GROW_WINDOW:]
@@ -95,7 +99,7 @@ class Curriculum:
             self.recent = []
 
     def weights(self) -> Tensor:
-        """Of the tokens, in the loss."""
+        """The weights of the tokens in the loss."""
         return torch.where(SIGNS, self.sign_weight, 1.0)
 
 
@@ -142,7 +146,7 @@ def means_of(recent: dict[str, deque[tuple[float, float]]]) -> dict[str, list[fl
 
 
 def train(model: Reasoner, args: argparse.Namespace) -> dict:
-    """Train on `args.tokens` tokens; returns how many steps, tokens and seconds it took."""
+    """Train on `args.tokens` tokens. Returns the steps, the tokens and the seconds."""
     optimizers = make_optimizers(model)
     numbers = {"step": 0, "tokens": 0, "seconds": 0.0}
     if args.resume and args.resume.exists():
@@ -151,7 +155,7 @@ def train(model: Reasoner, args: argparse.Namespace) -> dict:
     compiled = torch.compile(model, dynamic=True)
     cos, sin = rope_tables(CONTEXT)
     recent = {task: deque(maxlen=20) for task in SHARES}
-    new_seqs = time.monotonic() - numbers["seconds"]
+    begin = time.monotonic() - numbers["seconds"]
 
     while (progress := numbers["tokens"] / args.tokens) < 1:
         factor = learning_rate_factor(numbers["step"], progress)
@@ -178,7 +182,7 @@ def train(model: Reasoner, args: argparse.Namespace) -> dict:
         curriculum.update(task, size, looked_up, signs)
         recent[task].append((loss.item(), looked_up))
         numbers |= {"step": numbers["step"] + 1, "tokens": numbers["tokens"] + ids.numel()}
-        numbers["seconds"] = time.monotonic() - new_seqs
+        numbers["seconds"] = time.monotonic() - begin
         if numbers["step"] % 50 == 0:
             state = {"reach": curriculum.reach, "sign weight": curriculum.sign_weight}
             print(json.dumps(numbers | state | {"loss, accuracy of look-ups": means_of(recent)}), flush=True)
@@ -192,7 +196,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=20_000_000, help="train on this many tokens")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
-    parser.add_argument("--resume", type=Path, help="file that keeps the progress; continue from it if it exists")
+    parser.add_argument("--resume", type=Path, help="file of the progress; the run continues from it if it exists")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
 

@@ -21,9 +21,11 @@ def test_figure_5_compares_methods_at_equal_memory(tmp_path: Path, capsys: pytes
     trials = json.loads((tmp_path / "figure_5.json").read_text())["trials"]
     assert sorted(trials) == ["full cache", "kara 0.2", "streaming 0.2"]
     full, kara, streaming = (trials[name] for name in sorted(trials))
-    assert full["right"] == [True] * 4 and full["entries"] == full["logical"]
+    assert full["right"] == [True] * 4 and full["cached_lengths"] == full["logical_lengths"]
     assert kara["windows"] > 0 and kara["kept"] < 0.9
-    for budget, held, logical in zip(kara["entries"], streaming["entries"], streaming["logical"], strict=True):
+    for budget, held, logical in zip(
+        kara["cached_lengths"], streaming["cached_lengths"], streaming["logical_lengths"], strict=True
+    ):
         assert min(budget, logical) <= held < budget + 64
     assert "minus Kara" in capsys.readouterr().out.replace("Minus", "minus")
     assert (tmp_path / "figure_5.png").stat().st_size > 1000

@@ -108,9 +108,9 @@ def test_agreement_is_that_of_dense_attention_over_what_is_cached(checkpoint: Pa
     for i, text in enumerate(texts):
         prompt, output = len(text.prompt), len(text.output)
         evicted = window_evictions(prompt, output, 48, 8, "0.3", start=prompt)
-        assert evicted and kara["entries"][i] == prompt + output - 1 - evicted
-        visible = streaming_cache(prompt, output, kara["entries"][i], gap=16, protected=-(-prompt // 16) * 16)
-        assert streaming["entries"][i] == len(visible[-1])
+        assert evicted and kara["cached_lengths"][i] == prompt + output - 1 - evicted
+        visible = streaming_cache(prompt, output, kara["cached_lengths"][i], gap=16, protected=-(-prompt // 16) * 16)
+        assert streaming["cached_lengths"][i] == len(visible[-1])
         divergence, same = dense_divergence(decoder, text, visible)
         assert divergence > 0.01
         assert streaming["divergence"]["by_text"][i] == pytest.approx(divergence, rel=1e-3)
@@ -188,10 +188,15 @@ def test_needles(checkpoint: Path, tmp_path: Path, capsys, more: Sequence[str]) 
         prompt = len(needle.haystack) + (0 if more else len(needle.question))
         logical = prompt + output - 1
         evicted = window_evictions(prompt, output, 32, 8, "0.4", start=0)
-        assert written["full cache"]["entries"][i] == written["kara"]["logical"][i] == logical
-        assert evicted and written["kara"]["entries"][i] == logical - evicted
+        assert written["full cache"]["cached_lengths"][i] == written["kara"]["logical_lengths"][i] == logical
+        assert evicted and written["kara"]["cached_lengths"][i] == logical - evicted
         visible = streaming_cache(prompt, output, logical - evicted, gap=16, protected=0)
-        assert written["streaming"]["entries"][i] == written["snapkv"]["entries"][i] == len(visible[-1]) < logical
+        assert (
+            written["streaming"]["cached_lengths"][i]
+            == written["snapkv"]["cached_lengths"][i]
+            == len(visible[-1])
+            < logical
+        )
     assert "8.3 [" in capsys.readouterr().out
     assert (tmp_path / "niah.png").stat().st_size > 1000
 

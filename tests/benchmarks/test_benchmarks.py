@@ -53,7 +53,7 @@ def test_random_requests_share_no_first_token_run():
     requests = workloads.random_requests(random.Random(0), [(64, 8)] * 20, vocab_size=256)
     assert len({tuple(request.prompt_token_ids[:16]) for request in requests}) == 20
     assert all(0 <= token < 256 for request in requests for token in request.prompt_token_ids)
-    assert requests[0].entries == 64 + 8 - 1
+    assert requests[0].kv_pairs == 64 + 8 - 1
 
 
 def test_demand_is_what_the_running_sequences_end_with():
@@ -159,12 +159,13 @@ def test_built_in_shapes_have_the_size_they_are_named_for(tmp_path, name, parame
 # The benchmark
 
 
-def test_throughput_runs_variants_side_by_side(tiny, tmp_path, capsys):
+def test_throughput_runs_variants_side_by_side(tiny, tmp_path, capfd):
     arguments = ["--model", str(tiny), "--num-prompts", "6", "--input-len", "40", "--output-len", "48"]
     arguments += ["--random-range-ratio", "0.2", "--block-size", "4", "--pool-fraction", "0.5", "--repeats", "1"]
     throughput.benchmark([*arguments, "--variants", "vanilla", KARA, "--output", str(tmp_path)])
 
-    printed = capsys.readouterr().out
+    printed, progress = capfd.readouterr()
+    assert all(f"  {name}: 6 of 6 requests, " in progress for name in ("vanilla", KARA))  # of processes of their own
     content = json.loads((tmp_path / "throughput.json").read_text())
     assert (tmp_path / "throughput.png").read_bytes().startswith(PNG)
     assert content["command"] in printed and "--pool-fraction 0.5" in content["command"]
@@ -190,9 +191,9 @@ def test_throughput_runs_variants_side_by_side(tiny, tmp_path, capsys):
 
 
 def test_a_failed_run_is_reported_with_its_reason(tmp_path):
-    job = Job(model=str(tmp_path), engine={}, compression=None, requests=[Request([1], 1)])
-    with pytest.raises(KvLLMError, match=r"variant vanilla failed:\n.*has no config.json"):
-        jobs.run_process("vanilla", job)
+    job = Job(name="vanilla", model=str(tmp_path), engine={}, compression=None, requests=[Request([1], 1)])
+    with pytest.raises(KvLLMError, match=r"variant vanilla failed: .*has no config.json"):
+        jobs.run_process(job)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +242,8 @@ def test_demo_solves_problems_in_a_small_pool(tmp_path, capsys):
     kara = "kara:period=8,window_blocks=4,retain_blocks=3,buffer=8,chunk_budget=0"
     demo.run_demo(["--short", "--problems", "6", "--variants", "vanilla", kara, "--output", str(tmp_path)])
 
-    printed = capsys.readouterr().out
+    printed, progress = capsys.readouterr()
+    assert all(f"  {name}: 6 of 6 requests, " in progress for name in ("vanilla", kara))  # stderr is no terminal
     content = json.loads((tmp_path / "demo.json").read_text())
     assert (tmp_path / "demo.png").read_bytes().startswith(PNG)
     problems = ProblemSet(6, 16, seed=1).problems

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.reasoner import recall, train
@@ -21,7 +22,9 @@ from benchmarks.reasoner.programs import KEPT, MAX_LINES, NUM_INPUTS, RECENT
 from benchmarks.reasoner.tasks import DEFAULT_SIZE, TASKS, make_problem
 from benchmarks.reasoner.tokenizer import EOS, SYMBOLS, TOKEN_IDS, VOCABULARY, encode
 
-CHECKPOINT = Path(__file__).parents[2] / "kvllm" / "assets" / "reasoner"
+ROOT = Path(__file__).parents[2]
+CHECKPOINT = ROOT / "kvllm" / "assets" / "reasoner"
+EARLIER = ROOT / "benchmarks" / "reasoner" / "earlier"
 CONTEXT = 4096
 seeds = st.integers(0, 2**32)
 every_task = pytest.mark.parametrize("task", TASKS)
@@ -258,3 +261,14 @@ def test_signs_weigh_once_names_are_known_and_problems_grow_once_signs_are() -> 
     assert curriculum.reach == train.FIRST_REACH
     learn(0.99, 0.99)
     assert curriculum.reach == train.FIRST_REACH * train.GROWTH
+
+
+def test_the_earlier_weights_are_a_checkpoint_of_the_same_kind() -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (EARLIER / name).read_bytes() == (CHECKPOINT / name).read_bytes(), name
+    earlier, shipped = (load_file(path / "model.safetensors") for path in (EARLIER, CHECKPOINT))
+    assert earlier.keys() == shipped.keys() and {tensor.dtype for tensor in earlier.values()} == {torch.bfloat16}
+    assert not any(torch.equal(tensor, shipped[name].bfloat16()) for name, tensor in earlier.items())
+    problems = held_out("program", 6, 4)
+    texts = answer_with_engine(EARLIER, problems)
+    assert [grade(problem, text) for problem, text in zip(problems, texts, strict=True)] == [(True, True)] * 4

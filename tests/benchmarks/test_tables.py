@@ -47,7 +47,7 @@ def requests_of(content, tiny, **options):
 def job_of(entry, requests):
     """What a report's entry describes."""
     compression = msgspec.convert(entry["compression"], CompressionConfig | None)
-    job = Job(engine=dict(entry["engine"]), model="", compression=compression, requests=requests)
+    job = Job(name="", engine=dict(entry["engine"]), model="", compression=compression, requests=requests)
     job.model = job.engine.pop("model")
     return job
 
@@ -187,10 +187,10 @@ def test_memory_limit_is_the_time_to_read_weights_and_blocks(tiny):
     _, measured = measure(llm, [{"prompt_token_ids": [3] * 4}], SamplingParams(max_tokens=20, ignore_eos=True))
     large = msgspec.structs.replace(measured, block_bytes=10**12)  # in no cache
     num_bytes = 20 * 3e12 + sum(blocks for _, blocks in large.timeline) * 10**12
-    limit = limits.memory_limit({"weight_bytes": 3e12, "read_bytes_per_s": 1e9}, large)
+    limit = limits.memory_limit(limits.PhysicalLimit(3e12, 1e9), large)
     assert limit == pytest.approx(20 / (num_bytes / 1e9))
     if machine.last_level_cache():
-        assert limits.memory_limit({"weight_bytes": 1.0, "read_bytes_per_s": 1e9}, measured) is None
+        assert limits.memory_limit(limits.PhysicalLimit(1.0, 1e9), measured) is None
 
 
 # Figure 2

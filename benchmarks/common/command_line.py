@@ -1,0 +1,38 @@
+"""The parts of a command line that all scripts have."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from kvllm.config import require
+from kvllm.errors import KvLLMError
+
+
+def make_parser(module: str, description: str | None) -> argparse.ArgumentParser:
+    """A parser for `python -m module`, whose help is the module's docstring as it stands."""
+    return argparse.ArgumentParser(
+        prog=f"python -m {module}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def add_output_argument(parser: argparse.ArgumentParser, folder: str = "benchmark-output") -> None:
+    parser.add_argument(
+        "--output", type=Path, default=Path(folder), metavar="DIR", help=f"folder of the report (default {folder})"
+    )
+
+
+def require_unique(option: str, values: Iterable[object]) -> None:
+    """Raises ConfigError if a value is given twice."""
+    values = list(values)
+    require(len(set(values)) == len(values), option, " ".join(map(str, values)), "each may be given once")
+
+
+def run_script(script: Callable[[Sequence[str]], None]) -> None:
+    """Call a script with the arguments of the command line. An error of the engine ends it with its message alone."""
+    try:
+        script(sys.argv[1:])
+    except KvLLMError as error:
+        sys.exit(f"error: {error}")
