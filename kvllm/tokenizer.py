@@ -12,7 +12,7 @@ from kvllm.errors import CheckpointError, RequestError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# One of these must be there, complete. Without its vocabulary, transformers builds a tokenizer that knows no words.
+# One of these must be there, complete. Without its vocabulary, transformers builds a tokenizer without words.
 VOCABULARIES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 REPLACEMENT = "\ufffd"
 # A character has at most 4 bytes. More tokens than this without a complete one at their end are a run of invalid bytes.
@@ -73,7 +73,7 @@ class Tokenizer:
             raise RequestError(f"the checkpoint's tokenizer cannot encode the prompt: {error}") from None
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Text of tokens, as the model wrote it. Ids that the tokenizer does not know have no text."""
+        """Text of tokens, as the model wrote it. Ids outside of the vocabulary have no text."""
         # Cleaning up would change text that was given out already: it joins "word" and " ." once the dot arrives.
         return self.hf.decode(  # type: ignore[return-value]  # a list only for batches
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False

@@ -26,7 +26,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch
 
 
 class RunnerSettings(Struct, frozen=True):
-    """All that a rank needs to know to load its shard. load_format, enforce_eager: see EngineArgs.
+    """What a rank loads its shard with. load_format, enforce_eager: see EngineArgs.
 
     gpu_memory_utilization: if set, `engine.num_blocks` is the most that is of use, and the pool gets as many as fit.
     """
