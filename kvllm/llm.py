@@ -183,10 +183,11 @@ class LLM:
                     self._describe(bar, prompt_tokens, output_tokens, time.perf_counter() - begin)
 
     def _describe(self, bar: tqdm, prompt_tokens: int, output_tokens: int, seconds: float) -> None:
-        running, blocks = self.stats().timeline[-1] if self.stats().timeline else (0, 0)
+        stats = self.stats()
+        running, blocks = next(iter(stats.timeline_since(stats.steps - 1)), (0, 0))
         bar.set_postfix_str(
             f"input {prompt_tokens / seconds:.0f} tok/s, output {output_tokens / seconds:.0f} tok/s, "
-            f"running {running}, KV pool {blocks / self.stats().num_blocks:.0%}",
+            f"running {running}, KV pool {blocks / stats.num_blocks:.0%}",
             refresh=False,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
+from struct import Struct as Packing
 from typing import Any
 
 from msgspec import Struct
@@ -10,6 +11,8 @@ from msgspec import Struct
 SIZES = ("num_blocks", "method_state_bytes")
 MOST_STEPS = 1 << 19
 """In the timeline, or an engine that serves for weeks would fill the memory with it."""
+STEP = Packing("<II")
+"""A step in the timeline: 8 bytes. A tuple in a list takes over 100, which is 60 MiB for MOST_STEPS."""
 PEAKS = ("peak_blocks", "peak_event_bytes", "longest_stall_seconds")
 
 
@@ -36,7 +39,7 @@ class EngineStats(Struct):
         longest_stall_seconds: the longest that a running sequence waited for its next token while the engine was at
             work: the step that computed it, and others that had no room for it.
         peak_event_bytes: the most memory that an event took beside the activations of its pass.
-        timeline: for each step (running sequences, blocks in use); of old steps no more than MOST_STEPS.
+        packed_timeline: `timeline` as bytes, a STEP for each step.
     """
 
     num_blocks: int
@@ -57,7 +60,12 @@ class EngineStats(Struct):
     compact_seconds: float = 0.0
     longest_stall_seconds: float = 0.0
     peak_event_bytes: int = 0
-    timeline: list[tuple[int, int]] = []
+    packed_timeline: bytearray = bytearray()
+
+    @property
+    def timeline(self) -> list[tuple[int, int]]:
+        """For each step (running sequences, blocks in use); of old steps no more than MOST_STEPS. A new list."""
+        return list(STEP.iter_unpack(bytes(self.packed_timeline)))  # a copy: no thread may resize what is iterated over
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)
@@ -81,10 +89,11 @@ class EngineStats(Struct):
     def record_step(self, *, running: int, blocks: int) -> None:
         self.steps += 1
         self.peak_blocks = max(self.peak_blocks, blocks)
-        self.timeline.append((running, blocks))
-        if len(self.timeline) > MOST_STEPS:
-            del self.timeline[: MOST_STEPS // 2]
+        self.packed_timeline += STEP.pack(running, blocks)
+        if len(self.packed_timeline) > MOST_STEPS * STEP.size:
+            del self.packed_timeline[: MOST_STEPS // 2 * STEP.size]
 
     def timeline_since(self, steps: int) -> list[tuple[int, int]]:
         """The timeline without the first `steps` of all steps."""
-        return self.timeline[max(0, len(self.timeline) - self.steps + steps) :]
+        left_out = max(0, len(self.packed_timeline) // STEP.size - self.steps + steps)
+        return list(STEP.iter_unpack(self.packed_timeline[left_out * STEP.size :]))

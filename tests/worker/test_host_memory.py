@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 
 import psutil
@@ -70,3 +71,14 @@ def test_the_timeline_forgets_old_steps(monkeypatch: pytest.MonkeyPatch) -> None
     assert counted.timeline_since(97) == [(97, 1), (98, 1), (99, 1)]
     assert counted.timeline_since(3) == counted.timeline  # as far back as it goes
     assert counted.timeline_since(100) == []
+
+
+def test_a_step_in_the_timeline_takes_few_bytes() -> None:
+    counted = EngineStats(num_blocks=4)
+    tracemalloc.start()
+    for step in range(1000, 6000):
+        counted.record_step(running=step, blocks=step)
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert counted.timeline == [(step, step) for step in range(1000, 6000)]
+    assert used < 5000 * 16

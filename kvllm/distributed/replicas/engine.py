@@ -100,7 +100,8 @@ class DataParallelEngine:
     def _count(self, replica: int, report: Report) -> None:
         """Add to the stats. A step of one replica is a step of all, in which the others are as they last were."""
         counted = report.stats
-        timeline, counted.timeline, counted.steps, counted.peak_blocks = counted.timeline, [], 0, 0
+        timeline, counted.packed_timeline = counted.timeline, bytearray()
+        counted.steps = counted.peak_blocks = 0
         self.stats.add(counted)
         for step in timeline:
             self._last_steps[replica] = step
