@@ -245,7 +245,7 @@ def many_requests() -> tuple[list[list[int]], list[SamplingParams]]:
 def test_a_preempted_sequence_has_a_consistent_cache(
     checkpoint: Path, decoder: DenseDecoder, method: str, policy: str
 ) -> None:
-    num_blocks = 14 if policy == "threshold" else 24
+    num_blocks = 11 if policy == "threshold" else 24
     llm, recorder = make_llm(checkpoint, compression_config(method, policy), num_gpu_blocks_override=num_blocks)
     tokens = run(llm, *many_requests())
     assert [len(each) for each in tokens] == [80] * 5 + [70] * 3
