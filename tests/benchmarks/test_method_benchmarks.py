@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from benchmarks.common import problem_sets
 from benchmarks.quality import methods, query_stride
 from kvllm.compression.specs import SPECS
 from kvllm.errors import ConfigError
@@ -17,6 +18,15 @@ def test_every_method_runs_under_every_policy_that_allows_it() -> None:
     assert not {"kara, threshold", "adakv, pressure"} & names
 
 
+@pytest.fixture
+def short_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs of two windows instead of five."""
+    monkeypatch.setattr(problem_sets, "LINES", (12, 16))
+    for module in (problem_sets, query_stride):
+        monkeypatch.setattr(module, "MAX_TOKENS", 700)
+
+
+@pytest.mark.usefixtures("short_problems")
 def test_methods(tmp_path, capsys) -> None:
     arguments = ["--methods", "kara", "sliding_window", "--policies", "periodic", "threshold", "--problems", "6"]
     methods.run_methods([*arguments, "--max-num-seqs", "6", "--threads", "1", "--output", str(tmp_path)])
@@ -38,6 +48,7 @@ def test_methods(tmp_path, capsys) -> None:
     assert (tmp_path / "methods.png").stat().st_size > 1000
 
 
+@pytest.mark.usefixtures("short_problems")
 def test_query_stride(tmp_path, capsys) -> None:
     query_stride.run_strides(
         ["--strides", "1", "4", "--problems", "6", "--max-num-seqs", "6", "--output", str(tmp_path)]
