@@ -304,7 +304,7 @@ def fail(*_: Any) -> None:
 def test_mass_of_completions_of_one_prompt(checkpoint: Path, decoder: DenseDecoder) -> None:
     """A prompt in chunks, forks behind its last one, and a second life of those that are preempted."""
     llm, recorder = make_llm(
-        checkpoint, compression_config("h2o", "threshold"), max_num_batched_tokens=8, num_gpu_blocks_override=16
+        checkpoint, compression_config("h2o", "threshold"), max_num_batched_tokens=8, num_gpu_blocks_override=13
     )
     run(llm, random_token_ids(30, 60), [completions(3, 60), completions(2, 60)])
     assert llm.stats().preemptions >= 1
