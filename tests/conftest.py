@@ -41,9 +41,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         long = [item for item in items if item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=long)
         items[:] = [item for item in items if item not in long]
-    for item in items:  # a file's tests share its fixtures, so one process runs them; and there is one Ray cluster
-        in_ray = item.path.parent.name == "distributed"
-        item.add_marker(pytest.mark.xdist_group("ray" if in_ray else item.path.stem))
+    for item in items:  # a file's tests share its fixtures, so one process runs them
+        if not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -12,7 +12,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,13 @@ from kvllm.errors import WorkerError
 from kvllm.models.config import load_model_config
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.interrupts import Trap, chosen_lines
+from tests.helpers.waiting import wait_until
 
 ray = pytest.importorskip("ray", reason="needs ray: pip install ray")
+from kvllm.distributed.replicas import replica_set  # noqa: E402
 from kvllm.distributed.replicas.replica import Reporter  # noqa: E402
+
+pytestmark = pytest.mark.xdist_group("ray")
 
 OPTIONS = {"block_size": 16, "num_gpu_blocks_override": 100, "max_num_seqs": 16}
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"  # small ones would form words, and the tokenizer knows few
@@ -87,15 +91,19 @@ def test_two_engines_of_two_ranks(ray_cluster: None, path: Path, one: LLM) -> No
     It comes first: the cluster has no room for more engines beside these.
     """
     gc.collect()
-    free = ray.available_resources().get("CPU", 0)
+    wait_until(all_cpus_are_free, "the CPUs' return from earlier tests")
     llm = LLM(path, data_parallel_size=2, tensor_parallel_size=2, max_worker_restarts=1, **OPTIONS)
     engine = llm.llm_engine
     engines = [psutil.Process(pid) for pid in engine.replicas.pids]
     prompts = ["a", "b", "c", "d"]
-    expected = [output.outputs for output in one.generate(prompts, greedy(100), use_tqdm=False)]
-    (rank, *_) = _ranks()
-    threading.Timer(0.1, rank.kill).start()
-    assert [output.outputs for output in llm.generate(prompts, greedy(100), use_tqdm=False)] == expected
+    expected = [output.outputs for output in one.generate(prompts, greedy(300), use_tqdm=False)]
+    outputs = [engine.add_request(prompt, prompt, greedy(300)) for prompt in prompts]
+    while llm.stats().output_tokens == 0:
+        engine.step()
+    _ranks()[0].kill()
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert [output.outputs for output in outputs] == expected
     assert all(process.is_running() for process in engines) and not engine.replicas.restart_seconds
     assert len(_ranks()) == 4
     for process in engines:
@@ -105,8 +113,12 @@ def test_two_engines_of_two_ranks(ray_cluster: None, path: Path, one: LLM) -> No
     with pytest.raises(WorkerError, match="again after 1 restarts"):
         llm.generate(prompts, greedy(4), use_tqdm=False)
     wait_until(lambda: not _ranks(), "the ranks' end")
-    wait_until(lambda: ray.available_resources().get("CPU") == free, "the CPUs' return")
+    wait_until(all_cpus_are_free, "the CPUs' return")
     assert all(group["state"] == "REMOVED" for group in ray.util.placement_group_table().values())
+
+
+def all_cpus_are_free() -> bool:
+    return ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"]
 
 
 def _ranks() -> list[psutil.Process]:
@@ -134,13 +146,6 @@ def tokens_of(two: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(two.llm_engine.replicas, "receive", listen)
     return counts
-
-
-def wait_until(condition: Callable[[], bool], what: str, seconds: float = 10) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not come in {seconds} s"
-        time.sleep(0.05)
 
 
 def test_outputs_are_those_of_one_engine(path: Path, two: LLM, tokens_of: list[int]) -> None:
@@ -242,8 +247,9 @@ def test_a_request_that_a_replica_refuses_ends_alone(one: LLM, two: LLM) -> None
     assert two.generate(["GOOD"], greedy(20), use_tqdm=False)[0].outputs == expected.outputs
 
 
-def test_requests_survive_engines_that_die_and_hang(one: LLM, two: LLM) -> None:
+def test_requests_survive_engines_that_die_and_hang(one: LLM, two: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """They go on from the tokens that are known: none is counted twice."""
+    monkeypatch.setattr(replica_set, "SILENCE_SECONDS", 5.0)
     rng = random.Random(2)
     prompts = [text(rng, rng.randrange(1, 60)) for _ in range(32)]
     params = [SamplingParams(n=1 + i % 2, seed=i, max_tokens=150 + i, ignore_eos=True, stop=["zz"]) for i in range(32)]

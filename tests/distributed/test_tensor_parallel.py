@@ -31,7 +31,7 @@ from kvllm import LLM, CheckpointError, CompressionConfig, ConfigError, KvLLMErr
 from kvllm.compression.registry import METHODS
 from kvllm.core.executor import Executor
 from kvllm.core.protocol import StepPlan, StepResult, decode_plan, encode
-from kvllm.distributed import worker_group as pool
+from kvllm.distributed import worker_group
 from kvllm.distributed.hang_detector import HangDetector
 from kvllm.distributed.shared_memory import BUFFER_BYTES, SharedMemoryShard, create_memory
 from kvllm.errors import WorkerError
@@ -40,8 +40,10 @@ from kvllm.parallel import Shard, SingleRank
 from kvllm.worker.build import RunnerSettings, make_runner
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.engines import greedy, make_llm, random_prompts, tokens
+from tests.helpers.waiting import wait_until
 
 ray = pytest.importorskip("ray", reason="needs ray: pip install ray")
+pytestmark = pytest.mark.xdist_group("ray")
 
 FAMILIES = {"qwen3": {"head_dim": 16}, "llama": {"tie_word_embeddings": True, "vocab_size": 257}}
 KARA = CompressionConfig(period=8, window_blocks=3, retain_blocks=1, buffer=4, chunk_budget=4)
@@ -119,11 +121,11 @@ def test_nothing_is_left_when_the_engine_is_ended(
         assert len(ranks) == 2 and {*ranks} <= {each.pid for each in family}
         time.sleep(0.3)
         os.killpg(process.pid, end)  # a terminal, too, signals the whole group
-        process.wait(60)
+        process.wait(120)
     finally:
         process.kill()
         process.stdout.close()
-    gone, alive = psutil.wait_procs(family, timeout=20)
+    gone, alive = psutil.wait_procs(family, timeout=60)
     assert not alive and len(gone) == len(family)
     assert set(os.listdir("/dev/shm")) <= memory
 
@@ -140,7 +142,7 @@ def on_threads(world_size: int, work: Callable[[int], Any]) -> list[Any]:
 def shards() -> Iterator[Callable[..., list[SharedMemoryShard]]]:
     descriptors: list[int] = []
 
-    def make(world_size: int, timeout: float = 20) -> list[SharedMemoryShard]:
+    def make(world_size: int, timeout: float = 120) -> list[SharedMemoryShard]:
         descriptors.append(create_memory(world_size))
         return [SharedMemoryShard(rank, world_size, descriptors[-1], timeout) for rank in range(world_size)]
 
@@ -257,13 +259,14 @@ def test_four_ranks_with_two_kv_heads(ray_llm, checkpoints) -> None:
     assert tokens(ray_llm(checkpoints["qwen3"], ranks=4, compression=KARA), prompts) == expected
 
 
-def test_ranks_on_two_nodes(ray_llm, checkpoints) -> None:
+def test_ranks_on_two_nodes(ray_llm, checkpoints, monkeypatch) -> None:
     """They meet over gloo. One on the other node that hangs is ended too."""
     prompts = random_prompts(256, lengths=(1, 17, 63))
     expected = tokens(make_llm(checkpoints["qwen3"], compression=KARA), prompts)
     llm = ray_llm(checkpoints["qwen3"], compression=KARA, placement_strategy="STRICT_SPREAD")
     assert tokens(llm, prompts) == expected
     stopped = llm.llm_engine.executor.pids[1]
+    monkeypatch.setattr(worker_group, "SILENCE_SECONDS", 5.0)
     os.kill(stopped, signal.SIGSTOP)
     assert all(len(found) == 60 for found in tokens(llm, prompts, greedy(60)))
     wait_until(lambda: not psutil.pid_exists(stopped), "the stopped rank's end")
@@ -286,17 +289,9 @@ def test_sampling_and_pool_size(ray_llm, checkpoints) -> None:
 # Faults
 
 
-def wait_until(condition: Callable[[], bool], what: str, seconds: float = 10) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not come in {seconds} s"
-        time.sleep(0.05)
-
-
 def test_requests_survive_workers_that_die_and_hang(ray_llm, checkpoints, monkeypatch, caplog) -> None:
     """When a rank is stopped, the other waits for it, and its heartbeats say that it has got no further."""
-    monkeypatch.setattr(pool, "SILENCE_SECONDS", 60.0)
-    monkeypatch.setattr(pool, "STANDSTILL_SECONDS", 2.5)
+    monkeypatch.setattr(worker_group, "STANDSTILL_SECONDS", 2.5)
     rng = random.Random(0)
     prompts = random_prompts(256, lengths=[rng.randrange(1, 60) for _ in range(32)])
     params = [greedy(40 + i) for i in range(32)]
@@ -314,7 +309,7 @@ def test_requests_survive_workers_that_die_and_hang(ray_llm, checkpoints, monkey
             _, number, rank = faults.pop(0)
             threading.Timer(rng.random() / 100, os.kill, (executor.pids[rank], number)).start()
         engine.step()
-    assert not faults and len(executor.restart_seconds) == 3
+    assert not faults and len(executor.restart_seconds) >= 3  # more where a busy machine stops a rank
     assert "hangs: no progress for 2.5 s" in caplog.text
     assert [output.outputs[0].token_ids for output in outputs] == expected
     engine.scheduler.check()

@@ -342,6 +342,7 @@ def vector_weight(arrays: dict[str, np.ndarray], name: str) -> np.ndarray:
 # The engine, against dense attention over the survivors
 
 FAMILIES = {"llama": {}, "qwen3": {"head_dim": 32}}
+EVERY_FAMILY = pytest.mark.parametrize("family", ["qwen3", pytest.param("llama", marks=pytest.mark.long)])
 
 
 @pytest.fixture(scope="module")
@@ -416,7 +417,7 @@ def dense_kara(decoder: DenseDecoder, dense: DensePass, event: Event, config: Co
     return torch.tensor(kept).view_as(event.kept)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@EVERY_FAMILY
 def test_the_dense_decoder_is_that_of_transformers(
     checkpoints: dict[str, Path], decoders: dict[str, DenseDecoder], family: str
 ) -> None:
@@ -434,7 +435,7 @@ RETENTION = pytest.mark.parametrize("retain_tokens", [None, 17], ids=["whole blo
 
 @RETENTION
 @pytest.mark.parametrize("compress_prompt", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@EVERY_FAMILY
 def test_decoding_is_dense_attention_over_the_survivors(
     checkpoints: dict[str, Path],
     decoders: dict[str, DenseDecoder],
@@ -455,7 +456,7 @@ def test_decoding_is_dense_attention_over_the_survivors(
 
 
 @pytest.mark.parametrize("query_stride", [1, 2, 5])
-@pytest.mark.parametrize("family", FAMILIES)
+@EVERY_FAMILY
 def test_survivors_are_those_of_dense_kara(
     checkpoints: dict[str, Path], decoders: dict[str, DenseDecoder], family: str, query_stride: int
 ) -> None:
