@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from transformers import PreTrainedTokenizerBase
 
 SIZES = {
     "vocab_size": 256,
@@ -56,3 +58,19 @@ def edit(path: Path, **changes: Any) -> None:
     config.update(changes)
     config = {key: value for key, value in config.items() if value is not ...}
     (path / "config.json").write_text(json.dumps(config))
+
+
+def make_parrot(path: Path, tokenizer: PreTrainedTokenizerBase, tokens: list[str]) -> None:
+    """Write a model that says each of `tokens`, all different, behind the one before it; and its tokenizer."""
+    model = make_checkpoint(path, "qwen3", vocab_size=len(tokenizer), num_hidden_layers=1, head_dim=8)
+    chain = tokenizer.convert_tokens_to_ids(tokens)
+    state = model.state_dict()
+    for name in ("model.embed_tokens", "lm_head", "model.layers.0.self_attn.o_proj", "model.layers.0.mlp.down_proj"):
+        state[f"{name}.weight"].zero_()
+    for i, (token_id, following) in enumerate(pairwise(chain)):
+        state["model.embed_tokens.weight"][token_id, i] = 1
+        state["lm_head.weight"][following, i] = 1
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
