@@ -342,7 +342,7 @@ SCRIPTS = {"tables_2_3": tables_2_3, "figure_1_9": figure_1_9, "figure_2": figur
         ("figure_2", ["--preset", "cpu", "--regions", "0"], "--regions=0"),
         ("figure_2", ["--preset", "cpu", "--regions", "9999"], "--regions=9999 .*at most the shortest text"),
         ("figure_2", ["--preset", "cpu", "--methods", "adakv", "--policy", "periodic"], 'use policy="threshold"'),
-        ("figure_2", ["--preset", "cpu", "--methods", "kara", "--policy", "threshold"], "query of every entry"),
+        ("figure_2", ["--preset", "cpu", "--methods", "kara", "--policy", "threshold"], "query of every KV pair"),
         ("figure_2", ["--preset", "cpu", "--budget", "9999"], "budget_tokens=9999"),
         ("sliding_window", ["--windows", "64", "64"], "each may be given once"),
         ("sliding_window", ["--windows", "0"], "--windows=0"),

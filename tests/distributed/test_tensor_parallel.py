@@ -354,18 +354,31 @@ def test_a_heartbeat_alone_is_no_progress() -> None:
     assert watch.complaint(153) is None
 
 
-def test_the_budget_of_restarts_ends_with_the_workers_traceback(ray_llm, checkpoints, tmp_path: Path) -> None:
+def test_the_budget_of_restarts_ends_with_the_workers_traceback(ray_llm, checkpoints) -> None:
+    llm = ray_llm(checkpoints["qwen3"], ranks=1, max_worker_restarts=1)
+    engine = llm.llm_engine
+    output = engine.add_request("broken", [5], greedy(3))
+    for token_ids in (output.prompt_token_ids, engine.outputs.requests["broken"].sequences[0].token_ids):
+        token_ids[0] = 10**6  # behind the door, which checks this: the embedding has no such row
+    with pytest.raises(WorkerError, match=r"(?s)again after 1 restarts.*index out of range"):
+        while engine.has_unfinished_requests():
+            engine.step()
+    engine.abort("broken")
+    with pytest.raises(WorkerError, match="again after 1 restarts"):
+        llm.generate([[5]], use_tqdm=False)
+    assert not engine.has_unfinished_requests()
+
+
+def test_logits_that_are_not_finite_end_requests_and_no_worker(ray_llm, checkpoints, tmp_path: Path) -> None:
     for file in checkpoints["qwen3"].iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     weights = load_file(tmp_path / "model.safetensors")
     weights["model.norm.weight"].fill_(float("nan"))
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    llm = ray_llm(tmp_path, ranks=1, max_worker_restarts=1)
-    with pytest.raises(WorkerError, match=r"(?s)again after 1 restarts.*sampler.py.*logits are not finite"):
-        llm.generate([[5]], use_tqdm=False)
-    assert not llm.llm_engine.has_unfinished_requests()
-    with pytest.raises(WorkerError, match="again after 1 restarts"):
-        llm.generate([[5]], use_tqdm=False)
+    llm = ray_llm(tmp_path, ranks=1, max_worker_restarts=0)
+    for _ in range(2):
+        outputs = llm.generate([[5], [6]], use_tqdm=False)
+        assert all("logits are not finite" in str(output.error) for output in outputs)
 
 
 @pytest.mark.parametrize("all_have_it", [True, False])
@@ -423,8 +436,8 @@ def test_wrong_options(checkpoints, options: dict[str, Any], message: str) -> No
 
 
 def test_without_ray_the_error_says_what_to_install(checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("cluster", "engine_actor", "engines", "pool", "ray"):
-        monkeypatch.delitem(sys.modules, f"kvllm.worker.{name}", raising=False)
+    for name in [name for name in sys.modules if name.startswith("kvllm.distributed")]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r'needs Ray, which is not installed: pip install "kvllm\[ray\]"'):
         LLM(checkpoints["qwen3"], tensor_parallel_size=2)
@@ -432,9 +445,9 @@ def test_without_ray_the_error_says_what_to_install(checkpoints, monkeypatch: py
 
 
 def our_memory() -> list[int]:
-    """Processes that have the shared memory of a pool open."""
+    """Processes started from here that have the shared memory of a group open."""
     found = []
-    for process in psutil.process_iter():
+    for process in psutil.Process().children(recursive=True):
         try:
             maps = Path(f"/proc/{process.pid}/maps").read_text()
         except OSError:
