@@ -18,6 +18,7 @@ venv: $(READY)
 $(READY): constraints.txt pyproject.toml setup.py $(SOURCES)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
 	test -x $(VENV)/bin/pip || $(PYTHON) -m venv --clear $(VENV)
+	@echo "Installing PyTorch and the other dependencies: some minutes"
 	$(VENV)/bin/pip install --quiet -c constraints.txt torch setuptools wheel
 	@echo "Building the operators: for the CPU, and for CUDA if there is an nvcc"
 	$(VENV)/bin/pip install --quiet --no-build-isolation -c constraints.txt -e '.[dev]'
