@@ -87,11 +87,20 @@ def load_vectors() -> Callable[[str], Vectors]:
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    """Ray on two nodes of this machine, of four CPUs and of one."""
+    """Ray on two nodes of this machine, of four CPUs and of one.
+
+    No worker is given up for being silent, as healthy ones are on busy cores; tests of hangs set shorter times.
+    """
     ray = pytest.importorskip("ray", reason="needs ray: pip install ray")
     from ray.cluster_utils import Cluster
 
+    from kvllm.distributed import worker_group
+    from kvllm.distributed.replicas import replica_set
+
     with pytest.MonkeyPatch.context() as patch:
+        for module in (worker_group, replica_set):
+            patch.setattr(module, "START_SECONDS", 600.0)
+            patch.setattr(module, "SILENCE_SECONDS", 60.0)
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_AUTH_MODE", "disabled")
         cluster = Cluster(

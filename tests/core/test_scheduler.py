@@ -357,13 +357,13 @@ def test_a_long_queue_does_not_slow_a_step() -> None:
             harness.add([0, 1], 1000)
         best = float("inf")
         for _ in range(50):
-            begin = time.perf_counter()
+            begin = time.thread_time()
             harness.scheduler.update(plan := harness.scheduler.schedule(), harness.worker.execute(plan))
-            best = min(best, time.perf_counter() - begin)
+            best = min(best, time.thread_time() - begin)
         return best
 
-    # A scan of the queue would cost hundreds of times a step of four sequences; the bound leaves room for noise.
-    assert seconds_per_step(100_000) < 20 * seconds_per_step(8)
+    # A scan of the queue would cost twenty times a step of four sequences; the bound leaves room for noise.
+    assert seconds_per_step(20_000) < 5 * seconds_per_step(8)
 
 
 def test_completions_of_one_prompt_share_its_blocks() -> None:

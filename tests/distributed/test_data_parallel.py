@@ -122,7 +122,14 @@ def all_cpus_are_free() -> bool:
 
 
 def _ranks() -> list[psutil.Process]:
-    return [process for process in psutil.Process().children(recursive=True) if "Rank" in process.name()]
+    return [process for process in psutil.Process().children(recursive=True) if "Rank" in name_of(process)]
+
+
+def name_of(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:  # it has just ended
+        return ""
 
 
 @pytest.fixture(scope="module")
