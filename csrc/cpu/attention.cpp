@@ -1,189 +1,228 @@
 // The work of paged attention: which queries go together, and which thread takes them.
-#include <vector>
+#include "attention.h"
 
 #include "ops.h"
 
 namespace kvllm {
 namespace {
 
-// Consecutive query tokens of one sequence, with the query heads of one KV head.
-struct Task {
-  int sequence;
-  int kv_head;
-  int first_token;
-  int num_tokens;
-  int num_pairs;  // that its last token attends
+constexpr int64_t kThreadingProducts = 100000;
+constexpr int64_t kMaxPartialFloats = 16 << 20;
 
-  int num_segments() const { return (num_pairs + kSegmentEntries - 1) / kSegmentEntries; }
+void check_shape(const AttentionShape& shape) {
+  STD_TORCH_CHECK(shape.head_dim > 0 && shape.head_dim % 2 == 0, "head_dim is ", shape.head_dim, ": it must be even");
+  STD_TORCH_CHECK(shape.kv_heads > 0 && shape.query_heads % shape.kv_heads == 0 && shape.group() <= kMaxQueries,
+                  shape.query_heads, " query heads over ", shape.kv_heads, " KV heads: a multiple of at most ",
+                  kMaxQueries, " is supported");
+}
+
+void check_batch(const AttentionShape& shape, const AttentionBatch& batch) {
+  const int32_t* start = batch.query_start_loc;
+  STD_TORCH_CHECK(start[0] == 0 && start[batch.num_sequences] == batch.num_query_tokens, "query_start_loc runs from ",
+                  start[0], " to ", start[batch.num_sequences], ", not from 0 to the number of rows, ",
+                  batch.num_query_tokens);
+  for (int64_t s = 0; s < batch.num_sequences; ++s) {
+    STD_TORCH_CHECK(start[s] < start[s + 1], "sequence ", s, " has no rows");
+    int32_t previous = 0;
+    for (int32_t token = start[s]; token < start[s + 1]; ++token) {
+      STD_TORCH_CHECK(batch.last_kv_index[token] >= previous, "last_kv_index ", batch.last_kv_index[token], " of row ",
+                      token, " is negative or descends");
+      previous = batch.last_kv_index[token];
+    }
+    STD_TORCH_CHECK(batch.packed_len == nullptr ||
+                        (batch.packed_len[s] >= 0 && batch.packed_len[s] <= batch.last_kv_index[start[s]]),
+                    "sequence ", s, " has ", batch.packed_len[s], " packed entries, and queries among them");
+    STD_TORCH_CHECK(previous < batch.table_width * shape.block_size, "last_kv_index ", previous,
+                    " is beyond a table of ", batch.table_width, " blocks of ", shape.block_size);
+    for (int64_t b = 0; b <= previous / shape.block_size; ++b) {
+      const int32_t block = batch.block_tables[s * batch.table_width + b];
+      STD_TORCH_CHECK(block >= 0 && block < shape.num_blocks, "block ", block, " of sequence ", s,
+                      " is not in the cache of ", shape.num_blocks, " blocks");
+    }
+  }
+}
+
+void check_head_lengths(const AttentionPlan& plan, const int32_t* head_lengths) {
+  for (int64_t s = 0; s < plan.batch.num_sequences; ++s) {
+    for (int64_t head = 0; head < plan.shape.kv_heads; ++head) {
+      STD_TORCH_CHECK(head_lengths[s * plan.shape.kv_heads + head] >= 0, "sequence ", s,
+                      " has a head of negative length");
+    }
+  }
+}
+
+// KV pairs that one KV head of a sequence lacks: `count` of them, from pair `begin` on.
+struct Evicted {
+  int begin;
+  int count;
 };
 
-struct Problem {
+Evicted evicted(const AttentionPlan& plan, const int32_t* head_lengths, int64_t sequence, int64_t head) {
+  if (plan.batch.packed_len == nullptr) return {0, 0};
+  const int packed_len = plan.batch.packed_len[sequence];
+  const int begin = std::min(packed_len, head_lengths[sequence * plan.shape.kv_heads + head]);
+  return {begin, packed_len - begin};
+}
+
+int64_t partial_floats(const AttentionShape& shape, const AttentionTask& task) {
+  return static_cast<int64_t>(task.num_tokens) * shape.group() * (shape.head_dim + 2);
+}
+
+// The longest first, so that threads which take the next task when they are free finish together.
+void make_tasks(AttentionPlan& plan, const int32_t* head_lengths) {
+  const AttentionBatch& batch = plan.batch;
+  const int tokens_per_task = kMaxQueries / plan.shape.group();
+  plan.tasks.clear();
+  for (int s = 0; s < batch.num_sequences; ++s) {
+    for (int token = batch.query_start_loc[s]; token < batch.query_start_loc[s + 1]; token += tokens_per_task) {
+      const int count = std::min(tokens_per_task, batch.query_start_loc[s + 1] - token);
+      const int last = batch.last_kv_index[token + count - 1] + 1;
+      for (int head = 0; head < plan.shape.kv_heads; ++head)
+        plan.tasks.push_back({s, head, token, count, last - evicted(plan, head_lengths, s, head).count});
+    }
+  }
+  const auto cost = [](const AttentionTask& task) { return static_cast<int64_t>(task.num_tokens) * task.num_pairs; };
+  std::sort(plan.tasks.begin(), plan.tasks.end(),
+            [&](const AttentionTask& a, const AttentionTask& b) { return cost(a) > cost(b); });
+}
+
+// Few tasks over many KV pairs are cut into segments, so that all threads have work.
+void make_pieces(AttentionPlan& plan) {
+  plan.pieces.clear();
+  int64_t floats = 0;
+  for (size_t i = 0; i < plan.tasks.size(); ++i) {
+    for (int begin = 0; begin < plan.tasks[i].num_pairs; begin += kSegmentEntries) {
+      plan.pieces.push_back({static_cast<int>(i), begin, floats});
+      floats += partial_floats(plan.shape, plan.tasks[i]);
+    }
+  }
+  plan.partials.resize(floats);
+}
+
+void plan_work(AttentionPlan& plan, const int32_t* head_lengths) {
+  make_tasks(plan, head_lengths);
+  int64_t products = 0, floats = 0;
+  for (const AttentionTask& task : plan.tasks) {
+    const int64_t segments = (task.num_pairs + kSegmentEntries - 1) / kSegmentEntries;
+    products += static_cast<int64_t>(task.num_tokens) * plan.shape.group() * task.num_pairs * plan.shape.head_dim;
+    floats += partial_floats(plan.shape, task) * segments;
+  }
+  const int64_t threads = torch::stable::get_num_threads();
+  plan.threaded = threads > 1 && products >= kThreadingProducts;
+  plan.pieces.clear();
+  if (plan.threaded && static_cast<int64_t>(plan.tasks.size()) < 4 * threads && floats <= kMaxPartialFloats) {
+    make_pieces(plan);
+  }
+}
+
+// A plan on one layer.
+struct Run {
+  const AttentionPlan& plan;
+  const AttentionLayer& layer;
   const Kernels& kernels;
-  int64_t num_query_tokens;
-  int64_t query_heads;
-  int64_t kv_heads;
-  int head_dim;
-  int64_t blocks;
-  int64_t block_size;
-  int64_t sequences;
-  int64_t max_blocks;
-  int group;  // query heads per KV head
-  int64_t element_size;
-  int64_t query_stride;
-  const char* queries;
-  const char* keys;
-  const char* values;
-  char* outputs;
-  const int32_t* query_start_loc;
-  const int32_t* last_kv_index;
-  const int32_t* block_tables;
-  const int32_t* packed_len;    // null: all heads hold the same KV pairs
-  const int32_t* head_lengths;  // [sequences, kv_heads]
-  float scale;
 
-  // KV pairs that a head lacks of the first `packed_len`.
-  int num_evicted(int64_t sequence, int64_t head) const {
-    return packed_len == nullptr ? 0 : packed_len[sequence] - evicted_begin(sequence, head);
-  }
-  int evicted_begin(int64_t sequence, int64_t head) const {
-    return packed_len == nullptr ? 0 : std::min(packed_len[sequence], head_lengths[sequence * kv_heads + head]);
+  PagedHead head(const AttentionTask& task) const {
+    const AttentionShape& shape = plan.shape;
+    const int64_t offset = task.kv_head * shape.block_size * shape.head_dim * shape.element_size;
+    const Evicted gap = evicted(plan, layer.head_lengths, task.sequence, task.kv_head);
+    return {static_cast<const char*>(layer.keys) + offset,
+            static_cast<const char*>(layer.values) + offset,
+            shape.kv_heads * shape.block_size * shape.head_dim,
+            plan.batch.block_tables + task.sequence * plan.batch.table_width,
+            static_cast<int>(shape.block_size),
+            shape.head_dim,
+            gap.begin,
+            gap.count};
   }
 
-  void check_batch() const {
-    STD_TORCH_CHECK(query_start_loc[0] == 0 && query_start_loc[sequences] == num_query_tokens,
-                    "query_start_loc runs from ", query_start_loc[0], " to ", query_start_loc[sequences],
-                    ", not from 0 to the number of rows, ", num_query_tokens);
-    for (int64_t s = 0; s < sequences; ++s) {
-      STD_TORCH_CHECK(query_start_loc[s] < query_start_loc[s + 1], "sequence ", s, " has no rows");
-      int32_t previous = 0;
-      for (int32_t token = query_start_loc[s]; token < query_start_loc[s + 1]; ++token) {
-        STD_TORCH_CHECK(last_kv_index[token] >= previous, "last_kv_index ", last_kv_index[token], " of row ", token,
-                        " is negative or descends");
-        previous = last_kv_index[token];
-      }
-      if (packed_len != nullptr) {
-        STD_TORCH_CHECK(packed_len[s] >= 0 && packed_len[s] <= last_kv_index[query_start_loc[s]], "sequence ", s,
-                        " has ", packed_len[s], " packed entries, and queries among them");
-        for (int64_t head = 0; head < kv_heads; ++head) {
-          STD_TORCH_CHECK(head_lengths[s * kv_heads + head] >= 0, "sequence ", s, " has a head of negative length");
-        }
-      }
-      STD_TORCH_CHECK(previous < max_blocks * block_size, "last_kv_index ", previous, " is beyond a table of ",
-                      max_blocks, " blocks of ", block_size);
-      for (int64_t b = 0; b <= previous / block_size; ++b) {
-        const int32_t block = block_tables[s * max_blocks + b];
-        STD_TORCH_CHECK(block >= 0 && block < blocks, "block ", block, " of sequence ", s, " is not in the cache of ",
-                        blocks, " blocks");
-      }
-    }
-  }
-
-  // The longest first, so that threads which take the next task when they are free finish together.
-  std::vector<Task> tasks() const {
-    const int tokens_per_task = kMaxQueries / group;
-    std::vector<Task> tasks;
-    for (int s = 0; s < sequences; ++s) {
-      for (int token = query_start_loc[s]; token < query_start_loc[s + 1]; token += tokens_per_task) {
-        const int count = std::min(tokens_per_task, query_start_loc[s + 1] - token);
-        const int last = last_kv_index[token + count - 1] + 1;
-        for (int head = 0; head < kv_heads; ++head)
-          tasks.push_back({s, head, token, count, last - num_evicted(s, head)});
-      }
-    }
-    const auto cost = [](const Task& task) { return static_cast<int64_t>(task.num_tokens) * task.num_pairs; };
-    std::sort(tasks.begin(), tasks.end(), [&](const Task& a, const Task& b) { return cost(a) > cost(b); });
-    return tasks;
-  }
-
-  PagedHead head(const Task& task) const {
-    const int64_t offset = task.kv_head * block_size * head_dim * element_size;
-    return {keys + offset,
-            values + offset,
-            kv_heads * block_size * head_dim,
-            block_tables + task.sequence * max_blocks,
-            static_cast<int>(block_size),
-            head_dim,
-            evicted_begin(task.sequence, task.kv_head),
-            num_evicted(task.sequence, task.kv_head)};
-  }
-
-  QueryTile tile(const Task& task) const {
+  QueryTile tile(const AttentionTask& task) const {
+    const AttentionShape& shape = plan.shape;
+    const int num_evicted = evicted(plan, layer.head_lengths, task.sequence, task.kv_head).count;
     QueryTile tile;
     tile.count = 0;
-    const int evicted = num_evicted(task.sequence, task.kv_head);
     for (int64_t token = task.first_token; token < task.first_token + task.num_tokens; ++token) {
-      for (int64_t query_head = task.kv_head * group; query_head < (task.kv_head + 1) * group; ++query_head) {
-        tile.queries[tile.count] = queries + (token * query_stride + query_head * head_dim) * element_size;
-        tile.outputs[tile.count] = outputs + (token * query_heads + query_head) * head_dim * element_size;
-        tile.last[tile.count] = last_kv_index[token] - evicted;
+      for (int head = task.kv_head * shape.group(); head < (task.kv_head + 1) * shape.group(); ++head) {
+        const int64_t query = token * layer.query_stride + head * shape.head_dim;
+        const int64_t output = (token * shape.query_heads + head) * shape.head_dim;
+        tile.queries[tile.count] = static_cast<const char*>(layer.queries) + query * shape.element_size;
+        tile.outputs[tile.count] = static_cast<char*>(layer.outputs) + output * shape.element_size;
+        tile.last[tile.count] = plan.batch.last_kv_index[token] - num_evicted;
         ++tile.count;
       }
     }
     return tile;
   }
 
-  int64_t workspace_floats() const { return static_cast<int64_t>(kWorkspaceRows) * (head_dim + 2); }
+  int64_t workspace_floats() const { return static_cast<int64_t>(kWorkspaceRows) * (plan.shape.head_dim + 2); }
 
-  int64_t partial_floats(const Task& task) const {
-    return static_cast<int64_t>(task.num_tokens) * group * (head_dim + 2);
+  PartialSoftmax partial(const AttentionTask& task, const float* memory) const {
+    float* start = const_cast<float*>(memory);
+    const int count = task.num_tokens * plan.shape.group();
+    return {start, start + count, start + 2 * count};
   }
 
-  PartialSoftmax partial(const Task& task, float* memory) const {
-    const int count = task.num_tokens * group;
-    return {memory, memory + count, memory + 2 * count};
+  void attend_whole(const AttentionTask& task) const {
+    const int64_t floats = partial_floats(plan.shape, task);
+    float* memory = scratch(floats + workspace_floats());
+    const PartialSoftmax total = partial(task, memory);
+    const QueryTile queries = tile(task);
+    kernels.attend(head(task), queries, layer.scale, 0, task.num_pairs, memory + floats, total);
+    kernels.finish(queries, plan.shape.head_dim, total);
+  }
+
+  void attend_piece(const AttentionPiece& piece) const {
+    const AttentionTask& task = plan.tasks[piece.task];
+    kernels.attend(head(task), tile(task), layer.scale, piece.begin, piece.begin + kSegmentEntries,
+                   scratch(workspace_floats()), partial(task, plan.partials.data() + piece.offset));
+  }
+
+  // In the order of attend_whole.
+  void merge_pieces() const {
+    PartialSoftmax total{};
+    for (const AttentionPiece& piece : plan.pieces) {
+      const AttentionTask& task = plan.tasks[piece.task];
+      const QueryTile queries = tile(task);
+      const PartialSoftmax part = partial(task, plan.partials.data() + piece.offset);
+      if (piece.begin == 0) {
+        total = part;
+      } else {
+        kernels.merge(queries.count, plan.shape.head_dim, total, part);
+      }
+      if (piece.begin + kSegmentEntries >= task.num_pairs) kernels.finish(queries, plan.shape.head_dim, total);
+    }
   }
 };
 
-void attend_whole(const Problem& problem, const Task& task) {
-  float* memory = scratch(problem.partial_floats(task) + problem.workspace_floats());
-  const PartialSoftmax total = problem.partial(task, memory);
-  const QueryTile tile = problem.tile(task);
-  problem.kernels.attend(problem.head(task), tile, problem.scale, 0, task.num_pairs,
-                         memory + problem.partial_floats(task), total);
-  problem.kernels.finish(tile, problem.head_dim, total);
-}
-
-// Few tasks over many KV pairs: the segments are shared out, and merged afterwards in the order of attend_whole.
-void attend_split(const Problem& problem, const std::vector<Task>& tasks) {
-  struct Piece {
-    const Task* task;
-    int begin;
-    int64_t offset;
-  };
-  std::vector<Piece> pieces;
-  int64_t floats = 0;
-  for (const Task& task : tasks) {
-    for (int begin = 0; begin < task.num_pairs; begin += kSegmentEntries) {
-      pieces.push_back({&task, begin, floats});
-      floats += problem.partial_floats(task);
-    }
-  }
-  std::vector<float> partials(floats);
-  for_each_dynamic(static_cast<int64_t>(pieces.size()), [&](int64_t i) {
-    const auto& [task, begin, offset] = pieces[i];
-    problem.kernels.attend(problem.head(*task), problem.tile(*task), problem.scale, begin, begin + kSegmentEntries,
-                           scratch(problem.workspace_floats()), problem.partial(*task, partials.data() + offset));
-  });
-  PartialSoftmax total{};
-  for (const auto& [task, begin, offset] : pieces) {
-    const QueryTile tile = problem.tile(*task);
-    const PartialSoftmax part = problem.partial(*task, partials.data() + offset);
-    if (begin == 0) {
-      total = part;
-    } else {
-      problem.kernels.merge(tile.count, problem.head_dim, total, part);
-    }
-    if (begin + kSegmentEntries >= task->num_pairs) problem.kernels.finish(tile, problem.head_dim, total);
-  }
-}
-
 }  // namespace
+
+AttentionPlan::AttentionPlan(const AttentionShape& shape, const AttentionBatch& batch) : shape(shape), batch(batch) {
+  check_shape(shape);
+  check_batch(shape, batch);
+  if (batch.packed_len == nullptr) plan_work(*this, nullptr);
+}
+
+void run_attention(AttentionPlan& plan, const AttentionLayer& layer) {
+  if (plan.batch.packed_len != nullptr) {
+    check_head_lengths(plan, layer.head_lengths);
+    plan_work(plan, layer.head_lengths);
+  }
+  const KernelSet& set = kernel_set();
+  const Run run{plan, layer, plan.shape.element_size == sizeof(float) ? set.float32 : set.bfloat16};
+  if (!plan.threaded) {
+    for (const AttentionTask& task : plan.tasks) run.attend_whole(task);
+  } else if (plan.pieces.empty()) {
+    for_each_dynamic(static_cast<int64_t>(plan.tasks.size()), [&](int64_t i) { run.attend_whole(plan.tasks[i]); });
+  } else {
+    for_each_dynamic(static_cast<int64_t>(plan.pieces.size()), [&](int64_t i) { run.attend_piece(plan.pieces[i]); });
+    run.merge_pieces();
+  }
+}
 
 Tensor paged_attention(const Tensor& queries, const Tensor& key_cache, const Tensor& value_cache,
                        const Tensor& query_start_loc, const Tensor& last_kv_index, const Tensor& block_tables,
                        const std::optional<Tensor>& packed_len, const std::optional<Tensor>& head_lengths,
                        double scale) {
-  const Kernels& kernels = kernels_for(queries, "queries");
+  kernels_for(queries, "queries");
   check_heads(queries, "queries");
   check_contiguous(key_cache, "key_cache", 4);
   check_contiguous(value_cache, "value_cache", 4);
@@ -211,53 +250,25 @@ Tensor paged_attention(const Tensor& queries, const Tensor& key_cache, const Ten
     check_size(*head_lengths, "head_lengths", 0, sequences);
     check_size(*head_lengths, "head_lengths", 1, kv_heads);
   }
-  STD_TORCH_CHECK(head_dim > 0 && head_dim % 2 == 0, "head_dim is ", head_dim, ": it must be even");
-  STD_TORCH_CHECK(kv_heads > 0 && query_heads % kv_heads == 0 && query_heads / kv_heads <= kMaxQueries, query_heads,
-                  " query heads over ", kv_heads, " KV heads: a multiple of at most ", kMaxQueries, " is supported");
 
   Tensor out = empty_like(queries, {num_query_tokens, query_heads, head_dim});
-  const Problem problem{
-      .kernels = kernels,
-      .num_query_tokens = num_query_tokens,
-      .query_heads = query_heads,
-      .kv_heads = kv_heads,
-      .head_dim = static_cast<int>(head_dim),
-      .blocks = key_cache.size(0),
-      .block_size = key_cache.size(2),
-      .sequences = sequences,
-      .max_blocks = block_tables.size(1),
-      .group = static_cast<int>(query_heads / kv_heads),
-      .element_size = static_cast<int64_t>(queries.element_size()),
-      .query_stride = queries.stride(0),
-      .queries = static_cast<const char*>(queries.data_ptr()),
-      .keys = static_cast<const char*>(key_cache.data_ptr()),
-      .values = static_cast<const char*>(value_cache.data_ptr()),
-      .outputs = static_cast<char*>(out.mutable_data_ptr()),
-      .query_start_loc = query_start_loc.const_data_ptr<int32_t>(),
-      .last_kv_index = last_kv_index.const_data_ptr<int32_t>(),
-      .block_tables = block_tables.const_data_ptr<int32_t>(),
-      .packed_len = packed_len ? packed_len->const_data_ptr<int32_t>() : nullptr,
-      .head_lengths = head_lengths ? head_lengths->const_data_ptr<int32_t>() : nullptr,
-      .scale = static_cast<float>(scale),
-  };
-  problem.check_batch();
-  const std::vector<Task> tasks = problem.tasks();
-
-  int64_t products = 0, partial_floats = 0;
-  for (const Task& task : tasks) {
-    products += static_cast<int64_t>(task.num_tokens) * problem.group * task.num_pairs * head_dim;
-    partial_floats += problem.partial_floats(task) * task.num_segments();
-  }
-  constexpr int64_t kThreadingProducts = 100000;
-  constexpr int64_t kMaxPartialFloats = 16 << 20;
-  const int64_t threads = torch::stable::get_num_threads();
-  if (threads == 1 || products < kThreadingProducts) {
-    for (const Task& task : tasks) attend_whole(problem, task);
-  } else if (static_cast<int64_t>(tasks.size()) < 4 * threads && partial_floats <= kMaxPartialFloats) {
-    attend_split(problem, tasks);
-  } else {
-    for_each_dynamic(static_cast<int64_t>(tasks.size()), [&](int64_t i) { attend_whole(problem, tasks[i]); });
-  }
+  const AttentionShape shape{static_cast<int>(queries.element_size()),
+                             static_cast<int>(query_heads),
+                             static_cast<int>(kv_heads),
+                             static_cast<int>(head_dim),
+                             key_cache.size(0),
+                             key_cache.size(2)};
+  const AttentionBatch batch{num_query_tokens,
+                             sequences,
+                             block_tables.size(1),
+                             query_start_loc.const_data_ptr<int32_t>(),
+                             last_kv_index.const_data_ptr<int32_t>(),
+                             block_tables.const_data_ptr<int32_t>(),
+                             packed_len ? packed_len->const_data_ptr<int32_t>() : nullptr};
+  AttentionPlan plan(shape, batch);
+  run_attention(plan, {queries.data_ptr(), queries.stride(0), key_cache.data_ptr(), value_cache.data_ptr(),
+                       head_lengths ? head_lengths->const_data_ptr<int32_t>() : nullptr, out.mutable_data_ptr(),
+                       static_cast<float>(scale)});
   return out;
 }
 

@@ -1,8 +1,10 @@
 // Data movement in the paged cache. Rows are copied as bytes, whatever their dtype.
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "ops.h"
+#include "store.h"
 
 namespace kvllm {
 namespace {
@@ -87,6 +89,33 @@ std::vector<KeptRow> check_kept(const Tensor& kept, const Cache& cache, const Te
 
 }  // namespace
 
+void check_slots(const StoreShape& shape, const int64_t* slots, int64_t num_tokens) {
+  for (int64_t t = 0; t < num_tokens; ++t) {
+    STD_TORCH_CHECK(slots[t] < shape.num_blocks * shape.block_size, "slot ", slots[t], " is not in the cache of ",
+                    shape.num_blocks, " blocks of ", shape.block_size);
+  }
+}
+
+void store_layer(const StoreShape& shape, const int64_t* slots, int64_t num_tokens, const StoreLayer& layer) {
+  const int64_t vector_bytes = static_cast<int64_t>(shape.head_dim) * shape.element_size;
+  const auto store_token = [&](int64_t token, void* cache, const void* vectors, int64_t stride) {
+    const int64_t block = slots[token] / shape.block_size, offset = slots[token] % shape.block_size;
+    const char* from = static_cast<const char*>(vectors) + token * stride * shape.element_size;
+    char* to = static_cast<char*>(cache) + (block * shape.kv_heads * shape.block_size + offset) * vector_bytes;
+    for (int head = 0; head < shape.kv_heads; ++head, from += vector_bytes, to += shape.block_size * vector_bytes) {
+      std::memcpy(to, from, vector_bytes);
+    }
+  };
+  const int64_t width = 2 * static_cast<int64_t>(shape.kv_heads) * shape.head_dim;
+  for_rows(num_tokens, width, [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token) {
+      if (slots[token] < 0) continue;
+      store_token(token, layer.key_cache, layer.keys, layer.key_stride);
+      store_token(token, layer.value_cache, layer.values, layer.value_stride);
+    }
+  });
+}
+
 void store_kv(const Tensor& key_cache, const Tensor& value_cache, const Tensor& keys, const Tensor& values,
               const Tensor& slots) {
   check_contiguous(key_cache, "key_cache", 4);
@@ -94,44 +123,22 @@ void store_kv(const Tensor& key_cache, const Tensor& value_cache, const Tensor& 
   check_heads(keys, "keys");
   check_heads(values, "values");
   check_ids(slots, "slots", 1);
-  const int64_t blocks = key_cache.size(0), heads = key_cache.size(1), block_size = key_cache.size(2);
-  const int64_t head_dim = key_cache.size(3), rows = slots.size(0);
+  const int64_t heads = key_cache.size(1), head_dim = key_cache.size(3), num_tokens = slots.size(0);
   for (int64_t dim = 0; dim < 4; ++dim) check_size(value_cache, "value_cache", dim, key_cache.size(dim));
   check_dtype(value_cache, "value_cache", key_cache.scalar_type());
-
+  for (const auto& [tensor, name] : {std::pair{&keys, "keys"}, std::pair{&values, "values"}}) {
+    check_dtype(*tensor, name, key_cache.scalar_type());
+    check_size(*tensor, name, 0, num_tokens);
+    check_size(*tensor, name, 1, heads);
+    check_size(*tensor, name, 2, head_dim);
+  }
+  const StoreShape shape{static_cast<int>(key_cache.element_size()), static_cast<int>(heads),
+                         static_cast<int>(head_dim), key_cache.size(0), key_cache.size(2)};
   const int64_t* slot = slots.const_data_ptr<int64_t>();
-  for (int64_t t = 0; t < rows; ++t) {
-    STD_TORCH_CHECK(slot[t] < blocks * block_size, "slot ", slot[t], " is not in the cache of ", blocks, " blocks of ",
-                    block_size);
-  }
-  const int64_t row_bytes = head_dim * key_cache.element_size();
-  struct Plane {
-    char* cache;
-    const char* rows;
-    int64_t row_stride;
-  } planes[2];
-  const Tensor* inputs[2][2] = {{&key_cache, &keys}, {&value_cache, &values}};
-  for (int i = 0; i < 2; ++i) {
-    const Tensor& input = *inputs[i][1];
-    check_dtype(input, i == 0 ? "keys" : "values", key_cache.scalar_type());
-    check_size(input, i == 0 ? "keys" : "values", 0, rows);
-    check_size(input, i == 0 ? "keys" : "values", 1, heads);
-    check_size(input, i == 0 ? "keys" : "values", 2, head_dim);
-    planes[i] = {static_cast<char*>(inputs[i][0]->mutable_data_ptr()), static_cast<const char*>(input.data_ptr()),
-                 input.stride(0) * static_cast<int64_t>(input.element_size())};
-  }
-  for_rows(rows, 2 * heads * head_dim, [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; ++t) {
-      if (slot[t] < 0) continue;
-      const int64_t block = slot[t] / block_size, offset = slot[t] % block_size;
-      for (const Plane& plane : planes) {
-        for (int64_t head = 0; head < heads; ++head) {
-          std::memcpy(plane.cache + ((block * heads + head) * block_size + offset) * row_bytes,
-                      plane.rows + t * plane.row_stride + head * row_bytes, row_bytes);
-        }
-      }
-    }
-  });
+  check_slots(shape, slot, num_tokens);
+  store_layer(shape, slot, num_tokens,
+              {keys.data_ptr(), values.data_ptr(), keys.stride(0), values.stride(0), key_cache.mutable_data_ptr(),
+               value_cache.mutable_data_ptr()});
 }
 
 void copy_blocks(const Tensor& tensor, const Tensor& sources, const Tensor& destinations) {

@@ -1,0 +1,73 @@
+// Paged attention without tensors: a plan for the batch of a step, which all layers share, and its run on one layer.
+#pragma once
+
+#include <vector>
+
+#include "kernels.h"
+
+namespace kvllm {
+
+struct AttentionShape {
+  int element_size;  // 4: float32, 2: bfloat16
+  int query_heads;
+  int kv_heads;
+  int head_dim;
+  int64_t num_blocks;
+  int64_t block_size;
+
+  int group() const { return query_heads / kv_heads; }
+};
+
+// The caller's tables, which outlive the plan.
+struct AttentionBatch {
+  int64_t num_query_tokens;
+  int64_t num_sequences;
+  int64_t table_width;
+  const int32_t* query_start_loc;  // [num_sequences + 1]
+  const int32_t* last_kv_index;    // [num_query_tokens]
+  const int32_t* block_tables;     // [num_sequences, table_width]
+  const int32_t* packed_len;       // [num_sequences]; null: all heads hold the same KV pairs
+};
+
+struct AttentionLayer {
+  const void* queries;   // [num_query_tokens, query_heads, head_dim]
+  int64_t query_stride;  // elements from a query token to the next
+  const void* keys;      // [num_blocks, kv_heads, block_size, head_dim], as are the values
+  const void* values;
+  const int32_t* head_lengths;  // [num_sequences, kv_heads]; null exactly where packed_len is
+  void* outputs;                // [num_query_tokens, query_heads, head_dim]
+  float scale;
+};
+
+// Consecutive query tokens of one sequence, with the query heads of one KV head.
+struct AttentionTask {
+  int sequence;
+  int kv_head;
+  int first_token;
+  int num_tokens;
+  int num_pairs;  // that its last token attends
+};
+
+// One segment of a task, whose partial softmax is kept at `offset` until all of its task are merged.
+struct AttentionPiece {
+  int task;
+  int begin;
+  int64_t offset;
+};
+
+// Built once per step. Where heads hold different KV pairs, the tasks are those of the layer that ran last.
+struct AttentionPlan {
+  AttentionShape shape;
+  AttentionBatch batch;
+  std::vector<AttentionTask> tasks;
+  std::vector<AttentionPiece> pieces;  // empty: tasks run whole
+  std::vector<float> partials;
+  bool threaded = false;
+
+  // Raises an error where the shape is not supported or the batch reaches beyond the cache.
+  AttentionPlan(const AttentionShape& shape, const AttentionBatch& batch);
+};
+
+void run_attention(AttentionPlan& plan, const AttentionLayer& layer);
+
+}  // namespace kvllm

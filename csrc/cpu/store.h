@@ -1,0 +1,32 @@
+// New KV pairs into the paged cache, without tensors.
+#pragma once
+
+#include <stdint.h>
+
+namespace kvllm {
+
+struct StoreShape {
+  int element_size;
+  int kv_heads;
+  int head_dim;
+  int64_t num_blocks;
+  int64_t block_size;
+};
+
+// Raises an error for a slot beyond the cache. Once per step: all layers have the same slots.
+void check_slots(const StoreShape& shape, const int64_t* slots, int64_t num_tokens);
+
+// Keys and values are `[num_tokens, kv_heads, head_dim]`, tokens a stride of elements apart; the caches are
+// `[num_blocks, kv_heads, block_size, head_dim]`. A token whose slot is negative is not stored.
+struct StoreLayer {
+  const void* keys;
+  const void* values;
+  int64_t key_stride;
+  int64_t value_stride;
+  void* key_cache;
+  void* value_cache;
+};
+
+void store_layer(const StoreShape& shape, const int64_t* slots, int64_t num_tokens, const StoreLayer& layer);
+
+}  // namespace kvllm
