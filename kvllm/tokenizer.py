@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 # One of these must be there, complete. Without its vocabulary, transformers builds a tokenizer without words.
 VOCABULARIES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 REPLACEMENT = "\ufffd"
+# Tokens that begin so have a leading space: SentencePiece's mark, and the byte of a space.
+SENTENCEPIECE_SPACES = ("\u2581", "<0x20>")
 # A character has at most 4 bytes. More tokens than this without a complete one at their end are a run of invalid bytes.
 MAX_PENDING = 16
 # Tokens of a prompt's end that are looked at: some characters of up to 4 bytes, each byte possibly a token of its own.
@@ -78,6 +80,16 @@ class Tokenizer:
         return self.hf.decode(  # type: ignore[return-value]  # a list only for batches
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
+
+    def decode_token(self, token_id: int) -> str:
+        """Text of one token as it stands behind others: a Llama-style decoder drops the space that a text begins with.
+
+        Halves of a character are U+FFFD. Ids outside of the vocabulary have no text.
+        """
+        text = self.decode([token_id])
+        if not str(self.hf.convert_ids_to_tokens(token_id)).startswith(SENTENCEPIECE_SPACES):
+            return text
+        return self.decode([token_id, token_id])[len(text) :]
 
     def apply_chat_template(
         self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **kwargs: Any

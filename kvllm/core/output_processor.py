@@ -154,7 +154,7 @@ class OutputProcessor:
         return found
 
     def _decode(self, token_id: int) -> str | None:
-        return None if self.tokenizer is None else self.tokenizer.decode([token_id])
+        return None if self.tokenizer is None else self.tokenizer.decode_token(token_id)
 
     # The end of a request
 

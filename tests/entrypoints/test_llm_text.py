@@ -146,3 +146,12 @@ def test_a_stop_string_that_begins_with_the_first_tokens_space(stories: LLM) -> 
     engine.step()
     assert output.outputs[0].text == " upon"
     engine.abort("stream")
+
+
+def test_the_decoded_tokens_of_logprobs_have_their_leading_spaces(stories: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=1)
+    completion = stories.generate("Once", params, use_tqdm=False)[0].outputs[0]
+    tokens = zip(completion.token_ids, completion.logprobs, strict=True)
+    decoded = [found[token_id].decoded_token for token_id, found in tokens]
+    assert decoded == [" upon", " a", " the", "字"]
+    assert "".join(decoded) == completion.text

@@ -123,6 +123,14 @@ def test_ids_that_the_tokenizer_does_not_know_have_no_text(tokenizer):
     assert tokenizer.decode([len(tokenizer.hf) + 7]) == ""
 
 
+def test_the_text_of_one_token_is_what_it_adds_to_a_text(any_tokenizer):
+    """A Llama-style decoder drops the first space of a text, so a token's text is not its decoding."""
+    context = any_tokenizer.encode("b", add_special_tokens=False)[-1]
+    before = any_tokenizer.decode([context])
+    for token_id in [*range(300), len(any_tokenizer.hf) + 7]:
+        assert before + any_tokenizer.decode_token(token_id) == any_tokenizer.decode([context, token_id])
+
+
 @pytest.mark.parametrize("prompt", [5, None, b"bytes", ["text"], "lone \ud800 surrogate"])
 def test_a_prompt_that_is_no_text_is_refused(prompt):
     with pytest.raises(RequestError, match="prompt"):
