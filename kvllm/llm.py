@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from inspect import Parameter, Signature, signature
+from inspect import signature
 from itertools import count
 from numbers import Integral
 from typing import Any, Concatenate, ParamSpec
@@ -26,13 +26,12 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 
 
-def _takes(options: Callable[P, Any]) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
-    """Give a constructor the parameters and the docstring of `options`, for type checkers, editors and `help`."""
+def _with_options_of(args: Callable[P, Any]) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
+    """Give a constructor the parameters and the docstring of `args`, for type checkers, editors and `help`."""
 
     def decorate(init: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
-        own = Parameter("self", Parameter.POSITIONAL_ONLY)
-        init.__signature__ = Signature([own, *signature(options).parameters.values()])  # type: ignore[attr-defined]
-        init.__doc__ = options.__doc__
+        init.__doc__ = args.__doc__
+        init.__signature__ = signature(args.__init__)  # type: ignore[attr-defined]
         return init
 
     return decorate
@@ -48,7 +47,7 @@ class LLM:
         ConfigError, CheckpointError: before any weights are read, wherever that can be known.
     """
 
-    @_takes(EngineArgs)
+    @_with_options_of(EngineArgs)
     def __init__(self, *args: Any, **options: Any) -> None:
         engine_args = EngineArgs(*args, **options)
         self.model_config = engine_args.model_config
