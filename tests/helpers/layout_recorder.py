@@ -19,7 +19,7 @@ from kvllm.compression.registry import METHODS
 from kvllm.core.executor import Executor
 from kvllm.core.protocol import BlockCopy, CompressionJob, ScheduledSequence, SequenceStart, StepPlan, StepResult
 from tests.helpers.dense_decoder import DenseDecoder
-from tests.helpers.recorder import assert_dense, poison
+from tests.helpers.recorder import assert_dense, block_table_of, kv_pairs_of, poison
 
 MAX_MODEL_LEN = 200
 BLOCK_SIZE = 8
@@ -148,8 +148,8 @@ class Recorder(Executor):
             self.alive.clear()
         for seq_id in plan.dropped_seq_ids:
             del self.alive[seq_id]
-        before = {seq_id: self.entries(seq_id) for seq_id in self.alive} if plan.compressions else {}
-        tables = {job.seq_id: self.table(job.seq_id) for job in plan.compressions}
+        before = {seq_id: kv_pairs_of(self.runner, seq_id) for seq_id in self.alive} if plan.compressions else {}
+        tables = {job.seq_id: block_table_of(self.runner, job.seq_id) for job in plan.compressions}
         result = self.inline.execute(plan)
         for start in plan.new_seqs:
             self._start(start)
@@ -161,7 +161,7 @@ class Recorder(Executor):
         assert next(windows, None) is None
         for seq_id, entries in before.items():
             evicted_mask = (self.alive[seq_id].layout < 0)[:, None, :, :, None]
-            now = self.entries(seq_id)[..., : entries.shape[3], :]
+            now = kv_pairs_of(self.runner, seq_id)[..., : entries.shape[3], :]
             assert torch.equal(now.masked_fill(evicted_mask, 0), entries.masked_fill(evicted_mask, 0)), (
                 f"sequence {seq_id}"
             )
@@ -169,23 +169,12 @@ class Recorder(Executor):
         self._record_mass()
         return result
 
-    def table(self, seq_id: int) -> list[int]:
-        """The block table of a sequence, as the worker has it."""
-        state = self.runner.states[seq_id]
-        return self.runner.tables.table[state.table_slot, : state.num_blocks].tolist()
-
-    def entries(self, seq_id: int) -> Tensor:
-        """The cache of a sequence: `[layers, 2, kv_heads, entries, head_dim]`, a copy."""
-        index = torch.arange(self.runner.states[seq_id].cached_length)
-        blocks = torch.tensor(self.table(seq_id))[index // self.config.block_size]
-        return self.runner.cache.data[:, :, blocks, :, index % self.config.block_size].permute(1, 2, 3, 0, 4)
-
     def poison_holes(self) -> None:
         """Write NaN where single heads have no entry."""
         size = self.config.block_size
         for seq_id, text in self.alive.items():
             if seq_id in self.runner.states and (text.layout < 0).any():
-                table = torch.tensor(self.table(seq_id))
+                table = torch.tensor(block_table_of(self.runner, seq_id))
                 layers, heads, entries = (text.layout < 0).nonzero(as_tuple=True)
                 self.runner.cache.data[layers, :, table[entries // size], heads, entries % size] = float("nan")
 
@@ -258,7 +247,7 @@ class Recorder(Executor):
             if block_copy.seq_id == job.seq_id:
                 after[block_copy.index] = block_copy.destination
         assert len(after) == -(-self.alive[job.seq_id].layout.shape[-1] // self.config.block_size)
-        assert self.table(job.seq_id)[: len(after)] == after
+        assert block_table_of(self.runner, job.seq_id)[: len(after)] == after
         self.released += len(before) - len(after)
 
     def _account(self, scheduled: list[ScheduledSequence]) -> None:
@@ -312,7 +301,7 @@ def step(llm: LLM) -> None:
     scheduler.check()
     for seq in scheduler.running:
         assert seq.cached_length == recorder.alive[seq.seq_id].layout.shape[-1]
-        assert seq.block_table == recorder.table(seq.seq_id)
+        assert seq.block_table == block_table_of(recorder.runner, seq.seq_id)
 
 
 def run(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:

@@ -54,6 +54,19 @@ class Event:
     kept: Tensor
 
 
+def block_table_of(runner: ModelRunner, seq_id: int) -> list[int]:
+    """The block table of a sequence, as the worker has it."""
+    state = runner.states[seq_id]
+    return runner.tables.table[state.table_slot, : state.num_blocks].tolist()
+
+
+def kv_pairs_of(runner: ModelRunner, seq_id: int) -> Tensor:
+    """The cache of a sequence in logical order: `[layers, 2, kv_heads, KV pairs, head_dim]`, a copy."""
+    index, size = torch.arange(runner.states[seq_id].cached_length), runner.cache.shape.block_size
+    blocks = torch.tensor(block_table_of(runner, seq_id))[index // size]
+    return runner.cache.data[:, :, blocks, :, index % size].permute(1, 2, 3, 0, 4)
+
+
 class Recorder(Executor):
     """Runs plans on the real worker. Checks that a compression moves the survivors bit for bit, and nothing else."""
 
@@ -90,8 +103,8 @@ class Recorder(Executor):
             self.alive.clear()
         for seq_id in plan.dropped_seq_ids:
             del self.alive[seq_id]
-        before = {seq_id: self.entries(seq_id) for seq_id in self.alive} if plan.compressions else {}
-        tables = {job.seq_id: self.table(job.seq_id) for job in plan.compressions}
+        before = {seq_id: kv_pairs_of(self.runner, seq_id) for seq_id in self.alive} if plan.compressions else {}
+        tables = {job.seq_id: block_table_of(self.runner, job.seq_id) for job in plan.compressions}
         result = self.inline.execute(plan)
         for start in plan.new_seqs:
             self._start(start)
@@ -100,20 +113,11 @@ class Recorder(Executor):
             survives = self._compress(job, windows, copied)
             before[job.seq_id] = surviving(before[job.seq_id], survives)
         for seq_id, entries in before.items():
-            assert torch.equal(self.entries(seq_id)[..., : entries.shape[3], :], entries), f"sequence {seq_id}"
+            assert torch.equal(kv_pairs_of(self.runner, seq_id)[..., : entries.shape[3], :], entries), (
+                f"sequence {seq_id}"
+            )
         self._account(plan.scheduled)
         return result
-
-    def table(self, seq_id: int) -> list[int]:
-        """The block table of a sequence, as the worker has it."""
-        state = self.runner.states[seq_id]
-        return self.runner.tables.table[state.table_slot, : state.num_blocks].tolist()
-
-    def entries(self, seq_id: int) -> Tensor:
-        """The cache of a sequence in logical order: `[layers, 2, kv_heads, entries, head_dim]`, a copy."""
-        index = torch.arange(self.runner.states[seq_id].cached_length)
-        blocks = torch.tensor(self.table(seq_id))[index // self.config.block_size]
-        return self.runner.cache.data[:, :, blocks, :, index % self.config.block_size].permute(1, 2, 3, 0, 4)
 
     def _start(self, start: SequenceStart) -> None:
         shape, size = self.runner.cache.shape, self.config.max_model_len

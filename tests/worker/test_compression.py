@@ -39,7 +39,7 @@ from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.dense_decoder import DenseDecoder, DensePass
 from tests.helpers.engines import random_token_ids
 from tests.helpers.literal_kara import dense_scores, literal_token2chunk
-from tests.helpers.recorder import Event, Recorder, assert_dense, poison
+from tests.helpers.recorder import Event, Recorder, assert_dense, block_table_of, kv_pairs_of, poison
 
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "cpu"])
 CPU = torch.device("cpu")
@@ -155,15 +155,15 @@ def test_paged_compaction(load_vectors: Callable, name: str, backend: str) -> No
         hand_out_first(run.scheduler.blocks, table)
         while run.seq.logical_length < length:
             assert not run.step().compressions
-        assert run.seq.block_table == run.recorder.table(0) == table
+        assert run.seq.block_table == block_table_of(run.recorder.runner, 0) == table
         (job,) = run.step().compressions
 
         assert job.first_block * block_size == start
         # The same step computed one more token.
-        entries, positions = run.recorder.entries(0)[..., :-1, :], run.positions()[..., :-1]
+        entries, positions = kv_pairs_of(run.recorder.runner, 0)[..., :-1, :], run.positions()[..., :-1]
         assert run.seq.cached_length - 1 == entries.shape[3] == case["C_after"]
         assert run.seq.block_table[: len(after)] == after
-        assert run.seq.block_table == run.recorder.table(0)
+        assert run.seq.block_table == block_table_of(run.recorder.runner, 0)
         assert set(table) - set(after) == set(arrays[f"c{i}_freed"].tolist())
         assert len(run.seq.block_table) - len(after) == (case["next_slot"] == -1)
         if case["next_slot"] != -1:
@@ -285,7 +285,7 @@ def test_standalone_schedule(load_vectors: Callable, case: int, prompt: int, bac
     assert [event.position for event in run.recorder.events] == arrays[f"c{case}_window_starts"].tolist()
     expected = torch.from_numpy(arrays[f"c{case}_positions"])
     assert torch.equal(run.positions()[0, :, :-1], expected)
-    entries = run.recorder.entries(0)[0, :, :, :-1]
+    entries = kv_pairs_of(run.recorder.runner, 0)[0, :, :, :-1]
     assert torch.equal(entries[1, :, :, 0].long(), expected)
     assert torch.equal(entries[0], torch.stack([keys[head, expected[head]] for head in range(len(keys))]))
 
@@ -318,7 +318,7 @@ def test_recomputed_queries(load_vectors: Callable, backend: str) -> None:
     torch.testing.assert_close(hidden, normalized, rtol=1e-4, atol=1e-4)
     assert torch.equal(run.positions(), torch.from_numpy(arrays["cache_positions"]))
     for plane, kind in enumerate("kv"):
-        cached = run.recorder.entries(0)[:, plane].double()
+        cached = kv_pairs_of(run.recorder.runner, 0)[:, plane].double()
         torch.testing.assert_close(cached, torch.from_numpy(arrays[f"cache_{kind}"]), rtol=1e-4, atol=1e-4)
 
 
