@@ -1,6 +1,6 @@
 """Every kernel of the target against float64: what it computes up to rounding, what it moves bit for bit.
 
-All memory that torch allocates here begins as NaN, outputs too, and so does every slot of a cache without an entry.
+All memory that torch allocates here begins as NaN, outputs too, and so does every slot of a cache without a KV pair.
 """
 
 from __future__ import annotations
@@ -101,9 +101,11 @@ def check_backend(
     }.items():
         log.check(f"{what}: {title}", lambda rows=rows: attend(target, name, attention.make_case(rows, **options)))
     if target.dry_run and name == "triton":
-        log.left_out(f"heads with holes: {title}", "takes minutes in Triton's interpreter")
+        log.left_out(f"heads of different lengths: {title}", "takes minutes in Triton's interpreter")
     else:
-        log.check(f"heads with holes: {title}", lambda: attend(target, name, attention.make_holes(**options)))
+        log.check(
+            f"heads of different lengths: {title}", lambda: attend(target, name, attention.make_ragged_case(**options))
+        )
 
 
 def attend(target: Target, name: str, case: attention.Case) -> Figures:
@@ -207,7 +209,7 @@ def scores(
     queries, keys = window_tensors(0, 2, heads, kv_heads, window, head_dim, dtype)
     buffer = window // 8
     expected = dense_scores(queries[:, :, ::stride], keys, buffer)
-    # Rows as a pass has them: of a sequence one after the other, each with all of its heads.
+    # Query tokens as in a pass: those of a sequence one after the other, each with all of its heads.
     rows = queries[:, :, ::stride].transpose(1, 2).contiguous().to(target.device).transpose(1, 2)
     return within(error_of(kara.scores(rows, keys.to(target.device), buffer), expected), 1e-4)
 
@@ -229,9 +231,11 @@ def attention_mass(target: Target, *, squared: bool) -> Figures:
     later = torch.ones(200, 200).triu(1).bool()
     probabilities = logits.masked_fill(later, -torch.inf).softmax(-1)
     expected = probabilities.pow(2 if squared else 1).view(1, 2, -1, 200).sum(2)
-    row_index = torch.arange(200, device=target.device)
+    last_kv_index = torch.arange(200, device=target.device)
     rows, keys = queries.to(target.device), keys.to(target.device)
-    return within(error_of(mass.batched_attention_mass(rows, keys, 200, row_index, squared=squared), expected), 1e-5)
+    return within(
+        error_of(mass.batched_attention_mass(rows, keys, 200, last_kv_index, squared=squared), expected), 1e-5
+    )
 
 
 # Element-wise work

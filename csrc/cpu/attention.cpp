@@ -1,4 +1,4 @@
-// The work of paged attention: which queries go together, and which thread takes them.
+// The work of paged attention: it groups the queries that share keys, and deals the groups out to threads.
 #include "attention.h"
 
 #include "ops.h"
@@ -19,19 +19,19 @@ void check_shape(const AttentionShape& shape) {
 void check_batch(const AttentionShape& shape, const AttentionBatch& batch) {
   const int32_t* start = batch.query_start_loc;
   STD_TORCH_CHECK(start[0] == 0 && start[batch.num_sequences] == batch.num_query_tokens, "query_start_loc runs from ",
-                  start[0], " to ", start[batch.num_sequences], ", not from 0 to the number of rows, ",
+                  start[0], " to ", start[batch.num_sequences], ", not from 0 to the number of query tokens, ",
                   batch.num_query_tokens);
   for (int64_t s = 0; s < batch.num_sequences; ++s) {
-    STD_TORCH_CHECK(start[s] < start[s + 1], "sequence ", s, " has no rows");
+    STD_TORCH_CHECK(start[s] < start[s + 1], "sequence ", s, " has no query tokens");
     int32_t previous = 0;
     for (int32_t token = start[s]; token < start[s + 1]; ++token) {
-      STD_TORCH_CHECK(batch.last_kv_index[token] >= previous, "last_kv_index ", batch.last_kv_index[token], " of row ",
-                      token, " is negative or descends");
+      STD_TORCH_CHECK(batch.last_kv_index[token] >= previous, "last_kv_index ", batch.last_kv_index[token],
+                      " of query token ", token, " is negative or descends");
       previous = batch.last_kv_index[token];
     }
     STD_TORCH_CHECK(batch.packed_len == nullptr ||
                         (batch.packed_len[s] >= 0 && batch.packed_len[s] <= batch.last_kv_index[start[s]]),
-                    "sequence ", s, " has ", batch.packed_len[s], " packed entries, and queries among them");
+                    "sequence ", s, " has ", batch.packed_len[s], " packed KV pairs, and queries among them");
     STD_TORCH_CHECK(previous < batch.table_width * shape.block_size, "last_kv_index ", previous,
                     " is beyond a table of ", batch.table_width, " blocks of ", shape.block_size);
     for (int64_t b = 0; b <= previous / shape.block_size; ++b) {
@@ -91,7 +91,7 @@ void make_pieces(AttentionPlan& plan) {
   plan.pieces.clear();
   int64_t floats = 0;
   for (size_t i = 0; i < plan.tasks.size(); ++i) {
-    for (int begin = 0; begin < plan.tasks[i].num_pairs; begin += kSegmentEntries) {
+    for (int begin = 0; begin < plan.tasks[i].num_pairs; begin += kSegmentPairs) {
       plan.pieces.push_back({static_cast<int>(i), begin, floats});
       floats += partial_floats(plan.shape, plan.tasks[i]);
     }
@@ -103,7 +103,7 @@ void plan_work(AttentionPlan& plan, const int32_t* head_lengths) {
   make_tasks(plan, head_lengths);
   int64_t products = 0, floats = 0;
   for (const AttentionTask& task : plan.tasks) {
-    const int64_t segments = (task.num_pairs + kSegmentEntries - 1) / kSegmentEntries;
+    const int64_t segments = (task.num_pairs + kSegmentPairs - 1) / kSegmentPairs;
     products += static_cast<int64_t>(task.num_tokens) * plan.shape.group() * task.num_pairs * plan.shape.head_dim;
     floats += partial_floats(plan.shape, task) * segments;
   }
@@ -172,7 +172,7 @@ struct Run {
 
   void attend_piece(const AttentionPiece& piece) const {
     const AttentionTask& task = plan.tasks[piece.task];
-    kernels.attend(head(task), tile(task), layer.scale, piece.begin, piece.begin + kSegmentEntries,
+    kernels.attend(head(task), tile(task), layer.scale, piece.begin, piece.begin + kSegmentPairs,
                    scratch(workspace_floats()), partial(task, plan.partials.data() + piece.offset));
   }
 
@@ -188,7 +188,7 @@ struct Run {
       } else {
         kernels.merge(queries.count, plan.shape.head_dim, total, part);
       }
-      if (piece.begin + kSegmentEntries >= task.num_pairs) kernels.finish(queries, plan.shape.head_dim, total);
+      if (piece.begin + kSegmentPairs >= task.num_pairs) kernels.finish(queries, plan.shape.head_dim, total);
     }
   }
 };
@@ -240,13 +240,13 @@ Tensor paged_attention(const Tensor& queries, const Tensor& key_cache, const Ten
   check_size(key_cache, "key_cache", 3, head_dim);
   check_size(last_kv_index, "last_kv_index", 0, num_query_tokens);
   check_size(query_start_loc, "query_start_loc", 0, sequences + 1);
-  STD_TORCH_CHECK(packed_len.has_value() == head_lengths.has_value(), "packed and head_lengths go together");
+  STD_TORCH_CHECK(packed_len.has_value() == head_lengths.has_value(), "packed_len and head_lengths go together");
   if (packed_len) {
-    check_contiguous(*packed_len, "packed", 1);
+    check_contiguous(*packed_len, "packed_len", 1);
     check_contiguous(*head_lengths, "head_lengths", 2);
-    check_dtype(*packed_len, "packed", ScalarType::Int);
+    check_dtype(*packed_len, "packed_len", ScalarType::Int);
     check_dtype(*head_lengths, "head_lengths", ScalarType::Int);
-    check_size(*packed_len, "packed", 0, sequences);
+    check_size(*packed_len, "packed_len", 0, sequences);
     check_size(*head_lengths, "head_lengths", 0, sequences);
     check_size(*head_lengths, "head_lengths", 1, kv_heads);
   }

@@ -45,7 +45,7 @@ struct AttentionTask {
   int kv_head;
   int first_token;
   int num_tokens;
-  int num_pairs;  // that its last token attends
+  int num_pairs;  // KV pairs that its last token attends
 };
 
 // One segment of a task, whose partial softmax is kept at `offset` until all of its task are merged.

@@ -1,7 +1,7 @@
-// Paged attention of a tile of queries over one KV head: online softmax over tiles of entries, blocks read in place.
+// Paged attention of a tile of queries over one KV head: online softmax over tiles of KV pairs, blocks read in place.
 //
 // Every sum has one order whatever the shape of the tile: a score adds over channels, a weighted value adds over
-// entries, each in one accumulator, ascending; sums of weights are taken per tile, tiles per segment. So a query gets
+// KV pairs, each in one accumulator, ascending; sums of weights are taken per tile, tiles per segment. So a query gets
 // the same bits in a decode, in a prefill chunk of any size, and beside any other queries.
 #pragma once
 
@@ -37,26 +37,26 @@ struct PairProduct {
 
 inline int minimum(int a, int b) { return a < b ? a : b; }
 
-// Where the entries of a tile are.
+// Addresses of the KV pairs of a tile.
 template <class T>
-struct TileRows {
+struct TilePairs {
   int start;
   int count;
-  const T* keys[kTileEntries];
-  const T* values[kTileEntries];
+  const T* keys[kTilePairs];
+  const T* values[kTilePairs];
 
-  // The tile at `first`, of entries before `end`. The rest of `keys` repeats the last row: some readable memory.
+  // The tile at `first`, of pairs before `end`. The rest of `keys` repeats the last one: some readable memory.
   void locate(const PagedHead& head, int first, int end) {
     start = first;
-    count = first < end ? minimum(kTileEntries, end - first) : 0;
+    count = first < end ? minimum(kTilePairs, end - first) : 0;
     if (count == 0) return;
     for (int i = 0; i < count;) {
       const bool before_evicted = start + i < head.evicted_begin;
       const int place = start + i + (before_evicted ? 0 : head.num_evicted);
-      const int row = place % head.block_size;
+      const int slot = place % head.block_size;
       const int64_t offset =
-          head.block_table[place / head.block_size] * head.block_stride + static_cast<int64_t>(row) * head.head_dim;
-      int block_end = minimum(count, i + head.block_size - row);
+          head.block_table[place / head.block_size] * head.block_stride + static_cast<int64_t>(slot) * head.head_dim;
+      int block_end = minimum(count, i + head.block_size - slot);
       if (before_evicted) block_end = minimum(block_end, head.evicted_begin - start);
       const T* key = static_cast<const T*>(head.keys) + offset;
       const T* value = static_cast<const T*>(head.values) + offset;
@@ -65,48 +65,48 @@ struct TileRows {
         values[i] = value;
       }
     }
-    for (int i = count; i < kTileEntries; ++i) keys[i] = keys[count - 1];
+    for (int i = count; i < kTilePairs; ++i) keys[i] = keys[count - 1];
   }
 };
 
 // Blocks are scattered, so the processor cannot guess the next ones.
 template <class T>
-inline void prefetch_rows(const T* const* rows, int begin, int end, int head_dim) {
+inline void prefetch(const T* const* vectors, int begin, int end, int head_dim) {
   for (int i = begin; i < end; ++i) {
-    const char* row = reinterpret_cast<const char*>(rows[i]);
+    const char* vector = reinterpret_cast<const char*>(vectors[i]);
     for (int offset = 0; offset < head_dim * static_cast<int>(sizeof(T)); offset += kCacheLine) {
-      __builtin_prefetch(row + offset);
+      __builtin_prefetch(vector + offset);
     }
   }
 }
 
-// packed[word][entry] <- word of each entry's row.
+// packed[word][pair] <- word of each pair's key.
 template <class Word, class T>
-void pack_keys(const TileRows<T>& tile, int num_words, int head_dim, float* packed) {
-  const T* const* rows = tile.keys;
-  for (int entry = 0; entry < kTileEntries; entry += kLanes) {
-    prefetch_rows(tile.values, entry, minimum(entry + kLanes, tile.count), head_dim);
+void pack_keys(const TilePairs<T>& tile, int num_words, int head_dim, float* packed) {
+  const T* const* keys = tile.keys;
+  for (int pair = 0; pair < kTilePairs; pair += kLanes) {
+    prefetch(tile.values, pair, minimum(pair + kLanes, tile.count), head_dim);
     for (int first = 0; first < num_words; first += kLanes) {
       const int words = minimum(kLanes, num_words - first);
       Vec square[kLanes];
       for (int i = 0; i < kLanes; ++i) {
-        const Word* row = reinterpret_cast<const Word*>(rows[entry + i]) + first;
-        square[i] = words == kLanes ? load(row) : load_first(words, row);
+        const Word* key = reinterpret_cast<const Word*>(keys[pair + i]) + first;
+        square[i] = words == kLanes ? load(key) : load_first(words, key);
       }
       transpose(square);
-      for (int i = 0; i < words; ++i) store(packed + (first + i) * kTileEntries + entry, square[i]);
+      for (int i = 0; i < words; ++i) store(packed + (first + i) * kTilePairs + pair, square[i]);
     }
   }
 }
 
-// scores[row][entry] <- scale * query . key, for kRows queries and all entries of the tile.
+// scores[row][pair] <- scale * query . key, for kRows queries and all pairs of the tile.
 template <class Product, int kRows>
 void score(const float* queries, const float* packed_keys, int num_words, float scale, float* scores) {
-  for (int entry = 0; entry < kTileEntries; entry += kVectorBlock * kLanes) {
+  for (int pair = 0; pair < kTilePairs; pair += kVectorBlock * kLanes) {
     Vec sums[kRows][kVectorBlock] = {};
     for (int word = 0; word < num_words; ++word) {
       Vec keys[kVectorBlock];
-      for (int v = 0; v < kVectorBlock; ++v) keys[v] = load(packed_keys + word * kTileEntries + entry + v * kLanes);
+      for (int v = 0; v < kVectorBlock; ++v) keys[v] = load(packed_keys + word * kTilePairs + pair + v * kLanes);
       for (int r = 0; r < kRows; ++r) {
         const Vec query = broadcast(queries[r * num_words + word]);
         for (int v = 0; v < kVectorBlock; ++v) sums[r][v] = Product::accumulate(query, keys[v], sums[r][v]);
@@ -114,7 +114,7 @@ void score(const float* queries, const float* packed_keys, int num_words, float 
     }
     for (int r = 0; r < kRows; ++r) {
       for (int v = 0; v < kVectorBlock; ++v) {
-        store(scores + r * kTileEntries + entry + v * kLanes, mul(sums[r][v], broadcast(scale)));
+        store(scores + r * kTilePairs + pair + v * kLanes, mul(sums[r][v], broadcast(scale)));
       }
     }
   }
@@ -125,12 +125,12 @@ inline void softmax(float* scores, int count, int head_dim, float& max_so_far, f
                     float* values_so_far) {
   const Vec minus_infinity = broadcast(-__builtin_inff());
   Vec largest = minus_infinity;
-  for (int entry = 0; entry < kTileEntries; entry += kLanes) {
-    const int valid = count - entry;
-    Vec x = valid > 0 ? load(scores + entry) : minus_infinity;
+  for (int pair = 0; pair < kTilePairs; pair += kLanes) {
+    const int valid = count - pair;
+    Vec x = valid > 0 ? load(scores + pair) : minus_infinity;
     if (valid < kLanes) {
       if (valid > 0) x = keep_first(valid, x, minus_infinity);
-      store(scores + entry, x);
+      store(scores + pair, x);
     }
     largest = max(x, largest);
   }
@@ -138,9 +138,9 @@ inline void softmax(float* scores, int count, int head_dim, float& max_so_far, f
   const float new_max = tile_max > max_so_far ? tile_max : max_so_far;
 
   Vec sum = {};
-  for (int entry = 0; entry < kTileEntries; entry += kLanes) {
-    const Vec weight = exp(sub(load(scores + entry), broadcast(new_max)));
-    store(scores + entry, weight);
+  for (int pair = 0; pair < kTilePairs; pair += kLanes) {
+    const Vec weight = exp(sub(load(scores + pair), broadcast(new_max)));
+    store(scores + pair, weight);
     sum = add(sum, weight);
   }
   if (new_max == max_so_far) {
@@ -163,12 +163,12 @@ void weigh_channels(const float* weights, const T* const* values, int begin, int
   for (int r = 0; r < kRows; ++r) {
     for (int v = 0; v < kVectors; ++v) registers[r][v] = load(sums + r * head_dim + channel + v * kLanes);
   }
-  for (int entry = begin; entry < end; ++entry) {
-    const T* row = values[entry] + channel;
+  for (int pair = begin; pair < end; ++pair) {
+    const T* channels = values[pair] + channel;
     Vec value[kVectors];
-    for (int v = 0; v < kVectors; ++v) value[v] = load(row + v * kLanes);
+    for (int v = 0; v < kVectors; ++v) value[v] = load(channels + v * kLanes);
     for (int r = 0; r < kRows; ++r) {
-      const Vec weight = broadcast(weights[r * kTileEntries + entry]);
+      const Vec weight = broadcast(weights[r * kTilePairs + pair]);
       for (int v = 0; v < kVectors; ++v) registers[r][v] = fma(weight, value[v], registers[r][v]);
     }
   }
@@ -190,15 +190,15 @@ void weigh(const float* weights, const T* const* values, int begin, int end, int
   if (rest == 0) return;
   for (int r = 0; r < kRows; ++r) {
     Vec sum = load_first(rest, sums + r * head_dim + channel);
-    for (int entry = begin; entry < end; ++entry) {
-      const Vec value = load_first(rest, values[entry] + channel);
-      sum = fma(broadcast(weights[r * kTileEntries + entry]), value, sum);
+    for (int pair = begin; pair < end; ++pair) {
+      const Vec value = load_first(rest, values[pair] + channel);
+      sum = fma(broadcast(weights[r * kTilePairs + pair]), value, sum);
     }
     store_first(rest, sums + r * head_dim + channel, sum);
   }
 }
 
-// All queries of a tile against one tile of entries after the other.
+// All queries of a tile against one tile of KV pairs after the other.
 template <class T, class Product>
 struct TileAttention {
   using Word = typename Product::Word;
@@ -208,7 +208,7 @@ struct TileAttention {
   const int num_words;
   const float scale;
   float* queries;      // [tile.count, num_words]
-  float* packed_keys;  // [num_words, kTileEntries]
+  float* packed_keys;  // [num_words, kTilePairs]
 
   TileAttention(const QueryTile& tile, int head_dim, float scale, float* workspace)
       : tile(tile),
@@ -226,41 +226,41 @@ struct TileAttention {
     }
   }
 
-  // Queries `first` .. `first + kRows - 1` against the entries whose keys are packed.
+  // Queries `first` .. `first + kRows - 1` against the KV pairs whose keys are packed.
   template <int kRows>
-  void attend_rows(int first, bool first_rows, const TileRows<T>& rows, const TileRows<T>& next,
-                   const PartialSoftmax& result) const {
-    float scores[kRows * kTileEntries];
+  void attend_queries(int first, bool is_first, const TilePairs<T>& pairs, const TilePairs<T>& next,
+                      const PartialSoftmax& result) const {
+    float scores[kRows * kTilePairs];
     int valid[kRows];
     float* sums = result.weighted_values + first * head_dim;
     score<Product, kRows>(queries + first * num_words, packed_keys, num_words, scale, scores);
     for (int r = 0; r < kRows; ++r) {
-      valid[r] = minimum(rows.count, tile.last[first + r] + 1 - rows.start);
-      softmax(scores + r * kTileEntries, valid[r], head_dim, result.max[first + r], result.sum[first + r],
+      valid[r] = minimum(pairs.count, tile.last[first + r] + 1 - pairs.start);
+      softmax(scores + r * kTilePairs, valid[r], head_dim, result.max[first + r], result.sum[first + r],
               sums + r * head_dim);
     }
-    // A weight of 0 would not hide a NaN among the values: each query stops at its own last entry.
-    const int step = first_rows ? kPrefetchStep : kTileEntries;
-    for (int entry = 0; entry < valid[0]; entry += step) {
-      if (first_rows) prefetch_rows(next.keys, entry, minimum(entry + step, next.count), head_dim);
-      weigh<T, kRows>(scores, rows.values, entry, minimum(entry + step, valid[0]), head_dim, sums);
+    // A weight of 0 would not hide a NaN among the values: each query stops at its own last pair.
+    const int step = is_first ? kPrefetchStep : kTilePairs;
+    for (int pair = 0; pair < valid[0]; pair += step) {
+      if (is_first) prefetch(next.keys, pair, minimum(pair + step, next.count), head_dim);
+      weigh<T, kRows>(scores, pairs.values, pair, minimum(pair + step, valid[0]), head_dim, sums);
     }
     for (int r = 1; r < kRows; ++r) {
       if (valid[r] == valid[0]) continue;
-      weigh<T, 1>(scores + r * kTileEntries, rows.values, valid[0], valid[r], head_dim, sums + r * head_dim);
+      weigh<T, 1>(scores + r * kTilePairs, pairs.values, valid[0], valid[r], head_dim, sums + r * head_dim);
     }
   }
 
-  void attend_tile(const TileRows<T>& rows, const TileRows<T>& next, const PartialSoftmax& result) const {
-    pack_keys<Word>(rows, num_words, head_dim, packed_keys);
+  void attend_tile(const TilePairs<T>& pairs, const TilePairs<T>& next, const PartialSoftmax& result) const {
+    pack_keys<Word>(pairs, num_words, head_dim, packed_keys);
     int first = 0;
-    while (tile.last[first] < rows.start) ++first;
+    while (tile.last[first] < pairs.start) ++first;
     for (int i = first; i < tile.count; i += kRowBlock) {
       switch (minimum(kRowBlock, tile.count - i)) {
-        case 4: attend_rows<4>(i, i == first, rows, next, result); break;
-        case 3: attend_rows<3>(i, i == first, rows, next, result); break;
-        case 2: attend_rows<2>(i, i == first, rows, next, result); break;
-        case 1: attend_rows<1>(i, i == first, rows, next, result); break;
+        case 4: attend_queries<4>(i, i == first, pairs, next, result); break;
+        case 3: attend_queries<3>(i, i == first, pairs, next, result); break;
+        case 2: attend_queries<2>(i, i == first, pairs, next, result); break;
+        case 1: attend_queries<1>(i, i == first, pairs, next, result); break;
       }
     }
   }
@@ -274,10 +274,10 @@ inline void clear(int count, int head_dim, const PartialSoftmax& result) {
   for (int i = 0; i < count * head_dim; ++i) result.weighted_values[i] = 0;
 }
 
-// `into` covers earlier entries than `later`.
+// `into` covers earlier KV pairs than `later`.
 inline void merge(int count, int head_dim, const PartialSoftmax& into, const PartialSoftmax& later) {
   for (int i = 0; i < count; ++i) {
-    if (later.sum[i] == 0) continue;  // attends none of the later entries
+    if (later.sum[i] == 0) continue;  // attends none of the later pairs
     const float new_max = later.max[i] > into.max[i] ? later.max[i] : into.max[i];
     float shrink[2][kLanes];
     store(shrink[0], exp(broadcast(into.max[i] - new_max)));
@@ -296,19 +296,19 @@ template <class T, class Product>
 void attend(const PagedHead& head, const QueryTile& tile, float scale, int begin, int end, float* workspace,
             const PartialSoftmax& result) {
   const TileAttention<T, Product> attention(tile, head.head_dim, scale, workspace);
-  float* memory = workspace + (kMaxQueries + kTileEntries) * head.head_dim;
+  float* memory = workspace + (kMaxQueries + kTilePairs) * head.head_dim;
   const PartialSoftmax later{memory, memory + tile.count, memory + 2 * tile.count};
   end = minimum(end, tile.last[tile.count - 1] + 1);
-  TileRows<T> rows[2];
+  TilePairs<T> tiles[2];
   int current = 0;
-  rows[current].locate(head, begin, end);
-  for (int segment = begin; segment < end; segment += kSegmentEntries) {
+  tiles[current].locate(head, begin, end);
+  for (int segment = begin; segment < end; segment += kSegmentPairs) {
     const PartialSoftmax& partial = segment == begin ? result : later;
     clear(tile.count, head.head_dim, partial);
-    const int segment_end = minimum(end, segment + kSegmentEntries);
-    for (int start = segment; start < segment_end; start += kTileEntries) {
-      rows[!current].locate(head, start + kTileEntries, end);
-      attention.attend_tile(rows[current], rows[!current], partial);
+    const int segment_end = minimum(end, segment + kSegmentPairs);
+    for (int start = segment; start < segment_end; start += kTilePairs) {
+      tiles[!current].locate(head, start + kTilePairs, end);
+      attention.attend_tile(tiles[current], tiles[!current], partial);
       current = !current;
     }
     if (segment != begin) merge(tile.count, head.head_dim, result, later);

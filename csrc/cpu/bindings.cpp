@@ -13,7 +13,7 @@ STABLE_TORCH_LIBRARY(kvllm, m) {
       "paged_attention(Tensor queries, Tensor key_cache, Tensor value_cache, Tensor query_start_loc, "
       "Tensor last_kv_index, Tensor block_tables, Tensor? packed_len, Tensor? head_lengths, float scale) -> Tensor");
   m.def(
-      "attention_mass(Tensor queries, Tensor keys, int num_scored, float scale, Tensor? row_index=None, "
+      "attention_mass(Tensor queries, Tensor keys, int num_scored, float scale, Tensor? last_kv_index=None, "
       "bool squared=False) -> Tensor");
   m.def("store_kv(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor keys, Tensor values, Tensor slots) -> ()");
   m.def("copy_blocks(Tensor(a!) cache, Tensor sources, Tensor destinations) -> ()");

@@ -1,4 +1,4 @@
-// Data movement in the paged cache. Rows are copied as bytes, whatever their dtype.
+// Data movement in the paged cache. Keys and values are copied as bytes, whatever their dtype.
 #include <cstring>
 #include <utility>
 #include <vector>
@@ -11,7 +11,7 @@ namespace {
 
 // `[layers, 2, blocks, kv_heads, block_size, head_dim]`
 struct Cache {
-  int64_t layers, blocks, heads, block_size, row_bytes;
+  int64_t layers, blocks, heads, block_size, vector_bytes;
   char* data;
 
   explicit Cache(const Tensor& tensor) {
@@ -21,17 +21,17 @@ struct Cache {
     blocks = tensor.size(2);
     heads = tensor.size(3);
     block_size = tensor.size(4);
-    row_bytes = tensor.size(5) * tensor.element_size();
+    vector_bytes = tensor.size(5) * tensor.element_size();
     data = static_cast<char*>(tensor.mutable_data_ptr());
   }
 
-  int64_t block_bytes() const { return heads * block_size * row_bytes; }
+  int64_t block_bytes() const { return heads * block_size * vector_bytes; }
 
   // Block `block` of keys (plane 2 * layer) or values (plane 2 * layer + 1).
   char* block(int64_t plane, int64_t block) const { return data + (plane * blocks + block) * block_bytes(); }
 
-  char* row(int64_t plane, int64_t id, int64_t head, int64_t offset) const {
-    return block(plane, id) + (head * block_size + offset) * row_bytes;
+  char* vector(int64_t plane, int64_t id, int64_t head, int64_t offset) const {
+    return block(plane, id) + (head * block_size + offset) * vector_bytes;
   }
 };
 
@@ -45,20 +45,20 @@ void check_block(int64_t block, int64_t blocks, const char* name) {
                   " blocks");
 }
 
-// Rows that one KV head of one sequence keeps in one layer.
-struct KeptRow {
+// Offsets in its region that one KV head of one sequence keeps in one layer.
+struct KeptOffsets {
   const int64_t* offsets;
   int64_t count;
 };
 
-// The rows of `kept`, in order, after checking that every block they reach exists.
-std::vector<KeptRow> check_kept(const Tensor& kept, const Cache& cache, const Tensor& sources,
-                                const Tensor& destinations) {
+// The heads of `kept`, in order, after checking that every block they reach exists.
+std::vector<KeptOffsets> check_kept(const Tensor& kept, const Cache& cache, const Tensor& sources,
+                                    const Tensor& destinations) {
   const int64_t width = kept.size(3), sequences = kept.size(1);
   const int64_t source_blocks = sources.size(1), destination_blocks = destinations.size(1);
-  std::vector<KeptRow> rows(cache.layers * sequences * cache.heads);
+  std::vector<KeptOffsets> heads(cache.layers * sequences * cache.heads);
   std::vector<int64_t> source_end(sequences, 0), destination_end(sequences, 0);
-  for (size_t i = 0; i < rows.size(); ++i) {
+  for (size_t i = 0; i < heads.size(); ++i) {
     const int64_t* offsets = kept.const_data_ptr<int64_t>() + static_cast<int64_t>(i) * width;
     int64_t count = 0, previous = -1;
     for (; count < width && offsets[count] != -1; ++count) {
@@ -67,7 +67,7 @@ std::vector<KeptRow> check_kept(const Tensor& kept, const Cache& cache, const Te
       previous = offsets[count];
     }
     for (int64_t j = count; j < width; ++j) STD_TORCH_CHECK(offsets[j] == -1, "kept has -1 before ", offsets[j]);
-    rows[i] = {offsets, count};
+    heads[i] = {offsets, count};
     const int64_t sequence = static_cast<int64_t>(i) / cache.heads % sequences;
     source_end[sequence] = std::max(source_end[sequence], previous + 1);
     destination_end[sequence] = std::max(destination_end[sequence], count);
@@ -76,7 +76,7 @@ std::vector<KeptRow> check_kept(const Tensor& kept, const Cache& cache, const Te
     STD_TORCH_CHECK(source_end[s] <= source_blocks * cache.block_size, "kept reaches offset ", source_end[s] - 1,
                     " of a region of ", source_blocks, " blocks of ", cache.block_size);
     STD_TORCH_CHECK(destination_end[s] <= destination_blocks * cache.block_size, destination_end[s],
-                    " kept entries do not fit ", destination_blocks, " blocks of ", cache.block_size);
+                    " kept KV pairs do not fit ", destination_blocks, " blocks of ", cache.block_size);
     for (int64_t b = 0; b * cache.block_size < source_end[s]; ++b) {
       check_block(sources.const_data_ptr<int64_t>()[s * source_blocks + b], cache.blocks, "sources");
     }
@@ -84,7 +84,7 @@ std::vector<KeptRow> check_kept(const Tensor& kept, const Cache& cache, const Te
       check_block(destinations.const_data_ptr<int64_t>()[s * destination_blocks + b], cache.blocks, "destinations");
     }
   }
-  return rows;
+  return heads;
 }
 
 }  // namespace
@@ -172,27 +172,28 @@ void compact(const Tensor& tensor, const Tensor& kept, const Tensor& sources, co
   check_size(kept, "kept", 2, cache.heads);
   check_size(sources, "sources", 0, sequences);
   check_size(destinations, "destinations", 0, sequences);
-  const std::vector<KeptRow> rows = check_kept(kept, cache, sources, destinations);
+  const std::vector<KeptOffsets> kept_offsets = check_kept(kept, cache, sources, destinations);
 
   const int64_t* source = sources.const_data_ptr<int64_t>();
   const int64_t* destination = destinations.const_data_ptr<int64_t>();
   // One head of one layer is one thread's, which goes through the sequences in order: where they share blocks, the
   // destinations of one are sources of those before it.
-  const int64_t width = 2 * sequences * kept.size(3) * cache.row_bytes;
+  const int64_t width = 2 * sequences * kept.size(3) * cache.vector_bytes;
   for_rows(cache.layers * cache.heads, width, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t layer = i / cache.heads, head = i % cache.heads;
       for (int64_t sequence = 0; sequence < sequences; ++sequence) {
-        const KeptRow& row = rows[(layer * sequences + sequence) * cache.heads + head];
+        const KeptOffsets& of_head = kept_offsets[(layer * sequences + sequence) * cache.heads + head];
         const int64_t* from = source + sequence * sources.size(1);
         const int64_t* to = destination + sequence * destinations.size(1);
         for (int64_t plane = 2 * layer; plane < 2 * layer + 2; ++plane) {
-          // In place, an entry never moves to a later row, so ascending order reads each row before it is overwritten.
-          for (int64_t j = 0; j < row.count; ++j) {
-            const int64_t offset = row.offsets[j];
-            const char* old_row = cache.row(plane, from[offset / cache.block_size], head, offset % cache.block_size);
-            char* new_row = cache.row(plane, to[j / cache.block_size], head, j % cache.block_size);
-            if (new_row != old_row) std::memcpy(new_row, old_row, cache.row_bytes);
+          // In place, no KV pair moves to a later slot: ascending order reads each slot before it is overwritten.
+          for (int64_t j = 0; j < of_head.count; ++j) {
+            const int64_t offset = of_head.offsets[j];
+            const char* old_slot =
+                cache.vector(plane, from[offset / cache.block_size], head, offset % cache.block_size);
+            char* new_slot = cache.vector(plane, to[j / cache.block_size], head, j % cache.block_size);
+            if (new_slot != old_slot) std::memcpy(new_slot, old_slot, cache.vector_bytes);
           }
         }
       }

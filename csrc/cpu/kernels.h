@@ -15,18 +15,18 @@ struct BFloat16 {
 
 // KV pairs that attention handles at once, and pairs after which it closes a partial softmax. Both count from pair 0
 // of the sequence, so the order of every sum depends on nothing else.
-constexpr int kTileEntries = 64;
-constexpr int kSegmentEntries = 512;
+constexpr int kTilePairs = 64;
+constexpr int kSegmentPairs = 512;
 
 // Queries (query tokens times heads) that share one pass over keys and values.
 constexpr int kMaxQueries = 64;
 
 // Memory that attention works in, in rows of head_dim + 2 floats: queries, packed keys, a partial softmax.
-constexpr int kWorkspaceRows = 2 * kMaxQueries + kTileEntries;
+constexpr int kWorkspaceRows = 2 * kMaxQueries + kTilePairs;
 
-// Memory that attention mass works in: all keys packed, scores and queries of four rows.
+// Memory that attention mass works in: all keys packed, scores and channels of four queries.
 constexpr int64_t mass_workspace_floats(int64_t num_keys, int64_t head_dim) {
-  const int64_t padded = (num_keys + kTileEntries - 1) / kTileEntries * kTileEntries;
+  const int64_t padded = (num_keys + kTilePairs - 1) / kTilePairs * kTilePairs;
   return padded * head_dim + 4 * padded + 4 * head_dim;
 }
 
@@ -71,9 +71,9 @@ struct Rotary {
   float eps;
 };
 
-// Pointers are to float or BFloat16, one table for each. Row arguments are dense `[rows, width]`.
+// Pointers are to float or BFloat16, one table for each. Matrices are dense `[rows, width]`.
 struct Kernels {
-  // Queries against KV pairs begin .. end - 1, as far as each attends them; `begin` is a multiple of kSegmentEntries.
+  // Queries against KV pairs begin .. end - 1, as far as each attends them; `begin` is a multiple of kSegmentPairs.
   // `workspace` has kWorkspaceRows rows.
   void (*attend)(const PagedHead& head, const QueryTile& tile, float scale, int begin, int end, float* workspace,
                  const PartialSoftmax& result);

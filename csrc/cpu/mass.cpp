@@ -1,4 +1,4 @@
-// The work of attention mass: which rows go together, and in which order their sums are added.
+// The work of attention mass: it deals the queries out to tasks, and adds their sums in a fixed order.
 #include <vector>
 
 #include "ops.h"
@@ -6,18 +6,19 @@
 namespace kvllm {
 namespace {
 
-// Rows of one KV head that one task sums. A constant: the order of addition must not depend on the number of threads.
-constexpr int64_t kRowsPerTask = 512;
+// Queries of one KV head that one task sums. A constant: the order of addition must not depend on the number of
+// threads.
+constexpr int64_t kQueriesPerTask = 512;
 
 }  // namespace
 
 Tensor attention_mass(const Tensor& queries, const Tensor& keys, int64_t num_scored, double scale,
-                      const std::optional<Tensor>& row_index, bool squared) {
+                      const std::optional<Tensor>& last_kv_index, bool squared) {
   const Kernels& kernels = kernels_for(queries, "queries");
   STD_TORCH_CHECK(queries.dim() == 4, "queries has ", queries.dim(), " dimensions, not 4");
   check_contiguous(keys, "keys", 4);
   check_dtype(keys, "keys", queries.scalar_type());
-  const int64_t sequences = queries.size(0), query_heads = queries.size(1), rows = queries.size(2);
+  const int64_t sequences = queries.size(0), query_heads = queries.size(1), num_tokens = queries.size(2);
   const int64_t head_dim = queries.size(3), kv_heads = keys.size(1);
   check_size(keys, "keys", 0, sequences);
   check_size(keys, "keys", 3, head_dim);
@@ -27,36 +28,36 @@ Tensor attention_mass(const Tensor& queries, const Tensor& keys, int64_t num_sco
                   " KV heads: a multiple is needed");
   STD_TORCH_CHECK(num_scored > 0 && num_scored <= keys.size(2), "num_scored is ", num_scored, " of ", keys.size(2),
                   " keys");
-  if (row_index) {
-    check_contiguous(*row_index, "row_index", 1);
-    check_dtype(*row_index, "row_index", ScalarType::Long);
-    check_size(*row_index, "row_index", 0, rows);
+  if (last_kv_index) {
+    check_contiguous(*last_kv_index, "last_kv_index", 1);
+    check_dtype(*last_kv_index, "last_kv_index", ScalarType::Long);
+    check_size(*last_kv_index, "last_kv_index", 0, num_tokens);
   }
-  const int64_t* index = row_index ? static_cast<const int64_t*>(row_index->data_ptr()) : nullptr;
+  const int64_t* index = last_kv_index ? static_cast<const int64_t*>(last_kv_index->data_ptr()) : nullptr;
 
-  const int64_t group = query_heads / kv_heads, group_rows = group * rows;
+  const int64_t group = query_heads / kv_heads, group_queries = group * num_tokens;
   const int64_t heads = sequences * kv_heads;
-  const int64_t parts = std::max<int64_t>(1, (group_rows + kRowsPerTask - 1) / kRowsPerTask);
-  const int64_t padded = (num_scored + kTileEntries - 1) / kTileEntries * kTileEntries;
+  const int64_t parts = std::max<int64_t>(1, (group_queries + kQueriesPerTask - 1) / kQueriesPerTask);
+  const int64_t padded = (num_scored + kTilePairs - 1) / kTilePairs * kTilePairs;
   const int64_t element_size = queries.element_size();
   std::vector<float> partial(heads * parts * padded);
-  const auto pointer = [&](int64_t head, int64_t row) {  // rows of the first query head of a group, then the next
-    const int64_t query_head = head % kv_heads * group + row / rows;
+  const auto pointer = [&](int64_t head, int64_t query) {  // tokens of the first query head of a group, then the next
+    const int64_t query_head = head % kv_heads * group + query / num_tokens;
     const int64_t offset =
-        head / kv_heads * queries.stride(0) + query_head * queries.stride(1) + row % rows * queries.stride(2);
+        head / kv_heads * queries.stride(0) + query_head * queries.stride(1) + query % num_tokens * queries.stride(2);
     return static_cast<const void*>(static_cast<const char*>(queries.data_ptr()) + offset * element_size);
   };
-  const auto attended = [&](int64_t row) {
-    return static_cast<int>(index ? std::clamp<int64_t>(index[row % rows] + 1, 1, num_scored) : num_scored);
+  const auto attended = [&](int64_t query) {
+    return static_cast<int>(index ? std::clamp<int64_t>(index[query % num_tokens] + 1, 1, num_scored) : num_scored);
   };
   for_each_dynamic(heads * parts, [&](int64_t task) {
-    const int64_t head = task / parts, begin = task % parts * kRowsPerTask;
-    const int64_t end = std::min(group_rows, begin + kRowsPerTask);
-    const void* task_queries[kRowsPerTask];
-    int task_attended[kRowsPerTask];
-    for (int64_t row = begin; row < end; ++row) {
-      task_queries[row - begin] = pointer(head, row);
-      task_attended[row - begin] = attended(row);
+    const int64_t head = task / parts, begin = task % parts * kQueriesPerTask;
+    const int64_t end = std::min(group_queries, begin + kQueriesPerTask);
+    const void* task_queries[kQueriesPerTask];
+    int task_attended[kQueriesPerTask];
+    for (int64_t query = begin; query < end; ++query) {
+      task_queries[query - begin] = pointer(head, query);
+      task_attended[query - begin] = attended(query);
     }
     const char* head_keys = static_cast<const char*>(keys.data_ptr()) + head * keys.stride(1) * element_size;
     kernels.attention_mass(task_queries, task_attended, static_cast<int>(end - begin), head_keys,
@@ -67,10 +68,10 @@ Tensor attention_mass(const Tensor& queries, const Tensor& keys, int64_t num_sco
   Tensor out = empty(aoti_torch_dtype_float32(), {sequences, kv_heads, num_scored});
   float* mass = static_cast<float*>(out.mutable_data_ptr());
   for (int64_t head = 0; head < heads; ++head) {
-    for (int64_t entry = 0; entry < num_scored; ++entry) {
+    for (int64_t key = 0; key < num_scored; ++key) {
       float sum = 0;
-      for (int64_t part = 0; part < parts; ++part) sum += partial[(head * parts + part) * padded + entry];
-      mass[head * num_scored + entry] = sum;
+      for (int64_t part = 0; part < parts; ++part) sum += partial[(head * parts + part) * padded + key];
+      mass[head * num_scored + key] = sum;
     }
   }
   return out;

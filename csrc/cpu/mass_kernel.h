@@ -1,7 +1,7 @@
 // Attention mass: how much probability each key of a window receives from all queries (Kara, Eq. 4), or its squares.
 //
-// A row's softmax is complete before it is added, so the matrix of probabilities never exists: four rows of it do. Rows
-// are added in ascending order whatever their number, so the result has the same bits in every blocking.
+// A query's softmax is complete before it is added, so the matrix of probabilities never exists: four rows of it do.
+// Queries are added in ascending order whatever their number, so the result has the same bits in every blocking.
 #pragma once
 
 #include "attention_kernel.h"
@@ -19,36 +19,36 @@ struct WindowMass {
   const int num_words;
   const float scale;
   const bool squared;
-  float* packed_keys;  // [num_tiles, num_words, kTileEntries]
-  float* scores;       // [num_tiles, kRowBlock, kTileEntries]
+  float* packed_keys;  // [num_tiles, num_words, kTilePairs]
+  float* scores;       // [num_tiles, kRowBlock, kTilePairs]
   float* rows;         // [kRowBlock, num_words]
-  float* mass;         // [num_tiles * kTileEntries]
+  float* mass;         // [num_tiles * kTilePairs]
 
   WindowMass(const void* keys, int num_keys, int head_dim, float scale, bool squared, float* workspace, float* mass)
       : num_keys(num_keys),
-        num_tiles((num_keys + kTileEntries - 1) / kTileEntries),
+        num_tiles((num_keys + kTilePairs - 1) / kTilePairs),
         head_dim(head_dim),
         num_words(head_dim / Product::kChannels),
         scale(scale),
         squared(squared),
         packed_keys(workspace),
-        scores(packed_keys + static_cast<int64_t>(num_tiles) * head_dim * kTileEntries),
-        rows(scores + static_cast<int64_t>(num_tiles) * kRowBlock * kTileEntries),
+        scores(packed_keys + static_cast<int64_t>(num_tiles) * head_dim * kTilePairs),
+        rows(scores + static_cast<int64_t>(num_tiles) * kRowBlock * kTilePairs),
         mass(mass) {
-    for (int i = 0; i < num_tiles * kTileEntries; ++i) mass[i] = 0;
-    TileRows<T> tile;
+    for (int i = 0; i < num_tiles * kTilePairs; ++i) mass[i] = 0;
+    TilePairs<T> tile;
     for (int t = 0; t < num_tiles; ++t) {
       tile.count = 0;  // no values to prefetch
-      for (int i = 0; i < kTileEntries; ++i) {
-        const int entry = minimum(t * kTileEntries + i, num_keys - 1);
-        tile.keys[i] = static_cast<const T*>(keys) + static_cast<int64_t>(entry) * head_dim;
+      for (int i = 0; i < kTilePairs; ++i) {
+        const int key = minimum(t * kTilePairs + i, num_keys - 1);
+        tile.keys[i] = static_cast<const T*>(keys) + static_cast<int64_t>(key) * head_dim;
       }
-      pack_keys<Word>(tile, num_words, head_dim, packed_keys + static_cast<int64_t>(t) * num_words * kTileEntries);
+      pack_keys<Word>(tile, num_words, head_dim, packed_keys + static_cast<int64_t>(t) * num_words * kTilePairs);
     }
   }
 
   template <int kRows>
-  void add_rows(const void* const* queries, const int* attended) const {
+  void add_queries(const void* const* queries, const int* attended) const {
     for (int r = 0; r < kRows; ++r) {
       const Word* query = static_cast<const Word*>(queries[r]);
       for (int word = 0; word < num_words; word += kLanes) {
@@ -57,19 +57,19 @@ struct WindowMass {
       }
     }
     for (int t = 0; t < num_tiles; ++t) {
-      const float* keys = packed_keys + static_cast<int64_t>(t) * num_words * kTileEntries;
-      score<Product, kRows>(rows, keys, num_words, scale, scores + t * kRows * kTileEntries);
+      const float* keys = packed_keys + static_cast<int64_t>(t) * num_words * kTilePairs;
+      score<Product, kRows>(rows, keys, num_words, scale, scores + t * kRows * kTilePairs);
     }
     Vec inverse[kRows];
     for (int r = 0; r < kRows; ++r) {
-      inverse[r] = exponentiate(scores + r * kTileEntries, kRows * kTileEntries, attended[r]);
+      inverse[r] = exponentiate(scores + r * kTilePairs, kRows * kTilePairs, attended[r]);
     }
     for (int t = 0; t < num_tiles; ++t) {
-      for (int entry = 0; entry < kTileEntries; entry += kLanes) {
-        float* column = mass + t * kTileEntries + entry;
+      for (int key = 0; key < kTilePairs; key += kLanes) {
+        float* column = mass + t * kTilePairs + key;
         Vec sum = load(column);
         for (int r = 0; r < kRows; ++r) {
-          const Vec weight = load(scores + (t * kRows + r) * kTileEntries + entry);
+          const Vec weight = load(scores + (t * kRows + r) * kTilePairs + key);
           const Vec probability = mul(weight, inverse[r]);
           sum = squared ? fma(probability, probability, sum) : fma(weight, inverse[r], sum);
         }
@@ -78,14 +78,15 @@ struct WindowMass {
     }
   }
 
-  // Scores of one row, tiles `stride` apart, to e^(score - max), 0 behind the first `attended`. Returns 1 / their sum.
-  Vec exponentiate(float* row, int stride, int attended) const {
+  // Scores of one query, tiles `stride` apart, to e^(score - max), 0 behind the first `attended`. Returns 1 / their
+  // sum.
+  Vec exponentiate(float* query_scores, int stride, int attended) const {
     const Vec minus_infinity = broadcast(-__builtin_inff());
     Vec largest = minus_infinity;
     for (int t = 0; t < num_tiles; ++t) {
-      for (int entry = 0; entry < kTileEntries; entry += kLanes) {
-        float* place = row + t * stride + entry;
-        const int valid = attended - t * kTileEntries - entry;
+      for (int key = 0; key < kTilePairs; key += kLanes) {
+        float* place = query_scores + t * stride + key;
+        const int valid = attended - t * kTilePairs - key;
         if (valid < kLanes) store(place, valid > 0 ? keep_first(valid, load(place), minus_infinity) : minus_infinity);
         largest = max(load(place), largest);
       }
@@ -93,8 +94,8 @@ struct WindowMass {
     const Vec shift = broadcast(reduce_max(largest));
     Vec sum = {};
     for (int t = 0; t < num_tiles; ++t) {
-      for (int entry = 0; entry < kTileEntries; entry += kLanes) {
-        float* place = row + t * stride + entry;
+      for (int key = 0; key < kTilePairs; key += kLanes) {
+        float* place = query_scores + t * stride + key;
         const Vec weight = exp(sub(load(place), shift));
         store(place, weight);
         sum = add(sum, weight);
@@ -110,10 +111,10 @@ void attention_mass(const void* const* queries, const int* attended, int num_que
   const WindowMass<T, Product> window(keys, num_keys, head_dim, scale, squared, workspace, mass);
   for (int i = 0; i < num_queries; i += kRowBlock) {
     switch (minimum(kRowBlock, num_queries - i)) {
-      case 4: window.template add_rows<4>(queries + i, attended + i); break;
-      case 3: window.template add_rows<3>(queries + i, attended + i); break;
-      case 2: window.template add_rows<2>(queries + i, attended + i); break;
-      case 1: window.template add_rows<1>(queries + i, attended + i); break;
+      case 4: window.template add_queries<4>(queries + i, attended + i); break;
+      case 3: window.template add_queries<3>(queries + i, attended + i); break;
+      case 2: window.template add_queries<2>(queries + i, attended + i); break;
+      case 1: window.template add_queries<1>(queries + i, attended + i); break;
     }
   }
 }

@@ -31,7 +31,7 @@ Tensor paged_attention(const Tensor& queries, const Tensor& key_cache, const Ten
                        const std::optional<Tensor>& packed_len, const std::optional<Tensor>& head_lengths,
                        double scale);
 Tensor attention_mass(const Tensor& queries, const Tensor& keys, int64_t num_scored, double scale,
-                      const std::optional<Tensor>& row_index, bool squared);
+                      const std::optional<Tensor>& last_kv_index, bool squared);
 void store_kv(const Tensor& key_cache, const Tensor& value_cache, const Tensor& keys, const Tensor& values,
               const Tensor& slots);
 void copy_blocks(const Tensor& cache, const Tensor& sources, const Tensor& destinations);
@@ -71,12 +71,12 @@ Tensor empty_like(const Tensor& like, const int64_t (&sizes)[kDims]) {
   return empty(dtype, sizes);
 }
 
-// Rows of heads: `[T, heads, head_dim]`, in which only the rows may be apart.
+// Heads of T tokens: `[T, heads, head_dim]`, in which only the tokens may be apart.
 inline void check_heads(const Tensor& tensor, const char* name) {
   STD_TORCH_CHECK(tensor.dim() == 3, name, " has ", tensor.dim(), " dimensions, not 3");
   const bool dense_heads =
       (tensor.size(2) == 1 || tensor.stride(2) == 1) && (tensor.size(1) == 1 || tensor.stride(1) == tensor.size(2));
-  STD_TORCH_CHECK(tensor.numel() == 0 || dense_heads, "the heads of a row of ", name, " are not contiguous");
+  STD_TORCH_CHECK(tensor.numel() == 0 || dense_heads, "the heads of a token of ", name, " are not contiguous");
 }
 
 inline const Kernels& kernels_for(const Tensor& tensor, const char* name) {

@@ -1,5 +1,5 @@
-// The kernels that move KV pairs. Of CUDA they use the names of threads and the barrier alone, so that a
-// test can run them, thread by thread, on a machine without a GPU.
+// The kernels that move KV pairs. They use no more of CUDA than the names of threads and the barrier, so that a test
+// can run them, thread by thread, on a machine without a GPU.
 #pragma once
 
 #include <cstdint>
@@ -10,19 +10,19 @@ namespace kvllm {
 // one layer; places in it are counted from its start.
 struct Layout {
   int64_t blocks;
-  int heads, block_size, row_vectors;
+  int heads, block_size, vectors_per_key;
 };
 
 __host__ __device__ inline int64_t block_vectors(const Layout& layout) {
-  return static_cast<int64_t>(layout.heads) * layout.block_size * layout.row_vectors;
+  return static_cast<int64_t>(layout.heads) * layout.block_size * layout.vectors_per_key;
 }
 
 __host__ __device__ inline int64_t plane_vectors(const Layout& layout) { return layout.blocks * block_vectors(layout); }
 
-// What a thread reads before it writes the first of it, so that many reads are on their way at once.
+// Vectors that a thread reads before it writes the first of them, so that many reads are on their way at once.
 constexpr int kInFlight = 4;
 
-// A grid of (parts of a block, pairs of blocks, planes). Both caches may be the same.
+// A grid of (parts of a block, copies, planes). Both caches may be the same.
 __global__ void copy_blocks_kernel(const uint4* source_cache, uint4* target_cache, Layout source_layout,
                                    Layout target_layout, const int64_t* sources, const int64_t* destinations) {
   const int64_t size = block_vectors(source_layout);
@@ -49,19 +49,20 @@ struct Compaction {
   int sequences, width, source_blocks, destination_blocks;
 };
 
-// Where a vector of a plane goes; `from` is -1 if it stays where it is, or does not survive.
+// The move of one vector of a plane; `from` is -1 if it stays where it is, or does not survive.
 struct Move {
   int from, to;
 };
 
 __host__ __device__ inline int place_of(const Layout& layout, int64_t block, int head, int offset, int column) {
-  return static_cast<int>(((block * layout.heads + head) * layout.block_size + offset) * layout.row_vectors + column);
+  return static_cast<int>(((block * layout.heads + head) * layout.block_size + offset) * layout.vectors_per_key +
+                          column);
 }
 
 __host__ __device__ inline Move move_of(const Layout& layout, const Compaction& event, int layer, int head,
                                         int sequence, int pair, int column) {
-  const int64_t row = (static_cast<int64_t>(layer) * event.sequences + sequence) * layout.heads + head;
-  const int old = pair < event.width ? static_cast<int>(event.kept[row * event.width + pair]) : -1;
+  const int64_t kept_head = (static_cast<int64_t>(layer) * event.sequences + sequence) * layout.heads + head;
+  const int old = pair < event.width ? static_cast<int>(event.kept[kept_head * event.width + pair]) : -1;
   if (old < 0) return {-1, -1};
   const int64_t source = event.sources[sequence * event.source_blocks + old / layout.block_size];
   const int64_t target = event.destinations[sequence * event.destination_blocks + pair / layout.block_size];
@@ -70,28 +71,28 @@ __host__ __device__ inline Move move_of(const Layout& layout, const Compaction& 
   return move.from == move.to ? Move{-1, -1} : move;
 }
 
-// Tiles of a sequence, each of kInFlight rows for every thread that has a row of its own.
+// Tiles of a sequence: kInFlight KV pairs for every `vectors_per_key` threads, one of which has one vector.
 __host__ __device__ inline int tiles_of(const Layout& layout, const Compaction& event, int threads) {
-  const int rows = threads / layout.row_vectors * kInFlight;
-  return (event.width + rows - 1) / rows;
+  const int pairs = threads / layout.vectors_per_key * kInFlight;
+  return (event.width + pairs - 1) / pairs;
 }
 
 // The moves of one thread in one tile. The tiles of a sequence come one after the other, then those of the next. A
-// thread has the same column of kInFlight rows; threads behind the last whole row have nothing to move.
+// thread has the same column of kInFlight KV pairs; threads behind the last whole pair have nothing to move.
 __host__ __device__ inline void moves_of(const Layout& layout, const Compaction& event, int layer, int head, int tile,
                                          int thread, int threads, Move (&moves)[kInFlight]) {
-  const int rows = threads / layout.row_vectors, row = thread / layout.row_vectors;
+  const int at_once = threads / layout.vectors_per_key, first = thread / layout.vectors_per_key;
   const int tiles = tiles_of(layout, event, threads);
   for (int i = 0; i < kInFlight; ++i) {
-    const int pair = row < rows ? (tile % tiles * kInFlight + i) * rows + row : event.width;
-    moves[i] = move_of(layout, event, layer, head, tile / tiles, pair, thread % layout.row_vectors);
+    const int pair = first < at_once ? (tile % tiles * kInFlight + i) * at_once + first : event.width;
+    moves[i] = move_of(layout, event, layer, head, tile / tiles, pair, thread % layout.vectors_per_key);
   }
 }
 
-// A grid of (heads, planes); a block has at least `row_vectors` threads.
+// A grid of (heads, planes); a block has at least `vectors_per_key` threads.
 //
-// A tile is read by all threads before any of them writes it: one thread's new row is another's old one. Nothing that
-// is written then is read later, because an pair never moves to a later row, and no sequence reads what another one
+// A tile is read by all threads before any of them writes it: one thread's new slot is another's old one. Nothing that
+// is written then is read later, because a KV pair never moves to a later slot, and no sequence reads what another one
 // wrote. So one barrier is enough for each tile. Sequences go in order, because a destination may be a source of a
 // sequence before it.
 __global__ void __launch_bounds__(128, 8) compact_kernel(uint4* cache, Layout layout, Compaction event, int num_tiles) {
@@ -127,7 +128,7 @@ struct MassCompaction {
 // is not read by later ones.
 __global__ void compact_mass_kernel(float* mass, int num_slots, int max_pairs, MassCompaction event) {
   const int head = blockIdx.x, heads = gridDim.x, sequence = blockIdx.y, sequences = gridDim.y, layer = blockIdx.z;
-  float* row =
+  float* head_mass =
       mass + ((static_cast<int64_t>(layer) * num_slots + event.table_slots[sequence]) * heads + head) * max_pairs;
   const int64_t* kept =
       event.kept + ((static_cast<int64_t>(layer) * sequences + sequence) * heads + head) * event.width;
@@ -137,11 +138,11 @@ __global__ void compact_mass_kernel(float* mass, int num_slots, int max_pairs, M
   for (int begin = 0; begin < moved; begin += blockDim.x) {
     const int pair = begin + threadIdx.x;
     float value = 0;
-    if (pair < moved) value = row[pair < count ? start + kept[pair] : end + pair - count];
+    if (pair < moved) value = head_mass[pair < count ? start + kept[pair] : end + pair - count];
     __syncthreads();
-    if (pair < moved) row[start + pair] = value;
+    if (pair < moved) head_mass[start + pair] = value;
   }
-  for (int pair = start + moved + threadIdx.x; pair < length; pair += blockDim.x) row[pair] = 0;
+  for (int pair = start + moved + threadIdx.x; pair < length; pair += blockDim.x) head_mass[pair] = 0;
 }
 
 }  // namespace kvllm

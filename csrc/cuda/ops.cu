@@ -1,5 +1,5 @@
-// The CUDA operators: checks of what the host can see, and one launch each. What ids hold is on the device, and is not
-// checked.
+// The CUDA operators: checks of what the host can see, and one launch each. Ids lie on the device, so their values are
+// not checked.
 #include <cuda_runtime.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
@@ -50,11 +50,11 @@ const int64_t* ids(const Tensor& tensor, const char* name, int64_t dim, const Te
 Layout layout_of(const Tensor& cache, const char* name) {
   check_tensor(cache, name, 6);
   check_size(cache, name, 1, 2);
-  const int64_t row_bytes = cache.size(5) * cache.element_size();
-  STD_TORCH_CHECK(row_bytes > 0 && row_bytes % kVectorBytes == 0, "rows of ", name, " have ", row_bytes,
+  const int64_t key_bytes = cache.size(5) * cache.element_size();
+  STD_TORCH_CHECK(key_bytes > 0 && key_bytes % kVectorBytes == 0, "keys of ", name, " have ", key_bytes,
                   " bytes: a multiple of ", kVectorBytes, " is needed");
   return {cache.size(2), static_cast<int>(cache.size(3)), static_cast<int>(cache.size(4)),
-          static_cast<int>(row_bytes / kVectorBytes)};
+          static_cast<int>(key_bytes / kVectorBytes)};
 }
 
 uint4* vectors_of(const Tensor& cache, const char* name) {
@@ -83,13 +83,14 @@ void copy(const Tensor& source, const Tensor& target, const Tensor& on_device, c
   STD_TORCH_CHECK(source.scalar_type() == target.scalar_type(), "source and target have different dtypes");
   const int64_t* source_ids = ids(sources, "sources", 1, on_device);
   const int64_t* target_ids = ids(destinations, "destinations", 1, on_device);
-  const int64_t pairs = sources.size(0), planes = 2 * source.size(0);
-  check_size(destinations, "destinations", 0, pairs);
-  STD_TORCH_CHECK(pairs < 65536 && planes < 65536, pairs, " blocks of ", planes, " planes are too many for one launch");
-  if (pairs == 0) return;
+  const int64_t copies = sources.size(0), planes = 2 * source.size(0);
+  check_size(destinations, "destinations", 0, copies);
+  STD_TORCH_CHECK(copies < 65536 && planes < 65536, copies, " blocks of ", planes,
+                  " planes are too many for one launch");
+  if (copies == 0) return;
   const int64_t part = kThreads * kInFlight, parts = (block_vectors(from) + part - 1) / part;
   const Launch launch(on_device);
-  const dim3 grid(static_cast<unsigned>(parts), static_cast<unsigned>(pairs), static_cast<unsigned>(planes));
+  const dim3 grid(static_cast<unsigned>(parts), static_cast<unsigned>(copies), static_cast<unsigned>(planes));
   copy_blocks_kernel<<<grid, kThreads, 0, launch.stream>>>(vectors_of(source, "source"), vectors_of(target, "target"),
                                                            from, to, source_ids, target_ids);
   check(cudaGetLastError());
@@ -128,10 +129,10 @@ void compact(const Tensor& cache, const Tensor& kept, const Tensor& sources, con
   check_size(kept, "kept", 2, layout.heads);
   check_size(sources, "sources", 0, sequences);
   check_size(destinations, "destinations", 0, sequences);
-  STD_TORCH_CHECK(
-      layout.row_vectors <= kThreads && 2 * layers < 65536 && plane_vectors(layout) <= std::numeric_limits<int>::max(),
-      "the cache is too large: a row may have ", kThreads * kVectorBytes, " bytes, the keys of a layer ",
-      std::numeric_limits<int>::max(), " vectors of ", kVectorBytes);
+  STD_TORCH_CHECK(layout.vectors_per_key <= kThreads && 2 * layers < 65536 &&
+                      plane_vectors(layout) <= std::numeric_limits<int>::max(),
+                  "the cache is too large: a key may have ", kThreads * kVectorBytes, " bytes, the keys of a layer ",
+                  std::numeric_limits<int>::max(), " vectors of ", kVectorBytes);
   const int num_tiles = event.sequences * tiles_of(layout, event, kThreads);
   if (num_tiles == 0 || cache.numel() == 0) return;
   const Launch launch(cache);

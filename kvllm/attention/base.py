@@ -1,4 +1,4 @@
-"""What the engine asks of an attention implementation.
+"""The interface between the engine and an attention implementation.
 
 A step calls `plan` once and `run` once per layer with the plan, so that work which depends only on lengths and tables
 is not repeated in every layer. Prefill chunks, decodes and the recomputation of queries are one case: query tokens,
@@ -30,7 +30,7 @@ class AttentionBatch:
     packed_len, head_lengths: `[S]` and `[layers, S, kv_heads]`, where heads hold different numbers of KV pairs: index e
         is evicted for head h of layer l of sequence s, not attended, if `head_lengths[l, s, h] <= e < packed_len[s]`.
         The pairs of the query tokens lie behind.
-    table_slots: `[S]`, the sequences' slots in the worker's tables, where attention is observed. What fills up a batch
+    table_slots: `[S]`, the sequences' slots in the worker's tables, where attention is observed. Padding
         shares one that belongs to no sequence.
     mass: float32 `[layers, table slots, kv_heads, pairs]`, what a backend that `observes` adds the attention
         probabilities of all query tokens to, summed over the query heads of a KV head. Not beside `packed_len`.
@@ -66,7 +66,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> Any:
-        """Prepare what all layers share. The result is passed to `run` unchanged."""
+        """Prepare the work that all layers share. The result is passed to `run` unchanged."""
 
     @abstractmethod
     def run(self, layer: int, queries: torch.Tensor, plan: Any) -> torch.Tensor:

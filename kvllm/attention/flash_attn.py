@@ -14,7 +14,7 @@ from kvllm.attention.runs import refuse_evicted_mask, runs_of
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """One row of each sequence. lengths: int32 `[S]`, entries that it attends."""
+    """One query token of each sequence. lengths: int32 `[S]`, KV pairs that it attends."""
 
     lengths: torch.Tensor
     block_tables: torch.Tensor
@@ -22,19 +22,19 @@ class DecodePlan:
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """Runs of rows. row_starts, entry_starts: int32 `[runs + 1]`. block_tables: `[runs, max_blocks]`."""
+    """Runs of query tokens. query_start_loc, kv_start_loc: int32 `[runs + 1]`. block_tables: `[runs, max_blocks]`."""
 
-    row_starts: torch.Tensor
-    entry_starts: torch.Tensor
-    max_rows: int
-    max_entries: int
+    query_start_loc: torch.Tensor
+    kv_start_loc: torch.Tensor
+    max_queries: int
+    max_kv_pairs: int
     block_tables: torch.Tensor
 
 
 class FlashAttentionBackend(AttentionBackend):
     """See `registry.why_not_flash_attn` for what it can do.
 
-    The library splits a sequence among several programs if the batch is small, so a row's bits depend on the batch.
+    The library splits a sequence among several programs if the batch is small, so a token's bits depend on the batch.
     """
 
     name = "flash_attn"
@@ -46,10 +46,10 @@ class FlashAttentionBackend(AttentionBackend):
             return DecodePlan(batch.last_kv_index + 1, batch.block_tables)
         runs, device = runs_of(batch), self.cache.data.device
         sequences = torch.from_numpy(runs.sequences).to(device)
-        row_starts = torch.from_numpy(runs.starts.astype(np.int32)).to(device)
-        entry_starts = torch.from_numpy(np.append(0, runs.lengths.cumsum()).astype(np.int32)).to(device)
+        query_start_loc = torch.from_numpy(runs.starts.astype(np.int32)).to(device)
+        kv_start_loc = torch.from_numpy(np.append(0, runs.lengths.cumsum()).astype(np.int32)).to(device)
         most = int(runs.sizes.max()), int(runs.lengths.max())
-        return ChunkPlan(row_starts, entry_starts, *most, batch.block_tables[sequences])
+        return ChunkPlan(query_start_loc, kv_start_loc, *most, batch.block_tables[sequences])
 
     def run(self, layer: int, queries: torch.Tensor, plan: DecodePlan | ChunkPlan) -> torch.Tensor:
         keys, values = self.keys[layer].transpose(1, 2), self.values[layer].transpose(1, 2)
@@ -66,10 +66,10 @@ class FlashAttentionBackend(AttentionBackend):
             queries,
             keys,
             values,
-            plan.row_starts,
-            plan.entry_starts,
-            plan.max_rows,
-            plan.max_entries,
+            plan.query_start_loc,
+            plan.kv_start_loc,
+            plan.max_queries,
+            plan.max_kv_pairs,
             softmax_scale=self.scale,
             causal=True,
             block_table=plan.block_tables,

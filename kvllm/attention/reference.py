@@ -10,7 +10,7 @@ from kvllm.attention.base import AttentionBackend, AttentionBatch
 
 
 class ReferenceBackend(AttentionBackend):
-    """One row at a time, over a dense copy of the entries it attends."""
+    """One query token at a time, over a dense copy of the KV pairs that it attends."""
 
     name = "reference"
 
@@ -24,29 +24,29 @@ class ReferenceBackend(AttentionBackend):
         index = plan.last_kv_index.tolist()
         output = torch.empty_like(queries, memory_format=torch.contiguous_format)
         for sequence, (start, end) in enumerate(itertools.pairwise(starts)):
-            entries = torch.arange(index[end - 1] + 1, device=queries.device)
-            blocks = plan.block_tables[sequence].long()[entries // block_size]
-            sequence_keys = keys[blocks, :, entries % block_size].transpose(0, 1)
-            sequence_values = values[blocks, :, entries % block_size].transpose(0, 1)
-            for row in range(start, end):
-                visible = (entries <= index[row]) & ~self._evicted_mask(layer, sequence, entries, plan)
-                output[row] = self._attend(queries[row], sequence_keys, sequence_values, visible)
+            kv_index = torch.arange(index[end - 1] + 1, device=queries.device)
+            blocks = plan.block_tables[sequence].long()[kv_index // block_size]
+            sequence_keys = keys[blocks, :, kv_index % block_size].transpose(0, 1)
+            sequence_values = values[blocks, :, kv_index % block_size].transpose(0, 1)
+            for token in range(start, end):
+                visible = (kv_index <= index[token]) & ~self._evicted_mask(layer, sequence, kv_index, plan)
+                output[token] = self._attend(queries[token], sequence_keys, sequence_values, visible)
         return output
 
-    def _evicted_mask(self, layer: int, sequence: int, entries: torch.Tensor, plan: AttentionBatch) -> torch.Tensor:
-        """bool `[kv_heads, entries]`."""
+    def _evicted_mask(self, layer: int, sequence: int, kv_index: torch.Tensor, plan: AttentionBatch) -> torch.Tensor:
+        """bool `[kv_heads, KV pairs]`, true where one was evicted."""
         if plan.packed_len is None or plan.head_lengths is None:
-            return torch.zeros(self.cache.shape.num_kv_heads, len(entries), dtype=torch.bool, device=entries.device)
+            return torch.zeros(self.cache.shape.num_kv_heads, len(kv_index), dtype=torch.bool, device=kv_index.device)
         head_lengths = plan.head_lengths[layer, sequence].unsqueeze(-1)
-        return (head_lengths <= entries) & (entries < plan.packed_len[sequence])
+        return (head_lengths <= kv_index) & (kv_index < plan.packed_len[sequence])
 
     def _attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor
     ) -> torch.Tensor:
-        """`[query_heads, head_dim]` over the `visible` of `[kv_heads, entries, head_dim]` -> the same shape."""
+        """`[query_heads, head_dim]` over the `visible` of `[kv_heads, KV pairs, head_dim]` -> the same shape."""
         output = []
         for head, head_queries in enumerate(query.float().unflatten(0, (keys.shape[0], -1))):
-            seen = visible[head]  # nothing else is read: what no entry was written to may hold a NaN
+            seen = visible[head]  # nothing else is read: a slot without a KV pair may hold a NaN
             scores = head_queries @ keys[head, seen].float().T * self.scale
             output.append(scores.softmax(-1) @ values[head, seen].float())
         return torch.cat(output).to(query.dtype)

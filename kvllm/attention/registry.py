@@ -1,4 +1,4 @@
-"""The attention backends by name, and what each of them cannot do."""
+"""The attention backends by name, and the limits of each."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from kvllm.kvcache.cache import PagedKVCache
 
 @dataclass(frozen=True)
 class Case:
-    """What a backend is asked to do.
+    """A request to a backend.
 
-    ragged: heads hold different numbers of entries. observed: attention probabilities are added up.
+    ragged: heads hold different numbers of KV pairs. observed: attention probabilities are added up.
     """
 
     cache: PagedKVCache
@@ -29,7 +29,7 @@ class Case:
 
 
 def why_not_cpu(case: Case) -> str | None:
-    """What keeps the compiled CPU operators from serving a case, or None if they can; so do the functions below."""
+    """The reason why the compiled CPU operators cannot serve a case, None if they can. So do the functions below."""
     shape = case.cache.shape
     group = case.num_query_heads // shape.num_kv_heads
     if not case.cache.data.is_cpu:
@@ -78,11 +78,11 @@ def why_not_xformers(case: Case) -> str | None:
 
 
 def _why_not_library(case: Case, module: str, package: str) -> str | None:
-    """What attention libraries have in common."""
+    """Limits that the attention libraries have in common."""
     if case.cache.shape.dtype not in (torch.bfloat16, torch.float16):
         return f"computes in bfloat16 or float16, not {case.cache.shape.dtype}"
     if case.ragged:
-        return "cannot leave out entries of single heads, which the compression method asks for"
+        return "cannot leave out KV pairs of single heads, which the compression method asks for"
     if case.observed:
         return "does not tell the attention probabilities, which the compression method adds up"
     if find_spec(module) is None:
@@ -111,7 +111,7 @@ BACKENDS = {
     "xformers": Entry("kvllm.attention.xformers", "XformersBackend", why_not_xformers),
 }
 FASTEST = ("cpu", "triton", "flash_attn", "xformers", "reference")
-"""What "auto" tries. flash_attn and xformers can do nothing that triton cannot, where triton is installed."""
+"""The backends that "auto" tries; flash_attn and xformers add nothing where triton is installed."""
 
 
 def make_backend(

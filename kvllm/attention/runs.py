@@ -12,10 +12,10 @@ from kvllm.errors import ConfigError
 
 @dataclass(frozen=True)
 class Runs:
-    """Rows that follow each other in a sequence and in its cache. On the host.
+    """Query tokens that follow each other in a sequence and in its cache. On the host.
 
-    starts: `[runs + 1]`, rows of run r are `starts[r] : starts[r + 1]`. sequences: `[runs]`. lengths: `[runs]`, entries
-    that the last row of a run attends; the row before it attends one less, and so on.
+    starts: `[runs + 1]`, query tokens of run r are `starts[r] : starts[r + 1]`. sequences: `[runs]`. lengths: `[runs]`,
+    KV pairs that the last token of a run attends; the token before it attends one less, and so on.
     """
 
     starts: np.ndarray
@@ -28,8 +28,8 @@ class Runs:
 
 
 def runs_of(batch: AttentionBatch) -> Runs:
-    """The fewest runs that hold all rows in their order: one for each chunk of a prompt, several where rows of a
-    recomputation are left out. Waits for the device."""
+    """The fewest runs that hold all query tokens in their order: one for each chunk of a prompt, several where a
+    recomputation leaves tokens out. Waits for the device."""
     starts, index = batch.query_start_loc.cpu().numpy(), batch.last_kv_index.cpu().numpy()
     sequence = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
     follows = (np.diff(index) == 1) & (np.diff(sequence) == 0)
@@ -39,6 +39,6 @@ def runs_of(batch: AttentionBatch) -> Runs:
 
 
 def refuse_evicted_mask(name: str, batch: AttentionBatch) -> None:
-    """For the backend `name`, which knows one length for all heads of a sequence. Raises ConfigError."""
+    """Raise ConfigError for the backend `name`, which takes one length for all heads of a sequence."""
     if batch.packed_len is not None:
-        raise ConfigError(f"the attention backend {name!r} cannot leave out entries of single heads: use 'triton'")
+        raise ConfigError(f"the attention backend {name!r} cannot leave out KV pairs of single heads: use 'triton'")

@@ -24,9 +24,9 @@ class TritonPlan:
 class TritonBackend(AttentionBackend):
     """See `registry.why_not_triton` for what it can do.
 
-    Sequences with one row and with several go to different kernels, which find their own: no length is read back to the
-    host, so a plan costs no synchronization. With 16 bits a row's bits depend on which of the two takes it, and on
-    nothing else in the batch. Entries that a later row of the same sequence attends must be finite.
+    Sequences with one query token and with several go to different kernels, which find their own: no length is read
+    back to the host, so a plan costs no synchronization. With 16 bits, a query token's bits depend on which of the two
+    takes it, and on nothing else in the batch. KV pairs that a later token of a sequence attends must be finite.
     """
 
     name = "triton"
@@ -36,8 +36,8 @@ class TritonBackend(AttentionBackend):
     def plan(self, batch: AttentionBatch) -> TritonPlan:
         num_sequences, num_blocks = batch.block_tables.shape
         shape, device = self.cache.shape, self.cache.data.device
-        max_entries = num_blocks * shape.block_size
-        partials = Partials.allocate(num_sequences, self.num_query_heads, max_entries, shape.head_dim, device)
+        max_kv_pairs = num_blocks * shape.block_size
+        partials = Partials.allocate(num_sequences, self.num_query_heads, max_kv_pairs, shape.head_dim, device)
         if batch.mass is None:
             return TritonPlan(batch, partials, None)
         return TritonPlan(batch, partials, Observed.allocate(partials, len(batch.last_kv_index)))

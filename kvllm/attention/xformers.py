@@ -18,19 +18,19 @@ from kvllm.attention.runs import Runs, refuse_evicted_mask, runs_of
 
 
 @dataclass(frozen=True)
-class RowPlan:
-    """Rows that are alone in their run. rows: int64 `[R]`. mask: a block for each row and KV head, whose queries are
-    those of a group, over pages that are the rows of one head in one block of the cache."""
+class TokenPlan:
+    """Query tokens that are alone in their run. tokens: int64 `[R]`. mask: a block for each token and KV head, whose
+    queries are those of a group, over pages that are one head of one block of the cache."""
 
-    rows: torch.Tensor
+    tokens: torch.Tensor
     mask: PagedBlockDiagonalPaddedKeysMask
 
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """Longer runs, whose entries are gathered. rows: int64 `[R]`. blocks, offsets: int64 `[entries of all runs]`."""
+    """Longer runs, whose KV pairs are gathered. tokens: int64 `[R]`. blocks, offsets: int64 `[pairs of all runs]`."""
 
-    rows: torch.Tensor
+    tokens: torch.Tensor
     blocks: torch.Tensor
     offsets: torch.Tensor
     mask: BlockDiagonalMask
@@ -39,24 +39,24 @@ class ChunkPlan:
 class XformersBackend(AttentionBackend):
     """See `registry.why_not_xformers` for what it can do.
 
-    Lengths are read back to the host for every plan, and chunks need memory for a copy of the entries of one layer: its
+    Lengths are read back to the host for every plan, and chunks need memory for a copy of one layer's KV pairs: its
     paged operator takes no chunks.
     """
 
     name = "xformers"
 
-    def plan(self, batch: AttentionBatch) -> list[RowPlan | ChunkPlan]:
+    def plan(self, batch: AttentionBatch) -> list[TokenPlan | ChunkPlan]:
         refuse_evicted_mask(self.name, batch)
         runs = runs_of(batch)
         alone = runs.sizes == 1
-        plans: list[RowPlan | ChunkPlan] = []
+        plans: list[TokenPlan | ChunkPlan] = []
         if alone.any():
-            plans.append(self._plan_rows(runs, np.flatnonzero(alone), batch.block_tables))
+            plans.append(self._plan_tokens(runs, np.flatnonzero(alone), batch.block_tables))
         if not alone.all():
             plans.append(self._plan_chunks(runs, np.flatnonzero(~alone), batch.block_tables))
         return plans
 
-    def _plan_rows(self, runs: Runs, chosen: np.ndarray, block_tables: torch.Tensor) -> RowPlan:
+    def _plan_tokens(self, runs: Runs, chosen: np.ndarray, block_tables: torch.Tensor) -> TokenPlan:
         device, kv_heads = self.cache.data.device, self.cache.shape.num_kv_heads
         sequences, heads = torch.from_numpy(runs.sequences[chosen]).to(device), torch.arange(kv_heads, device=device)
         pages = block_tables[sequences].unsqueeze(1) * kv_heads + heads[:, None]
@@ -67,32 +67,32 @@ class XformersBackend(AttentionBackend):
             self.cache.shape.block_size,
             device=device,
         )
-        return RowPlan(torch.from_numpy(runs.starts[chosen]).to(device), mask)
+        return TokenPlan(torch.from_numpy(runs.starts[chosen]).to(device), mask)
 
     def _plan_chunks(self, runs: Runs, chosen: np.ndarray, block_tables: torch.Tensor) -> ChunkPlan:
         device, lengths = self.cache.data.device, runs.lengths[chosen]
-        rows = np.concatenate([np.arange(*runs.starts[run : run + 2]) for run in chosen])
-        entries = torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])).to(device)
+        tokens = np.concatenate([np.arange(*runs.starts[run : run + 2]) for run in chosen])
+        kv_index = torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])).to(device)
         sequences = torch.from_numpy(runs.sequences[chosen].repeat(lengths)).to(device)
         block_size = self.cache.shape.block_size
-        blocks = block_tables[sequences, entries // block_size].long()
+        blocks = block_tables[sequences, kv_index // block_size].long()
         sizes = runs.sizes[chosen].tolist()
         mask = BlockDiagonalCausalFromBottomRightMask.from_seqlens(sizes, lengths.tolist(), device=device)
-        return ChunkPlan(torch.from_numpy(rows).to(device), blocks, entries % block_size, mask)
+        return ChunkPlan(torch.from_numpy(tokens).to(device), blocks, kv_index % block_size, mask)
 
-    def run(self, layer: int, queries: torch.Tensor, plan: list[RowPlan | ChunkPlan]) -> torch.Tensor:
+    def run(self, layer: int, queries: torch.Tensor, plan: list[TokenPlan | ChunkPlan]) -> torch.Tensor:
         output = torch.empty_like(queries, memory_format=torch.contiguous_format)
         for part in plan:
-            part_queries = queries[part.rows]
-            if isinstance(part, RowPlan):
-                attended = self._attend_rows(layer, part_queries, part)
+            part_queries = queries[part.tokens]
+            if isinstance(part, TokenPlan):
+                attended = self._attend_tokens(layer, part_queries, part)
             else:
                 attended = self._attend_chunks(layer, part_queries, part)
-            output[part.rows] = attended.view(-1, *queries.shape[1:])
+            output[part.tokens] = attended.view(-1, *queries.shape[1:])
         return output
 
-    def _attend_rows(self, layer: int, queries: torch.Tensor, plan: RowPlan) -> torch.Tensor:
-        """Each KV head of a row as a sequence of its own, so that pages lie in memory as the operator expects them."""
+    def _attend_tokens(self, layer: int, queries: torch.Tensor, plan: TokenPlan) -> torch.Tensor:
+        """Each KV head of a token as a sequence of its own, so that pages lie in memory as the operator takes them."""
         query, keys, values = (
             tensor.view(1, -1, 1, queries.shape[2]) for tensor in (queries, self.keys[layer], self.values[layer])
         )

@@ -1,4 +1,4 @@
-"""Move surviving entries to the front of their region, in place, all layers in one launch."""
+"""Move surviving KV pairs to the front of their region, in place, all layers in one launch."""
 
 # A launch takes options, and constexpr parameters numbers, of which Triton's types say nothing.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
@@ -39,13 +39,13 @@ def _compact_head(
             mask = survives[:, None] & (channel < HEAD_DIM)[None, :]
             source = tl.load(sources + sequence * num_sources + old // BLOCK_SIZE, mask=survives, other=0)
             target = tl.load(destinations + sequence * num_destinations + new // BLOCK_SIZE, mask=survives, other=0)
-            old_row = (source * (KV_HEADS * BLOCK_SIZE) + old % BLOCK_SIZE) * HEAD_DIM
-            new_row = (target * (KV_HEADS * BLOCK_SIZE) + new % BLOCK_SIZE) * HEAD_DIM
-            entries = tl.load(cache + old_row[:, None] + channel[None, :], mask=mask)
-            # One thread's new row is another's old one: all must have read. Later tiles read only rows that lie behind
-            # what this one writes, because an entry never moves to a later row.
+            old_slot = (source * (KV_HEADS * BLOCK_SIZE) + old % BLOCK_SIZE) * HEAD_DIM
+            new_slot = (target * (KV_HEADS * BLOCK_SIZE) + new % BLOCK_SIZE) * HEAD_DIM
+            vectors = tl.load(cache + old_slot[:, None] + channel[None, :], mask=mask)
+            # One thread's new slot is another's old one: all must have read. Later tiles read only slots behind those
+            # that this one writes, because a KV pair never moves to a later slot.
             tl.debug_barrier()
-            tl.store(cache + new_row[:, None] + channel[None, :], entries, mask=mask)
+            tl.store(cache + new_slot[:, None] + channel[None, :], vectors, mask=mask)
 
 
 def compact(cache: torch.Tensor, kept: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor) -> None:

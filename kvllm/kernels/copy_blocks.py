@@ -12,11 +12,11 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def _copy_chunk(cache, sources, destinations, num_blocks, BLOCK_ELEMENTS: tl.constexpr, CHUNK: tl.constexpr):
-    pair, plane, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    copy, plane, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     element = chunk * CHUNK + tl.arange(0, CHUNK)
     mask = element < BLOCK_ELEMENTS
-    source = (plane * num_blocks + tl.load(sources + pair)) * BLOCK_ELEMENTS
-    destination = (plane * num_blocks + tl.load(destinations + pair)) * BLOCK_ELEMENTS
+    source = (plane * num_blocks + tl.load(sources + copy)) * BLOCK_ELEMENTS
+    destination = (plane * num_blocks + tl.load(destinations + copy)) * BLOCK_ELEMENTS
     tl.store(cache + destination + element, tl.load(cache + source + element, mask=mask), mask=mask)
 
 

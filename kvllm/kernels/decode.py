@@ -1,4 +1,4 @@
-"""Attention of sequences with one query row over their paged caches; segments of entries are shared among programs."""
+"""Attention of sequences with one query token over their paged caches; programs share out the segments of KV pairs."""
 
 # A launch takes options, and constexpr parameters numbers, of which Triton's types say nothing.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
@@ -16,15 +16,15 @@ from kvllm.kernels.tiles import (
     SEGMENT,
     attend_tile,
     decode_rows,
-    entry_offsets,
-    hole_of,
+    evicted_range,
+    kv_offsets,
+    kv_pairs_per_tile,
     merge,
     stages,
-    tile_entries,
     warps,
 )
 
-# Programs that are started for a batch: many times what any device runs at once, so that it stays evenly busy to the
+# Programs that are launched for a batch: many times what any device runs at once, so that it stays evenly busy to the
 # end, and not one for each segment that a table has room for, most of which are empty.
 _PROGRAMS = 4096
 # Segments whose partials are read at a time.
@@ -43,8 +43,10 @@ class Partials:
     total: torch.Tensor
 
     @staticmethod
-    def allocate(num_sequences: int, num_heads: int, max_entries: int, head_dim: int, device: torch.device) -> Partials:
-        size = (num_sequences, num_heads, triton.cdiv(max_entries, SEGMENT))
+    def allocate(
+        num_sequences: int, num_heads: int, max_kv_pairs: int, head_dim: int, device: torch.device
+    ) -> Partials:
+        size = (num_sequences, num_heads, triton.cdiv(max_kv_pairs, SEGMENT))
         weighted, maximum, total = (
             torch.empty(shape, dtype=torch.float32, device=device) for shape in ((*size, head_dim), size, size)
         )
@@ -53,35 +55,35 @@ class Partials:
 
 @dataclass(frozen=True)
 class Observed:
-    """What the probabilities of all rows follow from, for the attention mass; one allocation serves all layers.
+    """Scores and sums that all probabilities follow from, for the attention mass; one allocation serves all layers.
 
-    scores: float32 `[S, query_heads, segments * SEGMENT]` of sequences with one row, times the scale, in base 2.
-    totals: float32 `[T, query_heads]`, the logarithm in base 2 of the sum of the powers of a row's scores.
+    scores: float32 `[S, query_heads, segments * SEGMENT]` of sequences with one token, times the scale, in base 2.
+    totals: float32 `[T, query_heads]`, the logarithm in base 2 of the sum of the powers of a query token's scores.
     """
 
     scores: torch.Tensor
     totals: torch.Tensor
 
     @staticmethod
-    def allocate(partials: Partials, num_rows: int) -> Observed:
+    def allocate(partials: Partials, num_tokens: int) -> Observed:
         num_sequences, num_heads, num_segments = partials.total.shape
         return Observed(
             partials.total.new_empty(num_sequences, num_heads, num_segments * SEGMENT),
-            partials.total.new_empty(num_rows, num_heads),
+            partials.total.new_empty(num_tokens, num_heads),
         )
 
 
 @triton.jit
 def _decode_length(
-    last_kv_index, row, packed_len, head_lengths, sequence, head, KV_HEADS: tl.constexpr, HOLES: tl.constexpr
+    last_kv_index, token, packed_len, head_lengths, sequence, head, KV_HEADS: tl.constexpr, RAGGED: tl.constexpr
 ):
-    """Entries that the row attends, and the hole among them."""
-    length = tl.load(last_kv_index + row) + 1
-    if HOLES:
-        hole_begin, hole_size = hole_of(packed_len, head_lengths, sequence, head, KV_HEADS)
+    """KV pairs that a query token attends in a head, and the range of indices that were evicted from this head."""
+    length = tl.load(last_kv_index + token) + 1
+    if RAGGED:
+        evicted_begin, num_evicted = evicted_range(packed_len, head_lengths, sequence, head, KV_HEADS)
     else:
-        hole_begin, hole_size = length, 0
-    return length - hole_size, hole_begin, hole_size
+        evicted_begin, num_evicted = length, 0
+    return length - num_evicted, evicted_begin, num_evicted
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_segments"])
@@ -110,20 +112,20 @@ def _attend_segments(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     SEGMENT: tl.constexpr,
-    HOLES: tl.constexpr,
+    RAGGED: tl.constexpr,
     OBSERVED: tl.constexpr,
 ):
     sequence, head = tl.program_id(0), tl.program_id(1)
-    row = tl.load(query_start_loc + sequence)
-    if tl.load(query_start_loc + sequence + 1) - row != 1:  # of the prefill kernel
+    token = tl.load(query_start_loc + sequence)
+    if tl.load(query_start_loc + sequence + 1) - token != 1:  # the prefill kernel attends these
         return
-    length, hole_begin, hole_size = _decode_length(
-        last_kv_index, row, packed_len, head_lengths, sequence, head, KV_HEADS, HOLES
+    length, evicted_begin, num_evicted = _decode_length(
+        last_kv_index, token, packed_len, head_lengths, sequence, head, KV_HEADS, RAGGED
     )
     member, channel = tl.arange(0, ROWS), tl.arange(0, CHANNELS)
     query_head = head * GROUP + member
     mask = (member < GROUP)[:, None] & (channel < HEAD_DIM)[None, :]
-    query_offsets = row.to(tl.int64) * query_stride + query_head[:, None] * HEAD_DIM + channel[None, :]
+    query_offsets = token.to(tl.int64) * query_stride + query_head[:, None] * HEAD_DIM + channel[None, :]
     query = tl.load(queries + query_offsets, mask=mask, other=0.0)
     table = tables + sequence.to(tl.int64) * table_stride
     first_partial = (sequence.to(tl.int64) * (KV_HEADS * GROUP) + query_head) * num_segments
@@ -133,9 +135,11 @@ def _attend_segments(
         weighted = tl.zeros([ROWS, CHANNELS], tl.float32)
         begin = segment * SEGMENT
         for start in range(begin, tl.minimum(begin + SEGMENT, length), TILE):
-            entries = start + tl.arange(0, TILE)
-            exists = entries < length
-            offsets = entry_offsets(table, entries, exists, head, hole_begin, hole_size, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+            kv_index = start + tl.arange(0, TILE)
+            exists = kv_index < length
+            offsets = kv_offsets(
+                table, kv_index, exists, head, evicted_begin, num_evicted, KV_HEADS, BLOCK_SIZE, HEAD_DIM
+            )
             scores, maximum, total, weighted = attend_tile(
                 query,
                 keys,
@@ -151,7 +155,7 @@ def _attend_segments(
                 CHANNELS,
             )
             if OBSERVED:
-                places = first_partial[:, None] * SEGMENT + entries[None, :]
+                places = first_partial[:, None] * SEGMENT + kv_index[None, :]
                 tl.store(observed_scores + places, scores, mask=(member < GROUP)[:, None] & exists[None, :])
         partial = first_partial + segment
         tl.store(partial_maximum + partial, maximum, mask=member < GROUP)
@@ -177,27 +181,27 @@ def _merge_segments(
     CHANNELS: tl.constexpr,
     ROWS: tl.constexpr,
     SEGMENT: tl.constexpr,
-    HOLES: tl.constexpr,
+    RAGGED: tl.constexpr,
     OBSERVED: tl.constexpr,
     MERGED: tl.constexpr,
 ):
     sequence, head = tl.program_id(0), tl.program_id(1)
-    row = tl.load(query_start_loc + sequence)
-    if tl.load(query_start_loc + sequence + 1) - row != 1:
+    token = tl.load(query_start_loc + sequence)
+    if tl.load(query_start_loc + sequence + 1) - token != 1:
         return
-    length, _, _ = _decode_length(last_kv_index, row, packed_len, head_lengths, sequence, head, KV_HEADS, HOLES)
+    length, _, _ = _decode_length(last_kv_index, token, packed_len, head_lengths, sequence, head, KV_HEADS, RAGGED)
 
     member, channel = tl.arange(0, ROWS), tl.arange(0, CHANNELS)
     query_head = head * GROUP + member
     exists = member < GROUP
     mask = exists[:, None] & (channel < HEAD_DIM)[None, :]
-    maximum = tl.where(exists, float("-inf"), 0.0)  # rows that do not exist have seen something: no NaN
+    maximum = tl.where(exists, float("-inf"), 0.0)  # rows without a query head have seen something: no NaN
     total = tl.where(exists, 0.0, 1.0)
     weighted = tl.zeros([ROWS, CHANNELS], tl.float32)
     first_partial = (sequence.to(tl.int64) * (KV_HEADS * GROUP) + query_head) * num_segments
     held_segments = tl.cdiv(length, SEGMENT)
     for first_segment in range(0, held_segments, MERGED):
-        for i in tl.static_range(MERGED):  # whose reads need not wait for each other
+        for i in tl.static_range(MERGED):  # their reads need not wait for each other
             held = exists & (first_segment + i < held_segments)
             partial = first_partial + first_segment + i
             later_maximum = tl.load(partial_maximum + partial, mask=held, other=float("-inf"))
@@ -206,7 +210,7 @@ def _merge_segments(
             later_weighted = tl.load(partial_weighted + places, mask=mask & held[:, None], other=0.0)
             maximum, total, weighted = merge(maximum, total, weighted, later_maximum, later_total, later_weighted)
 
-    output_row = row.to(tl.int64) * (KV_HEADS * GROUP) + query_head
+    output_row = token.to(tl.int64) * (KV_HEADS * GROUP) + query_head
     if OBSERVED:
         tl.store(observed_totals + output_row, maximum + tl.log2(total), mask=exists)
     offsets = output_row[:, None] * HEAD_DIM + channel[None, :]
@@ -227,13 +231,13 @@ def paged_decode(
     observed: Observed | None,
     output: torch.Tensor,
 ) -> None:
-    """Attention of the sequences that have exactly one row; the rows of others in `output` are left alone.
+    """Attention of the sequences that have exactly one query token; those of others are left alone in `output`.
 
-    queries: `[T, query_heads, head_dim]`, the heads of a row contiguous. keys, values: one layer of the cache,
+    queries: `[T, query_heads, head_dim]`, the heads of a token contiguous. keys, values: one layer of the cache,
         contiguous `[blocks, kv_heads, block_size, head_dim]` of the same dtype.
     query_start_loc, last_kv_index, block_tables, packed_len: as in AttentionBatch; head_lengths: of this layer,
         `[S, kv_heads]`.
-    observed: where scores and totals are written, if they are wanted. Entries are counted without those in a hole.
+    observed: where scores and totals are written, if they are wanted. KV pairs are counted without evicted ones.
     output: contiguous, the shape and dtype of `queries`.
 
     Source: Flash-Decoding (Dao et al., 2023) over block tables, the query heads of a KV head in one tile.
@@ -243,7 +247,7 @@ def paged_decode(
     group = num_heads // kv_heads
     rows = decode_rows(group)
     num_sequences, num_segments = query_start_loc.shape[0] - 1, partials.total.shape[2]
-    evicted_mask = (packed_len, head_lengths) if packed_len is not None else (last_kv_index, last_kv_index)
+    lengths = (packed_len, head_lengths) if packed_len is not None else (last_kv_index, last_kv_index)
     shape = {
         "KV_HEADS": kv_heads,
         "GROUP": group,
@@ -251,7 +255,7 @@ def paged_decode(
         "CHANNELS": triton.next_power_of_2(head_dim),
         "ROWS": rows,
         "SEGMENT": SEGMENT,
-        "HOLES": packed_len is not None,
+        "RAGGED": packed_len is not None,
         "OBSERVED": observed is not None,
         "num_warps": warps(queries.dtype, rows, head_dim),
     }
@@ -263,7 +267,7 @@ def paged_decode(
         query_start_loc,
         last_kv_index,
         block_tables,
-        *evicted_mask,
+        *lengths,
         scale * LOG2_E,
         partials.weighted,
         partials.maximum,
@@ -273,7 +277,7 @@ def paged_decode(
         block_tables.stride(0),
         num_segments,
         BLOCK_SIZE=block_size,
-        TILE=tile_entries(queries.dtype, head_dim),
+        TILE=kv_pairs_per_tile(queries.dtype, head_dim),
         num_stages=stages(head_dim),
         **shape,
     )
@@ -281,7 +285,7 @@ def paged_decode(
         output,
         query_start_loc,
         last_kv_index,
-        *evicted_mask,
+        *lengths,
         partials.weighted,
         partials.maximum,
         partials.total,

@@ -1,4 +1,4 @@
-"""Attention of sequences with several query rows over their paged caches: prompt chunks, recomputed queries."""
+"""Attention of sequences with several query tokens over their paged caches: prompt chunks, recomputed queries."""
 
 # A launch takes options, and constexpr parameters numbers, of which Triton's types say nothing.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
@@ -14,12 +14,12 @@ from kvllm.kernels.tiles import (
     LOG2_E,
     SEGMENT,
     attend_tile,
-    entry_offsets,
-    hole_of,
+    evicted_range,
+    kv_offsets,
+    kv_pairs_per_tile,
     merge,
     prefill_rows,
     stages,
-    tile_entries,
     warps,
 )
 
@@ -38,7 +38,7 @@ def _sequence_of(tile, query_start_loc, num_sequences, QUERIES: tl.constexpr):
 
 
 @triton.jit
-def _attend_entries(
+def _attend_kv_pairs(
     query,
     keys,
     values,
@@ -47,8 +47,8 @@ def _attend_entries(
     end,
     length,
     head,
-    hole_begin,
-    hole_size,
+    evicted_begin,
+    num_evicted,
     scale,
     KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -57,15 +57,15 @@ def _attend_entries(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Softmax of a tile of rows over the entries `begin .. end`, of which a row attends those below its `length`."""
+    """Softmax of a tile of queries over KV pairs `begin .. end - 1`; a query attends those below its `length`."""
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     weighted = tl.zeros([ROWS, CHANNELS], tl.float32)
     for start in range(begin, end, TILE):
-        entries = start + tl.arange(0, TILE)
-        exists = entries < end
-        offsets = entry_offsets(table, entries, exists, head, hole_begin, hole_size, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-        visible = entries[None, :] < length[:, None]
+        kv_index = start + tl.arange(0, TILE)
+        exists = kv_index < end
+        offsets = kv_offsets(table, kv_index, exists, head, evicted_begin, num_evicted, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+        visible = kv_index[None, :] < length[:, None]
         _, maximum, total, weighted = attend_tile(
             query, keys, values, offsets, exists, visible, scale, maximum, total, weighted, HEAD_DIM, CHANNELS
         )
@@ -73,7 +73,7 @@ def _attend_entries(
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_sequences"])
-def _attend_rows(
+def _attend_chunks(
     output,
     queries,
     keys,
@@ -98,32 +98,32 @@ def _attend_rows(
     TILE: tl.constexpr,
     SEGMENT: tl.constexpr,
     SEGMENTED: tl.constexpr,
-    HOLES: tl.constexpr,
+    RAGGED: tl.constexpr,
     OBSERVED: tl.constexpr,
 ):
     tile, head = tl.program_id(0), tl.program_id(1)
     sequence = _sequence_of(tile, query_start_loc, num_sequences, QUERIES)
-    first_row = tl.load(query_start_loc + sequence)
-    end_row = tl.load(query_start_loc + sequence + 1)
-    if end_row - first_row == 1:  # of the decode kernel
+    first_token = tl.load(query_start_loc + sequence)
+    end_token = tl.load(query_start_loc + sequence + 1)
+    if end_token - first_token == 1:  # the decode kernel attends these
         return
-    begin_row = first_row + (tile - first_row // QUERIES - sequence) * QUERIES
-    if begin_row >= end_row:
+    begin_token = first_token + (tile - first_token // QUERIES - sequence) * QUERIES
+    if begin_token >= end_token:
         return
-    if HOLES:
-        hole_begin, hole_size = hole_of(packed_len, head_lengths, sequence, head, KV_HEADS)
+    if RAGGED:
+        evicted_begin, num_evicted = evicted_range(packed_len, head_lengths, sequence, head, KV_HEADS)
     else:
-        hole_begin, hole_size = 0, 0
+        evicted_begin, num_evicted = 0, 0
 
     member, channel = tl.arange(0, ROWS), tl.arange(0, CHANNELS)
-    row = begin_row + member // GROUP
+    token = begin_token + member // GROUP
     query_head = head * GROUP + member % GROUP
-    exists_row = (member < QUERIES * GROUP) & (row < end_row)
-    mask = exists_row[:, None] & (channel < HEAD_DIM)[None, :]
-    query_offsets = row.to(tl.int64)[:, None] * query_stride + query_head[:, None] * HEAD_DIM + channel[None, :]
+    exists = (member < QUERIES * GROUP) & (token < end_token)
+    mask = exists[:, None] & (channel < HEAD_DIM)[None, :]
+    query_offsets = token.to(tl.int64)[:, None] * query_stride + query_head[:, None] * HEAD_DIM + channel[None, :]
     query = tl.load(queries + query_offsets, mask=mask, other=0.0)
-    length = tl.load(last_kv_index + row, mask=exists_row, other=0) + 1 - hole_size
-    length = tl.where(exists_row, length, 1)  # rows that do not exist attend something, too: no NaN
+    length = tl.load(last_kv_index + token, mask=exists, other=0) + 1 - num_evicted
+    length = tl.where(exists, length, 1)  # rows without a query attend something, too: no NaN
     end = tl.max(length, 0)
 
     table = tables + tl.cast(sequence, tl.int64) * table_stride
@@ -132,7 +132,7 @@ def _attend_rows(
         total = tl.zeros([ROWS], tl.float32)
         weighted = tl.zeros([ROWS, CHANNELS], tl.float32)
         for begin in range(0, end, SEGMENT):
-            later_maximum, later_total, later_weighted = _attend_entries(
+            later_maximum, later_total, later_weighted = _attend_kv_pairs(
                 query,
                 keys,
                 values,
@@ -141,8 +141,8 @@ def _attend_rows(
                 tl.minimum(begin + SEGMENT, end),
                 length,
                 head,
-                hole_begin,
-                hole_size,
+                evicted_begin,
+                num_evicted,
                 scale,
                 KV_HEADS,
                 BLOCK_SIZE,
@@ -153,7 +153,7 @@ def _attend_rows(
             )
             maximum, total, weighted = merge(maximum, total, weighted, later_maximum, later_total, later_weighted)
     else:
-        maximum, total, weighted = _attend_entries(
+        maximum, total, weighted = _attend_kv_pairs(
             query,
             keys,
             values,
@@ -162,8 +162,8 @@ def _attend_rows(
             end,
             length,
             head,
-            hole_begin,
-            hole_size,
+            evicted_begin,
+            num_evicted,
             scale,
             KV_HEADS,
             BLOCK_SIZE,
@@ -173,9 +173,9 @@ def _attend_rows(
             TILE,
         )
 
-    output_row = row.to(tl.int64) * (KV_HEADS * GROUP) + query_head
+    output_row = token.to(tl.int64) * (KV_HEADS * GROUP) + query_head
     if OBSERVED:
-        tl.store(observed_totals + output_row, maximum + tl.log2(total), mask=exists_row)
+        tl.store(observed_totals + output_row, maximum + tl.log2(total), mask=exists)
     offsets = output_row[:, None] * HEAD_DIM + channel[None, :]
     tl.store(output + offsets, (weighted / total[:, None]).to(output.dtype.element_ty), mask=mask)
 
@@ -193,20 +193,20 @@ def paged_prefill(
     observed: Observed | None,
     output: torch.Tensor,
 ) -> None:
-    """Attention of the sequences that have two rows or more; the rows of others in `output` are left alone.
+    """Attention of the sequences that have two query tokens or more; those of others are left alone in `output`.
 
-    The arguments are those of `decode.paged_decode`. The number of rows of a sequence is not known here, so tiles of
-    QUERIES rows are dealt out generously: sequence s has those from `query_start_loc[s] // QUERIES + s` on, and the
-    last of them may be empty.
+    The arguments are those of `decode.paged_decode`. The lengths of sequences are on the device, so tiles of QUERIES
+    tokens are dealt out generously: sequence s has those from `query_start_loc[s] // QUERIES + s` on, and the last of
+    them may be empty.
 
     Source: FlashAttention-2 (arXiv 2307.08691) over block tables; the query heads of a KV head share a tile.
     """
-    num_rows, num_heads, head_dim = queries.shape
+    num_tokens, num_heads, head_dim = queries.shape
     _, kv_heads, block_size, _ = keys.shape
     group = num_heads // kv_heads
     rows = prefill_rows(group, queries.dtype, head_dim)
     num_sequences, queries_per_tile = query_start_loc.shape[0] - 1, rows // group
-    _attend_rows[(num_rows // queries_per_tile + num_sequences, kv_heads)](
+    _attend_chunks[(num_tokens // queries_per_tile + num_sequences, kv_heads)](
         output,
         queries,
         keys,
@@ -227,10 +227,10 @@ def paged_prefill(
         CHANNELS=triton.next_power_of_2(head_dim),
         ROWS=rows,
         QUERIES=queries_per_tile,
-        TILE=tile_entries(queries.dtype, head_dim),
+        TILE=kv_pairs_per_tile(queries.dtype, head_dim),
         SEGMENT=SEGMENT,
         SEGMENTED=queries.dtype == torch.float32,  # as in a decode
-        HOLES=packed_len is not None,
+        RAGGED=packed_len is not None,
         OBSERVED=observed is not None,
         num_warps=warps(queries.dtype, rows, head_dim),
         num_stages=stages(head_dim),

@@ -1,4 +1,4 @@
-"""Window scoring: attention mass of keys, or its squares, in two passes, the matrix never stored."""
+"""Scores of a window: attention mass of its keys, or its squares, in two passes, without storing the matrix."""
 
 # A launch takes options, and constexpr parameters numbers, of which Triton's types say nothing.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
@@ -18,22 +18,22 @@ def _load_queries(
     sequence,
     head,
     row,
-    num_rows,
+    num_tokens,
     sequence_stride,
     head_stride,
-    row_stride,
+    token_stride,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Rows `row` of the queries of a KV head: all rows of its first query head, then the next."""
+    """Rows `row` of the queries of a KV head: all tokens of its first query head, then those of the next."""
     channel = tl.arange(0, CHANNELS)
     offsets = (
         sequence.to(tl.int64) * sequence_stride
-        + (head * GROUP + row // num_rows).to(tl.int64) * head_stride
-        + (row % num_rows).to(tl.int64) * row_stride
+        + (head * GROUP + row // num_tokens).to(tl.int64) * head_stride
+        + (row % num_tokens).to(tl.int64) * token_stride
     )
-    mask = (row < GROUP * num_rows)[:, None] & (channel < HEAD_DIM)[None, :]
+    mask = (row < GROUP * num_tokens)[:, None] & (channel < HEAD_DIM)[None, :]
     return tl.load(queries + offsets[:, None] + channel[None, :], mask=mask, other=0.0)
 
 
@@ -48,28 +48,30 @@ def _load_keys(
 
 
 @triton.jit
-def _last_key(row_index, row, num_rows, num_keys, GROUP: tl.constexpr, MASKED: tl.constexpr):
-    """The last key that each row attends to."""
+def _last_key(last_kv_index, row, num_tokens, num_keys, GROUP: tl.constexpr, MASKED: tl.constexpr):
+    """The last key that the query of each row attends to."""
     last = tl.zeros_like(row) + num_keys - 1
     if MASKED:
-        last = tl.minimum(tl.load(row_index + row % num_rows, mask=row < GROUP * num_rows, other=0).to(tl.int32), last)
+        last = tl.minimum(
+            tl.load(last_kv_index + row % num_tokens, mask=row < GROUP * num_tokens, other=0).to(tl.int32), last
+        )
     return last
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_keys", "window"])
+@triton.jit(do_not_specialize=["num_tokens", "num_keys", "window"])
 def _row_softmax(
     queries,
     keys,
-    row_index,
+    last_kv_index,
     maxima,
     inverses,
     scale,
-    num_rows,
+    num_tokens,
     num_keys,
     window,
     sequence_stride,
     head_stride,
-    row_stride,
+    token_stride,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -80,7 +82,7 @@ def _row_softmax(
 ):
     """First pass: the maximum of each row's scores and 1 / the sum of their exponentials.
 
-    MASKED: a row attends to keys up to its `row_index`, int64 `[num_rows]`, else to all.
+    MASKED: a query token attends to keys up to its `last_kv_index`, int64 `[num_tokens]`, else to all.
     """
     sequence, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tile * ROWS + tl.arange(0, ROWS)
@@ -89,15 +91,15 @@ def _row_softmax(
         sequence,
         head,
         row,
-        num_rows,
+        num_tokens,
         sequence_stride,
         head_stride,
-        row_stride,
+        token_stride,
         GROUP,
         HEAD_DIM,
         CHANNELS,
     )
-    last = _last_key(row_index, row, num_rows, num_keys, GROUP, MASKED)
+    last = _last_key(last_kv_index, row, num_tokens, num_keys, GROUP, MASKED)
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     for begin in range(0, num_keys, KEYS):
@@ -108,26 +110,26 @@ def _row_softmax(
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
         total = total * tl.exp2(maximum - new_maximum) + tl.sum(tl.exp2(scores - new_maximum[:, None]), 1)
         maximum = new_maximum
-    place = (sequence.to(tl.int64) * KV_HEADS + head) * (GROUP * num_rows) + row
-    tl.store(maxima + place, maximum, mask=row < GROUP * num_rows)
-    tl.store(inverses + place, 1.0 / total, mask=row < GROUP * num_rows)
+    place = (sequence.to(tl.int64) * KV_HEADS + head) * (GROUP * num_tokens) + row
+    tl.store(maxima + place, maximum, mask=row < GROUP * num_tokens)
+    tl.store(inverses + place, 1.0 / total, mask=row < GROUP * num_tokens)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_keys", "window"])
+@triton.jit(do_not_specialize=["num_tokens", "num_keys", "window"])
 def _column_sums(
     mass,
     queries,
     keys,
-    row_index,
+    last_kv_index,
     maxima,
     inverses,
     scale,
-    num_rows,
+    num_tokens,
     num_keys,
     window,
     sequence_stride,
     head_stride,
-    row_stride,
+    token_stride,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -141,30 +143,30 @@ def _column_sums(
     sequence, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     key = tile * KEYS + tl.arange(0, KEYS)
     key_tile = _load_keys(keys, sequence, head, key, num_keys, window, KV_HEADS, HEAD_DIM, CHANNELS)
-    first_place = (sequence.to(tl.int64) * KV_HEADS + head) * (GROUP * num_rows)
+    first_place = (sequence.to(tl.int64) * KV_HEADS + head) * (GROUP * num_tokens)
     sums = tl.zeros([ROWS, KEYS], tl.float32)
-    for begin in range(0, GROUP * num_rows, ROWS):
+    for begin in range(0, GROUP * num_tokens, ROWS):
         row = begin + tl.arange(0, ROWS)
         query = _load_queries(
             queries,
             sequence,
             head,
             row,
-            num_rows,
+            num_tokens,
             sequence_stride,
             head_stride,
-            row_stride,
+            token_stride,
             GROUP,
             HEAD_DIM,
             CHANNELS,
         )
-        exists = row < GROUP * num_rows
+        exists = row < GROUP * num_tokens
         maximum = tl.load(maxima + first_place + row, mask=exists, other=0.0)
         inverse = tl.load(inverses + first_place + row, mask=exists, other=0.0)
         scores = tl.dot(query, tl.trans(key_tile), input_precision="ieee") * scale
         probabilities = tl.exp2(scores - maximum[:, None]) * inverse[:, None]
         if MASKED:
-            last = _last_key(row_index, row, num_rows, num_keys, GROUP, MASKED)
+            last = _last_key(last_kv_index, row, num_tokens, num_keys, GROUP, MASKED)
             probabilities = tl.where(key[None, :] <= last[:, None], probabilities, 0.0)
         sums += probabilities * probabilities if SQUARED else probabilities
     place = (sequence.to(tl.int64) * KV_HEADS + head) * num_keys + key
@@ -176,48 +178,50 @@ def window_scores(
     keys: torch.Tensor,
     num_keys: int,
     scale: float,
-    row_index: torch.Tensor | None = None,
+    last_kv_index: torch.Tensor | None = None,
     *,
     squared: bool = False,
 ) -> torch.Tensor:
     """Attention probability that each of the first `num_keys` keys receives from all queries (Kara paper, Eq. 4).
 
-    queries: `[S, Hq, rows, d]`; with contiguous channels they are read where they are, whatever the other strides.
+    queries: `[S, Hq, query tokens, d]`; the channels contiguous, or they are copied.
     keys: contiguous `[S, Hkv, W, d]` of the same dtype.
-    row_index: int64 `[rows]`, the key up to which each row attends; None: to all. squared: add up the squares.
-    Returns float32 `[S, Hkv, num_keys]`; products are accumulated
-    in float32, and sums have an order that depends on none of S, Hq and Hkv.
+    last_kv_index: int64 `[query tokens]`, the key up to which each token attends; None: to all.
+    squared: add up the squares.
+
+    Returns float32 `[S, Hkv, num_keys]`; products are accumulated in float32, and sums have an order that depends on
+    none of S, Hq and Hkv.
     """
     if queries.stride(3) != 1:
         queries = queries.contiguous()
-    num_sequences, num_heads, num_rows, head_dim = queries.shape
+    num_sequences, num_heads, num_tokens, head_dim = queries.shape
     _, kv_heads, window, _ = keys.shape
     group = num_heads // kv_heads
     maxima, inverses = torch.empty(
-        2, num_sequences, kv_heads, group * num_rows, dtype=torch.float32, device=keys.device
+        2, num_sequences, kv_heads, group * num_tokens, dtype=torch.float32, device=keys.device
     ).unbind()
     mass = torch.empty(num_sequences, kv_heads, num_keys, dtype=torch.float32, device=keys.device)
-    sizes = (scale * LOG2_E, num_rows, num_keys, window, *queries.stride()[:3])
+    sizes = (scale * LOG2_E, num_tokens, num_keys, window, *queries.stride()[:3])
     shape = {
         "KV_HEADS": kv_heads,
         "GROUP": group,
         "HEAD_DIM": head_dim,
         "CHANNELS": max(16, triton.next_power_of_2(head_dim)),
-        "MASKED": row_index is not None,
+        "MASKED": last_kv_index is not None,
         "num_stages": 2,
     }
     if keys.dtype == torch.float32:
         first = second = {"ROWS": 32, "KEYS": 32, "num_warps": 4}
     else:
-        # What a program keeps is as large as it can be, because all of the other side passes through.
+        # The side that a program keeps is as large as it can be, because all of the other side passes through.
         width = 128 if head_dim <= 128 else 64
         first = {"ROWS": 128, "KEYS": width, "num_warps": 8}
         second = {"ROWS": 64, "KEYS": width, "num_warps": 4}
-    row_tiles, key_tiles = triton.cdiv(group * num_rows, first["ROWS"]), triton.cdiv(num_keys, second["KEYS"])
+    row_tiles, key_tiles = triton.cdiv(group * num_tokens, first["ROWS"]), triton.cdiv(num_keys, second["KEYS"])
     _row_softmax[(num_sequences, kv_heads, row_tiles)](
-        queries, keys, row_index, maxima, inverses, *sizes, **shape, **first
+        queries, keys, last_kv_index, maxima, inverses, *sizes, **shape, **first
     )
     _column_sums[(num_sequences, kv_heads, key_tiles)](
-        mass, queries, keys, row_index, maxima, inverses, *sizes, **shape, **second, SQUARED=squared
+        mass, queries, keys, last_kv_index, maxima, inverses, *sizes, **shape, **second, SQUARED=squared
     )
     return mass

@@ -11,7 +11,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _store_row(
+def _store_token(
     key_cache,
     value_cache,
     keys,
@@ -24,29 +24,29 @@ def _store_row(
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + row)
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
     if slot < 0:
         return
     column = tl.arange(0, WIDTH)
     mask = column < KV_HEADS * HEAD_DIM
-    head_row = slot // BLOCK_SIZE * (KV_HEADS * BLOCK_SIZE) + column // HEAD_DIM * BLOCK_SIZE + slot % BLOCK_SIZE
-    target = head_row * HEAD_DIM + column % HEAD_DIM
-    tl.store(key_cache + target, tl.load(keys + row * key_stride + column, mask=mask), mask=mask)
-    tl.store(value_cache + target, tl.load(values + row * value_stride + column, mask=mask), mask=mask)
+    head_slot = slot // BLOCK_SIZE * (KV_HEADS * BLOCK_SIZE) + column // HEAD_DIM * BLOCK_SIZE + slot % BLOCK_SIZE
+    target = head_slot * HEAD_DIM + column % HEAD_DIM
+    tl.store(key_cache + target, tl.load(keys + token * key_stride + column, mask=mask), mask=mask)
+    tl.store(value_cache + target, tl.load(values + token * value_stride + column, mask=mask), mask=mask)
 
 
 def store_kv(
     key_cache: torch.Tensor, value_cache: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """Copy rows to their slots; a negative slot is skipped.
+    """Copy the keys and values of tokens to their slots; a negative slot is skipped.
 
     key_cache, value_cache: one layer, contiguous `[blocks, kv_heads, block_size, head_dim]`.
-    keys, values: `[T, kv_heads, head_dim]` of the same dtype; the heads of a row contiguous, rows anywhere.
+    keys, values: `[T, kv_heads, head_dim]` of the same dtype; the heads of a token contiguous, tokens anywhere.
     slots: int64 `[T]`, each at most once.
     """
     _, kv_heads, block_size, head_dim = key_cache.shape
-    _store_row[(slots.shape[0],)](
+    _store_token[(slots.shape[0],)](
         key_cache,
         value_cache,
         keys,

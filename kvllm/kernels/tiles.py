@@ -1,8 +1,8 @@
-"""What the attention kernels share: the place of an entry, one tile of online softmax, the merge of two segments.
+"""Parts of the attention kernels: the place of a KV pair, one tile of online softmax, the merge of two segments.
 
-A row adds up its entries in an order that only their indices fix: tiles of `tile_entries` one after the other within a
-segment of SEGMENT entries, then the segments, ascending. So its bits do not depend on the other rows of a batch. With
-float32, decode and prefill use tiles of the same shape, and a row has the same bits in both; with 16 bits the tensor
+A query adds up its KV pairs in an order that only their indices fix: tiles of `kv_pairs_per_tile` one after the other
+within a segment of SEGMENT pairs, then the segments, ascending. So its bits do not depend on the rest of a batch. With
+float32, decode and prefill use tiles of the same shape, and a query has the same bits in both; with 16 bits the tensor
 cores may add up the rows of a wider tile differently.
 
 The running maximum is in base 2: `scale` includes log2(e). Source: FlashAttention-2 (arXiv 2307.08691), section 3.1,
@@ -22,8 +22,8 @@ SEGMENT = 512
 LOG2_E = 1.4426950408889634
 
 
-def tile_entries(dtype: torch.dtype, head_dim: int) -> int:
-    """Entries that a program attends at a time: 16 KiB of keys, and as many of values. A divisor of SEGMENT."""
+def kv_pairs_per_tile(dtype: torch.dtype, head_dim: int) -> int:
+    """KV pairs that a program attends at a time: 16 KiB of keys, and as many of values. A divisor of SEGMENT."""
     return min(64, (16 << 10) // (dtype.itemsize * triton.next_power_of_2(head_dim)))
 
 
@@ -52,27 +52,27 @@ def warps(dtype: torch.dtype, rows: int, head_dim: int) -> int:
 
 
 @triton.jit
-def hole_of(packed_len, head_lengths, sequence, head, KV_HEADS: tl.constexpr):
-    """The first entry of the hole that a head has in a sequence, and the number of its entries."""
+def evicted_range(packed_len, head_lengths, sequence, head, KV_HEADS: tl.constexpr):
+    """The first index in a sequence that was evicted from a head and not from others, and how many were."""
     end = tl.load(packed_len + sequence)
     begin = tl.minimum(tl.load(head_lengths + sequence * KV_HEADS + head), end)
     return begin, end - begin
 
 
 @triton.jit
-def entry_offsets(
+def kv_offsets(
     table,
-    entries,
+    kv_index,
     exists,
     head,
-    hole_begin,
-    hole_size,
+    evicted_begin,
+    num_evicted,
     KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """Where a head's `entries` are in a layer, in elements; entries are counted without those in the hole."""
-    places = entries + tl.where(entries < hole_begin, 0, hole_size)
+    """Where a head's KV pairs are in a layer, in elements; `kv_index` counts them without evicted ones."""
+    places = kv_index + tl.where(kv_index < evicted_begin, 0, num_evicted)
     blocks = tl.load(table + places // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
     return (blocks * KV_HEADS + head) * (BLOCK_SIZE * HEAD_DIM) + (places % BLOCK_SIZE) * HEAD_DIM
 
@@ -92,21 +92,21 @@ def attend_tile(
     HEAD_DIM: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Add one tile of entries to the softmax of `queries` `[rows, CHANNELS]`.
+    """Add one tile of KV pairs to the softmax of `queries` `[rows, CHANNELS]`.
 
-    exists: bool `[entries]`, what may be read; visible: bool `[rows, entries]`, what a row attends. Returns the scores
-    (float32 `[rows, entries]`), the new maximum, the sum of weights (both float32 `[rows]`) and of weighted values
+    exists: bool `[pairs]`, what may be read; visible: bool `[rows, pairs]`, what a query attends. Returns the scores
+    (float32 `[rows, pairs]`), the new maximum, the sum of weights (both float32 `[rows]`) and of weighted values
     (float32 `[rows, CHANNELS]`).
     """
     channel = tl.arange(0, CHANNELS)
     mask = exists[:, None] & (channel < HEAD_DIM)[None, :]
     pointers = offsets[:, None] + channel[None, :]
-    # Entries that do not exist are read as 0: a weight of 0 would not hide a NaN among them.
+    # KV pairs that do not exist are read as 0: a weight of 0 would not hide a NaN among them.
     tile_keys = tl.load(keys + pointers, mask=mask, other=0.0)
     scores = tl.dot(queries, tl.trans(tile_keys), input_precision="ieee") * scale
     scores = tl.where(visible, scores, float("-inf"))
     new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-    shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # a row that has seen nothing yet
+    shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # a query that has seen nothing yet
     shrink = tl.exp2(maximum - shift)
     weights = tl.exp2(scores - shift[:, None])
     tile_values = tl.load(values + pointers, mask=mask, other=0.0)

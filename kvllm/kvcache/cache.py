@@ -1,6 +1,6 @@
 """The paged KV cache: one allocation for all layers, and its slot arithmetic.
 
-Layout `[layers, 2, blocks, kv_heads, block_size, head_dim]`: the rows of one head in one block are contiguous, so a
+Layout `[layers, 2, blocks, kv_heads, block_size, head_dim]`: the vectors of one head in one block are contiguous, so a
 decode kernel streams them, and a compaction moves each head on its own. A slot is `block * block_size + offset`.
 """
 
@@ -13,7 +13,7 @@ import torch
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What one rank stores for each token: enough to size the pool before anything is allocated."""
+    """Sizes of what one rank stores for each token: enough to size the pool before anything is allocated."""
 
     num_layers: int
     num_kv_heads: int
@@ -30,7 +30,7 @@ class CacheShape:
 class PagedKVCache:
     """Keys (after RoPE) and values of all layers, addressed by block id.
 
-    The tensor is allocated with `torch.empty`: entries that no sequence's cached length covers are garbage, and no
+    The tensor is allocated with `torch.empty`: slots that no sequence's cached length covers hold garbage, and no
     kernel may read them into a result.
     """
 

@@ -1,4 +1,4 @@
-"""From the entries kept of each window to the entries kept of a region, and what the region's tail does."""
+"""Offsets kept of a region, from those kept of each of its windows."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ def region_indices(kept: torch.Tensor, window: int, overlap: int, tail: int) -> 
 
     Args:
         kept: int64 `[layers, windows, kv_heads, retain]`, ascending offsets within each window, buffer included.
-        window: entries of a window.
-        overlap: entries that neighbouring windows share; they are kept or dropped as a part of the later window.
-        tail: entries between the last window and the end of the region; they move up behind it.
+        window: KV pairs of a window.
+        overlap: KV pairs that neighbouring windows share; they are kept or dropped as a part of the later window.
+        tail: KV pairs between the last window and the end of the region; they move up behind it.
 
     Returns:
-        int64 `[layers, kv_heads, entries]`, strictly ascending offsets in the region.
+        int64 `[layers, kv_heads, kept]`, strictly ascending offsets in the region.
     """
     num_windows, retain = kept.shape[1], kept.shape[3]
     stride = window - overlap
@@ -28,7 +28,8 @@ def region_indices(kept: torch.Tensor, window: int, overlap: int, tail: int) -> 
     return torch.cat(parts, dim=-1)
 
 
-def pad(rows: list[torch.Tensor]) -> torch.Tensor:
-    """Stack `[..., entries]` tensors of different lengths over a new second dimension, filled with -1."""
-    longest = max(row.shape[-1] for row in rows)
-    return torch.stack([torch.nn.functional.pad(row, (0, longest - row.shape[-1]), value=-1) for row in rows], dim=1)
+def pad(offsets: list[torch.Tensor]) -> torch.Tensor:
+    """Stack `[..., kept]` tensors of different lengths over a new second dimension, filled with -1."""
+    longest = max(kept.shape[-1] for kept in offsets)
+    padded = [torch.nn.functional.pad(kept, (0, longest - kept.shape[-1]), value=-1) for kept in offsets]
+    return torch.stack(padded, dim=1)

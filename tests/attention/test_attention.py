@@ -13,9 +13,9 @@ from kvllm.errors import ConfigError
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from tests.helpers.attention_cases import (
     EDGES,
-    HOLES,
     KV_HEADS,
     MIXED,
+    RAGGED,
     Case,
     assert_bits_of_a_row_do_not_depend_on_the_batch,
     assert_each_layer_has_its_own_holes,
@@ -23,7 +23,7 @@ from tests.helpers.attention_cases import (
     assert_matches_dense,
     hole,
     make_case,
-    make_holes,
+    make_ragged_case,
 )
 
 
@@ -51,22 +51,22 @@ def test_reference_matches_dense(block_size: int) -> None:
 @pytest.mark.parametrize("block_size", [1, 3, 16, 256])
 @pytest.mark.parametrize("name", ["cpu", "reference"])
 def test_holes_are_not_attended(name: str, block_size: int, dtype: torch.dtype) -> None:
-    assert_matches_dense(make_holes(block_size=block_size, head_dim=16, dtype=dtype), name)
+    assert_matches_dense(make_ragged_case(block_size=block_size, head_dim=16, dtype=dtype), name)
 
 
 @pytest.mark.parametrize("group", [1, 3, 8])
 @pytest.mark.parametrize("head_dim", [4, 48, 128])
 def test_holes_in_any_shape_of_head(head_dim: int, group: int) -> None:
     for block_size in (1, 3, 16, 256):
-        assert_matches_dense(make_holes(block_size=block_size, head_dim=head_dim, group=group), "cpu")
+        assert_matches_dense(make_ragged_case(block_size=block_size, head_dim=head_dim, group=group), "cpu")
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_bits_of_a_row_beside_holes_do_not_depend_on_the_batch(num_threads: int) -> None:
     torch.set_num_threads(num_threads)
-    case = make_holes(dtype=torch.bfloat16)
+    case = make_ragged_case(dtype=torch.bfloat16)
     together = case.run()
-    for sequence in range(len(HOLES)):
+    for sequence in range(len(RAGGED)):
         rows, one = case.rows(sequence), slice(sequence, sequence + 1)
         batch = AttentionBatch(
             torch.tensor([0, rows.stop - rows.start], dtype=torch.int32),
@@ -148,8 +148,10 @@ def test_operator_refuses_bad_batches() -> None:
         "block .* of sequence 0 is not in the cache": replaced(case, block_tables=tables),
         "is beyond a table of": replaced(case, last_kv_index=torch.tensor([4000, 3, 5], dtype=torch.int32)),
         "negative or descends": replaced(case, last_kv_index=torch.tensor([40, 5, 3], dtype=torch.int32)),
-        "sequence 0 has no rows": replaced(case, query_start_loc=torch.tensor([0, 0, 3], dtype=torch.int32)),
-        "not from 0 to the number of rows": replaced(case, query_start_loc=torch.tensor([0, 1, 2], dtype=torch.int32)),
+        "sequence 0 has no query tokens": replaced(case, query_start_loc=torch.tensor([0, 0, 3], dtype=torch.int32)),
+        "not from 0 to the number of query tokens": replaced(
+            case, query_start_loc=torch.tensor([0, 1, 2], dtype=torch.int32)
+        ),
         "last_kv_index has dtype Long": replaced(case, last_kv_index=case.batch.last_kv_index.long()),
         "dtype Half": replace(case, queries=case.queries.half()),
         "not contiguous": replace(case, queries=case.queries.transpose(0, 1).contiguous().transpose(0, 1)),
@@ -157,10 +159,10 @@ def test_operator_refuses_bad_batches() -> None:
     packed_len = torch.tensor([40, 4], dtype=torch.int32)
     lengths = torch.tensor([[[40, 40], [4, 4]]], dtype=torch.int32)
     bad |= {
-        "sequence 1 has 4 packed entries, and queries among them": replaced(
+        "sequence 1 has 4 packed KV pairs, and queries among them": replaced(
             case, packed_len=packed_len, head_lengths=lengths
         ),
-        "packed and head_lengths go together": replaced(case, packed_len=packed_len),
+        "packed_len and head_lengths go together": replaced(case, packed_len=packed_len),
         "sequence 0 has a head of negative length": replaced(
             case, packed_len=packed_len.clamp(max=3), head_lengths=lengths - 41
         ),

@@ -176,7 +176,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         ("computes in bfloat16 or float16, not torch.float32", {"dtype": torch.float32}, {}),
         (f"block_size that is a multiple of {multiple}, not 32", {"block_size": 32}, {}),
         (heads, {"head_dim": 300}, {}),
-        ("cannot leave out entries of single heads", {}, {"ragged": True}),
+        ("cannot leave out KV pairs of single heads", {}, {"ragged": True}),
         ("does not tell the attention probabilities", {}, {"observed": True}),
     ):
         with pytest.raises(ConfigError, match=f"'{name}' .*{message}.*: use 'cpu' or 'reference'"):
@@ -194,9 +194,9 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 @needs_triton
 @pytest.mark.skipif(find_spec("xformers") is None, reason="needs the package xformers, which is not installed")
 def test_holes_are_refused() -> None:
-    case = attention_cases.make_holes(block_size=64)
+    case = attention_cases.make_ragged_case(block_size=64)
     backend = on_the_cpu("kvllm.attention.xformers", "XformersBackend", case)
-    with pytest.raises(ConfigError, match="'xformers' cannot leave out entries of single heads: use 'triton'"):
+    with pytest.raises(ConfigError, match="'xformers' cannot leave out KV pairs of single heads: use 'triton'"):
         backend.plan(case.batch)
 
 
@@ -208,7 +208,7 @@ def test_auto_goes_by_what_can_do_it() -> None:
         make_backend("cpu", PagedKVCache(SHAPE, 1), 200, 1.0)
 
 
-@pytest.mark.parametrize("method, reason", [("h2o", "attention probabilities"), ("adakv", "entries of single heads")])
+@pytest.mark.parametrize("method, reason", [("h2o", "attention probabilities"), ("adakv", "KV pairs of single heads")])
 def test_the_engine_says_what_a_method_needs(method: str, reason: str) -> None:
     cache = {"policy": "threshold", "threshold_tokens": 512, "budget_tokens": 256}
     with pytest.raises(ConfigError, match=f"'flash_attn' .*{reason}.*: use 'cpu' or 'reference'"):

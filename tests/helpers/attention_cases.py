@@ -16,8 +16,8 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 MIXED = [[64], [0], list(range(35)), list(range(40, 59)), list(range(7, 80, 3)), [600]]
 # Ends of tiles (64 entries) and of segments (512), one row each, and a chunk across both.
 EDGES = [[62], [63], [64], [511], [512], [513], [1023], list(range(505, 580))]
-# Heads that hold different numbers of entries: the rows of a sequence, `packed_len`, and the lengths of both heads.
-HOLES = [
+# Heads of different lengths: the query tokens of a sequence, `packed_len`, and the lengths of both heads.
+RAGGED = [
     ([64], 50, (50, 31)),  # one head has none
     ([64], 64, (0, 10)),  # one head has nothing but the row's own entry
     (list(range(40, 59)), 40, (17, 0)),  # a chunk right behind the packed part
@@ -92,13 +92,13 @@ def make_case(
     )
 
 
-def make_holes(**options) -> Case:
-    """A case of HOLES; a hole is NaN."""
-    case = make_case([rows for rows, _, _ in HOLES], **options)
+def make_ragged_case(**options) -> Case:
+    """The case RAGGED; slots that were evicted from a head are NaN."""
+    case = make_case([rows for rows, _, _ in RAGGED], **options)
     batch = replace(
         case.batch,
-        packed_len=torch.tensor([packed_len for _, packed_len, _ in HOLES], dtype=torch.int32),
-        head_lengths=torch.tensor([[lengths for _, _, lengths in HOLES]], dtype=torch.int32),
+        packed_len=torch.tensor([packed_len for _, packed_len, _ in RAGGED], dtype=torch.int32),
+        head_lengths=torch.tensor([[lengths for _, _, lengths in RAGGED]], dtype=torch.int32),
     )
     block_size = case.cache.shape.block_size
     for sequence, values in enumerate(case.values):

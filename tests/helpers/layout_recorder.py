@@ -39,10 +39,10 @@ def compression_config(method: str, policy: str, **options: Any) -> CompressionC
 
 @dataclass
 class Text:
-    """What a sequence computed, from its start to its end or preemption.
+    """The tokens and logits of a sequence, from its start to its end or preemption.
 
-    layout: int64 `[layers, kv_heads, entries]`, the position whose entry lies there, -1 in a hole.
-    visible: bool `[layers, kv_heads, rows, positions]`, what was cached when a row was computed.
+    layout: int64 `[layers, kv_heads, KV pairs]`, the position whose KV pair lies there, -1 where there is none.
+    visible: bool `[layers, kv_heads, tokens, positions]`, the positions cached when a token was computed.
     logits: by position. resumed: whether some of its output was known when it started.
     """
 
@@ -104,7 +104,7 @@ class Event:
 
 @dataclass
 class MassRecord:
-    """H2O's mass `[layers, kv_heads, entries]` in the worker, behind a step."""
+    """H2O's mass `[layers, kv_heads, KV pairs]` in the worker, behind a step."""
 
     text: Text
     length: int
@@ -169,8 +169,8 @@ class Recorder(Executor):
         self._record_mass()
         return result
 
-    def poison_holes(self) -> None:
-        """Write NaN where single heads have no entry."""
+    def poison_evicted(self) -> None:
+        """Write NaN where single heads have no KV pair."""
         size = self.config.block_size
         for seq_id, text in self.alive.items():
             if seq_id in self.runner.states and (text.layout < 0).any():
@@ -192,7 +192,7 @@ class Recorder(Executor):
         self.texts.append(text)
 
     def _windows(self) -> Iterator[tuple[list[Tensor] | None, Tensor, int]]:
-        """Of each window: its queries by layer, the offsets kept `[layers, kv_heads, any]`, and its seed."""
+        """For each window: its queries by layer, the offsets kept `[layers, kv_heads, any]`, and its seed."""
         layers = self.runner.cache.shape.num_layers
         for i in range(0, len(self._selections), layers):  # a pass goes through all layers
             of_pass = self._selections[i : i + layers]
@@ -296,7 +296,7 @@ def make_llm(path: Path, compression: CompressionConfig, **options: Any) -> tupl
 def step(llm: LLM) -> None:
     scheduler, recorder = llm.llm_engine.scheduler, llm.llm_engine.executor
     poison(scheduler, recorder.runner.cache)
-    recorder.poison_holes()
+    recorder.poison_evicted()
     llm.llm_engine.step()
     scheduler.check()
     for seq in scheduler.running:

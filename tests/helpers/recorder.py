@@ -21,10 +21,10 @@ from tests.helpers.dense_decoder import DenseDecoder, DensePass
 
 @dataclass
 class Text:
-    """What a sequence computed, from its start to its end or preemption.
+    """The tokens and logits of a sequence, from its start to its end or preemption.
 
-    cached: bool `[layers, kv_heads, positions]`, whose entries are in the cache; they lie there in order of position.
-    visible: bool `[layers, kv_heads, rows, positions]`, what was cached when a row was computed.
+    cached: bool `[layers, kv_heads, positions]`, true where a KV pair is cached; they lie in order of position.
+    visible: bool `[layers, kv_heads, tokens, positions]`, the positions cached when a token was computed.
     logits: by position. resumed: whether some of its output was known when it started.
     """
 
@@ -188,7 +188,7 @@ def surviving(entries: Tensor, survives: Tensor) -> Tensor:
 
 
 def poison(scheduler: Scheduler, cache: PagedKVCache) -> None:
-    """Write NaN wherever there is no entry of a running sequence or of the prefix cache."""
+    """Write NaN wherever there is no KV pair of a running sequence or of the prefix cache."""
     size = cache.shape.block_size
     owned = torch.zeros(cache.num_blocks, size, dtype=torch.bool)
     for seq in scheduler.running:

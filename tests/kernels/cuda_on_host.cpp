@@ -48,28 +48,28 @@ void launch(Indices grid, int threads, Kernel kernel, Arguments... arguments) {
 extern "C" {
 
 void copy_blocks(const uint4* source, uint4* target, int64_t source_blocks, int64_t target_blocks, int heads,
-                 int block_size, int row_vectors, unsigned planes, const int64_t* sources, const int64_t* destinations,
-                 unsigned pairs, int threads) {
-  const kvllm::Layout from{source_blocks, heads, block_size, row_vectors},
-      to{target_blocks, heads, block_size, row_vectors};
+                 int block_size, int vectors_per_key, unsigned planes, const int64_t* sources,
+                 const int64_t* destinations, unsigned copies, int threads) {
+  const kvllm::Layout from{source_blocks, heads, block_size, vectors_per_key},
+      to{target_blocks, heads, block_size, vectors_per_key};
   const int64_t part = threads * kvllm::kInFlight;
-  const Indices grid{static_cast<unsigned>((kvllm::block_vectors(from) + part - 1) / part), pairs, planes};
+  const Indices grid{static_cast<unsigned>((kvllm::block_vectors(from) + part - 1) / part), copies, planes};
   launch(grid, threads, kvllm::copy_blocks_kernel, source, target, from, to, sources, destinations);
 }
 
-void compact(uint4* cache, int64_t blocks, int heads, int block_size, int row_vectors, unsigned planes,
+void compact(uint4* cache, int64_t blocks, int heads, int block_size, int vectors_per_key, unsigned planes,
              const int64_t* kept, const int64_t* sources, const int64_t* destinations, int sequences, int width,
              int source_blocks, int destination_blocks, int threads) {
-  const kvllm::Layout layout{blocks, heads, block_size, row_vectors};
+  const kvllm::Layout layout{blocks, heads, block_size, vectors_per_key};
   const kvllm::Compaction event{kept, sources, destinations, sequences, width, source_blocks, destination_blocks};
   const int tiles = sequences * kvllm::tiles_of(layout, event, threads);
   launch({static_cast<unsigned>(heads), planes, 1}, threads, kvllm::compact_kernel, cache, layout, event, tiles);
 }
 
-void compact_mass(float* mass, int table_rows, int entries, unsigned heads, unsigned sequences, unsigned layers,
-                  const int64_t* kept, const int64_t* counts, const int64_t* rows, const int64_t* starts,
+void compact_mass(float* mass, int num_slots, int max_pairs, unsigned heads, unsigned sequences, unsigned layers,
+                  const int64_t* kept, const int64_t* counts, const int64_t* table_slots, const int64_t* starts,
                   const int64_t* ends, const int64_t* lengths, int width, int threads) {
-  const kvllm::MassCompaction event{kept, counts, rows, starts, ends, lengths, width};
-  launch({heads, sequences, layers}, threads, kvllm::compact_mass_kernel, mass, table_rows, entries, event);
+  const kvllm::MassCompaction event{kept, counts, table_slots, starts, ends, lengths, width};
+  launch({heads, sequences, layers}, threads, kvllm::compact_mass_kernel, mass, num_slots, max_pairs, event);
 }
 }

@@ -17,7 +17,7 @@ from tests.helpers.attention_cases import (
     assert_later_entries_stay_hidden,
     assert_matches_dense,
     make_case,
-    make_holes,
+    make_ragged_case,
 )
 from tests.helpers.elementwise_checks import (
     EPS,
@@ -36,7 +36,7 @@ def check_attention() -> None:
         for head_dim, group, block_size in ((4, 3, 3), (48, 2, 16), (64, 4, 16), (80, 1, 256), (128, 8, 16)):
             case = make_case(MIXED, head_dim=head_dim, group=group, block_size=block_size, dtype=dtype)
             assert_matches_dense(case, "cpu")
-            evicted_mask = make_holes(head_dim=head_dim, group=group, block_size=block_size, dtype=dtype)
+            evicted_mask = make_ragged_case(head_dim=head_dim, group=group, block_size=block_size, dtype=dtype)
             assert_matches_dense(evicted_mask, "cpu")
         for group in (1, 3, 4):
             assert_bits_of_a_row_do_not_depend_on_the_batch(group, dtype)

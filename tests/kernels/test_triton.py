@@ -112,8 +112,8 @@ def decodes_alone() -> None:
 @check
 def holes_are_not_attended() -> None:
     for dtype in (torch.float32, torch.float16):
-        assert_matches_dense(attention_cases.make_holes(head_dim=16, group=2, dtype=dtype))
-    assert_matches_dense(attention_cases.make_holes(head_dim=64, group=1, block_size=64))
+        assert_matches_dense(attention_cases.make_ragged_case(head_dim=16, group=2, dtype=dtype))
+    assert_matches_dense(attention_cases.make_ragged_case(head_dim=64, group=1, block_size=64))
 
 
 @check
@@ -321,14 +321,14 @@ def scores_of_rows_that_see_no_later_key() -> None:
     from kvllm.kernels.scores import window_scores
 
     queries, keys = window_tensors(2, 2, 4, 2, 90, 64)
-    row_index = torch.tensor([0, 5, *range(31, 66, 3), 76, 77, 89])
-    rows = queries[:, :, row_index]
+    last_kv_index = torch.tensor([0, 5, *range(31, 66, 3), 76, 77, 89])
+    rows = queries[:, :, last_kv_index]
     for squared in (False, True):
-        found = window_scores(rows, keys, 77, 0.125, row_index, squared=squared)
+        found = window_scores(rows, keys, 77, 0.125, last_kv_index, squared=squared)
         sequences = zip(rows, keys[:, :, :77], strict=True)
-        expected = [mass.attention_mass(*each, row_index, squared=squared) for each in sequences]
+        expected = [mass.attention_mass(*each, last_kv_index, squared=squared) for each in sequences]
         torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-6)
-        assert torch.equal(window_scores(rows[1:], keys[1:], 77, 0.125, row_index, squared=squared), found[1:])
+        assert torch.equal(window_scores(rows[1:], keys[1:], 77, 0.125, last_kv_index, squared=squared), found[1:])
 
 
 @check

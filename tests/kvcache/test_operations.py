@@ -143,7 +143,7 @@ def test_the_compiled_operators_refuse_bad_ids() -> None:
         "not strictly ascending: 1 follows 2": lambda: compact([2, 1]),
         "-1 before 4": lambda: compact([2, -1, 4]),
         "reaches offset 8 of a region of 2 blocks of 4": lambda: compact([8]),
-        "5 kept entries do not fit 1 blocks of 4": lambda: compact([0, 1, 2, 3, 4], destinations=destinations[:, :1]),
+        "5 kept KV pairs do not fit 1 blocks of 4": lambda: compact([0, 1, 2, 3, 4], destinations=destinations[:, :1]),
         "block 12 of sources": lambda: compact([0, 4], sources=torch.tensor([[0, 12]])),
         "block -3 of destinations": lambda: compact([0], destinations=torch.tensor([[-3]])),
     }
