@@ -1,4 +1,4 @@
-"""Attention that keys receive, summed over query rows: the score of Kara, SnapKV and H2O."""
+"""Attention that keys receive, summed over queries: the score of Kara, SnapKV and H2O."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ _CPU_TILE_BYTES = 1 << 18
 _GPU_TILE_BYTES = 1 << 24
 
 
-def rows_per_tile(keys: Tensor) -> int:
-    """Query rows of one KV head whose float32 logits over `keys [Hkv, n, d]` fit one tile, at least 1."""
+def queries_per_tile(keys: Tensor) -> int:
+    """Queries of one KV head whose float32 logits over `keys [Hkv, n, d]` fit one tile, at least 1."""
     tile_bytes = _CPU_TILE_BYTES if keys.device.type == "cpu" else _GPU_TILE_BYTES
     return max(1, tile_bytes // (4 * keys.shape[1]))
 
 
 @torch.no_grad()
 def batched_attention_mass(
-    queries: Tensor, keys: Tensor, num_keys: int, row_index: Tensor | None = None, *, squared: bool = False
+    queries: Tensor, keys: Tensor, num_keys: int, last_kv_index: Tensor | None = None, *, squared: bool = False
 ) -> Tensor:
-    """Softmax attention of every row to the first `num_keys` keys, summed as `attention_mass` does.
+    """Softmax attention of every query to the first `num_keys` keys, summed as `attention_mass` does.
 
     Args:
-        queries: `[S, Hq, rows, d]`, rotated, bfloat16 or float32.
+        queries: `[S, Hq, query tokens, d]`, rotated, bfloat16 or float32.
         keys: `[S, Hkv, W, d]`, rotated.
-        row_index: int64 `[rows]`, the index of each row among the keys, up to which it attends; None: to all.
+        last_kv_index: int64 `[query tokens]`, the index of each token among the keys, up to which it attends; None: to
+            all.
         squared: sum the squares of the probabilities.
 
     Returns:
@@ -40,15 +41,17 @@ def batched_attention_mass(
     """
     if keys.is_cpu and queries.dtype == keys.dtype in (torch.float32, torch.bfloat16) and keys.shape[3] % 2 == 0:
         return operator("attention_mass")(
-            queries, keys.contiguous(), num_keys, keys.shape[3] ** -0.5, row_index, squared
+            queries, keys.contiguous(), num_keys, keys.shape[3] ** -0.5, last_kv_index, squared
         )
     if keys.is_cuda and queries.dtype == keys.dtype and find_spec("triton"):
         from kvllm.kernels.scores import window_scores
 
-        return window_scores(queries, keys.contiguous(), num_keys, keys.shape[3] ** -0.5, row_index, squared=squared)
+        return window_scores(
+            queries, keys.contiguous(), num_keys, keys.shape[3] ** -0.5, last_kv_index, squared=squared
+        )
     # One sequence at a time: a batched product may choose its order of summation by the size of the batch.
     sequences = zip(queries, keys[:, :, :num_keys], strict=True)
-    return torch.stack([attention_mass(*sequence, row_index, squared=squared) for sequence in sequences])
+    return torch.stack([attention_mass(*sequence, last_kv_index, squared=squared) for sequence in sequences])
 
 
 @torch.no_grad()
@@ -56,42 +59,45 @@ def batched_attention_mass(
 def attention_mass(
     queries: Tensor,
     keys: Tensor,
-    row_index: Tensor | None = None,
+    last_kv_index: Tensor | None = None,
     evicted_mask: Tensor | None = None,
     *,
     squared: bool = False,
 ) -> Tensor:
-    """Softmax attention of one sequence, summed over the query rows and over the query heads of each KV head.
+    """Softmax attention of one sequence, summed over the query tokens and over the query heads of each KV
+    head.
 
-    With the rows of a prompt, or of one decoded token, it is what H2O adds to the mass of the cached entries. Rows may
-    come in any chunks; only the order of summation differs.
+    H2O adds this to the mass of the cached KV pairs, for the tokens of a prompt or for one decoded token. Query tokens
+    may come in any chunks; only the order of summation differs.
 
     Args:
         queries: `[Hq, T, d]`, rotated, bfloat16 or float32; query head h reads KV head `h // (Hq // Hkv)`.
         keys: `[Hkv, C, d]`, rotated.
-        row_index: int64 `[T]`, the index of each row among the keys; it attends to the keys up to that. None: every row
-            attends to all keys.
-        evicted_mask: bool `[Hkv, C]`, keys that no row attends to.
+        last_kv_index: int64 `[T]`, the index of each query token among the keys; it attends to the keys up to that.
+            None: every token attends to all keys.
+        evicted_mask: bool `[Hkv, C]`, keys that no query attends to.
         squared: sum the squares of the probabilities.
 
     Returns:
         float32 `[Hkv, C]`; each row sums to `T * Hq / Hkv`, or less if squared.
     """
     num_kv_heads, num_keys, head_dim = keys.shape
-    num_rows = queries.shape[1]
-    if row_index is not None and row_index.shape != (num_rows,):
-        raise ValueError(f"row_index {tuple(row_index.shape)} must have an index for each of {num_rows} query rows")
-    rows = queries.float().contiguous().view(num_kv_heads, -1, head_dim)
+    num_tokens = queries.shape[1]
+    if last_kv_index is not None and last_kv_index.shape != (num_tokens,):
+        raise ValueError(
+            f"last_kv_index {tuple(last_kv_index.shape)} must have an index for each of {num_tokens} query tokens"
+        )
+    head_queries = queries.float().contiguous().view(num_kv_heads, -1, head_dim)
     scaled_keys = (keys.float() * head_dim**-0.5).contiguous()
     key_index = torch.arange(num_keys, device=keys.device)
-    if row_index is not None:
-        row_index = row_index.repeat(rows.shape[1] // num_rows)
-    tile_rows = rows_per_tile(keys)
+    if last_kv_index is not None:
+        last_kv_index = last_kv_index.repeat(head_queries.shape[1] // num_tokens)
+    tile = queries_per_tile(keys)
     mass = torch.zeros(num_kv_heads, num_keys, device=keys.device)
-    for start in range(0, rows.shape[1], tile_rows):
-        logits = torch.bmm(rows[:, start : start + tile_rows], scaled_keys.mT)
-        if row_index is not None:
-            logits.masked_fill_(key_index > row_index[start : start + tile_rows, None], -torch.inf)
+    for start in range(0, head_queries.shape[1], tile):
+        logits = torch.bmm(head_queries[:, start : start + tile], scaled_keys.mT)
+        if last_kv_index is not None:
+            logits.masked_fill_(key_index > last_kv_index[start : start + tile, None], -torch.inf)
         if evicted_mask is not None:
             logits.masked_fill_(evicted_mask[:, None], -torch.inf)
         probabilities = torch.softmax(logits, dim=-1, out=logits)

@@ -59,6 +59,6 @@ class QueryTokens:
 
 
 def window_tokens(config: CompressionConfig, size: int) -> int:
-    """What compressing a window of `size` KV pairs takes of a step's token budget: the query tokens, or the KV pairs
+    """Tokens of a step's budget that compressing a window of `size` KV pairs takes: the query tokens, or the KV pairs
     that are scored, if these weigh more."""
     return max(QueryTokens.of(config).count(size), -(-size // PAIRS_PER_TOKEN))

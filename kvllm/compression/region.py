@@ -1,4 +1,4 @@
-"""What every method does with its region: check the budget and the tensors, keep everything, keep the buffer."""
+"""Steps that all methods share: check the budget and the tensors, keep everything, keep the buffer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def keeps_everything(keys: Tensor, retain: int, buffer: int) -> bool:
-    """Whether all C entries of the region `keys [S, Hkv, C, d]` survive."""
+    """Whether all C KV pairs of the region `keys [S, Hkv, C, d]` survive."""
     length = keys.shape[2]
     if not 0 <= buffer <= min(retain, length):
         raise ValueError(f"buffer={buffer} must be between 0 and retain={retain} and the window of {length} positions")
@@ -27,10 +27,10 @@ def with_buffer(kept: Tensor, keys: Tensor, buffer: int) -> Tensor:
 
 
 def check_queries(queries: Tensor, keys: Tensor) -> None:
-    """Hold `queries [S, Hq, rows, d]` against `keys [S, Hkv, C, d]`."""
-    num_seqs, num_heads, num_rows, head_dim = queries.shape
-    if num_heads % keys.shape[1] or keys.shape[0] != num_seqs or keys.shape[3] != head_dim or num_rows == 0:
+    """Check `queries [S, Hq, query tokens, d]` against `keys [S, Hkv, C, d]`. Raises ValueError."""
+    num_seqs, num_heads, num_tokens, head_dim = queries.shape
+    if num_heads % keys.shape[1] or keys.shape[0] != num_seqs or keys.shape[3] != head_dim or num_tokens == 0:
         raise ValueError(
-            f"queries {tuple(queries.shape)} and keys {tuple(keys.shape)} must be [S, Hq, rows, d] and [S, Hkv, W, d] "
-            "with at least one row and Hq a multiple of Hkv"
+            f"queries {tuple(queries.shape)} and keys {tuple(keys.shape)} must be [S, Hq, query tokens, d] and "
+            "[S, Hkv, W, d] with at least one query token and Hq a multiple of Hkv"
         )

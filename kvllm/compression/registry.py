@@ -12,8 +12,8 @@ from torch import Tensor
 from kvllm.compression.specs import SPECS, MethodSpec
 
 INPUTS = ("query_offsets", "layer", "num_layers", "seeds", "capacity", "evicted_mask", "mass")
-"""What a method gets from the engine, beside queries, keys, `retain`, `buffer` and its options, if its function has a
-keyword argument of that name:
+"""Inputs from the engine, beside queries, keys, `retain`, `buffer` and a method's options. A method gets those that its
+function has as keyword arguments:
 
 query_offsets: int64 `[query tokens]`, the offset in the region of each query token.
 layer, num_layers: which layer of the model this is, from 0, and of how many.

@@ -1,4 +1,4 @@
-"""The one list of compression methods: what each needs from the engine, and the options that it takes. Free of torch.
+"""The one list of compression methods: their needs from the engine, and their options. Free of torch.
 
 A method is one line of `SPECS` and one function `select` in `kvllm/compression/methods/<name>.py`: docs/add-a-method.md
 has the recipe. The configuration, the policies, the workers and the simulator read their facts here.
@@ -40,17 +40,17 @@ class Option(Generic[Number]):
 
 @dataclass(frozen=True, slots=True)
 class MethodSpec:
-    """What the engine has to know about a method.
+    """Facts about a method that the engine reads.
 
-    name: as in `CompressionConfig(method=...)`. summary: what it keeps, in a few words.
+    name: as in `CompressionConfig(method=...)`. summary: the KV pairs that it keeps, in a few words.
     queries: the tokens of a region whose queries it needs: "window" (all of them, or every `query_stride`-th), "buffer"
         (the buffer's), "recent" (the last `query_window`), "none".
-    options: what a user sets; keyword arguments of its function.
+    options: set by users; keyword arguments of its function.
     ragged: layers or heads keep different numbers of KV pairs. That goes with policy "threshold" alone.
     observes: it needs the attention that every KV pair has received so far. This sum belongs to one sequence, so
         sequences share no prefixes.
     whole_layer: it compares the KV heads of a layer, or numbers them, so it must see all of them at once.
-    keeps_end: what survives is the end of the region, so nothing moves where whole blocks are dropped.
+    keeps_end: the end of the region survives, so nothing moves where whole blocks are dropped.
     function: where its function is, as `module:name` in `kvllm.compression.methods`; by default `<name>:select`.
     """
 

@@ -1,7 +1,7 @@
 """A compression event on one rank: recompute the queries that score, select, compact.
 
 Regions of all sequences go through the model together, in passes of as many as fit the token budget, at least one. All
-passes read the cache as it was before the event; what is kept is applied at the end, in one movement. So neither the
+passes read the cache as it was before the event; the selection is applied at the end, in one movement. So neither the
 order of the regions nor the size of a pass can change what survives.
 """
 
@@ -42,7 +42,7 @@ class _Window:
 class Compressor:
     """Executes the compression jobs of a plan.
 
-    ragged, mass: what some methods keep beside the cache. select: called in place of the method itself.
+    ragged, mass: state that some methods keep beside the cache. select: called in place of the method itself.
     """
 
     def __init__(
@@ -149,21 +149,21 @@ class Compressor:
         return torch.stack(kept)
 
     def _mean_retained(self, retain: int) -> int:
-        """What heads keep on average, where `retain` is what they have room for."""
+        """KV pairs that heads keep on average, where `retain` is what they have room for."""
         if not self.ragged or self.config.budget_tokens is None:
             return retain
         return retain - (self.config.held_tokens - self.config.budget_tokens)
 
     def _inputs(self, windows: list[_Window], layer: int) -> dict[str, Any]:
-        """What else of `kvllm.compression.registry.INPUTS` there is in a layer."""
+        """The inputs of a layer among `kvllm.compression.registry.INPUTS`, but for those that all layers share."""
         inputs: dict[str, Any] = {"layer": layer, "num_layers": self.cache.shape.num_layers}
-        rows = [window.state.table_slot for window in windows]
+        table_slots = [window.state.table_slot for window in windows]
         starts = [window.start for window in windows]
         if self.ragged:
             inputs["capacity"] = windows[0].retain
-            inputs["evicted_mask"] = self.ragged.evicted_mask(layer, rows, starts, windows[0].size)
+            inputs["evicted_mask"] = self.ragged.evicted_mask(layer, table_slots, starts, windows[0].size)
         if self.mass:
-            inputs["mass"] = self.mass.gather(layer, rows, starts, windows[0].size)
+            inputs["mass"] = self.mass.gather(layer, table_slots, starts, windows[0].size)
         return inputs
 
     def _window_tables(self, windows: list[_Window], size: int) -> torch.Tensor:
@@ -176,17 +176,19 @@ class Compressor:
     def _recompute(self, windows: list[_Window], offsets: np.ndarray, visit: Any) -> None:
         """One pass of the model over the query tokens of all windows."""
         device = self.cache.data.device
-        rows = [window.state.table_slot for window in windows]
+        table_slots = [window.state.table_slot for window in windows]
         index = np.array([window.start for window in windows])[:, None] + offsets  # [windows, query tokens]
         dropped = np.array([window.state.dropped for window in windows])[:, None]
         positions = index + dropped  # a KV pair that was never compressed lies behind everything that was dropped
-        token_ids = [w.state.token_ids[p] for w, row in zip(windows, positions.tolist(), strict=True) for p in row]
+        token_ids = [
+            w.state.token_ids[p] for w, of_window in zip(windows, positions.tolist(), strict=True) for p in of_window
+        ]
         num_blocks = int(index.max()) // self.block_size + 1
         batch = AttentionBatch(
             query_start_loc=torch.arange(0, index.size + 1, len(offsets), dtype=torch.int32, device=device),
             last_kv_index=to_device(index.astype(np.int32).ravel(), device),
-            block_tables=to_device(self.tables.table[rows, :num_blocks], device),
-            **(self.ragged.of(rows) if self.ragged else {}),
+            block_tables=to_device(self.tables.table[table_slots, :num_blocks], device),
+            **(self.ragged.of(table_slots) if self.ragged else {}),
         )
         self.model.recompute_queries(
             to_device(token_ids, device),
@@ -210,8 +212,8 @@ class Compressor:
             regions.append((state.table_slot, start, region_end, state.cached_length))
         if self.ragged:
             counts = torch.stack([(of_job[:, 0] >= 0).sum(-1) for of_job in kept], dim=1)
-            rows, starts, *_ = zip(*regions, strict=True)
-            self.ragged.set(list(rows), list(starts), counts, [job.retain for job in jobs])
+            table_slots, starts, *_ = zip(*regions, strict=True)
+            self.ragged.set(list(table_slots), list(starts), counts, [job.retain for job in jobs])
         if self.mass:
             self.mass.compact(regions, indices)
         self.operations.compact(
@@ -220,14 +222,14 @@ class Compressor:
             self._stack([job.destinations for job in jobs]),
         )
 
-    def _stack(self, rows: list[Any]) -> torch.Tensor:
-        """Lists of block ids -> int64 `[S, longest]`, padded at the end by each row's last block."""
-        longest = max(len(row) for row in rows)
-        padded = np.array([[*row, *[row[-1]] * (longest - len(row))] for row in rows], dtype=np.int64)
+    def _stack(self, regions: list[Any]) -> torch.Tensor:
+        """Lists of block ids -> int64 `[S, longest]`, padded at the end by each list's last block."""
+        longest = max(len(blocks) for blocks in regions)
+        padded = np.array([[*blocks, *[blocks[-1]] * (longest - len(blocks))] for blocks in regions], dtype=np.int64)
         return to_device(padded, self.cache.data.device)
 
 
 def _seed(window: _Window) -> int:
-    """A number of the sequence and the window's position, whatever else is in the batch."""
+    """A number that depends on the sequence and the window's position alone, whatever else is in the batch."""
     position = window.start + window.state.dropped
     return (window.state.sample_row.seed ^ (position * 0x9E3779B97F4A7C15)) & (2**63 - 1)

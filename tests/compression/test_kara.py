@@ -276,7 +276,7 @@ def test_misuse_is_reported():
         kara.select(queries, keys, retain=20, buffer=17, **options)
     with pytest.raises(ValueError, match="Hq a multiple of Hkv"):
         kara.select(queries[:, :3], keys, retain=8, buffer=4, **options)
-    with pytest.raises(ValueError, match="at least one row"):
+    with pytest.raises(ValueError, match="at least one query token"):
         kara.select(queries[:, :, :0], keys, retain=8, buffer=4, **options)
     with pytest.raises(ValueError, match="to score"):
         kara.scores(queries, keys, 16)

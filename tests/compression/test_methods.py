@@ -310,9 +310,9 @@ def test_misuse_of_single_methods_is_reported():
     for select in (snapkv.select, rkv.select):
         with pytest.raises(ValueError, match="kernel=4"):
             select(queries, keys, **sizes, kernel=4)
-    with pytest.raises(ValueError, match="20 query rows"):
+    with pytest.raises(ValueError, match="20 query tokens"):
         snapkv.select(queries, keys[:, :, :15], **sizes)
-    with pytest.raises(ValueError, match=r"row_index \(19,\).*20 query rows"):
+    with pytest.raises(ValueError, match=r"last_kv_index \(19,\).*20 query tokens"):
         attention_mass(queries[0], keys[0], torch.arange(19))
     with pytest.raises(ValueError, match="capacity=9"):
         adakv.select(queries, keys, **sizes, capacity=9)
@@ -456,13 +456,15 @@ def test_sharp_keeps_a_quarter_by_key():
 @pytest.mark.parametrize("squared", [False, True])
 def test_compiled_mass_of_masked_rows_equals_torch(rows, dtype, squared):
     queries, keys, _ = region(10, 2, 8, 2, 384, 64, dtype)
-    row_index = torch.arange(384)[torch.randperm(384, generator=torch.Generator().manual_seed(0))[:rows]].sort().values
-    of_rows = queries[:, :, row_index]
-    found = mass.batched_attention_mass(of_rows, keys, 301, row_index, squared=squared)
+    last_kv_index = (
+        torch.arange(384)[torch.randperm(384, generator=torch.Generator().manual_seed(0))[:rows]].sort().values
+    )
+    of_rows = queries[:, :, last_kv_index]
+    found = mass.batched_attention_mass(of_rows, keys, 301, last_kv_index, squared=squared)
     sequences = zip(of_rows, keys[:, :, :301], strict=True)
-    expected = torch.stack([attention_mass(*each, row_index, squared=squared) for each in sequences])
+    expected = torch.stack([attention_mass(*each, last_kv_index, squared=squared) for each in sequences])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-    alone = mass.batched_attention_mass(of_rows[1:], keys[1:], 301, row_index, squared=squared)
+    alone = mass.batched_attention_mass(of_rows[1:], keys[1:], 301, last_kv_index, squared=squared)
     assert torch.equal(alone[0], found[1])
 
 

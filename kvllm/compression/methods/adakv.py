@@ -15,17 +15,17 @@ from kvllm.compression.region import everything, keeps_everything
 def select(
     queries: Tensor, keys: Tensor, *, retain: int, buffer: int, capacity: int, evicted_mask: Tensor | None = None
 ) -> Tensor:
-    """Choose the pairs of a region to keep, per sequence and KV head; the heads keep `retain` in the mean.
+    """Choose the KV pairs of a region to keep, per sequence and KV head; the heads keep `retain` in the mean.
 
     Args:
-        queries: `[S, Hq, rows, d]`, rotated; those of the region's last entries.
+        queries: `[S, Hq, query tokens, d]`, rotated; those of the region's last KV pairs.
         keys: `[S, Hkv, C, d]`, rotated; query head h reads KV head `h // (Hq // Hkv)`. All heads of the layer:
             a part of them decides differently.
-        retain: pairs kept of the C by a head in the mean, buffer included; everything is kept if `retain >= C`.
-        buffer: the last entries of the region, always kept.
-        capacity: the most pairs one head may keep, buffer included, at least `retain`.
-        evicted_mask: bool `[S, Hkv, C]`, entries that an earlier selection left empty, none of them in the buffer.
-            They are neither attended to nor kept.
+        retain: KV pairs kept of the C by a head in the mean, buffer included; everything is kept if `retain >= C`.
+        buffer: the last KV pairs of the region, always kept.
+        capacity: the most KV pairs one head may keep, buffer included, at least `retain`.
+        evicted_mask: bool `[S, Hkv, C]`, slots that an earlier selection left without a KV pair, none of them in
+            the buffer. They are neither attended to nor kept.
 
     Returns:
         int64 `[S, Hkv, min(capacity, C)]`: ascending offsets in the region, then -1 in heads that keep fewer.
@@ -38,10 +38,10 @@ def select(
 def kept_offsets(
     scores: Tensor, retain: int, buffer: int, capacity: int, floor: Fraction | str | int = Fraction(1, 5)
 ) -> Tensor:
-    """From the scores `[S, Hkv, n]` of the entries before the buffer, -inf for holes, to what `select` returns.
+    """The result of `select` from the scores `[S, Hkv, n]` of the slots before the buffer, -inf where one is empty.
 
-    Each head keeps the best of its budget. A head whose budget exceeds the capacity is cut to it; what it loses goes
-    to the best scores of the layer that no head keeps yet, within the capacity of their heads.
+    Each head keeps the best of its budget. A head whose budget exceeds the capacity is cut to it; its loss goes to
+    the best scores of the layer that no head keeps yet, within the capacity of their heads.
     """
     if capacity < retain:
         raise ValueError(f"capacity={capacity} must be at least retain={retain}, the mean of what the heads keep")

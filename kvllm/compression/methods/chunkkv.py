@@ -12,15 +12,15 @@ from kvllm.compression.region import everything, keeps_everything, with_buffer
 
 
 def select(queries: Tensor, keys: Tensor, *, retain: int, buffer: int, chunk: int = 10) -> Tensor:
-    """Choose the pairs of a region to keep, per sequence, by SnapKV's scores without pooling.
+    """Choose the KV pairs of a region to keep, per sequence, by SnapKV's scores without pooling.
 
     Args:
-        queries: `[S, Hq, rows, d]`, rotated; those of the region's last entries.
+        queries: `[S, Hq, query tokens, d]`, rotated; those of the region's last KV pairs.
         keys: `[S, Hkv, C, d]`, rotated; query head h reads KV head `h // (Hq // Hkv)`. All heads of the layer:
             a part of them decides differently.
-        retain: pairs kept of the C, buffer included; everything is kept if `retain >= C`.
-        buffer: the last entries of the region, always kept.
-        chunk: entries of a chunk. The last one may be shorter.
+        retain: KV pairs kept of the C, buffer included; everything is kept if `retain >= C`.
+        buffer: the last KV pairs of the region, always kept.
+        chunk: KV pairs of a chunk. The last one may be shorter.
 
     Returns:
         int64 `[S, Hkv, min(retain, C)]`: ascending offsets in the region, equal for all heads.
@@ -32,7 +32,7 @@ def select(queries: Tensor, keys: Tensor, *, retain: int, buffer: int, chunk: in
 
 
 def best_chunks(scores: Tensor, total: int, chunk: int) -> Tensor:
-    """Exactly `total` positions: the best chunks whole, and the first entries of the one that no longer fits.
+    """Exactly `total` positions: the best chunks whole, and the first ones of the one that no longer fits.
 
     Args:
         scores: float32 `[S, Hkv, n]`, by position.

@@ -1,7 +1,7 @@
-"""H2O (Zhang et al., arXiv 2306.14048): keep the last entries and those that all queries so far attended to most.
+"""H2O (Zhang et al., arXiv 2306.14048): keep the last KV pairs and those that all queries so far attended to most.
 
-The mass of an entry starts at 0 and grows, with every later row and its own, by what `mass.attention_mass` returns. It
-moves with the entry when a compression moves that, and no compression resets it.
+The mass of a KV pair starts at 0 and grows, with its own query token and every later one, by what
+`mass.attention_mass` returns. It moves with the KV pair when a compression moves that, and no compression resets it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from kvllm.compression.region import everything, keeps_everything, with_buffer
 
 
 def select(queries: Tensor | None, keys: Tensor, *, retain: int, buffer: int, mass: Tensor) -> Tensor:
-    """Choose the pairs of a region to keep, per sequence and KV head.
+    """Choose the KV pairs of a region to keep, per sequence and KV head.
 
     Args:
         queries: not used: the mass holds what is known about them.
         keys: `[S, Hkv, C, d]`.
-        retain: pairs kept of the C, buffer included; everything is kept if `retain >= C`.
-        buffer: the last entries of the region, always kept; half of `retain` in the paper.
+        retain: KV pairs kept of the C, buffer included; everything is kept if `retain >= C`.
+        buffer: the last KV pairs of the region, always kept; half of `retain` in the paper.
         mass: float32 `[S, Hkv, C]`, accumulated attention.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Kara: score the pairs of a window by the attention of all of its queries, keep the best tokens and chunks."""
+"""Kara: score the KV pairs of a window by the attention of all of its queries, keep the best tokens and chunks."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from kvllm.compression.region import check_queries, everything, keeps_everything
 
 
 def select(queries: Tensor, keys: Tensor, *, retain: int, buffer: int, chunk_budget: int, max_chunk: int) -> Tensor:
-    """Choose the pairs of a window to keep, per sequence and KV head (Kara paper, section 4.1).
+    """Choose the KV pairs of a window to keep, per sequence and KV head (Kara paper, section 4.1).
 
     Args:
-        queries: `[S, Hq, rows, d]`, rotated; normally those of all W positions. Passing only the buffer's is the
-            ablation without bidirectional attention, passing every s-th one costs an s-th.
+        queries: `[S, Hq, query tokens, d]`, rotated; normally those of all W positions. Passing only the buffer's
+            is the ablation without bidirectional attention, passing every s-th one costs an s-th.
         keys: `[S, Hkv, W, d]`, rotated; query head h reads KV head `h // (Hq // Hkv)`.
-        retain: pairs kept of the W, buffer included; everything is kept if `retain >= W`.
+        retain: KV pairs kept of the W, buffer included; everything is kept if `retain >= W`.
         buffer: the last positions of the window, always kept and never scored.
-        chunk_budget: how many of the kept pairs Token2Chunk may spend (alpha); 0 keeps the plain top scores.
+        chunk_budget: how many of the kept KV pairs Token2Chunk may spend (alpha); 0 keeps the plain top scores.
         max_chunk: longest chunk, both ends counted (gamma).
 
     Returns:
@@ -44,11 +44,11 @@ def scores(queries: Tensor, keys: Tensor, buffer: int) -> Tensor:
     """Attention mass each compressible position receives (Kara paper, Eq. 4).
 
     Every query attends to the first n = W - buffer keys and only to these, later ones included (no causal mask).
-    The probabilities are summed over the query rows and over the query heads of a KV head, so that each row of the
-    result sums to `rows * Hq / Hkv`.
+    The probabilities are summed over the query tokens and over the query heads of a KV head, so that each row of
+    the result sums to `query tokens * Hq / Hkv`.
 
     Args:
-        queries: `[S, Hq, rows, d]` and
+        queries: `[S, Hq, query tokens, d]` and
         keys: `[S, Hkv, W, d]`, bfloat16 or float32; computed in float32 throughout.
 
     Returns:

@@ -1,10 +1,10 @@
-"""Kara by what was looked up (ours): squared attention of later entries alone, and a quarter for distinct keys.
+"""Kara by what was looked up (ours): squared attention of later tokens alone, and a quarter for distinct keys.
 
-Where one token looks one fact up, the sum over all rows of a window misleads in three ways. Many rows that give an
-entry a little weigh as much as one that gives it all: squares count the second. A row that stands before an entry never
-attended to it, and what it would have paid means little. And what nobody has looked up yet has no score at all: a
-quarter of the budget goes to the keys most unlike the others (KeyDiff, Park et al., arXiv 2504.15364), whatever
-attention they receive.
+Where one token looks one fact up, the sum over all queries of a window misleads in three ways. Many queries that
+give a KV pair a little weigh as much as one that gives it all: squares count the second. A token before a KV pair never
+attended to it, and the attention that it would have paid means little. And a fact that no token has looked up yet has
+no score at all: a quarter of the budget goes to the keys most unlike the others (KeyDiff, Park et al., arXiv
+2504.15364), whatever attention they receive.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvllm.compression.methods.token2chunk import expand, top_indices
 from kvllm.compression.region import check_queries, everything, keeps_everything, with_buffer
 
 DISTINCT_SHARE = 4
-"""One in so many of the pairs kept is chosen by its key."""
+"""One in so many of the KV pairs kept is chosen by its key."""
 
 
 def select(
@@ -31,9 +31,9 @@ def select(
     max_chunk: int,
     query_offsets: Tensor,
 ) -> Tensor:
-    """Choose the pairs of a window to keep, per sequence and KV head. Arguments and result as for Kara.
+    """Choose the KV pairs of a window to keep, per sequence and KV head. Arguments and result as for Kara.
 
-    query_offsets: int64 `[rows]`, the position in the window of each row of `queries`.
+    query_offsets: int64 `[query tokens]`, the position of each in the window.
     """
     if keeps_everything(keys, retain, buffer):
         return everything(keys)
@@ -47,10 +47,10 @@ def select(
 
 @torch.no_grad()
 def scores(queries: Tensor, keys: Tensor, buffer: int, query_offsets: Tensor) -> Tensor:
-    """Squared attention that each compressible position receives from its own row and later ones.
+    """Squared attention that each compressible position receives from its own query token and later ones.
 
     As in Kara, every query attends to compressible keys only; but to none that comes after it. The squares are summed
-    over the query rows and over the query heads of a KV head.
+    over the query tokens and over the query heads of a KV head.
 
     Returns:
         float32 `[S, Hkv, W - buffer]`, bit-identical for a sequence whatever the others in the batch are.

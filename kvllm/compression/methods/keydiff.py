@@ -11,13 +11,13 @@ from kvllm.compression.region import everything, keeps_everything, with_buffer
 
 
 def select(queries: Tensor | None, keys: Tensor, *, retain: int, buffer: int) -> Tensor:
-    """Choose the pairs of a region to keep, per sequence and KV head.
+    """Choose the KV pairs of a region to keep, per sequence and KV head.
 
     Args:
         queries: not used.
         keys: `[S, Hkv, C, d]`, rotated.
-        retain: pairs kept of the C, buffer included; everything is kept if `retain >= C`.
-        buffer: the last entries of the region, always kept; 0 in the paper.
+        retain: KV pairs kept of the C, buffer included; everything is kept if `retain >= C`.
+        buffer: the last KV pairs of the region, always kept; 0 in the paper.
 
     Returns:
         int64 `[S, Hkv, min(retain, C)]`: ascending offsets in the region.

@@ -21,18 +21,19 @@ def select(
     capacity: int | None = None,
     evicted_mask: Tensor | None = None,
 ) -> Tensor:
-    """Choose the pairs of a region to keep in one layer, per sequence and KV head.
+    """Choose the KV pairs of a region to keep in one layer, per sequence and KV head.
 
     Args:
-        queries: `[S, Hq, rows, d]`, rotated; those of the region's last entries.
+        queries: `[S, Hq, query tokens, d]`, rotated; those of the region's last KV pairs.
         keys: `[S, Hkv, C, d]`, rotated; query head h reads KV head `h // (Hq // Hkv)`. C is the same in all
             layers.
-        retain: pairs kept of the C in the mean over the layers, buffer included; everything is kept if `retain >= C`.
-        buffer: the last entries of the region, always kept.
-        capacity: the most pairs one layer may keep, buffer included (default: C).
-        layer: which of the `num_layers`, from 0.
-        evicted_mask: bool `[S, Hkv, C]`, entries that an earlier selection left empty, none of them in the buffer.
-            They are neither attended to nor kept.
+        retain: KV pairs kept of the C in the mean over the layers, buffer included; everything is kept if
+            `retain >= C`.
+        buffer: the last KV pairs of the region, always kept.
+        capacity: the most KV pairs one layer may keep, buffer included (default: C).
+        layer: number of the layer among the `num_layers`, from 0.
+        evicted_mask: bool `[S, Hkv, C]`, slots that an earlier selection left without a KV pair, none of them in
+            the buffer. They are neither attended to nor kept.
 
     Returns:
         int64 `[S, Hkv, layer_budgets(...)[layer] + buffer]`: ascending offsets in the region.
@@ -43,7 +44,7 @@ def select(
 
 
 def layer_budgets(num_layers: int, length: int, retain: int, buffer: int, beta: int = 20) -> list[int]:
-    """Pairs kept beside the buffer, by layer: a falling line, rounded to the sum `num_layers * (retain - buffer)`.
+    """KV pairs kept beside the buffer, by layer: a falling line, rounded to the sum `num_layers * (retain - buffer)`.
 
     The last layer has `1 / beta` of the mean, or more where the first one would exceed the `length - buffer` there
     are. The exact fractions are rounded by largest remainder; of equals, the lower layer rounds up.

@@ -1,4 +1,4 @@
-"""Random choice: what any method has to beat."""
+"""Random choice: the baseline that any method has to beat."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from kvllm.compression.region import everything, keeps_everything, with_buffer
 def select(
     queries: Tensor | None, keys: Tensor, *, retain: int, buffer: int, seeds: Sequence[int], layer: int
 ) -> Tensor:
-    """Keep pairs of a region by lot, independently for every KV head; the same ones on any device.
+    """Keep KV pairs of a region by lot, independently for every KV head; the same ones on any device.
 
     Args:
         queries: not used.
         keys: `[S, Hkv, C, d]`.
-        retain: pairs kept of the C, buffer included; everything is kept if `retain >= C`.
-        buffer: the last entries of the region, always kept.
+        retain: KV pairs kept of the C, buffer included; everything is kept if `retain >= C`.
+        buffer: the last KV pairs of the region, always kept.
         seeds: one per sequence, at least 0. The same seed draws the same offsets of a region of the same length.
         layer: makes the layers of a sequence differ.
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import max_pool1d
 
-from kvllm.compression.mass import rows_per_tile
+from kvllm.compression.mass import queries_per_tile
 from kvllm.compression.methods.token2chunk import top_indices
 from kvllm.compression.precision import no_tf32
 from kvllm.compression.region import check_queries, everything, keeps_everything, with_buffer
@@ -23,13 +23,15 @@ def select(
     threshold: float = 0.5,
     strict_public: bool = True,
 ) -> Tensor:
-    """Choose the pairs of a region to keep, per sequence and KV head: best `mix * importance - (1 - mix) * redundancy`.
+    """Choose the KV pairs of a region to keep, per sequence and KV head.
+
+    The score of a KV pair is `mix * importance - (1 - mix) * redundancy`.
 
     Args:
-        queries: `[S, Hq, rows, d]`, rotated; those of the region's last entries.
+        queries: `[S, Hq, query tokens, d]`, rotated; those of the region's last KV pairs.
         keys: `[S, Hkv, C, d]`, rotated; query head h reads KV head `h // (Hq // Hkv)`.
-        retain: pairs kept of the C, buffer included; everything is kept if `retain >= C`.
-        buffer: the last entries of the region, always kept.
+        retain: KV pairs kept of the C, buffer included; everything is kept if `retain >= C`.
+        buffer: the last KV pairs of the region, always kept.
         mix: weight of the importance (lambda).
         kernel: see `importance`.
         threshold: see `redundancy`.
@@ -53,12 +55,12 @@ def select(
 @torch.no_grad()
 @no_tf32()
 def importance(queries: Tensor, keys: Tensor, kernel: int = 7) -> Tensor:
-    """Mean attention of the rows of one sequence to the scored keys and to these only, max-pooled over neighbours.
+    """Mean attention of one sequence's query tokens to the scored keys and to these only, max-pooled over neighbours.
 
     The query heads of a KV head join before the softmax: the largest of their logits counts. No causal mask.
 
     Args:
-        queries: `[Hq, rows, d]` and
+        queries: `[Hq, query tokens, d]` and
         keys: `[Hkv, n, d]`, bfloat16 or float32; computed in float32 throughout.
         kernel: positions that a maximum is taken over, odd.
 
@@ -68,15 +70,15 @@ def importance(queries: Tensor, keys: Tensor, kernel: int = 7) -> Tensor:
     if kernel % 2 == 0:
         raise ValueError(f"kernel={kernel} must be odd, to be centred on a position")
     num_kv_heads, num_scored, head_dim = keys.shape
-    num_rows, group = queries.shape[1], queries.shape[0] // num_kv_heads
-    by_row = queries.float().contiguous().view(num_kv_heads, group, num_rows, head_dim).transpose(1, 2)
+    num_tokens, group = queries.shape[1], queries.shape[0] // num_kv_heads
+    by_token = queries.float().contiguous().view(num_kv_heads, group, num_tokens, head_dim).transpose(1, 2)
     scaled_keys = (keys.float() * head_dim**-0.5).contiguous()
     mass = torch.zeros(num_kv_heads, num_scored, device=keys.device)
-    for tile in by_row.split(max(1, rows_per_tile(keys) // group), dim=1):
+    for tile in by_token.split(max(1, queries_per_tile(keys) // group), dim=1):
         logits = torch.bmm(tile.flatten(1, 2), scaled_keys.mT)
         of_group = logits.view(num_kv_heads, -1, group, num_scored).amax(dim=2)
         mass += torch.softmax(of_group, dim=-1).sum(dim=1)
-    return max_pool1d(mass / num_rows, kernel, stride=1, padding=kernel // 2)
+    return max_pool1d(mass / num_tokens, kernel, stride=1, padding=kernel // 2)
 
 
 @torch.no_grad()
@@ -84,7 +86,7 @@ def importance(queries: Tensor, keys: Tensor, kernel: int = 7) -> Tensor:
 def redundancy(keys: Tensor, threshold: float = 0.5, strict_public: bool = True) -> Tensor:
     """How much the keys of one sequence resemble others: softmax over the mean cosine similarity.
 
-    Of the keys that key i resembles by more than `threshold`, the last one does not count as redundant for it.
+    The last one of the keys that key i resembles by more than `threshold` does not count as redundant for it.
 
     Args:
         keys: `[Hkv, C, d]`, bfloat16 or float32; computed in float32 throughout.
@@ -99,8 +101,8 @@ def redundancy(keys: Tensor, threshold: float = 0.5, strict_public: bool = True)
     unit = keys / (keys.norm(dim=-1, keepdim=True) + 1e-8)
     index = torch.arange(length, device=keys.device, dtype=torch.int32)
     total = torch.zeros(num_kv_heads, length, device=keys.device)
-    tile_rows = rows_per_tile(keys)
-    for tile, tile_index in zip(unit.split(tile_rows, dim=1), index.split(tile_rows), strict=True):
+    tile_size = queries_per_tile(keys)
+    for tile, tile_index in zip(unit.split(tile_size, dim=1), index.split(tile_size), strict=True):
         similarity = torch.bmm(tile, unit.mT).masked_fill_(index == tile_index[:, None], 0.0)
         near = similarity > threshold
         last_near = (near * index).amax(dim=-1, keepdim=True).long()

@@ -1,4 +1,4 @@
-"""Sliding window: keep the last entries."""
+"""Sliding window: keep the last KV pairs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvllm.compression.region import everything, keeps_everything
 
 
 def select(queries: Tensor | None, keys: Tensor, *, retain: int, buffer: int) -> Tensor:
-    """Keep the last `retain` pairs of a region, the `buffer` among them.
+    """Keep the last `retain` KV pairs of a region, the `buffer` among them.
 
     Args:
         queries: not used.

@@ -25,17 +25,17 @@ def select(
     pool: Pool = "average",
     evicted_mask: Tensor | None = None,
 ) -> Tensor:
-    """Choose the pairs of a region to keep, per sequence and KV head.
+    """Choose the KV pairs of a region to keep, per sequence and KV head.
 
     Args:
-        queries: `[S, Hq, rows, d]`, rotated; those of the region's last entries.
+        queries: `[S, Hq, query tokens, d]`, rotated; those of the region's last KV pairs.
         keys: `[S, Hkv, C, d]`, rotated; query head h reads KV head `h // (Hq // Hkv)`.
-        retain: pairs kept of the C, buffer included; everything is kept if `retain >= C`.
-        buffer: the last entries of the region, always kept.
+        retain: KV pairs kept of the C, buffer included; everything is kept if `retain >= C`.
+        buffer: the last KV pairs of the region, always kept.
         kernel: width of the pooling that smooths the scores, odd.
         pool: "average" or "max". "max" makes neighbours tie; the first of them wins.
-        evicted_mask: bool `[S, Hkv, C]`, entries that an earlier selection left empty, none of them in the buffer.
-            They are neither attended to nor kept, as long as a head has `retain` others.
+        evicted_mask: bool `[S, Hkv, C]`, slots that an earlier selection left without a KV pair, none of them in
+            the buffer. They are neither attended to nor kept, as long as a head has `retain` others.
 
     Returns:
         int64 `[S, Hkv, min(retain, C)]`: ascending offsets in the region.
@@ -55,28 +55,28 @@ def scores(
     pool: Pool = "average",
     evicted_mask: Tensor | None = None,
 ) -> Tensor:
-    """Mean attention of the last rows, pooled over neighbours.
+    """Mean attention of the last query tokens, pooled over neighbours.
 
-    Row i of w attends to all keys up to its own, index `C - w + i`, whether scored or in the buffer. The
-    probabilities are averaged over the rows and the query heads of a KV head, then pooled. Pooling pads with zeros,
-    which count in an average: both ends are damped.
+    Query token i of w attends to all keys up to its own, index `C - w + i`, whether scored or in the buffer. The
+    probabilities are averaged over the query tokens and the query heads of a KV head, then pooled. Pooling pads with
+    zeros, which count in an average: both ends are damped.
 
     Returns:
-        float32 `[S, Hkv, C - buffer]`, -inf for holes, bit-identical for a sequence whatever the others are.
+        float32 `[S, Hkv, C - buffer]`, -inf for empty slots, bit-identical for a sequence whatever the others are.
     """
     check_queries(queries, keys)
-    length, num_rows = keys.shape[2], queries.shape[2]
-    if num_rows > length:
-        raise ValueError(f"{num_rows} query rows cannot belong to the last of {length} keys")
+    length, num_tokens = keys.shape[2], queries.shape[2]
+    if num_tokens > length:
+        raise ValueError(f"{num_tokens} query tokens cannot belong to the last of {length} keys")
     if kernel % 2 == 0:
         raise ValueError(f"kernel={kernel} must be odd, to be centred on a position")
-    rows_per_kv_head = num_rows * (queries.shape[1] // keys.shape[1])
+    queries_per_kv_head = num_tokens * (queries.shape[1] // keys.shape[1])
     pooling = avg_pool1d if pool == "average" else max_pool1d
-    row_index = torch.arange(length - num_rows, length, device=keys.device)
+    last_kv_index = torch.arange(length - num_tokens, length, device=keys.device)
     of_sequences = []
     for i in range(len(keys)):
-        mass = attention_mass(queries[i], keys[i], row_index, None if evicted_mask is None else evicted_mask[i])
-        scored = mass[:, : length - buffer] / rows_per_kv_head
+        mass = attention_mass(queries[i], keys[i], last_kv_index, None if evicted_mask is None else evicted_mask[i])
+        scored = mass[:, : length - buffer] / queries_per_kv_head
         of_sequences.append(pooling(scored, kernel, stride=1, padding=kernel // 2))
     pooled = torch.stack(of_sequences)
     return pooled if evicted_mask is None else pooled.masked_fill(evicted_mask[..., : length - buffer], -torch.inf)

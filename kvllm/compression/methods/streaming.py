@@ -1,4 +1,4 @@
-"""StreamingLLM (Xiao et al., arXiv 2309.17453): keep the first entries, the attention sinks, and the last ones.
+"""StreamingLLM (Xiao et al., arXiv 2309.17453): keep the first KV pairs, the attention sinks, and the last ones.
 
 Keys keep the rotation of their true positions; the original rotates them by their place in the cache.
 """
@@ -12,13 +12,13 @@ from kvllm.compression.region import everything, keeps_everything, with_buffer
 
 
 def select(queries: Tensor | None, keys: Tensor, *, retain: int, buffer: int, sinks: int = 4) -> Tensor:
-    """Keep the first `sinks` and the last `retain - sinks` pairs of a region.
+    """Keep the first `sinks` and the last `retain - sinks` KV pairs of a region.
 
     Args:
         queries: not used.
         keys: `[S, Hkv, C, d]`.
-        retain: pairs kept of the C; everything is kept if `retain >= C`.
-        buffer: the last entries of the region, always kept: only `retain - buffer` sinks may be.
+        retain: KV pairs kept of the C; everything is kept if `retain >= C`.
+        buffer: the last KV pairs of the region, always kept: only `retain - buffer` sinks may be.
 
     Returns:
         int64 `[S, Hkv, min(retain, C)]`: ascending offsets in the region.

@@ -18,7 +18,7 @@ def expand(scores: Tensor, total: int, chunk_budget: int, max_chunk: int) -> Ten
 
     The candidates are the top `total - chunk_budget` positions. A gap between neighbouring candidates that is
     shorter than `max_chunk` joins them to a chunk; the most rewarding `chunk_budget // (max_chunk - 2)` gaps are
-    filled in. What is left of the budget goes to the highest scores not kept yet, so every row keeps `total`.
+    filled in. The rest of the budget goes to the highest scores not kept yet, so every row keeps `total`.
 
     Args:
         scores: `[..., n]`, floating point and finite.
