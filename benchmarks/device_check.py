@@ -31,9 +31,9 @@ from kvllm.config import require
 from kvllm.errors import KvLLMError
 
 TOTAL_SECONDS = 550.0
-"""Of all sections. Before the first and behind the last, there is some more to do."""
+"""Seconds of all sections. There is more to do before the first and behind the last."""
 LEAST_SECONDS = 20.0
-"""Of a section: torch alone takes several to import."""
+"""Seconds that a section needs at least: torch alone takes several to import."""
 RESULTS = ROOT / "benchmarks" / "results"
 OPTIONAL_PACKAGES = ("triton", "flash-attn", "xformers", "ray")
 
@@ -129,7 +129,7 @@ def run_sections(args: argparse.Namespace, run: dict[str, Any], file: Path) -> d
 
 
 def chosen_sections(args: argparse.Namespace) -> list[str]:
-    """What is measured by the others depends on the compiled operators, so these are always seen to."""
+    """The sections of this run. "extension" is always among them, because others measure the compiled operators."""
     return [name for name in SECTIONS if not args.section or name in ("extension", *args.section)]
 
 

@@ -38,7 +38,7 @@ SHARED_PREFIXES = 8
 class Reading(msgspec.Struct):
     """Bytes of this process after some steps, and the processor's seconds.
 
-    resident: in RAM. malloc_used, malloc_free: what is allocated from glibc, and what it holds beside that for the next
+    resident: in RAM. malloc_used, malloc_free: bytes allocated from glibc, and those it holds beside them for the next
     allocations; None with another C library. code: machine code that was generated at run time. objects: containers
     that Python's garbage collector tracks, a number.
     """

@@ -20,7 +20,7 @@ T = TypeVar("T")
 def run_child(
     module: str, title: str, job: msgspec.Struct, result: type[T], environment: Mapping[str, str] | None = None
 ) -> T:
-    """Run `python -m module` on a job. What it prints to stderr, its progress for one, is seen at once.
+    """Run `python -m module` on a job. Its output on stderr, such as progress, is shown at once.
 
     environment: variables in addition to those of this process.
 

@@ -37,7 +37,7 @@ def run(job: Job) -> Measurement:
 
 
 def serve(llm: LLM, requests: Sequence[Request], title: str = "") -> tuple[list[RequestOutput], Measurement]:
-    """Generate, greedily, as many tokens as each request asks for, and measure. A run with a title shows progress."""
+    """Generate greedily, as many tokens as each request allows, and measure. A run with a title shows progress."""
     prompts = [{"prompt_token_ids": request.prompt_token_ids} for request in requests]
     params = [SamplingParams(temperature=0, max_tokens=r.output_length, ignore_eos=True) for r in requests]
     outputs, measurement = measure(llm, prompts, params, title)

@@ -1,4 +1,4 @@
-"""What the device can do at most: bytes copied and operations of a matrix product, each second. Floors follow."""
+"""Peaks of the device: bytes copied and operations of a matrix product, each second. Floors follow."""
 
 from __future__ import annotations
 

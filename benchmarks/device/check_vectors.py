@@ -1,4 +1,4 @@
-"""The golden vectors on the target: what independent float64 code chose and moved."""
+"""The golden vectors on the target: choices and moves of independent float64 code."""
 
 from __future__ import annotations
 
@@ -142,9 +142,9 @@ def paged_compaction(vectors: Vectors) -> None:
         table, after = vectors(i, "block_table"), vectors(i, "block_table_after")
         first = start // size
         make_operations(cache).compact(kept, table[:, first:].contiguous(), after[:, first:].contiguous())
-        entries = torch.arange(case["C_after"], device=vectors.device)
+        offsets = torch.arange(case["C_after"], device=vectors.device)
         for plane, kind in enumerate("kv"):
-            logical = cache.data[:, plane, after[0, entries // size], :, entries % size].permute(1, 2, 0, 3)
+            logical = cache.data[:, plane, after[0, offsets // size], :, offsets % size].permute(1, 2, 0, 3)
             assert torch.equal(logical, vectors(i, f"{kind}_after_logical")[0]), case
 
 

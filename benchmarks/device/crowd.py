@@ -19,7 +19,7 @@ class Crowd:
         self._names = count()
 
     @property
-    def entries(self) -> int:
+    def kv_pairs(self) -> int:
         """Tokens of all sequences together."""
         return sum(len(output.prompt_token_ids) + len(output.outputs[0].token_ids) for output in self.outputs)
 
@@ -42,7 +42,7 @@ class Crowd:
         for output in self.outputs:
             self.llm.llm_engine.abort(output.request_id)
         if self.outputs:
-            self.llm.llm_engine.step()  # the worker forgets them
+            self.llm.llm_engine.step()  # the worker drops them
         self.outputs.clear()
 
     def steps(self, num_steps: int, after_each: Callable[[], None] = lambda: None) -> list[float]:

@@ -74,19 +74,19 @@ class Decoding:
         self.prompt_tokens_per_s: float | None = None
 
     def measure(self, batch: int, context: int) -> Figures:
-        """Where the pool is too small for all sequences, they have as many entries as it holds."""
+        """Where the pool is too small for all sequences, they have as many KV pairs as it holds."""
         block_size = self.llm.config.block_size
         fitting = self.llm.stats().num_blocks // batch * block_size - ROOM
         held = min(context, fitting)
         if held < context // 2:
-            raise LeftOut(f"the pool holds {max(0, fitting)} entries for each of {batch} sequences")
+            raise LeftOut(f"the pool holds {max(0, fitting)} KV pairs for each of {batch} sequences")
         self._gather(batch, held)
         times = self.crowd.steps(WARM_UP + STEPS)[WARM_UP:]
-        entries = self.crowd.entries / batch
+        kv_pairs = self.crowd.kv_pairs / batch
         seconds = median(times)
-        floor = self.peaks.floor(*decode_cost(self.llm.model_config, batch, entries))
+        floor = self.peaks.floor(*decode_cost(self.llm.model_config, batch, kv_pairs))
         return {
-            "entries": round(entries),
+            "kv_pairs": round(kv_pairs),
             "step_seconds": seconds,
             "step_floor_seconds": floor,
             "times_floor": seconds / floor,

@@ -1,4 +1,4 @@
-"""What compression events cost a decoding batch, phase by phase, and how long they hold it up."""
+"""The cost of compression events for a decoding batch, by phase, and the time for which they hold it up."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Setting(NamedTuple):
     """That are measured. The paper's are so few that each event finds as many windows as it may take."""
 
 
-# The paper's (appendix B.1): blocks of 256, 257 of 768 entries, every 128 steps, at most 30 sequences.
+# The paper's (appendix B.1): blocks of 256, 257 of 768 KV pairs, every 128 steps, at most 30 sequences.
 PAPER = Setting(batch=128, prompt=160, block_size=256, period=128, buffer=32, budget=2048, periods=3)
 TINY = Setting(batch=3, prompt=10, block_size=16, period=8, buffer=4, budget=64, periods=8)
 PHASES = {

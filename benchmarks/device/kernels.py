@@ -29,7 +29,7 @@ from kvllm.worker.sampler import SampleRow, sample
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the model whose kernels are timed. dtype: of a dry run, one that Triton's interpreter computes."""
+    """The sizes of the model whose kernels are timed. dtype: in a dry run, one that Triton's interpreter computes."""
 
     layers: int
     hidden: int
@@ -93,7 +93,7 @@ def run(target: Target, log: Log) -> None:
 def time_backend(clock: Clock, shape: Shape, name: str) -> None:
     target = clock.target
     if not target.dry_run and name in ("cpu", "reference"):
-        return  # not what serves there
+        return  # these do not serve on a GPU
     try:
         capturable = over(name, PagedKVCache(shape.cache(1, target.size(256, 16)), 1, target.device), shape).capturable
     except LeftOut as reason:
@@ -111,22 +111,22 @@ def time_backend(clock: Clock, shape: Shape, name: str) -> None:
         f"the same behind {context}": [list(range(context, context + chunk))],
     }
     for stride in (1, 4):  # a pass of a compression event, as large as the chunk
-        rows = list(range(context - window, context, stride))
-        count = max(1, chunk // len(rows))
-        cases[f"recompute {count} x {len(rows)} rows at {context}"] = [rows] * count
-    for title, rows in cases.items():
-        time_attention(clock, shape, name, f"{name}: {title}", rows, target.size(256, 16), host=True)
+        indices = list(range(context - window, context, stride))
+        count = max(1, chunk // len(indices))
+        cases[f"recompute {count} x {len(indices)} tokens at {context}"] = [indices] * count
+    for title, last_kv_index in cases.items():
+        time_attention(clock, shape, name, f"{name}: {title}", last_kv_index, target.size(256, 16), host=True)
 
 
 def time_attention(
     clock: Clock, shape: Shape, name: str, title: str, last_kv_index: list[list[int]], block_size: int, host: bool
 ) -> None:
-    """last_kv_index: by sequence, the entry up to which each of its rows attends."""
-    entries = sum(rows[-1] + 1 for rows in last_kv_index)
-    attended = sum(index + 1 for rows in last_kv_index for index in rows)
-    num_rows = sum(map(len, last_kv_index))
-    kv_bytes = 2 * entries * shape.kv_heads * shape.head_dim * shape.dtype.itemsize
-    num_bytes = kv_bytes + 2 * num_rows * shape.heads * shape.head_dim * shape.dtype.itemsize
+    """last_kv_index: by sequence, the KV pair up to which each of its query tokens attends."""
+    kv_pairs = sum(indices[-1] + 1 for indices in last_kv_index)
+    attended = sum(index + 1 for indices in last_kv_index for index in indices)
+    num_tokens = sum(map(len, last_kv_index))
+    kv_bytes = 2 * kv_pairs * shape.kv_heads * shape.head_dim * shape.dtype.itemsize
+    num_bytes = kv_bytes + 2 * num_tokens * shape.heads * shape.head_dim * shape.dtype.itemsize
     flops = 4 * attended * shape.heads * shape.head_dim
     prepare = partial(attention_calls, clock.target, shape, name, last_kv_index, block_size, kv_bytes)
     clock.time(title, prepare, num_bytes, flops, host)
@@ -136,7 +136,7 @@ def attention_calls(
     target: Target, shape: Shape, name: str, last_kv_index: list[list[int]], block_size: int, kv_bytes: int
 ) -> list[Call]:
     """A call for each layer of a cache that is larger than the device's own; the blocks of a sequence lie anywhere."""
-    num_blocks = [-(-(rows[-1] + 1) // block_size) for rows in last_kv_index]
+    num_blocks = [-(-(indices[-1] + 1) // block_size) for indices in last_kv_index]
     layers = input_sets(target, kv_bytes)
     cache = PagedKVCache(shape.cache(layers, block_size), sum(num_blocks), target.device)
     backend = over(name, cache, shape)
@@ -146,7 +146,7 @@ def attention_calls(
     for row, blocks in zip(tables, order.split(num_blocks), strict=True):
         row[: len(blocks)] = blocks
     starts = [0, *accumulate(map(len, last_kv_index))]
-    index = [i for rows in last_kv_index for i in rows]
+    index = [i for indices in last_kv_index for i in indices]
     batch = AttentionBatch(
         torch.tensor(starts, dtype=torch.int32, device=target.device),
         torch.tensor(index, dtype=torch.int32, device=target.device),
@@ -165,10 +165,10 @@ def over(name: str, cache: PagedKVCache, shape: Shape) -> AttentionBackend:
 
 
 def time_movement(clock: Clock, shape: Shape, name: str, make: MakeOperations) -> None:
-    """Of one layer's new tokens; then between blocks, of all layers at once: so long that no graph is needed."""
+    """Stores of one layer's new tokens; then moves of all layers at once, too long to need a graph."""
     target = clock.target
     if not target.dry_run and name == "torch":
-        return  # not what serves there
+        return  # these do not serve on a GPU
     for tokens in target.size((128, 2048), (4,)):
         num_bytes = 4 * tokens * shape.kv_heads * shape.head_dim * shape.dtype.itemsize
         prepare = partial(store_calls, target, shape, make, tokens)

@@ -1,4 +1,4 @@
-"""What a section has found so far: one line of JSON for each check or measurement, written at once.
+"""Findings of a section so far: one line of JSON for each check or measurement, written at once.
 
 So nothing is lost when a section runs out of time or its process dies.
 """
@@ -38,7 +38,7 @@ class Log:
         self._guarded(name, PASSED, call)
 
     def measure(self, name: str, call: Callable[[], Figures]) -> None:
-        """`call` returns the figures. What it raises is written down, too, and others still run."""
+        """`call` returns the figures. Its error is written down, too, and others still run."""
         self._guarded(name, MEASURED, call)
 
     def _guarded(self, name: str, status: str, call: Callable[[], Figures | None]) -> None:

@@ -1,4 +1,4 @@
-"""What moves KV pairs in a cache on the target: all implementations that there are."""
+"""Implementations of the operations that move KV pairs in a cache on the target: all that there are."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from benchmarks.device import ceilings
 from benchmarks.device.ceilings import Ceilings
 from benchmarks.device.decode import MODELS, STEPS, WARM_UP, case_name
 from benchmarks.device.log import Figures, LeftOut, Log
-from benchmarks.device.shapes import decode_cost, entry_bytes, write_shape
+from benchmarks.device.shapes import decode_cost, kv_pair_bytes, write_shape
 from benchmarks.device.target import Target
 from kvllm.models.config import ModelConfig, load_model_config
 
@@ -29,7 +29,7 @@ from kvllm.models.config import ModelConfig, load_model_config
 CASES = ((1024, 32), (1024, 128), (4096, 32), (1024, 1), (4096, 128), (1024, 256), (4096, 1), (4096, 256))
 TINY_CASES = ((24, 3),)
 BLOCK_SIZE = 256
-"""Of its cache, as it is by default."""
+"""Tokens of a block of its cache, by default."""
 PROMPT_STEP = 8192
 """Tokens of prompts that it computes in a step, in which others decode already."""
 
@@ -68,7 +68,7 @@ def step(target: Target, model: Any, config: ModelConfig, peaks: Ceilings, batch
     length = WARM_UP + STEPS + ceil(1.25 * batch * context / PROMPT_STEP) + batch.bit_length()
     # Left to itself, its cache takes what memory there is.
     blocks = ceil(1.25 * batch * (ceil((context + length) / BLOCK_SIZE) + 1))
-    if (needed := blocks * BLOCK_SIZE * entry_bytes(config)) > target.free_bytes:
+    if (needed := blocks * BLOCK_SIZE * kv_pair_bytes(config)) > target.free_bytes:
         raise LeftOut(f"its cache would need {needed / 1e9:.0f} GB, {target.free_bytes / 1e9:.0f} are free")
     outputs = model.generate_batch(
         prompts,
@@ -82,10 +82,10 @@ def step(target: Target, model: Any, config: ModelConfig, peaks: Ceilings, batch
     intervals = common_intervals(stamps)[WARM_UP:]
     if not intervals:
         raise LeftOut(f"transformers {transformers.__version__} did not decode all of {batch} requests at once")
-    seconds, entries = median(intervals), context + length / 2
-    floor = peaks.floor(*decode_cost(config, batch, entries))
+    seconds, kv_pairs = median(intervals), context + length / 2
+    floor = peaks.floor(*decode_cost(config, batch, kv_pairs))
     return {
-        "entries": round(entries),
+        "kv_pairs": round(kv_pairs),
         "step_seconds": seconds,
         "step_floor_seconds": floor,
         "times_floor": seconds / floor,

@@ -20,14 +20,14 @@ from benchmarks.device.log import FAILED, LEFT_OUT, Row, read_rows
 
 ROOT = Path(__file__).parents[2]
 GRACE_SECONDS = 15.0
-"""A section knows its limit and ends by itself; it is killed this much later."""
+"""A section ends by itself at its limit; it is killed this much later."""
 LAST_WORDS = 6000
-"""Of what a process has printed, the characters that are kept if it fails."""
+"""Characters that are kept of the output of a process that fails."""
 DRY_ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
 
 
 class Section(NamedTuple):
-    """module: its `run(target, log)` writes the rows. seconds: that it may take. title: what it finds out."""
+    """module: its `run(target, log)` writes the rows. seconds: its limit. title: a line about its findings."""
 
     module: str
     seconds: float
@@ -54,7 +54,7 @@ def run_section(name: str, section: Section, seconds: float, dry_run: bool, rows
     """Run a section in a new process for at most `seconds`; what it found, as it goes into the report.
 
     status: "passed"; "failed" if the process or a row did, or there is no row; "timed out"; "left out" if all rows
-    were. error: the process's last words, if it failed. rows: the file to which the process appends what it finds.
+    were. error: the end of its output, if it failed. rows: the file to which the process appends what it finds.
     """
     begin = time.monotonic()
     rows.unlink(missing_ok=True)

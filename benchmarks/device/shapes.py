@@ -45,7 +45,7 @@ def write_shape(target: Target, name: str, directory: Path) -> Path:
     return path
 
 
-def entry_bytes(model: ModelConfig) -> int:
+def kv_pair_bytes(model: ModelConfig) -> int:
     """Bytes of one token's keys and values in bfloat16, all layers."""
     return 2 * model.num_layers * model.num_kv_heads * model.head_dim * 2
 
@@ -57,7 +57,7 @@ def held_weight_bytes(model: ModelConfig) -> int:
 
 
 def decode_cost(model: ModelConfig, batch: int, context: float) -> tuple[float, float]:
-    """Bytes that a decode step must read, and operations it must do, at `context` entries for each sequence."""
+    """Bytes that a decode step must read, and operations it must do, at `context` KV pairs for each sequence."""
     weights = limits.weight_bytes(model, "bfloat16")
     attended = 4 * model.num_layers * model.num_query_heads * model.head_dim * context
-    return weights + batch * context * entry_bytes(model), batch * (weights + attended)
+    return weights + batch * context * kv_pair_bytes(model), batch * (weights + attended)

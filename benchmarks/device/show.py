@@ -28,7 +28,7 @@ FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "kernel_floor_seconds": ("floor,\nus", _MICROSECONDS),
     "limited_by": ("limited by", str),
     "of_floor": ("floor /\ntime", _SHARE),
-    "entries": ("entries\neach", _COUNT),
+    "kv_pairs": ("KV pairs\neach", _COUNT),
     "step_seconds": ("step,\nms", _MILLISECONDS),
     "step_floor_seconds": ("floor,\nms", _MILLISECONDS),
     "times_floor": ("step /\nfloor", "{:.2f}".format),
@@ -60,11 +60,11 @@ FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "score_seconds": ("score,\ns", _SECONDS),
     "compact_seconds": ("compact,\ns", _SECONDS),
 }
-"""Of measurements, in this order: the head of the column, and how a value is shown."""
+"""Figures of measurements, in this order: the head of the column, and how a value is shown."""
 
 
 def show_section(result: Mapping[str, Any], dry_run: bool) -> str:
-    """What a section found: a table of measurements, counts of checks, and all that went wrong."""
+    """The findings of a section: a table of measurements, counts of checks, and all that went wrong."""
     rows: list[Row] = result["rows"]
     counts = Counter(row["status"] for row in rows)
     summary = ", ".join(f"{counts[status]} {status}" for status in (PASSED, FAILED, LEFT_OUT) if counts[status])

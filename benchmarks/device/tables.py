@@ -52,7 +52,7 @@ SECONDS, TINY_SECONDS = 60.0, 1.0
 LEAST_SECONDS = 20.0
 """Less says nothing."""
 LOAD_SECONDS = 12.0
-"""What a run needs beside."""
+"""Seconds that a run needs beside."""
 COUNTS = ("preemptions", "compression_events", "windows_compressed")
 PHASES = ("decode_seconds", "prefill_seconds", "recompute_seconds", "score_seconds", "compact_seconds")
 
@@ -95,7 +95,7 @@ def make_jobs(target: Target, directory: Path) -> dict[int, dict[str, Job]]:
 
 
 def measure(job: Job, seconds: float, references: dict[int, Figures], column: int) -> Figures:
-    """What a variant serves in `seconds`, and its gains over the first one of the column."""
+    """Requests that a variant serves in `seconds`, and its gains over the first one of the column."""
     figures = serve(make_engine(job), job.requests, seconds)
     reference = references.setdefault(column, figures)
     rates = {"gain": "output_tokens_per_s", "second_half_gain": "second_half_tokens_per_s"}
@@ -103,7 +103,7 @@ def measure(job: Job, seconds: float, references: dict[int, Figures], column: in
 
 
 def serve(llm: LLM, requests: Sequence[Request], seconds: float) -> dict[str, Any]:
-    """Greedily, as many tokens as each request asks for, until the time is up."""
+    """Generate greedily, as many tokens as each request allows, until the time is up."""
     warm_up(llm, requests[0])
     engine, stats = llm.llm_engine, llm.stats()
     before = {name: stats[name] for name in (*COUNTS, *PHASES)}

@@ -43,7 +43,7 @@ class Target:
 
     @property
     def free_bytes(self) -> float:
-        """Of memory; a dry run has enough."""
+        """Bytes of free memory; a dry run has enough."""
         return float("inf") if self.dry_run else torch.cuda.mem_get_info(self.device)[0]
 
     def generator(self, seed: int = 0) -> torch.Generator:

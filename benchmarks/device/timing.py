@@ -44,7 +44,7 @@ def seconds_in_graph(target: Target, calls: Sequence[Call]) -> float:
 
 
 def seconds_with_host(target: Target, calls: Sequence[Call]) -> float:
-    """The same for calls that cannot be captured: what the host does between their launches counts."""
+    """The same for calls that cannot be captured: the host's time between their launches counts."""
     if target.device.type == "cpu":
         return _seconds_by_clock(calls)
 

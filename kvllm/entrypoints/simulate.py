@@ -136,13 +136,13 @@ def read_model_config(path: Path) -> ModelConfig:
 
 
 def describe(args: argparse.Namespace, cost: CostModel, config: EngineConfig, workload: Workload) -> str:
-    """What was simulated, in three lines."""
+    """The simulated machine and workload, in three lines."""
     requests = len(workload.lengths)
     prompts, outputs = (sum(column) / requests for column in zip(*workload.lengths, strict=True))
     arrival = "all at once" if args.rate is None else f"{args.rate:g} a second"
     left_out = f"; {workload.left_out} of the file left out as too long or empty" if workload.left_out else ""
     pool = config.num_blocks * config.block_size
-    gib = pool * cost.entry_bytes * cost.model.num_layers / (1 << 30)
+    gib = pool * cost.kv_pair_bytes * cost.model.num_layers / (1 << 30)
     return (
         f"{args.model_config.name} on {cost.hardware.name}, tensor parallel {cost.devices}: weights "
         f"{cost.weight_bytes / (1 << 30):.1f} GiB and KV pool {gib:.1f} GiB a device\n"

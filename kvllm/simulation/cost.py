@@ -18,23 +18,24 @@ ITEMSIZE = {"bfloat16": 2, "float32": 4}
 
 
 @dataclass(slots=True)
-class Rows:
-    """Query rows of a pass.
+class QueryBatch:
+    """Query tokens of a pass.
 
-    visible: entries that the rows attend, summed over rows. read: entries of their sequences, summed over sequences.
+    visible: KV pairs that the tokens attend, summed over tokens. read: KV pairs of their sequences, summed over
+        sequences.
     """
 
     sequences: int = 0
-    rows: int = 0
+    tokens: int = 0
     visible: int = 0
     read: int = 0
 
-    def add(self, rows: int, cached: int) -> None:
-        """`rows` new tokens of a sequence with `cached` entries: each attends those, the ones before it, and itself."""
+    def add(self, tokens: int, cached: int) -> None:
+        """Add new tokens of a sequence with `cached` KV pairs: each attends those, the ones before it, and itself."""
         self.sequences += 1
-        self.rows += rows
-        self.visible += rows * cached + rows * (rows + 1) // 2
-        self.read += cached + rows
+        self.tokens += tokens
+        self.visible += tokens * cached + tokens * (tokens + 1) // 2
+        self.read += cached + tokens
 
 
 class CostModel:
@@ -67,13 +68,13 @@ class CostModel:
 
     @property
     def weight_bytes(self) -> int:
-        """Of a device: all matrices; the embedding counts twice where it is not the one that gives the logits."""
+        """Bytes of all matrices on a device; the embedding counts twice where it does not give the logits, too."""
         heads = 1 if self.model.tie_word_embeddings else 2
         return self.itemsize * (self.model.num_layers * self.layer_weights + heads * self.head_weights)
 
     @property
-    def entry_bytes(self) -> int:
-        """Of a device: keys and values of one token in one layer."""
+    def kv_pair_bytes(self) -> int:
+        """Bytes on a device of one KV pair in one layer."""
         return 2 * self.kv_heads * self.model.head_dim * self.itemsize
 
     def pool_blocks(self, block_size: int, memory_utilization: float) -> int:
@@ -83,7 +84,7 @@ class CostModel:
         """
         require(0 < memory_utilization <= 1, "gpu_memory_utilization", memory_utilization, "above 0, at most 1")
         usable = self.hardware.memory_bytes * memory_utilization - self.hardware.reserved_bytes
-        blocks = int(usable - self.weight_bytes) // (block_size * self.entry_bytes * self.model.num_layers)
+        blocks = int(usable - self.weight_bytes) // (block_size * self.kv_pair_bytes * self.model.num_layers)
         if blocks < 1:
             raise ConfigError(
                 f"weights of {self.weight_bytes / 1e9:.1f} GB leave no room for a KV pool in {usable / 1e9:.1f} GB of "
@@ -93,14 +94,14 @@ class CostModel:
 
     # Time, in seconds
 
-    def forward(self, decode: Rows, prefill: Rows, samples: int) -> tuple[float, float]:
-        """One step: the time that goes to decoding and to prefill rows. What they share is divided by rows."""
-        rows = decode.rows + prefill.rows
-        layer = self._matmul(rows, self.layer_weights) + 2 * self._all_reduce(rows) + self.hardware.layer_seconds
+    def forward(self, decode: QueryBatch, prefill: QueryBatch, samples: int) -> tuple[float, float]:
+        """One step: the time that goes to decoding and to prefill tokens. Shared time is divided by tokens."""
+        tokens = decode.tokens + prefill.tokens
+        layer = self._matmul(tokens, self.layer_weights) + 2 * self._all_reduce(tokens) + self.hardware.layer_seconds
         shared = self.model.num_layers * layer + self.logits(samples) + self.hardware.step_seconds
         shared += (decode.sequences + prefill.sequences) * self.hardware.sequence_seconds
-        decoding = self.model.num_layers * self._attention(decode) + shared * decode.rows / rows
-        return decoding, self.model.num_layers * self._attention(prefill) + shared * prefill.rows / rows
+        decoding = self.model.num_layers * self._attention(decode) + shared * decode.tokens / tokens
+        return decoding, self.model.num_layers * self._attention(prefill) + shared * prefill.tokens / tokens
 
     def logits(self, samples: int) -> float:
         """The head, and its float32 result brought together, written and read once."""
@@ -109,38 +110,38 @@ class CostModel:
         result = 4 * samples * self.model.vocab_size
         return self._matmul(samples, self.head_weights) + self._gather(result) + 2 * result / self._bytes_per_s
 
-    def recompute(self, rows: Rows) -> float:
-        """A pass that recovers queries: no keys, values or logits, and of the last layer the queries alone (Kara paper,
+    def recompute(self, queries: QueryBatch) -> float:
+        """A pass that recovers queries: no keys, values or logits, and only queries in the last layer (Kara paper,
         appendix C.2)."""
-        layer = self._matmul(rows.rows, 2 * self.q_weights + self.mlp_weights) + self._attention(rows)
-        layer += 2 * self._all_reduce(rows.rows) + self.hardware.layer_seconds
-        last = self._matmul(rows.rows, self.q_weights) + self.hardware.layer_seconds
+        layer = self._matmul(queries.tokens, 2 * self.q_weights + self.mlp_weights) + self._attention(queries)
+        layer += 2 * self._all_reduce(queries.tokens) + self.hardware.layer_seconds
+        last = self._matmul(queries.tokens, self.q_weights) + self.hardware.layer_seconds
         return (self.model.num_layers - 1) * layer + last
 
     def score(self, products: int, keys: int) -> float:
         """Score and select in all layers (Kara paper, eq. 4): `products` of a query and a key for each query head, from
-        `keys` cached entries."""
+        `keys` cached keys."""
         flops = 2 * self.query_heads * self.model.head_dim * products
-        traffic = keys * self.entry_bytes / 2
+        traffic = keys * self.kv_pair_bytes / 2
         scoring = max(flops / self._score_flops, traffic / self._bytes_per_s)
         return self.model.num_layers * (scoring + self.hardware.select_seconds)
 
-    def compact(self, entries: int) -> float:
-        """Move `entries`: read and write them in all layers, at once."""
-        moved = 2 * self.model.num_layers * entries * self.entry_bytes
+    def compact(self, kv_pairs: int) -> float:
+        """Move `kv_pairs`: read and write them in all layers, at once."""
+        moved = 2 * self.model.num_layers * kv_pairs * self.kv_pair_bytes
         return moved / self._bytes_per_s + self.hardware.layer_seconds
 
-    def _matmul(self, rows: int, weights: int) -> float:
-        return max(2 * rows * weights / self._matmul_flops, weights * self.itemsize / self._bytes_per_s)
+    def _matmul(self, tokens: int, weights: int) -> float:
+        return max(2 * tokens * weights / self._matmul_flops, weights * self.itemsize / self._bytes_per_s)
 
-    def _attention(self, rows: Rows) -> float:
-        """One layer: a product with a key and one with a value for each visible entry, each entry read once."""
-        flops = 4 * self.query_heads * self.model.head_dim * rows.visible
-        return max(flops / self._attention_flops, rows.read * self.entry_bytes / self._bytes_per_s)
+    def _attention(self, queries: QueryBatch) -> float:
+        """One layer: a product with a key and one with a value for each visible KV pair, each KV pair read once."""
+        flops = 4 * self.query_heads * self.model.head_dim * queries.visible
+        return max(flops / self._attention_flops, queries.read * self.kv_pair_bytes / self._bytes_per_s)
 
-    def _all_reduce(self, rows: int) -> float:
-        """Sum hidden states of `rows` over the devices, in a ring: each byte travels twice, less the own part."""
-        return 2 * self._exchange(rows * self.model.hidden_size * self.itemsize) + self._latency
+    def _all_reduce(self, tokens: int) -> float:
+        """Sum hidden states of `tokens` over the devices, in a ring: each byte travels twice, less the own part."""
+        return 2 * self._exchange(tokens * self.model.hidden_size * self.itemsize) + self._latency
 
     def _gather(self, num_bytes: int) -> float:
         return self._exchange(num_bytes) + self._latency
@@ -156,7 +157,7 @@ class CostModel:
 
 
 def resolve_dtype(dtype: str, model: ModelConfig) -> str:
-    """What the engine computes in: "auto" is the checkpoint's own (float16 runs as float32)."""
+    """The dtype that the engine computes in: "auto" is the checkpoint's own (float16 runs as float32)."""
     if dtype == "auto":
         dtype = "bfloat16" if model.dtype == "bfloat16" else "float32"
     require(dtype in ITEMSIZE, "dtype", dtype, f"choose one of auto, {', '.join(ITEMSIZE)}")

@@ -10,15 +10,15 @@ from kvllm.compression.queries import QueryTokens, window_tokens
 from kvllm.config import CompressionConfig, EngineConfig
 from kvllm.core.executor import Executor
 from kvllm.core.protocol import CompressionJob, SampledToken, StepPlan, StepResult
-from kvllm.simulation.cost import CostModel, Rows
+from kvllm.simulation.cost import CostModel, QueryBatch
 
 TOKEN = SampledToken(0)
 Window = tuple[int, int]
-"""Index in the cache of a window's first entry, and its entries."""
+"""Index in the cache of a window's first KV pair, and its number of KV pairs."""
 
 
 class SimulatedSeconds(Struct):
-    """Time by what it was spent on. Of a step that decodes and prefills, both get their part."""
+    """Time by phase. A step that decodes and prefills counts for both in part."""
 
     decode: float = 0.0
     prefill: float = 0.0
@@ -39,7 +39,7 @@ class SimulatedExecutor(Executor):
         self.config = config
         self.compression = config.active_compression
         self.seconds = SimulatedSeconds()
-        self.cached: dict[int, int] = {}  # entries in the cache, by sequence
+        self.cached: dict[int, int] = {}  # KV pairs in the cache, by sequence
 
     def execute(self, plan: StepPlan) -> StepResult:
         if plan.reset:
@@ -60,15 +60,15 @@ class SimulatedExecutor(Executor):
         """Nothing to release."""
 
     def _forward(self, plan: StepPlan) -> int:
-        """The model's pass over the scheduled rows. Returns how many tokens it samples."""
+        """The model's pass over the scheduled query tokens. Returns how many tokens it samples."""
         cached = self.cached
-        prefill = Rows()
+        prefill = QueryBatch()
         decoding = visible = samples = 0
         for item in plan.scheduled:
             before = cached[item.seq_id]
             cached[item.seq_id] = before + item.num_tokens
             samples += item.samples
-            if item.num_tokens == 1:  # nearly every row of a run passes here
+            if item.num_tokens == 1:  # nearly every token of a run passes here
                 decoding += 1
                 visible += before + 1
             else:
@@ -76,7 +76,7 @@ class SimulatedExecutor(Executor):
             for fork in item.forks:
                 cached[fork.seq_id] = before + item.num_tokens
                 samples += 1
-        decode, filling = self.cost.forward(Rows(decoding, decoding, visible, visible), prefill, samples)
+        decode, filling = self.cost.forward(QueryBatch(decoding, decoding, visible, visible), prefill, samples)
         self.seconds.decode += decode
         self.seconds.prefill += filling
         return samples
@@ -98,29 +98,29 @@ class SimulatedExecutor(Executor):
     def _passes(self, windows: list[Window], config: CompressionConfig) -> Iterator[list[Window]]:
         """Windows that go through the model together: as many as fit the token budget, at least one."""
         batch: list[Window] = []
-        rows = 0
+        tokens = 0
         for window in windows:
             of_window = window_tokens(config, window[1])
-            if batch and rows + of_window > self.config.max_num_batched_tokens:
+            if batch and tokens + of_window > self.config.max_num_batched_tokens:
                 yield batch
-                batch, rows = [], 0
+                batch, tokens = [], 0
             batch.append(window)
-            rows += of_window
+            tokens += of_window
         if batch:
             yield batch
 
     def _select(self, windows: list[Window], config: CompressionConfig) -> None:
-        """Recompute the windows' queries and score their entries, in one pass."""
-        recomputed = Rows(sequences=len(windows))
+        """Recompute the windows' queries and score their keys, in one pass."""
+        recomputed = QueryBatch(sequences=len(windows))
         query_tokens = QueryTokens.of(config)
         products = keys = 0
         for start, size in windows:
-            rows = query_tokens.count(size)
-            recomputed.rows += rows
-            recomputed.visible += rows * start + query_tokens.attended(size)
+            tokens = query_tokens.count(size)
+            recomputed.tokens += tokens
+            recomputed.visible += tokens * start + query_tokens.attended(size)
             recomputed.read += start + size
-            products += rows * (size - config.buffer)
+            products += tokens * (size - config.buffer)
             keys += size
-        if recomputed.rows:
+        if recomputed.tokens:
             self.seconds.recompute += self.cost.recompute(recomputed)
         self.seconds.score += self.cost.score(products, keys)

@@ -24,10 +24,10 @@ class Hardware(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     bandwidth_efficiency, matmul_efficiency, attention_efficiency: share of these peaks that kernels reach. Attention's
         is of `flops_per_s` of the model's dtype, and counts while it is not limited by reading the cache.
     score_efficiency: share of the float32 peak that scoring a window reaches, softmax included.
-    step_seconds: what a step costs beside the model: scheduling, building the batch.
+    step_seconds: time of a step beside the model: scheduling, building the batch.
     sequence_seconds: the same, for each sequence in it.
-    layer_seconds: what a layer costs beside its arithmetic: starting its kernels.
-    select_seconds: what scoring and selecting costs in a layer beside the products, for each pass over windows.
+    layer_seconds: time of a layer beside its arithmetic: starting its kernels.
+    select_seconds: time of scoring and selecting in a layer beside the products, for each pass over windows.
     link_bytes_per_s: rate, per direction, at which devices exchange data. link_seconds: latency of a collective.
     """
 

@@ -16,7 +16,7 @@ from kvllm.core.protocol import CompressionJob, ScheduledSequence, SequenceStart
 from kvllm.entrypoints import cli
 from kvllm.entrypoints.simulate import parse_compression, read_model_config
 from kvllm.models.config import load_model_config
-from kvllm.simulation.cost import CostModel, Rows, resolve_dtype
+from kvllm.simulation.cost import CostModel, QueryBatch, resolve_dtype
 from kvllm.simulation.executor import SimulatedExecutor
 from kvllm.simulation.hardware import Hardware, load_hardware, shipped_names
 from kvllm.simulation.simulate import simulate
@@ -78,24 +78,24 @@ def engine_config(**options) -> EngineConfig:
 def test_a_decode_reads_weights_and_cache(cost):
     layer = 576 * 4 / 1e3 + 10 * 32 / 1e3 + 0.25
     head = 80 * 4 / 1e3 + 2 * 40 / 1e3  # its weights; 10 logits written and read
-    decode, prefill = cost.forward(Rows(1, 1, 10, 10), Rows(), samples=1)
+    decode, prefill = cost.forward(QueryBatch(1, 1, 10, 10), QueryBatch(), samples=1)
     assert (decode, prefill) == (pytest.approx(2 * layer + head + 1.0 + 0.5), 0.0)
 
 
 def test_a_prefill_computes(cost):
-    rows = Rows()
+    rows = QueryBatch()
     rows.add(100, cached=0)
     assert (rows.visible, rows.read) == (5050, 100)
     layer = 2 * 100 * 576 / 1e4 + 4 * 4 * 2 * 5050 / 1e4 + 0.25
-    decode, prefill = cost.forward(Rows(), rows, samples=0)
+    decode, prefill = cost.forward(QueryBatch(), rows, samples=0)
     assert (decode, prefill) == (0.0, pytest.approx(2 * layer + 1.0 + 0.5))
 
 
 def test_a_mixed_step_divides_what_it_shares_by_rows(cost):
-    chunk = Rows()
+    chunk = QueryBatch()
     chunk.add(3, cached=7)
     assert (chunk.visible, chunk.read) == (8 + 9 + 10, 10)
-    decode, prefill = cost.forward(Rows(1, 1, 10, 10), chunk, samples=1)
+    decode, prefill = cost.forward(QueryBatch(1, 1, 10, 10), chunk, samples=1)
     shared = 2 * (576 * 4 / 1e3 + 0.25) + 0.4 + 1.0 + 2 * 0.5
     assert decode == pytest.approx(shared / 4 + 2 * 0.32)
     assert prefill == pytest.approx(shared * 3 / 4 + 2 * 0.32)
@@ -106,11 +106,11 @@ def test_devices_share_the_work_and_exchange_sums(model):
     all_reduce = 2 * 32 / 2 / 100 + 0.1  # 8 numbers in a ring of two
     layer = 288 * 4 / 1e3 + 10 * 16 / 1e3 + 0.25 + 2 * all_reduce
     head = 40 * 4 / 1e3 + (40 / 2 / 100 + 0.1) + 2 * 40 / 1e3
-    assert cost.forward(Rows(1, 1, 10, 10), Rows(), samples=1)[0] == pytest.approx(2 * layer + head + 1.5)
+    assert cost.forward(QueryBatch(1, 1, 10, 10), QueryBatch(), samples=1)[0] == pytest.approx(2 * layer + head + 1.5)
 
 
 def test_a_compression_recomputes_scores_and_moves(cost):
-    rows = Rows(1, 100, 5050, 100)
+    rows = QueryBatch(1, 100, 5050, 100)
     layer = 2 * 100 * 512 / 1e4 + 4 * 4 * 2 * 5050 / 1e4 + 0.25  # no key and value projection
     last = 2 * 100 * 64 / 1e4 + 0.25  # the queries alone
     assert cost.recompute(rows) == pytest.approx(layer + last)
@@ -124,8 +124,8 @@ def test_efficiencies_stretch_what_they_are_of(model):
     slower = msgspec.structs.replace(HARDWARE, score_efficiency=0.1, **shares)
     costs = [CostModel(hardware, model, "float32") for hardware in (HARDWARE, slower)]
     bare = [2 * 0.25 + 1.0 + 0.5] * 2
-    decode = [c.forward(Rows(1, 1, 10, 10), Rows(), 0)[0] - b for c, b in zip(costs, bare, strict=True)]
-    prefill = [c.forward(Rows(), Rows(1, 100, 0, 0), 0)[1] - b for c, b in zip(costs, bare, strict=True)]
+    decode = [c.forward(QueryBatch(1, 1, 10, 10), QueryBatch(), 0)[0] - b for c, b in zip(costs, bare, strict=True)]
+    prefill = [c.forward(QueryBatch(), QueryBatch(1, 100, 0, 0), 0)[1] - b for c, b in zip(costs, bare, strict=True)]
     score = [c.score(1000, 0) - 1.0 for c in costs]
     assert decode[1] == pytest.approx(2 * decode[0])
     assert prefill[1] == pytest.approx(4 * prefill[0])
@@ -163,7 +163,9 @@ def test_executor_follows_lengths(cost):
     executor = SimulatedExecutor(cost, engine_config(compression=KARA))
     assert len(executor.execute(compression_plan()).tokens) == 2
     assert executor.cached == {0: 40 - 2 * 8 + 1, 1: 40 - 8 + 1}
-    assert executor.seconds.decode == pytest.approx(cost.forward(Rows(2, 2, 25 + 33, 25 + 33), Rows(), 2)[0])
+    assert executor.seconds.decode == pytest.approx(
+        cost.forward(QueryBatch(2, 2, 25 + 33, 25 + 33), QueryBatch(), 2)[0]
+    )
     assert executor.seconds.compact == pytest.approx(cost.compact(2 * 4 + 4))
     executor.execute(StepPlan(dropped_seq_ids=[0]))
     assert executor.cached == {1: 33}
@@ -179,7 +181,7 @@ def test_windows_go_through_the_model_in_passes_that_fit_the_budget(cost, budget
     for count in passes:
         batch, starts = starts[:count], starts[count:]
         visible = sum(12 * start + 78 for start in batch)
-        expected += cost.recompute(Rows(count, 12 * count, visible, sum(start + 12 for start in batch)))
+        expected += cost.recompute(QueryBatch(count, 12 * count, visible, sum(start + 12 for start in batch)))
         scored += cost.score(12 * 8 * count, 12 * count)
     assert executor.seconds.recompute == pytest.approx(expected)
     assert executor.seconds.score == pytest.approx(scored)
