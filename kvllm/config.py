@@ -137,12 +137,12 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def spec(self) -> MethodSpec:
-        """What the engine has to know about the method."""
+        """Facts about the method that the engine reads."""
         return SPECS[self.method]
 
     @property
     def options(self) -> dict[str, int | float]:
-        """What the method's function gets as its options, by name."""
+        """The options of the method's function, by name."""
         fields = {option.name: getattr(self, option.name) for option in TOKEN2CHUNK}
         given = fields | self.method_options
         return {option.name: given.get(option.name, option.default) for option in self.spec.options}
@@ -194,7 +194,7 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
 
 
 class EngineConfig(Struct, frozen=True, kw_only=True):
-    """What the core needs to know.
+    """Settings of the core.
 
     num_blocks: blocks in the KV pool, of `block_size` tokens each.
     max_model_len: longest sequence, prompt and output together, in tokens.

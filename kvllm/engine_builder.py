@@ -80,12 +80,12 @@ def build_engine(args: EngineArgs) -> Engine:
 
 
 def cache_shape(args: EngineArgs) -> CacheShape:
-    """What one rank stores for each token."""
+    """Sizes of what one rank stores for each token."""
     return rank_cache_shape(args.model_config, _dtype(args), args.block_size, args.tensor_parallel_size)
 
 
 def local_device(args: EngineArgs) -> str:
-    """ "cuda" or "cpu": what this process would run the model on. Raises ConfigError if there is no such device."""
+    """The device type of this process, "cuda" or "cpu". Raises ConfigError if there is no such device."""
     available = torch.cuda.is_available()
     allowed = 'torch finds no GPU here: use "auto" or "cpu"'
     require(available or args.device != "cuda", "device", args.device, allowed)
@@ -140,7 +140,7 @@ def _load_here(settings: RunnerSettings, device: str, tokenizer: Tokenizer | Non
 
 
 def _request_options(settings: RunnerSettings, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """What an engine needs to read requests and to end them."""
+    """The parts of an engine that read requests and end them."""
     model = settings.model
     return {"vocab_size": model.vocab_size, "eos_token_ids": model.eos_token_ids, "tokenizer": tokenizer}
 
@@ -151,7 +151,7 @@ def _request_options(settings: RunnerSettings, tokenizer: Tokenizer | None) -> d
 def _num_blocks(args: EngineArgs, most_useful: int, block_bytes: int, state_bytes: int, free: int) -> int:
     """Blocks in the pool: as many as were asked for, or as go into half of the memory that is free.
 
-    state_bytes: what the compression method keeps beside the pool; it counts as memory of the pool.
+    state_bytes: memory that the compression method keeps beside the pool; it counts as memory of the pool.
     """
     override, memory = args.num_gpu_blocks_override, args.kv_cache_memory_bytes
     if override is not None:

@@ -206,7 +206,7 @@ def _batch_of(prompts: Any) -> tuple[list[Any], bool]:
 
 
 def _conversations_of(messages: Any) -> tuple[list[Any], bool]:
-    """Conversations as a list, and whether it was a single one: what holds no list is a conversation, if a bad one."""
+    """Conversations as a list, and whether it was a single one. A list without lists is one conversation."""
     if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
         return [messages], True
     found = list(messages)

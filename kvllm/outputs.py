@@ -1,4 +1,4 @@
-"""What a request gives back. Names follow vLLM."""
+"""Outputs of requests. Names follow vLLM."""
 
 from __future__ import annotations
 

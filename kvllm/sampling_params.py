@@ -1,4 +1,4 @@
-"""What one request asks of the sampler and of the stopping rules. Names and defaults are those of vLLM."""
+"""Options of one request: sampling and stopping rules. Names and defaults are those of vLLM."""
 
 from __future__ import annotations
 

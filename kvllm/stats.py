@@ -1,4 +1,4 @@
-"""What the engine counts."""
+"""Counters of an engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class EngineStats(Struct):
         tokens_recomputed: tokens that these had computed.
         compression_events: steps that compressed.
         windows_compressed: summed over sequences; a cache cut by threshold counts as a window.
-        entries_evicted: KV pairs dropped, summed over sequences. A pair is one token's keys and values over all layers.
+        entries_evicted: KV pairs dropped, summed over sequences. A KV pair is one token's keys and
+            values over all layers.
         blocks_released: blocks by which block tables shrank.
         peak_blocks: most blocks owned by sequences at once.
         decode_seconds: the model's time in steps without prompt tokens.
@@ -80,7 +81,7 @@ class EngineStats(Struct):
                 setattr(self, name, mine + theirs)
 
     def take(self) -> EngineStats:
-        """What was counted since the last call."""
+        """The counts since the last call."""
         taken, empty = copy(self), EngineStats(self.num_blocks, self.method_state_bytes)
         for name in self.__struct_fields__:
             setattr(self, name, empty[name])

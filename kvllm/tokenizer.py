@@ -134,7 +134,7 @@ class IncrementalDecoder:
 
     Args:
         skip_special_tokens: leave special tokens out of the text, those of the prompt too.
-        prompt_token_ids: what the tokens follow. If the prompt ends inside a character that the first tokens complete,
+        prompt_token_ids: the tokens before these. If the prompt ends inside a character that the first tokens complete,
             the character belongs to the pieces.
     """
 

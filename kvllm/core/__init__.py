@@ -1,1 +1,1 @@
-"""The brain of the engine: plain Python that knows lengths and block ids, and imports no torch."""
+"""The brain of the engine: plain Python over lengths and block ids, without torch."""

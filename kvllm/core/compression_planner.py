@@ -126,7 +126,7 @@ class CompressionPlanner:
     # Prefill, admission and growth
 
     def chunk(self, seq: Sequence, num_tokens: int) -> int:
-        """Of `num_tokens` tokens of a prefill those that come before the next point of compression."""
+        """How many of `num_tokens` tokens of a prefill come before the next point of compression."""
         prompt_left = max(0, seq.prompt_length - seq.logical_length)
         regions, prompt_end = self.policy.regions_of(seq), seq.cached_length + prompt_left
         if prompt_left and (self.policy.config.compress_prompt or regions.complete(prompt_end, 0)):

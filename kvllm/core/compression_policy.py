@@ -18,7 +18,7 @@ Candidate = tuple[Sequence, Region]
 
 @dataclass(slots=True)
 class EngineLoad:
-    """What a policy sees of the engine.
+    """The state of the engine that a policy sees.
 
     decode_steps: of the engine so far. available_blocks: that can be allocated now. missing_blocks: how many more the
     first waiting sequence would have needed to be admitted in the last step. tokens: of the step's budget, what
@@ -54,7 +54,7 @@ class CompressionPolicy(ABC):
 
     @abstractmethod
     def select(self, decoding: Sequences[Sequence], load: EngineLoad) -> list[Candidate]:
-        """What to compress before the next step."""
+        """The jobs to run before the next step."""
 
     def eligible(self, decoding: Sequences[Sequence]) -> list[Candidate]:
         """All sequences with something to compress, in the order given."""

@@ -14,7 +14,7 @@ class EngineLoop:
     """Steps an engine as long as it has unfinished requests. No other thread may use the engine.
 
     on_step: called in the loop's thread after orders were executed, and after every step.
-    failure: what has ended the loop. An order must handle its own errors: one that it lets out ends the loop, too.
+    failure: the error that ended the loop. An order handles its own errors, because one that it raises ends the loop.
     """
 
     def __init__(self, engine: LLMEngine, on_step: Callable[[], None]) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Array(Protocol):
-    """What NumPy's arrays and torch's tensors have in common."""
+    """The methods that NumPy's arrays and torch's tensors have in common."""
 
     def tolist(self) -> Any: ...
 

@@ -82,7 +82,7 @@ class OutputProcessor:
     # One token
 
     def _receive_or_fail(self, request: Request, seq: Sequence, token: SampledToken, now: float) -> list[Sequence]:
-        """What one request's token breaks ends that request alone. Returns the sequences that ended."""
+        """Give a sequence its token; an error ends its request alone. Returns the sequences that ended."""
         self._receiving = request
         try:
             ended = self._receive(request, seq, token, now)

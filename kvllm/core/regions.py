@@ -45,7 +45,7 @@ class Regions(ABC):
 
     @abstractmethod
     def trailing(self, cached: int, tail: int) -> Region | None:
-        """What one event compresses of a sequence, or None while it is not eligible."""
+        """The region of a sequence that one event compresses, or None while it is not eligible."""
 
     @abstractmethod
     def next_end(self, cached: int, tail: int) -> int:

@@ -1,4 +1,4 @@
-"""Continuous batching over a block pool: what runs in the next step, what is compressed before it, what has to wait."""
+"""Continuous batching over a block pool: which sequences run next, are compressed before, or wait."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ class Scheduler:
     # Prefill arithmetic
 
     def _chunk(self, seq: Sequence, budget: int) -> int:
-        """Tokens of the next chunk: what is left, what the budget allows, and never past a point of compression."""
+        """Tokens of the next chunk: those left, within the budget, and never past a point of compression."""
         num_tokens = min(seq.num_uncomputed, budget)
         if self.planner is None or not seq.is_prefilling:
             return num_tokens

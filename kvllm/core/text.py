@@ -11,7 +11,7 @@ from kvllm.tokenizer import IncrementalDecoder, StopChecker, Tokenizer
 class CompletionText:
     """Decodes tokens and looks for stop strings.
 
-    prompt_token_ids: what the completion follows. The prompt's text and the completion's are one text, so a space
+    prompt_token_ids: the tokens before the completion. The prompt's text and the completion's are one text, so a space
     between the two belongs to one of them.
     stream: decode every token when it comes. Without it, and without stop strings, which need it, all are decoded
     together at the end, which is a good deal cheaper.

@@ -9,7 +9,7 @@ from kvllm.errors import RequestError
 
 
 class Transition:
-    """Changes an object as a whole: what runs inside of `with transition():` ends, or the next transition begins with
+    """Changes an object as a whole: the body of `with transition():` ends, or the next transition begins with
     `recover`, which makes the object consistent again from what cannot be half written.
 
     An interrupt can fall between any two instructions, so no `except` or `finally` could undo what was done so far. A

@@ -56,7 +56,7 @@ class RayExecutor(Executor):
 
     @property
     def device(self) -> str:
-        """What the ranks run on: "cuda" or "cpu"."""
+        """The device type of the ranks: "cuda" or "cpu"."""
         return self._groups[0].device
 
     @property

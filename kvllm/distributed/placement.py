@@ -117,7 +117,7 @@ def nodes_of(group: PlacementGroup) -> list[str]:
 
 
 def _check_resources(num_replicas: int, num_ranks: int, kind: str, strategy: str) -> None:
-    """What can never be placed would wait without an end."""
+    """Refuse bundles that no node can ever hold: they would wait without an end."""
     nodes = [int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"]]
     on_one_node = strategy == "STRICT_PACK"
     room = sum(node // num_ranks for node in nodes) if on_one_node else sum(nodes) // num_ranks

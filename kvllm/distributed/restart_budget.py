@@ -13,7 +13,7 @@ STEPS_FOR_NEW_BUDGET = 1000
 
 
 class RestartBudget:
-    """Allows `most` restarts. failure: what has ended it all."""
+    """Allows `most` restarts. failure: the error after which none is allowed."""
 
     def __init__(self, most: int) -> None:
         self.most = most

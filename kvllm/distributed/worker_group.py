@@ -215,7 +215,7 @@ class WorkerGroup:
         return message
 
     def _fault(self, what: str) -> WorkerError:
-        """The error to raise: what was noticed here, and what the ranks that have ended left behind."""
+        """The error to raise: the fault noticed here, and the errors of the ranks that have ended."""
         return WorkerError("\n".join([what, *map(str, self._errors())]))
 
     def _errors(self) -> list[RayError]:

@@ -1,4 +1,4 @@
-"""What some compression methods keep beside the cache: lengths for each layer and head, and attention mass.
+"""State that some compression methods keep beside the cache: lengths for each layer and head, and attention mass.
 
 Both are tables with a slot for each running sequence, like the block tables. An engine whose method needs none has
 none.
@@ -45,7 +45,10 @@ class RaggedLengths:
         self.packed_len[table_slot] = 0
 
     def set(self, table_slots: list[int], starts: list[int], kept: torch.Tensor, retain: list[int]) -> None:
-        """Of the pairs from `starts` on, heads keep `kept`, int64 `[layers, S, kv_heads]`, in room for `retain`."""
+        """Note that heads keep `kept` of the KV pairs from `starts` on, in room for `retain`.
+
+        kept: int64 `[layers, S, kv_heads]`.
+        """
         self.packed_len[table_slots] = np.add(starts, retain)
         self.head_lengths[:, table_slots] = np.array(starts)[:, None] + kept.cpu().numpy()
 

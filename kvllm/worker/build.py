@@ -26,7 +26,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch
 
 
 class RunnerSettings(Struct, frozen=True):
-    """What a rank loads its shard with. load_format, enforce_eager: see EngineArgs.
+    """Options that a rank loads its shard with. load_format, enforce_eager: see EngineArgs.
 
     gpu_memory_utilization: if set, `engine.num_blocks` is the most that is of use, and the pool gets as many as fit.
     """
@@ -42,7 +42,7 @@ class RunnerSettings(Struct, frozen=True):
 
 
 def rank_cache_shape(model: ModelConfig, dtype: str, block_size: int, num_ranks: int) -> CacheShape:
-    """What each of `num_ranks` ranks stores. With fewer KV heads than ranks, several ranks hold the same one."""
+    """Sizes of what each of `num_ranks` ranks stores. With fewer KV heads than ranks, several ranks hold the same."""
     return CacheShape(
         model.num_layers, max(1, model.num_kv_heads // num_ranks), model.head_dim, block_size, DTYPES[dtype]
     )
@@ -99,7 +99,7 @@ def explain_backend(settings: RunnerSettings, backend: AttentionBackend) -> str:
 
 
 def _demands(engine: EngineConfig) -> dict[str, bool]:
-    """What the compression method asks of the attention backend."""
+    """The demands of the compression method on the attention backend."""
     compression = engine.compression
     ragged = compression is not None and compression.spec.ragged
     return {"ragged": ragged, "observed": engine.observes_attention}

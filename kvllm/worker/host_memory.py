@@ -22,7 +22,7 @@ def available_memory() -> int:
 
 
 def _left_in_groups(mount: Path, membership: Path) -> Iterator[int]:
-    """What each limited control group leaves. A container sees its own group as the root of the mount."""
+    """Bytes that each limited control group leaves. A container sees its own group as the root of the mount."""
     lines = membership.read_text().splitlines() if membership.is_file() else []
     for _, controller, path in (line.split(":", 2) for line in lines):
         if controller not in FILES:

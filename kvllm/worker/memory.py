@@ -1,4 +1,4 @@
-"""How many blocks the KV pool of a GPU can have: what is left beside the steps that take most memory. These are run."""
+"""Blocks for the KV pool of a GPU: memory that the largest steps leave. These are run to find out."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def enough_memory(what: str, remedy: str) -> Iterator[None]:
 
 
 def run_heaviest_steps(runner: ModelRunner, config: EngineConfig) -> None:
-    """Execute plans that need as much memory as any that the scheduler makes. All their entries go to block 0.
+    """Execute plans that need as much memory as any that the scheduler makes. All their KV pairs go to block 0.
 
     Raises ConfigError if there is too little of it.
     """
@@ -120,8 +120,8 @@ def _event(config: EngineConfig) -> Iterator[StepPlan]:
     yield StepPlan(dropped_seq_ids=list(seq_ids))
 
 
-def _blocks(num_entries: int, config: EngineConfig) -> list[int]:
-    return [0] * -(-num_entries // config.block_size)
+def _blocks(num_kv_pairs: int, config: EngineConfig) -> list[int]:
+    return [0] * -(-num_kv_pairs // config.block_size)
 
 
 def _run_once(step: Step) -> Step:

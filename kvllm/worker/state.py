@@ -1,4 +1,4 @@
-"""What a worker remembers of its sequences between steps: tokens, lengths and block tables."""
+"""State of the sequences that a worker keeps between steps: tokens, lengths and block tables."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SequenceState:
 
     @property
     def dropped(self) -> int:
-        """KV pairs evicted so far: what an uncompressed pair's position is ahead of its index in the cache."""
+        """KV pairs evicted so far: an uncompressed pair's position less its index in the cache."""
         return self.logical_length - self.cached_length
 
 

@@ -12,7 +12,7 @@ import torch
 from kvllm.core.protocol import PhaseSeconds
 
 Phase = Literal["model", "select", "score", "compact"]
-"""What is timed. "score" is a part of "select", whose rest is the recomputation of queries."""
+"""The timed phases. "score" is a part of "select", whose rest is the recomputation of queries."""
 
 
 class PhaseClock:

@@ -72,7 +72,7 @@ class Dispatcher:
             self._unsent[replica][seq.seq_id] = seq
 
     def take(self, replica: int) -> list[SequenceStart] | None:
-        """What to send to a replica. None: it has nothing to do."""
+        """The sequences to send to a replica, or None while it has nothing to do."""
         if not self._placed[replica]:
             return None
         starts = [_start(seq) for seq in self._unsent[replica].values()]

@@ -67,7 +67,7 @@ class ReplicaSet:
 
     @property
     def device(self) -> str:
-        """What the replicas run on: "cuda" or "cpu"."""
+        """The device type of the replicas: "cuda" or "cpu"."""
         return self._replicas[0].spec.device
 
     @property

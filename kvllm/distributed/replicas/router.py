@@ -16,7 +16,7 @@ SEQUENCES_AHEAD = 2
 
 
 def needed_blocks(num_tokens: int, num_sequences: int, block_size: int) -> int:
-    """What a request is expected to take at first: its tokens, and a block that each of its sequences writes."""
+    """Blocks that a request is expected to take at first: those of its tokens, and one that each sequence writes."""
     return num_tokens // block_size + num_sequences
 
 
