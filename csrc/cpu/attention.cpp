@@ -121,18 +121,20 @@ struct Run {
   const AttentionLayer& layer;
   const Kernels& kernels;
 
-  PagedHead head(const AttentionTask& task) const {
+  // KV pairs begin .. end - 1 of a task, as far as it has them.
+  PairRange pairs(const AttentionTask& task, int begin, int end) const {
     const AttentionShape& shape = plan.shape;
     const int64_t offset = task.kv_head * shape.block_size * shape.head_dim * shape.element_size;
     const Evicted gap = evicted(plan, layer.head_lengths, task.sequence, task.kv_head);
-    return {static_cast<const char*>(layer.keys) + offset,
-            static_cast<const char*>(layer.values) + offset,
-            shape.kv_heads * shape.block_size * shape.head_dim,
-            plan.batch.block_tables + task.sequence * plan.batch.table_width,
-            static_cast<int>(shape.block_size),
-            shape.head_dim,
-            gap.begin,
-            gap.count};
+    const PagedHead head{static_cast<const char*>(layer.keys) + offset,
+                         static_cast<const char*>(layer.values) + offset,
+                         shape.kv_heads * shape.block_size * shape.head_dim,
+                         plan.batch.block_tables + task.sequence * plan.batch.table_width,
+                         static_cast<int>(shape.block_size),
+                         shape.head_dim,
+                         gap.begin,
+                         gap.count};
+    return {head, begin, std::min(end, task.num_pairs)};
   }
 
   QueryTile tile(const AttentionTask& task) const {
@@ -161,22 +163,36 @@ struct Run {
     return {start, start + count, start + 2 * count};
   }
 
-  void attend_whole(const AttentionTask& task) const {
+  PairRange pairs_of_task(int64_t i) const { return pairs(plan.tasks[i], 0, plan.tasks[i].num_pairs); }
+
+  PairRange pairs_of_piece(int64_t i) const {
+    const AttentionPiece& piece = plan.pieces[i];
+    return pairs(plan.tasks[piece.task], piece.begin, piece.begin + kSegmentPairs);
+  }
+
+  // `stride`: tasks until the one that this thread will probably take next.
+  void attend_task(int64_t i, int64_t stride) const {
+    const AttentionTask& task = plan.tasks[i];
     const int64_t floats = partial_floats(plan.shape, task);
     float* memory = scratch(floats + workspace_floats());
     const PartialSoftmax total = partial(task, memory);
     const QueryTile queries = tile(task);
-    kernels.attend(head(task), queries, layer.scale, 0, task.num_pairs, memory + floats, total);
+    const bool more = i + stride < static_cast<int64_t>(plan.tasks.size());
+    const PairRange following = pairs_of_task(more ? i + stride : i);
+    kernels.attend(pairs_of_task(i), more ? &following : nullptr, queries, layer.scale, memory + floats, total);
     kernels.finish(queries, plan.shape.head_dim, total);
   }
 
-  void attend_piece(const AttentionPiece& piece) const {
+  void attend_piece(int64_t i, int64_t stride) const {
+    const AttentionPiece& piece = plan.pieces[i];
     const AttentionTask& task = plan.tasks[piece.task];
-    kernels.attend(head(task), tile(task), layer.scale, piece.begin, piece.begin + kSegmentPairs,
-                   scratch(workspace_floats()), partial(task, plan.partials.data() + piece.offset));
+    const bool more = i + stride < static_cast<int64_t>(plan.pieces.size());
+    const PairRange following = pairs_of_piece(more ? i + stride : i);
+    kernels.attend(pairs_of_piece(i), more ? &following : nullptr, tile(task), layer.scale, scratch(workspace_floats()),
+                   partial(task, plan.partials.data() + piece.offset));
   }
 
-  // In the order of attend_whole.
+  // In the order in which attend_task adds segments.
   void merge_pieces() const {
     PartialSoftmax total{};
     for (const AttentionPiece& piece : plan.pieces) {
@@ -208,12 +224,14 @@ void run_attention(AttentionPlan& plan, const AttentionLayer& layer) {
   }
   const KernelSet& set = kernel_set();
   const Run run{plan, layer, plan.shape.element_size == sizeof(float) ? set.float32 : set.bfloat16};
+  const int64_t tasks = static_cast<int64_t>(plan.tasks.size()), pieces = static_cast<int64_t>(plan.pieces.size());
+  const int64_t threads = torch::stable::get_num_threads();
   if (!plan.threaded) {
-    for (const AttentionTask& task : plan.tasks) run.attend_whole(task);
-  } else if (plan.pieces.empty()) {
-    for_each_dynamic(static_cast<int64_t>(plan.tasks.size()), [&](int64_t i) { run.attend_whole(plan.tasks[i]); });
+    for (int64_t i = 0; i < tasks; ++i) run.attend_task(i, 1);
+  } else if (pieces == 0) {
+    for_each_dynamic(tasks, [&](int64_t i) { run.attend_task(i, threads); });
   } else {
-    for_each_dynamic(static_cast<int64_t>(plan.pieces.size()), [&](int64_t i) { run.attend_piece(plan.pieces[i]); });
+    for_each_dynamic(pieces, [&](int64_t i) { run.attend_piece(i, threads); });
     run.merge_pieces();
   }
 }

@@ -11,31 +11,47 @@ namespace kvllm {
 namespace {
 
 constexpr int kCacheLine = 64;
-constexpr int kPrefetchStep = 8;
 
-// Rows of accumulators in registers; columns as vectors. 16 accumulators of 32 registers, or 8 of 16.
+// Rows of accumulators in registers; columns as vectors. 16 accumulators of 32 registers, or 8 of 16: fewer would wait
+// for each other.
 constexpr int kRowBlock = 4;
-constexpr int kVectorBlock = kLanes == 16 ? 4 : 2;
+constexpr int vector_block(int rows) { return (kLanes == 16 ? 4 : 2) * (rows > 2 ? 1 : 4 / rows); }
 
-// A score is a sum of products of words: a word is a channel, or a pair of bfloat16 channels in the 32 bits of a float
-// where the processor multiplies pairs. Pairs travel through Vec with their bits untouched.
+// A score is a sum of products of words: a word is a channel, or a pair of bfloat16 channels in the 32 bits of a float.
+// Pairs travel through Vec with their bits untouched. A word of a query is kFactors numbers.
 template <class T>
 struct ChannelProduct {
+  using Element = T;
   using Word = T;
+  using Factor = T;
   static constexpr int kChannels = 1;
-  static Vec accumulate(Vec query, Vec key, Vec sum) { return fma(query, key, sum); }
+  static constexpr int kFactors = 1;
+  static void unpack(Vec word, Vec* factors) { factors[0] = word; }
+  static void accumulate(Vec& sum, Vec query, Vec key) { add_product(sum, query, key); }
 };
-#if defined(KVLLM_AVX512_BF16)
-struct PairProduct {
+struct BFloat16Product {
+  using Element = BFloat16;
   using Word = float;
   static constexpr int kChannels = 2;
-  static Vec accumulate(Vec query, Vec key, Vec sum) {
-    return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(query), reinterpret_cast<__m512bh>(key));
+#if defined(KVLLM_AVX512_BF16)
+  using Factor = float;
+  static constexpr int kFactors = 1;
+  static void unpack(Vec word, Vec* factors) { factors[0] = word; }
+  static void accumulate(Vec& sum, Vec query, Vec key) {
+    sum = _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(query), reinterpret_cast<__m512bh>(key));
   }
-};
+#else
+  using Factor = BFloat16;
+  static constexpr int kFactors = 2;
+  static void unpack(Vec word, Vec* factors) {
+    factors[0] = first_of_pairs(word);
+    factors[1] = second_of_pairs(word);
+  }
+  static void accumulate(Vec& sum, Vec query, Vec key) { add_product(sum, query, key); }
 #endif
+};
 
-inline int minimum(int a, int b) { return a < b ? a : b; }
+constexpr int minimum(int a, int b) { return a < b ? a : b; }
 
 // Addresses of the KV pairs of a tile.
 template <class T>
@@ -65,32 +81,33 @@ struct TilePairs {
         values[i] = value;
       }
     }
-    for (int i = count; i < kTilePairs; ++i) keys[i] = keys[count - 1];
+    for (int i = count; i < kTilePairs; ++i) {
+      keys[i] = keys[count - 1];
+      values[i] = values[count - 1];
+    }
   }
 };
 
-// Blocks are scattered, so the processor cannot guess the next ones.
+// Into the second level: the first has no room for the next tile beside this one, and fetches that wait for memory
+// would fill its few slots and hold up the loads of this tile.
+inline void prefetch(const void* address) { __builtin_prefetch(address, 0, 2); }
+
 template <class T>
-inline void prefetch(const T* const* vectors, int begin, int end, int head_dim) {
+inline void prefetch_vectors(const T* const* vectors, int begin, int end, int head_dim) {
   for (int i = begin; i < end; ++i) {
-    const char* vector = reinterpret_cast<const char*>(vectors[i]);
-    for (int offset = 0; offset < head_dim * static_cast<int>(sizeof(T)); offset += kCacheLine) {
-      __builtin_prefetch(vector + offset);
-    }
+    for (int channel = 0; channel < head_dim; channel += kCacheLine / sizeof(T)) prefetch(vectors[i] + channel);
   }
 }
 
 // packed[word][pair] <- word of each pair's key.
 template <class Word, class T>
-void pack_keys(const TilePairs<T>& tile, int num_words, int head_dim, float* packed) {
-  const T* const* keys = tile.keys;
+void pack_keys(const TilePairs<T>& tile, int num_words, float* packed) {
   for (int pair = 0; pair < kTilePairs; pair += kLanes) {
-    prefetch(tile.values, pair, minimum(pair + kLanes, tile.count), head_dim);
     for (int first = 0; first < num_words; first += kLanes) {
       const int words = minimum(kLanes, num_words - first);
       Vec square[kLanes];
       for (int i = 0; i < kLanes; ++i) {
-        const Word* key = reinterpret_cast<const Word*>(keys[pair + i]) + first;
+        const Word* key = reinterpret_cast<const Word*>(tile.keys[pair + i]) + first;
         square[i] = words == kLanes ? load(key) : load_first(words, key);
       }
       transpose(square);
@@ -99,24 +116,76 @@ void pack_keys(const TilePairs<T>& tile, int num_words, int head_dim, float* pac
   }
 }
 
-// scores[row][pair] <- scale * query . key, for kRows queries and all pairs of the tile.
+// scores[row][pair] <- scale * query . key, for kRows queries and all pairs of the tile. Meanwhile it prefetches the
+// tile of vectors `next`, unless that is null.
 template <class Product, int kRows>
-void score(const float* queries, const float* packed_keys, int num_words, float scale, float* scores) {
-  for (int pair = 0; pair < kTilePairs; pair += kVectorBlock * kLanes) {
-    Vec sums[kRows][kVectorBlock] = {};
-    for (int word = 0; word < num_words; ++word) {
-      Vec keys[kVectorBlock];
-      for (int v = 0; v < kVectorBlock; ++v) keys[v] = load(packed_keys + word * kTilePairs + pair + v * kLanes);
-      for (int r = 0; r < kRows; ++r) {
-        const Vec query = broadcast(queries[r * num_words + word]);
-        for (int v = 0; v < kVectorBlock; ++v) sums[r][v] = Product::accumulate(query, keys[v], sums[r][v]);
+[[gnu::noinline]] void score(const float* queries, const float* packed_keys, int num_words, float scale, float* scores,
+                             const typename Product::Element* const* next) {
+  constexpr int kFactors = Product::kFactors;
+  constexpr int kVectors = minimum(vector_block(kRows), kTilePairs / kLanes);
+  for (int pair = 0; pair < kTilePairs; pair += kVectors * kLanes) {
+    Vec sums[kRows][kVectors] = {};
+    const float* query = queries;
+    for (int word = 0; word < num_words; ++word, query += kFactors) {
+      const float* keys = packed_keys + word * kTilePairs + pair;
+      if (next != nullptr) {
+        constexpr int kPairs = kVectors * kLanes;
+#pragma GCC unroll 16
+        for (int i = 0; i < (kPairs + 15) / 16; ++i) {
+          const char* vector = reinterpret_cast<const char*>(next[pair + word % 16 * kPairs / 16 + i]);
+          prefetch(vector + word / 16 * kCacheLine);
+        }
+      }
+      const auto factor = [&](int r, int f) { return broadcast(query[r * num_words * kFactors + f]); };
+      if constexpr (kRows > 2) {
+        Vec key[kVectors][kFactors];
+#pragma GCC unroll 16
+        for (int v = 0; v < kVectors; ++v) Product::unpack(load(keys + v * kLanes), key[v]);
+#pragma GCC unroll 16
+        for (int f = 0; f < kFactors; ++f) {
+#pragma GCC unroll 16
+          for (int r = 0; r < kRows; ++r) {
+            const Vec x = factor(r, f);
+#pragma GCC unroll 16
+            for (int v = 0; v < kVectors; ++v) Product::accumulate(sums[r][v], x, key[v][f]);
+          }
+        }
+      } else {
+        Vec x[kRows][kFactors];
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 16
+          for (int f = 0; f < kFactors; ++f) x[r][f] = factor(r, f);
+        }
+#pragma GCC unroll 16
+        for (int v = 0; v < kVectors; ++v) {
+          Vec key[kFactors];
+          Product::unpack(load(keys + v * kLanes), key);
+#pragma GCC unroll 16
+          for (int f = 0; f < kFactors; ++f) {
+#pragma GCC unroll 16
+            for (int r = 0; r < kRows; ++r) Product::accumulate(sums[r][v], x[r][f], key[f]);
+          }
+        }
       }
     }
+#pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-      for (int v = 0; v < kVectorBlock; ++v) {
+#pragma GCC unroll 16
+      for (int v = 0; v < kVectors; ++v) {
         store(scores + r * kTilePairs + pair + v * kLanes, mul(sums[r][v], broadcast(scale)));
       }
     }
+  }
+}
+
+// A query as score() reads it: kFactors numbers for each word.
+template <class Product>
+void unpack_query(const void* query, int head_dim, float* factors) {
+  const int count = head_dim / Product::kChannels * Product::kFactors;
+  for (int i = 0; i < count; i += kLanes) {
+    const int some = minimum(kLanes, count - i);
+    store_first(some, factors + i, load_first(some, static_cast<const typename Product::Factor*>(query) + i));
   }
 }
 
@@ -156,45 +225,69 @@ inline void softmax(float* scores, int count, int head_dim, float& max_so_far, f
 }
 
 // sums[row][channels] += weights[row][begin .. end - 1] . values, for kVectors vectors of channels from `channel` on.
+// Meanwhile it prefetches those of `next`, unless that is null.
 template <class T, int kRows, int kVectors>
-void weigh_channels(const float* weights, const T* const* values, int begin, int end, int channel, int head_dim,
-                    float* sums) {
+[[gnu::noinline]] void weigh_channels(const float* weights, const T* const* values, int begin, int end, int channel,
+                                      int head_dim, float* sums, const T* const* next) {
   Vec registers[kRows][kVectors];
+#pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v) registers[r][v] = load(sums + r * head_dim + channel + v * kLanes);
   }
   for (int pair = begin; pair < end; ++pair) {
-    const T* channels = values[pair] + channel;
+    if (next != nullptr) {
+#pragma GCC unroll 16
+      for (int v = 0; v < kVectors; v += kCacheLine / (kLanes * static_cast<int>(sizeof(T)))) {
+        prefetch(next[pair] + channel + v * kLanes);
+      }
+    }
     Vec value[kVectors];
-    for (int v = 0; v < kVectors; ++v) value[v] = load(channels + v * kLanes);
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; v += 2) load_two(values[pair] + channel + v * kLanes, value + v);
+#pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
       const Vec weight = broadcast(weights[r * kTilePairs + pair]);
-      for (int v = 0; v < kVectors; ++v) registers[r][v] = fma(weight, value[v], registers[r][v]);
+#pragma GCC unroll 16
+      for (int v = 0; v < kVectors; ++v) add_product(registers[r][v], weight, value[v]);
     }
   }
+#pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v) store(sums + r * head_dim + channel + v * kLanes, registers[r][v]);
   }
 }
 
+// The same for as many channels as there are whole blocks of vectors, then for smaller blocks. Returns the first
+// channel that is left.
+template <class T, int kRows, int kVectors>
+int weigh_blocks(const float* weights, const T* const* values, int begin, int end, int channel, int head_dim,
+                 float* sums, const T* const* next) {
+  for (; channel + kVectors * kLanes <= head_dim; channel += kVectors * kLanes) {
+    weigh_channels<T, kRows, kVectors>(weights, values, begin, end, channel, head_dim, sums, next);
+  }
+  if constexpr (kVectors > 2) {
+    return weigh_blocks<T, kRows, kVectors / 2>(weights, values, begin, end, channel, head_dim, sums, next);
+  }
+  return channel;
+}
+
+// Channels of a sum are in the order of load_two where two vectors fit.
 template <class T, int kRows>
-void weigh(const float* weights, const T* const* values, int begin, int end, int head_dim, float* sums) {
-  int channel = 0;
-  for (; channel + kVectorBlock * kLanes <= head_dim; channel += kVectorBlock * kLanes) {
-    weigh_channels<T, kRows, kVectorBlock>(weights, values, begin, end, channel, head_dim, sums);
-  }
-  for (; channel + kLanes <= head_dim; channel += kLanes) {
-    weigh_channels<T, kRows, 1>(weights, values, begin, end, channel, head_dim, sums);
-  }
-  const int rest = head_dim - channel;
-  if (rest == 0) return;
-  for (int r = 0; r < kRows; ++r) {
-    Vec sum = load_first(rest, sums + r * head_dim + channel);
-    for (int pair = begin; pair < end; ++pair) {
-      const Vec value = load_first(rest, values[pair] + channel);
-      sum = fma(broadcast(weights[r * kTilePairs + pair]), value, sum);
+void weigh(const float* weights, const T* const* values, int begin, int end, int head_dim, float* sums,
+           const T* const* next) {
+  int channel = weigh_blocks<T, kRows, vector_block(kRows)>(weights, values, begin, end, 0, head_dim, sums, next);
+  for (; channel < head_dim; channel += kLanes) {
+    const int channels = minimum(kLanes, head_dim - channel);
+    for (int r = 0; r < kRows; ++r) {
+      Vec sum = load_first(channels, sums + r * head_dim + channel);
+      for (int pair = begin; pair < end; ++pair) {
+        const Vec value = load_first(channels, values[pair] + channel);
+        sum = fma(broadcast(weights[r * kTilePairs + pair]), value, sum);
+      }
+      store_first(channels, sums + r * head_dim + channel, sum);
     }
-    store_first(rest, sums + r * head_dim + channel, sum);
   }
 }
 
@@ -207,7 +300,8 @@ struct TileAttention {
   const int head_dim;
   const int num_words;
   const float scale;
-  float* queries;      // [tile.count, num_words]
+  const int query_floats;
+  float* queries;      // [tile.count, query_floats]
   float* packed_keys;  // [num_words, kTilePairs]
 
   TileAttention(const QueryTile& tile, int head_dim, float scale, float* workspace)
@@ -215,52 +309,46 @@ struct TileAttention {
         head_dim(head_dim),
         num_words(head_dim / Product::kChannels),
         scale(scale),
+        query_floats(num_words * Product::kFactors),
         queries(workspace),
         packed_keys(workspace + kMaxQueries * head_dim) {
-    for (int i = 0; i < tile.count; ++i) {
-      const Word* query = static_cast<const Word*>(tile.queries[i]);
-      for (int word = 0; word < num_words; word += kLanes) {
-        const int words = minimum(kLanes, num_words - word);
-        store_first(words, queries + i * num_words + word, load_first(words, query + word));
-      }
-    }
+    for (int i = 0; i < tile.count; ++i) unpack_query<Product>(tile.queries[i], head_dim, queries + i * query_floats);
   }
 
   // Queries `first` .. `first + kRows - 1` against the KV pairs whose keys are packed.
   template <int kRows>
-  void attend_queries(int first, bool is_first, const TilePairs<T>& pairs, const TilePairs<T>& next,
+  void attend_queries(int first, const TilePairs<T>& pairs, const TilePairs<T>* next,
                       const PartialSoftmax& result) const {
     float scores[kRows * kTilePairs];
     int valid[kRows];
     float* sums = result.weighted_values + first * head_dim;
-    score<Product, kRows>(queries + first * num_words, packed_keys, num_words, scale, scores);
+    score<Product, kRows>(queries + first * query_floats, packed_keys, num_words, scale, scores,
+                          next == nullptr ? nullptr : next->values);
     for (int r = 0; r < kRows; ++r) {
       valid[r] = minimum(pairs.count, tile.last[first + r] + 1 - pairs.start);
       softmax(scores + r * kTilePairs, valid[r], head_dim, result.max[first + r], result.sum[first + r],
               sums + r * head_dim);
     }
     // A weight of 0 would not hide a NaN among the values: each query stops at its own last pair.
-    const int step = is_first ? kPrefetchStep : kTilePairs;
-    for (int pair = 0; pair < valid[0]; pair += step) {
-      if (is_first) prefetch(next.keys, pair, minimum(pair + step, next.count), head_dim);
-      weigh<T, kRows>(scores, pairs.values, pair, minimum(pair + step, valid[0]), head_dim, sums);
-    }
+    weigh<T, kRows>(scores, pairs.values, 0, valid[0], head_dim, sums, next == nullptr ? nullptr : next->keys);
+    if (next != nullptr) prefetch_vectors(next->keys, valid[0], kTilePairs, head_dim);
     for (int r = 1; r < kRows; ++r) {
       if (valid[r] == valid[0]) continue;
-      weigh<T, 1>(scores + r * kTilePairs, pairs.values, valid[0], valid[r], head_dim, sums + r * head_dim);
+      weigh<T, 1>(scores + r * kTilePairs, pairs.values, valid[0], valid[r], head_dim, sums + r * head_dim, nullptr);
     }
   }
 
-  void attend_tile(const TilePairs<T>& pairs, const TilePairs<T>& next, const PartialSoftmax& result) const {
-    pack_keys<Word>(pairs, num_words, head_dim, packed_keys);
+  // `next` is the tile to prefetch, or null.
+  void attend_tile(const TilePairs<T>& pairs, const TilePairs<T>* next, const PartialSoftmax& result) const {
+    pack_keys<Word>(pairs, num_words, packed_keys);
     int first = 0;
     while (tile.last[first] < pairs.start) ++first;
-    for (int i = first; i < tile.count; i += kRowBlock) {
+    for (int i = first; i < tile.count; i += kRowBlock, next = nullptr) {
       switch (minimum(kRowBlock, tile.count - i)) {
-        case 4: attend_queries<4>(i, i == first, pairs, next, result); break;
-        case 3: attend_queries<3>(i, i == first, pairs, next, result); break;
-        case 2: attend_queries<2>(i, i == first, pairs, next, result); break;
-        case 1: attend_queries<1>(i, i == first, pairs, next, result); break;
+        case 4: attend_queries<4>(i, pairs, next, result); break;
+        case 3: attend_queries<3>(i, pairs, next, result); break;
+        case 2: attend_queries<2>(i, pairs, next, result); break;
+        case 1: attend_queries<1>(i, pairs, next, result); break;
       }
     }
   }
@@ -293,25 +381,30 @@ inline void merge(int count, int head_dim, const PartialSoftmax& into, const Par
 }
 
 template <class T, class Product>
-void attend(const PagedHead& head, const QueryTile& tile, float scale, int begin, int end, float* workspace,
+void attend(const PairRange& range, const PairRange* following, const QueryTile& tile, float scale, float* workspace,
             const PartialSoftmax& result) {
+  const PagedHead& head = range.head;
+  const int end = minimum(range.end, tile.last[tile.count - 1] + 1);
+  TilePairs<T> tiles[2];
+  int current = 0;
+  tiles[current].locate(head, range.begin, end);
+  prefetch_vectors(tiles[current].keys, 0, tiles[current].count, head.head_dim);
+  prefetch_vectors(tiles[current].values, 0, tiles[current].count, head.head_dim);
   const TileAttention<T, Product> attention(tile, head.head_dim, scale, workspace);
   float* memory = workspace + (kMaxQueries + kTilePairs) * head.head_dim;
   const PartialSoftmax later{memory, memory + tile.count, memory + 2 * tile.count};
-  end = minimum(end, tile.last[tile.count - 1] + 1);
-  TilePairs<T> tiles[2];
-  int current = 0;
-  tiles[current].locate(head, begin, end);
-  for (int segment = begin; segment < end; segment += kSegmentPairs) {
-    const PartialSoftmax& partial = segment == begin ? result : later;
+  for (int segment = range.begin; segment < end; segment += kSegmentPairs) {
+    const PartialSoftmax& partial = segment == range.begin ? result : later;
     clear(tile.count, head.head_dim, partial);
     const int segment_end = minimum(end, segment + kSegmentPairs);
     for (int start = segment; start < segment_end; start += kTilePairs) {
-      tiles[!current].locate(head, start + kTilePairs, end);
-      attention.attend_tile(tiles[current], tiles[!current], partial);
+      TilePairs<T>& next = tiles[!current];
+      next.locate(head, start + kTilePairs, end);
+      if (next.count == 0 && following != nullptr) next.locate(following->head, following->begin, following->end);
+      attention.attend_tile(tiles[current], next.count == 0 ? nullptr : &next, partial);
       current = !current;
     }
-    if (segment != begin) merge(tile.count, head.head_dim, result, later);
+    if (segment != range.begin) merge(tile.count, head.head_dim, result, later);
   }
 }
 
@@ -321,7 +414,11 @@ void finish(const QueryTile& tile, int head_dim, const PartialSoftmax& total) {
     const Vec inverse = div(broadcast(1.0f), broadcast(total.sum[i]));
     T* output = static_cast<T*>(tile.outputs[i]);
     const float* sums = total.weighted_values + i * head_dim;
-    for (int channel = 0; channel < head_dim; channel += kLanes) {
+    int channel = 0;
+    for (; channel + 2 * kLanes <= head_dim; channel += 2 * kLanes) {
+      store_two(output + channel, mul(inverse, load(sums + channel)), mul(inverse, load(sums + channel + kLanes)));
+    }
+    for (; channel < head_dim; channel += kLanes) {
       const int channels = minimum(kLanes, head_dim - channel);
       store_first(channels, output + channel, mul(inverse, load_first(channels, sums + channel)));
     }

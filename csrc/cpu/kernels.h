@@ -43,6 +43,13 @@ struct PagedHead {
   int num_evicted;
 };
 
+// KV pairs begin .. end - 1 of a head.
+struct PairRange {
+  PagedHead head;
+  int begin;
+  int end;
+};
+
 // Queries of that sequence and head. Query i attends KV pairs 0 .. last[i]; `last` does not decrease.
 struct QueryTile {
   int count;
@@ -73,10 +80,11 @@ struct Rotary {
 
 // Pointers are to float or BFloat16, one table for each. Matrices are dense `[rows, width]`.
 struct Kernels {
-  // Queries against KV pairs begin .. end - 1, as far as each attends them; `begin` is a multiple of kSegmentPairs.
-  // `workspace` has kWorkspaceRows rows.
-  void (*attend)(const PagedHead& head, const QueryTile& tile, float scale, int begin, int end, float* workspace,
-                 const PartialSoftmax& result);
+  // Queries against KV pairs, as far as each attends them; `begin` is a multiple of kSegmentPairs. The beginning of
+  // `following`, which this thread will probably attend next, is prefetched; it may be null. `workspace` has
+  // kWorkspaceRows rows.
+  void (*attend)(const PairRange& range, const PairRange* following, const QueryTile& tile, float scale,
+                 float* workspace, const PartialSoftmax& result);
   void (*merge)(int count, int head_dim, const PartialSoftmax& into, const PartialSoftmax& later);
   void (*finish)(const QueryTile& tile, int head_dim, const PartialSoftmax& total);
 

@@ -11,9 +11,8 @@ namespace kvllm {
 const KernelSet kAvx2Kernels = {
     {attend<float, ChannelProduct<float>>, merge, finish<float>, attention_mass<float, ChannelProduct<float>>,
      rms_norm<float>, add_rms_norm<float>, silu_mul<float>, rotary<float>},
-    {attend<BFloat16, ChannelProduct<BFloat16>>, merge, finish<BFloat16>,
-     attention_mass<BFloat16, ChannelProduct<BFloat16>>, rms_norm<BFloat16>, add_rms_norm<BFloat16>, silu_mul<BFloat16>,
-     rotary<BFloat16>},
+    {attend<BFloat16, BFloat16Product>, merge, finish<BFloat16>, attention_mass<BFloat16, BFloat16Product>,
+     rms_norm<BFloat16>, add_rms_norm<BFloat16>, silu_mul<BFloat16>, rotary<BFloat16>},
 };
 
 }  // namespace kvllm

@@ -21,7 +21,7 @@ struct WindowMass {
   const bool squared;
   float* packed_keys;  // [num_tiles, num_words, kTilePairs]
   float* scores;       // [num_tiles, kRowBlock, kTilePairs]
-  float* rows;         // [kRowBlock, num_words]
+  float* rows;         // [kRowBlock, head_dim]
   float* mass;         // [num_tiles * kTilePairs]
 
   WindowMass(const void* keys, int num_keys, int head_dim, float scale, bool squared, float* workspace, float* mass)
@@ -38,27 +38,21 @@ struct WindowMass {
     for (int i = 0; i < num_tiles * kTilePairs; ++i) mass[i] = 0;
     TilePairs<T> tile;
     for (int t = 0; t < num_tiles; ++t) {
-      tile.count = 0;  // no values to prefetch
       for (int i = 0; i < kTilePairs; ++i) {
         const int key = minimum(t * kTilePairs + i, num_keys - 1);
         tile.keys[i] = static_cast<const T*>(keys) + static_cast<int64_t>(key) * head_dim;
       }
-      pack_keys<Word>(tile, num_words, head_dim, packed_keys + static_cast<int64_t>(t) * num_words * kTilePairs);
+      pack_keys<Word>(tile, num_words, packed_keys + static_cast<int64_t>(t) * num_words * kTilePairs);
     }
   }
 
   template <int kRows>
   void add_queries(const void* const* queries, const int* attended) const {
-    for (int r = 0; r < kRows; ++r) {
-      const Word* query = static_cast<const Word*>(queries[r]);
-      for (int word = 0; word < num_words; word += kLanes) {
-        const int words = minimum(kLanes, num_words - word);
-        store_first(words, rows + r * num_words + word, load_first(words, query + word));
-      }
-    }
+    const int query_floats = num_words * Product::kFactors;
+    for (int r = 0; r < kRows; ++r) unpack_query<Product>(queries[r], head_dim, rows + r * query_floats);
     for (int t = 0; t < num_tiles; ++t) {
       const float* keys = packed_keys + static_cast<int64_t>(t) * num_words * kTilePairs;
-      score<Product, kRows>(rows, keys, num_words, scale, scores + t * kRows * kTilePairs);
+      score<Product, kRows>(rows, keys, num_words, scale, scores + t * kRows * kTilePairs, nullptr);
     }
     Vec inverse[kRows];
     for (int r = 0; r < kRows; ++r) {

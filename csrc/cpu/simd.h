@@ -27,6 +27,12 @@ inline Vec load(const BFloat16* p) {
   const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
 }
+// The bits of kLanes pairs, and the first or second of each.
+inline Vec load_pairs(const BFloat16* p) { return _mm512_castsi512_ps(_mm512_loadu_si512(p)); }
+inline Vec first_of_pairs(Vec x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(x), 16)); }
+inline Vec second_of_pairs(Vec x) {
+  return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(static_cast<int>(0xffff0000))));
+}
 inline void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
 
 inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
@@ -34,6 +40,8 @@ inline Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
 inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
 inline Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+// sum <- fma(a, b, sum), in place: with many sums, g++ chooses the form that overwrites a factor, and moves registers.
+inline void add_product(Vec& sum, Vec a, Vec b) { asm("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b)); }
 // The second operand where either is NaN.
 inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 inline Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
@@ -60,6 +68,12 @@ inline Vec round_to_bfloat16(Vec x) {
 inline void store(BFloat16* p, Vec x) {
   const __m512i high = _mm512_srli_epi32(_mm512_castps_si512(round_to_bfloat16(x)), 16);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(high));
+}
+
+// Pairs of bfloat16, of floats.
+inline Vec join_pairs(Vec first, Vec second) {
+  const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(round_to_bfloat16(first)), 16);
+  return _mm512_castsi512_ps(_mm512_or_si512(low, _mm512_castps_si512(round_to_bfloat16(second))));
 }
 
 inline float reduce_add(Vec x) { return _mm512_reduce_add_ps(x); }
@@ -103,6 +117,12 @@ inline Vec load(const BFloat16* p) {
   const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
 }
+// The bits of kLanes pairs, and the first or second of each.
+inline Vec load_pairs(const BFloat16* p) { return _mm256_loadu_ps(reinterpret_cast<const float*>(p)); }
+inline Vec first_of_pairs(Vec x) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(x), 16)); }
+inline Vec second_of_pairs(Vec x) {
+  return _mm256_castsi256_ps(_mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(static_cast<int>(0xffff0000))));
+}
 inline void store(float* p, Vec x) { _mm256_storeu_ps(p, x); }
 
 inline Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
@@ -110,6 +130,8 @@ inline Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
 inline Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
 inline Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+// sum <- fma(a, b, sum), in place: with many sums, g++ chooses the form that overwrites a factor, and moves registers.
+inline void add_product(Vec& sum, Vec a, Vec b) { asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b)); }
 // The second operand where either is NaN.
 inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
 inline Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
@@ -136,6 +158,12 @@ inline void store(BFloat16* p, Vec x) {
   const __m256i high = _mm256_srli_epi32(_mm256_castps_si256(round_to_bfloat16(x)), 16);
   const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(high, high), 0x08);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
+}
+
+// Pairs of bfloat16, of floats.
+inline Vec join_pairs(Vec first, Vec second) {
+  const __m256i low = _mm256_srli_epi32(_mm256_castps_si256(round_to_bfloat16(first)), 16);
+  return _mm256_castsi256_ps(_mm256_or_si256(low, _mm256_castps_si256(round_to_bfloat16(second))));
 }
 
 inline float reduce_add(Vec x) {
@@ -184,6 +212,16 @@ inline Vec load(const BFloat16* p) {
   for (int i = 0; i < kLanes; ++i) bits[i] = static_cast<int32_t>(static_cast<uint32_t>(p[i].bits) << 16);
   return reinterpret_cast<Vec>(bits);
 }
+// The bits of kLanes pairs, and the first or second of each.
+inline Vec load_pairs(const BFloat16* p) {
+  Vec x;
+  __builtin_memcpy(&x, p, sizeof(x));
+  return x;
+}
+inline Vec first_of_pairs(Vec x) { return reinterpret_cast<Vec>(reinterpret_cast<Bits>(x) << 16); }
+inline Vec second_of_pairs(Vec x) {
+  return reinterpret_cast<Vec>(reinterpret_cast<Bits>(x) & static_cast<int32_t>(0xffff0000));
+}
 inline void store(float* p, Vec x) { __builtin_memcpy(p, &x, sizeof(x)); }
 
 inline Vec select(Bits condition, Vec yes, Vec no) {
@@ -194,6 +232,7 @@ inline Vec sub(Vec a, Vec b) { return a - b; }
 inline Vec mul(Vec a, Vec b) { return a * b; }
 inline Vec div(Vec a, Vec b) { return a / b; }
 inline Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
+inline void add_product(Vec& sum, Vec a, Vec b) { sum = fma(a, b, sum); }
 // The second operand where either is NaN.
 inline Vec max(Vec a, Vec b) { return select(a > b, a, b); }
 inline Vec min(Vec a, Vec b) { return select(a < b, a, b); }
@@ -216,6 +255,13 @@ inline Vec round_to_bfloat16(Vec x) {
 inline void store(BFloat16* p, Vec x) {
   const Bits bits = reinterpret_cast<Bits>(round_to_bfloat16(x));
   for (int i = 0; i < kLanes; ++i) p[i].bits = static_cast<uint16_t>(static_cast<uint32_t>(bits[i]) >> 16);
+}
+
+// Pairs of bfloat16, of floats.
+inline Vec join_pairs(Vec first, Vec second) {
+  typedef uint32_t Unsigned __attribute__((vector_size(16)));
+  const Unsigned low = reinterpret_cast<Unsigned>(round_to_bfloat16(first)) >> 16;
+  return reinterpret_cast<Vec>(low | reinterpret_cast<Unsigned>(round_to_bfloat16(second)));
 }
 
 inline float reduce_add(Vec x) { return (x[0] + x[2]) + (x[1] + x[3]); }
@@ -244,6 +290,24 @@ inline void store_first(int count, T* p, Vec x) {
   T padded[kLanes];
   store(padded, x);
   __builtin_memcpy(p, padded, count * sizeof(T));
+}
+
+// 2 * kLanes values as two vectors. The order is the cheapest: bfloat16 come apart into first and second of each pair.
+inline void load_two(const float* p, Vec* out) {
+  out[0] = load(p);
+  out[1] = load(p + kLanes);
+}
+inline void load_two(const BFloat16* p, Vec* out) {
+  const Vec pairs = load_pairs(p);
+  out[0] = first_of_pairs(pairs);
+  out[1] = second_of_pairs(pairs);
+}
+inline void store_two(float* p, Vec first, Vec second) {
+  store(p, first);
+  store(p + kLanes, second);
+}
+inline void store_two(BFloat16* p, Vec first, Vec second) {
+  store(reinterpret_cast<float*>(p), join_pairs(first, second));
 }
 
 inline Vec rounded_to(Vec x, const float*) { return x; }
