@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LIBRARIES = ("common", "device", "reasoner")
+LIBRARIES = ("common", "device", "peers_engines", "reasoner")
 """The folders that hold libraries. They may hold scripts, too; all other modules are scripts."""
 
 

@@ -1,0 +1,324 @@
+"""KvLLM and other engines side by side on this machine: tokens per second, time to the first token, and memory.
+
+    python -m benchmarks.peers --model 50m --workloads A B C --rounds 3
+
+Each peer runs in a virtual environment of its own, which is made from PyPI on first use (several GB for all of them;
+llama.cpp is compiled). An engine that cannot be installed or does not run on this CPU is listed with the reason. All
+engines get the same token ids and generate the same number of tokens, greedily. Every run is a process of its own. The
+engines take turns, in the opposite order in every other round, and ratios are taken within a round. The figures go to
+peers.json, a plot to peers.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from benchmarks.common import command_line, engines, limits, machine, report, shapes, workloads
+from benchmarks.common.limits import PhysicalLimit
+from benchmarks.common.summary import spread
+from benchmarks.common.workloads import Request
+from benchmarks.peers_engines.environments import PeerFiles
+from benchmarks.peers_engines.protocol import ChildFailed, Job, call
+from benchmarks.peers_engines.registry import ENGINES
+from kvllm.config import require
+from kvllm.models.config import ModelConfig, load_model_config
+
+DEFAULT_WORKLOADS = {"50m": ("A", "B", "C")}
+LARGE_WORKLOADS = ("A", "B", "C512")
+
+
+class Run(Struct):
+    """A run of an engine. See `benchmarks.peers_engines.protocol.measure`.
+
+    first_tokens: of each request. kv: the format of the KV cache. version: of the engine's package.
+    """
+
+    seconds: float
+    output_tokens_per_s: float
+    start_seconds: float
+    peak_memory_bytes: int
+    weight_bytes: int
+    kv: str
+    kv_bytes: float
+    overhead_bytes: float
+    first_tokens: list[int]
+    version: str
+
+
+Runs = dict[str, list[Run]]
+"""By the name of the engine, a run of each round."""
+Spread = dict[str, float]
+"""Median, least and most."""
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = command_line.make_parser("benchmarks.peers", __doc__)
+    names = ", ".join(shapes.SHAPES)
+    add = parser.add_argument
+    add("--model", default="50m", help=f"directory of a checkpoint, or a shape with random weights: {names}")
+    add(
+        "--workloads",
+        nargs="+",
+        choices=tuple(workloads.WORKLOADS),
+        help="A: 16 short requests; B: one; C: 8 long ones; C512: half as long (default A B C, or C512 if not 50m)",
+    )
+    add("--engines", nargs="+", choices=tuple(ENGINES), default=list(ENGINES), metavar="NAME", help=", ".join(ENGINES))
+    add("--rounds", type=int, default=3, help="runs of each engine (default 3)")
+    add("--seed", type=int, default=0)
+    add("--timeout", type=float, default=1800, help="seconds that a run or a conversion may take (default 1800)")
+    add(
+        "--environments",
+        type=Path,
+        default=Path(".venv-peers"),
+        metavar="DIR",
+        help="folder of the environments and of converted checkpoints, kept for later runs (default .venv-peers)",
+    )
+    command_line.add_output_argument(parser)
+    parser.set_defaults(max_model_len=None)  # the longest request
+    args = parser.parse_args(arguments)
+    require(args.rounds >= 1, "--rounds", args.rounds, "at least 1")
+    require(args.timeout > 0, "--timeout", args.timeout, "above 0")
+    args.workloads = args.workloads or DEFAULT_WORKLOADS.get(args.model, LARGE_WORKLOADS)
+    command_line.require_unique("--engines", args.engines)
+    command_line.require_unique("--workloads", args.workloads)
+    return args
+
+
+def make_requests(args: argparse.Namespace, model: ModelConfig) -> dict[str, list[Request]]:
+    """The requests of each workload. Raises ConfigError if the model does not allow their lengths."""
+    requests = {}
+    for name in args.workloads:
+        rng = random.Random(args.seed)
+        requests[name] = workloads.random_requests(rng, workloads.WORKLOADS[name](rng), model.vocab_size)
+        engines.check_lengths(args, model, requests[name])
+    return requests
+
+
+# Runs
+
+
+def prepare(
+    files: PeerFiles, names: Sequence[str], checkpoint: Path, timeout: float
+) -> tuple[dict[str, Path], dict[str, str]]:
+    """Environments and converted checkpoints: the checkpoints that the engines load, and why others load none."""
+    checkpoints: dict[str, Path] = {}
+    failures: dict[str, str] = {}
+    for name in names:
+        try:
+            files.python(ENGINES[name].environment)
+            checkpoints[name] = files.converted(name, checkpoint, timeout)
+        except ChildFailed as error:
+            failures[name] = str(error)
+            print(f"{name}: {error}", flush=True)
+    return checkpoints, failures
+
+
+def make_job(name: str, checkpoint: Path, loaded: Path, model: ModelConfig, requests: Sequence[Request]) -> Job:
+    numbers_of_pair = 2 * model.num_layers * model.num_kv_heads * model.head_dim
+    return {
+        "action": "run",
+        "checkpoint": str(checkpoint),
+        "prepared": str(loaded),
+        "options": ENGINES[name].options,
+        "prompts": [request.prompt_token_ids for request in requests],
+        "output_lengths": [request.output_length for request in requests],
+        "vocab_size": model.vocab_size,
+        "kv_numbers": numbers_of_pair * sum(request.kv_pairs for request in requests),
+        "threads": machine.machine()["cores"],
+    }
+
+
+def run_rounds(files: PeerFiles, jobs: Mapping[str, Job], rounds: int, timeout: float) -> tuple[Runs, dict[str, str]]:
+    """The runs of all engines that ran in every round, and why others did not."""
+    runs: Runs = {name: [] for name in jobs}
+    failures: dict[str, str] = {}
+    names = list(jobs)
+    for number in range(rounds):
+        for name in names if number % 2 == 0 else reversed(names):
+            if name in failures:
+                continue
+            engine = ENGINES[name]
+            try:
+                result = call(files.python(engine.environment), engine.module, jobs[name], files.log(name), {}, timeout)
+            except ChildFailed as error:
+                failures[name] = str(error)
+                print(f"round {number + 1} of {rounds}, {name}: {error}", flush=True)
+                continue
+            runs[name].append(run := msgspec.convert(result, Run))
+            print(
+                f"round {number + 1} of {rounds}, {name}: {run.output_tokens_per_s:.1f} output tokens/s, "
+                f"{run.seconds:.1f} s",
+                flush=True,
+            )
+    return {name: of_engine for name, of_engine in runs.items() if name not in failures}, failures
+
+
+# Figures
+
+
+def spread_of(values: Sequence[float]) -> Spread:
+    return {"median": median(values), "min": min(values), "max": max(values)}
+
+
+def kvllm_of(name: str, runs: Runs) -> str | None:
+    """KvLLM with the weights' format of an engine; None if it has no runs."""
+    weights = ENGINES[name].weights
+    return next((n for n in runs if ENGINES[n].is_kvllm and ENGINES[n].weights == weights), None)
+
+
+def ratios(runs: Runs) -> dict[str, Spread]:
+    """KvLLM / peer of the same weights, in tokens per second, within a round; by the name of the peer."""
+    result = {}
+    for name, of_peer in runs.items():
+        kvllm = kvllm_of(name, runs)
+        if kvllm is not None and not ENGINES[name].is_kvllm:
+            pairs = zip(runs[kvllm], of_peer, strict=True)
+            result[name] = spread_of([a.output_tokens_per_s / b.output_tokens_per_s for a, b in pairs])
+    return result
+
+
+def best_ratios(runs: Runs) -> dict[str, Spread]:
+    """KvLLM / the fastest peer of the round, by the weights' format."""
+    result = {}
+    for name in (name for name in runs if ENGINES[name].is_kvllm):
+        weights = ENGINES[name].weights
+        peers = [runs[n] for n in runs if ENGINES[n].weights == weights and not ENGINES[n].is_kvllm]
+        if peers:
+            rounds = zip(*peers, strict=True)
+            fastest = [max(run.output_tokens_per_s for run in runs_of_round) for runs_of_round in rounds]
+            pairs = zip(runs[name], fastest, strict=True)
+            result[weights] = spread_of([run.output_tokens_per_s / most for run, most in pairs])
+    return result
+
+
+def same_first_tokens(run: Run, kvllm: Run) -> str:
+    same = sum(a == b for a, b in zip(run.first_tokens, kvllm.first_tokens, strict=True))
+    return f"{same} of {len(run.first_tokens)}"
+
+
+# The report
+
+
+def show(runs: Runs, failures: Mapping[str, str]) -> str:
+    """A line for each engine with medians (least-most), and one for each engine that did not run."""
+    header = [
+        "engine",
+        "weights",
+        "KV",
+        "output tokens/s",
+        "KvLLM / it",
+        "start to first\ntoken, s",
+        "memory beyond\nweights, KV, MiB",
+        "first tokens\nas KvLLM's",
+    ]
+    against, rows = ratios(runs), []
+    for name, of_engine in runs.items():
+        kvllm = kvllm_of(name, runs)
+        rows.append(
+            [
+                name,
+                ENGINES[name].weights,
+                of_engine[0].kv,
+                spread(spread_of([run.output_tokens_per_s for run in of_engine]), "{:.1f}"),
+                spread(against[name], "{:.2f}") if name in against else "",
+                spread(spread_of([run.start_seconds for run in of_engine]), "{:.1f}"),
+                spread(spread_of([run.overhead_bytes / report.MIB for run in of_engine]), "{:.0f}"),
+                "" if kvllm is None else same_first_tokens(of_engine[0], runs[kvllm][0]),
+            ]
+        )
+    lines = [report.table(header, rows)]
+    lines += [f"KvLLM / best peer, {weights}: {spread(s, '{:.2f}')}" for weights, s in best_ratios(runs).items()]
+    lines += [f"{name} did not run: {reason}" for name, reason in failures.items()]
+    return "\n".join(lines)
+
+
+def show_limit(limit: PhysicalLimit, runs: Runs, alone: bool) -> str:
+    """The limit of bfloat16 weights and, for one request alone, the share that each engine reached."""
+    text = (
+        f"Weights read in a step: {limit.weight_bytes / 1e6:.0f} MB in bf16; "
+        f"memory is read at {limit.read_bytes_per_s / 1e9:.1f} GB/s.\n"
+    )
+    rate = limit.one_sequence_tokens_per_s
+    if rate is None:
+        return text + "The weights fit into the last-level cache, so reading them sets no limit."
+    text += f"So one sequence alone decodes at most {rate:.0f} tokens/s"
+    if not alone:
+        return text + "."
+    reached = (
+        f"{name} {median(run.output_tokens_per_s for run in of_engine) / rate:.0%}"
+        for name, of_engine in runs.items()
+        if ENGINES[name].weights == "bf16"
+    )
+    return f"{text}; reached, prompt included: {', '.join(reached)}."
+
+
+def content_of(requests: Sequence[Request], runs: Runs, failures: Mapping[str, str]) -> dict[str, Any]:
+    """What the JSON holds of a workload."""
+    return {
+        "requests": len(requests),
+        "prompt_tokens": sum(len(request.prompt_token_ids) for request in requests),
+        "output_tokens": sum(request.output_length for request in requests),
+        "ratios": ratios(runs),
+        "best_ratios": best_ratios(runs),
+        "failures": failures,
+        "engines": {
+            name: {"weights": ENGINES[name].weights, "runs": msgspec.to_builtins(of_engine)}
+            for name, of_engine in runs.items()
+        },
+    }
+
+
+def plot(path: Path, title: str, of_workloads: Mapping[str, Runs]) -> None:
+    panels = {
+        f"workload {workload}": {
+            f"{name} ({ENGINES[name].weights})": [run.output_tokens_per_s for run in of_engine]
+            for name, of_engine in runs.items()
+        }
+        for workload, runs in of_workloads.items()
+    }
+    kvllm = [f"{name} ({engine.weights})" for name, engine in ENGINES.items() if engine.is_kvllm]
+    report.plot_bars(path, title, "output tokens/s, median and range", panels, highlighted=kvllm)
+
+
+def benchmark(arguments: Sequence[str]) -> None:
+    args = parse_arguments(arguments)
+    files = PeerFiles(args.environments)
+    model = load_model_config(files.config(args.model))
+    requests = make_requests(args, model)
+    provenance = machine.provenance("benchmarks.peers", arguments)
+    print(f"{provenance['command']}\n{machine.describe(provenance['machine'])}", flush=True)
+    checkpoint = files.checkpoint(args.model)
+    checkpoints, missing = prepare(files, args.engines, checkpoint, args.timeout)
+    content: dict[str, Any] = {}
+    of_workloads: dict[str, Runs] = {}
+    for workload, of_workload in requests.items():
+        tokens = sum(request.output_length for request in of_workload)
+        print(f"\nWorkload {workload}: {len(of_workload)} requests, {tokens} output tokens.", flush=True)
+        jobs = {name: make_job(name, checkpoint, path, model, of_workload) for name, path in checkpoints.items()}
+        runs, failures = run_rounds(files, jobs, args.rounds, args.timeout)
+        limit = limits.physical_limit(model, "bfloat16", "cpu")
+        print(f"\n{show(runs, missing | failures)}\n")
+        print(show_limit(limit, runs, alone=len(of_workload) == 1), flush=True)
+        content[workload] = content_of(of_workload, runs, missing | failures)
+        content[workload]["physical_limit"] = msgspec.to_builtins(limit)
+        of_workloads[workload] = runs
+        of_model = {"name": args.model, **msgspec.to_builtins(model)}
+        report.write_json(args.output / "peers.json", {**provenance, "model": of_model, "workloads": content})
+    plot(args.output / "peers.png", f"{args.model}, random prompts, greedy", of_workloads)
+    print(f"Written: {args.output / 'peers.json'}, {args.output / 'peers.png'}")
+
+
+def main() -> None:
+    command_line.run_script(benchmark)
+
+
+if __name__ == "__main__":
+    main()

