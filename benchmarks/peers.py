@@ -43,6 +43,7 @@ class Run(Struct):
 
     seconds: float
     output_tokens_per_s: float
+    other_load: float
     start_seconds: float
     peak_memory_bytes: int
     weight_bytes: int
@@ -215,6 +216,7 @@ def show(runs: Runs, failures: Mapping[str, str]) -> str:
         "KV",
         "output tokens/s",
         "KvLLM / it",
+        "other work,\ncores",
         "start to first\ntoken, s",
         "memory beyond\nweights, KV, MiB",
         "first tokens\nas KvLLM's",
@@ -229,6 +231,7 @@ def show(runs: Runs, failures: Mapping[str, str]) -> str:
                 of_engine[0].kv,
                 spread(spread_of([run.output_tokens_per_s for run in of_engine]), "{:.1f}"),
                 spread(against[name], "{:.2f}") if name in against else "",
+                spread(spread_of([run.other_load for run in of_engine]), "{:.1f}"),
                 spread(spread_of([run.start_seconds for run in of_engine]), "{:.1f}"),
                 spread(spread_of([run.overhead_bytes / report.MIB for run in of_engine]), "{:.0f}"),
                 "" if kvllm is None else same_first_tokens(of_engine[0], runs[kvllm][0]),

@@ -37,6 +37,7 @@ def make_run(rate, first_tokens=(1, 2)):
     return peers.Run(
         seconds=100 / rate,
         output_tokens_per_s=rate,
+        other_load=0.1,
         start_seconds=2.5,
         peak_memory_bytes=500 << 20,
         weight_bytes=300 << 20,
@@ -94,7 +95,7 @@ def test_a_child_runs_kvllm_and_measures_it(tiny, tmp_path):
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True), use_tqdm=False)
     assert run.first_tokens == [output.outputs[0].token_ids[0] for output in outputs]
     assert run.output_tokens_per_s == pytest.approx(17 / run.seconds)
-    assert run.start_seconds > run.seconds > 0
+    assert run.start_seconds > run.seconds > 0 and run.other_load >= 0
     assert run.weight_bytes == sum(file.stat().st_size for file in tiny.glob("*.safetensors"))
     assert run.kv == "f32"
     assert run.kv_bytes == (24 + 12 - 1 + 7 + 5 - 1) * 2 * 3 * 2 * 16 * 4  # KV pairs, K and V, layers, heads, dim
@@ -146,7 +147,7 @@ def test_the_best_peer_is_the_fastest_of_each_round():
 def test_the_table_shows_medians_and_why_an_engine_did_not_run():
     text = peers.show(recorded(), {"transformers": "not installed: no space"})
     lines = {line.split()[0]: line for line in text.splitlines()}
-    cells = ["openvino", "bf16", "bf16", "100.0 (50.0-100.0)", "1.20 (1.20-1.30)", "2.5", "100", "2 of 2"]
+    cells = ["openvino", "bf16", "bf16", "100.0 (50.0-100.0)", "1.20 (1.20-1.30)", "0.1", "2.5", "100", "2 of 2"]
     assert re.split(r"  +", lines["openvino"]) == cells
     assert lines["llama.cpp-q8_0"].endswith("1 of 2")
     assert "transformers did not run: not installed: no space" in text
