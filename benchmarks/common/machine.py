@@ -18,6 +18,7 @@ import psutil
 import torch
 
 import kvllm
+from kvllm.huge_pages import use_huge_pages
 
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 PROBE_BYTES = 512 << 20
@@ -73,7 +74,8 @@ def last_level_cache() -> int | None:
 def read_bandwidth(device: str = "cpu", repeats: int = 10) -> float:
     """The best rate, in bytes/s, at which an array far larger than any cache is read: on the CPU by all of torch's
     threads together, elsewhere by the whole device."""
-    array = torch.ones(max(PROBE_BYTES, 4 * (last_level_cache() or 0)) // 4, device=device)
+    size = max(PROBE_BYTES, 4 * (last_level_cache() or 0)) // 4
+    array = use_huge_pages(torch.empty(size, device=device)).fill_(1)
     array.sum().item()
     best = float("inf")
     for _ in range(repeats):

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kvllm.huge_pages import use_huge_pages
+
 
 @dataclass(frozen=True)
 class CacheShape:
@@ -37,11 +39,8 @@ class PagedKVCache:
     def __init__(self, shape: CacheShape, num_blocks: int, device: torch.device | str = "cpu") -> None:
         self.shape = shape
         self.num_blocks = num_blocks
-        self.data = torch.empty(
-            (shape.num_layers, 2, num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim),
-            dtype=shape.dtype,
-            device=device,
-        )
+        size = (shape.num_layers, 2, num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim)
+        self.data = use_huge_pages(torch.empty(size, dtype=shape.dtype, device=device))
 
     def keys(self, layer: int) -> torch.Tensor:
         """`[blocks, kv_heads, block_size, head_dim]`, a view."""

@@ -9,13 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks import demo, throughput
+from benchmarks import cpu_kernels, demo, throughput
 from benchmarks.common import jobs, limits, report, shapes, workloads
 from benchmarks.common.jobs import Job
 from benchmarks.common.problem_sets import ProblemSet
 from benchmarks.common.variants import parse_variant
 from benchmarks.common.workloads import Request
 from benchmarks.reasoner.tokenizer import encode
+from kvllm._extension import operator
 from kvllm.errors import ConfigError, KvLLMError
 from kvllm.models.config import load_model_config
 from tests.helpers.checkpoints import make_checkpoint
@@ -265,3 +266,13 @@ def test_demo_refuses_settings_that_do_not_fit_before_it_runs(monkeypatch, capsy
     with pytest.raises(SystemExit, match="lower buffer"):
         demo.main()
     assert capsys.readouterr().out == ""
+
+
+def test_cpu_kernels_reads_each_layer_of_caches_that_exceed_the_processors(monkeypatch):
+    operator("paged_attention")
+    monkeypatch.setattr(cpu_kernels, "CACHE_BYTES", 1 << 20)
+    case = cpu_kernels.Case("50m", "bfloat16", 16, batch=2, context=96)
+    assert case.bytes == 2 * 2 * 2 * 96 * 64 * 2  # of keys and values, sequences, heads
+    decode = cpu_kernels.Decode(case)
+    assert decode.cache.data.nbytes > (1 << 20) - case.bytes
+    assert 0 < decode.seconds() < 1
