@@ -26,6 +26,7 @@ from kvllm.worker.build import (
     rank_cache_shape,
 )
 from kvllm.worker.inline import InlineExecutor
+from kvllm.worker.threads import set_up_threads
 
 if TYPE_CHECKING:  # a single process needs neither these nor Ray
     from kvllm.distributed.executor import RayExecutor
@@ -45,6 +46,7 @@ def build_engine(args: EngineArgs) -> Engine:
     Raises:
         ConfigError, CheckpointError: before any weights are read, wherever that can be known.
     """
+    set_up_threads()
     config, shape = args.engine_config, cache_shape(args)
     state_bytes = method_state_bytes(config, shape)
     tokenizer = load_tokenizer(args.path) if has_tokenizer(args.path) else None

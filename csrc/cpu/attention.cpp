@@ -236,6 +236,34 @@ void run_attention(AttentionPlan& plan, const AttentionLayer& layer) {
   }
 }
 
+void check_attention_tables(const Tensor& query_start_loc, const Tensor& last_kv_index, const Tensor& block_tables,
+                            const std::optional<Tensor>& packed_len, int64_t num_query_tokens) {
+  check_contiguous(query_start_loc, "query_start_loc", 1);
+  check_contiguous(last_kv_index, "last_kv_index", 1);
+  check_contiguous(block_tables, "block_tables", 2);
+  check_dtype(query_start_loc, "query_start_loc", ScalarType::Int);
+  check_dtype(last_kv_index, "last_kv_index", ScalarType::Int);
+  check_dtype(block_tables, "block_tables", ScalarType::Int);
+  check_size(last_kv_index, "last_kv_index", 0, num_query_tokens);
+  check_size(query_start_loc, "query_start_loc", 0, block_tables.size(0) + 1);
+  if (packed_len) {
+    check_contiguous(*packed_len, "packed_len", 1);
+    check_dtype(*packed_len, "packed_len", ScalarType::Int);
+    check_size(*packed_len, "packed_len", 0, block_tables.size(0));
+  }
+}
+
+AttentionBatch attention_batch(const Tensor& query_start_loc, const Tensor& last_kv_index, const Tensor& block_tables,
+                               const std::optional<Tensor>& packed_len, int64_t num_query_tokens) {
+  return {num_query_tokens,
+          block_tables.size(0),
+          block_tables.size(1),
+          query_start_loc.const_data_ptr<int32_t>(),
+          last_kv_index.const_data_ptr<int32_t>(),
+          block_tables.const_data_ptr<int32_t>(),
+          packed_len ? packed_len->const_data_ptr<int32_t>() : nullptr};
+}
+
 Tensor paged_attention(const Tensor& queries, const Tensor& key_cache, const Tensor& value_cache,
                        const Tensor& query_start_loc, const Tensor& last_kv_index, const Tensor& block_tables,
                        const std::optional<Tensor>& packed_len, const std::optional<Tensor>& head_lengths,
@@ -247,24 +275,14 @@ Tensor paged_attention(const Tensor& queries, const Tensor& key_cache, const Ten
   check_dtype(key_cache, "key_cache", queries.scalar_type());
   check_dtype(value_cache, "value_cache", queries.scalar_type());
   for (int64_t dim = 0; dim < 4; ++dim) check_size(value_cache, "value_cache", dim, key_cache.size(dim));
-  check_contiguous(query_start_loc, "query_start_loc", 1);
-  check_contiguous(last_kv_index, "last_kv_index", 1);
-  check_contiguous(block_tables, "block_tables", 2);
-  check_dtype(query_start_loc, "query_start_loc", ScalarType::Int);
-  check_dtype(last_kv_index, "last_kv_index", ScalarType::Int);
-  check_dtype(block_tables, "block_tables", ScalarType::Int);
   const int64_t num_query_tokens = queries.size(0), query_heads = queries.size(1), head_dim = queries.size(2);
   const int64_t kv_heads = key_cache.size(1), sequences = block_tables.size(0);
   check_size(key_cache, "key_cache", 3, head_dim);
-  check_size(last_kv_index, "last_kv_index", 0, num_query_tokens);
-  check_size(query_start_loc, "query_start_loc", 0, sequences + 1);
+  check_attention_tables(query_start_loc, last_kv_index, block_tables, packed_len, num_query_tokens);
   STD_TORCH_CHECK(packed_len.has_value() == head_lengths.has_value(), "packed_len and head_lengths go together");
   if (packed_len) {
-    check_contiguous(*packed_len, "packed_len", 1);
     check_contiguous(*head_lengths, "head_lengths", 2);
-    check_dtype(*packed_len, "packed_len", ScalarType::Int);
     check_dtype(*head_lengths, "head_lengths", ScalarType::Int);
-    check_size(*packed_len, "packed_len", 0, sequences);
     check_size(*head_lengths, "head_lengths", 0, sequences);
     check_size(*head_lengths, "head_lengths", 1, kv_heads);
   }
@@ -276,14 +294,8 @@ Tensor paged_attention(const Tensor& queries, const Tensor& key_cache, const Ten
                              static_cast<int>(head_dim),
                              key_cache.size(0),
                              key_cache.size(2)};
-  const AttentionBatch batch{num_query_tokens,
-                             sequences,
-                             block_tables.size(1),
-                             query_start_loc.const_data_ptr<int32_t>(),
-                             last_kv_index.const_data_ptr<int32_t>(),
-                             block_tables.const_data_ptr<int32_t>(),
-                             packed_len ? packed_len->const_data_ptr<int32_t>() : nullptr};
-  AttentionPlan plan(shape, batch);
+  AttentionPlan plan(shape,
+                     attention_batch(query_start_loc, last_kv_index, block_tables, packed_len, num_query_tokens));
   run_attention(plan, {queries.data_ptr(), queries.stride(0), key_cache.data_ptr(), value_cache.data_ptr(),
                        head_lengths ? head_lengths->const_data_ptr<int32_t>() : nullptr, out.mutable_data_ptr(),
                        static_cast<float>(scale)});

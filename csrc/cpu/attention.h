@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "kernels.h"
+#include "ops.h"
 
 namespace kvllm {
 
@@ -69,5 +69,11 @@ struct AttentionPlan {
 };
 
 void run_attention(AttentionPlan& plan, const AttentionLayer& layer);
+
+// The batch in tensors, after a check of their dtypes and sizes.
+void check_attention_tables(const Tensor& query_start_loc, const Tensor& last_kv_index, const Tensor& block_tables,
+                            const std::optional<Tensor>& packed_len, int64_t num_query_tokens);
+AttentionBatch attention_batch(const Tensor& query_start_loc, const Tensor& last_kv_index, const Tensor& block_tables,
+                               const std::optional<Tensor>& packed_len, int64_t num_query_tokens);
 
 }  // namespace kvllm

@@ -18,6 +18,19 @@ STABLE_TORCH_LIBRARY(kvllm, m) {
   m.def("store_kv(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor keys, Tensor values, Tensor slots) -> ()");
   m.def("copy_blocks(Tensor(a!) cache, Tensor sources, Tensor destinations) -> ()");
   m.def("compact(Tensor(a!) cache, Tensor kept, Tensor sources, Tensor destinations) -> ()");
+  m.def("pack_weight(Tensor weight) -> Tensor");
+  m.def("unpack_rows(Tensor packed, Tensor indices) -> Tensor");
+  m.def("packed_linear(Tensor x, Tensor packed, Tensor? bias, int out_features) -> Tensor");
+  m.def(
+      "make_decoder(Tensor cos_sin, Tensor final_norm, int num_q_heads, int num_kv_heads, int head_dim, float eps) -> "
+      "Tensor");
+  m.def(
+      "add_decoder_layer(Tensor decoder, Tensor input_norm, Tensor qkv, Tensor? qkv_bias, Tensor? q_norm, Tensor? "
+      "k_norm, Tensor o, Tensor post_attention_norm, Tensor gate_up, Tensor down, int inner_size) -> ()");
+  m.def(
+      "run_decoder(Tensor decoder, Tensor(a!) residual, Tensor positions, Tensor slots, Tensor(b!) cache, Tensor "
+      "query_start_loc, Tensor last_kv_index, Tensor block_tables, Tensor? packed_len, Tensor? head_lengths, float "
+      "scale) -> Tensor");
   m.def("cpu_isa() -> str");
 }
 
@@ -31,6 +44,12 @@ STABLE_TORCH_LIBRARY_IMPL(kvllm, CPU, m) {
   m.impl("store_kv", TORCH_BOX(&kvllm::store_kv));
   m.impl("copy_blocks", TORCH_BOX(&kvllm::copy_blocks));
   m.impl("compact", TORCH_BOX(&kvllm::compact));
+  m.impl("pack_weight", TORCH_BOX(&kvllm::pack_weight));
+  m.impl("unpack_rows", TORCH_BOX(&kvllm::unpack_rows));
+  m.impl("packed_linear", TORCH_BOX(&kvllm::packed_linear));
+  m.impl("make_decoder", TORCH_BOX(&kvllm::make_decoder));
+  m.impl("add_decoder_layer", TORCH_BOX(&kvllm::add_decoder_layer));
+  m.impl("run_decoder", TORCH_BOX(&kvllm::run_decoder));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kvllm, CompositeExplicitAutograd, m) { m.impl("cpu_isa", TORCH_BOX(&kvllm::cpu_isa)); }

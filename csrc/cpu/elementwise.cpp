@@ -15,6 +15,13 @@ void check_weight(const Tensor& weight, const char* name, const Tensor& like, in
 
 }  // namespace
 
+void check_positions(const int64_t* positions, int64_t count, int64_t num_positions) {
+  for (int64_t i = 0; i < count; ++i) {
+    STD_TORCH_CHECK(positions[i] >= 0 && positions[i] < num_positions, "position ", positions[i], " is not among the ",
+                    num_positions, " rows of cos_sin");
+  }
+}
+
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
   const Kernels& kernels = kernels_for(x, "x");
   check_contiguous(x, "x", 2);
@@ -85,11 +92,7 @@ void rotary(const Tensor& qkv, const Tensor& positions, const Tensor& cos_sin, i
   arguments.query_weight = query_weight ? query_weight->data_ptr() : nullptr;
   arguments.key_weight = key_weight ? key_weight->data_ptr() : nullptr;
   arguments.eps = static_cast<float>(eps);
-  for (int64_t row = 0; row < rows; ++row) {
-    const int64_t position = arguments.positions[row];
-    STD_TORCH_CHECK(position >= 0 && position < cos_sin.size(0), "position ", position, " is not among the ",
-                    cos_sin.size(0), " rows of cos_sin");
-  }
+  check_positions(arguments.positions, rows, cos_sin.size(0));
   for_rows(rows, width, [&](int64_t begin, int64_t end) { kernels.rotary(arguments, begin, end); });
 }
 

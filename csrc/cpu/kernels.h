@@ -78,6 +78,31 @@ struct Rotary {
   float eps;
 };
 
+// Columns of a packed weight that lie together.
+constexpr int kTileColumns = 16;
+
+// Rows that a part of a product has at most.
+constexpr int kMaxPartRows = 48;
+
+// out [rows, columns] <- x [rows, depth] times a packed weight, plus a bias [columns], or none. x has the dtype of the
+// operands: float, or that of the weight where `multiplies_bfloat16` says so.
+struct Product {
+  const void* x;
+  int64_t x_stride;
+  const void* weight;  // [tiles, depth / 2, kTileColumns, 2] for BFloat16, [tiles, depth, kTileColumns] for float
+  int64_t depth;
+  const void* bias;
+  void* out;
+  int64_t out_stride;
+  int64_t columns;
+};
+struct ProductPart {
+  int64_t begin_row, end_row;  // at most kMaxPartRows
+  int64_t begin_tile, end_tile;
+};
+// Floats of memory that a part works in.
+constexpr int64_t kProductWorkspace = kMaxPartRows * 4 * kTileColumns;
+
 // Pointers are to float or BFloat16, one table for each. Matrices are dense `[rows, width]`.
 struct Kernels {
   // Queries against KV pairs, as far as each attends them; `begin` is a multiple of kSegmentPairs. The beginning of
@@ -99,6 +124,10 @@ struct Kernels {
                        float eps);
   void (*silu_mul)(const void* gate_up, void* out, int64_t rows, int64_t width);
   void (*rotary)(const Rotary& arguments, int64_t begin, int64_t end);
+
+  void (*product)(const Product& arguments, const ProductPart& part, float* workspace);
+  void (*widen)(const void* x, float* out, int64_t count);  // to the operands of a product
+  bool multiplies_bfloat16;                                 // without widening them
 };
 
 struct KernelSet {

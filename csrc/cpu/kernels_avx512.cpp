@@ -6,14 +6,17 @@
 #include "attention_kernel.h"
 #include "elementwise_kernel.h"
 #include "mass_kernel.h"
+#include "product_kernel.h"
 
 namespace kvllm {
 
 const KernelSet kAvx512Kernels = {
     {attend<float, ChannelProduct<float>>, merge, finish<float>, attention_mass<float, ChannelProduct<float>>,
-     rms_norm<float>, add_rms_norm<float>, silu_mul<float>, rotary<float>},
+     rms_norm<float>, add_rms_norm<float>, silu_mul<float>, rotary<float>, product<float, FloatProduct<float>>,
+     widen<float>, false},
     {attend<BFloat16, BFloat16Product>, merge, finish<BFloat16>, attention_mass<BFloat16, BFloat16Product>,
-     rms_norm<BFloat16>, add_rms_norm<BFloat16>, silu_mul<BFloat16>, rotary<BFloat16>},
+     rms_norm<BFloat16>, add_rms_norm<BFloat16>, silu_mul<BFloat16>, rotary<BFloat16>,
+     product<BFloat16, FloatProduct<BFloat16>>, widen<BFloat16>, false},
 };
 
 }  // namespace kvllm

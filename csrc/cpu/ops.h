@@ -8,12 +8,12 @@
 #include <torch/headeronly/util/shim_utils.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <optional>
 #include <vector>
 
 #include "isa.h"
+#include "threads.h"
 
 namespace kvllm {
 
@@ -36,6 +36,29 @@ void store_kv(const Tensor& key_cache, const Tensor& value_cache, const Tensor& 
               const Tensor& slots);
 void copy_blocks(const Tensor& cache, const Tensor& sources, const Tensor& destinations);
 void compact(const Tensor& cache, const Tensor& kept, const Tensor& sources, const Tensor& destinations);
+
+// [out, in] -> the order in which products read it: `[out / 16, in / c, 16, c]`, c = 2 for bfloat16, 1 for float32, and
+// rows of zeros up to a multiple of 16.
+Tensor pack_weight(const Tensor& weight);
+// Rows of a packed weight: `[indices]` -> `[indices, in]`.
+Tensor unpack_rows(const Tensor& packed, const Tensor& indices);
+// `[rows, in]` times a packed weight, plus bias -> `[rows, out_features]`.
+Tensor packed_linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t out_features);
+
+// An opaque tensor that holds a decoder without layers, and is freed with it.
+Tensor make_decoder(const Tensor& cos_sin, const Tensor& final_norm, int64_t query_heads, int64_t kv_heads,
+                    int64_t head_dim, double eps);
+void add_decoder_layer(const Tensor& decoder, const Tensor& input_norm, const Tensor& qkv,
+                       const std::optional<Tensor>& qkv_bias, const std::optional<Tensor>& query_norm,
+                       const std::optional<Tensor>& key_norm, const Tensor& output, const Tensor& post_attention_norm,
+                       const Tensor& gate_up, const Tensor& down, int64_t inner_size);
+// residual: the embedded tokens, overwritten. cache: of all layers. Returns the normalized hidden states.
+Tensor run_decoder(const Tensor& decoder, const Tensor& residual, const Tensor& positions, const Tensor& slots,
+                   const Tensor& cache, const Tensor& query_start_loc, const Tensor& last_kv_index,
+                   const Tensor& block_tables, const std::optional<Tensor>& packed_len,
+                   const std::optional<Tensor>& head_lengths, double scale);
+
+void check_positions(const int64_t* positions, int64_t count, int64_t num_positions);
 
 inline void check_contiguous(const Tensor& tensor, const char* name, int64_t dim) {
   STD_TORCH_CHECK(tensor.dim() == dim, name, " has ", tensor.dim(), " dimensions, not ", dim);
@@ -86,31 +109,32 @@ inline const Kernels& kernels_for(const Tensor& tensor, const char* name) {
   return dtype == ScalarType::Float ? kernel_set().float32 : kernel_set().bfloat16;
 }
 
+// body(i) for i in 0 .. count - 1; a thread that is free takes the next.
+template <class Body>
+void for_each_dynamic(int64_t count, const Body& body) {
+  const auto call = [](const void* object, int64_t i) { (*static_cast<const Body*>(object))(i); };
+  run_loop({count, call, &body}, torch::stable::get_num_threads());
+}
+
 // Elements below which a loop over memory is faster on one thread.
 constexpr int64_t kGrainElements = 32768;
 
 // body(begin, end) over rows of `width` elements, on several threads where there is enough to do.
 template <class Body>
 void for_rows(int64_t rows, int64_t width, const Body& body) {
-  torch::stable::parallel_for(0, rows, std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, width)), body);
+  const int64_t most = std::min<int64_t>(rows, 4 * torch::stable::get_num_threads());
+  const int64_t parts = std::min(most, 1 + rows * width / kGrainElements);
+  for_each_dynamic(parts, [&](int64_t i) { body(rows * i / parts, rows * (i + 1) / parts); });
 }
 
-// Memory of the calling thread, kept for its next task.
-inline float* scratch(int64_t floats) {
+// Memory of the calling thread, kept for its next task; one piece for each `kUse`.
+template <int kUse = 0>
+float* scratch(int64_t floats) {
   constexpr int64_t kAlignment = 64 / sizeof(float);
   thread_local std::vector<float> memory;
   if (static_cast<int64_t>(memory.size()) < floats + kAlignment) memory.resize(floats + kAlignment);
   const uintptr_t address = reinterpret_cast<uintptr_t>(memory.data());
   return memory.data() + (64 - address % 64) % 64 / sizeof(float);
-}
-
-// body(i) for i in 0 .. count - 1; a thread that is free takes the next.
-template <class Body>
-void for_each_dynamic(int64_t count, const Body& body) {
-  std::atomic<int64_t> next{0};
-  torch::stable::parallel_for(0, std::min<int64_t>(count, torch::stable::get_num_threads()), 1, [&](int64_t, int64_t) {
-    for (int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) body(i);
-  });
 }
 
 }  // namespace kvllm

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from kvllm.attention.context import AttentionContext
+from kvllm.models.compiled import CompiledLayers
 from kvllm.models.config import ConfigKeys, ModelConfig
 from kvllm.models.elementwise import add_rms_norm, rms_norm, rotary, silu_mul
 from kvllm.models.layers import (
@@ -161,6 +162,10 @@ class DecoderLayer:
         return add_rms_norm(residual, self.mlp.forward(x), next_norm, self.eps)
 
 
+def _packed(attention: SelfAttention, mlp: GatedMLP) -> bool:
+    return all(part.weight.packed is not None for part in (attention.qkv, attention.o, mlp.gate_up, mlp.down))
+
+
 Visitor = Callable[[int, torch.Tensor], None]
 """Called with a layer's index and its rotated queries `[T, query_heads, head_dim]`, those of this rank."""
 
@@ -187,6 +192,7 @@ class Decoder:
         self.num_query_heads = layers[0].attention.qkv.num_query_heads
         self.num_kv_heads = layers[0].attention.qkv.num_kv_heads
         self._next_norms = [layer.input_norm for layer in layers[1:]] + [final_norm]
+        self._compiled: CompiledLayers | None = None
 
     def weights(self) -> dict[str, Weight]:
         """Every tensor of the checkpoint, by name. Not to be called after `pack`."""
@@ -201,6 +207,19 @@ class Decoder:
         for layer in self.layers:
             layer.pack()
         self.lm_head.pack()
+        self._compiled = self._compile()
+
+    def _compile(self) -> CompiledLayers | None:
+        """The layers as one operator, if they have no parts but the common ones, whole and packed."""
+        layers = [
+            (layer, layer.mlp)
+            for layer in self.layers
+            if type(layer.attention) is SelfAttention
+            and type(layer.mlp) is GatedMLP
+            and _packed(layer.attention, layer.mlp)
+        ]
+        whole = len(layers) == len(self.layers) and self.lm_head.shard.world_size == 1
+        return CompiledLayers(layers, self.final_norm, self.eps) if whole else None
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionContext) -> torch.Tensor:
         """Compute tokens and write their keys and values to the cache.
@@ -208,6 +227,8 @@ class Decoder:
         token_ids, positions: int64 `[T]`; positions below `max_model_len`. attention: for these query tokens.
         Returns the normalized hidden states `[T, hidden_size]`, the input of `logits`.
         """
+        if self._compiled and self._compiled.serves(attention):
+            return self._compiled.forward(self.embedding.forward(token_ids), positions, attention)
         return self._run_layers(token_ids, positions, attention, None)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

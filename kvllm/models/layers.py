@@ -1,7 +1,8 @@
 """The matrix products of a decoder, each holding one rank's part of its weight, and the table of rotations.
 
 A product stores its weight as `[out, in]`, like the checkpoint. `weights` says which tensors of the checkpoint go
-where; once they are there, `pack` brings the weight into the form that is multiplied fastest.
+where; once they are there, `pack` brings the weight into the form that is multiplied fastest, and `weights` is not to
+be called any more.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from kvllm.models.config import ModelConfig, RopeScaling
+from kvllm.models.weights import LinearWeight
 from kvllm.parallel import Shard, kv_heads, split
 
 
@@ -44,39 +45,6 @@ def vocab_part(vocab_size: int, target: torch.Tensor, shard: Shard) -> Weight:
     return Weight((vocab_size, *target.shape[1:]), target[:held], 0, first)
 
 
-def pack(weight: torch.Tensor) -> torch.Tensor:
-    """A copy of `weight` `[out, in]` in oneDNN's blocked layout on a CPU; on other devices `weight` itself.
-
-    `F.linear` copies a bfloat16 weight into that layout on every call, which takes longer than the product of a decode
-    step. With AVX2 or newer, the packed product also sums a row in the same order however many rows there are.
-
-    Where the CPU has no bfloat16 products (before AVX-512 or without it), a bfloat16 weight is packed as float32: that
-    takes twice its memory, and a sixth of the time of products that convert every number whenever it is used.
-    """
-    if not weight.is_cpu or not torch.backends.mkldnn.is_available():
-        return weight
-    if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        weight = weight.float()
-    return torch.ops.mkldnn._reorder_linear_weight(weight, None)
-
-
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`x` `[T, in]` times `weight` `[out, in]`, plain or packed, plus `bias` `[out]` -> `[T, out]`."""
-    if not weight.is_mkldnn:
-        return F.linear(x, weight, bias)
-    if x.dtype != weight.dtype:
-        return _packed_linear(x.to(weight.dtype), weight, bias if bias is None else bias.to(weight.dtype)).to(x.dtype)
-    return _packed_linear(x, weight, bias)
-
-
-def _packed_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    # oneDNN adds up a single row of more than 1024 in another order than several rows. A result must not depend on how
-    # many sequences share a step, so such a row is multiplied twice.
-    if x.shape[0] == 1 and x.shape[1] > 1024:
-        return torch.ops.mkldnn._linear_pointwise(torch.cat((x, x)), weight, bias, "none", [], "")[:1]
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-
-
 class QKVLinear:
     """The projections to queries, keys and values as one product; heads are shared out, or repeated (`kv_heads`).
 
@@ -93,13 +61,13 @@ class QKVLinear:
         self.heads = {"q": (config.num_query_heads, shard.rank * self.num_query_heads), "k": of_keys, "v": of_keys}
         query_size, kv_size = self.num_query_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.sizes = (query_size, kv_size, kv_size)
-        self.weight = torch.empty(sum(self.sizes), config.hidden_size, dtype=dtype, device=device)
+        self.weight = LinearWeight(torch.empty(sum(self.sizes), config.hidden_size, dtype=dtype, device=device))
         self.bias = torch.empty(sum(self.sizes), dtype=dtype, device=device) if config.qkv_bias else None
-        self._query_weight: torch.Tensor | None = None
+        self._query_weight: LinearWeight | None = None
 
     def weights(self, prefix: str) -> dict[str, Weight]:
         found = {}
-        for kind, tensor in (("weight", self.weight), ("bias", self.bias)):
+        for kind, tensor in (("weight", self.weight.tensor), ("bias", self.bias)):
             if tensor is not None:
                 for (name, (total, first)), part in zip(self.heads.items(), tensor.split(self.sizes), strict=True):
                     shape = (total * self.head_dim, *part.shape[1:])
@@ -107,23 +75,18 @@ class QKVLinear:
         return found
 
     def pack(self) -> None:
-        self.weight = pack(self.weight)
+        self.weight.pack()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, hidden_size]` -> `[T, (query_heads + 2 * kv_heads) * head_dim]`."""
-        return linear(x, self.weight, self.bias)
+        return self.weight.multiply(x, self.bias)
 
     def forward_queries(self, x: torch.Tensor) -> torch.Tensor:
-        """The queries of `forward`, without the work for keys and values: `[T, query_heads * head_dim]`.
-
-        A packed weight cannot be sliced, so the first call packs its query rows once more: memory that an engine
-        without compression never spends.
-        """
+        """The queries of `forward`, without the work for keys and values: `[T, query_heads * head_dim]`."""
         size = self.sizes[0]
         if self._query_weight is None:
-            packed = self.weight.is_mkldnn
-            self._query_weight = pack(self.weight.to_dense()[:size]) if packed else self.weight[:size]
-        return linear(x, self._query_weight, None if self.bias is None else self.bias[:size])
+            self._query_weight = self.weight.first_rows(size)
+        return self._query_weight.multiply(x, None if self.bias is None else self.bias[:size])
 
 
 class MergedColumnLinear:
@@ -142,18 +105,18 @@ class MergedColumnLinear:
         self.names = names
         self.out_features = out_features
         self.size = split(out_features, shard, "MLP columns")
-        self.weight = torch.empty(len(names) * self.size, in_features, dtype=dtype, device=device)
+        self.weight = LinearWeight(torch.empty(len(names) * self.size, in_features, dtype=dtype, device=device))
 
     def weights(self, prefix: str) -> dict[str, Weight]:
-        parts = zip(self.names, self.weight.split(self.size), strict=True)
+        parts = zip(self.names, self.weight.tensor.split(self.size), strict=True)
         return {f"{prefix}.{name}.weight": row_part(self.out_features, part, self.shard) for name, part in parts}
 
     def pack(self) -> None:
-        self.weight = pack(self.weight)
+        self.weight.pack()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, in_features]` -> `[T, len(names) * out_features / ranks]`, one projection after the other."""
-        return linear(x, self.weight)
+        return self.weight.multiply(x)
 
 
 class RowLinear:
@@ -165,18 +128,18 @@ class RowLinear:
         self.shard = shard
         self.in_features = in_features
         columns = split(in_features, shard, "input columns")
-        self.weight = torch.empty(out_features, columns, dtype=dtype, device=device)
+        self.weight = LinearWeight(torch.empty(out_features, columns, dtype=dtype, device=device))
 
     def weights(self, prefix: str) -> dict[str, Weight]:
-        rows, columns = self.weight.shape
-        return {f"{prefix}.weight": Weight((rows, self.in_features), self.weight, 1, self.shard.rank * columns)}
+        rows, columns = self.weight.tensor.shape
+        return {f"{prefix}.weight": Weight((rows, self.in_features), self.weight.tensor, 1, self.shard.rank * columns)}
 
     def pack(self) -> None:
-        self.weight = pack(self.weight)
+        self.weight.pack()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, in_features / ranks]` -> `[T, out_features]`, summed over the ranks."""
-        return self.shard.all_reduce(linear(x, self.weight))
+        return self.shard.all_reduce(self.weight.multiply(x))
 
 
 class VocabEmbedding:
@@ -188,42 +151,39 @@ class VocabEmbedding:
         self.shard = shard
         self.vocab_size = vocab_size
         self.size = -(-vocab_size // shard.world_size)
-        self.weight = torch.zeros(self.size, hidden_size, dtype=dtype, device=device)
+        self.weight = LinearWeight(torch.zeros(self.size, hidden_size, dtype=dtype, device=device))
 
     def weights(self, prefix: str) -> dict[str, Weight]:
-        return {f"{prefix}.weight": vocab_part(self.vocab_size, self.weight, self.shard)}
+        return {f"{prefix}.weight": vocab_part(self.vocab_size, self.weight.tensor, self.shard)}
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 `[T]` -> `[T, hidden_size]`, a fresh tensor."""
         if self.shard.world_size == 1:
-            return F.embedding(token_ids, self.weight)
+            return self.weight.rows(token_ids)
         local = token_ids - self.shard.rank * self.size
         elsewhere = (local < 0) | (local >= self.size)
-        vectors = F.embedding(local.masked_fill_(elsewhere, 0), self.weight)
+        vectors = self.weight.rows(local.masked_fill_(elsewhere, 0))
         return self.shard.all_reduce(vectors.masked_fill_(elsewhere.unsqueeze(1), 0))
 
 
 class LMHead:
-    """The projection to the vocabulary, which is shared out.
-
-    With `tied` embeddings, the weight is theirs. Packing still makes a copy, for the embeddings need plain rows.
-    """
+    """The projection to the vocabulary, which is shared out. With `tied` embeddings, the weight is theirs."""
 
     def __init__(self, embedding: VocabEmbedding, tied: bool, shard: Shard) -> None:
         self.shard = shard
         self.tied = tied
         self.vocab_size = embedding.vocab_size
-        self.weight = embedding.weight if tied else torch.zeros_like(embedding.weight)
+        self.weight = embedding.weight if tied else LinearWeight(torch.zeros_like(embedding.weight.tensor))
 
     def weights(self, prefix: str) -> dict[str, Weight]:
-        return {} if self.tied else {f"{prefix}.weight": vocab_part(self.vocab_size, self.weight, self.shard)}
+        return {} if self.tied else {f"{prefix}.weight": vocab_part(self.vocab_size, self.weight.tensor, self.shard)}
 
     def pack(self) -> None:
-        self.weight = pack(self.weight)
+        self.weight.pack()
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[R, hidden_size]` -> logits `[R, vocab_size]`."""
-        return self.shard.all_gather_last_dim(linear(hidden, self.weight))[:, : self.vocab_size]
+        return self.shard.all_gather_last_dim(self.weight.multiply(hidden))[:, : self.vocab_size]
 
 
 def rotary_table(config: ModelConfig, num_positions: int, device: torch.device) -> torch.Tensor:

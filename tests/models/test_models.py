@@ -15,8 +15,9 @@ from kvllm.attention.reference import ReferenceBackend
 from kvllm.attention.registry import make_backend
 from kvllm.errors import ConfigError
 from kvllm.models.config import load_model_config
-from kvllm.models.layers import QKVLinear, linear, pack
+from kvllm.models.layers import QKVLinear
 from kvllm.models.loader import random_model
+from kvllm.models.weights import LinearWeight
 from kvllm.parallel import Shard, SingleRank, kv_heads, split
 from tests.helpers.checkpoints import LINEAR, LLAMA3, make_checkpoint
 from tests.helpers.paged_model import PagedModel, load, tokens
@@ -132,32 +133,50 @@ def test_batch_mates_do_not_change_a_token(tmp_path: Path, dtype: torch.dtype) -
     assert torch.equal(alone, steps(True))
 
 
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
-@pytest.mark.parametrize("dtype", [ORDERED_FLOAT32, torch.bfloat16])
-@pytest.mark.parametrize("widened", [False, True], ids=["as it is", "widened"])
-@pytest.mark.parametrize("width", [40, 512, 1024, 1025, 3072])
-def test_packed_product(dtype: torch.dtype, widened: bool, width: int) -> None:
-    """widened: as `pack` does by itself where the CPU has no products of the weight's dtype."""
+def all_rows(weight: LinearWeight) -> torch.Tensor:
+    return weight.rows(torch.arange(weight.out_features))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("columns", "width"), [(72, 40), (513, 512), (64, 1024), (7, 1026), (1000, 3072)])
+def test_packed_product(dtype: torch.dtype, columns: int, width: int) -> None:
+    """Close to the exact product, and the same bits whatever other rows there are."""
     torch.manual_seed(0)
-    weight, bias, x = (torch.randn(shape).to(dtype) for shape in ((72, width), (72,), (64, width)))
-    packed_len = pack(weight.float() if widened else weight)
-    assert packed_len.is_mkldnn and linear(x, packed_len, bias).dtype == dtype
-    exact = x.double() @ weight.double().T + bias.double()
-    together = linear(x, packed_len, bias)
+    matrix, bias, x = (torch.randn(shape).to(dtype) for shape in ((columns, width), (columns,), (100, width)))
+    weight = LinearWeight(matrix)
+    weight.pack()
+    assert weight.tensor.numel() == 0
+    exact = x.double() @ matrix.double().T + bias.double()
+    together = weight.multiply(x, bias)
+    assert together.dtype == dtype
     torch.testing.assert_close(together.double(), exact, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-3)
-    for rows in (1, 2, 3, 8, 17, 33):
-        assert torch.equal(linear(x[5 : 5 + rows], packed_len, bias), together[5 : 5 + rows])
+    for rows in (1, 2, 3, 4, 5, 6, 7, 8, 13, 17, 33, 49):
+        assert torch.equal(weight.multiply(x[5 : 5 + rows], bias), together[5 : 5 + rows])
+    assert weight.multiply(x[:0]).shape == (0, columns)
 
 
-@pytest.mark.parametrize("packed_len", [False, True])
-def test_query_projection_is_a_part_of_the_merged_one(tmp_path: Path, packed_len: bool) -> None:
+@pytest.mark.parametrize("count", [16, 21])
+def test_rows_of_a_packed_weight(count: int) -> None:
+    matrix, x = torch.randn(50, 24), torch.randn(3, 24)
+    weight = LinearWeight(matrix.clone())
+    weight.pack()
+    indices = torch.tensor([0, 49, 17, 17])
+    assert torch.equal(weight.rows(indices), matrix[indices])
+    assert torch.equal(weight.first_rows(count).multiply(x), weight.multiply(x)[:, :count])
+    assert torch.equal(weight.first_rows(count).rows(indices[:1]), matrix[:1])
+    with pytest.raises(RuntimeError, match="row 64 is not among the 64 rows"):
+        weight.rows(torch.tensor([64]))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_query_projection_is_a_part_of_the_merged_one(tmp_path: Path, packed: bool) -> None:
     make_checkpoint(tmp_path, "qwen2")
     config = load_model_config(tmp_path)
     torch.manual_seed(0)
     qkv = QKVLinear(config, SingleRank(), torch.float32, CPU)
-    qkv.weight.normal_()
+    qkv.weight.tensor.normal_()
     qkv.bias.normal_()
-    if packed_len:
+    if packed:
         qkv.pack()
     x = torch.randn(7, config.hidden_size)
     queries = qkv.forward_queries(x)
@@ -220,11 +239,11 @@ def test_a_small_vocabulary_on_many_ranks(tmp_path: Path, tied: bool) -> None:
     models = [load(tmp_path, shard=ThreadShard(rank, threading.Barrier(4), []))[0] for rank in range(4)]
     for found, expected in (("embedding", theirs.model.embed_tokens.weight), ("lm_head", theirs.lm_head.weight)):
         weights = [getattr(model, found).weight for model in models]
-        rows = torch.cat([weight.to_dense() if weight.is_mkldnn else weight for weight in weights])
+        rows = torch.cat([all_rows(weight) for weight in weights])
         assert torch.equal(rows, torch.cat((expected, torch.zeros(3, 64))))
     config = load_model_config(tmp_path)
     last = random_model(config, ThreadShard(3, threading.Barrier(4), []), torch.float32, CPU, 64, 7)
-    assert not last.embedding.weight.any()
+    assert not all_rows(last.embedding.weight).any()
 
 
 def test_random_model_is_the_same_on_any_number_of_ranks(qwen3: Path) -> None:
@@ -233,9 +252,9 @@ def test_random_model_is_the_same_on_any_number_of_ranks(qwen3: Path) -> None:
     whole = random_model(config, SingleRank(), *args).layers[1]
     barrier = threading.Barrier(2)
     parts = [random_model(config, ThreadShard(rank, barrier, []), *args).layers[1] for rank in range(2)]
-    assert torch.equal(torch.cat([p.mlp.down.weight.to_dense() for p in parts], 1), whole.mlp.down.weight.to_dense())
-    rows = whole.attention.qkv.weight.to_dense().split(whole.attention.qkv.sizes)
-    halves = [part.attention.qkv.weight.to_dense().split(part.attention.qkv.sizes) for part in parts]
+    assert torch.equal(torch.cat([all_rows(p.mlp.down.weight) for p in parts], 1), all_rows(whole.mlp.down.weight))
+    rows = all_rows(whole.attention.qkv.weight).split(whole.attention.qkv.sizes)
+    halves = [all_rows(part.attention.qkv.weight).split(part.attention.qkv.sizes) for part in parts]
     for i, expected in enumerate(rows):
         assert torch.equal(torch.cat([half[i] for half in halves]), expected)
     assert 0.015 < rows[0].float().std() < 0.025

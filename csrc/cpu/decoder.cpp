@@ -1,0 +1,293 @@
+// All layers of a decoder as one operator: the loop of kvllm/models/base.py over the same kernels, in memory that is
+// kept from step to step.
+#include <cstring>
+#include <memory>
+
+#include "attention.h"
+#include "linear.h"
+#include "store.h"
+
+namespace kvllm {
+namespace {
+
+const void* data_or_null(const std::optional<Tensor>& tensor) { return tensor ? tensor->data_ptr() : nullptr; }
+
+struct Layer {
+  std::vector<Tensor> owned;
+  const void* input_norm;
+  PackedMatrix qkv;
+  const void* qkv_bias;
+  const void* query_norm;
+  const void* key_norm;
+  PackedMatrix output;
+  const void* post_attention_norm;
+  PackedMatrix gate_up;
+  PackedMatrix down;
+};
+
+// Memory of one stage, which grows with the largest step.
+class Buffer {
+ public:
+  char* get(int64_t bytes) {
+    if (bytes > size_) {
+      memory_.reset(new (std::align_val_t{64}) char[bytes]);
+      size_ = bytes;
+    }
+    return memory_.get();
+  }
+
+ private:
+  struct Free {
+    void operator()(char* memory) const { ::operator delete[](memory, std::align_val_t{64}); }
+  };
+  std::unique_ptr<char, Free> memory_;
+  int64_t size_ = 0;
+};
+
+struct Decoder {
+  uint64_t magic;
+  ScalarType dtype;
+  int query_heads, kv_heads, head_dim;
+  int64_t hidden_size, inner_size;
+  float eps;
+  Tensor cos_sin, final_norm;
+  std::vector<Layer> layers{};
+  Buffer normalized{}, widened{}, qkv{}, attended{}, projected{}, gate_up{}, activated{};
+
+  int64_t qkv_size() const { return static_cast<int64_t>(query_heads + 2 * kv_heads) * head_dim; }
+  int64_t query_size() const { return static_cast<int64_t>(query_heads) * head_dim; }
+};
+
+constexpr uint64_t kMagic = 0x4b764c4c4d646563;
+
+Decoder& decoder_in(const Tensor& tensor) {
+  STD_TORCH_CHECK(tensor.dim() == 1 && tensor.size(0) == static_cast<int64_t>(sizeof(Decoder)),
+                  "decoder is not what make_decoder returned");
+  auto& decoder = *static_cast<Decoder*>(tensor.mutable_data_ptr());
+  STD_TORCH_CHECK(decoder.magic == kMagic, "decoder is not what make_decoder returned");
+  return decoder;
+}
+
+// One pass over the layers.
+class Pass {
+ public:
+  Pass(Decoder& decoder, int64_t rows, AttentionPlan& plan, const StoreShape& store, const int64_t* positions,
+       const int64_t* slots, float scale)
+      : d_(decoder),
+        kernels_(decoder.dtype == ScalarType::Float ? kernel_set().float32 : kernel_set().bfloat16),
+        bytes_(decoder.dtype == ScalarType::Float ? 4 : 2),
+        rows_(rows),
+        plan_(plan),
+        store_(store),
+        positions_(positions),
+        slots_(slots),
+        scale_(scale) {}
+
+  // residual `[rows, hidden_size]` is updated; hidden, of the same size, gets the normalized result.
+  void run(char* residual, char* hidden, char* cache, int64_t plane_bytes, const int32_t* head_lengths) {
+    char* x = d_.normalized.get(rows_ * d_.hidden_size * bytes_);
+    each_row(d_.hidden_size, [&](int64_t begin, int64_t end) {
+      kernels_.rms_norm(at(residual, begin, d_.hidden_size), d_.layers[0].input_norm, at(x, begin, d_.hidden_size),
+                        end - begin, d_.hidden_size, d_.eps);
+    });
+    const int64_t lengths = plan_.batch.num_sequences * d_.kv_heads;
+    for (size_t i = 0; i < d_.layers.size(); ++i) {
+      const Layer& layer = d_.layers[i];
+      const bool last = i + 1 == d_.layers.size();
+      char* keys = cache + 2 * static_cast<int64_t>(i) * plane_bytes;
+      const char* attended =
+          attend(layer, x, keys, keys + plane_bytes,
+                 head_lengths == nullptr ? nullptr : head_lengths + static_cast<int64_t>(i) * lengths);
+      add_norm(residual, product(attended, layer.output, nullptr, d_.projected), layer.post_attention_norm, x);
+      const char* gate_up = product(x, layer.gate_up, nullptr, d_.gate_up);
+      char* activated = d_.activated.get(rows_ * d_.inner_size * bytes_);
+      each_row(2 * d_.inner_size, [&](int64_t begin, int64_t end) {
+        kernels_.silu_mul(at(gate_up, begin, 2 * d_.inner_size), at(activated, begin, d_.inner_size), end - begin,
+                          d_.inner_size);
+      });
+      add_norm(residual, product(activated, layer.down, nullptr, d_.projected),
+               last ? d_.final_norm.data_ptr() : d_.layers[i + 1].input_norm, last ? hidden : x);
+    }
+  }
+
+ private:
+  template <class P>
+  P* at(P* data, int64_t row, int64_t width) const {
+    return data + row * width * bytes_;
+  }
+
+  template <class Body>
+  void each_row(int64_t width, const Body& body) const {
+    for_rows(rows_, width, body);
+  }
+
+  const char* product(const char* x, const PackedMatrix& weight, const void* bias, Buffer& buffer) {
+    const void* operands = x;
+    if (!kernels_.multiplies_bfloat16 && d_.dtype != ScalarType::Float) {
+      auto* wide = reinterpret_cast<float*>(d_.widened.get(rows_ * weight.depth * static_cast<int64_t>(sizeof(float))));
+      each_row(weight.depth, [&](int64_t begin, int64_t end) {
+        kernels_.widen(at(x, begin, weight.depth), wide + begin * weight.depth, (end - begin) * weight.depth);
+      });
+      operands = wide;
+    }
+    char* out = buffer.get(rows_ * weight.columns * bytes_);
+    multiply(kernels_, operands, rows_, weight, bias, out);
+    return out;
+  }
+
+  const char* attend(const Layer& layer, const char* x, char* keys, char* values, const int32_t* head_lengths) {
+    const int64_t width = d_.qkv_size();
+    product(x, layer.qkv, layer.qkv_bias, d_.qkv);
+    char* qkv = d_.qkv.get(0);
+    const Rotary rotary{qkv,
+                        width,
+                        positions_,
+                        d_.cos_sin.const_data_ptr<float>(),
+                        d_.query_heads,
+                        d_.kv_heads,
+                        d_.head_dim,
+                        layer.query_norm,
+                        layer.key_norm,
+                        d_.eps};
+    each_row(width, [&](int64_t begin, int64_t end) { kernels_.rotary(rotary, begin, end); });
+    const char* new_keys = qkv + d_.query_size() * bytes_;
+    const char* new_values = new_keys + static_cast<int64_t>(d_.kv_heads) * d_.head_dim * bytes_;
+    store_layer(store_, slots_, rows_, {new_keys, new_values, width, width, keys, values});
+    char* attended = d_.attended.get(rows_ * d_.query_size() * bytes_);
+    run_attention(plan_, {qkv, width, keys, values, head_lengths, attended, scale_});
+    return attended;
+  }
+
+  void add_norm(char* residual, const char* addend, const void* norm, char* out) {
+    each_row(d_.hidden_size, [&](int64_t begin, int64_t end) {
+      kernels_.add_rms_norm(at(residual, begin, d_.hidden_size), at(addend, begin, d_.hidden_size), norm,
+                            at(out, begin, d_.hidden_size), end - begin, d_.hidden_size, d_.eps);
+    });
+  }
+
+  Decoder& d_;
+  const Kernels& kernels_;
+  const int64_t bytes_;
+  const int64_t rows_;
+  AttentionPlan& plan_;
+  const StoreShape& store_;
+  const int64_t* positions_;
+  const int64_t* slots_;
+  const float scale_;
+};
+
+}  // namespace
+
+Tensor make_decoder(const Tensor& cos_sin, const Tensor& final_norm, int64_t query_heads, int64_t kv_heads,
+                    int64_t head_dim, double eps) {
+  kernels_for(final_norm, "final_norm");
+  check_contiguous(final_norm, "final_norm", 1);
+  check_contiguous(cos_sin, "cos_sin", 2);
+  check_dtype(cos_sin, "cos_sin", ScalarType::Float);
+  check_size(cos_sin, "cos_sin", 1, head_dim);
+  auto* decoder = new Decoder{
+      .magic = kMagic,
+      .dtype = final_norm.scalar_type(),
+      .query_heads = static_cast<int>(query_heads),
+      .kv_heads = static_cast<int>(kv_heads),
+      .head_dim = static_cast<int>(head_dim),
+      .hidden_size = final_norm.size(0),
+      .inner_size = 0,
+      .eps = static_cast<float>(eps),
+      .cos_sin = cos_sin,
+      .final_norm = final_norm,
+  };
+  const auto free = [](void* memory) { delete static_cast<Decoder*>(memory); };
+  return torch::stable::from_blob(decoder, {static_cast<int64_t>(sizeof(Decoder))}, {1}, cos_sin.device(),
+                                  ScalarType::Byte, free);
+}
+
+void add_decoder_layer(const Tensor& tensor, const Tensor& input_norm, const Tensor& qkv,
+                       const std::optional<Tensor>& qkv_bias, const std::optional<Tensor>& query_norm,
+                       const std::optional<Tensor>& key_norm, const Tensor& output, const Tensor& post_attention_norm,
+                       const Tensor& gate_up, const Tensor& down, int64_t inner_size) {
+  Decoder& decoder = decoder_in(tensor);
+  const auto check_vector = [&](const Tensor& vector, const char* name, int64_t size) {
+    check_contiguous(vector, name, 1);
+    check_dtype(vector, name, decoder.dtype);
+    check_size(vector, name, 0, size);
+  };
+  check_vector(input_norm, "input_norm", decoder.hidden_size);
+  check_vector(post_attention_norm, "post_attention_norm", decoder.hidden_size);
+  if (qkv_bias) check_vector(*qkv_bias, "qkv_bias", decoder.qkv_size());
+  if (query_norm) check_vector(*query_norm, "query_norm", decoder.head_dim);
+  if (key_norm) check_vector(*key_norm, "key_norm", decoder.head_dim);
+  Layer layer{
+      .owned = {input_norm, qkv, output, post_attention_norm, gate_up, down},
+      .input_norm = input_norm.data_ptr(),
+      .qkv = PackedMatrix(qkv, decoder.qkv_size()),
+      .qkv_bias = data_or_null(qkv_bias),
+      .query_norm = data_or_null(query_norm),
+      .key_norm = data_or_null(key_norm),
+      .output = PackedMatrix(output, decoder.hidden_size),
+      .post_attention_norm = post_attention_norm.data_ptr(),
+      .gate_up = PackedMatrix(gate_up, 2 * inner_size),
+      .down = PackedMatrix(down, decoder.hidden_size),
+  };
+  for (const auto& optional : {qkv_bias, query_norm, key_norm}) {
+    if (optional) layer.owned.push_back(*optional);
+  }
+  for (const auto& [weight, name, depth] : {std::tuple{&qkv, "qkv", decoder.hidden_size},
+                                            {&output, "output", decoder.query_size()},
+                                            {&gate_up, "gate_up", decoder.hidden_size},
+                                            {&down, "down", inner_size}}) {
+    check_dtype(*weight, name, decoder.dtype);
+    STD_TORCH_CHECK(weight->size(1) * weight->size(3) == depth, name, " multiplies ", weight->size(1) * weight->size(3),
+                    " channels, not ", depth);
+  }
+  STD_TORCH_CHECK(decoder.layers.empty() || decoder.inner_size == inner_size, "inner_size is ", inner_size, ", not ",
+                  decoder.inner_size, " as in the layers before");
+  decoder.inner_size = inner_size;
+  decoder.layers.push_back(std::move(layer));
+}
+
+Tensor run_decoder(const Tensor& tensor, const Tensor& residual, const Tensor& positions, const Tensor& slots,
+                   const Tensor& cache, const Tensor& query_start_loc, const Tensor& last_kv_index,
+                   const Tensor& block_tables, const std::optional<Tensor>& packed_len,
+                   const std::optional<Tensor>& head_lengths, double scale) {
+  Decoder& decoder = decoder_in(tensor);
+  const int64_t rows = residual.size(0), layers = static_cast<int64_t>(decoder.layers.size());
+  check_contiguous(residual, "residual", 2);
+  check_dtype(residual, "residual", decoder.dtype);
+  check_size(residual, "residual", 1, decoder.hidden_size);
+  check_contiguous(cache, "cache", 6);
+  check_dtype(cache, "cache", decoder.dtype);
+  const int64_t cache_sizes[] = {layers, 2, cache.size(2), decoder.kv_heads, cache.size(4), decoder.head_dim};
+  for (int64_t dim = 0; dim < 6; ++dim) check_size(cache, "cache", dim, cache_sizes[dim]);
+  for (const auto& [indices, name] : {std::pair{&positions, "positions"}, {&slots, "slots"}}) {
+    check_contiguous(*indices, name, 1);
+    check_dtype(*indices, name, ScalarType::Long);
+    check_size(*indices, name, 0, rows);
+  }
+  check_attention_tables(query_start_loc, last_kv_index, block_tables, packed_len, rows);
+  STD_TORCH_CHECK(packed_len.has_value() == head_lengths.has_value(), "packed_len and head_lengths go together");
+  if (head_lengths) {
+    check_contiguous(*head_lengths, "head_lengths", 3);
+    check_dtype(*head_lengths, "head_lengths", ScalarType::Int);
+    check_size(*head_lengths, "head_lengths", 0, layers);
+    check_size(*head_lengths, "head_lengths", 1, block_tables.size(0));
+    check_size(*head_lengths, "head_lengths", 2, decoder.kv_heads);
+  }
+  const int64_t* position = positions.const_data_ptr<int64_t>();
+  check_positions(position, rows, decoder.cos_sin.size(0));
+
+  const int element_size = static_cast<int>(residual.element_size());
+  const StoreShape store{element_size, decoder.kv_heads, decoder.head_dim, cache.size(2), cache.size(4)};
+  check_slots(store, slots.const_data_ptr<int64_t>(), rows);
+  AttentionPlan plan(
+      {element_size, decoder.query_heads, decoder.kv_heads, decoder.head_dim, cache.size(2), cache.size(4)},
+      attention_batch(query_start_loc, last_kv_index, block_tables, packed_len, rows));
+  Tensor hidden = empty_like(residual, {rows, decoder.hidden_size});
+  Pass pass(decoder, rows, plan, store, position, slots.const_data_ptr<int64_t>(), static_cast<float>(scale));
+  pass.run(static_cast<char*>(residual.mutable_data_ptr()), static_cast<char*>(hidden.mutable_data_ptr()),
+           static_cast<char*>(cache.mutable_data_ptr()), cache.stride(1) * element_size,
+           head_lengths ? head_lengths->const_data_ptr<int32_t>() : nullptr);
+  return hidden;
+}
+
+}  // namespace kvllm

@@ -1,0 +1,143 @@
+// Products with weights that were packed when they were loaded, and the rows of such weights.
+#include <cstring>
+
+#include "linear.h"
+
+namespace kvllm {
+namespace {
+
+int64_t channels_per_word(const Tensor& tensor) { return kWordBytes / tensor.element_size(); }
+
+// Rows of x that a thread multiplies before the next ones: they stay in its second cache.
+int64_t rows_per_part(int64_t rows, int64_t depth) {
+  constexpr int64_t kCachedFloats = 65536;
+  const int64_t cached = std::clamp<int64_t>(kCachedFloats / depth, 12, kMaxPartRows) / 12 * 12;
+  const int64_t parts = (rows + cached - 1) / cached;
+  return (rows + parts - 1) / parts;
+}
+
+// Tiles of a part. Parts are small, so that no thread waits long for the last one of another.
+int64_t tiles_per_part(int64_t tiles, int64_t row_parts) {
+  const int64_t wanted = 8 * torch::stable::get_num_threads();
+  return std::clamp<int64_t>(tiles * row_parts / wanted / 4 * 4, 4, 16);
+}
+
+// x as operands of the product, in memory of the calling thread if they have another dtype.
+const void* operands(const Kernels& kernels, const Tensor& x) {
+  if (kernels.multiplies_bfloat16 || x.scalar_type() == ScalarType::Float) return x.data_ptr();
+  const int64_t rows = x.size(0), depth = x.size(1);
+  float* memory = scratch<1>(rows * depth);
+  const char* data = static_cast<const char*>(x.data_ptr());
+  for_rows(rows, depth, [&](int64_t begin, int64_t end) {
+    kernels.widen(data + begin * depth * x.element_size(), memory + begin * depth, (end - begin) * depth);
+  });
+  return memory;
+}
+
+}  // namespace
+
+PackedMatrix::PackedMatrix(const Tensor& tensor, int64_t columns) : columns(columns) {
+  kernels_for(tensor, "packed");
+  check_contiguous(tensor, "packed", 4);
+  check_size(tensor, "packed", 2, kTileColumns);
+  check_size(tensor, "packed", 3, channels_per_word(tensor));
+  tiles = tensor.size(0);
+  words = tensor.size(1);
+  depth = words * tensor.size(3);
+  data = static_cast<char*>(tensor.mutable_data_ptr());
+  STD_TORCH_CHECK(columns > (tiles - 1) * kTileColumns && columns <= tiles * kTileColumns, columns,
+                  " columns do not fill the ", tiles, " tiles of packed");
+}
+
+char* PackedMatrix::row(int64_t row) const {
+  return data + row / kTileColumns * words * kTileRowBytes + row % kTileColumns * kWordBytes;
+}
+
+void multiply(const Kernels& kernels, const void* operands, int64_t rows, const PackedMatrix& weight, const void* bias,
+              void* out) {
+  const Product product{
+      .x = operands,
+      .x_stride = weight.depth,
+      .weight = weight.data,
+      .depth = weight.depth,
+      .bias = bias,
+      .out = out,
+      .out_stride = weight.columns,
+      .columns = weight.columns,
+  };
+  const int64_t part_rows = rows_per_part(rows, weight.depth), row_parts = (rows + part_rows - 1) / part_rows;
+  const int64_t part_tiles = tiles_per_part(weight.tiles, row_parts);
+  const int64_t tile_parts = (weight.tiles + part_tiles - 1) / part_tiles;
+  for_each_dynamic(row_parts * tile_parts, [&](int64_t i) {
+    const int64_t row = i / tile_parts * part_rows, tile = i % tile_parts * part_tiles;
+    kernels.product(product, {row, std::min(row + part_rows, rows), tile, std::min(tile + part_tiles, weight.tiles)},
+                    scratch(kProductWorkspace));
+  });
+}
+
+Tensor pack_weight(const Tensor& weight) {
+  kernels_for(weight, "weight");
+  check_contiguous(weight, "weight", 2);
+  const int64_t rows = weight.size(0), channels = channels_per_word(weight), words = weight.size(1) / channels;
+  STD_TORCH_CHECK(weight.size(1) > 0 && weight.size(1) % channels == 0, "weight has ", weight.size(1),
+                  " columns: they must be a multiple of ", channels);
+  const int64_t tiles = (rows + kTileColumns - 1) / kTileColumns;
+  Tensor packed = empty_like(weight, {tiles, words, kTileColumns, channels});
+  const PackedMatrix to(packed, rows);
+  const char* from = static_cast<const char*>(weight.data_ptr());
+  for_rows(tiles, words * kTileColumns, [&](int64_t begin, int64_t end) {
+    std::memset(to.row(begin * kTileColumns), 0, (end - begin) * words * kTileRowBytes);
+    for (int64_t row = begin * kTileColumns; row < std::min(end * kTileColumns, rows); ++row) {
+      char* into = to.row(row);
+      const char* source = from + row * words * kWordBytes;
+      for (int64_t word = 0; word < words; ++word) {
+        std::memcpy(into + word * kTileRowBytes, source + word * kWordBytes, kWordBytes);
+      }
+    }
+  });
+  return packed;
+}
+
+Tensor unpack_rows(const Tensor& packed, const Tensor& indices) {
+  const PackedMatrix from(packed, packed.size(0) * kTileColumns);
+  check_contiguous(indices, "indices", 1);
+  check_dtype(indices, "indices", ScalarType::Long);
+  const int64_t count = indices.size(0);
+  const int64_t* index = indices.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < count; ++i) {
+    STD_TORCH_CHECK(index[i] >= 0 && index[i] < from.tiles * kTileColumns, "row ", index[i], " is not among the ",
+                    from.tiles * kTileColumns, " rows of packed");
+  }
+  Tensor out = empty_like(packed, {count, from.depth});
+  char* into = static_cast<char*>(out.mutable_data_ptr());
+  for_rows(count, from.depth, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const char* row = from.row(index[i]);
+      for (int64_t word = 0; word < from.words; ++word) {
+        std::memcpy(into + (i * from.words + word) * kWordBytes, row + word * kTileRowBytes, kWordBytes);
+      }
+    }
+  });
+  return out;
+}
+
+Tensor packed_linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t out_features) {
+  const Kernels& kernels = kernels_for(x, "x");
+  check_contiguous(x, "x", 2);
+  check_dtype(packed, "packed", x.scalar_type());
+  const PackedMatrix weight(packed, out_features);
+  check_size(x, "x", 1, weight.depth);
+  if (bias) {
+    check_contiguous(*bias, "bias", 1);
+    check_dtype(*bias, "bias", x.scalar_type());
+    check_size(*bias, "bias", 0, out_features);
+  }
+  Tensor out = empty_like(x, {x.size(0), out_features});
+  if (x.size(0) > 0) {
+    multiply(kernels, operands(kernels, x), x.size(0), weight, bias ? bias->data_ptr() : nullptr,
+             out.mutable_data_ptr());
+  }
+  return out;
+}
+
+}  // namespace kvllm

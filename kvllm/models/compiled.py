@@ -1,0 +1,69 @@
+"""All layers of a decoder as one compiled operator, for a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvllm._extension import operator
+from kvllm.attention.context import AttentionContext
+from kvllm.attention.cpu import CpuBackend
+
+if TYPE_CHECKING:
+    from kvllm.models.base import DecoderLayer, GatedMLP
+
+
+class CompiledLayers:
+    """The loop over the layers without Python: the same kernels in the same order, so the same bits.
+
+    layers: packed, each with its MLP.
+    """
+
+    def __init__(self, layers: Sequence[tuple[DecoderLayer, GatedMLP]], final_norm: torch.Tensor, eps: float) -> None:
+        first = layers[0][0].attention
+        self._run = operator("run_decoder")
+        self._decoder = operator("make_decoder")(
+            first.cos_sin, final_norm, first.qkv.num_query_heads, first.qkv.num_kv_heads, first.head_dim, eps
+        )
+        for layer, mlp in layers:
+            self._add(layer, mlp)
+
+    def _add(self, layer: DecoderLayer, mlp: GatedMLP) -> None:
+        attention = layer.attention
+        operator("add_decoder_layer")(
+            self._decoder,
+            layer.input_norm,
+            attention.qkv.weight.packed,
+            attention.qkv.bias,
+            attention.q_norm,
+            attention.k_norm,
+            attention.o.weight.packed,
+            layer.post_attention_norm,
+            mlp.gate_up.weight.packed,
+            mlp.down.weight.packed,
+            mlp.down.weight.in_features,
+        )
+
+    def forward(self, residual: torch.Tensor, positions: torch.Tensor, attention: AttentionContext) -> torch.Tensor:
+        """Embedded tokens `[T, hidden_size]`, which are overwritten -> the normalized hidden states, as many."""
+        batch, backend = attention.plan, attention.backend
+        return self._run(
+            self._decoder,
+            residual,
+            positions,
+            attention.slot_mapping,
+            backend.cache.data,
+            batch.query_start_loc,
+            batch.last_kv_index,
+            batch.block_tables,
+            batch.packed_len,
+            batch.head_lengths,
+            backend.scale,
+        )
+
+    @staticmethod
+    def serves(attention: AttentionContext) -> bool:
+        """Whether the operator computes the attention of a step: it is the CPU's own, and nobody observes it."""
+        return type(attention.backend) is CpuBackend and attention.slot_mapping is not None
