@@ -99,10 +99,10 @@ inline void prefetch_vectors(const T* const* vectors, int begin, int end, int he
   }
 }
 
-// packed[word][pair] <- word of each pair's key.
+// packed[word][pair] <- word of each pair's key, for the pairs of the tile and some that fill a vector.
 template <class Word, class T>
 void pack_keys(const TilePairs<T>& tile, int num_words, float* packed) {
-  for (int pair = 0; pair < kTilePairs; pair += kLanes) {
+  for (int pair = 0; pair < tile.count; pair += kLanes) {
     for (int first = 0; first < num_words; first += kLanes) {
       const int words = minimum(kLanes, num_words - first);
       Vec square[kLanes];
@@ -116,14 +116,14 @@ void pack_keys(const TilePairs<T>& tile, int num_words, float* packed) {
   }
 }
 
-// scores[row][pair] <- scale * query . key, for kRows queries and all pairs of the tile. Meanwhile it prefetches the
-// tile of vectors `next`, unless that is null.
+// scores[row][pair] <- scale * query . key, for kRows queries and the first `count` pairs of the tile, with some that
+// fill vectors. Meanwhile it prefetches as many vectors of `next`, unless that is null.
 template <class Product, int kRows>
-[[gnu::noinline]] void score(const float* queries, const float* packed_keys, int num_words, float scale, float* scores,
-                             const typename Product::Element* const* next) {
+[[gnu::noinline]] void score(const float* queries, const float* packed_keys, int num_words, float scale, int count,
+                             float* scores, const typename Product::Element* const* next) {
   constexpr int kFactors = Product::kFactors;
   constexpr int kVectors = minimum(vector_block(kRows), kTilePairs / kLanes);
-  for (int pair = 0; pair < kTilePairs; pair += kVectors * kLanes) {
+  for (int pair = 0; pair < count; pair += kVectors * kLanes) {
     Vec sums[kRows][kVectors] = {};
     const float* query = queries;
     for (int word = 0; word < num_words; ++word, query += kFactors) {
@@ -189,16 +189,16 @@ void unpack_query(const void* query, int head_dim, float* factors) {
   }
 }
 
-// Turn the first `count` scores of a query into weights, the others into 0, and rescale what it has so far.
+// Turn the first `count` scores of a query into weights, and rescale what it has so far.
 inline void softmax(float* scores, int count, int head_dim, float& max_so_far, float& sum_so_far,
                     float* values_so_far) {
   const Vec minus_infinity = broadcast(-__builtin_inff());
   Vec largest = minus_infinity;
-  for (int pair = 0; pair < kTilePairs; pair += kLanes) {
+  for (int pair = 0; pair < count; pair += kLanes) {
     const int valid = count - pair;
-    Vec x = valid > 0 ? load(scores + pair) : minus_infinity;
+    Vec x = load(scores + pair);
     if (valid < kLanes) {
-      if (valid > 0) x = keep_first(valid, x, minus_infinity);
+      x = keep_first(valid, x, minus_infinity);
       store(scores + pair, x);
     }
     largest = max(x, largest);
@@ -207,7 +207,7 @@ inline void softmax(float* scores, int count, int head_dim, float& max_so_far, f
   const float new_max = tile_max > max_so_far ? tile_max : max_so_far;
 
   Vec sum = {};
-  for (int pair = 0; pair < kTilePairs; pair += kLanes) {
+  for (int pair = 0; pair < count; pair += kLanes) {
     const Vec weight = exp(sub(load(scores + pair), broadcast(new_max)));
     store(scores + pair, weight);
     sum = add(sum, weight);
@@ -322,7 +322,7 @@ struct TileAttention {
     float scores[kRows * kTilePairs];
     int valid[kRows];
     float* sums = result.weighted_values + first * head_dim;
-    score<Product, kRows>(queries + first * query_floats, packed_keys, num_words, scale, scores,
+    score<Product, kRows>(queries + first * query_floats, packed_keys, num_words, scale, pairs.count, scores,
                           next == nullptr ? nullptr : next->values);
     for (int r = 0; r < kRows; ++r) {
       valid[r] = minimum(pairs.count, tile.last[first + r] + 1 - pairs.start);
@@ -331,7 +331,10 @@ struct TileAttention {
     }
     // A weight of 0 would not hide a NaN among the values: each query stops at its own last pair.
     weigh<T, kRows>(scores, pairs.values, 0, valid[0], head_dim, sums, next == nullptr ? nullptr : next->keys);
-    if (next != nullptr) prefetch_vectors(next->keys, valid[0], kTilePairs, head_dim);
+    if (next != nullptr) {
+      prefetch_vectors(next->keys, valid[0], kTilePairs, head_dim);
+      prefetch_vectors(next->values, pairs.count, kTilePairs, head_dim);
+    }
     for (int r = 1; r < kRows; ++r) {
       if (valid[r] == valid[0]) continue;
       weigh<T, 1>(scores + r * kTilePairs, pairs.values, valid[0], valid[r], head_dim, sums + r * head_dim, nullptr);

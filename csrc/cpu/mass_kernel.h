@@ -37,6 +37,7 @@ struct WindowMass {
         mass(mass) {
     for (int i = 0; i < num_tiles * kTilePairs; ++i) mass[i] = 0;
     TilePairs<T> tile;
+    tile.count = kTilePairs;
     for (int t = 0; t < num_tiles; ++t) {
       for (int i = 0; i < kTilePairs; ++i) {
         const int key = minimum(t * kTilePairs + i, num_keys - 1);
@@ -52,7 +53,7 @@ struct WindowMass {
     for (int r = 0; r < kRows; ++r) unpack_query<Product>(queries[r], head_dim, rows + r * query_floats);
     for (int t = 0; t < num_tiles; ++t) {
       const float* keys = packed_keys + static_cast<int64_t>(t) * num_words * kTilePairs;
-      score<Product, kRows>(rows, keys, num_words, scale, scores + t * kRows * kTilePairs, nullptr);
+      score<Product, kRows>(rows, keys, num_words, scale, kTilePairs, scores + t * kRows * kTilePairs, nullptr);
     }
     Vec inverse[kRows];
     for (int r = 0; r < kRows; ++r) {
