@@ -14,7 +14,7 @@ import msgspec
 
 from kvllm.config import CompressionConfig, EngineConfig, require
 from kvllm.errors import ConfigError
-from kvllm.models.config import DTYPES, ModelConfig, load_model_config
+from kvllm.models.config import DTYPES, QUANTIZATIONS, ModelConfig, load_model_config
 
 DEFAULT_MODEL = Path(__file__).parent / "assets" / "reasoner"
 DEVICES = ("auto", "cuda", "cpu")
@@ -67,6 +67,7 @@ class EngineArgs:
         attention_backend: "triton", "flash_attn", "xformers", "cpu", "reference", or "auto" for the fastest of those
             that can do what is asked.
         load_format: "auto" reads the checkpoint's weights, "dummy" makes random ones from its config.json alone.
+        quantization: "int8" or "int4": weights of so many bits, made when the model is loaded, on a CPU.
 
     Raises:
         ConfigError: an option has a wrong type or value, whatever the model is.
@@ -94,6 +95,7 @@ class EngineArgs:
     compression: CompressionConfig | None = None
     attention_backend: str = "auto"
     load_format: str = "auto"
+    quantization: str | None = None
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -157,6 +159,7 @@ class EngineArgs:
             "distributed_executor_backend": (*EXECUTOR_BACKENDS, None),
             "placement_strategy": PLACEMENTS,
             "load_format": LOAD_FORMATS,
+            "quantization": (*QUANTIZATIONS, None),
         }
         for field, names in allowed.items():
             value = getattr(self, field)

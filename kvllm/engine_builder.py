@@ -55,6 +55,8 @@ def build_engine(args: EngineArgs) -> Engine:
         if workers:
             started.callback(workers.close)
         device = workers.device if workers else local_device(args)
+        if device == "cuda" and args.quantization:
+            raise ConfigError(f"quantization={args.quantization!r} is computed on a CPU only: leave it out on a GPU")
         measures = device == "cuda" and args.num_gpu_blocks_override is None and args.kv_cache_memory_bytes is None
         if not measures:
             free = workers.available_memory if workers else available_memory(device, 1)
@@ -71,6 +73,7 @@ def build_engine(args: EngineArgs) -> Engine:
             args.load_format,
             args.enforce_eager,
             args.gpu_memory_utilization if measures else None,
+            args.quantization,
         )
         engine = _load_on(workers, settings, tokenizer) if workers else _load_here(settings, device, tokenizer)
         if args.max_model_len is not None:

@@ -123,7 +123,7 @@ class Pass {
 
   const char* product(const char* x, const PackedMatrix& weight, const void* bias, Buffer& buffer) {
     const void* operands = x;
-    if (!kernels_.multiplies_bfloat16 && d_.dtype != ScalarType::Float) {
+    if (!multiplies_directly(kernels_, weight, d_.dtype)) {
       auto* wide = reinterpret_cast<float*>(d_.widened.get(rows_ * weight.depth * static_cast<int64_t>(sizeof(float))));
       each_row(weight.depth, [&](int64_t begin, int64_t end) {
         kernels_.widen(at(x, begin, weight.depth), wide + begin * weight.depth, (end - begin) * weight.depth);
@@ -203,9 +203,12 @@ Tensor make_decoder(const Tensor& cos_sin, const Tensor& final_norm, int64_t que
 }
 
 void add_decoder_layer(const Tensor& tensor, const Tensor& input_norm, const Tensor& qkv,
-                       const std::optional<Tensor>& qkv_bias, const std::optional<Tensor>& query_norm,
-                       const std::optional<Tensor>& key_norm, const Tensor& output, const Tensor& post_attention_norm,
-                       const Tensor& gate_up, const Tensor& down, int64_t inner_size) {
+                       const std::optional<Tensor>& qkv_scales, const std::optional<Tensor>& qkv_bias,
+                       const std::optional<Tensor>& query_norm, const std::optional<Tensor>& key_norm,
+                       const Tensor& output, const std::optional<Tensor>& output_scales,
+                       const Tensor& post_attention_norm, const Tensor& gate_up,
+                       const std::optional<Tensor>& gate_up_scales, const Tensor& down,
+                       const std::optional<Tensor>& down_scales, int64_t inner_size) {
   Decoder& decoder = decoder_in(tensor);
   const auto check_vector = [&](const Tensor& vector, const char* name, int64_t size) {
     check_contiguous(vector, name, 1);
@@ -220,25 +223,26 @@ void add_decoder_layer(const Tensor& tensor, const Tensor& input_norm, const Ten
   Layer layer{
       .owned = {input_norm, qkv, output, post_attention_norm, gate_up, down},
       .input_norm = input_norm.data_ptr(),
-      .qkv = PackedMatrix(qkv, decoder.qkv_size()),
+      .qkv = PackedMatrix(qkv, qkv_scales, decoder.qkv_size()),
       .qkv_bias = data_or_null(qkv_bias),
       .query_norm = data_or_null(query_norm),
       .key_norm = data_or_null(key_norm),
-      .output = PackedMatrix(output, decoder.hidden_size),
+      .output = PackedMatrix(output, output_scales, decoder.hidden_size),
       .post_attention_norm = post_attention_norm.data_ptr(),
-      .gate_up = PackedMatrix(gate_up, 2 * inner_size),
-      .down = PackedMatrix(down, decoder.hidden_size),
+      .gate_up = PackedMatrix(gate_up, gate_up_scales, 2 * inner_size),
+      .down = PackedMatrix(down, down_scales, decoder.hidden_size),
   };
-  for (const auto& optional : {qkv_bias, query_norm, key_norm}) {
+  for (const auto& optional :
+       {qkv_bias, query_norm, key_norm, qkv_scales, output_scales, gate_up_scales, down_scales}) {
     if (optional) layer.owned.push_back(*optional);
   }
-  for (const auto& [weight, name, depth] : {std::tuple{&qkv, "qkv", decoder.hidden_size},
-                                            {&output, "output", decoder.query_size()},
-                                            {&gate_up, "gate_up", decoder.hidden_size},
-                                            {&down, "down", inner_size}}) {
-    check_dtype(*weight, name, decoder.dtype);
-    STD_TORCH_CHECK(weight->size(1) * weight->size(3) == depth, name, " multiplies ", weight->size(1) * weight->size(3),
-                    " channels, not ", depth);
+  for (const auto& [weight, name, depth] : {std::tuple{&layer.qkv, "qkv", decoder.hidden_size},
+                                            {&layer.output, "output", decoder.query_size()},
+                                            {&layer.gate_up, "gate_up", decoder.hidden_size},
+                                            {&layer.down, "down", inner_size}}) {
+    STD_TORCH_CHECK(weight->bits <= 8 || weight->bits == (decoder.dtype == ScalarType::Float ? 32 : 16), name, " has ",
+                    weight->bits, " bits, not those of the activations");
+    STD_TORCH_CHECK(weight->depth == depth, name, " multiplies ", weight->depth, " channels, not ", depth);
   }
   STD_TORCH_CHECK(decoder.layers.empty() || decoder.inner_size == inner_size, "inner_size is ", inner_size, ", not ",
                   decoder.inner_size, " as in the layers before");

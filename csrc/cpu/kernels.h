@@ -85,11 +85,13 @@ constexpr int kTileColumns = 16;
 constexpr int kMaxPartRows = 48;
 
 // out [rows, columns] <- x [rows, depth] times a packed weight, plus a bias [columns], or none. x has the dtype of the
-// operands: float, or that of the weight where `multiplies_bfloat16` says so.
+// operands: that of the weight if it is BFloat16 and `multiplies_bfloat16` says so, else float.
 struct Product {
   const void* x;
   int64_t x_stride;
-  const void* weight;  // [tiles, depth / 2, kTileColumns, 2] for BFloat16, [tiles, depth, kTileColumns] for float
+  const void* weight;   // [tiles, depth / c, kTileColumns, c], c channels in 32 bits
+  const float* scales;  // [tiles, depth / group, kTileColumns]; null unless the weight is of integers
+  int64_t group;
   int64_t depth;
   const void* bias;
   void* out;
@@ -101,7 +103,8 @@ struct ProductPart {
   int64_t begin_tile, end_tile;
 };
 // Floats of memory that a part works in.
-constexpr int64_t kProductWorkspace = kMaxPartRows * 4 * kTileColumns;
+constexpr int64_t kProductSums = kMaxPartRows * 4 * kTileColumns;
+constexpr int64_t kProductWorkspace = 2 * kProductSums;
 
 // Pointers are to float or BFloat16, one table for each. Matrices are dense `[rows, width]`.
 struct Kernels {
@@ -126,6 +129,8 @@ struct Kernels {
   void (*rotary)(const Rotary& arguments, int64_t begin, int64_t end);
 
   void (*product)(const Product& arguments, const ProductPart& part, float* workspace);
+  void (*product_int8)(const Product& arguments, const ProductPart& part, float* workspace);
+  void (*product_int4)(const Product& arguments, const ProductPart& part, float* workspace);
   void (*widen)(const void* x, float* out, int64_t count);  // to the operands of a product
   bool multiplies_bfloat16;                                 // without widening them
 };

@@ -23,8 +23,8 @@ int64_t tiles_per_part(int64_t tiles, int64_t row_parts) {
 }
 
 // x as operands of the product, in memory of the calling thread if they have another dtype.
-const void* operands(const Kernels& kernels, const Tensor& x) {
-  if (kernels.multiplies_bfloat16 || x.scalar_type() == ScalarType::Float) return x.data_ptr();
+const void* operands(const Kernels& kernels, const PackedMatrix& weight, const Tensor& x) {
+  if (multiplies_directly(kernels, weight, x.scalar_type())) return x.data_ptr();
   const int64_t rows = x.size(0), depth = x.size(1);
   float* memory = scratch<1>(rows * depth);
   const char* data = static_cast<const char*>(x.data_ptr());
@@ -36,21 +36,38 @@ const void* operands(const Kernels& kernels, const Tensor& x) {
 
 }  // namespace
 
-PackedMatrix::PackedMatrix(const Tensor& tensor, int64_t columns) : columns(columns) {
-  kernels_for(tensor, "packed");
-  check_contiguous(tensor, "packed", 4);
+PackedMatrix::PackedMatrix(const Tensor& tensor, const std::optional<Tensor>& scale_tensor, int64_t columns)
+    : columns(columns), scales(nullptr), group(0) {
+  const bool nibbles = tensor.scalar_type() == ScalarType::Int, bytes = tensor.scalar_type() == ScalarType::Char;
+  if (!nibbles && !bytes) kernels_for(tensor, "packed");
+  bits = nibbles ? 4 : 8 * static_cast<int>(tensor.element_size());
+  check_contiguous(tensor, "packed", nibbles ? 3 : 4);
   check_size(tensor, "packed", 2, kTileColumns);
-  check_size(tensor, "packed", 3, channels_per_word(tensor));
+  if (!nibbles) check_size(tensor, "packed", 3, channels_per_word(tensor));
   tiles = tensor.size(0);
   words = tensor.size(1);
-  depth = words * tensor.size(3);
+  depth = words * (32 / bits);
   data = static_cast<char*>(tensor.mutable_data_ptr());
   STD_TORCH_CHECK(columns > (tiles - 1) * kTileColumns && columns <= tiles * kTileColumns, columns,
                   " columns do not fill the ", tiles, " tiles of packed");
+  STD_TORCH_CHECK(scale_tensor.has_value() == (nibbles || bytes), "scales and weights of integers go together");
+  if (!scale_tensor) return;
+  check_contiguous(*scale_tensor, "scales", 3);
+  check_dtype(*scale_tensor, "scales", ScalarType::Float);
+  check_size(*scale_tensor, "scales", 0, tiles);
+  check_size(*scale_tensor, "scales", 2, kTileColumns);
+  const int64_t groups = scale_tensor->size(1);
+  STD_TORCH_CHECK(groups > 0 && words % groups == 0, groups, " groups do not divide ", words, " words of packed");
+  scales = scale_tensor->const_data_ptr<float>();
+  group = depth / groups;
 }
 
 char* PackedMatrix::row(int64_t row) const {
   return data + row / kTileColumns * words * kTileRowBytes + row % kTileColumns * kWordBytes;
+}
+
+bool multiplies_directly(const Kernels& kernels, const PackedMatrix& weight, ScalarType dtype) {
+  return dtype == ScalarType::Float || (kernels.multiplies_bfloat16 && weight.bits == 16);
 }
 
 void multiply(const Kernels& kernels, const void* operands, int64_t rows, const PackedMatrix& weight, const void* bias,
@@ -59,19 +76,22 @@ void multiply(const Kernels& kernels, const void* operands, int64_t rows, const 
       .x = operands,
       .x_stride = weight.depth,
       .weight = weight.data,
+      .scales = weight.scales,
+      .group = weight.group,
       .depth = weight.depth,
       .bias = bias,
       .out = out,
       .out_stride = weight.columns,
       .columns = weight.columns,
   };
+  const auto run = weight.bits == 8 ? kernels.product_int8 : weight.bits == 4 ? kernels.product_int4 : kernels.product;
   const int64_t part_rows = rows_per_part(rows, weight.depth), row_parts = (rows + part_rows - 1) / part_rows;
   const int64_t part_tiles = tiles_per_part(weight.tiles, row_parts);
   const int64_t tile_parts = (weight.tiles + part_tiles - 1) / part_tiles;
   for_each_dynamic(row_parts * tile_parts, [&](int64_t i) {
     const int64_t row = i / tile_parts * part_rows, tile = i % tile_parts * part_tiles;
-    kernels.product(product, {row, std::min(row + part_rows, rows), tile, std::min(tile + part_tiles, weight.tiles)},
-                    scratch(kProductWorkspace));
+    run(product, {row, std::min(row + part_rows, rows), tile, std::min(tile + part_tiles, weight.tiles)},
+        scratch(kProductWorkspace));
   });
 }
 
@@ -83,7 +103,7 @@ Tensor pack_weight(const Tensor& weight) {
                   " columns: they must be a multiple of ", channels);
   const int64_t tiles = (rows + kTileColumns - 1) / kTileColumns;
   Tensor packed = empty_like(weight, {tiles, words, kTileColumns, channels});
-  const PackedMatrix to(packed, rows);
+  const PackedMatrix to(packed, std::nullopt, rows);
   const char* from = static_cast<const char*>(weight.data_ptr());
   for_rows(tiles, words * kTileColumns, [&](int64_t begin, int64_t end) {
     std::memset(to.row(begin * kTileColumns), 0, (end - begin) * words * kTileRowBytes);
@@ -99,7 +119,7 @@ Tensor pack_weight(const Tensor& weight) {
 }
 
 Tensor unpack_rows(const Tensor& packed, const Tensor& indices) {
-  const PackedMatrix from(packed, packed.size(0) * kTileColumns);
+  const PackedMatrix from(packed, std::nullopt, packed.size(0) * kTileColumns);
   check_contiguous(indices, "indices", 1);
   check_dtype(indices, "indices", ScalarType::Long);
   const int64_t count = indices.size(0);
@@ -121,11 +141,12 @@ Tensor unpack_rows(const Tensor& packed, const Tensor& indices) {
   return out;
 }
 
-Tensor packed_linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t out_features) {
+Tensor packed_linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& scales,
+                     const std::optional<Tensor>& bias, int64_t out_features) {
   const Kernels& kernels = kernels_for(x, "x");
   check_contiguous(x, "x", 2);
-  check_dtype(packed, "packed", x.scalar_type());
-  const PackedMatrix weight(packed, out_features);
+  const PackedMatrix weight(packed, scales, out_features);
+  if (!scales) check_dtype(packed, "packed", x.scalar_type());
   check_size(x, "x", 1, weight.depth);
   if (bias) {
     check_contiguous(*bias, "bias", 1);
@@ -134,7 +155,7 @@ Tensor packed_linear(const Tensor& x, const Tensor& packed, const std::optional<
   }
   Tensor out = empty_like(x, {x.size(0), out_features});
   if (x.size(0) > 0) {
-    multiply(kernels, operands(kernels, x), x.size(0), weight, bias ? bias->data_ptr() : nullptr,
+    multiply(kernels, operands(kernels, weight, x), x.size(0), weight, bias ? bias->data_ptr() : nullptr,
              out.mutable_data_ptr());
   }
   return out;

@@ -5,21 +5,28 @@
 
 namespace kvllm {
 
-// A packed weight (see pack_weight): `[tiles, words, kTileColumns, channels of a word]`.
+// A packed weight: `[tiles, words, kTileColumns, channels of a word]`, of float32, bfloat16 or int8; or of int32
+// without the last dimension, where a word is eight integers of 4 bits, the lowest bits first.
 struct PackedMatrix {
+  int bits;
   int64_t tiles, words, depth, columns;
   char* data;
+  const float* scales;  // [tiles, depth / group, kTileColumns] for integers
+  int64_t group;
 
-  // Raises an error if the tensor is none, or does not have `columns` columns, at least all but a tile's.
-  PackedMatrix(const Tensor& tensor, int64_t columns);
+  // Raises an error if the tensors are none, or do not have `columns` columns, at least all but a tile's.
+  PackedMatrix(const Tensor& tensor, const std::optional<Tensor>& scales, int64_t columns);
 
   // The first word of a row of the weight; the next ones follow at a distance of kTileRowBytes.
   char* row(int64_t row) const;
 };
 
-// Bytes of a row of the weight that lie together: two bfloat16, or one float.
+// Bytes of a row of the weight that lie together.
 constexpr int64_t kWordBytes = 4;
 constexpr int64_t kTileRowBytes = kTileColumns * kWordBytes;
+
+// Whether the kernels read x as it is, not widened to float.
+bool multiplies_directly(const Kernels& kernels, const PackedMatrix& weight, ScalarType dtype);
 
 // out [rows, columns] <- operands [rows, depth] times a weight, plus bias [columns], or none if it is null.
 void multiply(const Kernels& kernels, const void* operands, int64_t rows, const PackedMatrix& weight, const void* bias,

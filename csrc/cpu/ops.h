@@ -42,16 +42,21 @@ void compact(const Tensor& cache, const Tensor& kept, const Tensor& sources, con
 Tensor pack_weight(const Tensor& weight);
 // Rows of a packed weight: `[indices]` -> `[indices, in]`.
 Tensor unpack_rows(const Tensor& packed, const Tensor& indices);
-// `[rows, in]` times a packed weight, plus bias -> `[rows, out_features]`.
-Tensor packed_linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t out_features);
+// `[rows, in]` times a packed weight, plus bias -> `[rows, out_features]`. A weight of integers has scales:
+// `[out / 16, groups, 16]`, each for a group of channels of a row (kvllm/models/quantize.py).
+Tensor packed_linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& scales,
+                     const std::optional<Tensor>& bias, int64_t out_features);
 
 // An opaque tensor that holds a decoder without layers, and is freed with it.
 Tensor make_decoder(const Tensor& cos_sin, const Tensor& final_norm, int64_t query_heads, int64_t kv_heads,
                     int64_t head_dim, double eps);
 void add_decoder_layer(const Tensor& decoder, const Tensor& input_norm, const Tensor& qkv,
-                       const std::optional<Tensor>& qkv_bias, const std::optional<Tensor>& query_norm,
-                       const std::optional<Tensor>& key_norm, const Tensor& output, const Tensor& post_attention_norm,
-                       const Tensor& gate_up, const Tensor& down, int64_t inner_size);
+                       const std::optional<Tensor>& qkv_scales, const std::optional<Tensor>& qkv_bias,
+                       const std::optional<Tensor>& query_norm, const std::optional<Tensor>& key_norm,
+                       const Tensor& output, const std::optional<Tensor>& output_scales,
+                       const Tensor& post_attention_norm, const Tensor& gate_up,
+                       const std::optional<Tensor>& gate_up_scales, const Tensor& down,
+                       const std::optional<Tensor>& down_scales, int64_t inner_size);
 // residual: the embedded tokens, overwritten. cache: of all layers. Returns the normalized hidden states.
 Tensor run_decoder(const Tensor& decoder, const Tensor& residual, const Tensor& positions, const Tensor& slots,
                    const Tensor& cache, const Tensor& query_start_loc, const Tensor& last_kv_index,

@@ -40,7 +40,7 @@ inline __attribute__((always_inline)) void multiply_channel(const float* x, int6
   }
 }
 
-// How a number of channels, kChannels, is multiplied; a tile has kTileColumns * kChannels weights for them.
+// How a number of channels, kChannels, is multiplied; a tile has kWords elements of the weight for them.
 template <class T>
 struct FloatProduct;
 
@@ -49,6 +49,8 @@ struct FloatProduct<float> {
   using Operand = float;
   using Weight = float;
   static constexpr int kChannels = 1;
+  static constexpr int kWords = kTileColumns;
+  static constexpr bool kScaled = false;
 
   template <int kRows, int kTiles>
   static inline __attribute__((always_inline)) void multiply(const float* x, int64_t x_stride, const float* weight,
@@ -68,6 +70,8 @@ struct FloatProduct<BFloat16> {
   using Operand = float;
   using Weight = BFloat16;
   static constexpr int kChannels = 2;
+  static constexpr int kWords = 2 * kTileColumns;
+  static constexpr bool kScaled = false;
 
   template <int kRows, int kTiles>
   static inline __attribute__((always_inline)) void multiply(const float* x, int64_t x_stride, const BFloat16* weight,
@@ -87,11 +91,51 @@ struct FloatProduct<BFloat16> {
   }
 };
 
+// Integers of kBits, as many as fit 32 bits side by side. They are widened to float in registers; the sums of a group
+// of channels are scaled afterwards.
+template <int kBits>
+struct IntegerProduct {
+  using Operand = float;
+  using Weight = int32_t;
+  static constexpr int kChannels = 32 / kBits;
+  static constexpr int kWords = kTileColumns;
+  static constexpr bool kScaled = true;
+
+  template <int kRows, int kTiles>
+  static inline __attribute__((always_inline)) void multiply(const float* x, int64_t x_stride, const int32_t* weight,
+                                                             int64_t tile_stride,
+                                                             Vec (&sums)[kRows][kTiles * kTileVectors]) {
+    Vec words[kTiles * kTileVectors];
+#pragma GCC unroll 16
+    for (int v = 0; v < kTiles * kTileVectors; ++v) {
+      words[v] = load_words(weight + v / kTileVectors * tile_stride + v % kTileVectors * kLanes);
+    }
+    multiply_from<0, kRows, kTiles>(x, x_stride, words, sums);
+  }
+
+ private:
+  template <int kChannel, int kRows, int kTiles>
+  static inline __attribute__((always_inline)) void multiply_from(const float* x, int64_t x_stride, const Vec* words,
+                                                                  Vec (&sums)[kRows][kTiles * kTileVectors]) {
+    Vec weights[kTiles * kTileVectors];
+#pragma GCC unroll 16
+    for (int v = 0; v < kTiles * kTileVectors; ++v) {
+      weights[v] = integer_of_words<kBits, kChannel * kBits>(words[v]);
+    }
+    multiply_channel(x + kChannel, x_stride, weights, sums);
+    if constexpr (kChannel + 1 < kChannels) {
+      multiply_from<kChannel + 1, kRows, kTiles>(x, x_stride, words, sums);
+    }
+  }
+};
+
 #if defined(KVLLM_AVX512_BF16)
 struct PairsProduct {
   using Operand = BFloat16;
   using Weight = BFloat16;
   static constexpr int kChannels = 2;
+  static constexpr int kWords = 2 * kTileColumns;
+  static constexpr bool kScaled = false;
 
   template <int kRows, int kTiles>
   static inline __attribute__((always_inline)) void multiply(const BFloat16* x, int64_t x_stride,
@@ -123,8 +167,7 @@ void multiply_block(const typename P::Operand* x, int64_t x_stride, const typena
 #pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v) accumulated[r][v] = first ? Vec{} : load(sums + (r * kVectors + v) * kLanes);
   }
-  constexpr int kStep = kTileColumns * P::kChannels;
-  for (int64_t k = 0; k < depth; k += P::kChannels, weight += kStep) {
+  for (int64_t k = 0; k < depth; k += P::kChannels, weight += P::kWords) {
 #pragma GCC unroll 16
     for (int t = 0; t < kTiles; ++t) {
       __builtin_prefetch(reinterpret_cast<const char*>(weight + t * tile_stride) + kPrefetchDistance);
@@ -173,32 +216,60 @@ void widen(const void* x, float* out, int64_t count) {
   if (i < count) store_first(static_cast<int>(count - i), out + i, load_first(static_cast<int>(count - i), p + i));
 }
 
-template <class T, class P>
-void product(const Product& a, const ProductPart& part, float* sums) {
-  const int64_t rows = part.end_row - part.begin_row;
-  const int64_t groups = (rows + kProductRows - 1) / kProductRows;
-  const int most = static_cast<int>((rows + groups - 1) / groups);
-  const int64_t tile_stride = a.depth * kTileColumns;
-  const int64_t depth_block = groups == 1 ? a.depth : kDepthBlock;
-  for (int64_t tile = part.begin_tile; tile < part.end_tile;) {
-    const bool one = part.end_tile - tile < tiles_for(most);
-    const int tiles = one ? 1 : tiles_for(most);
-    const int width = tiles * kTileColumns;
-    for (int64_t begin = 0; begin < a.depth; begin += depth_block) {
-      const int64_t depth = a.depth - begin < depth_block ? a.depth - begin : depth_block;
-      const auto* weight = static_cast<const typename P::Weight*>(a.weight) + tile * tile_stride + begin * kTileColumns;
-      for (int64_t group = 0; group < groups; ++group) {
-        const int64_t first = rows * group / groups, last = rows * (group + 1) / groups;
-        const auto* x = static_cast<const typename P::Operand*>(a.x) + (part.begin_row + first) * a.x_stride + begin;
-        block_product<P>(static_cast<int>(last - first), tiles)(x, a.x_stride, weight, tile_stride, depth,
-                                                                sums + first * width, begin == 0);
+// sums <- scale * partial, or what they are plus that, for [rows, tiles * kTileColumns]; scales are those of one group,
+// `stride` apart from tile to tile.
+inline void add_scaled(const float* partial, const float* scales, int64_t stride, int64_t rows, int tiles, bool first,
+                       float* sums) {
+  for (int tile = 0; tile < tiles; ++tile) {
+    for (int column = 0; column < kTileColumns; column += kLanes) {
+      const Vec scale = load(scales + tile * stride + column);
+      for (int64_t row = 0; row < rows; ++row) {
+        const int64_t at = (row * tiles + tile) * kTileColumns + column;
+        store(sums + at, fma(load(partial + at), scale, first ? Vec{} : load(sums + at)));
       }
     }
-    const int64_t column = tile * kTileColumns;
+  }
+}
+
+// The sums of `rows` rows with `tiles` tiles, from `tile` on.
+template <class P>
+void sum_tiles(const Product& a, int64_t first_row, int64_t rows, int64_t tile, int tiles, float* workspace) {
+  const int64_t groups = (rows + kProductRows - 1) / kProductRows, width = tiles * kTileColumns;
+  const int64_t tile_stride = a.depth / P::kChannels * P::kWords;
+  const int64_t group = P::kScaled ? a.group : a.depth;
+  float* sums = P::kScaled ? workspace + kProductSums : workspace;
+  for (int64_t begin = 0, depth; begin < a.depth; begin += depth) {
+    const int64_t rest = group - begin % group;
+    depth = groups > 1 && rest > kDepthBlock ? kDepthBlock : rest;
+    const auto* weight =
+        static_cast<const typename P::Weight*>(a.weight) + tile * tile_stride + begin / P::kChannels * P::kWords;
+    for (int64_t i = 0; i < groups; ++i) {
+      const int64_t first = rows * i / groups, last = rows * (i + 1) / groups;
+      const auto* x = static_cast<const typename P::Operand*>(a.x) + (first_row + first) * a.x_stride + begin;
+      block_product<P>(static_cast<int>(last - first), tiles)(x, a.x_stride, weight, tile_stride, depth,
+                                                              sums + first * width, begin % group == 0);
+    }
+    if (P::kScaled && depth == rest) {
+      const int64_t stride = a.depth / group * kTileColumns;
+      add_scaled(sums, a.scales + tile * stride + begin / group * kTileColumns, stride, rows, tiles, begin < group,
+                 workspace);
+    }
+  }
+}
+
+template <class T, class P>
+void product(const Product& a, const ProductPart& part, float* workspace) {
+  const int64_t rows = part.end_row - part.begin_row;
+  const int64_t groups = (rows + kProductRows - 1) / kProductRows;
+  const int at_once = tiles_for(static_cast<int>((rows + groups - 1) / groups));
+  for (int64_t tile = part.begin_tile; tile < part.end_tile;) {
+    const int tiles = part.end_tile - tile < at_once ? 1 : at_once;
+    sum_tiles<P>(a, part.begin_row, rows, tile, tiles, workspace);
+    const int64_t column = tile * kTileColumns, width = tiles * kTileColumns;
     const int valid = static_cast<int>(a.columns - column < width ? a.columns - column : width);
+    const T* bias = a.bias == nullptr ? nullptr : static_cast<const T*>(a.bias) + column;
     for (int64_t row = 0; row < rows; ++row) {
-      const T* bias = a.bias == nullptr ? nullptr : static_cast<const T*>(a.bias) + column;
-      write_sums(sums + row * width, valid, bias,
+      write_sums(workspace + row * width, valid, bias,
                  static_cast<T*>(a.out) + (part.begin_row + row) * a.out_stride + column);
     }
     tile += tiles;

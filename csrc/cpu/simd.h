@@ -33,6 +33,14 @@ inline Vec first_of_pairs(Vec x) { return _mm512_castsi512_ps(_mm512_slli_epi32(
 inline Vec second_of_pairs(Vec x) {
   return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(static_cast<int>(0xffff0000))));
 }
+// The bits of kLanes words of 32, and the signed integer of kBits that begins at bit kBegin of each.
+inline Vec load_words(const void* p) { return _mm512_castsi512_ps(_mm512_loadu_si512(p)); }
+template <int kBits, int kBegin>
+inline Vec integer_of_words(Vec x) {
+  __m512i bits = _mm512_castps_si512(x);
+  if constexpr (kBegin + kBits < 32) bits = _mm512_slli_epi32(bits, 32 - kBegin - kBits);
+  return _mm512_cvtepi32_ps(_mm512_srai_epi32(bits, 32 - kBits));
+}
 inline void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
 
 inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
@@ -122,6 +130,14 @@ inline Vec load_pairs(const BFloat16* p) { return _mm256_loadu_ps(reinterpret_ca
 inline Vec first_of_pairs(Vec x) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(x), 16)); }
 inline Vec second_of_pairs(Vec x) {
   return _mm256_castsi256_ps(_mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(static_cast<int>(0xffff0000))));
+}
+// The bits of kLanes words of 32, and the signed integer of kBits that begins at bit kBegin of each.
+inline Vec load_words(const void* p) { return _mm256_loadu_ps(static_cast<const float*>(p)); }
+template <int kBits, int kBegin>
+inline Vec integer_of_words(Vec x) {
+  __m256i bits = _mm256_castps_si256(x);
+  if constexpr (kBegin + kBits < 32) bits = _mm256_slli_epi32(bits, 32 - kBegin - kBits);
+  return _mm256_cvtepi32_ps(_mm256_srai_epi32(bits, 32 - kBits));
 }
 inline void store(float* p, Vec x) { _mm256_storeu_ps(p, x); }
 
@@ -221,6 +237,16 @@ inline Vec load_pairs(const BFloat16* p) {
 inline Vec first_of_pairs(Vec x) { return reinterpret_cast<Vec>(reinterpret_cast<Bits>(x) << 16); }
 inline Vec second_of_pairs(Vec x) {
   return reinterpret_cast<Vec>(reinterpret_cast<Bits>(x) & static_cast<int32_t>(0xffff0000));
+}
+// The bits of kLanes words of 32, and the signed integer of kBits that begins at bit kBegin of each.
+inline Vec load_words(const void* p) {
+  Vec x;
+  __builtin_memcpy(&x, p, sizeof(x));
+  return x;
+}
+template <int kBits, int kBegin>
+inline Vec integer_of_words(Vec x) {
+  return __builtin_convertvector((reinterpret_cast<Bits>(x) << (32 - kBegin - kBits)) >> (32 - kBits), Vec);
 }
 inline void store(float* p, Vec x) { __builtin_memcpy(p, &x, sizeof(x)); }
 

@@ -54,9 +54,9 @@ class SelfAttention:
             found[f"{prefix}.k_norm.weight"] = whole(self.k_norm)
         return found
 
-    def pack(self) -> None:
-        self.qkv.pack()
-        self.o.pack()
+    def pack(self, bits: int | None = None) -> None:
+        self.qkv.pack(bits)
+        self.o.pack(bits)
 
     def project(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`[T, hidden_size]` -> rotated queries `[T, query_heads, head_dim]`; rotated keys, and values,
@@ -98,8 +98,9 @@ class MLP(Protocol):
         """The tensors of the checkpoint by name; each name begins with `prefix`, such as `model.layers.0.mlp`."""
         ...
 
-    def pack(self) -> None:
-        """Bring the weights, once they are read, into the form that is multiplied fastest."""
+    def pack(self, bits: int | None = None) -> None:
+        """Bring the weights, once they are read, into the form that is multiplied fastest, in `bits` of 8 or 4 if that
+        is not None."""
         ...
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -118,9 +119,9 @@ class GatedMLP:
     def weights(self, prefix: str) -> dict[str, Weight]:
         return {**self.gate_up.weights(prefix), **self.down.weights(f"{prefix}.down_proj")}
 
-    def pack(self) -> None:
-        self.gate_up.pack()
-        self.down.pack()
+    def pack(self, bits: int | None = None) -> None:
+        self.gate_up.pack(bits)
+        self.down.pack(bits)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, hidden_size]` -> `[T, hidden_size]`."""
@@ -147,9 +148,9 @@ class DecoderLayer:
             **self.mlp.weights(f"{prefix}.mlp"),
         }
 
-    def pack(self) -> None:
-        self.attention.pack()
-        self.mlp.pack()
+    def pack(self, bits: int | None = None) -> None:
+        self.attention.pack(bits)
+        self.mlp.pack(bits)
 
     def finish(self, attended: torch.Tensor, residual: torch.Tensor, next_norm: torch.Tensor) -> torch.Tensor:
         """All that follows attention.
@@ -202,11 +203,12 @@ class Decoder:
         found["model.norm.weight"] = whole(self.final_norm)
         return found | self.lm_head.weights("lm_head")
 
-    def pack(self) -> None:
-        """Bring all weights into the form that is multiplied fastest, one at a time."""
+    def pack(self, bits: int | None = None) -> None:
+        """Bring all weights into the form that is multiplied fastest, one at a time, in `bits` of 8 or 4 if that is not
+        None."""
         for layer in self.layers:
-            layer.pack()
-        self.lm_head.pack()
+            layer.pack(bits)
+        self.lm_head.pack(bits)
         self._compiled = self._compile()
 
     def _compile(self) -> CompiledLayers | None:

@@ -36,13 +36,17 @@ class CompiledLayers:
             self._decoder,
             layer.input_norm,
             attention.qkv.weight.packed,
+            attention.qkv.weight.scales,
             attention.qkv.bias,
             attention.q_norm,
             attention.k_norm,
             attention.o.weight.packed,
+            attention.o.weight.scales,
             layer.post_attention_norm,
             mlp.gate_up.weight.packed,
+            mlp.gate_up.weight.scales,
             mlp.down.weight.packed,
+            mlp.down.weight.scales,
             mlp.down.weight.in_features,
         )
 

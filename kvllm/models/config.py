@@ -16,6 +16,8 @@ from kvllm.models import MODELS, model_family
 from kvllm.models.rope import RopeScaling, TopKeys, read_rope
 
 DTYPES = ("bfloat16", "float16", "float32")
+QUANTIZATIONS = {"int8": 8, "int4": 4}
+"""Bits of the weights that are made when a model is loaded."""
 LARGEST = {
     "vocab_size": 1 << 22,
     "hidden_size": 1 << 18,

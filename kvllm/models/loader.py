@@ -33,9 +33,15 @@ Tensors = dict[str, tuple[Path, Any]]
 
 
 def load_model(
-    path: Path, config: ModelConfig, shard: Shard, dtype: torch.dtype, device: torch.device, max_model_len: int
+    path: Path,
+    config: ModelConfig,
+    shard: Shard,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    bits: int | None = None,
 ) -> Decoder:
-    """The model of the directory `path`, converted to `dtype`.
+    """The model of the directory `path`, converted to `dtype`, or with weights of 8 or 4 `bits`.
 
     Raises CheckpointError if there are no safetensors files, one lies outside of `path` or cannot be read, or they hold
     other tensors than `config` implies; ConfigError if the ranks cannot share the model out equally.
@@ -47,7 +53,7 @@ def load_model(
         _check(without_memory.weights(), found, config.tie_word_embeddings)
         model = _empty_model(config, shard, dtype, device, max_model_len)
         _fill(model.weights(), found, config.tie_word_embeddings)
-    model.pack()
+    model.pack(bits)
     return model
 
 
@@ -58,6 +64,7 @@ def random_model(
     device: torch.device,
     max_model_len: int,
     seed: int,
+    bits: int | None = None,
     std: float = 0.02,
 ) -> Decoder:
     """A model with normally distributed weights (norms are one), for measurements: the same on any number of ranks."""
@@ -69,7 +76,7 @@ def random_model(
             continue
         values = torch.empty(weight.shape, dtype=dtype, device=device).normal_(0, std, generator=generator)
         weight.target.copy_(values.narrow(weight.dim, weight.start, weight.target.shape[weight.dim]))
-    model.pack()
+    model.pack(bits)
     return model
 
 

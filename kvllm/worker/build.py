@@ -13,7 +13,7 @@ from kvllm.compression.sharded_method import ShardedMethod
 from kvllm.config import EngineConfig
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.models.base import Decoder
-from kvllm.models.config import ModelConfig
+from kvllm.models.config import QUANTIZATIONS, ModelConfig
 from kvllm.models.loader import load_model, random_model
 from kvllm.parallel import Shard, kv_heads
 from kvllm.worker import host_memory
@@ -26,7 +26,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch
 
 
 class RunnerSettings(Struct, frozen=True):
-    """Options that a rank loads its shard with. load_format, enforce_eager: see EngineArgs.
+    """Options that a rank loads its shard with. load_format, enforce_eager, quantization: see EngineArgs.
 
     gpu_memory_utilization: if set, `engine.num_blocks` is the most that is of use, and the pool gets as many as fit.
     """
@@ -39,6 +39,7 @@ class RunnerSettings(Struct, frozen=True):
     load_format: str
     enforce_eager: bool = False
     gpu_memory_utilization: float | None = None
+    quantization: str | None = None
 
 
 def rank_cache_shape(model: ModelConfig, dtype: str, block_size: int, num_ranks: int) -> CacheShape:
@@ -117,9 +118,10 @@ def _runner(settings: RunnerSettings, shard: Shard, model: Decoder, backend: Att
 
 def _load(settings: RunnerSettings, shard: Shard, device: torch.device) -> Decoder:
     arguments = (settings.model, shard, DTYPES[settings.dtype], device, settings.engine.max_model_len)
+    bits = QUANTIZATIONS[settings.quantization] if settings.quantization else None
     if settings.load_format == "dummy":
-        return random_model(*arguments, seed=settings.engine.seed)
-    return load_model(Path(settings.path), *arguments)
+        return random_model(*arguments, seed=settings.engine.seed, bits=bits)
+    return load_model(Path(settings.path), *arguments, bits=bits)
 
 
 def _least(number: int, shard: Shard, device: torch.device) -> int:

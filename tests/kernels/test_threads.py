@@ -15,7 +15,7 @@ from tests.helpers.processes import run_python
 
 
 def products(x: torch.Tensor, packed: torch.Tensor, count: int = 200) -> list[torch.Tensor]:
-    return [operator("packed_linear")(x, packed, None, 512) for _ in range(count)]
+    return [operator("packed_linear")(x, packed, None, None, 512) for _ in range(count)]
 
 
 @pytest.fixture

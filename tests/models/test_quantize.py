@@ -1,0 +1,94 @@
+"""Weights of 8 and 4 bits: the integers against a literal reference, products against the dequantized matrix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvllm.attention.cpu import CpuBackend
+from kvllm.models.loader import load_model
+from kvllm.models.quantize import group_size
+from kvllm.models.weights import LinearWeight
+from kvllm.parallel import SingleRank
+from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.paged_model import CPU, PagedModel, load, tokens
+
+
+def dequantized(matrix: torch.Tensor, bits: int) -> torch.Tensor:
+    """Weight by weight: every group becomes whole numbers times its scale."""
+    group = group_size(matrix.shape[1], bits)
+    rows = []
+    for row in matrix.float():
+        parts = []
+        for part in row.split(group):
+            largest = max(part.tolist(), key=abs)
+            scale = torch.tensor(abs(largest) / 127 if bits == 8 else largest / -8)
+            low, high = (-128, 127) if bits == 8 else (-8, 7)
+            parts.append((part / scale).round().clamp(low, high) * scale if largest else part)
+        rows.append(torch.cat(parts))
+    return torch.stack(rows)
+
+
+def all_rows(weight: LinearWeight) -> torch.Tensor:
+    return weight.rows(torch.arange(weight.out_features))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "columns"), [(72, 40), (70, 256), (7, 96), (1030, 128)])
+def test_products_are_those_of_the_dequantized_matrix(rows: int, columns: int, dtype: torch.dtype, bits: int) -> None:
+    torch.manual_seed(0)
+    matrix, bias, x = (torch.randn(shape).to(dtype) for shape in ((rows, columns), (rows,), (100, columns)))
+    matrix[3] = 0
+    weight = LinearWeight(matrix.clone())
+    weight.pack(bits)
+    expected = dequantized(matrix, bits)
+    torch.testing.assert_close(
+        all_rows(weight), expected.to(dtype), rtol=1e-6 if dtype == torch.float32 else 8e-3, atol=0
+    )
+    together = weight.multiply(x, bias)
+    exact = x.double() @ expected.double().T + bias.double()
+    torch.testing.assert_close(together.double(), exact, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-3)
+    for count in (1, 2, 3, 4, 6, 7, 13, 49):
+        assert torch.equal(weight.multiply(x[5 : 5 + count], bias), together[5 : 5 + count])
+    part = weight.first_rows(rows - 3)
+    assert torch.equal(part.multiply(x), weight.multiply(x)[:, : rows - 3])
+
+
+@pytest.mark.parametrize(("bits", "memory"), [(8, 0.5), (4, 0.25)])
+def test_memory_and_error(bits: int, memory: float) -> None:
+    """Against bfloat16, scales included; the error of a weight is at most half a step, or a whole one at -8's side."""
+    matrix = torch.randn(256, 1024)
+    weight = LinearWeight(matrix.to(torch.bfloat16))
+    weight.pack(bits)
+    assert weight.packed is not None and weight.scales is not None and weight.tensor.numel() == 0
+    num_bytes = weight.packed.nbytes + weight.scales.nbytes
+    assert memory <= num_bytes / (2 * matrix.numel()) < memory + 0.02
+    error = (all_rows(weight).float() - matrix).norm() / matrix.norm()
+    assert error < (0.01 if bits == 8 else 0.12)
+
+
+def test_a_matrix_that_does_not_fill_words_stays_as_it_is() -> None:
+    matrix = torch.randn(16, 6)
+    weight = LinearWeight(matrix.clone())
+    weight.pack(4)
+    assert weight.scales is None and torch.equal(all_rows(weight), matrix)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_of_few_bits(tmp_path: Path, dtype: torch.dtype, bits: int) -> None:
+    """Equal bits compiled and looped, and near the model of full weights."""
+    make_checkpoint(tmp_path, "qwen3", head_dim=16)
+    full, config = load(tmp_path, dtype)
+    few = load_model(tmp_path, config, SingleRank(), dtype, CPU, config.max_position_embeddings, bits)
+    assert few.layers[0].mlp.down.weight.scales is not None and few.lm_head.weight.packed.dtype == torch.int8
+    steps = [{0: tokens(20), 1: tokens(7, 2)}, {0: [5], 1: [9]}]
+    models = [PagedModel(model, config, dtype, CpuBackend) for model in (full, few, few)]
+    expected, compiled = ([model.logits(step) for step in steps] for model in models[:2])
+    few._compiled = None
+    for reference, found, step in zip(expected, compiled, steps, strict=True):
+        assert torch.equal(found, models[2].logits(step))
+        assert torch.nn.functional.cosine_similarity(reference, found).median() > (0.99 if bits == 8 else 0.9)
