@@ -10,8 +10,6 @@
 namespace kvllm {
 namespace {
 
-constexpr int kCacheLine = 64;
-
 // Rows of accumulators in registers; columns as vectors. 16 accumulators of 32 registers, or 8 of 16: fewer would wait
 // for each other.
 constexpr int kRowBlock = 4;

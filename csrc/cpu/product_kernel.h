@@ -19,7 +19,7 @@ constexpr int kSums = kLanes == 16 ? 24 : kLanes == 8 ? 8 : 16;
 // Channels of the weight that stay in the first cache while all rows pass.
 constexpr int kDepthBlock = 256;
 
-// Bytes between what is multiplied and what is fetched.
+// Bytes between what is multiplied and what is fetched, where rows pass a block once.
 constexpr int kPrefetchDistance = 2048;
 
 // Rows that can multiply `tiles` tiles at once, and tiles that `rows` rows can.
@@ -156,10 +156,16 @@ struct PairsProduct {
 };
 #endif
 
+// Memory that a block fetches meanwhile: `step` bytes of each tile's for every cache line of the tile that it reads.
+struct Ahead {
+  const char* data;
+  int64_t step;
+};
+
 // Adds the products of `depth` channels to sums [kRows, kTiles * kTileColumns], or sets them if these are the first.
 template <class P, int kRows, int kTiles>
 void multiply_block(const typename P::Operand* x, int64_t x_stride, const typename P::Weight* weight,
-                    int64_t tile_stride, int64_t depth, float* sums, bool first) {
+                    int64_t tile_stride, int64_t depth, float* sums, bool first, Ahead ahead) {
   constexpr int kVectors = kTiles * kTileVectors;
   Vec accumulated[kRows][kVectors];
 #pragma GCC unroll 16
@@ -170,8 +176,9 @@ void multiply_block(const typename P::Operand* x, int64_t x_stride, const typena
   for (int64_t k = 0; k < depth; k += P::kChannels, weight += P::kWords) {
 #pragma GCC unroll 16
     for (int t = 0; t < kTiles; ++t) {
-      __builtin_prefetch(reinterpret_cast<const char*>(weight + t * tile_stride) + kPrefetchDistance);
+      __builtin_prefetch(ahead.data + t * tile_stride * static_cast<int64_t>(sizeof(*weight)));
     }
+    ahead.data += ahead.step;
     P::template multiply<kRows, kTiles>(x + k, x_stride, weight, tile_stride, accumulated);
   }
 #pragma GCC unroll 16
@@ -183,7 +190,7 @@ void multiply_block(const typename P::Operand* x, int64_t x_stride, const typena
 
 template <class P>
 using BlockProduct = void (*)(const typename P::Operand* x, int64_t x_stride, const typename P::Weight* weight,
-                              int64_t tile_stride, int64_t depth, float* sums, bool first);
+                              int64_t tile_stride, int64_t depth, float* sums, bool first, Ahead ahead);
 
 template <class P, int kTiles, int kRows = rows_for(kTiles)>
 BlockProduct<P> block_product(int rows) {
@@ -243,11 +250,18 @@ void sum_tiles(const Product& a, int64_t first_row, int64_t rows, int64_t tile, 
     depth = groups > 1 && rest > kDepthBlock ? kDepthBlock : rest;
     const auto* weight =
         static_cast<const typename P::Weight*>(a.weight) + tile * tile_stride + begin / P::kChannels * P::kWords;
+    const bool last_block = begin + depth == a.depth;
+    const auto* next = last_block ? weight + (tiles - 1) * tile_stride : weight;  // the blocks lie one after the other
+    next += depth / P::kChannels * P::kWords;
     for (int64_t i = 0; i < groups; ++i) {
       const int64_t first = rows * i / groups, last = rows * (i + 1) / groups;
+      const Ahead ahead =
+          groups == 1 ? Ahead{reinterpret_cast<const char*>(weight) + kPrefetchDistance, kCacheLine}
+                      : Ahead{reinterpret_cast<const char*>(next + depth / P::kChannels * P::kWords * i / groups),
+                              kCacheLine / groups};
       const auto* x = static_cast<const typename P::Operand*>(a.x) + (first_row + first) * a.x_stride + begin;
       block_product<P>(static_cast<int>(last - first), tiles)(x, a.x_stride, weight, tile_stride, depth,
-                                                              sums + first * width, begin % group == 0);
+                                                              sums + first * width, begin % group == 0, ahead);
     }
     if (P::kScaled && depth == rest) {
       const int64_t stride = a.depth / group * kTileColumns;

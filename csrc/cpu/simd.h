@@ -16,6 +16,8 @@
 namespace kvllm {
 namespace {
 
+constexpr int kCacheLine = 64;
+
 #if defined(KVLLM_AVX512)
 
 using Vec = __m512;

@@ -27,6 +27,7 @@ from kvllm.models.layers import (
     rotary_table,
     whole,
 )
+from kvllm.models.weights import Packing
 from kvllm.parallel import Shard
 
 
@@ -54,9 +55,9 @@ class SelfAttention:
             found[f"{prefix}.k_norm.weight"] = whole(self.k_norm)
         return found
 
-    def pack(self, bits: int | None = None) -> None:
-        self.qkv.pack(bits)
-        self.o.pack(bits)
+    def pack(self, packing: Packing) -> None:
+        self.qkv.pack(packing)
+        self.o.pack(packing)
 
     def project(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`[T, hidden_size]` -> rotated queries `[T, query_heads, head_dim]`; rotated keys, and values,
@@ -98,9 +99,8 @@ class MLP(Protocol):
         """The tensors of the checkpoint by name; each name begins with `prefix`, such as `model.layers.0.mlp`."""
         ...
 
-    def pack(self, bits: int | None = None) -> None:
-        """Bring the weights, once they are read, into the form that is multiplied fastest, in `bits` of 8 or 4 if that
-        is not None."""
+    def pack(self, packing: Packing) -> None:
+        """Bring the weights, once they are read, into the form that is multiplied fastest."""
         ...
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -119,9 +119,9 @@ class GatedMLP:
     def weights(self, prefix: str) -> dict[str, Weight]:
         return {**self.gate_up.weights(prefix), **self.down.weights(f"{prefix}.down_proj")}
 
-    def pack(self, bits: int | None = None) -> None:
-        self.gate_up.pack(bits)
-        self.down.pack(bits)
+    def pack(self, packing: Packing) -> None:
+        self.gate_up.pack(packing)
+        self.down.pack(packing)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, hidden_size]` -> `[T, hidden_size]`."""
@@ -148,9 +148,9 @@ class DecoderLayer:
             **self.mlp.weights(f"{prefix}.mlp"),
         }
 
-    def pack(self, bits: int | None = None) -> None:
-        self.attention.pack(bits)
-        self.mlp.pack(bits)
+    def pack(self, packing: Packing) -> None:
+        self.attention.pack(packing)
+        self.mlp.pack(packing)
 
     def finish(self, attended: torch.Tensor, residual: torch.Tensor, next_norm: torch.Tensor) -> torch.Tensor:
         """All that follows attention.
@@ -203,12 +203,11 @@ class Decoder:
         found["model.norm.weight"] = whole(self.final_norm)
         return found | self.lm_head.weights("lm_head")
 
-    def pack(self, bits: int | None = None) -> None:
-        """Bring all weights into the form that is multiplied fastest, one at a time, in `bits` of 8 or 4 if that is not
-        None."""
+    def pack(self, packing: Packing) -> None:
+        """Bring all weights into the form that is multiplied fastest, one at a time."""
         for layer in self.layers:
-            layer.pack(bits)
-        self.lm_head.pack(bits)
+            layer.pack(packing)
+        self.lm_head.pack(packing)
         self._compiled = self._compile()
 
     def _compile(self) -> CompiledLayers | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from kvllm.models.config import ModelConfig, RopeScaling
-from kvllm.models.weights import LinearWeight
+from kvllm.models.weights import LinearWeight, Packing
 from kvllm.parallel import Shard, kv_heads, split
 
 HEAD_BITS = 8
@@ -77,8 +77,8 @@ class QKVLinear:
                     found[f"{prefix}.{name}_proj.{kind}"] = Weight(shape, part, 0, first * self.head_dim)
         return found
 
-    def pack(self, bits: int | None = None) -> None:
-        self.weight.pack(bits)
+    def pack(self, packing: Packing) -> None:
+        self.weight.pack(packing)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, hidden_size]` -> `[T, (query_heads + 2 * kv_heads) * head_dim]`."""
@@ -114,8 +114,8 @@ class MergedColumnLinear:
         parts = zip(self.names, self.weight.tensor.split(self.size), strict=True)
         return {f"{prefix}.{name}.weight": row_part(self.out_features, part, self.shard) for name, part in parts}
 
-    def pack(self, bits: int | None = None) -> None:
-        self.weight.pack(bits)
+    def pack(self, packing: Packing) -> None:
+        self.weight.pack(packing)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, in_features]` -> `[T, len(names) * out_features / ranks]`, one projection after the other."""
@@ -137,8 +137,8 @@ class RowLinear:
         rows, columns = self.weight.tensor.shape
         return {f"{prefix}.weight": Weight((rows, self.in_features), self.weight.tensor, 1, self.shard.rank * columns)}
 
-    def pack(self, bits: int | None = None) -> None:
-        self.weight.pack(bits)
+    def pack(self, packing: Packing) -> None:
+        self.weight.pack(packing)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, in_features / ranks]` -> `[T, out_features]`, summed over the ranks."""
@@ -181,8 +181,8 @@ class LMHead:
     def weights(self, prefix: str) -> dict[str, Weight]:
         return {} if self.tied else {f"{prefix}.weight": vocab_part(self.vocab_size, self.weight.tensor, self.shard)}
 
-    def pack(self, bits: int | None = None) -> None:
-        self.weight.pack(bits and HEAD_BITS)
+    def pack(self, packing: Packing) -> None:
+        self.weight.pack(Packing(HEAD_BITS) if packing.bits else packing)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[R, hidden_size]` -> logits `[R, vocab_size]`."""

@@ -21,6 +21,7 @@ from kvllm.models import model_family
 from kvllm.models.base import Decoder
 from kvllm.models.config import ModelConfig
 from kvllm.models.layers import Weight
+from kvllm.models.weights import Packing
 from kvllm.parallel import Shard
 
 SINGLE_FILE = "model.safetensors"
@@ -53,7 +54,7 @@ def load_model(
         _check(without_memory.weights(), found, config.tie_word_embeddings)
         model = _empty_model(config, shard, dtype, device, max_model_len)
         _fill(model.weights(), found, config.tie_word_embeddings)
-    model.pack(bits)
+    model.pack(Packing(bits))
     return model
 
 
@@ -76,7 +77,7 @@ def random_model(
             continue
         values = torch.empty(weight.shape, dtype=dtype, device=device).normal_(0, std, generator=generator)
         weight.target.copy_(values.narrow(weight.dim, weight.start, weight.target.shape[weight.dim]))
-    model.pack(bits)
+    model.pack(Packing(bits))
     return model
 
 

@@ -6,9 +6,35 @@ import torch
 import torch.nn.functional as F
 
 from kvllm._extension import operator
+from kvllm.huge_pages import use_huge_pages
 from kvllm.models.quantize import dequantize_rows, group_size, quantize
 
 PACKABLE_DTYPES = (torch.float32, torch.bfloat16)
+ALIGNMENT = 64
+HUGE_PAGE = 1 << 21
+CHUNK = 64 << 20
+"""Bytes that weights share. A huge page would otherwise hold one weight of a small model, and stay empty for the most
+part."""
+
+
+class Packing:
+    """How the weights of a model are packed.
+
+    bits: 8 or 4 for integers, None for the dtype as it is.
+    """
+
+    def __init__(self, bits: int | None = None) -> None:
+        self.bits = bits
+        self._free = torch.empty(0, dtype=torch.uint8)
+
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in memory of huge pages, behind the tensors that were placed before."""
+        size = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        if len(self._free) < size:
+            memory = use_huge_pages(torch.empty(max(size, CHUNK) + HUGE_PAGE, dtype=torch.uint8))
+            self._free = memory[-memory.data_ptr() % HUGE_PAGE :]
+        part, self._free = self._free[: tensor.nbytes], self._free[size:]
+        return part.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 class LinearWeight:
@@ -27,17 +53,18 @@ class LinearWeight:
         self.packed: torch.Tensor | None = None
         self.scales: torch.Tensor | None = None
 
-    def pack(self, bits: int | None = None) -> None:
-        """bits: 8 or 4 for integers, None for the dtype as it is. A matrix whose rows do not fill 32 bits of several
-        weights stays as it is."""
-        tensor = self.tensor
+    def pack(self, packing: Packing) -> None:
+        """Bring the matrix into the form that is multiplied fastest. It stays as it is on other devices than a CPU, and
+        where its rows do not fill words of 32 bits."""
+        tensor, bits = self.tensor, packing.bits
         if self.packed is not None or not tensor.is_cpu or tensor.dtype not in PACKABLE_DTYPES:
             return
         group = group_size(self.in_features, bits) if bits else None
         if bits and group:
-            self.packed, self.scales = quantize(tensor, bits, group)
+            packed, scales = quantize(tensor, bits, group)
+            self.packed, self.scales = packing.place(packed), packing.place(scales)
         elif tensor.dtype == torch.float32 or self.in_features % 2 == 0:
-            self.packed = operator("pack_weight")(tensor)
+            self.packed = packing.place(operator("pack_weight")(tensor))
         else:
             return
         self.tensor = tensor.new_empty(0, self.in_features)

@@ -17,7 +17,7 @@ from kvllm.errors import ConfigError
 from kvllm.models.config import load_model_config
 from kvllm.models.layers import QKVLinear
 from kvllm.models.loader import random_model
-from kvllm.models.weights import LinearWeight
+from kvllm.models.weights import LinearWeight, Packing
 from kvllm.parallel import Shard, SingleRank, kv_heads, split
 from tests.helpers.checkpoints import LINEAR, LLAMA3, make_checkpoint
 from tests.helpers.paged_model import PagedModel, load, tokens
@@ -144,7 +144,7 @@ def test_packed_product(dtype: torch.dtype, columns: int, width: int) -> None:
     torch.manual_seed(0)
     matrix, bias, x = (torch.randn(shape).to(dtype) for shape in ((columns, width), (columns,), (100, width)))
     weight = LinearWeight(matrix)
-    weight.pack()
+    weight.pack(Packing())
     assert weight.tensor.numel() == 0
     exact = x.double() @ matrix.double().T + bias.double()
     together = weight.multiply(x, bias)
@@ -159,7 +159,7 @@ def test_packed_product(dtype: torch.dtype, columns: int, width: int) -> None:
 def test_rows_of_a_packed_weight(count: int) -> None:
     matrix, x = torch.randn(50, 24), torch.randn(3, 24)
     weight = LinearWeight(matrix.clone())
-    weight.pack()
+    weight.pack(Packing())
     indices = torch.tensor([0, 49, 17, 17])
     assert torch.equal(weight.rows(indices), matrix[indices])
     assert torch.equal(weight.first_rows(count).multiply(x), weight.multiply(x)[:, :count])
@@ -177,7 +177,7 @@ def test_query_projection_is_a_part_of_the_merged_one(tmp_path: Path, packed: bo
     qkv.weight.tensor.normal_()
     qkv.bias.normal_()
     if packed:
-        qkv.pack()
+        qkv.pack(Packing())
     x = torch.randn(7, config.hidden_size)
     queries = qkv.forward_queries(x)
     assert queries.shape == (7, config.num_query_heads * config.head_dim)

@@ -10,7 +10,7 @@ import torch
 from kvllm.attention.cpu import CpuBackend
 from kvllm.models.loader import load_model
 from kvllm.models.quantize import group_size
-from kvllm.models.weights import LinearWeight
+from kvllm.models.weights import LinearWeight, Packing
 from kvllm.parallel import SingleRank
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.paged_model import CPU, PagedModel, load, tokens
@@ -43,7 +43,7 @@ def test_products_are_those_of_the_dequantized_matrix(rows: int, columns: int, d
     matrix, bias, x = (torch.randn(shape).to(dtype) for shape in ((rows, columns), (rows,), (100, columns)))
     matrix[3] = 0
     weight = LinearWeight(matrix.clone())
-    weight.pack(bits)
+    weight.pack(Packing(bits))
     expected = dequantized(matrix, bits)
     torch.testing.assert_close(
         all_rows(weight), expected.to(dtype), rtol=1e-6 if dtype == torch.float32 else 8e-3, atol=0
@@ -62,7 +62,7 @@ def test_memory_and_error(bits: int, memory: float) -> None:
     """Against bfloat16, scales included; the error of a weight is at most half a step, or a whole one at -8's side."""
     matrix = torch.randn(256, 1024)
     weight = LinearWeight(matrix.to(torch.bfloat16))
-    weight.pack(bits)
+    weight.pack(Packing(bits))
     assert weight.packed is not None and weight.scales is not None and weight.tensor.numel() == 0
     num_bytes = weight.packed.nbytes + weight.scales.nbytes
     assert memory <= num_bytes / (2 * matrix.numel()) < memory + 0.02
@@ -73,7 +73,7 @@ def test_memory_and_error(bits: int, memory: float) -> None:
 def test_a_matrix_that_does_not_fill_words_stays_as_it_is() -> None:
     matrix = torch.randn(16, 6)
     weight = LinearWeight(matrix.clone())
-    weight.pack(4)
+    weight.pack(Packing(4))
     assert weight.scales is None and torch.equal(all_rows(weight), matrix)
 
 

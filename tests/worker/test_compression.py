@@ -32,6 +32,7 @@ from kvllm.models.base import build_decoder
 from kvllm.models.config import ModelConfig
 from kvllm.models.elementwise import rotary
 from kvllm.models.layers import rotary_table
+from kvllm.models.weights import Packing
 from kvllm.parallel import SingleRank
 from kvllm.stats import EngineStats
 from kvllm.worker.model_runner import ModelRunner
@@ -298,7 +299,7 @@ def test_recomputed_queries(load_vectors: Callable, backend: str) -> None:
     model = build_decoder(model_settings, SingleRank(), torch.float32, CPU, 64)
     for name, weight in model.weights().items():
         weight.target.copy_(torch.from_numpy(vector_weight(arrays, name)))
-    model.pack()
+    model.pack(Packing())
     config = EngineConfig(num_blocks=64, block_size=1, max_model_len=64, max_num_seqs=1, compression=standalone(meta))
     shape = CacheShape(meta["L"], meta["Hkv"], meta["d"], 1, torch.float32)
     ids, prompt = arrays["ids"].tolist(), meta["P"]
