@@ -28,6 +28,7 @@ from benchmarks.common.child import ROOT
 from benchmarks.common.cpu_attention import AttentionCase, Decode
 from benchmarks.common.cpu_products import ProductCase, Products
 from benchmarks.common.limits import CPULimits, cpu_limits
+from kvllm import _extension
 from kvllm.config import require
 from kvllm.errors import KvLLMError
 
@@ -57,7 +58,8 @@ class Build:
 
 def serve(library: Path) -> None:
     """Measure each case of stdin once, one a line."""
-    torch.ops.load_library(library)
+    _extension._libraries = lambda name: [library]  # a process that loads a second build crashes
+    _extension.load_extension()
     kernel: Decode | Products | None = None
     for line in sys.stdin.buffer:
         case = msgspec.json.decode(line, type=Case)
