@@ -264,7 +264,7 @@ def show_limit(limit: PhysicalLimit, runs: Runs, alone: bool) -> str:
 
 
 def content_of(requests: Sequence[Request], runs: Runs, failures: Mapping[str, str]) -> dict[str, Any]:
-    """What the JSON holds of a workload."""
+    """The content of the JSON for a workload."""
     return {
         "requests": len(requests),
         "prompt_tokens": sum(len(request.prompt_token_ids) for request in requests),

@@ -1,4 +1,4 @@
-"""What several test files share: data that is no part of the project, and a Ray cluster."""
+"""Fixtures that several test files share: data that is no part of the project, and a Ray cluster."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Decode:
         self.next_layer = 0
 
     def seconds(self) -> float:
-        """Of one layer."""
+        """Seconds of one layer."""
         return min(self._call() for _ in range(CALLS))
 
     def _call(self) -> float:

@@ -37,7 +37,7 @@ class Matrix(msgspec.Struct, frozen=True):
 
     @property
     def bytes(self) -> int:
-        """Of one weight, packed, with its scales."""
+        """Bytes of one weight, packed, with its scales."""
         size = self.out_features * self.in_features
         if self.bits is None:
             return size * self.dtype.itemsize
@@ -127,8 +127,8 @@ class Products:
         }
 
     def seconds(self) -> float:
-        """Of one step. The fastest call of each kind of product counts for all layers, because others disturb most
-        calls of a busy machine."""
+        """Seconds of one step. The fastest call of each kind of product counts for all layers, because others disturb
+        most calls of a busy machine."""
         fastest = dict.fromkeys(self.matrices, float("inf"))
         end = time.perf_counter() + SECONDS
         while True:

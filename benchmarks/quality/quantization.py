@@ -53,7 +53,7 @@ def make_texts(args: argparse.Namespace) -> list[Text]:
 
 
 def log_probabilities(args: argparse.Namespace, quantization: str | None, text: Text) -> torch.Tensor:
-    """Of every token at every position of the output: float64 `[len(output), vocab_size]`."""
+    """Log probabilities of every token at every position of the output: float64 `[len(output), vocab_size]`."""
     llm = LLM(
         accuracy.path_of(args),
         dtype=args.dtype,

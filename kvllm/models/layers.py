@@ -17,7 +17,7 @@ from kvllm.models.weights import LinearWeight, Packing
 from kvllm.parallel import Shard, kv_heads, split
 
 HEAD_BITS = 8
-"""Of the projection to the vocabulary where weights have few bits, 4 too: what it loses goes straight to the tokens."""
+"""Bits of the projection to the vocabulary where weights have 8 or 4: its error goes straight to the tokens."""
 
 
 @dataclass(frozen=True)

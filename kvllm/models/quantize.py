@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 GROUP_SIZES = (128, 64, 32)
-"""Of 4 bits: the first that divides a row."""
+"""Sizes of a group with 4 bits: the first that divides a row."""
 TILE = 16
 """Rows of a matrix that the CPU's kernels read together."""
 ROWS_AT_ONCE = 1024

@@ -45,7 +45,7 @@ def requests_of(content, tiny, **options):
 
 
 def job_of(entry, requests):
-    """What a report's entry describes."""
+    """The job that an entry of a report describes."""
     compression = msgspec.convert(entry["compression"], CompressionConfig | None)
     job = Job(name="", engine=dict(entry["engine"]), model="", compression=compression, requests=requests)
     job.model = job.engine.pop("model")

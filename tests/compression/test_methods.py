@@ -411,7 +411,7 @@ def literal_keydiff(keys, retain, buffer):
 
 
 def literal_sharp_scores(queries, keys, offsets):
-    """Of one head's rows and keys: squared attention of the row at each offset to the keys up to its own."""
+    """Squared attention of one head's token at each offset to the keys up to its own, summed."""
     scores = [0.0] * len(keys)
     for rows in queries:
         for row, own in zip(rows, offsets, strict=True):
@@ -445,7 +445,7 @@ def test_sharp_scores_of_some_rows():
 
 
 def test_sharp_keeps_a_quarter_by_key():
-    """Of 20 kept, 5 (a fifth or a third would be 4 or 6)."""
+    """Five of 20 are kept so; a fifth or a third would be 4 or 6."""
     queries, keys, heavy = region(11, 1, 4, 2, 46, 8)
     kept = call("kara_sharp", queries, keys, heavy, retain=26, buffer=6)[0, :, :20].tolist()
     expected = literal_kara_sharp(queries[0].tolist(), keys[0].tolist(), 26, 6, CHUNK_BUDGET, MAX_CHUNK)

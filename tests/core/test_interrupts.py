@@ -116,7 +116,7 @@ def test_an_interrupt_anywhere_changes_no_token_and_loses_nothing(checkpoint: Pa
 
 
 def test_an_interrupt_anywhere_in_a_compressing_engine_loses_nothing(checkpoint: Path) -> None:
-    """What survives, and so the tokens, may differ: what is computed again is compressed at other steps."""
+    """The survivors, and so the tokens, may differ: a sequence that is computed again is compressed at other steps."""
     llm = make_llm(checkpoint, THRESHOLD)
     engine = llm.llm_engine
     everything = Trap(ROOMS)

@@ -1,4 +1,4 @@
-"""What one request breaks ends that request alone, with an error."""
+"""A failure that one request causes ends that request alone, with an error."""
 
 from __future__ import annotations
 

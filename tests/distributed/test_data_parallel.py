@@ -221,7 +221,7 @@ def test_an_interrupt_ends_what_runs(one: LLM, two: LLM, monkeypatch: pytest.Mon
 
 
 def test_an_interrupt_loses_no_request(one: LLM, two: LLM) -> None:
-    """What the replicas have begun is dropped there, and handed out again."""
+    """Requests that the replicas have begun are dropped there, and handed out again."""
     params = SamplingParams(n=2, seed=1, max_tokens=20, ignore_eos=True)
     prompts = {"a": "GOOD", "b": "HAND", "c": "EDGE"}
     expected = [output.outputs for output in one.generate(list(prompts.values()), params, use_tqdm=False)]

@@ -90,7 +90,7 @@ def test_options_are_checked_before_the_checkpoint_is_looked_at() -> None:
 
 
 def test_the_constructor_shows_all_options() -> None:
-    """What editors and `help` show, and what the docstring describes."""
+    """The signature is the one that editors and `help` show, and that the docstring describes."""
     assert inspect.signature(LLM).parameters == inspect.signature(EngineArgs).parameters
     assert list(inspect.signature(LLM).parameters) == OPTIONS
     for option in OPTIONS:

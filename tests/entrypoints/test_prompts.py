@@ -1,4 +1,4 @@
-"""What `generate` and `chat` take as prompts: iterators, arrays, conversations, and what is none of these."""
+"""The prompts that `generate` and `chat` take: iterators, arrays, conversations, and what is none of these."""
 
 from __future__ import annotations
 

@@ -232,7 +232,7 @@ def test_marked_spaces_and_byte_fallback(words, skip, step):
 
 
 def text_behind(tokenizer: Tokenizer, prompt: list[int], output: list[int], skip: bool) -> str:
-    """What follows the whole characters of the prompt's text in the text of both."""
+    """The text behind the whole characters of the prompt's text, in the text of both."""
     heads = (tokenizer.decode(prompt[: len(prompt) - cut], skip_special_tokens=skip) for cut in range(4))
     whole = next(head for head in heads if not head.endswith("\ufffd"))
     text = tokenizer.decode(prompt + output, skip_special_tokens=skip)

@@ -1,1 +1,1 @@
-"""What several test files share: no test file imports another one."""
+"""Helpers that several test files share: no test file imports another one."""

@@ -343,11 +343,11 @@ class Expected:
         return masses
 
     def mass(self, layer: int, length: int, positions: Tensor) -> Tensor:
-        """What entries `[kv_heads, entries]` had received when the text had this length."""
+        """The mass `[kv_heads, n]` that KV pairs had received when the text had this length."""
         return self.masses[layer][:, length - 1].gather(-1, positions)
 
     def choice(self, event: Event) -> list[list[list[int]]]:
-        """What the method keeps of dense keys, by layer and head, with dense queries or dense mass."""
+        """The offsets that the method keeps of dense keys, by layer and head, with dense queries or dense mass."""
         queries = self._queries(event)
         kept = []
         for layer, keys in enumerate(self.dense.keys):
@@ -372,7 +372,7 @@ class Expected:
         return kept
 
     def _queries(self, event: Event) -> list[Tensor] | None:
-        """Of the tokens that score, recomputed over what was cached before the event; by layer `[Hq, rows, d]`."""
+        """Queries of the tokens that score, recomputed over what was cached before the event; by layer `[Hq, T, d]`."""
         if self.method.spec.queries == "none":
             return None
         positions, visible = event.scoring(self.config)
@@ -391,7 +391,7 @@ def without_padding(kept: Tensor) -> list:
 
 
 def mean_retained(event: Event, config: CompressionConfig) -> int:
-    """What heads or layers keep of a region in the mean: less than there is room for where they differ."""
+    """KV pairs that heads or layers keep of a region, in the mean: less than there is room for where they differ."""
     return event.retain - (config.held_tokens - config.budget_tokens if METHODS[config.method].spec.ragged else 0)
 
 

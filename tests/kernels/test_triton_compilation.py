@@ -37,7 +37,7 @@ def compile_kernels(capability: int, every_shape: bool) -> None:
     from triton.runtime.jit import JITFunction
 
     class Device:
-        """What Triton asks of a driver before it compiles."""
+        """The driver that Triton asks before it compiles."""
 
         def get_current_device(self) -> int:
             return 0
