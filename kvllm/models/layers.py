@@ -66,7 +66,6 @@ class QKVLinear:
         self.sizes = (query_size, kv_size, kv_size)
         self.weight = LinearWeight(torch.empty(sum(self.sizes), config.hidden_size, dtype=dtype, device=device))
         self.bias = torch.empty(sum(self.sizes), dtype=dtype, device=device) if config.qkv_bias else None
-        self._query_weight: LinearWeight | None = None
 
     def weights(self, prefix: str) -> dict[str, Weight]:
         found = {}
@@ -87,9 +86,7 @@ class QKVLinear:
     def forward_queries(self, x: torch.Tensor) -> torch.Tensor:
         """The queries of `forward`, without the work for keys and values: `[T, query_heads * head_dim]`."""
         size = self.sizes[0]
-        if self._query_weight is None:
-            self._query_weight = self.weight.first_rows(size)
-        return self._query_weight.multiply(x, None if self.bias is None else self.bias[:size])
+        return self.weight.first_rows(size).multiply(x, None if self.bias is None else self.bias[:size])
 
 
 class MergedColumnLinear:
