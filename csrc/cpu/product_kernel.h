@@ -19,8 +19,9 @@ constexpr int kSums = kLanes == 16 ? 24 : kLanes == 8 ? 8 : 16;
 // Channels of the weight that stay in the first cache while all rows pass.
 constexpr int kDepthBlock = 256;
 
-// Bytes between what is multiplied and what is fetched, where rows pass a block once.
-constexpr int kPrefetchDistance = 2048;
+// Bytes between what is multiplied and what is fetched, where rows pass a block once. It is fetched to the second
+// cache: a core can wait for more cache lines there than in the first one.
+constexpr int kPrefetchDistance = 6144;
 
 // Rows that can multiply `tiles` tiles at once, and tiles that `rows` rows can.
 constexpr int rows_for(int tiles) {
@@ -160,6 +161,7 @@ struct PairsProduct {
 struct Ahead {
   const char* data;
   int64_t step;
+  bool to_second_cache;
 };
 
 // Adds the products of `depth` channels to sums [kRows, kTiles * kTileColumns], or sets them if these are the first.
@@ -176,7 +178,8 @@ void multiply_block(const typename P::Operand* x, int64_t x_stride, const typena
   for (int64_t k = 0; k < depth; k += P::kChannels, weight += P::kWords) {
 #pragma GCC unroll 16
     for (int t = 0; t < kTiles; ++t) {
-      __builtin_prefetch(ahead.data + t * tile_stride * static_cast<int64_t>(sizeof(*weight)));
+      const char* line = ahead.data + t * tile_stride * static_cast<int64_t>(sizeof(*weight));
+      ahead.to_second_cache ? __builtin_prefetch(line, 0, 2) : __builtin_prefetch(line);
     }
     ahead.data += ahead.step;
     P::template multiply<kRows, kTiles>(x + k, x_stride, weight, tile_stride, accumulated);
@@ -256,9 +259,9 @@ void sum_tiles(const Product& a, int64_t first_row, int64_t rows, int64_t tile, 
     for (int64_t i = 0; i < groups; ++i) {
       const int64_t first = rows * i / groups, last = rows * (i + 1) / groups;
       const Ahead ahead =
-          groups == 1 ? Ahead{reinterpret_cast<const char*>(weight) + kPrefetchDistance, kCacheLine}
+          groups == 1 ? Ahead{reinterpret_cast<const char*>(weight) + kPrefetchDistance, kCacheLine, true}
                       : Ahead{reinterpret_cast<const char*>(next + depth / P::kChannels * P::kWords * i / groups),
-                              kCacheLine / groups};
+                              kCacheLine / groups, false};
       const auto* x = static_cast<const typename P::Operand*>(a.x) + (first_row + first) * a.x_stride + begin;
       block_product<P>(static_cast<int>(last - first), tiles)(x, a.x_stride, weight, tile_stride, depth,
                                                               sums + first * width, begin % group == 0, ahead);
