@@ -4,9 +4,10 @@
 
 Each peer runs in a virtual environment of its own, which is made from PyPI on first use (several GB for all of them;
 llama.cpp is compiled). An engine that cannot be installed or does not run on this CPU is listed with the reason. All
-engines get the same token ids and generate the same number of tokens, greedily. Every run is a process of its own. The
-engines take turns, in the opposite order in every other round, and ratios are taken within a round. The figures go to
-peers.json, a plot to peers.png.
+engines get the same token ids and generate the same number of tokens, greedily. With `--pool-fraction` the KV cache is
+smaller than the demand: engines let requests wait, preempt them, or drop KV pairs. Every run is a process of its own.
+The engines take turns, in the opposite order in every other round, and ratios are taken within a round. The figures go
+to peers.json, a plot to peers.png.
 """
 
 from __future__ import annotations
@@ -71,7 +72,14 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         choices=tuple(workloads.WORKLOADS),
         help="A: 16 short requests; B: one; C: 8 long ones; C512: half as long (default A B C, or C512 if not 50m)",
     )
-    add("--engines", nargs="+", choices=tuple(ENGINES), default=list(ENGINES), metavar="NAME", help=", ".join(ENGINES))
+    add("--engines", nargs="+", choices=tuple(ENGINES), metavar="NAME", help=", ".join(ENGINES))
+    add(
+        "--pool-fraction",
+        type=float,
+        default=1.0,
+        metavar="SHARE",
+        help="KV blocks over those that all requests fill at their ends (default 1)",
+    )
     add("--rounds", type=int, default=3, help="runs of each engine (default 3)")
     add("--seed", type=int, default=0)
     add("--timeout", type=float, default=1800, help="seconds that a run or a conversion may take (default 1800)")
@@ -87,10 +95,22 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     require(args.rounds >= 1, "--rounds", args.rounds, "at least 1")
     require(args.timeout > 0, "--timeout", args.timeout, "above 0")
+    require(0 < args.pool_fraction <= 1, "--pool-fraction", args.pool_fraction, "above 0 and at most 1")
+    args.engines = args.engines or default_engines(args.pool_fraction)
+    if args.pool_fraction < 1:
+        unlimited = [name for name in args.engines if not ENGINES[name].pooled]
+        require(not unlimited, "--engines", unlimited, f"--pool-fraction needs one of {default_engines(0)}")
     args.workloads = args.workloads or DEFAULT_WORKLOADS.get(args.model, LARGE_WORKLOADS)
     command_line.require_unique("--engines", args.engines)
     command_line.require_unique("--workloads", args.workloads)
     return args
+
+
+def default_engines(pool_fraction: float) -> list[str]:
+    """Those that drop KV pairs, and all others whose pool can be small, if it is small; else all that drop none."""
+    if pool_fraction < 1:
+        return [name for name, engine in ENGINES.items() if engine.pooled]
+    return [name for name, engine in ENGINES.items() if not engine.evicts]
 
 
 def make_requests(args: argparse.Namespace, model: ModelConfig) -> dict[str, list[Request]]:
@@ -122,7 +142,14 @@ def prepare(
     return checkpoints, failures
 
 
-def make_job(name: str, checkpoint: Path, loaded: Path, model: ModelConfig, requests: Sequence[Request]) -> Job:
+def make_job(
+    name: str,
+    checkpoint: Path,
+    loaded: Path,
+    model: ModelConfig,
+    requests: Sequence[Request],
+    pool_fraction: float = 1.0,
+) -> Job:
     numbers_of_pair = 2 * model.num_layers * model.num_kv_heads * model.head_dim
     return {
         "action": "run",
@@ -132,7 +159,8 @@ def make_job(name: str, checkpoint: Path, loaded: Path, model: ModelConfig, requ
         "prompts": [request.prompt_token_ids for request in requests],
         "output_lengths": [request.output_length for request in requests],
         "vocab_size": model.vocab_size,
-        "kv_numbers": numbers_of_pair * sum(request.kv_pairs for request in requests),
+        "kv_numbers": int(pool_fraction * numbers_of_pair * sum(request.kv_pairs for request in requests)),
+        "pool_fraction": pool_fraction,
         "threads": machine.machine()["cores"],
     }
 
@@ -170,9 +198,10 @@ def spread_of(values: Sequence[float]) -> Spread:
 
 
 def kvllm_of(name: str, runs: Runs) -> str | None:
-    """KvLLM with the weights' format of an engine; None if it has no runs."""
-    weights = ENGINES[name].weights
-    return next((n for n in runs if ENGINES[n].is_kvllm and ENGINES[n].weights == weights), None)
+    """KvLLM with the weights' format of an engine, dropping KV pairs if it does; None if it has no runs."""
+    engine = ENGINES[name]
+    alike = (n for n in runs if ENGINES[n].is_kvllm and ENGINES[n].weights == engine.weights)
+    return next((n for n in alike if ENGINES[n].evicts == engine.evicts), None)
 
 
 def ratios(runs: Runs) -> dict[str, Spread]:
@@ -187,7 +216,7 @@ def ratios(runs: Runs) -> dict[str, Spread]:
 
 
 def best_ratios(runs: Runs) -> dict[str, Spread]:
-    """KvLLM / the fastest peer of the round, by the weights' format."""
+    """KvLLM / the fastest peer of the round with the same weights' format, by the name of KvLLM's variant."""
     result = {}
     for name in (name for name in runs if ENGINES[name].is_kvllm):
         weights = ENGINES[name].weights
@@ -196,7 +225,18 @@ def best_ratios(runs: Runs) -> dict[str, Spread]:
             rounds = zip(*peers, strict=True)
             fastest = [max(run.output_tokens_per_s for run in runs_of_round) for runs_of_round in rounds]
             pairs = zip(runs[name], fastest, strict=True)
-            result[weights] = spread_of([run.output_tokens_per_s / most for run, most in pairs])
+            result[name] = spread_of([run.output_tokens_per_s / most for run, most in pairs])
+    return result
+
+
+def eviction_ratios(runs: Runs) -> dict[str, Spread]:
+    """KvLLM that drops KV pairs / KvLLM that drops none, in tokens per second, within a round."""
+    if "kvllm" not in runs:
+        return {}
+    result = {}
+    for name in (name for name in runs if ENGINES[name].is_kvllm and ENGINES[name].evicts):
+        pairs = zip(runs[name], runs["kvllm"], strict=True)
+        result[name] = spread_of([a.output_tokens_per_s / b.output_tokens_per_s for a, b in pairs])
     return result
 
 
@@ -238,7 +278,8 @@ def show(runs: Runs, failures: Mapping[str, str]) -> str:
             ]
         )
     lines = [report.table(header, rows)]
-    lines += [f"KvLLM / best peer, {weights}: {spread(s, '{:.2f}')}" for weights, s in best_ratios(runs).items()]
+    lines += [f"{name} / best peer: {spread(s, '{:.2f}')}" for name, s in best_ratios(runs).items()]
+    lines += [f"{name} / kvllm: {spread(s, '{:.2f}')}" for name, s in eviction_ratios(runs).items()]
     lines += [f"{name} did not run: {reason}" for name, reason in failures.items()]
     return "\n".join(lines)
 
@@ -271,6 +312,7 @@ def content_of(requests: Sequence[Request], runs: Runs, failures: Mapping[str, s
         "output_tokens": sum(request.output_length for request in requests),
         "ratios": ratios(runs),
         "best_ratios": best_ratios(runs),
+        "eviction_ratios": eviction_ratios(runs),
         "failures": failures,
         "engines": {
             name: {"weights": ENGINES[name].weights, "runs": msgspec.to_builtins(of_engine)}
@@ -305,7 +347,12 @@ def benchmark(arguments: Sequence[str]) -> None:
     for workload, of_workload in requests.items():
         tokens = sum(request.output_length for request in of_workload)
         print(f"\nWorkload {workload}: {len(of_workload)} requests, {tokens} output tokens.", flush=True)
-        jobs = {name: make_job(name, checkpoint, path, model, of_workload) for name, path in checkpoints.items()}
+        if args.pool_fraction < 1:
+            print(f"The pool has {args.pool_fraction:.0%} of the KV blocks that all of them fill.", flush=True)
+        jobs = {
+            name: make_job(name, checkpoint, path, model, of_workload, args.pool_fraction)
+            for name, path in checkpoints.items()
+        }
         runs, failures = run_rounds(files, jobs, args.rounds, args.timeout)
         limit = limits.physical_limit(model, "bfloat16", "cpu")
         print(f"\n{show(runs, missing | failures)}\n")

@@ -85,7 +85,7 @@ class PeerFiles:
         engine = ENGINES[name]
         if not engine.converts:
             return checkpoint
-        options = json.dumps({key: value for key, value in engine.options.items() if key != "kv"})
+        options = json.dumps({key: value for key, value in engine.options.items() if key not in ("kv", "evicts")})
         digest = hashlib.sha256(f"{checkpoint} {engine.module} {options}".encode()).hexdigest()[:8]
         directory = self.folder / "checkpoints" / f"{checkpoint.name}-{engine.environment}-{digest}"
         if not directory.is_dir():

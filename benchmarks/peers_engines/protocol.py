@@ -5,7 +5,8 @@ measure with the same code, `measure`.
 
 A job has: `action` ("prepare": convert the checkpoint; "run"), `checkpoint` (a directory), `prepared` (the directory of
 the converted checkpoint), `options` (of the engine), `prompts` (token ids), `output_lengths`, `vocab_size`,
-`kv_numbers` (numbers in the KV pairs of all requests at their ends), `threads` and `spawned` (seconds since 1970).
+`kv_numbers` (numbers in the KV cache), `pool_fraction` (KV blocks over those that all
+requests fill at their ends), `threads` and `spawned` (seconds since 1970).
 """
 
 from __future__ import annotations
@@ -150,6 +151,12 @@ def measure(engine: Engine, job: Job) -> dict[str, Any]:
         "overhead_bytes": peak - weights - kv,
         "first_tokens": [int(output[0]) for output in outputs],
     }
+
+
+def pool_blocks(lengths: Sequence[int], block_size: int, fraction: float) -> int:
+    """Blocks of a pool: this fraction of those that sequences of these lengths fill, and enough for each alone."""
+    blocks = [-(-length // block_size) for length in lengths]
+    return max(*blocks, int(fraction * sum(blocks)))
 
 
 def weight_bytes(job: Job) -> int:

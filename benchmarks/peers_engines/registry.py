@@ -20,6 +20,8 @@ class Engine(Struct, frozen=True):
 
     program: the child, a module of this package. environment: the name of its environment; None is this project's.
     weights: their format; engines of one format are compared. converts: it loads a checkpoint of its own format.
+    pooled: its KV cache may be smaller than the demand; then requests wait or are preempted. evicts: it drops KV pairs
+    where the pool is smaller than the demand.
     """
 
     program: str
@@ -27,6 +29,8 @@ class Engine(Struct, frozen=True):
     weights: str
     options: dict[str, Any] = {}
     converts: bool = False
+    pooled: bool = False
+    evicts: bool = False
 
     @property
     def module(self) -> str:
@@ -49,12 +53,25 @@ ENVIRONMENTS = {
 }
 
 
-def _kvllm(weights: str, **options: str) -> Engine:
-    return Engine("run_kvllm", None, weights, options)
+KARA = {
+    "method": "kara",
+    "policy": "pressure",
+    "period": 32,
+    "window_blocks": 3,
+    "retain_blocks": 1,
+    "buffer": 16,
+    "chunk_budget": 8,
+}
+"""Windows of 96 KV pairs, of which 32 stay: only while blocks are short."""
 
 
-def _openvino(weights: str, kv: str) -> Engine:
-    return Engine("run_openvino", "openvino", weights, {"weights": weights, "kv": kv}, converts=True)
+def _kvllm(weights: str, *, evicts: bool = False, **options: Any) -> Engine:
+    return Engine("run_kvllm", None, weights, options, pooled=True, evicts=evicts)
+
+
+def _openvino(weights: str, kv: str, *, evicts: bool = False) -> Engine:
+    options = {"weights": weights, "kv": kv, "evicts": evicts}
+    return Engine("run_openvino", "openvino", weights, options, converts=True, pooled=True, evicts=evicts)
 
 
 def _vllm(in_process: bool) -> Engine:
@@ -67,10 +84,13 @@ def _llama_cpp(weights: str, form: str) -> Engine:
 
 ENGINES = {
     "kvllm": _kvllm("bf16"),
+    "kvllm-kara": _kvllm("bf16", evicts=True, compression=KARA),
+    "kvllm-kara_sharp": _kvllm("bf16", evicts=True, compression=KARA | {"method": "kara_sharp"}),
     "kvllm-int8": _kvllm("int8", quantization="int8"),
     "kvllm-int4": _kvllm("int4", quantization="int4"),
     "openvino": _openvino("bf16", "bf16"),
     "openvino-u8": _openvino("bf16", "u8"),
+    "openvino-evicts": _openvino("bf16", "bf16", evicts=True),
     "openvino-int8": _openvino("int8", "u8"),
     "vllm": _vllm(in_process=True),
     "vllm-installed": _vllm(in_process=False),
@@ -79,4 +99,5 @@ ENGINES = {
     "llama.cpp-q4_k_m": _llama_cpp("int4", "q4_k_m"),
     "transformers": Engine("run_transformers", "transformers", "bf16"),
 }
-"""By name. Suffixes tell what differs from the usual: the format of the KV cache (u8), or that of the weights."""
+"""By name. Suffixes tell what differs from the usual: the format of the KV cache (u8), that of the weights, or what
+drops KV pairs."""

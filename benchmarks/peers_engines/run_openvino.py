@@ -1,6 +1,7 @@
 """OpenVINO GenAI with continuous batching.
 
-Options: `weights` ("bf16" or "int8"), `kv` ("bf16" or "u8", the format of the KV cache).
+Options: `weights` ("bf16" or "int8"), `kv` ("bf16" or "u8", the format of the KV cache), `evicts` (whether every
+sequence keeps only its share of a small pool).
 """
 
 from __future__ import annotations
@@ -8,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.peers_engines.protocol import Job, Tokens, serve
+from benchmarks.peers_engines.protocol import Job, Tokens, pool_blocks, serve
 
 BLOCK_SIZE = 32
 """Tokens in a block of the KV cache on a CPU."""
+RECENT_TOKENS = 128
+"""Tokens at the end of a sequence that eviction keeps."""
 
 
 def export(job: Job) -> None:
@@ -48,15 +51,28 @@ class OpenVINO:
         self.genai = openvino_genai
         lengths = [len(p) + n for p, n in zip(job["prompts"], job["output_lengths"], strict=True)]
         scheduler = openvino_genai.SchedulerConfig()
-        scheduler.num_kv_blocks = sum(-(-length // BLOCK_SIZE) + 1 for length in lengths)
+        scheduler.num_kv_blocks = pool_blocks(lengths, BLOCK_SIZE, job["pool_fraction"]) + len(lengths)
         scheduler.max_num_seqs = len(lengths)
         scheduler.max_num_batched_tokens = 2048
+        if job["options"]["evicts"]:
+            scheduler.use_cache_eviction = True
+            scheduler.cache_eviction_config = self._eviction(max(lengths), job["pool_fraction"])
         capabilities = openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
         self.kv = job["options"]["kv"]
         if self.kv == "bf16" and "BF16" not in capabilities:
             self.kv = "f32"  # the only one beside u8 that it has for such CPUs
         self.pipeline = openvino_genai.ContinuousBatchingPipeline(
             Path(job["prepared"]), scheduler, "CPU", {"KV_CACHE_PRECISION": self.kv}
+        )
+
+    def _eviction(self, longest: int, fraction: float):
+        """The defaults of its documentation, with as many blocks for each sequence as the pool has."""
+        kept = int(fraction * -(-longest // BLOCK_SIZE)) * BLOCK_SIZE
+        return self.genai.CacheEvictionConfig(
+            start_size=BLOCK_SIZE,
+            recent_size=RECENT_TOKENS,
+            max_cache_size=kept,
+            aggregation_mode=self.genai.AggregationMode.NORM_SUM,
         )
 
     def generate(self, prompts: Tokens, output_lengths: Sequence[int]) -> Tokens:

@@ -102,10 +102,19 @@ def test_a_child_runs_kvllm_and_measures_it(tiny, tmp_path):
     assert run.overhead_bytes == run.peak_memory_bytes - run.weight_bytes - run.kv_bytes > 0
 
 
+def test_a_child_drops_kv_pairs_in_a_small_pool(tiny, tmp_path):
+    model = load_model_config(tiny)
+    requests = workloads.random_requests(random.Random(0), [(24, 200)] * 3, model.vocab_size)
+    job = peers.make_job("kvllm-kara", tiny, tiny, model, requests, pool_fraction=0.5)
+    run = msgspec.convert(call(sys.executable, ENGINES["kvllm"].module, job, tmp_path / "log", {}, 120), peers.Run)
+    assert run.output_tokens_per_s == pytest.approx(600 / run.seconds)
+    assert "KV pool of 10 blocks of 32 tokens" in (tmp_path / "log").read_text()  # half of 3 * 7
+
+
 def test_a_child_that_fails_gives_its_reason(tmp_path):
     model = tmp_path / "absent"
     job = {"action": "run", "checkpoint": str(model), "prepared": str(model), "options": {}}
-    job |= {"prompts": [[1]], "output_lengths": [1], "vocab_size": 8, "kv_numbers": 1, "threads": 1}
+    job |= {"prompts": [[1]], "output_lengths": [1], "vocab_size": 8, "kv_numbers": 1, "threads": 1, "pool_fraction": 1}
     with pytest.raises(ChildFailed, match=r"CheckpointError: .*absent is not a directory"):
         call(sys.executable, ENGINES["kvllm"].module, job, tmp_path / "log", {}, 120)
 
@@ -140,8 +149,16 @@ def test_ratios_are_taken_within_a_round_and_between_weights_of_one_format():
 
 def test_the_best_peer_is_the_fastest_of_each_round():
     best = peers.best_ratios(recorded())
-    assert best["bf16"] == pytest.approx({"median": 1.2, "min": 0.75, "max": 1.3})
-    assert best["int8"]["median"] == pytest.approx(2)
+    assert best["kvllm"] == pytest.approx({"median": 1.2, "min": 0.75, "max": 1.3})
+    assert best["kvllm-int8"]["median"] == pytest.approx(2)
+
+
+def test_kvllm_that_drops_pairs_is_compared_with_all_peers_and_with_itself():
+    runs = recorded() | {"kvllm-kara": [make_run(150)] * 3, "openvino-evicts": [make_run(125)] * 3}
+    assert peers.ratios(runs)["openvino-evicts"]["median"] == pytest.approx(1.2)
+    assert peers.best_ratios(runs)["kvllm-kara"]["median"] == pytest.approx(1.2)
+    assert peers.best_ratios(runs)["kvllm"]["median"] == pytest.approx(0.96)
+    assert peers.eviction_ratios(runs) == {"kvllm-kara": pytest.approx({"median": 1.25, "min": 150 / 130, "max": 2.5})}
 
 
 def test_the_table_shows_medians_and_why_an_engine_did_not_run():
@@ -151,7 +168,7 @@ def test_the_table_shows_medians_and_why_an_engine_did_not_run():
     assert re.split(r"  +", lines["openvino"]) == cells
     assert lines["llama.cpp-q8_0"].endswith("1 of 2")
     assert "transformers did not run: not installed: no space" in text
-    assert "KvLLM / best peer, bf16: 1.20 (0.75-1.30)" in text
+    assert "kvllm / best peer: 1.20 (0.75-1.30)" in text
 
 
 def test_the_limit_is_that_of_one_sequence():
@@ -201,6 +218,11 @@ def test_peers_writes_a_table_json_and_a_plot(tiny, tmp_path, monkeypatch, capsy
         (["--model", "absent"], "absent is not a directory"),
         (["--rounds", "0"], "--rounds=0 is not allowed: at least 1"),
         (["--timeout", "0"], "--timeout=0.0 is not allowed"),
+        (["--pool-fraction", "1.5"], "--pool-fraction=1.5 is not allowed: above 0 and at most 1"),
+        (
+            ["--pool-fraction", "0.5", "--engines", "vllm"],
+            r"--engines=.* is not allowed: --pool-fraction needs",
+        ),
         (["--engines", "kvllm", "kvllm"], "each may be given once"),
         (["--workloads", "A", "A"], "each may be given once"),
     ],
@@ -215,6 +237,13 @@ def test_wrong_arguments_are_refused_before_anything_runs(arguments, message, mo
 def test_large_models_have_a_shorter_workload_of_long_requests():
     assert peers.parse_arguments([]).workloads == ("A", "B", "C")
     assert peers.parse_arguments(["--model", "0.6b"]).workloads == ("A", "B", "C512")
+
+
+def test_a_small_pool_is_for_engines_that_have_one():
+    assert not {"kvllm-kara", "openvino-evicts"} & set(peers.parse_arguments([]).engines)
+    small = peers.parse_arguments(["--pool-fraction", "0.5"]).engines
+    assert {"kvllm", "kvllm-kara", "openvino", "openvino-evicts"} <= set(small)
+    assert not {"llama.cpp", "transformers"} & set(small)
 
 
 def test_every_environment_is_pinned_and_used():
