@@ -6,21 +6,24 @@ from typing import TYPE_CHECKING, Any
 
 from kvllm import log
 from kvllm.config import CompressionConfig
-from kvllm.errors import CheckpointError, ConfigError, KvLLMError, RequestError
+from kvllm.errors import CheckpointError, ConfigError, EngineDeadError, KvLLMError, RequestError
 from kvllm.outputs import CompletionOutput, RequestOutput
 from kvllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from kvllm.async_llm import AsyncLLM
     from kvllm.llm import LLM
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CheckpointError",
     "CompletionOutput",
     "CompressionConfig",
     "ConfigError",
+    "EngineDeadError",
     "KvLLMError",
     "RequestError",
     "RequestOutput",
@@ -32,9 +35,13 @@ log.set_up()
 
 
 def __getattr__(name: str) -> Any:
-    # LLM needs torch; the core, the simulator and their users do not.
+    # These need torch; the core, the simulator and their users do not.
     if name == "LLM":
         from kvllm.llm import LLM
 
         return LLM
+    if name == "AsyncLLM":
+        from kvllm.async_llm import AsyncLLM
+
+        return AsyncLLM
     raise AttributeError(f"module 'kvllm' has no attribute {name!r}")

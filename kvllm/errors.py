@@ -19,6 +19,10 @@ class RequestError(KvLLMError, ValueError):
     """One request cannot be served. Other requests are not affected."""
 
 
+class EngineDeadError(KvLLMError, RuntimeError):
+    """The engine has failed, or was shut down, and serves nothing any more. Its cause is what it failed with."""
+
+
 class OutOfBlocksError(KvLLMError, RuntimeError):
     """The block pool was asked for more blocks than it has: the scheduler must check before it allocates."""
 

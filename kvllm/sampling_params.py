@@ -119,7 +119,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, array_like=True):
         _require_count("min_tokens", self.min_tokens, 0, "at least 0")
         most = MAX_INTEGER if self.max_tokens is None else self.max_tokens
         require(self.min_tokens <= most, "min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}")
-        stop_fits = all(stop and _is_unicode(stop) for stop in self.stop or [])
+        stop_fits = all(stop and is_unicode(stop) for stop in self.stop or [])
         require(stop_fits, "stop", self.stop, "strings of at least one character, in valid Unicode")
         token_ids_fit = all(0 <= token_id <= MAX_INTEGER for token_id in self.stop_token_ids or [])
         require(token_ids_fit, "stop_token_ids", self.stop_token_ids, f"token ids, from 0 to {MAX_INTEGER}")
@@ -132,7 +132,7 @@ def _require_count(field: str, value: int, least: int, allowed: str) -> None:
     require(value <= MAX_INTEGER, field, value, f"at most {MAX_INTEGER}, the largest integer of 64 bits")
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
     """Whether a text can be encoded: half of a surrogate pair cannot."""
     try:
         text.encode()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable
 
-from kvllm.core.prefix_cache import PrefixCache, block_hash
+from kvllm.core.prefix_cache import PrefixCache, block_hash, root_hash
 from kvllm.core.sequence import Sequence
 from kvllm.errors import OutOfBlocksError
 
@@ -113,9 +113,14 @@ class BlockManager:
 
     def _extend_hashes(self, seq: Sequence, num_blocks: int) -> None:
         for index in range(len(seq.block_hashes), num_blocks):
-            parent = seq.block_hashes[-1] if seq.block_hashes else b""
+            parent = seq.block_hashes[-1] if seq.block_hashes else root_hash(seq.cache_salt)
             tokens = seq.token_ids[index * self.block_size : (index + 1) * self.block_size]
             seq.block_hashes.append(block_hash(parent, tokens))
+
+    def forget_prefixes(self) -> None:
+        """Let later sequences find nothing of what is cached so far. Owners keep their blocks."""
+        if self.prefix_cache is not None:
+            self._free.extend(self.prefix_cache.clear())
 
     # Shrinking
 

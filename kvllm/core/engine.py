@@ -12,6 +12,7 @@ from kvllm.core.output_processor import OutputProcessor, SequenceToken
 from kvllm.core.protocol import PhaseSeconds, StepPlan, StepResult
 from kvllm.core.request import Request
 from kvllm.core.scheduler import Scheduler
+from kvllm.core.sequence import ANONYMOUS, Origin
 from kvllm.core.transition import Transition
 from kvllm.outputs import RequestOutput
 from kvllm.sampling_params import SamplingParams
@@ -52,7 +53,15 @@ class LLMEngine:
         self._transition = Transition(self._recover)
 
     def add_request(
-        self, request_id: str, prompt: Prompt, sampling_params: SamplingParams, *, stream: bool = True
+        self,
+        request_id: str,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        *,
+        stream: bool = True,
+        priority: int = 0,
+        tenant: str = "",
+        cache_salt: str | None = None,
     ) -> RequestOutput:
         """Queue a request.
 
@@ -60,6 +69,7 @@ class LLMEngine:
             request_id: unique among unfinished requests.
             prompt: text, token ids, or a dict with one of `prompt` and `prompt_token_ids`.
             stream: keep the text current at every step; otherwise it is set when a completion ends.
+            priority, tenant, cache_salt: see Origin.
 
         Returns:
             The output, still empty: the object that `step` returns as it grows.
@@ -68,10 +78,17 @@ class LLMEngine:
             RequestError: the request cannot be served. Nothing else is affected.
         """
         self.outputs.check_id(request_id)
-        return self._add(self.inputs.new_request(request_id, prompt, sampling_params, stream))
+        origin = Origin(priority, tenant, cache_salt)
+        return self._add(self.inputs.new_request(request_id, prompt, sampling_params, stream, origin))
 
     def resume_request(
-        self, request_id: str, token_ids: list[int], prompt_length: int, sampling_params: SamplingParams, seed: int
+        self,
+        request_id: str,
+        token_ids: list[int],
+        prompt_length: int,
+        sampling_params: SamplingParams,
+        seed: int,
+        origin: Origin = ANONYMOUS,
     ) -> RequestOutput:
         """Queue a request that another engine has begun.
 
@@ -80,13 +97,19 @@ class LLMEngine:
                 output, `sampling_params.n` is 1.
             seed: the sequence's, which `sampling_params` need not bring.
         """
-        return self._add(self.inputs.resumed_request(request_id, token_ids, prompt_length, sampling_params, seed))
+        request = self.inputs.resumed_request(request_id, token_ids, prompt_length, sampling_params, seed, origin)
+        return self._add(request)
 
     def abort(self, request_id: str) -> None:
         """End a request now, with `finish_reason="abort"`. Unknown or finished ids are ignored."""
         with self._transition():
             for seq in self.outputs.abort(request_id):
                 self.scheduler.finish(seq)
+
+    def reset_prefix_cache(self) -> None:
+        """Let later requests find nothing of what is cached so far. Running ones keep their blocks."""
+        with self._transition():
+            self.scheduler.blocks.forget_prefixes()
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.outputs.requests)

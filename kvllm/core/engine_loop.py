@@ -4,34 +4,53 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
 
-from kvllm.core.engine import LLMEngine
-
-Order = Callable[[LLMEngine], None]
+from kvllm.outputs import RequestOutput
 
 
-class EngineLoop:
+class Steppable(Protocol):
+    """The part of an engine that the loop calls. See LLMEngine."""
+
+    def has_unfinished_requests(self) -> bool: ...
+
+    def step(self) -> list[RequestOutput]: ...
+
+
+E = TypeVar("E", bound=Steppable)
+
+
+class EngineLoop(Generic[E]):
     """Steps an engine as long as it has unfinished requests. No other thread may use the engine.
 
-    on_step: called in the loop's thread after orders were executed, and after every step.
-    failure: the error that ended the loop. An order handles its own errors, because one that it raises ends the loop.
+    on_step: called in the loop's thread with what `step` has returned, or with nothing after orders alone.
+    on_failure: called in the loop's thread when an error has ended the loop.
+    failure: that error. An order handles its own errors, because one that it raises ends the loop.
     """
 
-    def __init__(self, engine: LLMEngine, on_step: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        engine: E,
+        on_step: Callable[[list[RequestOutput]], None],
+        on_failure: Callable[[], None] = lambda: None,
+    ) -> None:
         self.engine = engine
         self.failure: BaseException | None = None
         self._on_step = on_step
-        self._inbox: list[Order] = []
+        self._on_failure = on_failure
+        self._inbox: list[Callable[[E], None]] = []
         self._idle = True
+        self._stopping = False
         self._changed = threading.Condition()
-        threading.Thread(target=self._run, name="kvllm-engine", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="kvllm-engine", daemon=True)
+        self._thread.start()
 
     @property
     def is_idle(self) -> bool:
         """Whether no order waits and no request is unfinished."""
         return self._idle
 
-    def submit(self, order: Order) -> None:
+    def submit(self, order: Callable[[E], None]) -> None:
         """Let the loop's thread call `order` with the engine, before its next step."""
         with self._changed:
             self._inbox.append(order)
@@ -45,24 +64,31 @@ class EngineLoop:
             if self.failure:
                 raise self.failure
 
+    def stop(self) -> None:
+        """End the thread behind the step that it is at. Requests stay unfinished, and orders unread."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._thread.join()
+
     def _run(self) -> None:
         try:
-            while True:
+            while not self._stopping:
                 self._turn()
         except BaseException as error:
             with self._changed:
                 self.failure = error
                 self._changed.notify_all()
+            self._on_failure()
 
     def _turn(self) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: not self._idle)
+            self._changed.wait_for(lambda: not self._idle or self._stopping)
             orders, self._inbox = self._inbox, []
         for order in orders:
             order(self.engine)
-        if self.engine.has_unfinished_requests():
-            self.engine.step()
-        self._on_step()
+        outputs = self.engine.step() if self.engine.has_unfinished_requests() else []
+        self._on_step(outputs)
         with self._changed:
             self._idle = not self._inbox and not self.engine.has_unfinished_requests()
             if self._idle:

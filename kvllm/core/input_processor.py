@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from kvllm.config import EngineConfig
 from kvllm.core.request import Request
+from kvllm.core.sequence import ANONYMOUS, Origin
 from kvllm.errors import RequestError
 from kvllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from kvllm.sampling_params import SamplingParams
+from kvllm.sampling_params import MAX_INTEGER, SamplingParams, is_unicode
 
 if TYPE_CHECKING:
     from kvllm.tokenizer import Tokenizer
@@ -27,7 +28,9 @@ class Array(Protocol):
 
 
 Prompt = str | Sequences[int] | Array | Mapping[str, Any]
-"""Text, integer token ids (a sequence, or a one-dimensional array), or a dict with `prompt` or `prompt_token_ids`."""
+"""Text, integer token ids (a sequence, or a one-dimensional array), or a dict with `prompt` or `prompt_token_ids`.
+
+A dict with both brings text that was encoded before: the token ids are the prompt."""
 
 
 class InputProcessor:
@@ -43,20 +46,29 @@ class InputProcessor:
         self._next_seq_id = 0
         self._seeds = random.Random(config.seed)
 
-    def new_request(self, request_id: str, prompt: Prompt, sampling: SamplingParams, stream: bool) -> Request:
+    def new_request(
+        self, request_id: str, prompt: Prompt, sampling: SamplingParams, stream: bool, origin: Origin = ANONYMOUS
+    ) -> Request:
         """A request whose completions are empty. Raises RequestError."""
         text, token_ids = self.tokens_of(prompt)
         self.check(token_ids, sampling)
+        _check_origin(origin)
         seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
-        return self._make(request_id, text, token_ids, sampling, stream, seed)
+        return self._make(request_id, text, token_ids, sampling, stream, seed, origin)
 
     def resumed_request(
-        self, request_id: str, token_ids: list[int], prompt_length: int, sampling: SamplingParams, seed: int
+        self,
+        request_id: str,
+        token_ids: list[int],
+        prompt_length: int,
+        sampling: SamplingParams,
+        seed: int,
+        origin: Origin,
     ) -> Request:
         """A request that another engine has begun: see `LLMEngine.resume_request`."""
         prompt, output = token_ids[:prompt_length], token_ids[prompt_length:]
         self.check(prompt, sampling)
-        request = self._make(request_id, None, prompt, sampling, False, seed)
+        request = self._make(request_id, None, prompt, sampling, False, seed, origin)
         request.output.outputs[0].token_ids += output
         return request
 
@@ -68,7 +80,9 @@ class InputProcessor:
 
     def tokens_of(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """The text of a prompt, if it was given as text, and its token ids. Raises RequestError."""
+        text = None
         if isinstance(prompt, Mapping):
+            text = prompt.get("prompt") if isinstance(prompt.get("prompt"), str) else None
             known = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
             if not known:
                 raise RequestError(
@@ -88,7 +102,7 @@ class InputProcessor:
         for token_id in prompt:
             if not isinstance(token_id, Integral) or isinstance(token_id, bool):
                 raise RequestError(f"a prompt is a list of integer token ids, {token_id!r} is not one")
-        return None, [int(token_id) for token_id in prompt]
+        return text, [int(token_id) for token_id in prompt]
 
     def check(self, token_ids: list[int], sampling: SamplingParams) -> None:
         """Raises RequestError for a prompt or for options that this engine cannot serve."""
@@ -114,6 +128,7 @@ class InputProcessor:
         sampling: SamplingParams,
         stream: bool,
         seed: int,
+        origin: Origin,
     ) -> Request:
         output = RequestOutput(
             request_id=request_id,
@@ -132,6 +147,7 @@ class InputProcessor:
             max_length=most if sampling.max_tokens is None else min(most, len(token_ids) + sampling.max_tokens),
             tail_start=0 if compression and compression.compress_prompt else None,
             stream=stream,
+            origin=origin,
         )
 
     def _check_options(self, sampling: SamplingParams) -> None:
@@ -147,6 +163,16 @@ class InputProcessor:
             )
         if sampling.stop and self.tokenizer is None:
             raise RequestError(f"stop={sampling.stop!r} needs a tokenizer, and there is none: use stop_token_ids")
+
+
+def _check_origin(origin: Origin) -> None:
+    priority, tenant, salt = origin.priority, origin.tenant, origin.cache_salt
+    if not isinstance(priority, int) or isinstance(priority, bool) or abs(priority) > MAX_INTEGER:
+        raise RequestError(f"priority={priority!r} is not allowed: an integer of 64 bits, a lower one runs first")
+    if not isinstance(tenant, str) or not is_unicode(tenant):
+        raise RequestError(f"tenant={tenant!r} is not allowed: a string")
+    if salt is not None and (not isinstance(salt, str) or not salt or not is_unicode(salt)):
+        raise RequestError(f"cache_salt={salt!r} is not allowed: a string of at least one character, or None")
 
 
 def _empty_completion(index: int, sampling: SamplingParams) -> CompletionOutput:

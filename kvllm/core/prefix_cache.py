@@ -13,6 +13,11 @@ def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return hashlib.blake2b(array("q", token_ids).tobytes(), key=parent, digest_size=16).digest()
 
 
+def root_hash(cache_salt: str | None) -> bytes:
+    """The `parent` of a sequence's first block: another one for each salt, so that nothing behind it is equal."""
+    return b"" if cache_salt is None else hashlib.blake2b(cache_salt.encode(), digest_size=16).digest()
+
+
 class PrefixCache:
     """Which block holds which content. A block is idle when it is cached and no sequence owns it."""
 
@@ -60,6 +65,14 @@ class PrefixCache:
 
     def set_owned(self, block: int) -> None:
         self._idle.pop(block, None)
+
+    def clear(self) -> list[int]:
+        """Forget all contents. Returns the blocks that were idle."""
+        idle = list(self._idle)
+        self._block_of.clear()
+        self._hash_of.clear()
+        self._idle.clear()
+        return idle
 
     def evict(self) -> int:
         """Take the least recently used idle block."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from msgspec import Struct, msgpack
 
+from kvllm.core.sequence import Origin
 from kvllm.sampling_params import SamplingParams
 
 
@@ -17,6 +18,7 @@ class SequenceStart(Struct, array_like=True, frozen=True):
 
     token_ids: all tokens so far; the first `prompt_length` of them are the prompt.
     cached_length: KV pairs already in its blocks (prefix cache hit).
+    origin: for the scheduler of a replica; ranks do not need it.
     """
 
     seq_id: int
@@ -25,6 +27,7 @@ class SequenceStart(Struct, array_like=True, frozen=True):
     cached_length: int
     sampling: SamplingParams
     seed: int
+    origin: Origin = Origin()
 
 
 class Fork(Struct, array_like=True, frozen=True):

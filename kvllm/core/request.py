@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvllm.core.sequence import Sequence, fork_seed
+from kvllm.core.sequence import ANONYMOUS, Origin, Sequence, fork_seed
 from kvllm.core.text import CompletionText
 from kvllm.outputs import RequestOutput
 from kvllm.sampling_params import SamplingParams
@@ -12,14 +12,25 @@ class Request:
     """The output that the caller holds, and the sequences that still run.
 
     seq_id, seed: of the first completion's sequence; the others' follow from them.
-    max_length, tail_start: as in Sequence.
+    max_length, tail_start, origin: as in Sequence.
     stream: keep the text current at every step.
     sequences: the unfinished ones, by index of the completion. Before the prompt is computed there is one alone, from
         which the others branch off.
     texts: one for each completion, if there is a tokenizer.
     """
 
-    __slots__ = ("max_length", "output", "sampling", "seed", "seq_id", "sequences", "stream", "tail_start", "texts")
+    __slots__ = (
+        "max_length",
+        "origin",
+        "output",
+        "sampling",
+        "seed",
+        "seq_id",
+        "sequences",
+        "stream",
+        "tail_start",
+        "texts",
+    )
 
     def __init__(
         self,
@@ -31,6 +42,7 @@ class Request:
         max_length: int,
         tail_start: int | None,
         stream: bool,
+        origin: Origin = ANONYMOUS,
     ) -> None:
         self.output = output
         self.sampling = sampling
@@ -39,6 +51,7 @@ class Request:
         self.max_length = max_length
         self.tail_start = tail_start
         self.stream = stream
+        self.origin = origin
         self.sequences: dict[int, Sequence] = {}
         self.texts: list[CompletionText] = []
 
@@ -70,6 +83,7 @@ class Request:
             index=index,
             forks=forks,
             tail_start=self.tail_start,
+            origin=self.origin,
         )
         seq.extend(self.output.outputs[index].token_ids)
         return seq

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec import Struct
+
 from kvllm.sampling_params import SamplingParams
 
 
@@ -9,6 +11,23 @@ def fork_seed(seed: int, index: int) -> int:
     """The seed of a request's completion `index`. It differs in its upper half, so that requests with neighbouring
     seeds stay apart."""
     return seed ^ (index << 32)
+
+
+class Origin(Struct, array_like=True, frozen=True):
+    """The circumstances of a request that its prompt and its options do not tell.
+
+    priority: a request of lower priority number runs first.
+    tenant: the name of whom the request belongs to. Requests of one tenant share a quota.
+    cache_salt: requests share cached prefixes only with those of an equal salt, so that no other can find out by timing
+        what they hold.
+    """
+
+    priority: int = 0
+    tenant: str = ""
+    cache_salt: str | None = None
+
+
+ANONYMOUS = Origin()
 
 
 class Sequence:
@@ -35,6 +54,7 @@ class Sequence:
         "last_token_time",
         "logical_length",
         "max_length",
+        "origin",
         "preemptions",
         "prompt_length",
         "refill_length",
@@ -59,6 +79,7 @@ class Sequence:
         index: int = 0,
         forks: int = 0,
         tail_start: int | None = None,
+        origin: Origin = ANONYMOUS,
     ) -> None:
         """
         index: which of the request's `n` completions this is.
@@ -74,6 +95,7 @@ class Sequence:
         self.max_length = max_length
         self.sampling = sampling
         self.seed = seed
+        self.origin = origin
         self.forks_pending = forks
         self.tail_start = self.prompt_length if tail_start is None else tail_start
         self.has_ended = False
@@ -94,6 +116,18 @@ class Sequence:
         self.hashed_blocks = 0
         self.known_tokens = 0  # tokens that the workers have
         self.last_token_time: float | None = None  # of the token sampled last, if it is running since
+
+    @property
+    def priority(self) -> int:
+        return self.origin.priority
+
+    @property
+    def tenant(self) -> str:
+        return self.origin.tenant
+
+    @property
+    def cache_salt(self) -> str | None:
+        return self.origin.cache_salt
 
     @property
     def num_tokens(self) -> int:
@@ -148,6 +182,7 @@ class Sequence:
             max_length=self.max_length,
             index=index,
             tail_start=self.tail_start,
+            origin=self.origin,
         )
         child.block_table = list(self.block_table)
         child.block_hashes = list(self.block_hashes)

@@ -64,7 +64,7 @@ class Dispatcher:
         """Choose replicas for what waits, in order, as long as there is room."""
         while self.waiting:
             seq = next(iter(self.waiting.values()))
-            replica = self.router.place(seq.token_ids, 1 + seq.forks_pending)
+            replica = self.router.place(seq.token_ids, 1 + seq.forks_pending, seq.cache_salt)
             if replica is None:
                 return
             del self.waiting[seq.seq_id]
@@ -127,4 +127,4 @@ class Dispatcher:
 def _start(seq: Sequence) -> SequenceStart:
     """A sequence goes on alone, unless other completions of its request are still to branch off from it."""
     sampling = structs.replace(seq.sampling, n=1 + seq.forks_pending)
-    return SequenceStart(seq.seq_id, seq.token_ids[:], seq.prompt_length, 0, sampling, seq.seed)
+    return SequenceStart(seq.seq_id, seq.token_ids[:], seq.prompt_length, 0, sampling, seq.seed, seq.origin)

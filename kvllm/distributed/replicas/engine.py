@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvllm.config import EngineConfig
 from kvllm.core.input_processor import InputProcessor, Prompt
 from kvllm.core.output_processor import OutputProcessor
+from kvllm.core.sequence import Origin
 from kvllm.core.transition import Transition
 from kvllm.distributed.replicas.dispatcher import Dispatcher
 from kvllm.distributed.replicas.messages import Report
@@ -40,11 +41,20 @@ class DataParallelEngine:
         self._transition = Transition(self._recover)
 
     def add_request(
-        self, request_id: str, prompt: Prompt, sampling_params: SamplingParams, *, stream: bool = True
+        self,
+        request_id: str,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        *,
+        stream: bool = True,
+        priority: int = 0,
+        tenant: str = "",
+        cache_salt: str | None = None,
     ) -> RequestOutput:
         """See LLMEngine."""
         self.outputs.check_id(request_id)
-        request = self.inputs.new_request(request_id, prompt, sampling_params, stream)
+        origin = Origin(priority, tenant, cache_salt)
+        request = self.inputs.new_request(request_id, prompt, sampling_params, stream, origin)
         self.outputs.prepare(request)
         with self._transition():
             self.dispatcher.add(request.sequences[0])
@@ -59,6 +69,10 @@ class DataParallelEngine:
                 if replica is not None:  # it may have the sequence as a branch of the first
                     self.replicas.drop(replica, [seq.seq_id, seq.seq_id - seq.index])
                 self.dispatcher.finish(seq)
+
+    def reset_prefix_cache(self) -> None:
+        """See LLMEngine."""
+        self.replicas.reset_prefix_cache()
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.outputs.requests)

@@ -21,6 +21,7 @@ from kvllm.distributed.executor import RayExecutor
 from kvllm.distributed.replicas.messages import Ended, ReplicaReady, ReplicaSpec, Report, Sampled
 from kvllm.distributed.replicas.router import needed_blocks
 from kvllm.errors import RequestError
+from kvllm.outputs import RequestOutput
 from kvllm.parallel import Counted, SingleRank
 from kvllm.stats import EngineStats
 from kvllm.tokenizer import load_tokenizer
@@ -57,6 +58,9 @@ class Reporter:
         for seq_id in seq_ids:
             self._loop.submit(partial(LLMEngine.abort, request_id=str(seq_id)))
 
+    def reset_prefix_cache(self) -> None:
+        self._loop.submit(LLMEngine.reset_prefix_cache)
+
     def report(self, seconds: float) -> Report:
         """The report since the last one: after a while, or when everything is done. Raises the engine's failure."""
         self._loop.wait(seconds)
@@ -73,7 +77,14 @@ class Reporter:
             engine.use_tokenizer(load_tokenizer(self.path))
         refused = None
         try:
-            engine.resume_request(str(start.seq_id), start.token_ids, start.prompt_length, start.sampling, start.seed)
+            engine.resume_request(
+                str(start.seq_id),
+                start.token_ids,
+                start.prompt_length,
+                start.sampling,
+                start.seed,
+                start.origin,
+            )
         except RequestError as error:
             refused = Sampled([(start.seq_id, SampledToken(0, error=str(error)))])
         with self._lock:
@@ -81,7 +92,7 @@ class Reporter:
             if refused:
                 self._report.steps.append(refused)
 
-    def _collect(self) -> None:
+    def _collect(self, _: list[RequestOutput]) -> None:
         sampled, engine = self.engine.sampled, self.engine
         self.engine.sampled = []
         ended = [seq for seq, _ in sampled if seq.has_ended]
@@ -151,6 +162,9 @@ class Replica:
         report = self._reporter.report(REPORT_SECONDS)
         report.progress = self._shard.calls if self._shard else None
         return msgspec.msgpack.encode(report)
+
+    def reset_prefix_cache(self) -> None:
+        self._reporter.reset_prefix_cache()
 
     def drop(self, encoded_ids: bytes) -> None:
         """Takes a list of sequences to abort."""

@@ -128,6 +128,12 @@ class ReplicaSet:
         if self._replicas and self._replicas[index].loaded:
             self._replicas[index].actor.drop.remote(msgspec.msgpack.encode(seq_ids))
 
+    def reset_prefix_cache(self) -> None:
+        """Let all replicas forget their cached prefixes. One that is starting has none."""
+        for replica in self._replicas:
+            if replica.loaded:
+                replica.actor.reset_prefix_cache.remote()
+
     def receive(self) -> list[tuple[int, Report | None]]:
         """Wait for a report, but not for ever, and return all that have come. None: the replica is lost, with all that
         it had. Another one takes its place as soon as it has loaded the model.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from kvllm.core.prefix_cache import block_hash
+from kvllm.core.prefix_cache import block_hash, root_hash
 
 FULLER = 0.25
 """A replica counts as clearly fuller than another one when its blocks in use exceed the other's by this share and by"""
@@ -37,16 +37,17 @@ class Router:
         self.sequences = [0] * len(num_blocks)
         self._replica_of: OrderedDict[bytes, int] = OrderedDict()  # by the hash of a block, oldest first
 
-    def place(self, token_ids: Sequence[int], num_sequences: int) -> int | None:
+    def place(self, token_ids: Sequence[int], num_sequences: int, cache_salt: str | None = None) -> int | None:
         """Choose the replica for a request, and promise it the blocks. None: no replica has room now.
 
         token_ids: the prompt and any output. num_sequences: completions that branch off from these.
+        cache_salt: see Origin.
         """
         replicas = [i for i, room in enumerate(self.room) if room > 0 and self.sequences[i] < self.max_sequences]
         if not replicas:
             return None
         chosen = max(replicas, key=lambda i: (self.room[i], -self.sequences[i]))
-        hashes = self._hashes(token_ids)
+        hashes = self._hashes(token_ids, cache_salt)
         home, hits = self._find(hashes)
         if home in replicas and not self._clearly_fuller(home, chosen, hits):
             chosen = home
@@ -76,13 +77,13 @@ class Router:
         used, used_by_other = (self.num_blocks[i] - self.room[i] for i in (replica, other))
         return used > used_by_other * (1 + FULLER) + HIT_WEIGHT * hits
 
-    def _hashes(self, token_ids: Sequence[int]) -> list[bytes]:
+    def _hashes(self, token_ids: Sequence[int], cache_salt: str | None) -> list[bytes]:
         """The hashes of the full blocks."""
         hashes: list[bytes] = []
         if self.shares_prefixes:
-            size = self.block_size
+            size, root = self.block_size, root_hash(cache_salt)
             for end in range(size, len(token_ids) + 1, size):
-                hashes.append(block_hash(hashes[-1] if hashes else b"", token_ids[end - size : end]))
+                hashes.append(block_hash(hashes[-1] if hashes else root, token_ids[end - size : end]))
         return hashes
 
     def _find(self, hashes: list[bytes]) -> tuple[int | None, int]:

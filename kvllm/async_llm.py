@@ -1,0 +1,207 @@
+"""AsyncLLM: an engine for asyncio, whose requests come and go one by one while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import suppress
+from copy import copy
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from kvllm.core.engine_loop import EngineLoop
+from kvllm.core.input_processor import Prompt
+from kvllm.core.output_stream import OutputStream
+from kvllm.engine_args import EngineArgs
+from kvllm.engine_builder import build_engine
+from kvllm.errors import EngineDeadError, RequestError
+from kvllm.models.config import ModelConfig
+from kvllm.outputs import RequestOutput
+from kvllm.sampling_params import SamplingParams
+from kvllm.stats import EngineStats
+
+if TYPE_CHECKING:
+    from kvllm.engine_builder import Engine
+
+LONG_TEXT = 10_000
+"""Characters. A longer prompt is encoded in a thread: it would hold up the event loop."""
+
+
+class AsyncLLM:
+    """An engine of any kind in a thread of its own.
+
+    Its methods belong into event loops, one or several. `stats`, the properties and `shutdown` may be used anywhere.
+
+    config: the engine's. tokenizer: None if the checkpoint has none.
+    """
+
+    def __init__(self, engine: Engine, model_config: ModelConfig) -> None:
+        self.model_config = model_config
+        self.config = engine.config
+        self.tokenizer = engine.inputs.tokenizer
+        self._engine = engine
+        self._streams: dict[str, OutputStream] = {}
+        self._stats = copy(engine.stats)
+        self._is_shut_down = False
+        self._loop = EngineLoop(engine, self._publish, self._fail_all)
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> AsyncLLM:
+        """Build the engine. Raises ConfigError and CheckpointError as `LLM` does."""
+        return cls(build_engine(args), args.model_config)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Complete a prompt, and yield what is new as it comes.
+
+        Each item is a delta. It has the completions with news alone, and of these the text, token ids and logprobs
+        since the item before. `finish_reason` and `stop_reason` come with a completion's last part, `finished` with the
+        last item. `cumulative_logprob` and `metrics` are those of the request so far. A slow reader gets fewer and
+        larger items. Closing the iterator, or cancelling the task that reads it, aborts the request.
+
+        Args:
+            request_id: unique among unfinished requests.
+            prompt: see `LLM.generate`.
+            priority, tenant, cache_salt: see `kvllm.core.sequence.Origin`.
+
+        Raises:
+            RequestError: the request cannot be served: before the first item. One that fails later has an `error`.
+            EngineDeadError: the engine has failed or was shut down.
+        """
+        if request_id in self._streams:
+            raise RequestError(f"request_id={request_id!r} is in use by an unfinished request: choose another")
+        stream = self._streams[request_id] = OutputStream(self.tokenizer, sampling_params)
+        finished = False
+        try:
+            prompt = await self._encoded(prompt)
+            options = {"priority": priority, "tenant": tenant, "cache_salt": cache_salt}
+            self._loop.submit(partial(_add, stream, request_id, prompt, sampling_params, options))
+            await self.check_health()  # nobody reads orders behind a failure
+            while not finished:
+                delta = await stream.take()
+                finished = delta.finished
+                yield delta
+        finally:
+            del self._streams[request_id]
+            if not finished and stream.failure is None:
+                self._loop.submit(lambda engine: engine.abort(request_id))
+
+    async def abort(self, request_id: str) -> None:
+        """End a request with `finish_reason="abort"`, which its reader gets in its last item. Unknown and finished ids
+        are ignored."""
+        self._loop.submit(partial(self._abort, request_id))
+
+    async def reset_prefix_cache(self) -> None:
+        """Let later requests find nothing of what is cached so far. Running ones keep their blocks."""
+        self._loop.submit(lambda engine: engine.reset_prefix_cache())
+
+    def stats(self) -> EngineStats:
+        """The counters as they were after the last step."""
+        stats = copy(self._stats)
+        stats.packed_timeline = stats.packed_timeline[:]
+        return stats
+
+    # Health
+
+    @property
+    def is_running(self) -> bool:
+        return not self.errored
+
+    @property
+    def errored(self) -> bool:
+        """Whether the engine serves nothing any more."""
+        return self._is_shut_down or self._loop.failure is not None
+
+    @property
+    def dead_error(self) -> BaseException:
+        """The error that requests get once the engine serves nothing any more."""
+        failure = self._loop.failure
+        if failure is None:
+            return EngineDeadError("the engine was shut down: build another one")
+        error = EngineDeadError(f"the engine has failed: {type(failure).__name__}: {failure}")
+        error.__cause__ = failure
+        return error
+
+    async def check_health(self) -> None:
+        """Raises EngineDeadError if the engine serves nothing any more."""
+        if self.errored:
+            raise self.dead_error
+
+    def shutdown(self) -> None:
+        """End the engine behind its current step, and its workers. Readers get an EngineDeadError. Idempotent."""
+        if not self._is_shut_down:
+            self._is_shut_down = True
+            self._loop.stop()
+            self._fail_all()
+            self._engine.close()
+
+    # In the engine's thread
+
+    def _publish(self, outputs: Iterable[RequestOutput]) -> None:
+        """Tell the readers of some requests what is new: one call for each event loop, however many these are."""
+        self._stats = copy(self._engine.stats)
+        to_wake: list[OutputStream] = []
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is not None and stream.output is output and stream.publish():
+                to_wake.append(stream)
+        _wake(to_wake)
+
+    def _abort(self, request_id: str, engine: Engine) -> None:
+        engine.abort(request_id)
+        stream = self._streams.get(request_id)
+        if stream is not None and stream.output is not None:
+            self._publish([stream.output])
+
+    def _fail_all(self) -> None:
+        """Let all readers raise that the engine is dead. The last call, in whatever thread."""
+        _wake([stream for stream in list(self._streams.values()) if stream.fail(self.dead_error)])
+
+    # In the event loop
+
+    async def _encoded(self, prompt: Prompt) -> Prompt:
+        """The prompt with its token ids, if it is text: to encode it would lengthen a step of the engine."""
+        if not isinstance(prompt, str) or self.tokenizer is None:
+            return prompt
+        if len(prompt) > LONG_TEXT:
+            token_ids = await asyncio.to_thread(self.tokenizer.encode, prompt)
+        else:
+            token_ids = self.tokenizer.encode(prompt)
+        return {"prompt": prompt, "prompt_token_ids": token_ids}
+
+
+def _add(
+    stream: OutputStream,
+    request_id: str,
+    prompt: Prompt,
+    sampling_params: SamplingParams,
+    options: dict[str, Any],
+    engine: Engine,
+) -> None:
+    """Add a request to the engine, or let its reader raise the refusal."""
+    try:
+        stream.output = engine.add_request(request_id, prompt, sampling_params, stream=False, **options)
+    except Exception as error:
+        if stream.fail(error):
+            _wake([stream])
+
+
+def _wake(streams: list[OutputStream]) -> None:
+    """Wake the readers in their event loops. A loop that was closed has none any more."""
+    for loop in {stream.loop for stream in streams}:
+        of_loop = [stream.wake for stream in streams if stream.loop is loop]
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(_call_all, of_loop)
+
+
+def _call_all(functions: list[Callable[[], None]]) -> None:
+    for function in functions:
+        function()

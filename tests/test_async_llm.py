@@ -1,0 +1,249 @@
+"""AsyncLLM: deltas that add up to what `LLM.generate` returns, aborts, slow readers, dead engines."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from kvllm import LLM, AsyncLLM, EngineDeadError, RequestError, SamplingParams
+from kvllm.engine_args import DEFAULT_MODEL, EngineArgs
+from kvllm.outputs import RequestOutput
+from tests.helpers.waiting import wait_until
+
+OPTIONS = {"block_size": 16, "num_gpu_blocks_override": 400, "max_num_seqs": 32}
+PROMPTS = ["AB=", "A=3 B=4", "QRS", "Q"]
+
+
+@pytest.fixture(scope="module")
+def async_llm() -> Iterator[AsyncLLM]:
+    llm = AsyncLLM.from_engine_args(EngineArgs(**OPTIONS))
+    yield llm
+    llm.shutdown()
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(**OPTIONS)
+
+
+def sampled(max_tokens: int = 60, **options) -> SamplingParams:
+    return SamplingParams(**({"max_tokens": max_tokens, "seed": 5, "ignore_eos": True} | options))
+
+
+async def collect(items: AsyncIterator[RequestOutput], seconds: float = 0.0) -> RequestOutput:
+    """The deltas of a request as one output, read with a pause after each."""
+    whole = None
+    async for delta in items:
+        if whole is None:
+            whole = delta
+        else:
+            _append(whole, delta)
+        await asyncio.sleep(seconds)
+    assert whole is not None and whole.finished
+    whole.outputs.sort(key=lambda completion: completion.index)
+    return whole
+
+
+def _append(whole: RequestOutput, delta: RequestOutput) -> None:
+    assert not whole.finished
+    whole.finished, whole.error = delta.finished, delta.error
+    known = {completion.index: completion for completion in whole.outputs}
+    for new in delta.outputs:
+        if new.index not in known:
+            whole.outputs.append(new)
+            continue
+        old = known[new.index]
+        assert old.finish_reason is None
+        old.text += new.text
+        old.token_ids += new.token_ids
+        old.cumulative_logprob = new.cumulative_logprob
+        if old.logprobs is not None:
+            old.logprobs += new.logprobs
+        old.finish_reason, old.stop_reason = new.finish_reason, new.stop_reason
+
+
+def idle(async_llm: AsyncLLM) -> None:
+    engine = async_llm._engine
+    wait_until(lambda: not engine.has_unfinished_requests(), "the engine's rest")
+    assert engine.scheduler.blocks.num_owned == 0
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        sampled(),
+        sampled(temperature=0, logprobs=2),
+        sampled(n=3),
+        sampled(200, stop=["1", "the"]),
+        sampled(200, stop=["2"], include_stop_str_in_output=True, n=2),
+        sampled(200, ignore_eos=False),
+        sampled(200, stop_token_ids=[20, 30, 40]),
+        sampled(200, skip_special_tokens=False),
+    ],
+    ids=["sampled", "logprobs", "n", "stop", "stop included", "end of text", "stop token", "special tokens"],
+)
+def test_deltas_add_up_to_the_outputs_of_a_batch(async_llm: AsyncLLM, llm: LLM, params: SamplingParams) -> None:
+    async def run() -> list[RequestOutput]:
+        return await asyncio.gather(
+            *(collect(async_llm.generate(prompt, params, str(i))) for i, prompt in enumerate(PROMPTS))
+        )
+
+    for found, expected in zip(asyncio.run(run()), llm.generate(PROMPTS, params, use_tqdm=False), strict=True):
+        assert found.outputs == expected.outputs
+        assert (found.prompt, found.prompt_token_ids) == (expected.prompt, expected.prompt_token_ids)
+
+
+def test_every_token_comes_at_once(async_llm: AsyncLLM) -> None:
+    async def run() -> list[int]:
+        return [
+            len(delta.outputs[0].token_ids) async for delta in async_llm.generate("A", sampled(100), "prompt reader")
+        ]
+
+    sizes = asyncio.run(run())
+    assert sum(sizes) == 100 and len(sizes) > 50
+
+
+def test_a_slow_reader_gets_larger_deltas(async_llm: AsyncLLM) -> None:
+    begin = time.monotonic()
+    found = asyncio.run(collect(async_llm.generate("AB=", sampled(300), "slow"), seconds=0.05))
+    assert len(found.outputs[0].token_ids) == 300
+    assert time.monotonic() - begin < 300 * 0.05 / 2
+
+
+def test_a_closed_iterator_aborts_its_request(async_llm: AsyncLLM) -> None:
+    async def run() -> None:
+        items = async_llm.generate("A", sampled(400), "closed")
+        await anext(items)
+        await items.aclose()
+        reading = asyncio.create_task(collect(async_llm.generate("A", sampled(400), "cancelled")))
+        await asyncio.sleep(0.02)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        found = await collect(async_llm.generate("A", sampled(3), "closed"))  # the id is free again
+        assert len(found.outputs[0].token_ids) == 3
+
+    tokens_before = async_llm.stats().output_tokens
+    asyncio.run(run())
+    idle(async_llm)
+    assert async_llm.stats().output_tokens - tokens_before < 700
+
+
+def test_an_abort_ends_the_items(async_llm: AsyncLLM) -> None:
+    async def run() -> RequestOutput:
+        items = async_llm.generate("A", sampled(400, n=2), "aborted")
+        first = await anext(items)
+        await async_llm.abort("aborted")
+        await async_llm.abort("unknown")
+        rest = await collect(items)
+        _append(first, rest)
+        return first
+
+    found = asyncio.run(run())
+    idle(async_llm)
+    assert [completion.finish_reason for completion in found.outputs] == ["abort"] * 2
+    assert 0 < len(found.outputs[0].token_ids) < 400
+    assert found.outputs[0].text == async_llm.tokenizer.decode(found.outputs[0].token_ids, skip_special_tokens=True)
+
+
+def test_refusals_come_before_the_first_item_and_harm_no_one(async_llm: AsyncLLM) -> None:
+    async def run() -> None:
+        reading = asyncio.create_task(collect(async_llm.generate("A", sampled(100), "good")))
+        await asyncio.sleep(0)
+        for prompt in ("", [10**9], [1] * 10**5, None, {"prompt": 5}, "\ud800"):
+            with pytest.raises(RequestError):
+                await anext(async_llm.generate(prompt, sampled(), "bad"))
+        with pytest.raises(RequestError, match="in use"):
+            await anext(async_llm.generate("A", sampled(), "good"))
+        for options in ({"priority": 1.5}, {"priority": 1 << 64}, {"tenant": None}, {"cache_salt": ""}):
+            with pytest.raises(RequestError, match=next(iter(options))):
+                await anext(async_llm.generate("A", sampled(), "bad", **options))
+        assert len((await reading).outputs[0].token_ids) == 100
+        await async_llm.check_health()
+
+    asyncio.run(run())
+    idle(async_llm)
+
+
+def test_prefixes_are_shared_under_the_same_salt_alone(async_llm: AsyncLLM) -> None:
+    prompt = [7 + i % 50 for i in range(100)]
+
+    async def cached(request_id: str, salt: str | None) -> int:
+        found = await collect(async_llm.generate(prompt, sampled(2), request_id, cache_salt=salt))
+        return found.metrics.num_cached_tokens
+
+    async def run() -> list[int]:
+        salts = ("a", "a", "b", None, None, "b")
+        found = [await cached(str(i), salt) for i, salt in enumerate(salts)]
+        await async_llm.reset_prefix_cache()
+        return [*found, await cached("after", "a")]
+
+    assert asyncio.run(run()) == [0, 96, 0, 0, 96, 96, 0]
+
+
+def test_requests_of_several_event_loops(async_llm: AsyncLLM, llm: LLM) -> None:
+    params = sampled(80)
+    expected = llm.generate(PROMPTS, params, use_tqdm=False)
+    found: dict[int, RequestOutput] = {}
+
+    def run(index: int) -> None:
+        found[index] = asyncio.run(collect(async_llm.generate(PROMPTS[index], params, f"thread {index}")))
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(PROMPTS))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[i].outputs for i in range(len(PROMPTS))] == [output.outputs for output in expected]
+
+
+def test_statistics_are_a_copy(async_llm: AsyncLLM) -> None:
+    before = async_llm.stats()
+    tokens, timeline = before.output_tokens, before.timeline
+    asyncio.run(collect(async_llm.generate("A", sampled(20), "counted")))
+    assert async_llm.stats().output_tokens == tokens + 20
+    assert (before.output_tokens, before.timeline) == (tokens, timeline)
+
+
+def test_readers_of_a_dead_engine_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = AsyncLLM.from_engine_args(EngineArgs(DEFAULT_MODEL, **OPTIONS))
+
+    async def run() -> None:
+        items = llm.generate("A", sampled(400), "first")
+        await anext(items)
+        await llm.check_health()
+        assert llm.is_running and not llm.errored
+        monkeypatch.setattr(llm._engine.executor, "execute", lambda plan: 1 / 0)
+        with pytest.raises(EngineDeadError, match="division by zero") as raised:
+            async for _ in items:
+                pass
+        assert isinstance(raised.value.__cause__, ZeroDivisionError)
+        assert llm.errored and not llm.is_running
+        for call in (anext(llm.generate("A", sampled(), "second")), llm.check_health()):
+            with pytest.raises(EngineDeadError, match="division by zero"):
+                await call
+
+    asyncio.run(run())
+    llm.shutdown()
+
+
+def test_shutdown_ends_all_readers() -> None:
+    llm = AsyncLLM.from_engine_args(EngineArgs(DEFAULT_MODEL, **OPTIONS))
+
+    async def run() -> None:
+        items = llm.generate("A", sampled(400), "first")
+        await anext(items)
+        llm.shutdown()
+        with pytest.raises(EngineDeadError, match="shut down"):
+            async for _ in items:
+                pass
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await anext(llm.generate("A", sampled(), "second"))
+
+    asyncio.run(run())
+    llm.shutdown()
+    assert not any(thread.name == "kvllm-engine" and thread.is_alive() for thread in threading.enumerate()[2:])
