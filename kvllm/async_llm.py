@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable
+from concurrent.futures import Future
 from contextlib import suppress
 from copy import copy
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvllm.core.engine_loop import EngineLoop
 from kvllm.core.input_processor import Prompt
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 LONG_TEXT = 10_000
 """Characters. A longer prompt is encoded in a thread: it would hold up the event loop."""
+HEALTH_SECONDS = 1.0
+"""Time between two looks whether an engine that has not answered is alive."""
+T = TypeVar("T")
 
 
 class AsyncLLM:
@@ -102,6 +106,21 @@ class AsyncLLM:
     async def reset_prefix_cache(self) -> None:
         """Let later requests find nothing of what is cached so far. Running ones keep their blocks."""
         self._loop.submit(lambda engine: engine.reset_prefix_cache())
+
+    async def inspect(self, look: Callable[[Engine], T]) -> T:
+        """What `look` returns: it is called with the engine, in the engine's thread, between two steps. It must be
+        quick, as the next step waits for it, and change nothing.
+
+        Raises:
+            EngineDeadError: the engine has failed or was shut down.
+        """
+        found: Future[T] = Future()
+        self._loop.submit(partial(_look, found, look))
+        waiting = asyncio.wrap_future(found)
+        while not waiting.done():
+            await self.check_health()
+            await asyncio.wait((waiting,), timeout=HEALTH_SECONDS)
+        return waiting.result()
 
     def stats(self) -> EngineStats:
         """The counters as they were after the last step."""
@@ -192,6 +211,15 @@ def _add(
     except Exception as error:
         if stream.fail(error):
             _wake([stream])
+
+
+def _look(found: Future[T], look: Callable[[Engine], T], engine: Engine) -> None:
+    if not found.set_running_or_notify_cancel():
+        return
+    try:
+        found.set_result(look(engine))
+    except Exception as error:
+        found.set_exception(error)
 
 
 def _wake(streams: list[OutputStream]) -> None:

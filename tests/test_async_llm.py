@@ -247,3 +247,27 @@ def test_shutdown_ends_all_readers() -> None:
     asyncio.run(run())
     llm.shutdown()
     assert not any(thread.name == "kvllm-engine" and thread.is_alive() for thread in threading.enumerate()[2:])
+
+
+def test_the_engine_is_inspected_between_steps(async_llm: AsyncLLM) -> None:
+    async def run() -> None:
+        stream = async_llm.generate("AB=", sampled(400), "a")
+        await anext(stream)
+        assert await async_llm.inspect(lambda engine: list(engine.outputs.requests)) == ["a"]
+        assert await async_llm.inspect(lambda _: threading.current_thread().name) == "kvllm-engine"
+        with pytest.raises(KeyError):
+            await async_llm.inspect(lambda engine: engine.outputs.requests["b"])
+        assert (await anext(stream)).outputs
+        await stream.aclose()
+
+    asyncio.run(run())
+
+
+def test_a_dead_engine_cannot_be_inspected() -> None:
+    async def run() -> None:
+        llm = AsyncLLM.from_engine_args(EngineArgs(**OPTIONS))
+        llm.shutdown()
+        with pytest.raises(EngineDeadError):
+            await llm.inspect(lambda _: None)
+
+    asyncio.run(run())

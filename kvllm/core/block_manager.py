@@ -28,7 +28,12 @@ class BlockManager:
     @property
     def num_available(self) -> int:
         """Blocks that can be allocated now: free ones and idle cached ones."""
-        return len(self._free) + (self.prefix_cache.num_idle if self.prefix_cache else 0)
+        return len(self._free) + self.num_idle
+
+    @property
+    def num_idle(self) -> int:
+        """Blocks that no sequence owns, with a prefix that a later one may share."""
+        return self.prefix_cache.num_idle if self.prefix_cache else 0
 
     @property
     def num_owned(self) -> int:

@@ -106,7 +106,7 @@ class CompressionPlanner:
         destinations = self.blocks.compact(seq, first, blocks, keep)
         count, size, retain, stride = region.count, region.size, region.retain, region.stride
         plan.compressions.append(CompressionJob(seq.seq_id, first, count, size, retain, stride, blocks, destinations))
-        seq.compacted(region.dropped, self.policy.regions_of(seq).tail_after(seq.cached_length, region))
+        seq.compacted(region, self.policy.regions_of(seq).tail_after(seq.cached_length, region))
         self._tokens -= region.count * window_tokens(self.policy.config, region.size)
         return True
 

@@ -59,6 +59,11 @@ class Scheduler:
         self.blocks.release(seq)
 
     @property
+    def missing_blocks(self) -> int:
+        """Blocks that the first waiting sequence lacked in the last step."""
+        return self._missing_blocks
+
+    @property
     def has_unfinished(self) -> bool:
         return bool(self.running or self.waiting)
 

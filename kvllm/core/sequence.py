@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from kvllm.core.regions import Region
 from kvllm.sampling_params import SamplingParams
 
 
@@ -37,6 +38,7 @@ class Sequence:
     cached_length: KV pairs in the cache; less than `logical_length` once a window was compressed.
     uncompressed_tail: KV pairs at the end of the cache that no compression has ever covered and that one may cover.
     carried_tail: how many of those were there already at the last compression.
+    compressions: the regions of the cache that were compressed, oldest first, each as it was before.
     """
 
     __slots__ = (
@@ -45,6 +47,7 @@ class Sequence:
         "cache_hits",
         "cached_length",
         "carried_tail",
+        "compressions",
         "evicted",
         "forks_pending",
         "has_ended",
@@ -113,6 +116,7 @@ class Sequence:
         self.cached_length = 0
         self.uncompressed_tail = 0
         self.carried_tail = 0
+        self.compressions: list[Region] = []
         self.hashed_blocks = 0
         self.known_tokens = 0  # tokens that the workers have
         self.last_token_time: float | None = None  # of the token sampled last, if it is running since
@@ -164,10 +168,11 @@ class Sequence:
         if behind > 0:
             self.uncompressed_tail += behind if behind < num_tokens else num_tokens
 
-    def compacted(self, dropped: int, uncompressed_tail: int) -> None:
-        """`dropped` KV pairs were evicted; `uncompressed_tail` were behind the last window."""
-        self.cached_length -= dropped
-        self.evicted += dropped
+    def compacted(self, region: Region, uncompressed_tail: int) -> None:
+        """A region of the cache was compressed; `uncompressed_tail` KV pairs were behind its last window."""
+        self.cached_length -= region.dropped
+        self.evicted += region.dropped
+        self.compressions.append(region)
         self.uncompressed_tail = uncompressed_tail
         self.carried_tail = uncompressed_tail
 
@@ -191,6 +196,7 @@ class Sequence:
         child.cached_length = self.cached_length
         child.uncompressed_tail = self.uncompressed_tail
         child.carried_tail = self.carried_tail
+        child.compressions = list(self.compressions)
         child.known_tokens = self.known_tokens
         child.cache_hits = self.cache_hits
         return child

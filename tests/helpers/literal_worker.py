@@ -7,10 +7,12 @@ lost copy on write, a slot written twice or a misplaced survivor shows at once.
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 from kvllm.config import EngineConfig
 from kvllm.core.protocol import SampledToken, StepPlan, StepResult, decode_plan, encode
 from kvllm.core.sequence import Sequence
+from kvllm.core.spans import Span, kept_spans
 
 Entry = tuple[int, int]
 
@@ -151,3 +153,12 @@ class LiteralWorker:
         """The scheduler's idea of a running sequence is the worker's."""
         mine = self.sequences[seq.seq_id]
         assert (mine.logical, mine.cached) == (seq.logical_length, seq.cached_length)
+        self._check_spans(mine, kept_spans(seq.compressions, seq.logical_length))
+
+    def _check_spans(self, seq: LiteralSequence, spans: list[Span]) -> None:
+        """The spans follow each other, and of each as many entries are left as it says."""
+        assert (spans[0].start, spans[-1].end) == (0, seq.logical)
+        assert all(span.end == after.start for span, after in pairwise(spans))
+        positions = [position for position, _ in self.entries(seq)]
+        for span in spans:
+            assert sum(span.start <= position < span.end for position in positions) == span.kept

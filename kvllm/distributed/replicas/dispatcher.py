@@ -51,6 +51,11 @@ class Dispatcher:
             self._unsent[replica].pop(seq.seq_id, None)
             self.router.finish(replica, 1 + seq.forks_pending)
 
+    @property
+    def placed(self) -> list[Sequence]:
+        """Sequences that have a replica."""
+        return [seq for of_replica in self._placed for seq in of_replica.values()]
+
     def replica_of(self, seq: Sequence) -> int | None:
         """The replica that was sent a sequence."""
         replica = self._replica_of.get(seq.seq_id)
