@@ -109,8 +109,8 @@ def random_weights(shape: str, weights: str) -> list[tuple[str, LinearWeight]]:
     result = []
     for name in [*layer * kinds["qkv"].count, "head"]:
         matrix = kinds[name]
-        weight = LinearWeight(torch.empty(matrix.out_features, matrix.in_features, dtype=matrix.dtype).uniform_(-1, 1))
-        weight.pack(packings[matrix.bits])
+        values = torch.empty(matrix.out_features, matrix.in_features, dtype=matrix.dtype).uniform_(-1, 1)
+        weight = LinearWeight.pack(values, packings[matrix.bits])
         result.append((name, weight))
     return result
 

@@ -18,7 +18,7 @@ import psutil
 import torch
 
 import kvllm
-from kvllm.huge_pages import use_huge_pages
+from kvllm.memory_pages import use_huge_pages
 from kvllm.models.weights import LinearWeight, Packing
 
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
@@ -104,8 +104,7 @@ def multiply_rate(seconds: float = 0.4) -> float:
 
 def _multiply_rate(size: int, dtype: torch.dtype, seconds: float) -> float:
     x, matrix = torch.rand(2, size, size).to(dtype)
-    weight = LinearWeight(matrix.clone())
-    weight.pack(Packing())
+    weight = LinearWeight.pack(matrix, Packing())
     calls = (lambda: weight.multiply(x), lambda: torch.mm(x, matrix))
     return 2 * size**3 / min(_fastest(call, seconds) for call in calls)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvllm.huge_pages import use_huge_pages
+from kvllm.memory_pages import use_huge_pages
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """The base of all families: the parts of a decoder layer, the loop over the layers, and a family's description.
 
 A model is put together from parts: an embedding, layers of an attention part and an MLP part, and a head. Every part
-has `weights`, the tensors of the checkpoint that it holds, and `pack`, which makes them ready for `forward`. A family
-that varies one part writes that part and hands it to `build_decoder`.
+has `weights`, the tensors of the checkpoint that it holds, and `allocate`, which makes room for them. A family that
+varies one part writes that part and hands it to `build_decoder`.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class SelfAttention:
             found[f"{prefix}.k_norm.weight"] = whole(self.k_norm)
         return found
 
-    def pack(self, packing: Packing) -> None:
-        self.qkv.pack(packing)
-        self.o.pack(packing)
+    def allocate(self, packing: Packing) -> None:
+        self.qkv.allocate(packing)
+        self.o.allocate(packing)
 
     def project(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`[T, hidden_size]` -> rotated queries `[T, query_heads, head_dim]`; rotated keys, and values,
@@ -99,8 +99,8 @@ class MLP(Protocol):
         """The tensors of the checkpoint by name; each name begins with `prefix`, such as `model.layers.0.mlp`."""
         ...
 
-    def pack(self, packing: Packing) -> None:
-        """Bring the weights, once they are read, into the form that is multiplied fastest."""
+    def allocate(self, packing: Packing) -> None:
+        """Make room for the matrices, before they are written."""
         ...
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -119,9 +119,9 @@ class GatedMLP:
     def weights(self, prefix: str) -> dict[str, Weight]:
         return {**self.gate_up.weights(prefix), **self.down.weights(f"{prefix}.down_proj")}
 
-    def pack(self, packing: Packing) -> None:
-        self.gate_up.pack(packing)
-        self.down.pack(packing)
+    def allocate(self, packing: Packing) -> None:
+        self.gate_up.allocate(packing)
+        self.down.allocate(packing)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, hidden_size]` -> `[T, hidden_size]`."""
@@ -148,9 +148,9 @@ class DecoderLayer:
             **self.mlp.weights(f"{prefix}.mlp"),
         }
 
-    def pack(self, packing: Packing) -> None:
-        self.attention.pack(packing)
-        self.mlp.pack(packing)
+    def allocate(self, packing: Packing) -> None:
+        self.attention.allocate(packing)
+        self.mlp.allocate(packing)
 
     def finish(self, attended: torch.Tensor, residual: torch.Tensor, next_norm: torch.Tensor) -> torch.Tensor:
         """All that follows attention.
@@ -172,7 +172,7 @@ Visitor = Callable[[int, torch.Tensor], None]
 
 
 class Decoder:
-    """One rank's shard of a model. Its weights are uninitialized until a loader fills them and calls `pack`.
+    """One rank's shard of a model. A loader calls `allocate`, then fills what `weights` names.
 
     num_query_heads, num_kv_heads: of this rank.
     """
@@ -196,18 +196,20 @@ class Decoder:
         self._compiled: CompiledLayers | None = None
 
     def weights(self) -> dict[str, Weight]:
-        """Every tensor of the checkpoint, by name. Not to be called after `pack`."""
+        """Every tensor of the checkpoint, by name."""
         found = self.embedding.weights("model.embed_tokens")
         for index, layer in enumerate(self.layers):
             found |= layer.weights(f"model.layers.{index}")
         found["model.norm.weight"] = whole(self.final_norm)
         return found | self.lm_head.weights("lm_head")
 
-    def pack(self, packing: Packing) -> None:
-        """Bring all weights into the form that is multiplied fastest, one at a time."""
+    def allocate(self, packing: Packing) -> None:
+        """Make room for all matrices, in the form that is multiplied fastest. Called once, before any is written."""
+        if not self.lm_head.tied:
+            self.embedding.allocate()
         for layer in self.layers:
-            layer.pack(packing)
-        self.lm_head.pack(packing)
+            layer.allocate(packing)
+        self.lm_head.allocate(packing)
         self._compiled = self._compile()
 
     def _compile(self) -> CompiledLayers | None:

@@ -1,19 +1,19 @@
 """The matrix products of a decoder, each holding one rank's part of its weight, and the table of rotations.
 
-A product stores its weight as `[out, in]`, like the checkpoint. `weights` says which tensors of the checkpoint go
-where; once they are there, `pack` brings the weight into the form that is multiplied fastest, and `weights` is not to
-be called any more.
+`weights` says which tensors of the checkpoint go where. `allocate` makes room for them, in the form that is multiplied
+fastest; it is called before they are written.
 """
 
 from __future__ import annotations
 
 import math
+from copy import copy
 from dataclasses import dataclass
 
 import torch
 
 from kvllm.models.config import ModelConfig, RopeScaling
-from kvllm.models.weights import LinearWeight, Packing
+from kvllm.models.weights import LinearWeight, MatrixRows, Packing
 from kvllm.parallel import Shard, kv_heads, split
 
 HEAD_BITS = 8
@@ -22,13 +22,29 @@ HEAD_BITS = 8
 
 @dataclass(frozen=True)
 class Weight:
-    """One tensor of a checkpoint: its whole `shape`, and `target`, the memory of this rank's part of it, which begins
-    at index `start` of dimension `dim`."""
+    """One tensor of a checkpoint: its whole `shape`, and `target`, where this rank's part of it goes, which begins at
+    index `start` of dimension `dim`."""
 
     shape: tuple[int, ...]
-    target: torch.Tensor
+    target: torch.Tensor | MatrixRows
     dim: int = 0
     start: int = 0
+
+    @property
+    def rows(self) -> range:
+        """Rows of the tensor that this rank holds, all of them or some of each."""
+        return range(self.shape[0]) if self.dim else range(self.start, self.start + self.target.shape[0])
+
+    def write(self, first: int, values: torch.Tensor) -> None:
+        """Rows `[n, ...]` of the whole tensor, from row `first` on, all of which this rank holds."""
+        if self.dim:
+            values = values.narrow(1, self.start, self.target.shape[1])
+        else:
+            first -= self.start
+        if isinstance(self.target, MatrixRows):
+            self.target.matrix.write(self.target.first + first, values)
+        else:
+            self.target[first : first + len(values)] = values
 
 
 def whole(target: torch.Tensor) -> Weight:
@@ -36,16 +52,16 @@ def whole(target: torch.Tensor) -> Weight:
     return Weight(tuple(target.shape), target)
 
 
-def row_part(total: int, target: torch.Tensor, shard: Shard) -> Weight:
+def row_part(total: int, target: MatrixRows, shard: Shard) -> Weight:
     """A tensor of `total` rows that are shared out among the ranks."""
-    return Weight((total, *target.shape[1:]), target, 0, shard.rank * target.shape[0])
+    return Weight((total, target.shape[1]), target, 0, shard.rank * target.shape[0])
 
 
-def vocab_part(vocab_size: int, target: torch.Tensor, shard: Shard) -> Weight:
+def vocab_part(vocab_size: int, matrix: LinearWeight, shard: Shard) -> Weight:
     """A tensor with a row for each token. Where the ranks do not divide the vocabulary, the last have rows to spare."""
-    first = min(shard.rank * target.shape[0], vocab_size)
-    held = min(target.shape[0], vocab_size - first)
-    return Weight((vocab_size, *target.shape[1:]), target[:held], 0, first)
+    first = min(shard.rank * matrix.out_features, vocab_size)
+    held = min(matrix.out_features, vocab_size - first)
+    return Weight((vocab_size, matrix.in_features), MatrixRows(matrix, 0, held), 0, first)
 
 
 class QKVLinear:
@@ -64,20 +80,22 @@ class QKVLinear:
         self.heads = {"q": (config.num_query_heads, shard.rank * self.num_query_heads), "k": of_keys, "v": of_keys}
         query_size, kv_size = self.num_query_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.sizes = (query_size, kv_size, kv_size)
-        self.weight = LinearWeight(torch.empty(sum(self.sizes), config.hidden_size, dtype=dtype, device=device))
+        self.weight = LinearWeight(sum(self.sizes), config.hidden_size, dtype, device)
         self.bias = torch.empty(sum(self.sizes), dtype=dtype, device=device) if config.qkv_bias else None
 
     def weights(self, prefix: str) -> dict[str, Weight]:
-        found = {}
-        for kind, tensor in (("weight", self.weight.tensor), ("bias", self.bias)):
-            if tensor is not None:
-                for (name, (total, first)), part in zip(self.heads.items(), tensor.split(self.sizes), strict=True):
-                    shape = (total * self.head_dim, *part.shape[1:])
-                    found[f"{prefix}.{name}_proj.{kind}"] = Weight(shape, part, 0, first * self.head_dim)
+        found, row = {}, 0
+        for (name, (total, first)), size in zip(self.heads.items(), self.sizes, strict=True):
+            rows, start = total * self.head_dim, first * self.head_dim
+            part = MatrixRows(self.weight, row, size)
+            found[f"{prefix}.{name}_proj.weight"] = Weight((rows, self.weight.in_features), part, 0, start)
+            if self.bias is not None:
+                found[f"{prefix}.{name}_proj.bias"] = Weight((rows,), self.bias[row : row + size], 0, start)
+            row += size
         return found
 
-    def pack(self, packing: Packing) -> None:
-        self.weight.pack(packing)
+    def allocate(self, packing: Packing) -> None:
+        self.weight.allocate(packing)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, hidden_size]` -> `[T, (query_heads + 2 * kv_heads) * head_dim]`."""
@@ -105,14 +123,18 @@ class MergedColumnLinear:
         self.names = names
         self.out_features = out_features
         self.size = split(out_features, shard, "MLP columns")
-        self.weight = LinearWeight(torch.empty(len(names) * self.size, in_features, dtype=dtype, device=device))
+        self.weight = LinearWeight(len(names) * self.size, in_features, dtype, device)
 
     def weights(self, prefix: str) -> dict[str, Weight]:
-        parts = zip(self.names, self.weight.tensor.split(self.size), strict=True)
-        return {f"{prefix}.{name}.weight": row_part(self.out_features, part, self.shard) for name, part in parts}
+        return {
+            f"{prefix}.{name}.weight": row_part(
+                self.out_features, MatrixRows(self.weight, i * self.size, self.size), self.shard
+            )
+            for i, name in enumerate(self.names)
+        }
 
-    def pack(self, packing: Packing) -> None:
-        self.weight.pack(packing)
+    def allocate(self, packing: Packing) -> None:
+        self.weight.allocate(packing)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, in_features]` -> `[T, len(names) * out_features / ranks]`, one projection after the other."""
@@ -128,14 +150,15 @@ class RowLinear:
         self.shard = shard
         self.in_features = in_features
         columns = split(in_features, shard, "input columns")
-        self.weight = LinearWeight(torch.empty(out_features, columns, dtype=dtype, device=device))
+        self.weight = LinearWeight(out_features, columns, dtype, device)
 
     def weights(self, prefix: str) -> dict[str, Weight]:
-        rows, columns = self.weight.tensor.shape
-        return {f"{prefix}.weight": Weight((rows, self.in_features), self.weight.tensor, 1, self.shard.rank * columns)}
+        rows, columns = self.weight.out_features, self.weight.in_features
+        part = MatrixRows(self.weight, 0, rows)
+        return {f"{prefix}.weight": Weight((rows, self.in_features), part, 1, self.shard.rank * columns)}
 
-    def pack(self, packing: Packing) -> None:
-        self.weight.pack(packing)
+    def allocate(self, packing: Packing) -> None:
+        self.weight.allocate(packing)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, in_features / ranks]` -> `[T, out_features]`, summed over the ranks."""
@@ -151,10 +174,14 @@ class VocabEmbedding:
         self.shard = shard
         self.vocab_size = vocab_size
         self.size = -(-vocab_size // shard.world_size)
-        self.weight = LinearWeight(torch.zeros(self.size, hidden_size, dtype=dtype, device=device))
+        self.weight = LinearWeight(self.size, hidden_size, dtype, device)
 
     def weights(self, prefix: str) -> dict[str, Weight]:
-        return {f"{prefix}.weight": vocab_part(self.vocab_size, self.weight.tensor, self.shard)}
+        return {f"{prefix}.weight": vocab_part(self.vocab_size, self.weight, self.shard)}
+
+    def allocate(self) -> None:
+        """Not packed, because its rows are only looked up."""
+        self.weight.allocate(None)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 `[T]` -> `[T, hidden_size]`, a fresh tensor."""
@@ -173,13 +200,13 @@ class LMHead:
         self.shard = shard
         self.tied = tied
         self.vocab_size = embedding.vocab_size
-        self.weight = embedding.weight if tied else LinearWeight(torch.zeros_like(embedding.weight.tensor))
+        self.weight = embedding.weight if tied else copy(embedding.weight)
 
     def weights(self, prefix: str) -> dict[str, Weight]:
-        return {} if self.tied else {f"{prefix}.weight": vocab_part(self.vocab_size, self.weight.tensor, self.shard)}
+        return {} if self.tied else {f"{prefix}.weight": vocab_part(self.vocab_size, self.weight, self.shard)}
 
-    def pack(self, packing: Packing) -> None:
-        self.weight.pack(Packing(HEAD_BITS) if packing.bits else packing)
+    def allocate(self, packing: Packing) -> None:
+        self.weight.allocate(Packing(HEAD_BITS) if packing.bits else packing)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[R, hidden_size]` -> logits `[R, vocab_size]`."""

@@ -1,13 +1,14 @@
 """Fills a model with the weights of a checkpoint in safetensors format, or with random ones.
 
 Every tensor's name, dtype and shape is checked from the files' headers before the model is allocated. A rank reads its
-own part of each tensor, straight into the model's memory; weights are packed one by one afterwards.
+own part of each tensor, some rows at a time, and packs them at once, so that no second copy of the weights is held.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -17,11 +18,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from kvllm.errors import CheckpointError, ConfigError
+from kvllm.memory_pages import forget_pages
 from kvllm.models import model_family
 from kvllm.models.base import Decoder
 from kvllm.models.config import ModelConfig
 from kvllm.models.layers import Weight
-from kvllm.models.weights import Packing
+from kvllm.models.weights import Packing, strips
 from kvllm.parallel import Shard
 
 SINGLE_FILE = "model.safetensors"
@@ -52,9 +54,13 @@ def load_model(
         found = _tensors([(file, stack.enter_context(_open(file))) for file in files])
         without_memory = _empty_model(config, shard, dtype, torch.device("meta"), max_model_len=1)
         _check(without_memory.weights(), found, config.tie_word_embeddings)
+        if config.tie_word_embeddings and HEAD in found:
+            _check_tied_head(without_memory.weights()[EMBEDDING], found, dtype)
         model = _empty_model(config, shard, dtype, device, max_model_len)
-        _fill(model.weights(), found, config.tie_word_embeddings)
-    model.pack(Packing(bits))
+        model.allocate(Packing(bits))
+        for name, weight in model.weights().items():
+            for first, rows in _strips(found[name][1], weight):
+                weight.write(first, rows)
     return model
 
 
@@ -70,14 +76,18 @@ def random_model(
 ) -> Decoder:
     """A model with normally distributed weights (norms are one), for measurements: the same on any number of ranks."""
     model = _empty_model(config, shard, dtype, device, max_model_len)
+    model.allocate(Packing(bits))
     generator = torch.Generator(device).manual_seed(seed)
     for name, weight in model.weights().items():
-        if name.endswith("norm.weight"):
+        if isinstance(weight.target, torch.Tensor) and name.endswith("norm.weight"):
             weight.target.fill_(1)
             continue
-        values = torch.empty(weight.shape, dtype=dtype, device=device).normal_(0, std, generator=generator)
-        weight.target.copy_(values.narrow(weight.dim, weight.start, weight.target.shape[weight.dim]))
-    model.pack(Packing(bits))
+        for first, last in strips(range(weight.shape[0]), math.prod(weight.shape[1:])):
+            values = torch.empty(last - first, *weight.shape[1:], dtype=dtype, device=device)
+            values.normal_(0, std, generator=generator)
+            begin, end = max(first, weight.rows.start), min(last, weight.rows.stop)
+            if begin < end:
+                weight.write(begin, values[begin - first : end - first])
     return model
 
 
@@ -150,14 +160,11 @@ def _check(weights: dict[str, Weight], found: Tensors, tied: bool) -> None:
         _check_tensor(HEAD, *found[HEAD], weights[EMBEDDING])
 
 
-def _fill(weights: dict[str, Weight], found: Tensors, tied: bool) -> None:
-    for name, weight in weights.items():
-        weight.target.copy_(_part(found[name][1], weight))
-    if tied and HEAD in found:
-        file, head = found[HEAD]
-        embedding = weights[EMBEDDING]
-        part = _part(head, embedding).to(embedding.target)
-        if not torch.equal(part, embedding.target):
+def _check_tied_head(embedding: Weight, found: Tensors, dtype: torch.dtype) -> None:
+    """Raise CheckpointError unless the head that a file has is the embedding, which the model computes with."""
+    (file, head), (_, own) = found[HEAD], found[EMBEDDING]
+    for (_, rows), (_, expected) in zip(_strips(head, embedding), _strips(own, embedding), strict=True):
+        if not torch.equal(rows.to(dtype), expected.to(dtype)):
             raise CheckpointError(
                 f"{file}: {HEAD} differs from {EMBEDDING}, but config.json says that they are one: set "
                 "tie_word_embeddings to false in it"
@@ -186,10 +193,12 @@ def _check_tensor(name: str, file: Path, found: Any, weight: Weight) -> None:
         )
 
 
-def _part(source: Any, weight: Weight) -> torch.Tensor:
-    """This rank's part of a tensor in a file."""
-    part = slice(weight.start, weight.start + weight.target.shape[weight.dim])
-    return source[part] if weight.dim == 0 else source[:, part]
+def _strips(source: Any, weight: Weight) -> Iterator[tuple[int, torch.Tensor]]:
+    """The rows of a tensor in a file that this rank holds, some at a time: the first one's index, and the rows."""
+    mapped = source[:]  # reads nothing yet
+    for first, last in strips(weight.rows, math.prod(weight.shape[1:])):
+        yield first, mapped[first:last]
+        forget_pages(mapped[:last])
 
 
 def _some(names: list[str]) -> str:

@@ -12,8 +12,8 @@ GROUP_SIZES = (128, 64, 32)
 """Sizes of a group with 4 bits: the first that divides a row."""
 TILE = 16
 """Rows of a matrix that the CPU's kernels read together."""
-ROWS_AT_ONCE = 1024
-"""A multiple of TILE. It bounds the copies in float32 while a weight is made."""
+WORD = 4
+"""Bytes of a row that lie together there."""
 
 
 def group_size(in_features: int, bits: int) -> int | None:
@@ -24,6 +24,12 @@ def group_size(in_features: int, bits: int) -> int | None:
     return next((size for size in sizes if in_features % size == 0), in_features)
 
 
+def packed_form(tiles: int, in_features: int, bits: int) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and dtype of the integers that `quantize` makes."""
+    shape = (tiles, in_features * bits // 32, TILE)
+    return ((*shape, WORD), torch.int8) if bits == 8 else (shape, torch.int32)
+
+
 def quantize(matrix: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A matrix `[out, in]` in the order in which the CPU's kernels read it.
 
@@ -32,24 +38,19 @@ def quantize(matrix: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor,
             lowest bits first. Tile t has the rows from 16 * t on; the last is filled up with zeros.
         scales: float32 `[tiles, in / group, 16]`.
     """
-    parts = [_quantize_rows(rows, bits, group) for rows in matrix.split(ROWS_AT_ONCE)]
-    return torch.cat([packed for packed, _ in parts]), torch.cat([scales for _, scales in parts])
-
-
-def _quantize_rows(rows: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    missing = -len(rows) % TILE
-    weights = torch.nn.functional.pad(rows.float(), (0, 0, 0, missing)).unflatten(1, (-1, group))
+    missing = -len(matrix) % TILE
+    weights = torch.nn.functional.pad(matrix.float(), (0, 0, 0, missing)).unflatten(1, (-1, group))
     largest = weights.gather(2, weights.abs().argmax(2, keepdim=True))
     scales = largest.abs() / 127 if bits == 8 else largest / -8
     integers = (weights / scales.masked_fill(scales == 0, 1)).round_().clamp_(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
     integers = integers.flatten(1).unflatten(0, (-1, TILE)).unflatten(2, (-1, 32 // bits)).transpose(1, 2)
-    packed = integers.to(torch.int8).contiguous() if bits == 8 else _nibbles(integers.long())
+    packed = integers.to(torch.int8).contiguous() if bits == 8 else _nibbles(integers.to(torch.int32))
     return packed, scales.squeeze(2).unflatten(0, (-1, TILE)).transpose(1, 2).contiguous()
 
 
 def _nibbles(integers: torch.Tensor) -> torch.Tensor:
-    """`[..., 8]` -> int32 `[...]`."""
-    return ((integers & 15) << torch.arange(0, 32, 4)).sum(-1).to(torch.int32)
+    """int32 `[..., 8]` -> `[...]`."""
+    return ((integers & 15) << torch.arange(0, 32, 4, dtype=torch.int32)).sum(-1, dtype=torch.int32)
 
 
 def dequantize_rows(packed: torch.Tensor, scales: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:

@@ -1,13 +1,19 @@
-"""The weight of a matrix product: as a checkpoint has it, then in the order in which it is multiplied fastest."""
+"""The weight of a matrix product, in the order in which it is multiplied fastest."""
 
 from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Iterator
+from copy import copy
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from kvllm._extension import operator
-from kvllm.huge_pages import use_huge_pages
-from kvllm.models.quantize import dequantize_rows, group_size, quantize
+from kvllm.memory_pages import use_huge_pages
+from kvllm.models.quantize import TILE, WORD, dequantize_rows, group_size, packed_form, quantize
 
 PACKABLE_DTYPES = (torch.float32, torch.bfloat16)
 ALIGNMENT = 64
@@ -15,10 +21,12 @@ HUGE_PAGE = 1 << 21
 CHUNK = 64 << 20
 """Bytes that weights share. A huge page would otherwise hold one weight of a small model, and stay empty for the most
 part."""
+STRIP = 1 << 19
+"""Numbers of a matrix that are read and packed together. It bounds the copies meanwhile."""
 
 
 class Packing:
-    """How the weights of a model are packed.
+    """How the weights of a model are packed, and the memory that they lie in.
 
     bits: 8 or 4 for integers, None for the dtype as it is.
     """
@@ -27,47 +35,74 @@ class Packing:
         self.bits = bits
         self._free = torch.empty(0, dtype=torch.uint8)
 
-    def place(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy in memory of huge pages, behind the tensors that were placed before."""
-        size = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Memory of huge pages on the CPU, behind that of the call before. It takes no room until it is written."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
         if len(self._free) < size:
-            memory = use_huge_pages(torch.empty(max(size, CHUNK) + HUGE_PAGE, dtype=torch.uint8))
+            pages = mmap.mmap(-1, max(size, CHUNK) + HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory = use_huge_pages(torch.frombuffer(pages, dtype=torch.uint8))
             self._free = memory[-memory.data_ptr() % HUGE_PAGE :]
-        part, self._free = self._free[: tensor.nbytes], self._free[size:]
-        return part.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        part, self._free = self._free[:num_bytes], self._free[size:]
+        return part.view(dtype).view(shape)
 
 
 class LinearWeight:
-    """A matrix `[out_features, in_features]`.
+    """A matrix `[out_features, in_features]`. `allocate` makes room for it, then `write` fills it, some rows at a time.
 
-    tensor: the matrix itself, to be filled by a loader.
-    packed: None until `pack` is called. On a CPU it is a copy from then on whose rows lie in tiles of 16 (csrc/cpu,
-        `pack_weight`), and `tensor` is empty. A product reads that memory once, in order, for any few rows, and a row
-        of the result has the same bits whatever other rows there are. On other devices `pack` changes nothing.
+    tensor: the matrix as it is; `[0, in_features]` where it is packed.
+    packed: the matrix in tiles of 16 rows (csrc/cpu, `pack_weight`), on a CPU alone. A product reads that memory once,
+        in order, for any few rows, and a row of the result has the same bits whatever other rows there are.
     scales: of a packed matrix of integers (`quantize`).
     """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self.out_features, self.in_features = tensor.shape
+    def __init__(self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.out_features, self.in_features = out_features, in_features
+        self.tensor = torch.empty(0, in_features, dtype=dtype, device=device)
         self.packed: torch.Tensor | None = None
         self.scales: torch.Tensor | None = None
 
-    def pack(self, packing: Packing) -> None:
-        """Bring the matrix into the form that is multiplied fastest. It stays as it is on other devices than a CPU, and
-        where its rows do not fill words of 32 bits."""
-        tensor, bits = self.tensor, packing.bits
-        if self.packed is not None or not tensor.is_cpu or tensor.dtype not in PACKABLE_DTYPES:
-            return
-        group = group_size(self.in_features, bits) if bits else None
-        if bits and group:
-            packed, scales = quantize(tensor, bits, group)
-            self.packed, self.scales = packing.place(packed), packing.place(scales)
-        elif tensor.dtype == torch.float32 or self.in_features % 2 == 0:
-            self.packed = packing.place(operator("pack_weight")(tensor))
+    @classmethod
+    def pack(cls, matrix: torch.Tensor, packing: Packing) -> LinearWeight:
+        """A weight with the values of `matrix` `[out_features, in_features]`."""
+        weight = cls(matrix.shape[0], matrix.shape[1], matrix.dtype, matrix.device)
+        weight.allocate(packing)
+        for first, last in strips(range(len(matrix)), weight.in_features):
+            weight.write(first, matrix[first:last])
+        return weight
+
+    def allocate(self, packing: Packing | None) -> None:
+        """Make room for the matrix, filled with zeros. It is not packed if `packing` is None, on other devices than a
+        CPU, and where its rows do not fill words of 32 bits."""
+        dtype, columns = self.tensor.dtype, self.in_features
+        tiles = -(-self.out_features // TILE)
+        if packing is None or not self.tensor.is_cpu or dtype not in PACKABLE_DTYPES:
+            self.tensor = self.tensor.new_zeros(self.out_features, columns)
+        elif packing.bits and (group := group_size(columns, packing.bits)):
+            self.packed = packing.zeros(*packed_form(tiles, columns, packing.bits))
+            self.scales = packing.zeros((tiles, columns // group, TILE), torch.float32)
+        elif columns * dtype.itemsize % WORD == 0:
+            word = WORD // dtype.itemsize
+            self.packed = packing.zeros((tiles, columns // word, TILE, word), dtype)
         else:
+            self.tensor = self.tensor.new_zeros(self.out_features, columns)
+
+    def write(self, first: int, rows: torch.Tensor) -> None:
+        """Fill the rows from `first` on with `rows` `[n, in_features]` of floating point."""
+        last = first + len(rows)
+        rows = rows.to(self.tensor)
+        if self.packed is None:
+            self.tensor[first:last] = rows
             return
-        self.tensor = tensor.new_empty(0, self.in_features)
+        if first % TILE:
+            rows = F.pad(rows, (0, 0, first % TILE, 0))
+        if self.scales is None:
+            _copy_rows(operator("pack_weight")(rows.contiguous()), self.packed, first, last)
+            return
+        bits, group = 8 if self.packed.dtype == torch.int8 else 4, self.in_features // self.scales.shape[1]
+        integers, scales = quantize(rows, bits, group)
+        _copy_rows(integers, self.packed, first, last)
+        _copy_rows(scales, self.scales, first, last)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`[T, in_features]` times the transpose, plus `bias` `[out_features]` -> `[T, out_features]`."""
@@ -85,10 +120,40 @@ class LinearWeight:
 
     def first_rows(self, count: int) -> LinearWeight:
         """The matrix of the first `count` rows, in the same memory."""
-        if self.packed is None:
-            return LinearWeight(self.tensor[:count])
-        part = LinearWeight(self.tensor)
+        part = copy(self)
         part.out_features = count
-        part.packed = self.packed[: -(-count // self.packed.shape[2])]
-        part.scales = None if self.scales is None else self.scales[: len(part.packed)]
+        tiles = -(-count // TILE)
+        part.tensor = self.tensor[:count]
+        part.packed = None if self.packed is None else self.packed[:tiles]
+        part.scales = None if self.scales is None else self.scales[:tiles]
         return part
+
+
+@dataclass(frozen=True)
+class MatrixRows:
+    """The rows of a matrix that one tensor of a checkpoint fills: `count`, from `first` on."""
+
+    matrix: LinearWeight
+    first: int
+    count: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.count, self.matrix.in_features
+
+
+def strips(rows: range, columns: int) -> Iterator[tuple[int, int]]:
+    """Bounds of the parts in which `rows` of a matrix are read and packed."""
+    at_once = max(1, STRIP // columns // TILE) * TILE
+    for first in range(rows.start, rows.stop, at_once):
+        yield first, min(first + at_once, rows.stop)
+
+
+def _copy_rows(tiles: torch.Tensor, target: torch.Tensor, first: int, last: int) -> None:
+    """Copy rows `first` to `last` - 1 into packed memory. `tiles` begins with the tile that has the first."""
+    begin, end = first // TILE, -(-last // TILE)
+    whole = slice(-(-first // TILE), last // TILE)
+    target[whole] = tiles[whole.start - begin : whole.stop - begin]
+    for tile in {begin, end - 1}:
+        lanes = slice(max(0, first - tile * TILE), last - tile * TILE)
+        target[tile][:, lanes] = tiles[tile - begin][:, lanes]

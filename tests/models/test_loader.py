@@ -14,8 +14,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from kvllm.errors import CheckpointError, ConfigError
+from kvllm.models.config import load_model_config
+from kvllm.models.loader import load_model
+from kvllm.parallel import SingleRank
 from tests.helpers.checkpoints import edit, make_checkpoint
-from tests.helpers.paged_model import PagedModel, load, tokens
+from tests.helpers.paged_model import CPU, PagedModel, load, tokens
+
+STATUS = Path("/proc/self/status")
 
 
 def copy_checkpoint(source: Path, target: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
@@ -158,3 +163,28 @@ def test_incomplete_shards(tmp_path: Path) -> None:
 def test_float16_on_the_cpu_is_refused(qwen3: Path) -> None:
     with pytest.raises(ConfigError, match="float16 .* use bfloat16 or float32"):
         load(qwen3, torch.float16)
+
+
+def memory(name: str) -> int:
+    """A line of /proc/self/status in bytes."""
+    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1]) * 1024
+
+
+@pytest.mark.skipif(not STATUS.exists(), reason="this system does not tell a process how much memory it had")
+@pytest.mark.parametrize("bits", [None, 8])
+def test_no_second_copy_of_the_weights_is_held(tmp_path: Path, bits: int | None) -> None:
+    """Pages of the file count as memory of the process, too."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 8192, "vocab_size": 16384, "num_hidden_layers": 1}
+    make_checkpoint(tmp_path, "qwen3", **sizes, dtype="bfloat16")
+    config = load_model_config(tmp_path)
+    file_bytes = (tmp_path / "model.safetensors").stat().st_size
+    Path("/proc/self/clear_refs").write_text("5")  # begins the peak anew
+    before = memory("VmRSS")
+    model = load_model(tmp_path, config, SingleRank(), torch.bfloat16, CPU, 64, bits)
+    peak = memory("VmHWM") - before
+    packed = model.lm_head.weight.packed
+    assert packed is not None and packed.dtype == (torch.int8 if bits else torch.bfloat16)
+    embedding_bytes = 2 * config.vocab_size * config.hidden_size  # its own rows are not packed
+    kept = (file_bytes - embedding_bytes) // 2 + embedding_bytes if bits else file_bytes
+    assert 0.5 * kept < peak < kept + 40e6 < 1.5 * file_bytes

@@ -143,8 +143,7 @@ def test_packed_product(dtype: torch.dtype, columns: int, width: int) -> None:
     """Close to the exact product, and the same bits whatever other rows there are."""
     torch.manual_seed(0)
     matrix, bias, x = (torch.randn(shape).to(dtype) for shape in ((columns, width), (columns,), (100, width)))
-    weight = LinearWeight(matrix)
-    weight.pack(Packing())
+    weight = LinearWeight.pack(matrix, Packing())
     assert weight.tensor.numel() == 0
     exact = x.double() @ matrix.double().T + bias.double()
     together = weight.multiply(x, bias)
@@ -158,8 +157,7 @@ def test_packed_product(dtype: torch.dtype, columns: int, width: int) -> None:
 @pytest.mark.parametrize("count", [16, 21])
 def test_rows_of_a_packed_weight(count: int) -> None:
     matrix, x = torch.randn(50, 24), torch.randn(3, 24)
-    weight = LinearWeight(matrix.clone())
-    weight.pack(Packing())
+    weight = LinearWeight.pack(matrix, Packing())
     indices = torch.tensor([0, 49, 17, 17])
     assert torch.equal(weight.rows(indices), matrix[indices])
     assert torch.equal(weight.first_rows(count).multiply(x), weight.multiply(x)[:, :count])
@@ -174,10 +172,9 @@ def test_query_projection_is_a_part_of_the_merged_one(tmp_path: Path, packed: bo
     config = load_model_config(tmp_path)
     torch.manual_seed(0)
     qkv = QKVLinear(config, SingleRank(), torch.float32, CPU)
-    qkv.weight.tensor.normal_()
+    qkv.weight.allocate(Packing() if packed else None)
+    qkv.weight.write(0, torch.randn(qkv.weight.out_features, config.hidden_size))
     qkv.bias.normal_()
-    if packed:
-        qkv.pack(Packing())
     x = torch.randn(7, config.hidden_size)
     queries = qkv.forward_queries(x)
     assert queries.shape == (7, config.num_query_heads * config.head_dim)

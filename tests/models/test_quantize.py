@@ -42,8 +42,7 @@ def test_products_are_those_of_the_dequantized_matrix(rows: int, columns: int, d
     torch.manual_seed(0)
     matrix, bias, x = (torch.randn(shape).to(dtype) for shape in ((rows, columns), (rows,), (100, columns)))
     matrix[3] = 0
-    weight = LinearWeight(matrix.clone())
-    weight.pack(Packing(bits))
+    weight = LinearWeight.pack(matrix, Packing(bits))
     expected = dequantized(matrix, bits)
     torch.testing.assert_close(
         all_rows(weight), expected.to(dtype), rtol=1e-6 if dtype == torch.float32 else 8e-3, atol=0
@@ -57,12 +56,25 @@ def test_products_are_those_of_the_dequantized_matrix(rows: int, columns: int, d
     assert torch.equal(part.multiply(x), weight.multiply(x)[:, : rows - 3])
 
 
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_rows_are_written_in_any_parts(bits: int | None) -> None:
+    """Parts begin and end within a tile, as the queries, keys and values of small heads do."""
+    matrix = torch.randn(101, 64, dtype=torch.bfloat16)
+    weight = LinearWeight(101, 64, torch.bfloat16, CPU)
+    weight.allocate(Packing(bits))
+    for first, last in ((90, 101), (0, 5), (5, 7), (7, 64), (64, 90)):
+        weight.write(first, matrix[first:last])
+    expected = LinearWeight.pack(matrix, Packing(bits))
+    assert torch.equal(all_rows(weight), all_rows(expected))
+    x = torch.randn(3, 64, dtype=torch.bfloat16)
+    assert torch.equal(weight.multiply(x), expected.multiply(x)) and weight.multiply(x).abs().min() > 0
+
+
 @pytest.mark.parametrize(("bits", "memory"), [(8, 0.5), (4, 0.25)])
 def test_memory_and_error(bits: int, memory: float) -> None:
     """Against bfloat16, scales included; the error of a weight is at most half a step, or a whole one at -8's side."""
     matrix = torch.randn(256, 1024)
-    weight = LinearWeight(matrix.to(torch.bfloat16))
-    weight.pack(Packing(bits))
+    weight = LinearWeight.pack(matrix.to(torch.bfloat16), Packing(bits))
     assert weight.packed is not None and weight.scales is not None and weight.tensor.numel() == 0
     num_bytes = weight.packed.nbytes + weight.scales.nbytes
     assert memory <= num_bytes / (2 * matrix.numel()) < memory + 0.02
@@ -72,8 +84,7 @@ def test_memory_and_error(bits: int, memory: float) -> None:
 
 def test_a_matrix_that_does_not_fill_words_stays_as_it_is() -> None:
     matrix = torch.randn(16, 6)
-    weight = LinearWeight(matrix.clone())
-    weight.pack(Packing(4))
+    weight = LinearWeight.pack(matrix, Packing(4))
     assert weight.scales is None and torch.equal(all_rows(weight), matrix)
 
 

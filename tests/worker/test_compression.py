@@ -297,9 +297,9 @@ def test_recomputed_queries(load_vectors: Callable, backend: str) -> None:
     arrays, meta = load_vectors("query_recompute")
     model_settings = model_config()
     model = build_decoder(model_settings, SingleRank(), torch.float32, CPU, 64)
+    model.allocate(Packing())
     for name, weight in model.weights().items():
-        weight.target.copy_(torch.from_numpy(vector_weight(arrays, name)))
-    model.pack(Packing())
+        weight.write(0, torch.from_numpy(vector_weight(arrays, name)))
     config = EngineConfig(num_blocks=64, block_size=1, max_model_len=64, max_num_seqs=1, compression=standalone(meta))
     shape = CacheShape(meta["L"], meta["Hkv"], meta["d"], 1, torch.float32)
     ids, prompt = arrays["ids"].tolist(), meta["P"]

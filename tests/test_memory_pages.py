@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvllm.huge_pages import use_huge_pages
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
+from kvllm.memory_pages import use_huge_pages
 
 SMAPS = Path("/proc/self/smaps")
 pytestmark = pytest.mark.skipif(
