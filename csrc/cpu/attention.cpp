@@ -107,7 +107,7 @@ void plan_work(AttentionPlan& plan, const int32_t* head_lengths) {
     products += static_cast<int64_t>(task.num_tokens) * plan.shape.group() * task.num_pairs * plan.shape.head_dim;
     floats += partial_floats(plan.shape, task) * segments;
   }
-  const int64_t threads = torch::stable::get_num_threads();
+  const int64_t threads = num_threads();
   plan.threaded = threads > 1 && products >= kThreadingProducts;
   plan.pieces.clear();
   if (plan.threaded && static_cast<int64_t>(plan.tasks.size()) < 4 * threads && floats <= kMaxPartialFloats) {
@@ -225,7 +225,7 @@ void run_attention(AttentionPlan& plan, const AttentionLayer& layer) {
   const KernelSet& set = kernel_set();
   const Run run{plan, layer, plan.shape.element_size == sizeof(float) ? set.float32 : set.bfloat16};
   const int64_t tasks = static_cast<int64_t>(plan.tasks.size()), pieces = static_cast<int64_t>(plan.pieces.size());
-  const int64_t threads = torch::stable::get_num_threads();
+  const int64_t threads = num_threads();
   if (!plan.threaded) {
     for (int64_t i = 0; i < tasks; ++i) run.attend_task(i, 1);
   } else if (pieces == 0) {

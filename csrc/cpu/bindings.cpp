@@ -33,6 +33,7 @@ STABLE_TORCH_LIBRARY(kvllm, m) {
       "query_start_loc, Tensor last_kv_index, Tensor block_tables, Tensor? packed_len, Tensor? head_lengths, float "
       "scale) -> Tensor");
   m.def("cpu_isa() -> str");
+  m.def("set_loop_threads(int threads) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kvllm, CPU, m) {
@@ -53,4 +54,7 @@ STABLE_TORCH_LIBRARY_IMPL(kvllm, CPU, m) {
   m.impl("run_decoder", TORCH_BOX(&kvllm::run_decoder));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(kvllm, CompositeExplicitAutograd, m) { m.impl("cpu_isa", TORCH_BOX(&kvllm::cpu_isa)); }
+STABLE_TORCH_LIBRARY_IMPL(kvllm, CompositeExplicitAutograd, m) {
+  m.impl("cpu_isa", TORCH_BOX(&kvllm::cpu_isa));
+  m.impl("set_loop_threads", TORCH_BOX(&kvllm::set_loop_threads));
+}

@@ -18,7 +18,7 @@ int64_t rows_per_part(int64_t rows, int64_t depth) {
 
 // Tiles of a part. Parts are small, so that no thread waits long for the last one of another.
 int64_t tiles_per_part(int64_t tiles, int64_t row_parts) {
-  const int64_t wanted = 8 * torch::stable::get_num_threads();
+  const int64_t wanted = 8 * num_threads();
   return std::clamp<int64_t>(tiles * row_parts / wanted / 4 * 4, 4, 16);
 }
 

@@ -114,11 +114,13 @@ inline const Kernels& kernels_for(const Tensor& tensor, const char* name) {
   return dtype == ScalarType::Float ? kernel_set().float32 : kernel_set().bfloat16;
 }
 
+inline int64_t num_threads() { return loop_threads() > 0 ? loop_threads() : torch::stable::get_num_threads(); }
+
 // body(i) for i in 0 .. count - 1; a thread that is free takes the next.
 template <class Body>
 void for_each_dynamic(int64_t count, const Body& body) {
   const auto call = [](const void* object, int64_t i) { (*static_cast<const Body*>(object))(i); };
-  run_loop({count, call, &body}, torch::stable::get_num_threads());
+  run_loop({count, call, &body}, num_threads());
 }
 
 // Elements below which a loop over memory is faster on one thread.
@@ -127,7 +129,7 @@ constexpr int64_t kGrainElements = 32768;
 // body(begin, end) over rows of `width` elements, on several threads where there is enough to do.
 template <class Body>
 void for_rows(int64_t rows, int64_t width, const Body& body) {
-  const int64_t most = std::min<int64_t>(rows, 4 * torch::stable::get_num_threads());
+  const int64_t most = std::min<int64_t>(rows, 4 * num_threads());
   const int64_t parts = std::min(most, 1 + rows * width / kGrainElements);
   for_each_dynamic(parts, [&](int64_t i) { body(rows * i / parts, rows * (i + 1) / parts); });
 }

@@ -38,6 +38,7 @@ void await_change(const std::atomic<uint32_t>& value, uint32_t old, std::chrono:
 }
 
 thread_local bool inside_loop = false;
+thread_local int64_t own_threads = 0;
 
 class ThreadPool {
  public:
@@ -122,6 +123,10 @@ void make_pool_once() {
 }
 
 }  // namespace
+
+void set_loop_threads(int64_t threads) { own_threads = threads; }
+
+int64_t loop_threads() { return own_threads; }
 
 void run_loop(const Loop& loop, int64_t threads) {
   make_pool_once();

@@ -20,4 +20,8 @@ struct Loop {
 // of another loop, and while another caller's loop runs, the caller works alone.
 void run_loop(const Loop& loop, int64_t threads);
 
+// The number of threads that loops of the calling thread may take; 0, the default, is PyTorch's number.
+void set_loop_threads(int64_t threads);
+int64_t loop_threads();
+
 }  // namespace kvllm

@@ -29,6 +29,7 @@ from kvllm.worker.graphs import Capture, DecodeGraphs
 from kvllm.worker.inputs import InputPreparer, StepInputs
 from kvllm.worker.sampler import SampleRow, Samples, sample
 from kvllm.worker.state import BlockTables, SequenceState
+from kvllm.worker.threads import operators_alone
 from kvllm.worker.timing import PhaseClock
 from kvllm.worker.transfer import to_device
 
@@ -103,8 +104,14 @@ class ModelRunner:
             self.graphs = DecodeGraphs(forward, capture, self.inputs, max_blocks)
             self.graphs.capture(self.graphs.graph_batch_sizes()[: 1 if largest_alone else None])
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
+        if self.device.type != "cpu":
+            return self._execute(plan)
+        with operators_alone():
+            return self._execute(plan)
+
+    @torch.inference_mode()
+    def _execute(self, plan: StepPlan) -> StepResult:
         if plan.reset:
             self._reset()
         for seq_id in plan.dropped_seq_ids:

@@ -8,9 +8,11 @@ import threading
 import pytest
 import torch
 
+from kvllm import LLM, SamplingParams
 from kvllm._extension import operator
 from kvllm.errors import ConfigError
-from kvllm.worker.threads import set_up_threads
+from kvllm.worker import model_runner
+from kvllm.worker.threads import operators_alone, set_up_threads
 from tests.helpers.processes import run_python
 
 
@@ -61,6 +63,49 @@ def multiply_in_a_fork() -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_forked_process_makes_its_own_threads() -> None:
     assert run_python("multiply_in_a_fork()", __name__) == 0
+
+
+def count_threads_of_a_step() -> None:
+    """Print the threads that a step's operators, and then torch's own loops, have started."""
+    numbers, x, packed = torch.ones(1 << 20), torch.ones(5, 256), operator("pack_weight")(torch.ones(512, 256))
+    torch.set_num_threads(3)
+    with operators_alone():
+        before = len(os.listdir("/proc/self/task"))
+        products(x, packed)
+        between = len(os.listdir("/proc/self/task"))
+        numbers.exp()
+        print([between - before, len(os.listdir("/proc/self/task")) - between])
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="this system does not list a process's threads")
+def test_in_a_step_operators_have_all_threads_and_torch_has_one() -> None:
+    assert run_python("count_threads_of_a_step()", __name__) == [2, 0]
+
+
+def test_torch_has_its_threads_again_after_a_step_that_failed() -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        with pytest.raises(RuntimeError, match="lost"), operators_alone():
+            assert torch.get_num_threads() == 1
+            raise RuntimeError("lost")
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_engine_samples_on_one_thread_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    sample = model_runner.sample
+    monkeypatch.setattr(model_runner, "sample", lambda *args: (found.append(torch.get_num_threads()), sample(*args))[1])
+    before = torch.get_num_threads()
+    llm = LLM(num_gpu_blocks_override=4)
+    try:
+        torch.set_num_threads(3)
+        llm.generate(["2"], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
+        assert found == [1, 1] and torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(("text", "threads"), [("1", 1), ("3", 3), ("", None)])
