@@ -9,6 +9,7 @@ from kvllm.config import CompressionConfig
 from kvllm.errors import CheckpointError, ConfigError, EngineDeadError, KvLLMError, RequestError
 from kvllm.outputs import CompletionOutput, RequestOutput
 from kvllm.sampling_params import SamplingParams
+from kvllm.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
     from kvllm.async_llm import AsyncLLM
@@ -28,6 +29,7 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputs",
 ]
 
 

@@ -86,6 +86,8 @@ class AsyncLLM:
         finished = False
         try:
             prompt = await self._encoded(prompt)
+            if sampling_params.structured_outputs is not None:  # the engine's thread then finds it compiled
+                await asyncio.to_thread(self._engine.inputs.check_grammar, sampling_params)
             options = {"priority": priority, "tenant": tenant, "cache_salt": cache_salt}
             self._loop.submit(partial(_add, stream, request_id, prompt, sampling_params, options))
             await self.check_health()  # nobody reads orders behind a failure

@@ -16,11 +16,13 @@ from kvllm.engine_args import EngineArgs
 from kvllm.errors import ConfigError
 from kvllm.kvcache.cache import CacheShape
 from kvllm.parallel import SingleRank
+from kvllm.structured.checker import GrammarChecker
 from kvllm.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from kvllm.worker.build import (
     RunnerSettings,
     available_memory,
     explain_backend,
+    make_grammars,
     make_runner,
     method_state_bytes,
     rank_cache_shape,
@@ -131,7 +133,7 @@ def _load_on(workers: RayExecutor | ReplicaSet, settings: RunnerSettings, tokeni
     from kvllm.distributed.replicas.replica_set import ReplicaSet
 
     config = structs.replace(settings.engine, num_blocks=workers.load(settings))
-    options = _request_options(settings, tokenizer)
+    options = _request_options(settings, tokenizer, GrammarChecker(make_grammars(settings), samples_here=False))
     if isinstance(workers, ReplicaSet):
         return DataParallelEngine(config, workers, **options)
     return LLMEngine(config, workers, **options)
@@ -141,13 +143,20 @@ def _load_here(settings: RunnerSettings, device: str, tokenizer: Tokenizer | Non
     """Load the model in this process, and learn how many blocks there are."""
     runner = make_runner(settings, SingleRank(), torch.device(device))
     config = structs.replace(settings.engine, num_blocks=runner.cache.num_blocks)
-    return LLMEngine(config, InlineExecutor(runner), **_request_options(settings, tokenizer))
+    assert runner.grammars is not None
+    checker = GrammarChecker(runner.grammars, samples_here=True)
+    return LLMEngine(config, InlineExecutor(runner), **_request_options(settings, tokenizer, checker))
 
 
-def _request_options(settings: RunnerSettings, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def _request_options(settings: RunnerSettings, tokenizer: Tokenizer | None, grammars: GrammarChecker) -> dict[str, Any]:
     """The parts of an engine that read requests and end them."""
     model = settings.model
-    return {"vocab_size": model.vocab_size, "eos_token_ids": model.eos_token_ids, "tokenizer": tokenizer}
+    return {
+        "vocab_size": model.vocab_size,
+        "eos_token_ids": model.eos_token_ids,
+        "tokenizer": tokenizer,
+        "grammars": grammars,
+    }
 
 
 # Memory

@@ -7,6 +7,7 @@ from msgspec.structs import force_setattr
 
 from kvllm.config import check_types, require
 from kvllm.errors import RequestError
+from kvllm.structured_outputs import StructuredOutputs
 
 # Below this temperature the draw is the argmax: dividing by it would only overflow.
 GREEDY_TEMPERATURE = 1e-5
@@ -46,6 +47,8 @@ class SamplingParams(Struct, frozen=True, kw_only=True, array_like=True):
         include_stop_str_in_output: keep the stop string at the end of the text.
         budget_tokens: KV pairs that compression by threshold leaves of this request's cache, instead of the engine's
             `CompressionConfig.budget_tokens`.
+        structured_outputs: a JSON schema, regular expression, choice or grammar that the text obeys. It ends where this
+            allows it.
     """
 
     n: int = 1
@@ -66,6 +69,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, array_like=True):
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     budget_tokens: int | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -19,6 +19,7 @@ from kvllm.sampling_params import SamplingParams
 from kvllm.stats import EngineStats
 
 if TYPE_CHECKING:
+    from kvllm.structured.checker import GrammarChecker
     from kvllm.tokenizer import Tokenizer
 
 
@@ -30,6 +31,7 @@ class LLMEngine:
     from these. So no request, block or table slot is lost, wherever the exception fell.
 
     tokenizer: None if the checkpoint has none; then prompts are token ids and outputs carry no text.
+    grammars: refuses structured outputs that cannot be followed; without it, all are refused.
     sampled: the tokens of the last step, each with its sequence.
     """
 
@@ -41,12 +43,13 @@ class LLMEngine:
         vocab_size: int,
         eos_token_ids: tuple[int, ...] = (),
         tokenizer: Tokenizer | None = None,
+        grammars: GrammarChecker | None = None,
     ) -> None:
         self.config = config
         self.executor = executor
         self.stats = EngineStats(num_blocks=config.num_blocks)
         self.scheduler = Scheduler(config, self.stats)
-        self.inputs = InputProcessor(config, vocab_size, tokenizer)
+        self.inputs = InputProcessor(config, vocab_size, tokenizer, grammars)
         self.outputs = OutputProcessor(frozenset(eos_token_ids), tokenizer)
         self.sampled: list[SequenceToken] = []
         self._step_seconds = 0.0  # of all steps: time passes for a sequence only while the engine is at work
@@ -148,6 +151,7 @@ class LLMEngine:
         self.inputs.tokenizer = self.outputs.tokenizer = tokenizer
 
     def close(self) -> None:
+        self.inputs.close()
         self.executor.close()
 
     def _add(self, request: Request) -> RequestOutput:

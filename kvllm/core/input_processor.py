@@ -17,6 +17,7 @@ from kvllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from kvllm.sampling_params import MAX_INTEGER, SamplingParams, is_unicode
 
 if TYPE_CHECKING:
+    from kvllm.structured.checker import GrammarChecker
     from kvllm.tokenizer import Tokenizer
 
 
@@ -37,10 +38,18 @@ class InputProcessor:
     """Checks requests against the limits of an engine, and numbers their sequences.
 
     tokenizer: None if the checkpoint has none; then prompts are token ids.
+    grammars: refuses structured outputs that cannot be followed.
     """
 
-    def __init__(self, config: EngineConfig, vocab_size: int, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        vocab_size: int,
+        tokenizer: Tokenizer | None,
+        grammars: GrammarChecker | None = None,
+    ) -> None:
         self.config = config
+        self.grammars = grammars
         self.vocab_size = vocab_size
         self.tokenizer = tokenizer
         self._next_seq_id = 0
@@ -53,6 +62,7 @@ class InputProcessor:
         text, token_ids = self.tokens_of(prompt)
         self.check(token_ids, sampling)
         _check_origin(origin)
+        self.check_grammar(sampling)
         seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
         return self._make(request_id, text, token_ids, sampling, stream, seed, origin)
 
@@ -119,6 +129,19 @@ class InputProcessor:
             largest = self.vocab_size - 1
             raise RequestError(f"token id {outside[0]} is not in the vocabulary: allowed are 0 to {largest}")
         self._check_options(sampling)
+
+    def check_grammar(self, sampling: SamplingParams) -> None:
+        """Raises RequestError for structured outputs that cannot be followed. Any thread may call it, and one that does
+        so ahead of `new_request` saves the engine's thread the time: the verdict is remembered."""
+        if sampling.structured_outputs is None:
+            return
+        if self.tokenizer is None or self.grammars is None:
+            raise RequestError("structured_outputs needs the checkpoint's tokenizer, and there is none")
+        self.grammars.check(sampling.structured_outputs)
+
+    def close(self) -> None:
+        if self.grammars is not None:
+            self.grammars.close()
 
     def _make(
         self,

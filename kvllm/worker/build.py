@@ -16,6 +16,9 @@ from kvllm.models.base import Decoder
 from kvllm.models.config import QUANTIZATIONS, ModelConfig
 from kvllm.models.loader import load_model, random_model
 from kvllm.parallel import Shard, kv_heads
+from kvllm.structured.compile import Grammars
+from kvllm.structured.vocabulary import Vocabulary, read_vocabulary
+from kvllm.tokenizer import load_tokenizer
 from kvllm.worker import host_memory
 from kvllm.worker.attention_state import AttentionMass
 from kvllm.worker.graphs import cuda_capture
@@ -112,8 +115,26 @@ def _runner(settings: RunnerSettings, shard: Shard, model: Decoder, backend: Att
         held = kv_heads(settings.model.num_kv_heads, shard)
         select = ShardedMethod(engine.compression.method, held, shard)
     return ModelRunner(
-        model, backend.cache, backend, engine, settings.model.eos_token_ids, select, samples=shard.rank == 0
+        model,
+        backend.cache,
+        backend,
+        engine,
+        settings.model.eos_token_ids,
+        select,
+        samples=shard.rank == 0,
+        grammars=make_grammars(settings),
     )
+
+
+def make_grammars(settings: RunnerSettings) -> Grammars:
+    """The grammars of requests with structured outputs, over the checkpoint's vocabulary, which is read for the first
+    of them."""
+    eos_token_ids = settings.model.eos_token_ids
+
+    def read() -> Vocabulary:
+        return read_vocabulary(load_tokenizer(settings.path), settings.model.vocab_size, eos_token_ids)
+
+    return Grammars(read, eos_token_ids)
 
 
 def _load(settings: RunnerSettings, shard: Shard, device: torch.device) -> Decoder:

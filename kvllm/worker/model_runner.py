@@ -23,6 +23,8 @@ from kvllm.core.protocol import (
 from kvllm.kvcache.cache import PagedKVCache
 from kvllm.kvcache.ops.base import KVOperations
 from kvllm.kvcache.ops.registry import make_operations
+from kvllm.sampling_params import SamplingParams
+from kvllm.structured.compile import Grammars
 from kvllm.worker.attention_state import AttentionMass, ObservingBackend, RaggedLengths
 from kvllm.worker.compressor import Compressor
 from kvllm.worker.graphs import Capture, DecodeGraphs
@@ -40,6 +42,7 @@ class ModelRunner:
     model: a `kvllm.models.base.Decoder`. eos_token_ids: tokens that end a text, kept from being sampled before
         `min_tokens`.
     select: called in place of the compression method, with its arguments. samples: whether tokens are sampled here.
+    grammars: those of requests with structured outputs, where tokens are sampled.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class ModelRunner:
         eos_token_ids: tuple[int, ...] = (),
         select: Callable[..., torch.Tensor] | None = None,
         samples: bool = True,
+        grammars: Grammars | None = None,
     ) -> None:
         self.model = model
         self.cache = cache
@@ -60,6 +64,7 @@ class ModelRunner:
         self.block_size = config.block_size
         self.eos_token_ids = eos_token_ids
         self.samples = samples
+        self.grammars = grammars
         self.states: dict[int, SequenceState] = {}
         max_blocks = -(-config.max_model_len // config.block_size)
         self.tables = BlockTables(config.max_num_seqs, max_blocks, config.block_size)
@@ -139,7 +144,7 @@ class ModelRunner:
 
     def _start(self, start: SequenceStart) -> None:
         prompt, output = start.token_ids[: start.prompt_length], start.token_ids[start.prompt_length :]
-        row = SampleRow(start.sampling, start.seed, prompt, output, self.eos_token_ids)
+        row = self._sample_row(start.sampling, start.seed, prompt, output)
         self.states[start.seq_id] = SequenceState(
             token_ids=start.token_ids,
             table_slot=self._acquire_slot(),
@@ -148,6 +153,11 @@ class ModelRunner:
             cached_length=start.cached_length,
             sample_row=row,
         )
+
+    def _sample_row(self, params: SamplingParams, seed: int, prompt: list[int], output: list[int]) -> SampleRow:
+        rule = params.structured_outputs
+        matcher = self.grammars.matcher(rule) if rule is not None and self.grammars is not None else None
+        return SampleRow(params, seed, prompt, output, self.eos_token_ids, matcher)
 
     def _acquire_slot(self) -> int:
         table_slot = self.tables.acquire()
@@ -210,7 +220,7 @@ class ModelRunner:
 
     def _fork(self, parent: SequenceState, fork: Fork) -> SequenceState:
         source = parent.sample_row
-        row = SampleRow(source.params, fork.seed, source.prompt_token_ids, [], self.eos_token_ids)
+        row = self._sample_row(source.params, fork.seed, source.prompt_token_ids, [])
         child = SequenceState(
             token_ids=parent.token_ids[:],
             table_slot=self._acquire_slot(),

@@ -1,4 +1,4 @@
-"""Logits to tokens: penalties, temperature, top-k, top-p, min-p, one draw per row, log probabilities.
+"""Logits to tokens: penalties, grammars, temperature, top-k, top-p, min-p, one draw per row, log probabilities.
 
 A row's token depends on that row alone: its logits, its options, its seed and its tokens. Neither its batch mates nor
 their number change it, so a seed reproduces a request under any load, after a preemption and after a restart.
@@ -26,6 +26,8 @@ from torch import Tensor
 
 from kvllm.core.protocol import SampledToken
 from kvllm.sampling_params import SamplingParams
+from kvllm.structured.matcher import Matcher
+from kvllm.worker.mask import restrict
 from kvllm.worker.penalties import Penalties, forbid, penalize
 from kvllm.worker.transfer import Download, to_device
 
@@ -43,6 +45,7 @@ class SampleRow:
     """One row of logits: what its request asks for, and the tokens known so far.
 
     eos_token_ids: forbidden, with `params.stop_token_ids`, until `params.min_tokens` are generated.
+    matcher: of the grammar that the output follows.
     """
 
     params: SamplingParams
@@ -50,6 +53,7 @@ class SampleRow:
     prompt_token_ids: list[int]
     output_token_ids: list[int]
     eos_token_ids: tuple[int, ...] = ()
+    matcher: Matcher | None = None
     is_penalized: bool = field(init=False)
     is_plain: bool = field(init=False)
     """Whether the most likely token is the next one, whatever came before."""
@@ -59,7 +63,9 @@ class SampleRow:
         params = self.params
         penalties = params.repetition_penalty - 1, params.presence_penalty, params.frequency_penalty
         self.is_penalized = any(penalties)
-        self.is_plain = params.greedy and not self.is_penalized and not params.min_tokens
+        self.is_plain = (
+            params.greedy and not self.is_penalized and not params.min_tokens and params.structured_outputs is None
+        )
 
     @property
     def must_go_on(self) -> bool:
@@ -178,7 +184,8 @@ def _choose(logits: Tensor, rows: list[SampleRow]) -> Tensor:
     """Token ids [r] of rows that need more than an argmax. Overwrites `logits` [r, V]."""
     if penalized := {i: row.penalties() for i, row in enumerate(rows) if row.is_penalized}:
         penalize(logits, penalized)
-    forbid(logits, {i: row.stopping() for i, row in enumerate(rows) if row.must_go_on})
+    forbid(logits, {i: row.stopping() for i, row in enumerate(rows) if row.must_go_on and not row.matcher})
+    restrict(logits, rows)
     random = [i for i, row in enumerate(rows) if not row.params.greedy]
     if len(random) == len(rows):
         return _draw(logits, rows)

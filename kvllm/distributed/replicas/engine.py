@@ -13,6 +13,7 @@ from kvllm.distributed.replicas.replica_set import ReplicaSet
 from kvllm.outputs import RequestOutput
 from kvllm.sampling_params import SamplingParams
 from kvllm.stats import EngineStats
+from kvllm.structured.checker import GrammarChecker
 from kvllm.tokenizer import Tokenizer
 
 
@@ -30,11 +31,12 @@ class DataParallelEngine:
         vocab_size: int,
         eos_token_ids: tuple[int, ...] = (),
         tokenizer: Tokenizer | None = None,
+        grammars: GrammarChecker | None = None,
     ) -> None:
         self.config = config
         self.replicas = replicas
         self.stats = EngineStats(num_blocks=sum(replicas.num_blocks))
-        self.inputs = InputProcessor(config, vocab_size, tokenizer)
+        self.inputs = InputProcessor(config, vocab_size, tokenizer, grammars)
         self.outputs = OutputProcessor(frozenset(eos_token_ids), tokenizer)
         self.dispatcher = Dispatcher(config, replicas.num_blocks)
         self._last_steps = [(0, 0)] * len(replicas.num_blocks)
@@ -90,6 +92,7 @@ class DataParallelEngine:
         return self.outputs.take_touched()
 
     def close(self) -> None:
+        self.inputs.close()
         self.replicas.close()
 
     def _receive(self, replica: int, report: Report | None) -> None:

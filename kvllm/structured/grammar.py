@@ -1,0 +1,109 @@
+"""StructuredOutputs to the grammar that llguidance compiles."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from kvllm.errors import RequestError
+from kvllm.structured_outputs import StructuredOutputs
+
+MAX_CHARACTERS = 2**18
+MAX_DEPTH = 100
+# A space, or a line break with an indentation. With more freedom, small models write nothing else until they are cut
+# off.
+WHITE_SPACE = r"(\n {0,40}| )?"
+
+
+def to_grammar(rule: StructuredOutputs, token_id_of: Callable[[str], int | None]) -> str:
+    """The grammar in llguidance's JSON.
+
+    token_id_of: the id of a token that stands for a text on its own, such as "</think>", or None.
+
+    Raises:
+        RequestError: too long, too deep, or not what it claims to be. Whether it compiles is found out later.
+    """
+    parts = [_grammar_of(rule)]
+    if rule.begins_after is not None:
+        parts[0]["name"] = "answer"
+        parts.insert(0, {"lark_grammar": _free_until(rule.begins_after, token_id_of(rule.begins_after))})
+    return json.dumps({"grammars": parts})
+
+
+def _free_until(end: str, token_id: int | None) -> str:
+    """Any text until `end`. A token that was added to the vocabulary as a whole is never part of text: it has an id."""
+    rest = "BREAK @answer\nBREAK: /\\n{0,2}/\n"
+    if token_id is None:
+        return f"start: free {rest}free[suffix={json.dumps(end)}]: /(.|\\n)*/"
+    return f"start: FREE <[{token_id}]> {rest}FREE: /(.|\\n)*/"
+
+
+def _grammar_of(rule: StructuredOutputs) -> dict[str, Any]:
+    if rule.json is not None:
+        assert isinstance(rule.json, str)
+        _check_size("json", rule.json)
+        return {"json_schema": _with_white_space(_schema(rule.json))}
+    if rule.regex is not None:
+        _check_size("regex", rule.regex)
+        return _regex(_without_anchors(rule.regex))
+    if rule.choice is not None:
+        pattern = "|".join(map(re.escape, rule.choice))
+        _check_size("choice", pattern, nests=False)
+        return _regex(pattern)
+    if rule.grammar is not None:
+        _check_size("grammar", rule.grammar)
+        return {"lark_grammar": _lark(rule.grammar)}
+    return {"json_schema": _with_white_space({"type": "object"})}
+
+
+def _regex(pattern: str) -> dict[str, Any]:
+    from llguidance import LLMatcher
+
+    return json.loads(LLMatcher.grammar_from_regex(pattern))["grammars"][0]
+
+
+def _without_anchors(pattern: str) -> str:
+    """The whole text is matched anyway, and the compiler knows no anchors."""
+    pattern = pattern.removeprefix("^")
+    backslashes = len(pattern[:-1]) - len(pattern[:-1].rstrip("\\"))
+    return pattern[:-1] if pattern.endswith("$") and backslashes % 2 == 0 else pattern
+
+
+def _schema(text: str) -> dict[str, Any]:
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"structured_outputs.json is not valid JSON: {error}") from None
+    if not isinstance(schema, dict):
+        raise RequestError(f"structured_outputs.json is a JSON schema, so an object, not {type(schema).__name__}")
+    return schema
+
+
+def _with_white_space(schema: dict[str, Any]) -> dict[str, Any]:
+    return {**schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE}}
+
+
+def _lark(grammar: str) -> str:
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return any_to_lark(grammar)
+    except Exception as error:  # the converter raises whatever it stumbles over
+        raise RequestError(f"structured_outputs.grammar is neither Lark nor GBNF: {error}") from None
+
+
+def _check_size(field: str, text: str, nests: bool = True) -> None:
+    if len(text) > MAX_CHARACTERS:
+        raise RequestError(f"structured_outputs.{field} has {len(text)} characters: at most {MAX_CHARACTERS}")
+    if nests and _depth(text) > MAX_DEPTH:
+        raise RequestError(f"structured_outputs.{field} nests its brackets deeper than {MAX_DEPTH}: make it flatter")
+
+
+def _depth(text: str) -> int:
+    depth = deepest = 0
+    for character in re.findall(r"[(){}\[\]]", text):
+        depth = max(0, depth + (1 if character in "({[" else -1))
+        deepest = max(deepest, depth)
+    return deepest

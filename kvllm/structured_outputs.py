@@ -1,0 +1,53 @@
+"""The constraint of one request on its text: a JSON schema, a regular expression, a choice or a grammar."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import force_setattr
+
+from kvllm.config import check_types, require
+from kvllm.errors import ConfigError
+
+KINDS = ("json", "json_object", "regex", "choice", "grammar")
+
+
+class StructuredOutputs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A rule that a completion's text obeys from its first to its last character. Exactly one of the first five.
+
+    Names are those of vLLM. A wrong value raises ConfigError when constructed. A rule that cannot be compiled is
+    refused with the request.
+
+    Attributes:
+        json: a JSON schema, as text or as a dict (stored as text). White space between tokens is free.
+        json_object: True for any JSON object.
+        regex: a regular expression that the whole text matches, in the syntax of Rust's regex crate: Python's without
+            look-around and backreferences.
+        choice: strings, one of which is the text.
+        grammar: a grammar, in the Lark syntax of llguidance or in GBNF.
+        begins_after: text that ends a free part before the rule begins, such as "</think>".
+    """
+
+    json: str | dict[str, Any] | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    begins_after: str | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        given = [kind for kind in KINDS if getattr(self, kind) is not None]
+        if len(given) != 1:
+            found = f"{len(given)} ({', '.join(given)})" if given else "none"
+            raise ConfigError(f"structured_outputs has {found} of {', '.join(KINDS)}: give exactly one")
+        require(self.json_object is not False, "json_object", self.json_object, "True, or None")
+        require(self.choice != [], "choice", self.choice, "at least one string")
+        require(self.begins_after != "", "begins_after", self.begins_after, "at least one character, or None")
+        if isinstance(self.json, dict):
+            try:
+                force_setattr(self, "json", json.dumps(self.json, ensure_ascii=False))
+            except (TypeError, ValueError, RecursionError) as error:
+                raise ConfigError(f"json is not a JSON schema: {error}") from None
