@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvllm import log
-from kvllm.config import CompressionConfig
+from kvllm.config import CompressionConfig, TenantConfig
 from kvllm.errors import CheckpointError, ConfigError, EngineDeadError, KvLLMError, RequestError
 from kvllm.outputs import CompletionOutput, RequestOutput
 from kvllm.sampling_params import SamplingParams
@@ -30,6 +30,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputs",
+    "TenantConfig",
 ]
 
 

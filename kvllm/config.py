@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
@@ -193,6 +194,31 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
         return retained
 
 
+class TenantConfig(Struct, frozen=True, kw_only=True):
+    """What one tenant may have of an engine.
+
+    Attributes:
+        weight: its part, relative to the weights of the other tenants, of tokens and of the KV pool that is shared.
+        guaranteed_share: share of the KV pool that it gets whenever it needs it, from whoever holds more than theirs.
+        max_priority: the highest priority of its requests, which is the lowest number; lower ones are raised to it.
+            None: no limit.
+        cached_share: most of the KV pool that its idle prefix blocks may take.
+
+    Raises ConfigError for what is not allowed.
+    """
+
+    weight: float = 1.0
+    guaranteed_share: float = 0.0
+    max_priority: int | None = None
+    cached_share: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        require(0 < self.weight < math.inf, "weight", self.weight, "a number above 0")
+        for field in ("guaranteed_share", "cached_share"):
+            require(0 <= getattr(self, field) <= 1, field, getattr(self, field), "a share, at least 0 and at most 1")
+
+
 class EngineConfig(Struct, frozen=True, kw_only=True):
     """Settings of the core.
 
@@ -201,6 +227,9 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     max_num_seqs: most sequences that run at once.
     max_num_batched_tokens: most query tokens of one step: decodes, prefill chunks, what a compression recomputes.
     watermark: share of the pool that admission leaves free, so that running sequences can grow.
+    high_watermark: share of the pool that must be free behind a preemption, before anything is admitted again. None:
+        admission goes on at once.
+    tenants: settings by the name of the tenant; others have those of `TenantConfig()`.
     """
 
     num_blocks: int
@@ -210,8 +239,10 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int = 2048
     enable_prefix_caching: bool = True
     watermark: float = 0.01
+    high_watermark: float | None = None
     seed: int = 0
     compression: CompressionConfig | None = None
+    tenants: dict[str, TenantConfig] = {}
 
     def __post_init__(self) -> None:
         right = isinstance(self.compression, CompressionConfig | None)
@@ -221,6 +252,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
         for field in ("num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
             require(getattr(self, field) >= 1, field, getattr(self, field), "at least 1")
         require(0 <= self.watermark < 1, "watermark", self.watermark, "at least 0 and less than 1")
+        high, allowed = self.high_watermark, f"at least watermark={self.watermark} and less than 1"
+        require(high is None or self.watermark <= high < 1, "high_watermark", high, allowed)
         require(
             self.max_num_batched_tokens >= self.max_num_seqs,
             "max_num_batched_tokens",
@@ -230,6 +263,9 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
         )
         if self.compression is not None:
             self.compression.retained(self.block_size)
+        guaranteed = sum(tenant.guaranteed_share for tenant in self.tenants.values())
+        allowed = "the guaranteed_share of all tenants together is at most 1"
+        require(guaranteed <= 1 + 1e-9, "tenants: guaranteed_share", guaranteed, allowed)
 
     @property
     def active_compression(self) -> CompressionConfig | None:

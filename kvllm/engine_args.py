@@ -5,6 +5,7 @@ This module imports no torch, so a command line can offer the options at once.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import KW_ONLY, dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import get_type_hints
 
 import msgspec
 
-from kvllm.config import CompressionConfig, EngineConfig, require
+from kvllm.config import CompressionConfig, EngineConfig, TenantConfig, require
 from kvllm.errors import ConfigError
 from kvllm.models.config import DTYPES, QUANTIZATIONS, ModelConfig, load_model_config
 
@@ -64,6 +65,9 @@ class EngineArgs:
         max_worker_restarts: how many times lost workers are replaced before `generate` raises.
         seed: of requests that bring none. An integer of 64 bits.
         compression: how the KV cache is compressed while decoding; None for not at all.
+        watermark: share of the KV pool that admission leaves free, so that running sequences can grow.
+        high_watermark: share that must be free behind a preemption, before anything is admitted again; None for none.
+        tenants: weights, guarantees and limits by the name of the tenant; others have those of `TenantConfig()`.
         attention_backend: "triton", "flash_attn", "xformers", "cpu", "reference", or "auto" for the fastest of those
             that can do what is asked.
         load_format: "auto" reads the checkpoint's weights, "dummy" makes random ones from its config.json alone.
@@ -93,6 +97,9 @@ class EngineArgs:
     max_worker_restarts: int = 3
     seed: int = 0
     compression: CompressionConfig | None = None
+    watermark: float = 0.01
+    high_watermark: float | None = None
+    tenants: dict[str, TenantConfig] = dataclasses.field(default_factory=dict)
     attention_backend: str = "auto"
     load_format: str = "auto"
     quantization: str | None = None
@@ -140,6 +147,9 @@ class EngineArgs:
             enable_prefix_caching=self.enable_prefix_caching,
             seed=self.seed,
             compression=self.compression,
+            watermark=self.watermark,
+            high_watermark=self.high_watermark,
+            tenants=self.tenants,
         )
 
     def _check_types(self) -> None:

@@ -11,17 +11,27 @@ from kvllm.errors import OutOfBlocksError
 
 
 class BlockManager:
-    """Block tables of sequences over one pool. Pure accounting: the data is moved by the workers."""
+    """Block tables of sequences over one pool. Pure accounting: the data is moved by the workers.
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+    most_idle: most idle cached blocks of a tenant, by its name; others have no limit.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        most_idle: dict[str, int] | None = None,
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.most_idle = most_idle
         self.clear()
 
     def clear(self) -> None:
         """Make all blocks free: their content is lost. No sequence may own one."""
-        self.prefix_cache = PrefixCache() if self.enable_prefix_caching else None
+        self.prefix_cache = PrefixCache(self.most_idle) if self.enable_prefix_caching else None
         self._free = deque(range(self.num_blocks))
         self._references = [0] * self.num_blocks
 
@@ -44,6 +54,10 @@ class BlockManager:
 
     def is_shared(self, block: int) -> bool:
         return self._references[block] > 1
+
+    def num_exclusive(self, seq: Sequence) -> int:
+        """Blocks that become available when `seq` lets go of its blocks."""
+        return sum(self._references[block] == 1 for block in seq.block_table)
 
     # Growth
 
@@ -113,7 +127,7 @@ class BlockManager:
             return
         self._extend_hashes(seq, full)
         for index in range(seq.hashed_blocks, full):
-            self.prefix_cache.insert(seq.block_hashes[index], seq.block_table[index])
+            self.prefix_cache.insert(seq.block_hashes[index], seq.block_table[index], seq.tenant)
         seq.hashed_blocks = full
 
     def _extend_hashes(self, seq: Sequence, num_blocks: int) -> None:
@@ -175,8 +189,8 @@ class BlockManager:
             if self._references[block]:
                 continue
             if self.prefix_cache and block in self.prefix_cache:
-                self.prefix_cache.set_idle(block)
-            else:
+                block = self.prefix_cache.set_idle(block)
+            if block is not None:
                 self._free.append(block)
 
     # Integrity

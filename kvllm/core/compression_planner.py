@@ -29,6 +29,11 @@ class CompressionPlanner:
         self.blocked = False
         self._tokens = 0  # of the step's budget, what compression may still take
 
+    @property
+    def tokens_left(self) -> int:
+        """Tokens of the step that neither compression nor the running sequences' decodes take."""
+        return max(0, self._tokens)
+
     # Jobs
 
     def plan(
@@ -60,7 +65,11 @@ class CompressionPlanner:
                 self._compress_at_once(plan, seq, region)
             else:
                 self._compress(plan, seq, region)
-        return max(0, self._tokens) + len(running)
+        return self.tokens_left + len(running)
+
+    def can_compress(self, seq: Sequence) -> bool:
+        """Whether something of a sequence is complete."""
+        return self._complete(seq) is not None
 
     def compress_complete(self, plan: StepPlan, seq: Sequence) -> bool:
         """Compress all that is complete. False if nothing is, or it cannot be copied."""

@@ -19,12 +19,19 @@ def root_hash(cache_salt: str | None) -> bytes:
 
 
 class PrefixCache:
-    """Which block holds which content. A block is idle when it is cached and no sequence owns it."""
+    """Which block holds which content. A block is idle when it is cached and no sequence owns it.
 
-    def __init__(self) -> None:
+    most_idle: most idle blocks of a tenant, by its name; for tenants that are not named there is no limit. A block is
+    of the tenant that computed it, whoever owned it last.
+    """
+
+    def __init__(self, most_idle: dict[str, int] | None = None) -> None:
+        self._most_idle = most_idle or {}
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
+        self._tenant_of: dict[int, str] = {}  # of the blocks of tenants with a limit
+        self._idle_of: dict[str, OrderedDict[int, None]] = {tenant: OrderedDict() for tenant in self._most_idle}
 
     def __contains__(self, block: int) -> bool:
         return block in self._hash_of
@@ -46,25 +53,41 @@ class PrefixCache:
             blocks.append(block)
         return blocks
 
-    def insert(self, digest: bytes, block: int) -> None:
-        """Offer a full block to later sequences; the first block with this content stays."""
+    def insert(self, digest: bytes, block: int, tenant: str = "") -> None:
+        """Offer a full block of a tenant to later sequences; the first block with this content stays."""
         if digest not in self._block_of:
             self._block_of[digest] = block
             self._hash_of[block] = digest
+            if tenant in self._most_idle:
+                self._tenant_of[block] = tenant
 
     def remove(self, block: int) -> None:
         """The block's content is about to change, or stops being a prefix of anything."""
         digest = self._hash_of.pop(block, None)
         if digest is not None:
             del self._block_of[digest]
-            self._idle.pop(block, None)
+            self.set_owned(block)
+            self._tenant_of.pop(block, None)
 
-    def set_idle(self, block: int) -> None:
-        """The last owner let go; the block is now the most recently used."""
+    def set_idle(self, block: int) -> int | None:
+        """The last owner let go; the block is now the most recently used. Returns the block that is removed for it, if
+        its tenant has too many that are idle: the least recently used of them."""
         self._idle[block] = None
+        tenant = self._tenant_of.get(block)
+        if tenant is None:
+            return None
+        idle = self._idle_of[tenant]
+        idle[block] = None
+        if len(idle) <= self._most_idle[tenant]:
+            return None
+        removed = next(iter(idle))
+        self.remove(removed)
+        return removed
 
     def set_owned(self, block: int) -> None:
         self._idle.pop(block, None)
+        if block in self._tenant_of:
+            self._idle_of[self._tenant_of[block]].pop(block, None)
 
     def clear(self) -> list[int]:
         """Forget all contents. Returns the blocks that were idle."""
@@ -72,6 +95,9 @@ class PrefixCache:
         self._block_of.clear()
         self._hash_of.clear()
         self._idle.clear()
+        self._tenant_of.clear()
+        for idle_of_tenant in self._idle_of.values():
+            idle_of_tenant.clear()
         return idle
 
     def evict(self) -> int:

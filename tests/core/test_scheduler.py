@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvllm.compression.queries import window_tokens
-from kvllm.config import POLICIES, CompressionConfig, EngineConfig
+from kvllm.config import POLICIES, CompressionConfig, EngineConfig, TenantConfig
 from kvllm.core import compression_policy
 from kvllm.core.scheduler import Scheduler
-from kvllm.core.sequence import Sequence
+from kvllm.core.sequence import Origin, Sequence
 from kvllm.errors import RequestError
 from kvllm.sampling_params import SamplingParams
 from kvllm.stats import EngineStats
@@ -35,7 +35,7 @@ class Harness:
         self.next_id = 0
         self.plans = []
 
-    def add(self, prompt: list[int], max_tokens: int, n: int = 1) -> int:
+    def add(self, prompt: list[int], max_tokens: int, n: int = 1, *, priority: int = 0, tenant: str = "") -> int:
         compression = self.config.compression
         seq = Sequence(
             self.next_id,
@@ -45,6 +45,7 @@ class Harness:
             max_length=len(prompt) + max_tokens,
             forks=n - 1,
             tail_start=0 if compression and compression.compress_prompt else None,
+            origin=Origin(priority, tenant),
         )
         self.scheduler.add(seq)
         self.live[seq.seq_id] = seq
@@ -81,6 +82,7 @@ class Harness:
             index=seq.index,
             forks=seq.forks_pending,
             tail_start=seq.tail_start,
+            origin=seq.origin,
         )
         fresh.extend(output)
         return fresh
@@ -136,6 +138,7 @@ def configs(draw) -> EngineConfig:
             compress_prompt=draw(st.booleans()),
         )
     max_num_seqs = draw(st.integers(1, 6))
+    watermark = draw(st.sampled_from([0.0, 0.01, 0.2]))
     return EngineConfig(
         num_blocks=draw(st.integers(4, 48)),
         block_size=block_size,
@@ -143,8 +146,23 @@ def configs(draw) -> EngineConfig:
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=draw(st.integers(max_num_seqs, 24)),
         enable_prefix_caching=draw(st.booleans()),
-        watermark=draw(st.sampled_from([0.0, 0.01, 0.2])),
+        watermark=watermark,
+        high_watermark=draw(st.sampled_from([None, watermark, 0.5])),
         compression=compression,
+        tenants=draw(tenants()),
+    )
+
+
+def tenants() -> st.SearchStrategy[dict[str, TenantConfig]]:
+    return st.dictionaries(
+        st.sampled_from(["a", "b"]),
+        st.builds(
+            TenantConfig,
+            weight=st.sampled_from([0.5, 1.0, 4.0]),
+            guaranteed_share=st.sampled_from([0.0, 0.2, 0.5]),
+            max_priority=st.sampled_from([None, 0, 2]),
+            cached_share=st.sampled_from([0.0, 0.1, 1.0]),
+        ),
     )
 
 
@@ -159,11 +177,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=24),
         max_tokens=st.integers(1, 48),
         n=st.sampled_from([1, 1, 1, 2, 3]),
+        tenant=st.sampled_from(["a", "b", "c"]),
+        priority=st.sampled_from([0, 0, 1, -3]),
     )
-    def add(self, prompt: list[int], max_tokens: int, n: int) -> None:
+    def add(self, prompt: list[int], max_tokens: int, n: int, tenant: str, priority: int) -> None:
         n = min(n, self.harness.config.max_num_seqs)
         try:
-            self.harness.add(prompt, max_tokens, n)
+            self.harness.add(prompt, max_tokens, n, tenant=tenant, priority=priority)
         except RequestError:
             alone = Harness(self.harness.config).scheduler.blocks
             assert alone.blocks_for(len(prompt) + max_tokens - 1) > alone.num_blocks
@@ -173,7 +193,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def add_what_was_generated(self, data, max_tokens: int) -> None:
         """A later turn: the prompt is an earlier prompt and its output, whose blocks may be cached."""
         earlier = self.harness.finished[data.draw(st.sampled_from(sorted(self.harness.finished)))]
-        self.add(earlier[: data.draw(st.integers(1, len(earlier)))], max_tokens, 1)
+        self.add(earlier[: data.draw(st.integers(1, len(earlier)))], max_tokens, 1, "a", 0)
 
     @precondition(lambda self: self.harness.scheduler.has_unfinished)
     @rule(count=st.integers(1, 12))

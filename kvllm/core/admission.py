@@ -1,0 +1,76 @@
+"""What a waiting sequence needs to start, and what it must leave to those that run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvllm.config import EngineConfig
+from kvllm.core.block_manager import BlockManager
+from kvllm.core.compression_planner import CompressionPlanner
+from kvllm.core.sequence import Sequence
+
+
+class Admission:
+    """Counts blocks for the scheduler that holds it: those of a prefill, and those that running sequences will take.
+
+    What is projected is the pool after compression: a sequence grows until it has a window to compress. When growth
+    has led to a preemption all the same, admission is closed until as much is free as `high_watermark` says, so that
+    the engine does not preempt and admit in turns.
+    """
+
+    def __init__(self, config: EngineConfig, blocks: BlockManager, planner: CompressionPlanner | None) -> None:
+        self.config = config
+        self.blocks = blocks
+        self.planner = planner
+        self.is_closed = False
+        self._low = int(config.watermark * config.num_blocks)
+        self._high = None if config.high_watermark is None else int(config.high_watermark * config.num_blocks)
+
+    def close(self) -> None:
+        """A running sequence was preempted, because blocks ran out."""
+        self.is_closed = self._high is not None
+
+    def needed_blocks(self, seq: Sequence, hits: list[int]) -> int:
+        """Available blocks that the prefill of a sequence takes, of which the blocks `hits` are found cached."""
+        return self.blocks.blocks_to_admit(self._peak_pairs(seq), hits)
+
+    def spare_blocks(self, seq: Sequence, growth: int) -> int:
+        """Blocks to leave free beside others that run, and grow by `growth` blocks."""
+        # Each fork will copy the block that it writes first.
+        if self.is_closed and self._high is not None:
+            return self._high + growth + seq.forks_pending
+        # Windows of different sequences are at different points: half of the growth to come is needed at once.
+        return self._low + growth // 2 + seq.forks_pending
+
+    def growth(self, sequences: Iterable[Sequence]) -> int:
+        """Blocks that sequences will add to their tables before they have a window to compress.
+
+        Without compression growth has no such end, and admission counts on preemption alone, as other engines do.
+        """
+        return sum(map(self.planner.growth, sequences)) if self.planner else 0
+
+    def match_prefix(self, seq: Sequence) -> list[int]:
+        """Cached blocks that a sequence may start from.
+
+        The last token is always computed, for its logits. Where output is compressed on the way in, the last one of the
+        prompt is, so that a chunk ends there and the prompt is compressed first, if it may be.
+        """
+        limit = seq.prompt_length if self.refills_compressed(seq) else seq.num_tokens
+        return self.blocks.match_prefix(seq, limit - 1)
+
+    def chunk(self, seq: Sequence, budget: int) -> int:
+        """Tokens of the next chunk: those left, within the budget, and never past a point of compression."""
+        num_tokens = min(seq.num_uncomputed, budget)
+        if self.planner is None or not seq.is_prefilling:
+            return num_tokens
+        return self.planner.chunk(seq, num_tokens)
+
+    def refills_compressed(self, seq: Sequence) -> bool:
+        """Whether a preempted sequence's output is compressed on its way in, window by window."""
+        return self.planner is not None and self.planner.refills_compressed(seq)
+
+    def _peak_pairs(self, seq: Sequence) -> int:
+        """Most KV pairs that the prefill of `seq` holds at once."""
+        if self.planner is None or not self.planner.refills_compressed(seq):
+            return seq.num_tokens
+        return self.planner.peak_blocks(seq, seq.num_tokens) * self.config.block_size

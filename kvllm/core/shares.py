@@ -1,0 +1,163 @@
+"""What each tenant holds of slots and blocks, against what it is entitled to while others want them, too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Sequences
+
+from kvllm.config import EngineConfig
+from kvllm.core.block_manager import BlockManager
+from kvllm.core.queue import FairQueue, Tenant
+from kvllm.core.sequence import Sequence
+
+PATIENCE = 8
+"""Full steps of work by which a tenant may be ahead of one that waits, and still go before it or preempt it."""
+PROTECTED = 1.25
+"""A preempted sequence makes way for another tenant again when it is so many times longer than it was: what is
+computed again stays in proportion to what is new, and every sequence ends."""
+
+
+class Holding:
+    """Slots and blocks that a tenant's running sequences hold, and those that it is entitled to."""
+
+    __slots__ = ("blocks", "entitled_blocks", "entitled_slots", "slots")
+
+    def __init__(self, entitled_slots: float, entitled_blocks: float) -> None:
+        self.slots = 0
+        self.blocks = 0
+        self.entitled_slots = entitled_slots
+        self.entitled_blocks = entitled_blocks
+
+    @property
+    def excess(self) -> float:
+        """The larger share of what is held to what it is entitled to; above 1 it may have to make way."""
+        return max(self.slots / self.entitled_slots, self.blocks / self.entitled_blocks)
+
+    def add(self, seq: Sequence, num_blocks: int) -> None:
+        self.slots += 1 + seq.forks_pending
+        self.blocks += num_blocks
+
+    def remove(self, seq: Sequence) -> None:
+        self.slots -= 1 + seq.forks_pending
+        self.blocks -= len(seq.block_table)
+
+
+class Shares:
+    """The holdings of all tenants during one step.
+
+    A tenant is entitled to the share of the pool that it was guaranteed, and, by weight among those with unfinished
+    sequences, to its part of the rest and of the slots. It may have more as long as no other tenant lacks it.
+    """
+
+    def __init__(self, config: EngineConfig, queue: FairQueue, blocks: BlockManager, running: list[Sequence]) -> None:
+        self.queue = queue
+        self._config = config
+        self._blocks = blocks
+        self._patience = PATIENCE * config.max_num_batched_tokens
+        self._holdings: dict[str, Holding] = {}
+        for seq in running:
+            self.holding(queue.tenant(seq)).add(seq, len(seq.block_table))
+
+    def holding(self, tenant: Tenant) -> Holding:
+        found = self._holdings.get(tenant.name)
+        if found is None:
+            found = self._holdings[tenant.name] = self._entitle(tenant)
+        return found
+
+    def _entitle(self, tenant: Tenant) -> Holding:
+        settings, config = tenant.settings, self._config
+        part = settings.weight / self.queue.total_weight
+        share = settings.guaranteed_share + part * max(0.0, 1 - self.queue.total_guarantee)
+        return Holding(max(1.0, part * config.max_num_seqs), max(1.0, share * config.num_blocks))
+
+    # The order of a step
+
+    def order(self, running: Sequences[Sequence]) -> list[Sequence]:
+        """Running sequences in the order in which they get tokens and blocks.
+
+        Decodes come first, as each of them takes one token; then prefills, those of the least served tenant first. The
+        oldest sequence goes before all others if it may need blocks, so there is always one that advances.
+        """
+        excess = {name: held.excess for name, held in self._holdings.items()}
+        service = {seq.tenant: self.queue.tenant(seq).service for seq in running}
+
+        def key(seq: Sequence) -> tuple[bool, float, int, int]:
+            prefills = seq.is_prefilling
+            return prefills, (service if prefills else excess)[seq.tenant], seq.priority, seq.seq_id
+
+        ordered = sorted(running, key=key)
+        oldest = min(running, key=lambda seq: seq.seq_id, default=None)
+        if oldest and (not oldest.is_prefilling or oldest.num_generated):
+            ordered.remove(oldest)
+            ordered.insert(0, oldest)
+        return ordered
+
+    def rank(self, seq: Sequence) -> tuple[float, int, int]:
+        """Who is preempted first has the highest: most above what its tenant is entitled to, then youngest."""
+        return self._holdings[seq.tenant].excess, seq.priority, seq.seq_id
+
+    # Admission
+
+    def is_entitled(self, tenant: Tenant, seq: Sequence, num_blocks: int) -> bool:
+        """Whether a tenant stays within what it is entitled to if `seq` starts, with `num_blocks`. A tenant that holds
+        nothing may start one sequence."""
+        held = self.holding(tenant)
+        slots = held.slots + 1 + seq.forks_pending
+        within = slots <= held.entitled_slots and held.blocks + num_blocks <= held.entitled_blocks
+        return within or not held.slots
+
+    def may_pass(self, tenant: Tenant, other: Tenant) -> bool:
+        """Whether a tenant is not so far ahead of another that it has to wait for it."""
+        return tenant.service <= other.service + self._patience
+
+    def debtors(self, tenant: Tenant, running: Sequences[Sequence]) -> list[Sequence]:
+        """Sequences of other tenants that hold more blocks than they are entitled to, the first to make way first."""
+        above = [name for name, held in self._holdings.items() if held.blocks > held.entitled_blocks]
+        owing = [seq for seq in running if seq.tenant in above and self._owes(tenant, seq)]
+        return sorted(owing, key=self.rank, reverse=True)
+
+    def victims(
+        self, tenant: Tenant, running: Sequences[Sequence], *, slots: int, blocks: int
+    ) -> list[Sequence] | None:
+        """Sequences to preempt so that a tenant gets so many slots and blocks more; None if there are too few."""
+        left = {name: (held.slots, held.blocks) for name, held in self._holdings.items()}
+        chosen = []
+        for seq in sorted(running, key=self.rank, reverse=True):
+            if slots <= 0 and blocks <= 0:
+                break
+            held = self._holdings[seq.tenant]
+            held_slots, held_blocks = left[seq.tenant]
+            above = (slots > 0 and held_slots > held.entitled_slots) or (
+                blocks > 0 and held_blocks > held.entitled_blocks
+            )
+            if not above or self._is_protected(seq) or not self._owes(tenant, seq):
+                continue
+            freed = self._blocks.num_exclusive(seq)
+            left[seq.tenant] = held_slots - 1 - seq.forks_pending, held_blocks - len(seq.block_table)
+            slots, blocks = slots - 1 - seq.forks_pending, blocks - freed
+            chosen.append(seq)
+        return chosen if slots <= 0 and blocks <= 0 else None
+
+    def _owes(self, tenant: Tenant, seq: Sequence) -> bool:
+        return seq.tenant != tenant.name and self.may_pass(tenant, self.queue.tenant(seq))
+
+    @staticmethod
+    def _is_protected(seq: Sequence) -> bool:
+        return seq.preemptions > 0 and seq.num_tokens < PROTECTED * seq.refill_length
+
+    # Service
+
+    def charge(self, seq: Sequence, num_tokens: int) -> None:
+        """Account for tokens that are about to be computed. Those that a preemption made necessary are free."""
+        again = max(0, seq.refill_length - seq.logical_length)
+        if num_tokens > again:
+            self.queue.charge(self.queue.tenant(seq), num_tokens - again)
+
+    def charge_blocks(self, running: Sequences[Sequence], cost: float) -> None:
+        """Account for the blocks that sequences hold during a step, `cost` for each."""
+        held: dict[str, int] = {}
+        for seq in running:
+            held[seq.tenant] = held.get(seq.tenant, 0) + len(seq.block_table)
+        tenants = {seq.tenant: self.queue.tenant(seq) for seq in running}
+        for name, tenant in tenants.items():
+            self.queue.charge(tenant, cost * held[name])
+        self.queue.advance(tenants.values())

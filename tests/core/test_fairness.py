@@ -1,0 +1,298 @@
+"""Fairness among tenants: the order of the queue, shares of tokens, slots and blocks, and nobody who starves."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvllm.config import CompressionConfig, EngineConfig, TenantConfig
+from kvllm.core.queue import FairQueue
+from kvllm.core.sequence import Origin, Sequence
+from kvllm.errors import ConfigError
+from kvllm.sampling_params import SamplingParams
+from tests.core.test_scheduler import Harness, engine_config
+from tests.helpers.examples import examples
+from tests.helpers.plan_digests import plan_digest
+
+PLANS = {
+    ("none", 0): "594433ddc45d4734 824 29",
+    ("none", 1): "2ded323936289b88 931 98",
+    ("none", 2): "80bf1d446af29819 597 70",
+    ("none", 3): "28c26c9c6e461f11 720 103",
+    ("periodic", 0): "1e5cb1118c057996 773 88",
+    ("periodic", 1): "d8ed22ffff0e1887 724 20",
+    ("periodic", 2): "3e30ad4d524f00da 1148 0",
+    ("periodic", 3): "59639ba534c9831b 394 11",
+    ("prompts", 0): "bc850407b8634297 745 0",
+    ("prompts", 1): "b13c09feda96bb6e 423 0",
+    ("prompts", 2): "5a9393729c2efbae 623 1",
+    ("prompts", 3): "8a8c98e81da29e10 1469 0",
+    ("pressure", 0): "8f5c69a16f5eeca8 484 8",
+    ("pressure", 1): "e35760614f4ea007 633 9",
+    ("pressure", 2): "3e682f9309183ce9 834 0",
+    ("pressure", 3): "afb88fb060f57c25 380 7",
+    ("threshold", 0): "1cc80bffa5ca26b8 668 0",
+    ("threshold", 1): "65b0f729f93a5b84 564 38",
+    ("threshold", 2): "4cb076bb1606cd4b 514 6",
+    ("threshold", 3): "e5484debf2a7edec 667 30",
+}
+"""Digest, steps and preemptions of first come, first served, from before there were tenants."""
+
+
+@pytest.mark.parametrize(("name", "seed"), PLANS)
+def test_with_one_tenant_and_one_priority_plans_are_first_come_first_served(name: str, seed: int) -> None:
+    assert plan_digest(Harness, name, seed) == PLANS[name, seed]
+
+
+# The queue
+
+
+def sequence(seq_id: int, tenant: str = "", priority: int = 0) -> Sequence:
+    return Sequence(seq_id, str(seq_id), [0], SamplingParams(), max_length=9, origin=Origin(priority, tenant))
+
+
+def taken(queue: FairQueue, cost: float = 1.0) -> list[int]:
+    """Take all sequences, and charge each with `cost`."""
+    ids = []
+    while queue:
+        (tenant,) = queue.first(1)
+        ids.append(queue.take(tenant).seq_id)
+        queue.charge(tenant, cost)
+    return ids
+
+
+def test_within_a_tenant_come_the_preempted_then_priorities_then_arrival() -> None:
+    queue = FairQueue({})
+    sequences = [sequence(0, priority=1), sequence(1), sequence(2, priority=-1), sequence(3), sequence(4, priority=1)]
+    for seq in sequences:
+        queue.add(seq)
+    (tenant,) = queue.first(1)
+    assert queue.take(tenant) is sequences[2]
+    assert queue.take(tenant) is sequences[1]
+    sequences[1].preemptions += 1
+    queue.requeue(sequences[1])
+    queue.add(sequence(5, priority=-7))
+    queue.finish(sequences[4])
+    assert taken(queue) == [1, 5, 3, 0]
+
+
+def test_no_priority_is_above_what_a_tenant_may_have() -> None:
+    queue = FairQueue({"capped": TenantConfig(max_priority=2)})
+    capped = [sequence(0, "capped", 5), sequence(1, "capped", 2), sequence(2, "capped", -100)]
+    for seq in capped:
+        queue.add(seq)
+    assert [seq.priority for seq in capped] == [5, 2, 2]
+    assert taken(queue) == [1, 2, 0]
+
+
+def test_tenants_take_turns_by_weight() -> None:
+    queue = FairQueue({"heavy": TenantConfig(weight=3)})
+    for i in range(40):
+        queue.add(sequence(i, "heavy"))
+    for i in range(40, 80):
+        queue.add(sequence(i, "light"))
+    first = Counter("heavy" if seq_id < 40 else "light" for seq_id in taken(queue)[:40])
+    assert first == {"heavy": 30, "light": 10}
+
+
+def test_idle_time_saves_up_nothing_and_pays_off_nothing() -> None:
+    queue = FairQueue({})
+    busy, new = sequence(0, "busy"), sequence(1, "new")
+    queue.add(busy)
+    tenant = queue.tenant(busy)
+    queue.charge(tenant, 100)
+    queue.advance([tenant])
+    queue.add(new)
+    assert queue.tenant(new).service == 100  # not 0, as if it had waited all the time
+    queue.charge(queue.tenant(new), 50)
+    queue.finish(new)
+    queue.add(again := sequence(2, "new"))
+    assert queue.tenant(again).service == 150  # not 100, as if it were another
+
+
+def test_tenants_that_are_gone_are_forgotten() -> None:
+    queue = FairQueue({})
+    queue.add(busy := sequence(0, "busy"))
+    for i in range(1, 1000):
+        queue.add(seq := sequence(i, f"once {i}"))
+        queue.charge(queue.tenant(seq), 1.0)
+        queue.finish(seq)
+        queue.charge(queue.tenant(busy), 2.0)
+        queue.advance([])
+    assert len(queue._tenants) < 5 and len(queue._by_service) < 50
+
+
+def test_a_queue_of_many_tenants_does_not_slow_a_step() -> None:
+    def seconds_per_step(waiting: int) -> float:
+        harness = Harness(engine_config(1000, max_num_seqs=4))
+        for i in range(waiting):
+            harness.add([0, 1], 1000, tenant=str(i % (waiting // 4)), priority=i % 3)
+        best = float("inf")
+        for _ in range(50):
+            begin = time.thread_time()
+            harness.scheduler.update(plan := harness.scheduler.schedule(), harness.worker.execute(plan))
+            best = min(best, time.thread_time() - begin)
+        return best
+
+    assert seconds_per_step(20_000) < 5 * seconds_per_step(80)
+
+
+# Shares
+
+
+def first_token_steps(harness: Harness, seq_id: int, limit: int = 1000) -> int:
+    """Steps until a sequence has a token."""
+    seq = harness.live[seq_id]
+    for steps in range(1, limit):
+        harness.step()
+        if seq.num_generated:
+            return steps
+    raise AssertionError(f"no token after {limit} steps")
+
+
+def crowded(config: EngineConfig, *, count: int = 80, max_tokens: int = 100, steps: int = 30) -> Harness:
+    """An engine that is at work on many long requests of one tenant."""
+    harness = Harness(config)
+    for _ in range(count):
+        harness.add([0, 1, 1] * 4, max_tokens, tenant="noisy")
+    for _ in range(steps):
+        harness.step()
+    return harness
+
+
+def test_a_full_batch_of_one_tenant_gives_a_slot_to_another() -> None:
+    harness = crowded(engine_config(1000))
+    assert len(harness.scheduler.running) == 8
+    assert first_token_steps(harness, harness.add([0] * 20, 10, tenant="quiet")) == 1
+    assert harness.scheduler.stats.preemptions == 1
+    harness.run()
+
+
+def test_a_full_pool_of_one_tenant_gives_blocks_to_another() -> None:
+    harness = crowded(engine_config(60, watermark=0.0))
+    assert harness.scheduler.blocks.num_available < 10
+    assert first_token_steps(harness, harness.add([0] * 40, 10, tenant="quiet")) == 1
+    harness.run()
+
+
+def test_a_tenant_with_more_than_its_share_gets_no_more_at_the_cost_of_others() -> None:
+    harness = crowded(engine_config(1000))
+    for _ in range(8):
+        harness.add([0, 1] * 3, 100, tenant="quiet")
+    for _ in range(20):
+        harness.step()
+    assert Counter(seq.tenant for seq in harness.scheduler.running) == {"noisy": 4, "quiet": 4}
+
+
+def test_slots_follow_the_weights() -> None:
+    harness = crowded(engine_config(1000, tenants={"quiet": TenantConfig(weight=3)}))
+    for _ in range(8):
+        harness.add([0, 1] * 3, 100, tenant="quiet")
+    for _ in range(20):
+        harness.step()
+    assert Counter(seq.tenant for seq in harness.scheduler.running) == {"noisy": 2, "quiet": 6}
+
+
+def test_debtors_are_compressed_before_they_are_preempted() -> None:
+    compression = CompressionConfig(period=10**6, window_blocks=2, retain_blocks=1, buffer=1)
+    harness = crowded(engine_config(85, compression=compression), count=7, steps=33)
+    stats = harness.scheduler.stats
+    assert stats.windows_compressed == stats.preemptions == 0 and harness.scheduler.blocks.num_available < 15
+    seq_id = harness.add([0] * 80, 10, tenant="quiet")
+    assert first_token_steps(harness, seq_id) < 8
+    assert stats.windows_compressed > 0 and stats.preemptions == 0
+    harness.run()
+
+
+def test_a_guarantee_is_kept_at_the_cost_of_those_above_theirs() -> None:
+    """Three tenants of equal weight would have 20 blocks each; the one with a guarantee gets more."""
+    tenants = {"sure": TenantConfig(guaranteed_share=0.5)}
+    harness = Harness(engine_config(60, watermark=0.0, tenants=tenants))
+    for i in range(20):
+        harness.add([0, 1, 1] * 4, 40, tenant=f"noisy {i % 2}")
+    for _ in range(30):
+        harness.step()
+    seq_id = harness.add([0] * 120, 2, tenant="sure")
+    assert first_token_steps(harness, seq_id) < 5
+    harness.run()
+
+
+def test_guarantees_are_at_most_the_pool() -> None:
+    with pytest.raises(ConfigError, match="guaranteed_share"):
+        engine_config(10, tenants={name: TenantConfig(guaranteed_share=0.6) for name in "ab"})
+    with pytest.raises(ConfigError, match="weight=0"):
+        TenantConfig(weight=0)
+
+
+def test_backlogged_tenants_get_tokens_by_weight() -> None:
+    harness = Harness(engine_config(200, tenants={"heavy": TenantConfig(weight=3)}))
+    for i in range(200):
+        harness.add([0, 1] * (1 + i % 7), 20 + i % 30, tenant="heavy" if i % 2 else "light")
+    tokens: Counter[str] = Counter()
+    for _ in range(300):
+        before = {seq_id: seq.logical_length for seq_id, seq in harness.live.items()}
+        live = dict(harness.live)
+        harness.step()
+        for seq_id, seq in live.items():
+            tokens[seq.tenant] += max(0, seq.logical_length - before[seq_id])
+    assert 2 < tokens["heavy"] / tokens["light"] < 4
+    harness.run()
+
+
+def test_idle_prefix_blocks_of_a_tenant_are_limited() -> None:
+    harness = Harness(engine_config(100, tenants={"a": TenantConfig(cached_share=0.05)}))
+    for tenant in ("a", "b"):
+        for i in range(4):
+            harness.add([0, 1, i % 2, i // 2] * 4, 2, tenant=tenant)
+        harness.run()
+        harness.scheduler.check()
+        cache = harness.scheduler.blocks.prefix_cache
+        assert cache is not None and (cache.num_idle == 5 if tenant == "a" else cache.num_idle > 15)
+
+
+@st.composite
+def loads(draw) -> tuple[EngineConfig, list[tuple[str, int, int]]]:
+    """A small engine, and the requests that noisy tenants send again and again: tenant, prompt, output."""
+    names = ["a", "b", "c"][: draw(st.integers(1, 3))]
+    weights = st.sampled_from([0.5, 1.0, 4.0])
+    config = engine_config(
+        draw(st.integers(20, 60)),
+        max_num_seqs=draw(st.integers(1, 6)),
+        max_num_batched_tokens=draw(st.integers(6, 40)),
+        tenants={name: TenantConfig(weight=draw(weights)) for name in names},
+        enable_prefix_caching=False,
+    )
+    request = st.tuples(st.sampled_from(names), st.integers(1, 30), st.integers(1, 40))
+    return config, draw(st.lists(request, min_size=1, max_size=6))
+
+
+@settings(max_examples=examples(150), suppress_health_check=list(HealthCheck), deadline=None)
+@given(load=loads(), share=st.floats(0.05, 1.0), late=st.integers(0, 60))
+def test_no_tenant_starves(load: tuple[EngineConfig, list[tuple[str, int, int]]], share: float, late: int) -> None:
+    """A request of up to the whole pool ends beside tenants that always have more to do than fits."""
+    config, requests = load
+    harness = Harness(config)
+    sent = 0
+
+    def send() -> None:
+        nonlocal sent
+        while len(harness.scheduler.waiting) < 2 * config.max_num_seqs + len(requests):
+            tenant, prompt, output = requests[sent % len(requests)]
+            harness.add([0] * prompt, output, tenant=tenant)
+            sent += 1
+
+    for _ in range(late):
+        send()
+        harness.step()
+    total = max(2, int(share * config.num_blocks * config.block_size))
+    seq_id = harness.add([0] * (total // 2), total - total // 2, tenant="starving")
+    for _ in range(20_000):
+        send()
+        harness.step()
+        if seq_id in harness.finished:
+            return
+    raise AssertionError("it has starved")
