@@ -27,7 +27,9 @@ class StructuredOutputs(Struct, frozen=True, kw_only=True, omit_defaults=True, f
             look-around and backreferences.
         choice: strings, one of which is the text.
         grammar: a grammar, in the Lark syntax of llguidance or in GBNF.
-        begins_after: text that ends a free part before the rule begins, such as "</think>".
+        free_end: text that ends a free part before the rule begins, such as "</think>".
+        free_start: text that begins the free part, such as "<think>". With it, the completion may leave that part out;
+            without it, the completion is in the free part from the start.
     """
 
     json: str | dict[str, Any] | None = None
@@ -35,7 +37,8 @@ class StructuredOutputs(Struct, frozen=True, kw_only=True, omit_defaults=True, f
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
-    begins_after: str | None = None
+    free_end: str | None = None
+    free_start: str | None = None
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -45,7 +48,10 @@ class StructuredOutputs(Struct, frozen=True, kw_only=True, omit_defaults=True, f
             raise ConfigError(f"structured_outputs has {found} of {', '.join(KINDS)}: give exactly one")
         require(self.json_object is not False, "json_object", self.json_object, "True, or None")
         require(self.choice != [], "choice", self.choice, "at least one string")
-        require(self.begins_after != "", "begins_after", self.begins_after, "at least one character, or None")
+        for field in ("free_end", "free_start"):
+            require(getattr(self, field) != "", field, "", "at least one character, or None")
+        only_start = self.free_start is not None and self.free_end is None
+        require(not only_start, "free_start", self.free_start, "only together with free_end")
         if isinstance(self.json, dict):
             try:
                 force_setattr(self, "json", json.dumps(self.json, ensure_ascii=False))

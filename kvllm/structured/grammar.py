@@ -26,18 +26,29 @@ def to_grammar(rule: StructuredOutputs, token_id_of: Callable[[str], int | None]
         RequestError: too long, too deep, or not what it claims to be. Whether it compiles is found out later.
     """
     parts = [_grammar_of(rule)]
-    if rule.begins_after is not None:
+    if rule.free_end is not None:
         parts[0]["name"] = "answer"
-        parts.insert(0, {"lark_grammar": _free_until(rule.begins_after, token_id_of(rule.begins_after))})
+        parts.insert(0, {"lark_grammar": _free_part(rule.free_start, rule.free_end, token_id_of)})
     return json.dumps({"grammars": parts})
 
 
-def _free_until(end: str, token_id: int | None) -> str:
-    """Any text until `end`. A token that was added to the vocabulary as a whole is never part of text: it has an id."""
-    rest = "BREAK @answer\nBREAK: /\\n{0,2}/\n"
-    if token_id is None:
-        return f"start: free {rest}free[suffix={json.dumps(end)}]: /(.|\\n)*/"
-    return f"start: FREE <[{token_id}]> {rest}FREE: /(.|\\n)*/"
+def literal(text: str, token_id_of: Callable[[str], int | None]) -> str:
+    """Text in a Lark grammar. A token that was added to the vocabulary as a whole never comes from text: it has an
+    id."""
+    token_id = token_id_of(text)
+    return json.dumps(text) if token_id is None else f"<[{token_id}]>"
+
+
+def _free_part(start: str | None, end: str, token_id_of: Callable[[str], int | None]) -> str:
+    """A Lark grammar: any text until `end`, then the answer."""
+    any_text = "/(.|\\n)*/"
+    if token_id_of(end) is None:
+        part, definition = "free BREAK", f"free[suffix={json.dumps(end)}]: {any_text}"
+    else:
+        part, definition = f"FREE {literal(end, token_id_of)} BREAK", f"FREE: {any_text}"
+    if start is not None:
+        part = f"({literal(start, token_id_of)} {part})?"
+    return f"start: {part} @answer\nBREAK: /\\n{{0,2}}/\n{definition}"
 
 
 def _grammar_of(rule: StructuredOutputs) -> dict[str, Any]:

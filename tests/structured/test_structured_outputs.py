@@ -203,20 +203,29 @@ def test_the_rule_survives_a_failed_step(reasoner: LLM, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("end", ["</think>", "END"])  # one token, and several
-def test_the_rule_begins_after_a_free_part(end: str) -> None:
+@pytest.mark.parametrize("start", [None, "<think>", "BEGIN"])
+def test_the_rule_begins_after_a_free_part(start: str | None, end: str) -> None:
     tokenizer = byte_level("chat")
     eos = tokenizer.hf.convert_tokens_to_ids("<|im_end|>")
     assert isinstance(eos, int)
     grammars = Grammars(lambda: read_vocabulary(tokenizer, len(tokenizer.hf), (eos,)), (eos,))
-    matcher = grammars.matcher(StructuredOutputs(regex="[0-9]+", begins_after=end))
+    matcher = grammars.matcher(StructuredOutputs(regex="[0-9]+", free_end=end, free_start=start))
     written: list[int] = []
-    for token_id in tokenizer.encode('It is {"a" 中 <\n' + end + "\n\n42"):
+    for token_id in tokenizer.encode((start or "") + 'It is {"a" 中 <\n' + end + "\n\n42"):
         allowed = matcher.allowed(written)
         assert allowed[token_id]
         assert not allowed[eos] or tokenizer.decode(written).endswith("\n4")
         written.append(token_id)
     allowed = np.flatnonzero(matcher.allowed(written))
     assert set(tokenizer.decode(allowed.tolist())) <= set("0123456789" + "<|im_end|>") and eos in allowed
+
+
+def test_a_free_part_may_be_left_out() -> None:
+    tokenizer = byte_level("chat")
+    grammars = Grammars(lambda: read_vocabulary(tokenizer, len(tokenizer.hf), (2,)), (2,))
+    rule = StructuredOutputs(regex="[0-9]+", free_end="</think>", free_start="<think>")
+    allowed = np.flatnonzero(grammars.matcher(rule).allowed([])).tolist()
+    assert {tokenizer.decode_token(token_id) for token_id in allowed} == {"<think>", *"0123456789"}
 
 
 # Refusals
@@ -261,7 +270,7 @@ def test_a_slow_rule_ends_its_own_request(reasoner: LLM) -> None:
 @pytest.mark.parametrize(
     "fields",
     [{}, {"regex": "a", "choice": ["b"]}, {"choice": []}, {"json_object": False}, {"regex": 5}, {"json": {1: {2}}},
-     {"regex": "a", "begins_after": ""}],
+     {"regex": "a", "free_end": ""}, {"regex": "a", "free_start": "<think>"}],
 )  # fmt: skip
 def test_fields_are_checked(fields: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):

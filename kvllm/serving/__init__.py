@@ -1,0 +1,1 @@
+"""The OpenAI server: HTTP in front of `kvllm.async_llm.AsyncLLM`."""
