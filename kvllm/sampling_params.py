@@ -47,6 +47,9 @@ class SamplingParams(Struct, frozen=True, kw_only=True, array_like=True):
         include_stop_str_in_output: keep the stop string at the end of the text.
         budget_tokens: KV pairs that compression by threshold leaves of this request's cache, instead of the engine's
             `CompressionConfig.budget_tokens`.
+        compress: False keeps all KV pairs of this request, whatever the engine's `compression` is.
+        retain_blocks: blocks that compression leaves of each window of this request's cache, instead of the engine's
+            `CompressionConfig.retain_blocks`. As many as a window has keep all of it.
         structured_outputs: a JSON schema, regular expression, choice or grammar that the text obeys. It ends where this
             allows it.
     """
@@ -69,6 +72,8 @@ class SamplingParams(Struct, frozen=True, kw_only=True, array_like=True):
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     budget_tokens: int | None = None
+    compress: bool = True
+    retain_blocks: int | None = None
     structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
@@ -120,6 +125,8 @@ class SamplingParams(Struct, frozen=True, kw_only=True, array_like=True):
             _require_count("max_tokens", self.max_tokens, 1, "at least 1, or None for no limit but the model's")
         if self.budget_tokens is not None:
             _require_count("budget_tokens", self.budget_tokens, 1, "at least 1, or None for the engine's")
+        if self.retain_blocks is not None:
+            _require_count("retain_blocks", self.retain_blocks, 1, "at least 1, or None for the engine's")
         _require_count("min_tokens", self.min_tokens, 0, "at least 0")
         most = MAX_INTEGER if self.max_tokens is None else self.max_tokens
         require(self.min_tokens <= most, "min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}")

@@ -6,9 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from kvllm.compression.queries import window_tokens
 from kvllm.config import CompressionConfig, EngineConfig, require
-from kvllm.core.regions import Region, Regions, WholeCache, make_regions
+from kvllm.core.regions import NothingDropped, Region, Regions, WholeCache, make_regions
 from kvllm.core.sequence import Sequence
 from kvllm.errors import RequestError
 from kvllm.sampling_params import SamplingParams
@@ -44,13 +46,33 @@ class CompressionPolicy(ABC):
     def __init__(self, config: CompressionConfig, block_size: int) -> None:
         self.config = config
         self.regions = make_regions(config, block_size)
+        self._uncompressed = NothingDropped(block_size)
+        self._of_retained: dict[int, Regions] = {}  # by retain_blocks of requests
 
-    def check(self, prompt_length: int, sampling: SamplingParams) -> None:  # noqa: B027 most policies allow all
-        """Raises RequestError if a request's prompt and budget do not go together."""
+    def check(self, prompt_length: int, sampling: SamplingParams) -> None:
+        """Raises RequestError if what a request asks of compression does not go with its prompt or the engine."""
+        retained, config, block_size = sampling.retain_blocks, self.config, self.regions.block_size
+        if retained is None:
+            return
+        least = max(1, -(-config.buffer // block_size))
+        if not least <= retained <= config.window_blocks:
+            raise RequestError(
+                f"retain_blocks={retained} is not allowed: between {least}, which hold buffer={config.buffer} in "
+                f"blocks of {block_size} tokens, and window_blocks={config.window_blocks}, which drop nothing"
+            )
 
     def regions_of(self, seq: Sequence) -> Regions:
         """The arithmetic that holds for one sequence."""
-        return self.regions
+        retained = seq.sampling.retain_blocks
+        if not seq.sampling.compress or retained == self.config.window_blocks:
+            return self._uncompressed
+        return self.regions if retained is None else self._retaining(retained)
+
+    def _retaining(self, blocks: int) -> Regions:
+        if blocks not in self._of_retained:
+            config = structs.replace(self.config, retain_blocks=blocks, retain_tokens=None)
+            self._of_retained[blocks] = make_regions(config, self.regions.block_size)
+        return self._of_retained[blocks]
 
     @abstractmethod
     def select(self, decoding: Sequences[Sequence], load: EngineLoad) -> list[Candidate]:
@@ -110,6 +132,8 @@ class ThresholdPolicy(CompressionPolicy):
     at_once = True
 
     def check(self, prompt_length: int, sampling: SamplingParams) -> None:
+        if not sampling.compress:
+            return
         config, block_size = self.config, self.regions.block_size
         budget = config.budget_tokens if sampling.budget_tokens is None else sampling.budget_tokens
         assert budget is not None
@@ -124,6 +148,8 @@ class ThresholdPolicy(CompressionPolicy):
 
     def regions_of(self, seq: Sequence) -> Regions:
         """A budget of the request's own moves the threshold along with what is kept."""
+        if not seq.sampling.compress:
+            return self._uncompressed
         config = self.config
         budget = seq.sampling.budget_tokens
         if budget is None and not config.protect_prompt:
@@ -168,7 +194,7 @@ class PressurePolicy(CompressionPolicy):
 
     def eligible(self, decoding: Sequences[Sequence]) -> list[Candidate]:
         """All that is complete: while blocks lasted, more than one window of a sequence may have filled up."""
-        regions = ((seq, self.regions.complete(seq.cached_length, seq.uncompressed_tail)) for seq in decoding)
+        regions = ((seq, self.regions_of(seq).complete(seq.cached_length, seq.uncompressed_tail)) for seq in decoding)
         return [(seq, region) for seq, region in regions if region is not None]
 
     def _enough(self, jobs: list[Candidate], needed: int, urgent: int, tokens: int) -> list[Candidate]:

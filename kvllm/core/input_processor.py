@@ -184,6 +184,12 @@ class InputProcessor:
                 f"budget_tokens={sampling.budget_tokens} needs an engine with "
                 'compression=CompressionConfig(policy="threshold", ...): only a threshold has a budget'
             )
+        if sampling.retain_blocks is not None and (compression is None or compression.policy == "threshold"):
+            raise RequestError(
+                f"retain_blocks={sampling.retain_blocks} needs an engine with compression of windows, such as "
+                'compression=CompressionConfig(policy="pressure"): '
+                + ("a threshold has budget_tokens" if compression else "this one drops nothing")
+            )
         if sampling.stop and self.tokenizer is None:
             raise RequestError(f"stop={sampling.stop!r} needs a tokenizer, and there is none: use stop_token_ids")
 

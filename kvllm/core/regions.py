@@ -5,6 +5,7 @@ How many KV pairs a compression keeps depends on configuration alone, so the sch
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -116,6 +117,22 @@ class Windows(Regions):
         """Windows that fit one behind the other into the full blocks from `start` on."""
         room = cached // self.block_size * self.block_size - start
         return 0 if room < self.size else (room - self.size) // self.stride + 1
+
+
+class NothingDropped(Regions):
+    """A sequence that keeps all its KV pairs."""
+
+    def complete(self, cached: int, tail: int) -> Region | None:
+        return None
+
+    def trailing(self, cached: int, tail: int) -> Region | None:
+        return None
+
+    def next_end(self, cached: int, tail: int) -> int:
+        return sys.maxsize
+
+    def tail_after(self, cached: int, region: Region) -> int:
+        raise ValueError("nothing of this sequence is compressed, so no region of it is")
 
 
 class WholeCache(Regions):

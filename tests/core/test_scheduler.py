@@ -35,13 +35,22 @@ class Harness:
         self.next_id = 0
         self.plans = []
 
-    def add(self, prompt: list[int], max_tokens: int, n: int = 1, *, priority: int = 0, tenant: str = "") -> int:
+    def add(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        n: int = 1,
+        sampling: SamplingParams = GREEDY,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+    ) -> int:
         compression = self.config.compression
         seq = Sequence(
             self.next_id,
             str(self.next_id),
             list(prompt),
-            GREEDY,
+            sampling,
             max_length=len(prompt) + max_tokens,
             forks=n - 1,
             tail_start=0 if compression and compression.compress_prompt else None,
@@ -166,6 +175,15 @@ def tenants() -> st.SearchStrategy[dict[str, TenantConfig]]:
     )
 
 
+def own_compression(config: EngineConfig) -> st.SearchStrategy[SamplingParams]:
+    """Most requests have the engine's compression, some none, some keep other shares of their windows."""
+    choices = [{}, {}, {"compress": False}]
+    if config.compression and config.compression.policy != "threshold":
+        least = max(1, -(-config.compression.buffer // config.block_size))
+        choices += [{"retain_blocks": count} for count in range(least, config.compression.window_blocks + 1)]
+    return st.sampled_from(choices).map(lambda options: SamplingParams(temperature=0, **options))
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Add, step, fork, compress, preempt, abort and finish in any order; every step is executed literally."""
 
@@ -179,11 +197,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         n=st.sampled_from([1, 1, 1, 2, 3]),
         tenant=st.sampled_from(["a", "b", "c"]),
         priority=st.sampled_from([0, 0, 1, -3]),
+        data=st.data(),
     )
-    def add(self, prompt: list[int], max_tokens: int, n: int, tenant: str, priority: int) -> None:
+    def add(self, prompt: list[int], max_tokens: int, n: int, tenant: str, priority: int, data) -> None:
         n = min(n, self.harness.config.max_num_seqs)
+        sampling = data.draw(own_compression(self.harness.config))
         try:
-            self.harness.add(prompt, max_tokens, n, tenant=tenant, priority=priority)
+            self.harness.add(prompt, max_tokens, n, sampling, tenant=tenant, priority=priority)
         except RequestError:
             alone = Harness(self.harness.config).scheduler.blocks
             assert alone.blocks_for(len(prompt) + max_tokens - 1) > alone.num_blocks
@@ -193,7 +213,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def add_what_was_generated(self, data, max_tokens: int) -> None:
         """A later turn: the prompt is an earlier prompt and its output, whose blocks may be cached."""
         earlier = self.harness.finished[data.draw(st.sampled_from(sorted(self.harness.finished)))]
-        self.add(earlier[: data.draw(st.integers(1, len(earlier)))], max_tokens, 1, "a", 0)
+        self.add(earlier[: data.draw(st.integers(1, len(earlier)))], max_tokens, 1, "a", 0, data)
 
     @precondition(lambda self: self.harness.scheduler.has_unfinished)
     @rule(count=st.integers(1, 12))

@@ -188,6 +188,28 @@ def test_budgets_of_requests(
     assert len(served.outputs[0].token_ids) == 3
 
 
+@pytest.mark.parametrize(
+    ("options", "retained", "message"),
+    [
+        (None, 1, "retain_blocks=1 needs an engine with compression of windows, .*this one drops nothing"),
+        ({"policy": "threshold", "threshold_tokens": 50, "budget_tokens": 30}, 1, "a threshold has budget_tokens"),
+        ({}, 4, "retain_blocks=4 is not allowed: between 2, which hold buffer=20 .* and window_blocks=3"),
+        ({}, 1, "retain_blocks=1 is not allowed: between 2"),
+    ],
+)
+def test_retained_blocks_of_requests(path: Path, options: dict | None, retained: int, message: str) -> None:
+    """A number of blocks that no window of the engine can keep is refused, one beside it served."""
+    windows = {"method": "keydiff", "window_blocks": 3, "retain_blocks": 2, "buffer": 20}
+    compression = None if options is None else CompressionConfig(**(windows | options))
+    llm = LLM(path, block_size=16, num_gpu_blocks_override=40, max_model_len=200, compression=compression)
+    bad = SamplingParams(max_tokens=3, retain_blocks=retained)
+    good = SamplingParams(max_tokens=3, ignore_eos=True, compress=False)
+    refused, served = llm.generate([[1, 2], [1, 2]], [bad, good], use_tqdm=False)
+    with pytest.raises(RequestError, match=message):
+        raise refused.error
+    assert len(served.outputs[0].token_ids) == 3
+
+
 def test_numpy_token_ids(llm: LLM) -> None:
     (output,) = llm.generate([np.array([5, 6])[:2].tolist()], SamplingParams(max_tokens=2), use_tqdm=False)
     (same,) = llm.generate([list(np.array([5, 6]))], SamplingParams(max_tokens=2), use_tqdm=False)

@@ -44,6 +44,8 @@ FIELDS = {
     "frequency_penalty": FLOATS,
     "logprobs": st.none() | INTEGERS,
     "budget_tokens": st.none() | INTEGERS,
+    "compress": st.booleans(),
+    "retain_blocks": st.none() | INTEGERS,
 }
 
 

@@ -13,13 +13,15 @@ from kvllm.config import EngineConfig
 from kvllm.core.protocol import SampledToken, StepPlan, StepResult, decode_plan, encode
 from kvllm.core.sequence import Sequence
 from kvllm.core.spans import Span, kept_spans
+from kvllm.sampling_params import SamplingParams
 
 Entry = tuple[int, int]
 
 
 class LiteralSequence:
-    def __init__(self, tokens: list[int], prompt_length: int, cached: int) -> None:
+    def __init__(self, tokens: list[int], prompt_length: int, cached: int, sampling: SamplingParams) -> None:
         self.tokens = tokens
+        self.sampling = sampling
         self.prompt_length = prompt_length
         self.table: list[int] = []
         self.logical = cached
@@ -58,7 +60,9 @@ class LiteralWorker:
             del self.sequences[seq_id]
         for start in plan.new_seqs:
             assert start.seq_id not in self.sequences
-            self.sequences[start.seq_id] = LiteralSequence(start.token_ids, start.prompt_length, start.cached_length)
+            self.sequences[start.seq_id] = LiteralSequence(
+                start.token_ids, start.prompt_length, start.cached_length, start.sampling
+            )
         assert len({job.seq_id for job in plan.compressions}) == len(plan.compressions)
         for job in plan.compressions:
             self._compress(self.sequences[job.seq_id], job)
@@ -70,6 +74,9 @@ class LiteralWorker:
         config = self.compression
         overlap = config.buffer if config.policy == "standalone" else 0
         assert job.stride == job.size - overlap
+        assert seq.sampling.compress, "this request keeps all"
+        own = seq.sampling.retain_blocks
+        assert own is None or job.retain == own * self.config.block_size < job.size
         size = self.config.block_size
         start = job.first_block * size
         region_end = min(seq.cached, (job.first_block + job.region_blocks) * size)
@@ -113,8 +120,9 @@ class LiteralWorker:
             seq = self.sequences[item.seq_id]
             seq.tokens += item.new_tokens
             seq.table += item.new_blocks
-            if self.compression and self.compression.policy == "threshold" and seq.logical >= seq.prompt_length:
-                assert seq.cached < self.compression.threshold_tokens, "it runs on without the compression that is due"
+            threshold = self.compression.threshold_tokens if self.compression and seq.sampling.compress else None
+            if threshold is not None and seq.logical >= seq.prompt_length:
+                assert seq.cached < threshold, "it runs on without the compression that is due"
             for _ in range(item.num_tokens):
                 self.cache[self.slot(seq, seq.cached)] = seq.entry(seq.logical)
                 seq.cached += 1
@@ -127,7 +135,7 @@ class LiteralWorker:
                 continue
             tokens.append(self._sample(item.seq_id, seq))
             for fork in item.forks:
-                child = LiteralSequence(list(seq.tokens), seq.prompt_length, seq.cached)
+                child = LiteralSequence(list(seq.tokens), seq.prompt_length, seq.cached, seq.sampling)
                 child.logical = seq.logical
                 child.table = list(seq.table)
                 assert fork.seq_id not in self.sequences
@@ -144,7 +152,7 @@ class LiteralWorker:
         assert positions == sorted(set(positions)), "survivors are not in ascending order"
         assert positions[-1] == seq.logical - 1
         assert entries == [seq.entry(position) for position in positions], "an entry belongs to another text"
-        if self.compression is None:
+        if self.compression is None or not seq.sampling.compress:
             assert positions == list(range(seq.logical))
         elif not self.compression.compress_prompt and self.compression.policy != "threshold":
             assert positions[: seq.prompt_length] == list(range(min(seq.prompt_length, seq.logical)))

@@ -109,6 +109,25 @@ def test_requests_with_budgets_of_their_own_and_a_protected_prompt(
         assert {protected + mean_retained(event, llm.config.compression) for event in events} == {budget}
 
 
+@cases("periodic", "pressure", "standalone", "threshold")
+def test_requests_with_compression_settings_of_their_own(
+    checkpoint: Path, decoder: DenseDecoder, method: str, policy: str
+) -> None:
+    """One request keeps everything, one another share of each window, one what the engine keeps."""
+    config = compression_config(method, policy)
+    llm, recorder = make_llm(checkpoint, config, **pool(policy))
+    block_size = llm.config.block_size
+    own = {"standalone": {"retain_blocks": 12}, "threshold": {}}.get(policy, {"retain_blocks": 1})
+    prompts, settings = random_token_ids(9, 20, 3), [{"compress": False}, own, {}]
+    run(llm, prompts, [structs.replace(greedy(90, i), **each) for i, each in enumerate(settings)])
+    assert_as_expected(decoder, llm)
+    retained = [
+        {event.retain for event in recorder.events if event.text.tokens[: len(prompt)] == prompt} for prompt in prompts
+    ]
+    usual = config.retained(block_size)
+    assert retained == [set(), {own["retain_blocks"] * block_size if own else usual}, {usual}]
+
+
 @cases("periodic", "standalone")
 def test_windows_of_a_prompt(checkpoint: Path, decoder: DenseDecoder, method: str, policy: str) -> None:
     """Several windows of a sequence in one event; here they drop whole blocks."""

@@ -79,6 +79,7 @@ def test_greedy(temperature, greedy):
         *(("max_tokens", value) for value in (0, -1, 2**64, 2.5)),
         *(("min_tokens", value) for value in (-1, 17, 2**70, None)),
         *(("budget_tokens", value) for value in (0, 2**70, 1.5)),
+        *(("retain_blocks", value) for value in (0, 2**70, 1.5)),
         *(("stop", value) for value in ("", ["a", ""], ["\ud800"], [1], 5)),
         *(("stop_token_ids", value) for value in ([-1], [2**70], ["a"], 5)),
         *(("repetition_penalty", value) for value in (0, -1, 1e-7, 1e7, 1e39, math.inf, math.nan)),
