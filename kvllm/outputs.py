@@ -70,6 +70,8 @@ class RequestOutput:
 
     Attributes:
         prompt: None when the prompt was given as token ids.
+        prompt_logprobs: one dict for each token of the prompt, as in `CompletionOutput.logprobs`; None for the first
+            token, which follows nothing. Complete once there is a first token of output.
         error: set when this request alone could not be served, or could not be served to its end; `finished` is True
             then.
     """
@@ -81,3 +83,4 @@ class RequestOutput:
     finished: bool
     error: KvLLMError | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None

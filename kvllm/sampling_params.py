@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 from msgspec import Struct
 from msgspec.structs import force_setattr
 
@@ -16,6 +18,7 @@ GREEDY_TEMPERATURE = 1e-5
 MAX_TEMPERATURE = 1e6
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
 MAX_LOGPROBS = 20
+MAX_BIAS = 100.0
 # Requests travel to the workers as MessagePack, whose integers have 64 bits.
 MAX_INTEGER = 2**63 - 1
 
@@ -32,7 +35,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, array_like=True):
         top_k: keep this many of the most probable tokens; 0 or -1 keeps all.
         min_p: keep tokens at least this probable, relative to the most probable one.
         seed: makes the request's tokens reproducible, whatever else runs beside it; None or -1 lets the engine choose.
-        max_tokens: most tokens generated; None for as many as the model's length allows.
+        max_tokens: most tokens generated; None for as many as the model's length allows. 0 needs `prompt_logprobs`.
         min_tokens: the end of sequence, `stop_token_ids` and `stop` have no effect before this many tokens.
         stop: a string or strings that end the output (stored as a list).
         stop_token_ids: further token ids that end the output.
@@ -43,6 +46,13 @@ class SamplingParams(Struct, frozen=True, kw_only=True, array_like=True):
         frequency_penalty: subtracted from the logit of an output token for each occurrence. From -2 to 2.
         logprobs: also report this many most likely tokens at each position, and the log probability of the one sampled.
             At most 20, and no more than the vocabulary has.
+        prompt_logprobs: the same for each position of the prompt but the first. The whole prompt is computed for them:
+            none of it comes from the prefix cache.
+        logit_bias: added to the logits of tokens, by id. From -100 to 100.
+        allowed_token_ids: only these tokens are generated.
+        bad_words: words that are not generated, within others neither. Of a word of several tokens, the last one is
+            kept from following the others.
+        bad_words_token_ids: the same for words given as token ids.
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the stop string at the end of the text.
         budget_tokens: KV pairs that compression by threshold leaves of this request's cache, instead of the engine's
@@ -69,6 +79,11 @@ class SamplingParams(Struct, frozen=True, kw_only=True, array_like=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    bad_words_token_ids: list[list[int]] | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     budget_tokens: int | None = None
@@ -82,15 +97,29 @@ class SamplingParams(Struct, frozen=True, kw_only=True, array_like=True):
         self._check_filters()
         self._check_penalties()
         self._check_lengths()
+        self._check_tokens()
 
     @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_TEMPERATURE
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises RequestError if more is to be reported than a vocabulary of `vocab_size` tokens has."""
-        if self.logprobs is not None and self.logprobs > vocab_size:
-            raise RequestError(f"logprobs={self.logprobs} is not allowed: the vocabulary has {vocab_size} tokens")
+        """Raises RequestError if a vocabulary of `vocab_size` tokens does not have what is named, or as many tokens as
+        are to be reported."""
+        for field in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, field)
+            if count is not None and count > vocab_size:
+                raise RequestError(f"{field}={count} is not allowed: the vocabulary has {vocab_size} tokens")
+        named = {
+            "logit_bias": self.logit_bias or (),
+            "allowed_token_ids": self.allowed_token_ids or (),
+            "bad_words_token_ids": chain(*(self.bad_words_token_ids or ())),
+        }
+        for field, token_ids in named.items():
+            outside = next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)
+            if outside is not None:
+                allowed = f"the vocabulary has token ids from 0 to {vocab_size - 1}"
+                raise RequestError(f"{field} with token id {outside} is not allowed: {allowed}")
 
     def _normalize(self) -> None:
         """One spelling of each meaning: a list for `stop` and `stop_token_ids`, 0 for no top_k, None for no seed."""
@@ -109,8 +138,6 @@ class SamplingParams(Struct, frozen=True, kw_only=True, array_like=True):
         seed_fits = self.seed is None or -MAX_INTEGER - 1 <= self.seed <= MAX_INTEGER
         require(seed_fits, "seed", self.seed, "an integer of 64 bits, or None")
         _require_count("n", self.n, 1, "at least 1")
-        greedy_repeats = self.greedy and self.n > 1
-        require(not greedy_repeats, "n", self.n, "1 with temperature 0, as all completions would be the same")
 
     def _check_penalties(self) -> None:
         for field in ("presence_penalty", "frequency_penalty"):
@@ -122,7 +149,9 @@ class SamplingParams(Struct, frozen=True, kw_only=True, array_like=True):
 
     def _check_lengths(self) -> None:
         if self.max_tokens is not None:
-            _require_count("max_tokens", self.max_tokens, 1, "at least 1, or None for no limit but the model's")
+            least = 0 if self.prompt_logprobs is not None else 1
+            allowed = "at least 1 (0 with prompt_logprobs), or None for no limit but the model's"
+            _require_count("max_tokens", self.max_tokens, least, allowed)
         if self.budget_tokens is not None:
             _require_count("budget_tokens", self.budget_tokens, 1, "at least 1, or None for the engine's")
         if self.retain_blocks is not None:
@@ -134,8 +163,24 @@ class SamplingParams(Struct, frozen=True, kw_only=True, array_like=True):
         require(stop_fits, "stop", self.stop, "strings of at least one character, in valid Unicode")
         token_ids_fit = all(0 <= token_id <= MAX_INTEGER for token_id in self.stop_token_ids or [])
         require(token_ids_fit, "stop_token_ids", self.stop_token_ids, f"token ids, from 0 to {MAX_INTEGER}")
-        logprobs_fit = self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS
-        require(logprobs_fit, "logprobs", self.logprobs, f"between 0 and {MAX_LOGPROBS}, or None")
+        for field in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, field)
+            require(count is None or 0 <= count <= MAX_LOGPROBS, field, count, f"between 0 and {MAX_LOGPROBS}, or None")
+
+    def _check_tokens(self) -> None:
+        bias = self.logit_bias or {}
+        bias_fits = all(
+            -MAX_BIAS <= value <= MAX_BIAS and 0 <= token_id <= MAX_INTEGER for token_id, value in bias.items()
+        )
+        require(bias_fits, "logit_bias", bias, f"numbers from -{MAX_BIAS:g} to {MAX_BIAS:g}, by token id")
+        allowed = self.allowed_token_ids
+        allowed_fit = allowed is None or (allowed and all(0 <= token_id <= MAX_INTEGER for token_id in allowed))
+        require(bool(allowed_fit), "allowed_token_ids", allowed, "at least one token id, or None for all")
+        words_fit = all(word.strip() and is_unicode(word) for word in self.bad_words or ())
+        require(words_fit, "bad_words", self.bad_words, "words of at least one letter, in valid Unicode")
+        words = self.bad_words_token_ids or ()
+        ids_fit = all(word and all(0 <= token_id <= MAX_INTEGER for token_id in word) for word in words)
+        require(ids_fit, "bad_words_token_ids", self.bad_words_token_ids, "lists of at least one token id")
 
 
 def _require_count(field: str, value: int, least: int, allowed: str) -> None:

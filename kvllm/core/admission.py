@@ -53,8 +53,11 @@ class Admission:
         """Cached blocks that a sequence may start from.
 
         The last token is always computed, for its logits. Where output is compressed on the way in, the last one of the
-        prompt is, so that a chunk ends there and the prompt is compressed first, if it may be.
+        prompt is, so that a chunk ends there and the prompt is compressed first, if it may be. A prompt whose log
+        probabilities are asked for is computed whole.
         """
+        if seq.sampling.prompt_logprobs is not None and not seq.num_generated:
+            return []
         limit = seq.prompt_length if self.refills_compressed(seq) else seq.num_tokens
         return self.blocks.match_prefix(seq, limit - 1)
 

@@ -9,10 +9,10 @@ from kvllm.config import EngineConfig
 from kvllm.core.executor import Executor, WorkersRestarted
 from kvllm.core.input_processor import InputProcessor, Prompt
 from kvllm.core.output_processor import OutputProcessor, SequenceToken
-from kvllm.core.protocol import PhaseSeconds, StepPlan, StepResult
+from kvllm.core.protocol import PhaseSeconds, PromptLogprobs, StepPlan, StepResult
 from kvllm.core.request import Request
 from kvllm.core.scheduler import Scheduler
-from kvllm.core.sequence import ANONYMOUS, Origin
+from kvllm.core.sequence import ANONYMOUS, Origin, Sequence
 from kvllm.core.transition import Transition
 from kvllm.outputs import RequestOutput
 from kvllm.sampling_params import SamplingParams
@@ -33,6 +33,7 @@ class LLMEngine:
     tokenizer: None if the checkpoint has none; then prompts are token ids and outputs carry no text.
     grammars: refuses structured outputs that cannot be followed; without it, all are refused.
     sampled: the tokens of the last step, each with its sequence.
+    prompts: the log probabilities of prompts that it has found, each with its sequence.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class LLMEngine:
         self.inputs = InputProcessor(config, vocab_size, tokenizer, grammars)
         self.outputs = OutputProcessor(frozenset(eos_token_ids), tokenizer)
         self.sampled: list[SequenceToken] = []
+        self.prompts: list[tuple[Sequence, PromptLogprobs]] = []
         self._step_seconds = 0.0  # of all steps: time passes for a sequence only while the engine is at work
         self._transition = Transition(self._recover)
 
@@ -125,7 +127,7 @@ class LLMEngine:
             change. After an exception no request is lost: the next step computes the running ones again.
         """
         begin = time.monotonic()
-        self.sampled = []
+        self.sampled, self.prompts = [], []
         with self._transition():
             plan = self.scheduler.schedule()
             try:
@@ -134,9 +136,15 @@ class LLMEngine:
                 self._recover()
                 return []
             self.sampled = self.scheduler.update(plan, result)
+            if result.prompts:
+                running = {seq.seq_id: seq for seq in self.scheduler.running}
+                self.prompts = [(running[prompt.seq_id], prompt) for prompt in result.prompts]
             self._count_stalls(time.monotonic() - begin)
+            for each in self.prompts:
+                self.outputs.add_prompt_logprobs(*each)
             for seq in self.outputs.process(self.sampled):
                 self.scheduler.finish(seq)
+                self.stats.output_tokens -= seq.sampling.max_tokens == 0  # nobody gets what was sampled
             self._count(plan, result)
         if not self.scheduler.has_unfinished and self.scheduler.blocks.num_owned:
             raise RuntimeError(f"{self.scheduler.blocks.num_owned} KV blocks are owned, but no request is unfinished")

@@ -9,6 +9,8 @@ from collections.abc import Sequence as Sequences
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from msgspec import structs
+
 from kvllm.config import EngineConfig
 from kvllm.core.request import Request
 from kvllm.core.sequence import ANONYMOUS, Origin
@@ -60,6 +62,7 @@ class InputProcessor:
     ) -> Request:
         """A request whose completions are empty. Raises RequestError."""
         text, token_ids = self.tokens_of(prompt)
+        sampling = self._with_bad_words(sampling)
         self.check(token_ids, sampling)
         _check_origin(origin)
         self.check_grammar(sampling)
@@ -116,13 +119,14 @@ class InputProcessor:
 
     def check(self, token_ids: list[int], sampling: SamplingParams) -> None:
         """Raises RequestError for a prompt or for options that this engine cannot serve."""
-        longest = self.config.max_model_len - 1
+        generated = sampling.max_tokens != 0
+        longest = self.config.max_model_len - generated
         if not token_ids:
             raise RequestError("the prompt is empty: it needs at least one token")
         if len(token_ids) > longest:
             raise RequestError(
                 f"the prompt has {len(token_ids)} tokens; max_model_len={self.config.max_model_len} allows {longest} "
-                f"and one generated token: shorten the prompt or raise max_model_len"
+                f"{'and one generated token' if generated else 'of them'}: shorten the prompt or raise max_model_len"
             )
         outside = [token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size]
         if outside:
@@ -160,18 +164,41 @@ class InputProcessor:
             outputs=[_empty_completion(index, sampling) for index in range(sampling.n)],
             finished=False,
             metrics=RequestMetrics(arrival_time=time.monotonic()),
+            prompt_logprobs=None if sampling.prompt_logprobs is None else [None],
         )
-        most, compression = self.config.max_model_len, self.config.compression
+        compression = self.config.compression
         return Request(
             output,
             sampling,
             seq_id=self.take_seq_ids(sampling.n),
             seed=seed,
-            max_length=most if sampling.max_tokens is None else min(most, len(token_ids) + sampling.max_tokens),
+            max_length=self._max_length(len(token_ids), sampling.max_tokens),
             tail_start=0 if compression and compression.compress_prompt else None,
             stream=stream,
             origin=origin,
         )
+
+    def _max_length(self, prompt_length: int, max_tokens: int | None) -> int:
+        """Tokens at which a sequence ends at the latest. One is sampled even where none is asked for."""
+        if max_tokens == 0:
+            return prompt_length + 1
+        most = self.config.max_model_len
+        return most if max_tokens is None else min(most, prompt_length + max_tokens)
+
+    def _with_bad_words(self, sampling: SamplingParams) -> SamplingParams:
+        """The options with the token ids of their bad words: as these begin a text, and as they stand in one."""
+        if not sampling.bad_words:
+            return sampling
+        if self.tokenizer is None:
+            raise RequestError(f"bad_words={sampling.bad_words!r} needs a tokenizer: use bad_words_token_ids")
+        texts = [text for word in sampling.bad_words for text in (word, " " + word.lstrip())]
+        try:
+            encoded = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        except RequestError as error:
+            raise RequestError(f"bad_words={sampling.bad_words!r} are not all in the vocabulary: {error}") from None
+        found = {tuple(token_ids) for token_ids in encoded if token_ids}
+        words = [*(sampling.bad_words_token_ids or ()), *map(list, sorted(found))]
+        return structs.replace(sampling, bad_words=None, bad_words_token_ids=words)
 
     def _check_options(self, sampling: SamplingParams) -> None:
         if sampling.n > self.config.max_num_seqs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from kvllm.core.protocol import SampledToken
+from kvllm.core.protocol import PromptLogprobs, SampledToken
 from kvllm.core.request import Request
 from kvllm.core.sequence import Sequence
 from kvllm.core.text import CompletionText
@@ -43,6 +43,13 @@ class OutputProcessor:
         """Make the texts and sequences of a request, whose completions may have tokens already."""
         self._write_again(request)
         request.make_sequences()
+
+    def add_prompt_logprobs(self, seq: Sequence, prompt: PromptLogprobs) -> None:
+        """Add what is new of a prompt's log probabilities. After a failure some of them come again."""
+        found = self.requests[seq.request_id].output.prompt_logprobs
+        assert found is not None
+        for token in prompt.tokens[len(found) - prompt.first :]:
+            found.append(self._logprobs(token))
 
     def process(self, sampled: list[SequenceToken]) -> list[Sequence]:
         """Give each sequence its token. Returns the sequences that ended, for the caller to let go."""
@@ -97,6 +104,9 @@ class OutputProcessor:
         if token.error is not None:
             raise RequestError(token.error)
         output, completion = request.output, request.output.outputs[seq.index]
+        if request.sampling.max_tokens == 0:
+            completion.finish_reason = "length"
+            return self._end_sequence(request, seq, now)
         if output.metrics.first_token_time is None:
             output.metrics.first_token_time = now
         if completion.logprobs is not None:
@@ -105,9 +115,13 @@ class OutputProcessor:
         self._extend(request, completion, len(completion.token_ids))
         if completion.finish_reason is None:
             return []
+        return self._end_sequence(request, seq, now)
+
+    def _end_sequence(self, request: Request, seq: Sequence, now: float) -> list[Sequence]:
+        """Account for a sequence whose completion is finished."""
         del request.sequences[seq.index]
         seq.has_ended = True
-        _add_metrics(output.metrics, seq)
+        _add_metrics(request.output.metrics, seq)
         if not request.sequences:
             self._close(request, now)
         return [seq]

@@ -75,7 +75,8 @@ class OutputStream:
     def _delta(self, published: _Published) -> RequestOutput | None:
         output = self.output
         assert output is not None
-        if not self._readers:
+        begins = not self._readers
+        if begins:
             self._readers = [self._reader(completion, output) for completion in output.outputs]
         pairs = zip(self._readers, published.completions, strict=True)
         completions = [delta for reader, progress in pairs if (delta := reader.take(progress))]
@@ -89,6 +90,7 @@ class OutputStream:
             published.finished,
             output.error if published.finished else None,
             output.metrics,
+            output.prompt_logprobs if begins else None,
         )
 
     def _reader(self, completion: CompletionOutput, output: RequestOutput) -> _CompletionReader:

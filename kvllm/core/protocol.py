@@ -116,6 +116,14 @@ class SampledToken(Struct, array_like=True, frozen=True):
     error: str | None = None
 
 
+class PromptLogprobs(Struct, array_like=True, frozen=True):
+    """Log probabilities of some of a prompt's tokens, from the one at position `first` on."""
+
+    seq_id: int
+    first: int
+    tokens: list[SampledToken]
+
+
 class PhaseSeconds(Struct, array_like=True, frozen=True):
     """A step's time: that of the model with sampling, and that of the phases of a compression event."""
 
@@ -130,11 +138,13 @@ class StepResult(Struct, array_like=True):
 
     event_bytes: the most that compressing held at once beside the activations of its pass, which are those of a prefill
         chunk of as many query tokens: the queries of a layer, its gathered keys, and the offsets kept so far.
+    prompts: of the sequences that asked for it, what the step has found.
     """
 
     tokens: list[SampledToken] = []
     seconds: PhaseSeconds = PhaseSeconds()
     event_bytes: int = 0
+    prompts: list[PromptLogprobs] = []
 
 
 encode = msgpack.Encoder().encode

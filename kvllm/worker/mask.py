@@ -1,4 +1,4 @@
-"""Logits of rows whose sequences follow a grammar: tokens that it does not allow become impossible."""
+"""Logits of rows whose sequences follow a grammar, or have a list of allowed tokens: others become impossible."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 def restrict(logits: Tensor, rows: list[SampleRow]) -> None:
-    """Keep the tokens that the rows' grammars allow, in logits [R, V], in place. Rows without a grammar stay unchanged.
+    """Keep the tokens that the rows' masks allow, in logits [R, V], in place. Rows without a mask stay unchanged.
 
     It comes last of what changes logits, because a penalty would make -inf finite. Raises RequestError.
     """
-    restricted = [i for i, row in enumerate(rows) if row.matcher is not None]
+    restricted = [i for i, row in enumerate(rows) if row.is_masked]
     if restricted:
         allowed = np.stack([_allowed(rows[i], logits.shape[-1]) for i in restricted])
         index = to_device(restricted, logits.device)
@@ -27,13 +27,20 @@ def restrict(logits: Tensor, rows: list[SampleRow]) -> None:
 
 
 def _allowed(row: SampleRow, vocab: int) -> np.ndarray:
-    """Whether a token may be the row's next: bool [V]. Before `min_tokens`, the text ends only where it must."""
-    assert row.matcher is not None
-    allowed = row.matcher.allowed(row.output_token_ids)[:vocab]
-    if row.must_go_on:
-        stopping = [token_id for token_id in row.stopping() if 0 <= token_id < vocab]
-        going_on = allowed.copy()
-        going_on[stopping] = False
-        if going_on.any():
-            return going_on
+    """Whether a token may be the row's next: bool [V]. A grammar comes first, then `allowed_token_ids`, then what is
+    forbidden: nothing of this may leave the row without any token."""
+    params, matcher = row.params, row.matcher
+    allowed = np.ones(vocab, dtype=bool) if matcher is None else matcher.allowed(row.output_token_ids)[:vocab]
+    if params.allowed_token_ids is not None:
+        listed = np.zeros(vocab, dtype=bool)
+        listed[params.allowed_token_ids] = True
+        allowed = _narrowed(allowed, allowed & listed)
+    for token_ids in row.forbidden() if row.forbids else ():
+        others = allowed.copy()
+        others[[token_id for token_id in token_ids if 0 <= token_id < vocab]] = False
+        allowed = _narrowed(allowed, others)
     return allowed
+
+
+def _narrowed(allowed: np.ndarray, narrower: np.ndarray) -> np.ndarray:
+    return narrower if narrower.any() else allowed

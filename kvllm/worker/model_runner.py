@@ -29,6 +29,7 @@ from kvllm.worker.attention_state import AttentionMass, ObservingBackend, Ragged
 from kvllm.worker.compressor import Compressor
 from kvllm.worker.graphs import Capture, DecodeGraphs
 from kvllm.worker.inputs import InputPreparer, StepInputs
+from kvllm.worker.prompt_logprobs import PromptReport
 from kvllm.worker.sampler import SampleRow, Samples, sample
 from kvllm.worker.state import BlockTables, SequenceState
 from kvllm.worker.threads import operators_alone
@@ -66,6 +67,8 @@ class ModelRunner:
         self.samples = samples
         self.grammars = grammars
         self.states: dict[int, SequenceState] = {}
+        self._reported: set[int] = set()  # sequences whose prompt's log probabilities are asked for and not complete
+        self._prompt_reports: list[PromptReport] = []  # of the step
         max_blocks = -(-config.max_model_len // config.block_size)
         self.tables = BlockTables(config.max_num_seqs, max_blocks, config.block_size)
         self.ragged: RaggedLengths | None = None
@@ -121,6 +124,7 @@ class ModelRunner:
             self._reset()
         for seq_id in plan.dropped_seq_ids:
             self.tables.release(self.states.pop(seq_id).table_slot)
+            self._reported.discard(seq_id)
         for start in plan.new_seqs:
             self._start(start)
         graphs = self.graphs if all(item.num_tokens == 1 for item in plan.scheduled) else None
@@ -134,17 +138,24 @@ class ModelRunner:
             samples = self._forward(plan.scheduled, graphs) if plan.scheduled else None
         if plan.scheduled and graphs:  # the next step is probably one more token of each, and this one still runs
             graphs.prepare_ahead([self.states[item.seq_id] for item in plan.scheduled])
-        return StepResult(samples.tokens() if samples else [], clock.seconds(), event_bytes)
+        tokens = samples.tokens() if samples else []
+        prompts = [prompt.wait() for prompt in self._prompt_reports]
+        self._prompt_reports = []
+        return StepResult(tokens, clock.seconds(), event_bytes, prompts)
 
     def _reset(self) -> None:
         """Drop all sequences, and whatever a step that was cut short has left half done."""
         self.states = {}
+        self._reported.clear()
+        self._prompt_reports = []
         self.tables.clear()
         self.inputs.clear()
 
     def _start(self, start: SequenceStart) -> None:
         prompt, output = start.token_ids[: start.prompt_length], start.token_ids[start.prompt_length :]
         row = self._sample_row(start.sampling, start.seed, prompt, output)
+        if start.sampling.prompt_logprobs is not None and not output:
+            self._reported.add(start.seq_id)
         self.states[start.seq_id] = SequenceState(
             token_ids=start.token_ids,
             table_slot=self._acquire_slot(),
@@ -184,6 +195,8 @@ class ModelRunner:
                 self.tables.append(state, item.new_blocks)
         num_tokens = [item.num_tokens for item in scheduled]
         hidden = graphs.run(states) if graphs else self._run_model(states, num_tokens)
+        if self._reported:
+            self._report_prompts(scheduled, states, hidden)
         for item, state in zip(scheduled, states, strict=True):
             state.logical_length += item.num_tokens
             state.cached_length += item.num_tokens
@@ -194,6 +207,30 @@ class ModelRunner:
         shape = self.inputs.shape(sum(num_tokens), len(states), max(state.num_blocks for state in states))
         inputs = self.inputs.prepare(states, num_tokens, shape)
         return _pass(self.model, self.backend, self.operations, inputs.to(self.device))
+
+    def _report_prompts(
+        self, scheduled: list[ScheduledSequence], states: list[SequenceState], hidden: torch.Tensor
+    ) -> None:
+        """Report the tokens that follow those of the step in prompts. Lengths are still those before the step."""
+        begin = 0
+        for item, state in zip(scheduled, states, strict=True):
+            row, first = state.sample_row, state.logical_length + 1
+            following = row.prompt_token_ids[first : first + item.num_tokens]
+            if item.seq_id in self._reported and following:
+                report = PromptReport(
+                    item.seq_id,
+                    first,
+                    following,
+                    row.params.prompt_logprobs or 0,
+                    hidden[begin : begin + len(following)],
+                    self.model.logits,
+                    self.model.embedding.vocab_size,
+                )
+                if self.samples:
+                    self._prompt_reports.append(report)
+            if len(following) < item.num_tokens:
+                self._reported.discard(item.seq_id)
+            begin += item.num_tokens
 
     def _sample(
         self,

@@ -1,4 +1,4 @@
-"""Changes of logits that depend on the tokens so far: penalties, and tokens that must not come yet."""
+"""Changes of logits before a token is drawn: bias, penalties, and tokens that must not come."""
 
 from __future__ import annotations
 
@@ -60,13 +60,34 @@ def penalize(logits: Tensor, penalties: dict[int, Penalties]) -> None:
     logits[row, token] = values.clamp(-largest, largest)
 
 
-def forbid(logits: Tensor, forbidden: dict[int, set[int]]) -> None:
-    """Forbid tokens in some rows of logits [R, V], in place, but none in a row that would be left without any."""
+def add_bias(logits: Tensor, biases: dict[int, dict[int, float]]) -> None:
+    """Add to the logits of tokens, by row of logits [R, V] and token id, in place."""
+    places = [(row, token_id) for row, of_row in biases.items() for token_id in of_row]
+    if places:
+        values = [value for of_row in biases.values() for value in of_row.values()]
+        row, token = to_device(places, logits.device).T
+        logits[row, token] += to_device(values, logits.device, logits.dtype)
+
+
+def bad_endings(words: list[list[int]], output_token_ids: list[int]) -> set[int]:
+    """Tokens that would complete a word at the end of an output. words: as token ids, at least one each."""
+    endings = set()
+    for word in words:
+        begin = len(output_token_ids) - len(word) + 1
+        if begin >= 0 and output_token_ids[begin:] == word[:-1]:
+            endings.add(word[-1])
+    return endings
+
+
+def forbid(logits: Tensor, forbidden: dict[int, list[set[int]]]) -> None:
+    """Forbid tokens in some rows of logits [R, V], in place, but no set that would leave a row without any token."""
     vocab = logits.shape[-1]
     places = []
-    for row, token_ids in forbidden.items():
-        existing = [token_id for token_id in token_ids if 0 <= token_id < vocab]
-        if len(existing) < vocab:
-            places += [(row, token_id) for token_id in existing]
+    for row, sets in forbidden.items():
+        found: set[int] = set()
+        for token_ids in sets:
+            together = found | {token_id for token_id in token_ids if 0 <= token_id < vocab}
+            found = together if len(together) < vocab else found
+        places += [(row, token_id) for token_id in found]
     if places:
         logits[tuple(to_device(places, logits.device).T)] = -math.inf

@@ -28,7 +28,7 @@ from kvllm.core.protocol import SampledToken
 from kvllm.sampling_params import SamplingParams
 from kvllm.structured.matcher import Matcher
 from kvllm.worker.mask import restrict
-from kvllm.worker.penalties import Penalties, forbid, penalize
+from kvllm.worker.penalties import Penalties, add_bias, bad_endings, forbid, penalize
 from kvllm.worker.transfer import Download, to_device
 
 RESOLUTION = 2.0**34
@@ -55,6 +55,10 @@ class SampleRow:
     eos_token_ids: tuple[int, ...] = ()
     matcher: Matcher | None = None
     is_penalized: bool = field(init=False)
+    is_masked: bool = field(init=False)
+    """Whether it has a mask of allowed tokens."""
+    forbids: bool = field(init=False)
+    """Whether there may be tokens that it must not have."""
     is_plain: bool = field(init=False)
     """Whether the most likely token is the next one, whatever came before."""
     _penalties: Penalties | None = None
@@ -63,13 +67,10 @@ class SampleRow:
         params = self.params
         penalties = params.repetition_penalty - 1, params.presence_penalty, params.frequency_penalty
         self.is_penalized = any(penalties)
-        self.is_plain = (
-            params.greedy and not self.is_penalized and not params.min_tokens and params.structured_outputs is None
-        )
-
-    @property
-    def must_go_on(self) -> bool:
-        return len(self.output_token_ids) < self.params.min_tokens
+        self.is_masked = params.structured_outputs is not None or params.allowed_token_ids is not None
+        self.forbids = bool(params.min_tokens or params.bad_words_token_ids)
+        changes_logits = self.is_penalized or self.is_masked or self.forbids or params.logit_bias
+        self.is_plain = params.greedy and not changes_logits
 
     def penalties(self) -> Penalties:
         """With the output as it is now."""
@@ -78,9 +79,13 @@ class SampleRow:
         self._penalties.count(self.output_token_ids)
         return self._penalties
 
-    def stopping(self) -> set[int]:
-        """Tokens that would end the sequence."""
-        return {*self.eos_token_ids, *(self.params.stop_token_ids or [])}
+    def forbidden(self) -> list[set[int]]:
+        """Tokens that must not come behind the output as it is now, in sets, the more important ones first."""
+        params, output = self.params, self.output_token_ids
+        sets = [bad_endings(params.bad_words_token_ids or [], output)]
+        if len(output) < params.min_tokens:  # nothing may end the sequence
+            sets.append({*self.eos_token_ids, *(params.stop_token_ids or [])})
+        return sets
 
 
 def sample(logits: Tensor, rows: list[SampleRow]) -> Samples:
@@ -105,7 +110,7 @@ def sample(logits: Tensor, rows: list[SampleRow]) -> Samples:
     for i, row in enumerate(rows):
         if row.params.logprobs is not None and i not in errors:
             try:
-                reports.append(_report(logits[i], chosen[i : i + 1], row.params.logprobs))
+                reports.append(report(logits[i : i + 1], chosen[i : i + 1], row.params.logprobs)[0])
             except Exception as error:
                 errors[i] = _describe(error)
             else:
@@ -132,7 +137,7 @@ def _describe(error: Exception) -> str:
 class Samples:
     """Sampled tokens and what is reported of them, on their way to the host in one copy.
 
-    chosen: int64 [R]. reports: of the rows whose `counts` is not None, as `_report` makes them.
+    chosen: int64 [R]. reports: of the rows whose `counts` is not None, as `report` makes them.
     errors: by row, where no token was sampled.
     """
 
@@ -157,7 +162,7 @@ class Samples:
         return [self._token(row, int(values[row]), count, reported) for row, count in enumerate(self._counts)]
 
     def _token(self, row: int, token_id: int, count: int | None, reported: Iterator[float]) -> SampledToken:
-        token = SampledToken(token_id) if count is None else _read_report(token_id, count, reported)
+        token = SampledToken(token_id) if count is None else read_report(token_id, count, reported)
         if row in self._errors:
             return SampledToken(0, error=self._errors[row])
         if not 0 <= token_id < self._vocab_size:
@@ -182,9 +187,10 @@ def _mix(state: int) -> int:
 
 def _choose(logits: Tensor, rows: list[SampleRow]) -> Tensor:
     """Token ids [r] of rows that need more than an argmax. Overwrites `logits` [r, V]."""
+    add_bias(logits, {i: row.params.logit_bias for i, row in enumerate(rows) if row.params.logit_bias})
     if penalized := {i: row.penalties() for i, row in enumerate(rows) if row.is_penalized}:
         penalize(logits, penalized)
-    forbid(logits, {i: row.stopping() for i, row in enumerate(rows) if row.must_go_on and not row.matcher})
+    forbid(logits, {i: row.forbidden() for i, row in enumerate(rows) if row.forbids and not row.is_masked})
     restrict(logits, rows)
     random = [i for i, row in enumerate(rows) if not row.params.greedy]
     if len(random) == len(rows):
@@ -284,21 +290,23 @@ def _column(values: list[float], like: Tensor) -> Tensor:
     return to_device(values, like.device, like.dtype).unsqueeze(-1)
 
 
-def _report(logits: Tensor, chosen: Tensor, count: int) -> Tensor:
-    """Log probability and rank of the token `chosen` [1], then ids and log probabilities of the `count` most likely.
+def report(logits: Tensor, token_ids: Tensor, count: int) -> Tensor:
+    """Log probability and rank of the token `token_ids[r]` in each row, then ids and log probabilities of the `count`
+    most likely.
 
-    logits: [V], untouched ones. Returns float64 [2 + 2 * count].
+    logits: [r, V], untouched ones. token_ids: int64 [r]. Returns float64 [r, 2 + 2 * count].
     """
-    chosen = chosen.clamp(min=0)
+    token_ids = token_ids.clamp(min=0).unsqueeze(-1)
     top = logits.topk(count).indices
     # Summed in float64, reported in float32: the order of summation does not show.
     values = logits.double()
-    logprobs = (values[torch.cat((chosen, top))] - values.logsumexp(-1)).float().double()
-    rank = (logits > logits[chosen]).sum(dtype=torch.float64) + 1
-    return torch.cat((logprobs[:1], rank.view(1), top.double(), logprobs[1:]))
+    logprobs = values.gather(-1, torch.cat((token_ids, top), -1)) - values.logsumexp(-1, keepdim=True)
+    logprobs = logprobs.float().double()
+    rank = (logits > logits.gather(-1, token_ids)).sum(-1, keepdim=True, dtype=torch.float64) + 1
+    return torch.cat((logprobs[:, :1], rank, top.double(), logprobs[:, 1:]), -1)
 
 
-def _read_report(token_id: int, count: int, values: Iterator[float]) -> SampledToken:
+def read_report(token_id: int, count: int, values: Iterator[float]) -> SampledToken:
     """Reads on where the last report has ended."""
     logprob, rank = next(values), int(next(values))
     top = [int(each) for each in islice(values, count)]

@@ -136,7 +136,7 @@ def test_what_a_lost_engine_had_is_queued_again_in_front() -> None:
     sent = [dispatcher.take(engine) for engine in (0, 1)]
     assert [[start.seq_id for start in starts or []] for starts in sent] == [[0, 4, 8], [2, 6, 10]]
     tokens = [(4, SampledToken(7)), (5, SampledToken(8))]
-    ((parent, _), (child, token)) = next(dispatcher.receive(0, Report([Sampled(tokens)], EngineStats(10), 0)))
+    ((parent, _), (child, token)), _ = next(dispatcher.receive(0, Report([Sampled(tokens)], EngineStats(10), 0)))
     assert parent is sequences[2] and (child.seq_id, child.index, child.seed, token.token_id) == (5, 1, 2 ^ 1 << 32, 8)
     dispatcher.finish(sequences[0])
     dispatcher.lose(0)

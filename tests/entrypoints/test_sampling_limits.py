@@ -46,6 +46,10 @@ FIELDS = {
     "budget_tokens": st.none() | INTEGERS,
     "compress": st.booleans(),
     "retain_blocks": st.none() | INTEGERS,
+    "prompt_logprobs": st.none() | INTEGERS,
+    "logit_bias": st.none() | st.dictionaries(INTEGERS, FLOATS, max_size=3),
+    "allowed_token_ids": st.none() | st.lists(INTEGERS, max_size=3),
+    "bad_words_token_ids": st.none() | st.lists(st.lists(INTEGERS, max_size=3), max_size=3),
 }
 
 
@@ -101,6 +105,10 @@ def check(llm: LLM, params: SamplingParams) -> None:
 @example(options={"stop_token_ids": list(range(VOCAB)), "min_tokens": 8, "max_tokens": 8})
 @example(options={"stop_token_ids": list(range(1, VOCAB)), "min_tokens": 8, "temperature": 0, "frequency_penalty": 2.0})
 @example(options={"logprobs": 20})
+@example(options={"max_tokens": 0, "prompt_logprobs": 2, "n": 3})
+@example(options={"n": 3, "temperature": 0})
+@example(options={"allowed_token_ids": [3], "bad_words_token_ids": [[3]], "stop_token_ids": [3], "min_tokens": 5})
+@example(options={"logit_bias": {1: -100.0, 2: 100.0}, "temperature": 1e6, "repetition_penalty": 1e6})
 @given(options=st.fixed_dictionaries({}, optional=FIELDS))
 def test_what_is_accepted_generates_and_disturbs_nobody(llm: LLM, options: dict) -> None:
     try:

@@ -86,6 +86,11 @@ def test_greedy(temperature, greedy):
         *(("presence_penalty", value) for value in (-2.1, 2.1, math.nan)),
         *(("frequency_penalty", value) for value in (-2.1, 2.1, math.nan)),
         *(("logprobs", value) for value in (-1, 21, True, 1.5)),
+        *(("prompt_logprobs", value) for value in (-1, 21, True, 1.5)),
+        *(("logit_bias", value) for value in ({1: 100.5}, {1: math.nan}, {-1: 1.0}, {2**64: 1.0}, {"a": 1.0}, [1])),
+        *(("allowed_token_ids", value) for value in ([], [-1], [2**64], ["a"], 5)),
+        *(("bad_words", value) for value in ([""], [" "], ["\ud800"], [1], "word")),
+        *(("bad_words_token_ids", value) for value in ([[]], [[-1]], [[2**64]], [1])),
         *(("ignore_eos", value) for value in (1, None, "yes")),
         *(("skip_special_tokens", value) for value in (0, None)),
     ],
@@ -96,9 +101,10 @@ def test_a_wrong_value_is_named(field, value):
     assert field in str(caught.value) and repr(value) in str(caught.value)
 
 
-def test_greedy_completions_would_all_be_the_same():
-    with pytest.raises(ConfigError, match="n=2.*temperature 0"):
-        SamplingParams(temperature=0, n=2)
+def test_no_token_is_asked_for_with_prompt_logprobs_alone():
+    assert SamplingParams(max_tokens=0, prompt_logprobs=0).max_tokens == 0
+    with pytest.raises(ConfigError, match="min_tokens=1"):
+        SamplingParams(max_tokens=0, prompt_logprobs=0, min_tokens=1)
 
 
 def test_a_typo_is_named():
@@ -108,7 +114,9 @@ def test_a_typo_is_named():
 
 def test_params_travel_unchanged():
     params = SamplingParams(n=2, temperature=0.5, stop=["a", "b"], seed=-7, max_tokens=None, logprobs=3, top_k=5)
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+    tokens = SamplingParams(logit_bias={3: -100, 5: 0.5}, allowed_token_ids=[3, 5], bad_words_token_ids=[[1, 2], [3]])
+    for each in (params, tokens):
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(each), type=SamplingParams) == each
 
 
 def test_outputs_have_sensible_defaults():
@@ -401,3 +409,63 @@ def test_logprobs_only_where_asked():
     plain, zero = sample(random_logits(2, 10), [row_of(), row_of(logprobs=0)])
     assert plain == SampledToken(plain.token_id)
     assert zero.top_logprobs == [] and zero.logprob < 0
+
+
+# Bias, allowed tokens and bad words
+
+
+def test_bias_is_added_to_logits():
+    logits = random_logits(2, 50, seed=4)
+    bias = {3: 5.0, 7: -100.0, 11: 0.25}
+    biased = logits.clone()
+    biased[:, list(bias)] += torch.tensor(list(bias.values()))
+    for options in ({"temperature": 0}, {"temperature": 0.7}, {"temperature": 0, "repetition_penalty": 1.5}):
+        plain = [row_of(seed=9, output=[3, 4], **options) for _ in range(2)]
+        rows = [row_of(seed=9, output=[3, 4], logit_bias=bias, **options), plain[1]]
+        assert token_ids(sample(logits, rows)) == [
+            token_ids(sample(biased, plain))[0],
+            token_ids(sample(logits, plain))[1],
+        ]
+    forced = [row_of(temperature=0, logit_bias={token: 100}) for token in (13, 49)]
+    assert token_ids(sample(logits, forced)) == [13, 49]
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_other_tokens_than_the_allowed_never_come(temperature):
+    logits = random_logits(200, 30, seed=5)
+    rows = [row_of(seed=i, temperature=temperature, allowed_token_ids=[4, 9, 21]) for i in range(200)]
+    drawn = token_ids(sample(logits, rows))
+    best = [max((4, 9, 21), key=lambda token: row[token]) for row in logits]
+    assert set(drawn) == {4, 9, 21} and (temperature or drawn == best)
+    reported = [row_of(temperature=0, allowed_token_ids=[4], logprobs=0)]
+    assert sample(logits[:1], reported)[0].logprob == pytest.approx(logits[0].log_softmax(-1)[4].item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("allowed", [None, [2, 3, 5]], ids=["all allowed", "some allowed"])
+@pytest.mark.parametrize(
+    ("words", "output", "expected"),
+    [
+        ([[5]], [], 3),
+        ([[5], [3]], [1, 2], 2),
+        ([[1, 5]], [], 5),
+        ([[1, 5]], [1], 3),
+        ([[1, 5]], [5], 5),
+        ([[4, 1, 5], [1, 3]], [4, 1], 2),
+        ([[4, 1, 5]], [1], 5),
+    ],
+)
+def test_the_last_token_of_a_bad_word_does_not_come(words, output, expected, allowed):
+    logits = torch.tensor([[0.0, 0.0, 2.0, 3.0, 1.0, 5.0]])
+    row = row_of(temperature=0, bad_words_token_ids=words, output=output, allowed_token_ids=allowed)
+    assert token_ids(sample(logits, [row])) == [expected]
+
+
+def test_some_token_comes_whatever_is_forbidden():
+    logits = torch.tensor([[0.0, 1.0, 2.0]])
+    for options, expected in (
+        ({"bad_words_token_ids": [[0], [1], [2]]}, 2),
+        ({"allowed_token_ids": [1], "bad_words_token_ids": [[1]]}, 1),
+        ({"allowed_token_ids": [0, 1], "stop_token_ids": [0, 1], "min_tokens": 3}, 1),
+        ({"bad_words_token_ids": [[2]], "stop_token_ids": [0, 1], "min_tokens": 3}, 1),
+    ):
+        assert token_ids(sample(logits, [row_of(temperature=0, **options)])) == [expected]

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from kvllm.config import EngineConfig
 from kvllm.core.compression_policy import check_fits, make_policy
-from kvllm.core.protocol import SampledToken, SequenceStart
+from kvllm.core.protocol import PromptLogprobs, SampledToken, SequenceStart
 from kvllm.core.sequence import Sequence, fork_seed
 from kvllm.distributed.replicas.messages import Report, Sampled
 from kvllm.distributed.replicas.router import Router
@@ -84,14 +84,18 @@ class Dispatcher:
         self._unsent[replica] = {}
         return starts
 
-    def receive(self, replica: int, report: Report) -> Iterator[list[tuple[Sequence, SampledToken]]]:
-        """Account for a replica's report. For each of its steps come the sequences with their tokens; the caller ends
-        what finished before it asks for the next."""
+    def receive(
+        self, replica: int, report: Report
+    ) -> Iterator[tuple[list[tuple[Sequence, SampledToken]], list[tuple[Sequence, PromptLogprobs]]]]:
+        """Account for a replica's report. For each of its steps come the sequences with their tokens, and those with
+        log probabilities of their prompts; the caller ends what finished before it asks for the next."""
         self.router.report(replica, report.room)
         for seq in self._unsent[replica].values():  # which the report cannot include
             self.router.promise(replica, seq.num_tokens, 1 + seq.forks_pending)
         for step in report.steps:
-            yield self._receive_step(replica, step)
+            placed = self._placed[replica]
+            prompts = [(placed[prompt.seq_id], prompt) for prompt in step.prompts if prompt.seq_id in placed]
+            yield self._receive_step(replica, step), prompts
 
     def lose(self, replica: int) -> None:
         """A replica is lost: queue again, in front, what it had. They keep their tokens."""

@@ -101,7 +101,9 @@ class DataParallelEngine:
             self.dispatcher.lose(replica)
             return
         self._count(replica, report)
-        for sampled in self.dispatcher.receive(replica, report):
+        for sampled, prompts in self.dispatcher.receive(replica, report):
+            for each in prompts:
+                self.outputs.add_prompt_logprobs(*each)
             for seq in self.outputs.process(sampled):
                 self.dispatcher.finish(seq)
 

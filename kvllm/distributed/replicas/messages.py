@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from kvllm.core.protocol import SampledToken
+from kvllm.core.protocol import PromptLogprobs, SampledToken
 from kvllm.stats import EngineStats
 
 
@@ -40,10 +40,12 @@ class Ended(Struct, array_like=True, frozen=True):
 
 
 class Sampled(Struct, array_like=True, frozen=True):
-    """Tokens of one step of a replica, each with the id of its sequence, and the sequences that ended with them."""
+    """Tokens of one step of a replica, each with the id of its sequence, the sequences that ended with them, and log
+    probabilities of prompts."""
 
     tokens: list[tuple[int, SampledToken]]
     ended: list[Ended] = []
+    prompts: list[PromptLogprobs] = []
 
 
 class Report(Struct, array_like=True):

@@ -93,15 +93,17 @@ class Reporter:
                 self._report.steps.append(refused)
 
     def _collect(self, _: list[RequestOutput]) -> None:
-        sampled, engine = self.engine.sampled, self.engine
-        self.engine.sampled = []
+        engine = self.engine
+        sampled, engine.sampled = engine.sampled, []
+        prompts, engine.prompts = engine.prompts, []
         ended = [seq for seq, _ in sampled if seq.has_ended]
         with self._lock:
-            if sampled:
+            if sampled or prompts:
                 self._report.steps.append(
                     Sampled(
                         [(_global_id(seq), token) for seq, token in sampled],
                         [Ended(_global_id(seq), seq.preemptions, seq.evicted, seq.cache_hits) for seq in ended],
+                        [structs.replace(prompt, seq_id=_global_id(seq)) for seq, prompt in prompts],
                     )
                 )
             self._report.stats.add(engine.stats.take())
