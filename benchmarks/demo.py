@@ -24,6 +24,11 @@ from benchmarks.common.problem_sets import BLOCK_SIZE, KARA, MAX_NUM_SEQS, POOL_
 from benchmarks.common.variants import Variant, parse_variant
 from benchmarks.reasoner.problems import Problem, grade
 
+SERVE = """
+The same model behind an OpenAI API, at http://127.0.0.1:8000 (docs/serving.md):
+  .venv/bin/kvllm serve
+  curl http://127.0.0.1:8000/v1/completions \\
+      -d '{"prompt": "words: d3,f9,Y0,x9\\n#>d+f=k\\nk>k-Y=Q\\nQ>?Q,k,f\\n", "temperature": 0, "max_tokens": 400}'"""
 SHORT_PROBLEMS, SHORT_MAX_NUM_SEQS = 16, 16
 SAMPLES = 3
 QUIET = 0.1
@@ -228,6 +233,7 @@ def run_demo(arguments: Sequence[str]) -> None:
     print(f"\n{samples(problem_set.problems, runs)}\n")
     print(remark(runs))
     write(args.output, provenance | report_of(problem_set, args.seed, variants, runs), runs)
+    print(SERVE)
 
 
 def main() -> None:

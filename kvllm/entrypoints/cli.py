@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvllm.entrypoints import simulate
+from kvllm.entrypoints import serve, simulate
 from kvllm.errors import KvLLMError
 
 
@@ -21,7 +21,7 @@ class Command(Protocol):
     def run(self, args: argparse.Namespace) -> None: ...
 
 
-COMMANDS: dict[str, Command] = {"simulate": simulate}
+COMMANDS: dict[str, Command] = {"serve": serve, "simulate": simulate}
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -11,19 +11,18 @@ import argparse
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from kvllm.config import CompressionConfig, EngineConfig
-from kvllm.errors import CheckpointError, ConfigError
+from kvllm.config import EngineConfig
+from kvllm.entrypoints.engine_flags import parse_compression
+from kvllm.errors import CheckpointError
 from kvllm.models.config import ModelConfig, load_model_config
 from kvllm.simulation.cost import CostModel, resolve_dtype
 from kvllm.simulation.hardware import load_hardware, shipped_names
 from kvllm.simulation.simulate import Outcome, simulate
 from kvllm.simulation.workload import Workload, arrival_times, load_workload
 
-NONE = "none"
 SHOWN: tuple[tuple[str, str, Callable[[Outcome], float]], ...] = (
     ("requests/s", "{:.2f}", lambda run: run.requests_per_s),
     ("output tokens/s", "{:,.0f}", lambda run: run.output_tokens_per_s),
@@ -96,28 +95,6 @@ def run(args: argparse.Namespace) -> None:
     outcomes = [simulate(each, cost, workload.lengths, arrivals) for each in configs]
     print(describe(args, cost, config, workload))
     print(show(outcomes))
-
-
-def parse_compression(text: str) -> CompressionConfig | None:
-    """Read `key=value,...` with fields of CompressionConfig, or `none`.
-
-    Raises ConfigError for unknown fields and for values that CompressionConfig refuses.
-    """
-    if text == NONE:
-        return None
-    fields = {field.name: field.type for field in msgspec.structs.fields(CompressionConfig)}
-    options: dict[str, Any] = {}
-    for setting in filter(None, text.split(",")):
-        name, equals, value = setting.partition("=")
-        if not equals or name not in fields:
-            raise ConfigError(
-                f"--compression: {setting!r} is no setting: write none, or name=value with {', '.join(fields)}"
-            )
-        try:
-            options[name] = msgspec.convert(value, fields[name], strict=False)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"--compression: {setting!r}: {error}") from None
-    return CompressionConfig(**options)
 
 
 def read_model_config(path: Path) -> ModelConfig:

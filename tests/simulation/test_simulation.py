@@ -14,7 +14,8 @@ from kvllm import LLM, CompressionConfig, ConfigError, RequestError, SamplingPar
 from kvllm.config import EngineConfig
 from kvllm.core.protocol import CompressionJob, ScheduledSequence, SequenceStart, StepPlan
 from kvllm.entrypoints import cli
-from kvllm.entrypoints.simulate import parse_compression, read_model_config
+from kvllm.entrypoints.engine_flags import parse_compression
+from kvllm.entrypoints.simulate import read_model_config
 from kvllm.models.config import load_model_config
 from kvllm.simulation.cost import CostModel, QueryBatch, resolve_dtype
 from kvllm.simulation.executor import SimulatedExecutor

@@ -1,0 +1,106 @@
+"""Serve a model through an OpenAI-compatible API.
+
+Without MODEL, the small reasoning model that comes with the package is served.
+
+    kvllm serve
+    kvllm serve path/to/Qwen3-0.6B --port 8080 --kv-cache-memory-bytes 2G
+    kvllm serve path/to/Qwen3-0.6B --compression method=kara_sharp,policy=pressure --block-size 16
+    KVLLM_API_KEY=secret kvllm serve path/to/Qwen3-0.6B --host 0.0.0.0
+
+    curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
+        -d '{"prompt": "words: d3,f9\\n#>d+f=k\\n", "max_tokens": 100, "temperature": 0}'
+"""
+
+from __future__ import annotations
+
+import argparse
+import ssl
+from pathlib import Path
+
+from kvllm.engine_args import DEFAULT_MODEL
+from kvllm.entrypoints.engine_flags import add_engine_flags, engine_args_from
+from kvllm.errors import ConfigError
+
+PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "prometheus_client")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_server_flags(parser)
+    _add_tls_flags(parser)
+    add_engine_flags(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    engine_args_from(args)  # what is wrong with them is told before anything is imported
+    try:
+        from kvllm.serving.auth import load_keys
+        from kvllm.serving.chat_template import read_template
+        from kvllm.serving.run import Address, serve
+        from kvllm.serving.state import ServerOptions
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] not in PACKAGES:
+            raise
+        raise ConfigError(
+            f'the server needs the package {error.name}: pip install "kvllm[serve]" (or: pip install {error.name})'
+        ) from error
+    for flag in ("max_num_queued_reqs", "max_num_queued_tokens"):
+        if getattr(args, flag) is not None and getattr(args, flag) < 1:
+            raise ConfigError(f"--{flag.replace('_', '-')} {getattr(args, flag)} is not allowed: at least 1")
+    if not args.shutdown_timeout >= 0:
+        raise ConfigError(f"--shutdown-timeout {args.shutdown_timeout} is not allowed: at least 0 seconds")
+    keys = load_keys(args.api_key_file, args.api_key or ())
+    engine_args = engine_args_from(args, tenants=keys.tenants)
+    name = "reasoner" if engine_args.path == DEFAULT_MODEL else str(engine_args.model)
+    options = ServerOptions(
+        served_model_names=tuple(args.served_model_name or [name]),
+        keys=keys,
+        chat_template=None if args.chat_template is None else read_template(args.chat_template),
+        generation_config=args.generation_config,
+        max_num_queued_reqs=args.max_num_queued_reqs,
+        max_num_queued_tokens=args.max_num_queued_tokens,
+        shutdown_timeout=args.shutdown_timeout,
+    )
+    serve(engine_args, options, Address(args.host, args.port, args.uds, _tls(args)))
+
+
+def _add_server_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("server").add_argument
+    add("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 is every one (default: 127.0.0.1)")
+    add("--port", type=int, default=8000, metavar="N", help="0 is any free one (default: 8000)")
+    add("--uds", metavar="PATH", help="listen at a Unix socket instead")
+    add("--served-model-name", nargs="+", metavar="NAME", help="names of the model; answers have the first one")
+    keys = "accepted keys; other users of the machine can read them in the list of processes: prefer --api-key-file"
+    add("--api-key", nargs="+", metavar="KEY", help=f"{keys}, or the environment variable KVLLM_API_KEY")
+    add(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="TOML file with a table [[keys]] for each key (docs/serving.md)",
+    )
+    add("--chat-template", type=Path, metavar="FILE", help="Jinja template for chats, instead of the model's own")
+    text = "defaults of sampling: auto takes the model's generation_config.json, vllm does not (default: auto)"
+    add("--generation-config", choices=("auto", "vllm"), default="auto", help=text)
+    text = "most completions in flight; above it requests get 503 (default: no limit)"
+    add("--max-num-queued-reqs", type=int, metavar="N", help=text)
+    text = "prompt tokens without a first output token at which requests get 503 (default: no limit)"
+    add("--max-num-queued-tokens", type=int, metavar="N", help=text)
+    text = "time that requests get to end after a SIGTERM (default: 30)"
+    add("--shutdown-timeout", type=float, default=30.0, metavar="SECONDS", help=text)
+
+
+def _add_tls_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("TLS").add_argument
+    add("--ssl-certfile", metavar="FILE", help="certificate in PEM format")
+    add("--ssl-keyfile", metavar="FILE", help="its private key, if the certificate's file has none")
+    add("--ssl-ca-certs", metavar="FILE", help="authorities that certificates of clients come from")
+    text = "whether clients need a certificate: 0 no, 1 optional, 2 required (default: 0)"
+    add("--ssl-cert-reqs", type=int, choices=(0, 1, 2), default=int(ssl.CERT_NONE), help=text)
+
+
+def _tls(args: argparse.Namespace) -> dict[str, object]:
+    names = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
+    if args.ssl_certfile is None:
+        if given := next((name for name in names if getattr(args, name) is not None), None):
+            raise ConfigError(f"--{given.replace('_', '-')} needs --ssl-certfile")
+        return {}
+    return {name: getattr(args, name) for name in names} | {"ssl_cert_reqs": args.ssl_cert_reqs}

@@ -1,0 +1,122 @@
+"""The ASGI application: routes, keys, request ids, one shape for all errors, one log line for each request."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvllm.serving import chat, completions, information, tokenize
+from kvllm.serving.context import RequestContext
+from kvllm.serving.errors import ApiError, as_api_error
+from kvllm.serving.request_id import clean_request_id
+from kvllm.serving.sse import ClientGone
+from kvllm.serving.state import ServerState
+
+logger = logging.getLogger(__name__)
+GENERATING = ("/v1/completions", "/v1/chat/completions")
+GONE = 499
+"""Status in the log of a request whose client went away, as nginx has it."""
+
+
+def make_app(state: ServerState) -> ASGIApp:
+    """The application that serves an engine."""
+    routes = [
+        Route("/v1/completions", completions.create, methods=["POST"]),
+        Route("/v1/chat/completions", chat.create, methods=["POST"]),
+        Route("/v1/models", information.list_models),
+        Route("/v1/models/{id:path}", information.get_model),
+        Route("/tokenize", tokenize.tokenize, methods=["POST"]),
+        Route("/detokenize", tokenize.detokenize, methods=["POST"]),
+        Route("/health", information.health),
+        Route("/ping", information.health, methods=["GET", "POST"]),
+        Route("/version", information.version),
+        Route("/metrics", information.metrics),
+        Route("/load", information.load),
+        Route("/openapi.json", information.openapi),
+    ]
+    # Without Starlette's own middleware, which would answer errors in a shape of its own.
+    return Gate(Router(routes, redirect_slashes=False), state)
+
+
+class Gate:
+    """All that a request passes before and behind its route. Only errors leave it as answers, no exceptions."""
+
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+        self._app = app
+        self._state = state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        request_id = clean_request_id(headers.get(b"x-request-id", b"").decode("latin-1"))
+        context = RequestContext(self._state, request_id, "")
+        scope["kvllm"] = context
+        scope["app"] = self  # lets the router raise what it cannot route
+        answer = Answer(send, context)
+        begin = time.monotonic()
+        generates = scope["path"] in GENERATING
+        self._state.requests += generates
+        try:
+            authorization = headers.get(b"authorization")
+            given = None if authorization is None else authorization.decode("latin-1")
+            context.tenant = self._state.options.keys.tenant(scope["path"], given)
+            await self._app(scope, receive, answer)
+        except ClientGone:
+            answer.status = GONE
+        except Exception as error:
+            await self._tell(error, answer, scope, receive)
+        finally:
+            self._state.requests -= generates
+            _log(scope, context, answer.status, time.monotonic() - begin)
+
+    async def _tell(self, error: Exception, answer: Answer, scope: Scope, receive: Receive) -> None:
+        if isinstance(error, HTTPException):
+            where = f"{scope['method']} {scope['path'][:200]}"
+            message = "there is no such route" if error.status_code == 404 else error.detail
+            error = ApiError(error.status_code, f"{where}: {message}", headers=error.headers)
+        known = as_api_error(error)
+        if answer.status is None:
+            await known.response()(scope, receive, answer)
+
+
+class Answer:
+    """Sends an answer with the request's id, and remembers its status."""
+
+    def __init__(self, send: Send, context: RequestContext) -> None:
+        self._send = send
+        self._context = context
+        self.status: int | None = None
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            request_id = (b"x-request-id", self._context.request_id.encode())
+            message = {**message, "headers": [*message.get("headers", ()), request_id]}
+        await self._send(message)
+
+
+def _log(scope: Scope, context: RequestContext, status: int | None, seconds: float) -> None:
+    """A line of the log: never what was asked or answered. Those of probes are for debugging."""
+    fields: dict[str, Any] = {
+        "request": context.request_id,
+        "key": context.tenant or "-",
+        "method": scope["method"],
+        "path": scope["path"][:80].encode("unicode_escape").decode(),
+        "status": status,
+        "seconds": f"{seconds:.3f}",
+    }
+    generation = context.generation
+    if generation is not None:
+        first = generation.first_token_seconds
+        fields["prompt_tokens"] = generation.prompt_tokens
+        fields["output_tokens"] = generation.output_tokens
+        fields["first_token_seconds"] = "-" if first is None else f"{first:.3f}"
+    level = logging.DEBUG if generation is None and status == 200 else logging.INFO
+    logger.log(level, "%s", " ".join(f"{name}={value}" for name, value in fields.items()))

@@ -1,0 +1,160 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import msgspec
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvllm.outputs import CompletionOutput, RequestOutput
+from kvllm.serving.context import RequestContext, context_of
+from kvllm.serving.errors import bad_request
+from kvllm.serving.generation import EncodedPrompt, Generation
+from kvllm.serving.limits import read_json
+from kvllm.serving.logprobs import TokenNames, chat_logprobs, prompt_logprobs
+from kvllm.serving.prompts import chat_prompt, max_tokens, prompt_limit
+from kvllm.serving.protocol import ChatCompletionRequest
+from kvllm.serving.responses import (
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletionChunk,
+    ChatCompletionResponse,
+    ChatLogprobs,
+    Message,
+)
+from kvllm.serving.sampling import check_generation, num_logprobs, sampling_params
+from kvllm.serving.sse import EventStream, event, until_disconnected
+
+decoder = msgspec.json.Decoder(ChatCompletionRequest)
+
+
+async def create(request: Request) -> Any:
+    """Answer a conversation: at once, or as a stream of events."""
+    context = context_of(request)
+    body = await read_json(request, decoder, context.state.pool)
+    context.begin(body)
+    check_generation(body)
+    if body.max_completion_tokens is not None:
+        body.max_tokens = body.max_completion_tokens
+    if body.max_tokens == 0:
+        raise bad_request("max_tokens=0 is not allowed: at least 1", "max_tokens")
+    prompt = await chat_prompt(context.state, body, body.messages, prompt_limit(context.state, body))
+    answer = ChatAnswer(context, body, prompt)
+    if body.stream:
+        return EventStream(answer.events())
+    response = await until_disconnected(request, answer.complete())
+    return Response(msgspec.json.encode(response), media_type="application/json")
+
+
+class ChatAnswer:
+    """The answer to one request, with `n` choices."""
+
+    def __init__(self, context: RequestContext, body: ChatCompletionRequest, prompt: EncodedPrompt) -> None:
+        state = context.state
+        self._body = body
+        self._prompt = prompt
+        self._id = f"chatcmpl-{context.request_id}"
+        self._model = body.model or state.model_name
+        self._created = int(time.time())
+        self._most = num_logprobs(body)
+        self._names = TokenNames(state.llm.tokenizer, bool(body.return_tokens_as_token_ids))
+        number = max_tokens(state, prompt, body.max_tokens, None)
+        params = sampling_params(body, number, state.sampling_defaults, logprobs=self._most)
+        self._generation = Generation(state, context.origin(body), [prompt], [params])
+        context.generation = self._generation
+
+    async def complete(self) -> ChatCompletionResponse:
+        """The whole answer."""
+        choices = [self._empty(index) for index in range(self._body.n or 1)]
+        of_prompt = None
+        async for _, output in self._generation.outputs():
+            of_prompt = of_prompt or output.prompt_logprobs
+            for completion in output.outputs:
+                self._extend(choices[completion.index], completion)
+        response = ChatCompletionResponse(
+            id=self._id, created=self._created, model=self._model, choices=choices, usage=self._generation.usage()
+        )
+        if self._body.prompt_logprobs is not None and of_prompt is not None:
+            response.prompt_logprobs = prompt_logprobs(of_prompt)
+        if self._body.return_token_ids:
+            response.prompt_token_ids = self._prompt.token_ids
+        return response
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The chunks of a stream: the role first, then what the model writes."""
+        options = self._body.stream_options
+        include_usage = options is not None and bool(options.include_usage)
+        continuous = include_usage and options is not None and bool(options.continuous_usage_stats)
+        outputs = self._generation.outputs()
+        begun = False
+        try:
+            async for _, output in outputs:
+                usage = self._generation.usage() if continuous else None if include_usage else UNSET
+                if not begun:
+                    begun = True
+                    for choice in self._first_choices():
+                        yield self._chunk([choice], usage)
+                for choice in self._chunk_choices(output):
+                    yield self._chunk([choice], usage)
+        finally:
+            await outputs.aclose()
+        if include_usage:
+            yield self._chunk([], self._generation.usage())
+
+    def _chunk(self, choices: list[ChatChunkChoice], usage: Any) -> bytes:
+        chunk = ChatCompletionChunk(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage)
+        return event(msgspec.json.encode(chunk))
+
+    def _first_choices(self) -> list[ChatChunkChoice]:
+        """The role of each choice, and the message that is continued if it is to be echoed."""
+        delta = Message(role="assistant", content=self._echo())
+        return [ChatChunkChoice(index=index, delta=delta) for index in range(self._body.n or 1)]
+
+    def _chunk_choices(self, output: RequestOutput) -> list[ChatChunkChoice]:
+        choices = []
+        for completion in output.outputs:
+            choice = ChatChunkChoice(
+                index=completion.index,
+                delta=Message(content=completion.text) if completion.text else Message(),
+                logprobs=self._logprobs(completion),
+                finish_reason=completion.finish_reason,
+            )
+            if completion.finish_reason is not None:
+                choice.stop_reason = completion.stop_reason
+            if self._body.return_token_ids:
+                choice.token_ids = completion.token_ids
+            choices.append(choice)
+        return choices
+
+    def _empty(self, index: int) -> ChatChoice:
+        choice = ChatChoice(index=index, message=Message(role="assistant", content=self._echo(), refusal=None))
+        if self._most is not None:
+            choice.logprobs = ChatLogprobs([])
+        if self._body.return_token_ids:
+            choice.token_ids = []
+        return choice
+
+    def _extend(self, choice: ChatChoice, completion: CompletionOutput) -> None:
+        """Add what is new of a completion."""
+        choice.message.content = f"{choice.message.content or ''}{completion.text}"
+        if choice.logprobs is not None and (piece := self._logprobs(completion)) is not None:
+            choice.logprobs.content += piece.content
+        if choice.token_ids is not UNSET:
+            choice.token_ids += completion.token_ids
+        choice.finish_reason, choice.stop_reason = completion.finish_reason, completion.stop_reason
+
+    def _logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
+        if self._most is None or completion.logprobs is None:
+            return None
+        return ChatLogprobs(chat_logprobs(self._names, completion.token_ids, completion.logprobs, self._most))
+
+    def _echo(self) -> str:
+        """The text of the last message, if it is continued and to be given back."""
+        last = self._body.messages[-1]
+        echoed = self._body.echo and self._body.continue_final_message and isinstance(last.content, str)
+        return last.content or "" if echoed and isinstance(last.content, str) else ""

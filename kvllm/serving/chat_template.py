@@ -1,0 +1,133 @@
+"""Conversations to text, through the chat template that the checkpoint or the server's operator gives."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from msgspec import to_builtins
+
+from kvllm.errors import ConfigError, RequestError
+from kvllm.serving.errors import ApiError, bad_request
+from kvllm.serving.protocol import ChatMessage
+from kvllm.tokenizer import Tokenizer
+
+TEMPLATE_SECONDS = 5.0
+"""Time that a template may take. It is a program, and messages are its input."""
+RESERVED = ("chat_template", "messages", "conversation", "tokenize", "return_dict", "return_tensors")
+"""Names that `chat_template_kwargs` may not have: they would change more than what the template sees."""
+NO_TEMPLATE = (
+    "the model has no chat template: send the prompt to /v1/completions, "
+    "or let the server's operator start it with --chat-template FILE"
+)
+T = TypeVar("T")
+
+
+def read_template(file: Path) -> str:
+    """The template in a file. Raises ConfigError."""
+    try:
+        return file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--chat-template {file} cannot be read: {error}") from None
+
+
+class ChatTemplate:
+    """Renders conversations in threads of `pool`, each within TEMPLATE_SECONDS.
+
+    template: instead of the checkpoint's own.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, template: str | None, pool: ThreadPoolExecutor) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._pool = pool
+
+    async def render(self, messages: list[ChatMessage], options: dict[str, Any]) -> str:
+        """The prompt's text, which has its special tokens. Raises ApiError and RequestError."""
+        tokenizer = self._tokenizer
+        if tokenizer is None or (self._template is None and tokenizer.hf.chat_template is None):
+            raise bad_request(NO_TEMPLATE)
+        if reserved := [name for name in RESERVED if name in options]:
+            raise bad_request(f"chat_template_kwargs may not have {reserved[0]!r}", "chat_template_kwargs")
+        conversation = [_plain(index, message) for index, message in enumerate(messages)]
+        if self._template is not None:
+            options = options | {"chat_template": self._template}
+        rendering = InterruptibleCall(lambda: tokenizer.apply_chat_template(conversation, **options))
+        loop = asyncio.get_running_loop()
+        alarm = loop.call_later(TEMPLATE_SECONDS, rendering.interrupt)
+        try:
+            return await loop.run_in_executor(self._pool, rendering)
+        except RequestError as error:
+            if rendering.is_interrupted:
+                raise ApiError(400, f"the chat template took longer than {TEMPLATE_SECONDS:.0f} s") from None
+            raise bad_request(str(error), "messages") from None
+        finally:
+            alarm.cancel()
+
+
+class Interrupted(Exception):
+    """The time of a call is over."""
+
+
+class InterruptibleCall(Generic[T]):
+    """A call of Python code that another thread can interrupt."""
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._function = function
+        self._thread: int | None = None  # that runs the function now
+        self._lock = threading.Lock()
+        self.is_interrupted = False
+
+    def __call__(self) -> T:
+        if self.is_interrupted:
+            raise RequestError("the call was interrupted before it began")
+        with self._lock:
+            self._thread = threading.get_ident()
+        try:
+            return self._function()
+        except Interrupted:
+            raise RequestError("the call was interrupted") from None
+        finally:
+            with self._lock:
+                if self.is_interrupted and self._thread is not None:  # it may have come too late to be raised
+                    _raise_in(self._thread, None)
+                self._thread = None
+
+    def interrupt(self) -> None:
+        """Raise Interrupted in the call, if it has not ended."""
+        with self._lock:
+            self.is_interrupted = True
+            if self._thread is not None:
+                _raise_in(self._thread, Interrupted)
+
+
+def _raise_in(thread: int, error: type[Exception] | None) -> None:
+    """Let a thread raise an error before its next instruction; None takes back one that was not raised yet."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+        ctypes.c_ulong(thread), None if error is None else ctypes.py_object(error)
+    )
+
+
+def _plain(index: int, message: ChatMessage) -> dict[str, Any]:
+    """A message as templates expect it: the content is one text."""
+    plain: dict[str, Any] = to_builtins(message)
+    plain["content"] = _text_of(index, message)
+    return plain
+
+
+def _text_of(index: int, message: ChatMessage) -> str:
+    if not isinstance(message.content, list):
+        return message.content or ""
+    texts: list[str] = []
+    for part in message.content:
+        text = part.refusal if part.type == "refusal" else part.text
+        if part.type not in ("text", "refusal") or text is None:
+            problem = f"messages[{index}] has a part of type {part.type!r}: only text parts are understood"
+            raise bad_request(problem, f"messages[{index}].content")
+        texts.append(text)
+    return "\n".join(texts)

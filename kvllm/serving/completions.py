@@ -1,0 +1,152 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import msgspec
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvllm.outputs import CompletionOutput, RequestOutput
+from kvllm.serving.context import RequestContext, context_of
+from kvllm.serving.errors import bad_request
+from kvllm.serving.generation import EncodedPrompt, Generation
+from kvllm.serving.limits import MAX_CHOICES, read_json
+from kvllm.serving.logprobs import LogprobLister, Position, TokenNames, prompt_logprobs
+from kvllm.serving.prompts import completion_prompts, max_tokens
+from kvllm.serving.protocol import CompletionRequest
+from kvllm.serving.responses import CompletionChoice, CompletionLogprobs, CompletionResponse
+from kvllm.serving.sampling import check_generation, num_logprobs, sampling_params
+from kvllm.serving.sse import EventStream, event, until_disconnected
+
+DEFAULT_MAX_TOKENS = 16
+decoder = msgspec.json.Decoder(CompletionRequest)
+
+
+async def create(request: Request) -> Any:
+    """Complete prompts: at once, or as a stream of events."""
+    context = context_of(request)
+    body = await read_json(request, decoder, context.state.pool)
+    context.begin(body)
+    check_generation(body)
+    prompts = await completion_prompts(context.state, body)
+    answer = CompletionAnswer(context, body, prompts)
+    if body.stream:
+        return EventStream(answer.events())
+    response = await until_disconnected(request, answer.complete())
+    return Response(msgspec.json.encode(response), media_type="application/json")
+
+
+class CompletionAnswer:
+    """The answer to one request: choice i * n + j is completion j of prompt i."""
+
+    def __init__(self, context: RequestContext, body: CompletionRequest, prompts: list[EncodedPrompt]) -> None:
+        state = context.state
+        self._body = body
+        self._id = f"cmpl-{context.request_id}"
+        self._model = body.model or state.model_name
+        self._created = int(time.time())
+        self._n = body.n or 1
+        self._most = num_logprobs(body)
+        self._names = TokenNames(state.llm.tokenizer, bool(body.return_tokens_as_token_ids))
+        if len(prompts) * self._n > MAX_CHOICES:
+            raise bad_request(f"{len(prompts)} prompts with n={self._n} are more than {MAX_CHOICES} completions", "n")
+        asked = [max_tokens(state, prompt, body.max_tokens, DEFAULT_MAX_TOKENS) for prompt in prompts]
+        if body.max_tokens == 0 and not body.echo:
+            raise bad_request("max_tokens=0 is not allowed: at least 1, or 0 with echo", "max_tokens")
+        of_prompt = self._most if body.echo and body.prompt_logprobs is None else body.prompt_logprobs
+        if body.max_tokens == 0 and of_prompt is None:
+            of_prompt = 0  # an engine that generates nothing has to compute something
+        own = {"logprobs": self._most, "prompt_logprobs": of_prompt}
+        params = [sampling_params(body, number, state.sampling_defaults, **own) for number in asked]
+        self._generation = Generation(state, context.origin(body), prompts, params)
+        context.generation = self._generation
+        count = len(prompts) * self._n
+        self._listers = [LogprobLister(self._names, self._most or 0) for _ in range(count)]
+        self._has_prompt = [False] * count
+
+    async def complete(self) -> CompletionResponse:
+        """The whole answer."""
+        choices = [self._empty(index) for index in range(len(self._has_prompt))]
+        async for number, output in self._generation.outputs():
+            for piece in self._pieces(number, output):
+                _extend(choices[piece.index], piece)
+        return self._response(choices, usage=self._generation.usage())
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The chunks of a stream."""
+        options = self._body.stream_options
+        include_usage = options is not None and bool(options.include_usage)
+        continuous = include_usage and options is not None and bool(options.continuous_usage_stats)
+        outputs = self._generation.outputs()
+        try:
+            async for number, output in outputs:
+                for piece in self._pieces(number, output):
+                    usage = self._generation.usage() if continuous else None if include_usage else UNSET
+                    yield event(msgspec.json.encode(self._response([piece], usage=usage)))
+        finally:
+            await outputs.aclose()
+        if include_usage:
+            yield event(msgspec.json.encode(self._response([], usage=self._generation.usage())))
+
+    def _response(self, choices: list[CompletionChoice], usage: Any) -> CompletionResponse:
+        return CompletionResponse(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage)
+
+    def _empty(self, index: int) -> CompletionChoice:
+        logprobs = CompletionLogprobs([], [], [], []) if self._most is not None else None
+        choice = CompletionChoice(index=index, text="", logprobs=logprobs)
+        if self._body.return_token_ids:
+            choice.token_ids = []
+        return choice
+
+    def _pieces(self, number: int, output: RequestOutput) -> list[CompletionChoice]:
+        """What an output of prompt `number` adds to its choices."""
+        return [self._piece(number, completion, output) for completion in output.outputs]
+
+    def _piece(self, number: int, completion: CompletionOutput, output: RequestOutput) -> CompletionChoice:
+        piece = self._empty(number * self._n + completion.index)
+        if not self._has_prompt[piece.index]:
+            self._has_prompt[piece.index] = True
+            self._add_prompt(number, piece, output)
+        piece.text += completion.text
+        if piece.logprobs is not None and completion.logprobs is not None:
+            own: list[Position] = list(completion.logprobs)
+            _append(piece.logprobs, self._listers[piece.index].push(completion.token_ids, own))
+        if self._body.return_token_ids:
+            piece.token_ids = completion.token_ids
+        piece.finish_reason, piece.stop_reason = completion.finish_reason, completion.stop_reason
+        return piece
+
+    def _add_prompt(self, number: int, piece: CompletionChoice, output: RequestOutput) -> None:
+        """What a choice begins with."""
+        prompt = self._generation.prompts[number]
+        if self._body.return_token_ids:
+            piece.prompt_token_ids = prompt.token_ids
+        if self._body.prompt_logprobs is not None and output.prompt_logprobs is not None:
+            piece.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
+        if self._body.echo:
+            piece.text = self._names.text(prompt.token_ids) if prompt.text is None else prompt.text
+            if piece.logprobs is not None and output.prompt_logprobs is not None:
+                _append(piece.logprobs, self._listers[piece.index].push(prompt.token_ids, output.prompt_logprobs))
+
+
+def _extend(choice: CompletionChoice, piece: CompletionChoice) -> None:
+    """Add a piece to a choice."""
+    choice.text += piece.text
+    if choice.logprobs is not None and piece.logprobs is not None:
+        _append(choice.logprobs, piece.logprobs)
+    if choice.token_ids is not UNSET and piece.token_ids is not UNSET:
+        choice.token_ids += piece.token_ids
+    for name in ("prompt_logprobs", "prompt_token_ids"):
+        if getattr(piece, name) is not UNSET:
+            setattr(choice, name, getattr(piece, name))
+    choice.finish_reason, choice.stop_reason = piece.finish_reason, piece.stop_reason
+
+
+def _append(logprobs: CompletionLogprobs, piece: CompletionLogprobs) -> None:
+    for name in logprobs.__struct_fields__:
+        getattr(logprobs, name).extend(getattr(piece, name))

@@ -1,0 +1,191 @@
+"""The prompts of one HTTP request in the engine: admission, outputs as they come, usage, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from kvllm.outputs import RequestMetrics, RequestOutput
+from kvllm.sampling_params import SamplingParams
+from kvllm.serving.responses import CompletionTokensDetails, CompressionUsage, PromptTokensDetails, Usage
+from kvllm.serving.state import ServerState
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class EncodedPrompt:
+    """A prompt as the engine gets it. text: None if it came as token ids."""
+
+    token_ids: list[int]
+    text: str | None = None
+
+
+@dataclass(slots=True)
+class Origin:
+    """Where a request comes from. tenant: the name of its key. cache_salt: None if its prefixes are shared with all."""
+
+    request_id: str
+    tenant: str
+    priority: int
+    cache_salt: str | None
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a prompt is. Times are those of `time.monotonic`."""
+
+    completions: int
+    has_begun: bool = False
+    num_tokens: int = 0
+    last_token_time: dict[int, float] = field(default_factory=dict)
+    unfinished: set[int] = field(default_factory=set)
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    is_finished: bool = False
+
+
+class Generation:
+    """Runs prompts, each with its options, and counts what they produce."""
+
+    def __init__(
+        self, state: ServerState, origin: Origin, prompts: list[EncodedPrompt], params: list[SamplingParams]
+    ) -> None:
+        self._state = state
+        self._origin = origin
+        self.prompts = prompts
+        self._params = params
+        self._progress = [Progress(each.n) for each in params]
+        self._begin = time.monotonic()
+        self.first_token_seconds: float | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(prompt.token_ids) for prompt in self.prompts)
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(progress.num_tokens for progress in self._progress)
+
+    async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """Deltas, each with the number of its prompt.
+
+        Closing the generator aborts what still runs.
+
+        Raises:
+            ApiError: the server does not take the request now.
+            KvLLMError: the engine cannot serve it, or cannot serve it to its end.
+        """
+        self._state.check_ready()
+        completions = sum(params.n for params in self._params)
+        self._state.admission.enter(completions, self.prompt_tokens)
+        runs = [self._run(index) for index in range(len(self.prompts))]
+        try:
+            async with aclosing(merge(runs)) as outputs:
+                async for index, output in outputs:
+                    self._count(index, output)
+                    if output.error is not None:
+                        raise output.error
+                    yield index, output
+        finally:
+            self._state.admission.leave(completions)
+            for index, progress in enumerate(self._progress):
+                self._leave_prefill(index)
+                if not progress.is_finished:
+                    self._state.metrics.count_abort(progress.completions)
+
+    def usage(self, reasoning_tokens: int | None = None) -> Usage:
+        """What has been used so far. reasoning_tokens: None if nobody has looked for a thought."""
+        prompt, output = self.prompt_tokens, self.output_tokens
+        metrics = [progress.metrics for progress in self._progress]
+        evicted = sum(each.evicted_entries for each in metrics)
+        pairs = output + sum(len(p.token_ids) * q.n for p, q in zip(self.prompts, self._params, strict=True))
+        usage = Usage(
+            prompt,
+            output,
+            prompt + output,
+            PromptTokensDetails(sum(each.num_cached_tokens for each in metrics)),
+            CompressionUsage(round(1 - evicted / pairs, 4), evicted, sum(each.preemptions for each in metrics)),
+        )
+        if reasoning_tokens is not None:
+            usage.completion_tokens_details = CompletionTokensDetails(reasoning_tokens)
+        return usage
+
+    async def _run(self, index: int) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        prompt, origin = self.prompts[index], self._origin
+        state = self._state
+        request_id = f"{origin.request_id}-{index}-{uuid.uuid4().hex[:8]}"
+        state.running.add(request_id)
+        stream = state.llm.generate(
+            {"prompt_token_ids": prompt.token_ids},
+            self._params[index],
+            request_id,
+            priority=origin.priority,
+            tenant=origin.tenant,
+            cache_salt=origin.cache_salt,
+        )
+        try:
+            async for output in stream:
+                yield index, output
+        finally:
+            state.running.discard(request_id)
+            await stream.aclose()
+
+    def _count(self, index: int, output: RequestOutput) -> None:
+        now, progress = time.monotonic(), self._progress[index]
+        progress.metrics = output.metrics
+        if not progress.has_begun:
+            self._leave_prefill(index)
+        if self.first_token_seconds is None:
+            self.first_token_seconds = now - self._begin
+        metrics = self._state.metrics
+        for completion in output.outputs:
+            new = len(completion.token_ids)
+            progress.num_tokens += new
+            if new:
+                metrics.count_tokens(new, now - progress.last_token_time.get(completion.index, now))
+                progress.last_token_time[completion.index] = now
+            if completion.finish_reason is not None:
+                metrics.count_finish(completion.finish_reason)
+        if output.finished:
+            progress.is_finished = True
+            metrics.count_request(
+                output.metrics, len(self.prompts[index].token_ids), progress.num_tokens, self._params[index]
+            )
+
+    def _leave_prefill(self, index: int) -> None:
+        progress = self._progress[index]
+        if not progress.has_begun:
+            progress.has_begun = True
+            self._state.admission.leave_prefill(len(self.prompts[index].token_ids))
+
+
+async def merge(runs: list[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    """The items of several generators as they come. Closing it closes all of them."""
+    following = {asyncio.ensure_future(_next(run)): run for run in runs}
+    try:
+        while following:
+            done, _ = await asyncio.wait(following, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                run = following.pop(task)
+                for item in task.result():
+                    following[asyncio.ensure_future(_next(run))] = run
+                    yield item
+    finally:
+        for task in following:
+            task.cancel()
+        if following:
+            await asyncio.wait(following)
+        for run in runs:
+            await run.aclose()
+
+
+async def _next(run: AsyncGenerator[T, None]) -> list[T]:
+    """The next item, or nothing at the end."""
+    async for item in run:
+        return [item]
+    return []

@@ -1,0 +1,118 @@
+"""Bounds on what a client may send, checked before the work that they bound."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from kvllm.serving.errors import ApiError, bad_request
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 16 << 20
+BODY_SECONDS = 60.0
+"""Time in which a body has to arrive."""
+MAX_JSON_DEPTH = 64
+MAX_JSON_CONTAINERS = 100_000
+"""Lists and objects in a body: an empty one takes 2 bytes of a body and over 60 of memory."""
+MAX_N = 128
+MAX_PROMPTS = 1024
+MAX_CHOICES = 4096
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARACTERS = 1024
+MAX_LOGIT_BIAS = 1024
+MAX_STOP_TOKEN_IDS = 1024
+SMALL_BODY_BYTES = 16 << 10
+"""A body up to this size is parsed on the event loop: a thread would take longer to wake up."""
+
+# A string that never ends reaches to the end of the body: if it matched nothing, the search would take squared time.
+STRINGS = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
+BRACKETS = re.compile(rb"[\[\]{}]")
+PATH = re.compile(r" - at `\$\.?(.*)`$")
+T = TypeVar("T")
+
+
+async def read_body(request: Request) -> bytes:
+    """The body of a request. Raises ApiError if it is too large or too slow."""
+    length = request.headers.get("content-length", "")
+    if length.isdigit() and int(length) > MAX_BODY_BYTES:
+        raise _too_large()
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                size += len(part)
+                if size > MAX_BODY_BYTES:
+                    raise _too_large()
+                parts.append(part)
+    except TimeoutError:
+        raise ApiError(408, f"the body has not arrived within {BODY_SECONDS:.0f} s", headers=CLOSE) from None
+    except ClientDisconnect:
+        raise bad_request("the client has gone before its body was complete") from None
+    return b"".join(parts)
+
+
+async def read_json(request: Request, decoder: msgspec.json.Decoder[T], pool: ThreadPoolExecutor) -> T:
+    """The body of a request as `decoder` reads it; a big one is parsed in a thread of `pool`. Raises ApiError."""
+    body = await read_body(request)
+    if len(body) <= SMALL_BODY_BYTES:
+        return decode(body, decoder)
+    return await asyncio.get_running_loop().run_in_executor(pool, decode, body, decoder)
+
+
+def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+    """Raises ApiError for what is no JSON, is nested too deeply or has fields of wrong types."""
+    check_depth(body)
+    try:
+        decoded = decoder.decode(body)
+        if logger.isEnabledFor(logging.DEBUG):
+            _log_unknown_fields(body, type(decoded))
+        return decoded
+    except msgspec.ValidationError as error:
+        text = str(error)
+        found = PATH.search(text)
+        raise bad_request(text, found[1] if found else None) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise bad_request(f"the body is not valid JSON: {error}") from None
+
+
+def check_depth(body: bytes) -> None:
+    """Raises ApiError if lists and objects are nested deeper than MAX_JSON_DEPTH, or too many."""
+    if body.count(b"[") + body.count(b"{") <= MAX_JSON_DEPTH:
+        return
+    outside = STRINGS.sub(b"", body)
+    containers = outside.count(b"[") + outside.count(b"{")
+    if containers > MAX_JSON_CONTAINERS:
+        raise bad_request(f"the body has {containers} lists and objects: at most {MAX_JSON_CONTAINERS} are allowed")
+    depth = 0
+    for bracket in BRACKETS.findall(outside):
+        depth += 1 if bracket in b"[{" else -1
+        if depth > MAX_JSON_DEPTH:
+            raise bad_request(f"the body nests lists and objects deeper than {MAX_JSON_DEPTH}: flatten it")
+
+
+def check_count(field: str, count: int, most: int) -> None:
+    """Raises ApiError if a list, or a number of things to make, is too long."""
+    if count > most:
+        raise bad_request(f"{field} has {count} items: at most {most} are allowed", field)
+
+
+CLOSE = {"Connection": "close"}
+
+
+def _log_unknown_fields(body: bytes, kind: type) -> None:
+    """Name what a body has and the server does not know: as in vLLM, it is ignored."""
+    unknown = sorted(set(msgspec.json.decode(body)) - {field.name for field in msgspec.structs.fields(kind)})
+    if unknown:
+        logger.debug("%s: fields that are ignored: %s", kind.__name__, ascii(unknown)[:500])
+
+
+def _too_large() -> ApiError:
+    return ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes: send less at a time", headers=CLOSE)

@@ -1,0 +1,90 @@
+"""/openapi.json, made from the types of requests and answers."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import msgspec
+
+import kvllm
+from kvllm.serving import protocol, responses
+
+Route = tuple[str, str, type | None, type | None, str]
+ROUTES: tuple[Route, ...] = (
+    ("post", "/v1/completions", protocol.CompletionRequest, responses.CompletionResponse, "Complete prompts."),
+    (
+        "post",
+        "/v1/chat/completions",
+        protocol.ChatCompletionRequest,
+        responses.ChatCompletionResponse,
+        "Answer a conversation.",
+    ),
+    ("get", "/v1/models", None, responses.ModelList, "The names under which the model is served."),
+    ("get", "/v1/models/{id}", None, responses.Model, "One of these names."),
+    ("post", "/tokenize", protocol.TokenizeRequest, responses.TokenizeResponse, "Token ids of a prompt."),
+    ("post", "/detokenize", protocol.DetokenizeRequest, responses.DetokenizeResponse, "The text of token ids."),
+    ("get", "/health", None, None, "Status 200 if requests are taken, else 503."),
+    ("get", "/ping", None, None, "As /health."),
+    ("post", "/ping", None, None, "As /health."),
+    ("get", "/version", None, None, "The version of the package."),
+    ("get", "/load", None, None, "How many requests are being answered."),
+    ("get", "/metrics", None, None, "Prometheus metrics."),
+)
+"""Method, path, types of the body and of the answer, and what it does."""
+REFUSALS = {
+    "400": "The body is wrong, or asks for what cannot be done.",
+    "401": "No key, or a wrong one.",
+    "404": "There is no such route or model.",
+    "408": "The body came too slowly.",
+    "413": "The body is too large.",
+    "503": "The server is busy, about to stop, or its engine is being started again. Try again later.",
+}
+
+
+@cache
+def document() -> bytes:
+    """The JSON text."""
+    types = {kind for route in ROUTES for kind in route[2:4] if kind is not None} | {responses.ErrorResponse}
+    _, schemas = msgspec.json.schema_components(sorted(types, key=lambda kind: kind.__name__), ref_template=REFERENCE)
+    paths: dict[str, Any] = {}
+    for route in ROUTES:
+        paths.setdefault(route[1], {})[route[0]] = _operation(*route)
+    return msgspec.json.encode(
+        {
+            "openapi": "3.1.0",
+            "info": {"title": "KvLLM", "version": kvllm.__version__},
+            "paths": paths,
+            "components": {
+                "schemas": schemas,
+                "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            },
+            "security": [{}, {"key": []}],
+        }
+    )
+
+
+REFERENCE = "#/components/schemas/{name}"
+
+
+def _operation(method: str, path: str, body: type | None, answer: type | None, text: str) -> dict[str, Any]:
+    good: dict[str, Any] = {"description": "Success."}
+    if answer is not None:
+        good["content"] = _content(answer)
+    refusals = {
+        status: {"description": text, "content": _content(responses.ErrorResponse)} for status, text in REFUSALS.items()
+    }
+    operation: dict[str, Any] = {"summary": text, "responses": {"200": good} | refusals}
+    operation["operationId"] = f"{method}{path.replace('/', '_').replace('{', '').replace('}', '')}"
+    if body is not None:
+        operation["requestBody"] = {"required": True, "content": _content(body)}
+    if "{id}" in path:
+        operation["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
+    return operation
+
+
+def _content(kind: type) -> dict[str, Any]:
+    content: dict[str, Any] = {"application/json": {"schema": {"$ref": REFERENCE.format(name=kind.__name__)}}}
+    if kind is responses.CompletionResponse or kind is responses.ChatCompletionResponse:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    return content

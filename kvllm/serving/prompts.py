@@ -1,0 +1,124 @@
+"""Prompts of requests as token ids, with a bound on their length before the work of encoding them."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Any
+
+from kvllm.serving.errors import bad_request
+from kvllm.serving.generation import EncodedPrompt
+from kvllm.serving.limits import MAX_PROMPTS, check_count
+from kvllm.serving.protocol import ChatCompletionRequest, ChatMessage, CompletionRequest, TokenizeRequest
+from kvllm.serving.state import ServerState
+
+LONG_TEXT = 4096
+"""Characters. A longer text is encoded in a thread: it would hold up the event loop."""
+
+
+async def completion_prompts(state: ServerState, request: CompletionRequest) -> list[EncodedPrompt]:
+    """The prompts of a completion request. Raises ApiError and RequestError."""
+    given = request.prompt
+    if given is None or given == []:
+        raise bad_request("a prompt is needed: text, token ids, or a list of one of them", "prompt")
+    if isinstance(given, str) or all(isinstance(each, int) for each in given):
+        prompts: list[Any] = [given]
+    elif all(isinstance(each, str) for each in given) or all(isinstance(each, list) for each in given):
+        prompts = list(given)
+    else:
+        raise bad_request("prompt mixes texts and token ids: give a list of texts, or of lists of ids", "prompt")
+    check_count("prompt", len(prompts), MAX_PROMPTS)
+    special, longest = request.add_special_tokens is not False, prompt_limit(state, request)
+    encoded = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            encoded.append(await encode(state, prompt, special, longest))
+        else:
+            encoded.append(EncodedPrompt(_cut(state, prompt, longest)))
+    return encoded
+
+
+async def chat_prompt(
+    state: ServerState,
+    request: ChatCompletionRequest | TokenizeRequest,
+    messages: list[ChatMessage],
+    longest: int | None = None,
+) -> EncodedPrompt:
+    """The prompt of a conversation. Raises ApiError and RequestError."""
+    if not messages:
+        raise bad_request("messages are empty: at least one is needed", "messages")
+    continues = bool(request.continue_final_message)
+    if continues and request.add_generation_prompt:
+        both = "Cannot set both `continue_final_message` and `add_generation_prompt` to True."
+        raise bad_request(both, "continue_final_message")
+    options = dict(request.chat_template_kwargs or {})
+    options["add_generation_prompt"] = not continues and request.add_generation_prompt is not False
+    if continues:
+        options["continue_final_message"] = True
+    text = await state.chat_template.render(messages, options)
+    # The template has written the special tokens already.
+    return await encode(state, text, bool(request.add_special_tokens), longest)
+
+
+async def encode(state: ServerState, text: str, special: bool, longest: int | None = None) -> EncodedPrompt:
+    """The token ids of a text, in a thread if it is long.
+
+    longest: cut the beginning, so that this many tokens are left; None refuses what is longer than the model allows.
+    """
+    most = (longest or state.max_model_len) * state.longest_token
+    if len(text) > most:
+        if longest is None:
+            tokens = -(-len(text) // state.longest_token)
+            raise too_long(state, f"your prompt has {len(text)} characters, which are at least {tokens} tokens")
+        text = text[-most:]
+    encoding = partial(state.tokenizer.encode, text, add_special_tokens=special)
+    if len(text) > LONG_TEXT:
+        token_ids = await asyncio.get_running_loop().run_in_executor(state.pool, encoding)
+    else:
+        token_ids = encoding()
+    return EncodedPrompt(_cut(state, token_ids, longest), text)
+
+
+def prompt_limit(state: ServerState, request: Any) -> int | None:
+    """Tokens that `truncate_prompt_tokens` leaves of a prompt; None for all. Raises ApiError."""
+    most = request.truncate_prompt_tokens
+    if most is None:
+        return None
+    room = state.max_model_len - max(1, request.max_tokens or 1)
+    if not (most == -1 or 1 <= most <= state.max_model_len):
+        allowed = f"from 1 to {state.max_model_len}, or -1 for as many as fit"
+        raise bad_request(f"truncate_prompt_tokens={most} is not allowed: {allowed}", "truncate_prompt_tokens")
+    return max(1, room) if most == -1 else most
+
+
+def max_tokens(state: ServerState, prompt: EncodedPrompt, asked: int | None, default: int | None) -> int:
+    """Tokens that a completion may have.
+
+    asked: refused if it does not fit behind the prompt.
+    default: if nothing is asked for, what fits of it; None for all that fits.
+
+    Raises:
+        ApiError: the model's context is too short.
+    """
+    length = len(prompt.token_ids)
+    room = state.max_model_len - length
+    if length == 0:
+        raise bad_request("the prompt is empty: it needs at least one token", "prompt")
+    if asked is not None and asked < 0:
+        raise bad_request(f"max_tokens={asked} is not allowed: at least 0", "max_tokens")
+    if room < (1 if asked is None else asked) or (asked == 0 and room < 1):
+        wanted = "" if asked is None else f" and you asked for {asked} more"
+        raise too_long(state, f"your prompt has {length} tokens{wanted}")
+    return asked if asked is not None else room if default is None else min(default, room)
+
+
+def too_long(state: ServerState, problem: str) -> Exception:
+    """The error of what does not fit into the model's context. Clients look for the first words of its text."""
+    longest = f"This model's maximum context length is {state.max_model_len} tokens. However, {problem}."
+    return bad_request(f"{longest} Please reduce the length of the input or the number of tokens asked for.", "prompt")
+
+
+def _cut(state: ServerState, token_ids: list[int], longest: int | None) -> list[int]:
+    if longest is None and len(token_ids) > state.max_model_len:
+        raise too_long(state, f"your prompt has {len(token_ids)} tokens")
+    return token_ids if longest is None else token_ids[-longest:]

@@ -1,0 +1,215 @@
+"""Requests as clients send them. Names and defaults are those of OpenAI and vLLM; null is as good as absent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct
+
+
+class StreamOptions(Struct, kw_only=True):
+    """include_usage: end the stream with a chunk that has the usage. continuous_usage_stats: give it in every chunk."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class CompressionOptions(Struct, kw_only=True, forbid_unknown_fields=True):
+    """How the KV cache of one request is compressed, within what the engine was started with.
+
+    budget_tokens: KV pairs that compression by threshold leaves.
+    """
+
+    budget_tokens: int | None = None
+
+
+class GenerationFields(Struct, kw_only=True):
+    """What completions and chat completions have in common."""
+
+    model: str | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    max_tokens: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    add_special_tokens: bool | None = None
+    allowed_token_ids: list[int] | None = None
+    return_tokens_as_token_ids: bool | None = None
+    return_token_ids: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    compression: CompressionOptions | None = None
+
+    # Fields below are known, and are refused unless they ask for nothing (`REFUSED`).
+    bad_words: Any = None
+    best_of: Any = None
+    use_beam_search: Any = None
+    length_penalty: Any = None
+    spaces_between_special_tokens: Any = None
+    thinking_token_budget: Any = None
+    logits_processors: Any = None
+    kv_transfer_params: Any = None
+    vllm_xargs: Any = None
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    repetition_detection: Any = None
+    logprob_token_ids: Any = None
+
+
+class CompletionRequest(GenerationFields, kw_only=True):
+    """Body of POST /v1/completions.
+
+    prompt: text, token ids, or a list of one of them.
+    echo: give the prompt back before the completion, with its log probabilities if `logprobs` are asked for.
+    """
+
+    prompt: str | list[str | int | list[int]] | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    suffix: Any = None
+    prompt_embeds: Any = None
+
+
+class ContentPart(Struct, kw_only=True):
+    """A part of a message: text alone is understood."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class FunctionCall(Struct, kw_only=True):
+    """arguments: JSON as text, as OpenAI has it, or an object."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(Struct, kw_only=True, omit_defaults=True):
+    """A call of a tool that the assistant has made before."""
+
+    function: FunctionCall
+    id: str | None = None
+    type: str | None = "function"
+
+
+class ChatMessage(Struct, kw_only=True, omit_defaults=True):
+    """A message of a conversation, as the template reads it."""
+
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+
+class ChatCompletionRequest(GenerationFields, kw_only=True):
+    """Body of POST /v1/chat/completions."""
+
+    messages: list[ChatMessage]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    tools: Any = None
+    mm_processor_kwargs: Any = None
+    media_io_kwargs: Any = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    echo: bool | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    reasoning_effort: Any = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    audio: Any = None
+    prediction: Any = None
+    web_search_options: Any = None
+    prompt_logprobs: int | None = None
+
+
+class TokenizeRequest(Struct, kw_only=True):
+    """Body of POST /tokenize: a prompt, or messages as in a chat completion."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Any = None
+
+
+class DetokenizeRequest(Struct, kw_only=True):
+    """Body of POST /detokenize."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "suffix": (("",), "the models complete text at its end only"),
+    "prompt_embeds": ((), "prompts are text or token ids"),
+    "bad_words": (([],), "use logit_bias or allowed_token_ids"),
+    "best_of": ((1,), "use n"),
+    "use_beam_search": ((False,), "use n with sampling"),
+    "length_penalty": ((1, 1.0), "it belongs to beam search"),
+    "spaces_between_special_tokens": ((True,), "text is what the tokenizer makes of the tokens"),
+    "thinking_token_budget": ((), "use max_tokens"),
+    "logits_processors": (([],), "no code of a request is run"),
+    "kv_transfer_params": (({},), "KV pairs stay in their engine"),
+    "vllm_xargs": (({},), "there are no such arguments"),
+    "response_format": (({"type": "text"},), "text is the only format"),
+    "structured_outputs": (({},), "text is the only format"),
+    "guided_json": ((), "text is the only format"),
+    "guided_regex": ((), "text is the only format"),
+    "guided_choice": ((), "text is the only format"),
+    "guided_grammar": ((), "text is the only format"),
+    "repetition_detection": (({},), "use repetition_penalty, frequency_penalty or presence_penalty"),
+    "logprob_token_ids": (([],), "use logprobs"),
+    "chat_template": ((), "the server's operator chooses it: start the server with --chat-template FILE"),
+    "tools": (([],), "the server has no tool parser"),
+    "tool_choice": (("none", "auto"), "the server has no tool parser"),
+    "functions": (([],), "the server has no tool parser"),
+    "function_call": (("none", "auto"), "the server has no tool parser"),
+    "mm_processor_kwargs": (({},), "messages are text"),
+    "media_io_kwargs": (({},), "messages are text"),
+    "modalities": ((["text"],), "messages are text"),
+    "audio": ((), "messages are text"),
+    "prediction": ((), "it is not used"),
+    "web_search_options": ((), "the server reaches no other host"),
+    "reasoning_effort": ((), "use chat_template_kwargs if the model's template has a switch"),
+}
+"""Fields that cannot be obeyed: values that ask for nothing, and what to do instead."""

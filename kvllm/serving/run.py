@@ -1,0 +1,197 @@
+"""The server's process: sockets, signals, and a shutdown that lets requests end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import signal
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+import uvloop
+
+from kvllm.async_llm import AsyncLLM
+from kvllm.engine_args import EngineArgs
+from kvllm.errors import ConfigError, WorkerError
+from kvllm.serving.app import make_app
+from kvllm.serving.state import ServerOptions, ServerState
+from kvllm.serving.supervisor import EngineSupervisor
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 2048
+ABORT_SECONDS = 5.0
+"""Time for the ends of streams, once their requests were aborted."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where the server listens: at a path of a Unix socket, or at a host and a port; port 0 is any free one.
+
+    ssl: uvicorn's options of TLS.
+    """
+
+    host: str
+    port: int
+    uds: str | None
+    ssl: dict[str, Any]
+
+
+def serve(args: EngineArgs, options: ServerOptions, address: Address) -> None:
+    """Serve until a signal ends it.
+
+    Raises:
+        ConfigError, CheckpointError: the engine or the address cannot be had.
+        WorkerError: the engine has failed for good.
+    """
+    bound = None if address.uds else _bind(address)  # before the engine is built, which may take minutes
+    _warn_if_open(address, options)
+    llm = AsyncLLM.from_engine_args(args)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            llm = runner.run(_serve(ServerState(args, options, llm), address, bound))
+    finally:
+        llm.shutdown()
+
+
+async def _serve(state: ServerState, address: Address, bound: socket.socket | None) -> AsyncLLM:
+    """Serve until the end. Returns the engine, which may be another one by then."""
+    config = uvicorn.Config(
+        make_app(state),
+        uds=address.uds,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        backlog=BACKLOG,
+        timeout_graceful_shutdown=int(ABORT_SECONDS),
+        **address.ssl,
+    )
+    _check_tls(config)
+    started = f"serving {', '.join(state.options.served_model_names)} at {_url(address, bound)}"
+    server = Server(config, started)
+    shutdown = Shutdown(state, server)
+    loop = asyncio.get_running_loop()
+    for number in SIGNALS:
+        loop.add_signal_handler(number, shutdown.begin)
+    supervisor = asyncio.create_task(EngineSupervisor(state).watch())
+    supervisor.add_done_callback(lambda _: shutdown.at_once())
+    await server.serve(None if bound is None else [bound])
+    if supervisor.done() and not state.admission.is_draining:
+        raise WorkerError("the engine has failed, and could not be started again: see the log")
+    supervisor.cancel()
+    return state.llm
+
+
+class Server(uvicorn.Server):
+    """uvicorn, with signals left to Shutdown: it would refuse connections at once, /health among them.
+
+    started: what the log says once connections are taken.
+    """
+
+    def __init__(self, config: uvicorn.Config, started: str) -> None:
+        super().__init__(config)
+        self._started = started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        logger.info("%s", self._started)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Shutdown:
+    """The end of a server: requests in flight finish first, new ones get 503. A second signal ends it at once."""
+
+    def __init__(self, state: ServerState, server: Server) -> None:
+        self._state = state
+        self._server = server
+        self._draining: asyncio.Task[None] | None = None
+
+    def begin(self) -> None:
+        """A signal has come."""
+        if self._draining is not None:
+            logger.warning("a second signal: the server ends at once")
+            self.at_once()
+            return
+        self._state.admission.is_draining = True
+        self._draining = asyncio.ensure_future(self._drain())
+
+    def at_once(self) -> None:
+        """End without waiting for anything."""
+        self._server.should_exit = self._server.force_exit = True
+
+    async def _drain(self) -> None:
+        admission, timeout = self._state.admission, self._state.options.shutdown_timeout
+        logger.info("shutting down: %d completions get %g s to end", admission.in_flight, timeout)
+        try:
+            await asyncio.wait_for(admission.wait_until_idle(), timeout)
+        except TimeoutError:
+            logger.warning("%d completions have not ended within %g s: aborted", admission.in_flight, timeout)
+            for request_id in list(self._state.running):
+                await self._state.llm.abort(request_id)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(admission.wait_until_idle(), ABORT_SECONDS)
+        self._server.should_exit = True
+
+
+def _bind(address: Address) -> socket.socket:
+    """A socket at the address. Raises ConfigError."""
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((address.host, address.port))
+    except (OSError, OverflowError) as error:
+        bound.close()
+        raise ConfigError(
+            f"--host {address.host} --port {address.port}: {error}: choose another address or port"
+        ) from None
+    bound.setblocking(False)
+    return bound
+
+
+def _url(address: Address, bound: socket.socket | None) -> str:
+    if bound is None:
+        return f"unix:{address.uds}"
+    scheme = "https" if address.ssl.get("ssl_certfile") else "http"
+    host = f"[{address.host}]" if ":" in address.host else address.host
+    return f"{scheme}://{host}:{bound.getsockname()[1]}"
+
+
+def _warn_if_open(address: Address, options: ServerOptions) -> None:
+    """Everybody who reaches an address that is not loopback may use a server without keys."""
+    if options.keys or address.uds or _is_loopback(address.host):
+        return
+    logger.warning(
+        "no API key is set, and %s can be reached from other machines: everybody there may use this server. "
+        "Set KVLLM_API_KEY or --api-key-file, or keep --host 127.0.0.1",
+        address.host,
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _check_tls(config: uvicorn.Config) -> None:
+    """Read certificates. Raises ConfigError."""
+    try:
+        config.load()
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        raise ConfigError(f"--ssl-certfile {config.ssl_certfile}: {error}") from None

@@ -1,0 +1,102 @@
+"""From the fields of a request to `SamplingParams`, and checks of those that can be seen before the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvllm.sampling_params import MAX_LOGPROBS, SamplingParams
+from kvllm.serving.errors import bad_request
+from kvllm.serving.limits import (
+    MAX_LOGIT_BIAS,
+    MAX_N,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    check_count,
+)
+from kvllm.serving.protocol import REFUSED, ChatCompletionRequest, CompletionRequest
+
+GenerationRequest = CompletionRequest | ChatCompletionRequest
+SAME_NAME = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "min_tokens",
+    "ignore_eos",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+    "allowed_token_ids",
+    "prompt_logprobs",
+)
+
+
+def check_fields(request: Any) -> None:
+    """Raises ApiError for a known field that asks for what cannot be done."""
+    for field in type(request).__struct_fields__:
+        if field in REFUSED and (value := getattr(request, field)) is not None:
+            neutral, instead = REFUSED[field]
+            if value not in neutral:
+                raise bad_request(f"{field} is not supported: {instead}", field)
+
+
+def check_generation(request: GenerationRequest) -> None:
+    """Raises ApiError for fields that cannot be obeyed, or that ask for too much."""
+    check_fields(request)
+    if (request.n or 1) > MAX_N:
+        raise bad_request(f"n={request.n} is not allowed: at most {MAX_N}", "n")
+    stop = request.stop if isinstance(request.stop, list) else [request.stop or ""]
+    check_count("stop", len(stop), MAX_STOP_STRINGS)
+    if any(len(text) > MAX_STOP_CHARACTERS for text in stop):
+        raise bad_request(f"a stop string has at most {MAX_STOP_CHARACTERS} characters", "stop")
+    check_count("stop_token_ids", len(request.stop_token_ids or ()), MAX_STOP_TOKEN_IDS)
+    check_count("logit_bias", len(request.logit_bias or ()), MAX_LOGIT_BIAS)
+    if request.stream_options is not None and not request.stream:
+        raise bad_request("Stream options can only be defined when `stream=True`.", "stream_options")
+    if request.stream and request.prompt_logprobs is not None:
+        raise bad_request("prompt_logprobs are not available when `stream=True`", "prompt_logprobs")
+    if request.request_id is not None and not request.request_id:
+        raise bad_request("request_id is empty: leave it out or give one", "request_id")
+
+
+def num_logprobs(request: GenerationRequest) -> int | None:
+    """Most likely tokens to report at each position; None for no log probabilities. Raises ApiError."""
+    if isinstance(request, CompletionRequest):
+        number = request.logprobs
+        field = "logprobs"
+    else:
+        if request.top_logprobs and not request.logprobs:
+            raise bad_request("when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs")
+        number = (request.top_logprobs or 0) if request.logprobs else None
+        field = "top_logprobs"
+    if number is not None and not 0 <= number <= MAX_LOGPROBS:
+        raise bad_request(f"{field}={number} is not allowed: between 0 and {MAX_LOGPROBS}", field)
+    return number
+
+
+def sampling_params(
+    request: GenerationRequest, max_tokens: int, model_defaults: dict[str, Any], **own: Any
+) -> SamplingParams:
+    """The engine's options of a request whose fields were checked.
+
+    max_tokens: as the prompt's length allows.
+    own: options that the route sets itself.
+
+    Raises:
+        ConfigError: a value is not allowed.
+    """
+    given: dict[str, Any] = {name: value for name in SAME_NAME if (value := getattr(request, name)) is not None}
+    if request.logit_bias:
+        given["logit_bias"] = request.logit_bias
+    if request.compression is not None and request.compression.budget_tokens is not None:
+        given["budget_tokens"] = request.compression.budget_tokens
+    own = {name: value for name, value in own.items() if value is not None}
+    options: dict[str, Any] = model_defaults | given | own | {"max_tokens": max_tokens}
+    return SamplingParams(**options)

@@ -1,0 +1,109 @@
+"""What the routes share: the engine, which may be replaced, and the settings of the server."""
+
+from __future__ import annotations
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvllm.async_llm import AsyncLLM
+from kvllm.engine_args import EngineArgs
+from kvllm.errors import RequestError
+from kvllm.serving.admission import Admission
+from kvllm.serving.auth import Keys
+from kvllm.serving.chat_template import ChatTemplate
+from kvllm.serving.errors import unavailable
+from kvllm.serving.metrics import ServerMetrics, Snapshot
+from kvllm.tokenizer import Tokenizer
+
+THREADS = 4
+"""For what would hold up the event loop: big bodies, long prompts, chat templates."""
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Settings of the server, beside those of its engine.
+
+    served_model_names: names that requests may use; the first one stands in answers.
+    chat_template: instead of the checkpoint's.
+    generation_config: "auto" takes defaults of sampling from the checkpoint's generation_config.json, "vllm" does not.
+    max_num_queued_reqs: most completions in flight; None for no limit.
+    max_num_queued_tokens: prompt tokens without a first token at which no request is taken; None for no limit.
+    shutdown_timeout: seconds that requests in flight get to end.
+    """
+
+    served_model_names: tuple[str, ...]
+    keys: Keys = field(default_factory=Keys)
+    chat_template: str | None = None
+    generation_config: str = "auto"
+    max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
+    shutdown_timeout: float = 30.0
+
+
+class ServerState:
+    """The engine and all that belongs to it. Used on the event loop alone.
+
+    llm: the engine that runs now.
+    running: ids of the engine's requests.
+    """
+
+    def __init__(self, args: EngineArgs, options: ServerOptions, llm: AsyncLLM) -> None:
+        self.args = args
+        self.options = options
+        self.llm = llm
+        self.running: set[str] = set()
+        self.requests = 0  # to routes that generate, which have no answer yet
+        self.created = int(time.time())
+        self.pool = ThreadPoolExecutor(THREADS, "kvllm-text")
+        self.admission = Admission(options.max_num_queued_reqs, options.max_num_queued_tokens)
+        self.chat_template = ChatTemplate(llm.tokenizer, options.chat_template, self.pool)
+        self.sampling_defaults = _sampling_defaults(args.path) if options.generation_config == "auto" else {}
+        self.longest_token = _longest_token(llm.tokenizer)
+        snapshot = lambda: Snapshot(self.llm.stats(), self.admission.in_flight)  # noqa: E731
+        cache = {
+            "block_size": str(llm.config.block_size),
+            "num_gpu_blocks": str(llm.config.num_blocks),
+            "enable_prefix_caching": str(llm.config.enable_prefix_caching),
+        }
+        self.metrics = ServerMetrics(self.model_name, snapshot, self.admission.rejections, cache)
+
+    @property
+    def model_name(self) -> str:
+        return self.options.served_model_names[0]
+
+    @property
+    def max_model_len(self) -> int:
+        return self.llm.config.max_model_len
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises RequestError if the checkpoint has none."""
+        if self.llm.tokenizer is None:
+            raise RequestError("the model has no tokenizer: give prompts as token ids")
+        return self.llm.tokenizer
+
+    def check_ready(self) -> None:
+        """Raises ApiError with status 503 while requests are not taken."""
+        self.admission.check_draining()
+        if self.llm.errored:
+            raise unavailable("the engine has failed and is being started again: try again later", 5)
+
+
+def _sampling_defaults(path: Path) -> dict[str, Any]:
+    """Defaults of sampling that a checkpoint asks for."""
+    file = path / "generation_config.json"
+    known = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return {name: found[name] for name in known if found.get(name) is not None}
+
+
+def _longest_token(tokenizer: Tokenizer | None) -> int:
+    """Most characters that one token stands for."""
+    return 1 if tokenizer is None else max(map(len, tokenizer.hf.get_vocab()))

@@ -1,0 +1,148 @@
+"""/v1/chat/completions with a template that the server's operator gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.helpers.server import ServerProcess
+from tests.serving.conftest import PROMPT
+
+# The model knows no roles, so a template of its own alphabet: the messages one after the other.
+TEMPLATE = """\
+{%- if stuck %}{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}{% endif -%}
+{%- for message in messages %}{{ message.content }}{% if not loop.last %},{% endif %}{% endfor -%}
+{%- if add_generation_prompt %}{{ ending or '' }}{% endif -%}
+"""
+QUESTION = [{"role": "user", "content": PROMPT}]
+GREEDY = {"temperature": 0, "max_tokens": 24}
+
+
+@pytest.fixture(scope="module")
+def chat_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    template = tmp_path_factory.mktemp("template") / "template.jinja"
+    template.write_text(TEMPLATE)
+    names = ("--served-model-name", "small", "other/name")
+    process = ServerProcess("--chat-template", str(template), *names, "--kv-cache-memory-bytes", "64M")
+    try:
+        yield process
+    finally:
+        assert process.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def client(chat_server: ServerProcess) -> Any:
+    return openai.OpenAI(base_url=f"{chat_server.url}/v1", api_key="unused", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def expected(client: Any) -> str:
+    return client.completions.create(model="small", prompt=PROMPT, **GREEDY).choices[0].text
+
+
+def test_answer(client: Any, expected: str) -> None:
+    answer = client.chat.completions.create(model="other/name", messages=QUESTION, **GREEDY)
+    message = answer.choices[0].message
+    assert (message.role, message.content, answer.choices[0].finish_reason) == ("assistant", expected, "length")
+    assert (answer.object, answer.model) == ("chat.completion", "other/name")
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (40, 24)
+    assert client.models.retrieve("other/name").id == "other/name"
+
+
+def test_stream_begins_with_the_role(client: Any, expected: str) -> None:
+    options = {"include_usage": True}
+    chunks = list(
+        client.chat.completions.create(
+            model="small", messages=QUESTION, n=2, stream=True, stream_options=options, **GREEDY
+        )
+    )
+    texts, finish = ["", ""], [None, None]
+    assert [chunk.choices[0].delta.role for chunk in chunks[:2]] == ["assistant", "assistant"]
+    for chunk in chunks[:-1]:
+        choice = chunk.choices[0]
+        texts[choice.index] += choice.delta.content or ""
+        finish[choice.index] = choice.finish_reason or finish[choice.index]
+    assert texts == [expected, expected] and finish == ["length", "length"]
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 48
+
+
+def test_parts_and_template_arguments(client: Any, chat_server: ServerProcess) -> None:
+    """The text that the template makes of the messages is the prompt."""
+    parts = [{"type": "text", "text": "A"}, {"type": "text", "text": "B"}]
+    messages = [{"role": "system", "content": "x"}, {"role": "user", "content": parts}]
+    for extra, prompt in (
+        ({}, "x,A\nB"),
+        ({"chat_template_kwargs": {"ending": "?"}}, "x,A\nB?"),
+        ({"chat_template_kwargs": {"ending": "?"}, "add_generation_prompt": False}, "x,A\nB"),
+    ):
+        status, encoded = chat_server.json("/tokenize", {"messages": messages, **extra})
+        assert status == 200, encoded
+        assert chat_server.json("/detokenize", {"tokens": encoded["tokens"]})[1]["prompt"] == prompt
+
+
+def test_the_last_message_is_continued(chat_server: ServerProcess, expected: str) -> None:
+    messages = [*QUESTION, {"role": "assistant", "content": "at"}]
+    body = {"messages": messages, "continue_final_message": True, **GREEDY}
+    status, answer = chat_server.json("/v1/chat/completions", body)
+    assert status == 200, answer
+    _, echoed = chat_server.json("/v1/chat/completions", body | {"echo": True})
+    assert echoed["choices"][0]["message"]["content"] == "at" + answer["choices"][0]["message"]["content"]
+    both = {"messages": messages, "continue_final_message": True, "add_generation_prompt": True}
+    assert chat_server.json("/v1/chat/completions", both)[0] == 400
+
+
+def test_logprobs(client: Any, expected: str) -> None:
+    answer = client.chat.completions.create(model="small", messages=QUESTION, logprobs=True, top_logprobs=2, **GREEDY)
+    content = answer.choices[0].logprobs.content
+    assert "".join(each.token for each in content) == expected
+    for each in content:
+        assert len(each.top_logprobs) == 2 and each.top_logprobs[0].token == each.token
+        assert bytes(each.bytes).decode() == each.token
+    plain = client.chat.completions.create(model="small", messages=QUESTION, logprobs=True, **GREEDY)
+    assert all(each.top_logprobs == [] for each in plain.choices[0].logprobs.content)
+
+
+def test_max_completion_tokens(client: Any) -> None:
+    few = client.chat.completions.create(model="small", messages=QUESTION, max_completion_tokens=3, temperature=0)
+    assert few.usage.completion_tokens == 3
+    unlimited = client.chat.completions.create(model="small", messages=QUESTION, temperature=0)
+    assert unlimited.choices[0].finish_reason == "stop" and unlimited.usage.completion_tokens > 24
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"messages": []}, "at least one"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "image_url"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "input_audio"),
+        ({"messages": [{"content": "a"}]}, "role"),
+        ({"chat_template": "{{ 1 }}"}, "--chat-template"),
+        ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "tokenize"),
+        ({"top_logprobs": 2}, "logprobs"),
+        ({"max_tokens": 0}, "at least 1"),
+        ({"modalities": ["audio"]}, "text"),
+        ({"logprobs": True, "top_logprobs": 50}, "between 0 and 20"),
+    ],
+)
+def test_refusals(chat_server: ServerProcess, fields: dict[str, Any], words: str) -> None:
+    status, answer = chat_server.json("/v1/chat/completions", {"messages": QUESTION, "max_tokens": 1, **fields})
+    assert status == 400 and words in answer["error"]["message"], answer
+
+
+def test_a_template_that_takes_long_is_stopped(chat_server: ServerProcess) -> None:
+    """And the server has its thread back: more of them than it has threads are stopped, one after the other."""
+    body = {"messages": QUESTION, "chat_template_kwargs": {"stuck": True}, "max_tokens": 1}
+    status, answer = chat_server.json("/v1/chat/completions", body)
+    assert status == 400 and "took longer than" in answer["error"]["message"], answer
+    assert chat_server.json("/v1/chat/completions", {"messages": QUESTION, "max_tokens": 1})[0] == 200
+
+
+def test_no_template(server: ServerProcess) -> None:
+    """The model in the package has none."""
+    status, answer = server.json("/v1/chat/completions", {"messages": QUESTION})
+    assert status == 400
+    assert "/v1/completions" in answer["error"]["message"] and "--chat-template" in answer["error"]["message"]

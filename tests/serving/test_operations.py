@@ -1,0 +1,197 @@
+"""Keys, overload, clients that go away, the end of a server, and an engine that dies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvllm.entrypoints.cli import main
+from tests.helpers.server import ServerProcess
+from tests.helpers.waiting import wait_until
+from tests.serving.conftest import PROMPT
+
+POOL = ("--block-size", "16", "--kv-cache-memory-bytes", "64M")
+LONG = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True}
+
+
+def stream_all(server: ServerProcess, number: int, max_tokens: int) -> list[list[bytes]]:
+    """The events of so many streams at once."""
+
+    async def one() -> list[bytes]:
+        host, _, port = server.url.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        body = json.dumps({**LONG, "max_tokens": max_tokens, "stream": True}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        content = await reader.read(-1)
+        writer.close()
+        return [line.strip() for line in content.split(b"\r\n") if line.startswith(b"data: ")]
+
+    async def together() -> list[list[bytes]]:
+        return await asyncio.gather(*(one() for _ in range(number)))
+
+    return asyncio.run(together())
+
+
+def aborted(server: ServerProcess) -> float:
+    """Completions that clients gave up."""
+    name = 'vllm:request_success_total{engine="0",finished_reason="abort",model_name="reasoner"}'
+    return server.metric(name) if name in server.request("/metrics")[2].decode() else 0
+
+
+def test_keys(tmp_path: Path) -> None:
+    """Several keys from a file and the environment. Prefixes are shared within a key alone."""
+    file = tmp_path / "keys.toml"
+    file.write_text('[[keys]]\nname = "alice"\nkey = "sk-alice"\n\n[[keys]]\nname = "bob"\nkey = "sk-bob"\n')
+    process = ServerProcess(*POOL, "--api-key-file", str(file), environment={"KVLLM_API_KEY": "sk-env"})
+    try:
+        for path in ("/health", "/ping", "/version"):
+            assert process.request(path)[0] == 200
+        for headers in ({}, {"Authorization": "Bearer sk-wrong"}, {"Authorization": "sk-alice"}):
+            for path in ("/v1/models", "/metrics", "/load", "/openapi.json", "/nothing"):
+                status, answer, body = process.request(path, headers=headers)
+                assert status == 401 and answer["www-authenticate"] == "Bearer", path
+                assert json.loads(body)["error"]["type"] == "AuthenticationError"
+        cached = []
+        for key in ("sk-alice", "sk-bob", "sk-bob", "sk-env"):
+            body = {"prompt": PROMPT, "max_tokens": 1}
+            status, answer = process.json("/v1/completions", body, {"Authorization": f"Bearer {key}"})
+            assert status == 200, answer
+            cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+        assert cached == [0, 0, 32, 0]
+        salted = {"prompt": PROMPT, "max_tokens": 1, "cache_salt": "mine"}
+        answer = process.json("/v1/completions", salted, {"Authorization": "Bearer sk-bob"})[1]
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert "key=alice" in process.log and "sk-" not in process.log
+    finally:
+        assert process.stop() == 0
+
+
+def test_clients_that_go_away(server: ServerProcess) -> None:
+    """Half of them stream, half wait for the whole answer. Their blocks come back within 0.5 s."""
+    before = aborted(server)
+    connections = []
+    for number in range(32):
+        host, _, port = server.url.removeprefix("http://").partition(":")
+        connection = socket.create_connection((host, int(port)))
+        body = json.dumps({**LONG, "max_tokens": 4000, "stream": number % 2 == 0}).encode()
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        connections.append(connection)
+    wait_until(lambda: server.metric("vllm:num_requests_running") == 32, "32 running requests")
+    assert server.metric("kvllm:blocks_in_use") >= 32
+    for connection in connections:
+        connection.close()
+    time.sleep(0.5)
+    steps = server.metric("kvllm:steps_total")
+    assert server.metric("kvllm:blocks_in_use") == server.metric("vllm:num_requests_running") == 0
+    assert aborted(server) - before == 32
+    time.sleep(0.2)
+    assert server.metric("kvllm:steps_total") == steps
+
+
+def test_overload_and_a_drain() -> None:
+    """More completions in flight than allowed get 503. After a SIGTERM those in flight have all tokens and [DONE];
+    meanwhile new requests and /health get 503. The exit code is 0."""
+    process = ServerProcess(*POOL, "--max-num-queued-reqs", "16")
+    try:
+        assert process.json("/v1/completions", {"prompt": "a", "n": 17})[0] == 503
+        assert process.json("/v1/completions", {"prompt": "a", "n": 16, "max_tokens": 1})[0] == 200
+        results: list[list[list[bytes]]] = []
+        thread = threading.Thread(target=lambda: results.append(stream_all(process, 16, 300)))
+        thread.start()
+        wait_until(lambda: process.metric("vllm:num_requests_running") == 16, "16 running requests")
+        for body in ({"prompt": "a"}, {"prompt": "a", "stream": True}):
+            status, headers, answer = process.request("/v1/completions", body)
+            assert status == 503 and int(headers["retry-after"]) >= 1
+            assert json.loads(answer)["error"]["type"] == "ServiceUnavailableError"
+        labels = 'engine="0",model_name="reasoner",reason="requests"'
+        assert process.metric(f"vllm:admission_rejections_total{{{labels}}}") == 3
+        process.signal(signal.SIGTERM)
+        wait_until(lambda: process.request("/health")[0] == 503, "a draining server", 5)
+        assert b"shutting down" in process.request("/v1/completions", {"prompt": "a"})[2]
+        thread.join()
+        for events in results[0]:
+            assert events[-1] == b"data: [DONE]"
+            chunks: list[Any] = [json.loads(event.removeprefix(b"data: ")) for event in events[:-1]]
+            assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+        assert process.process.wait(30) == 0
+    finally:
+        assert process.stop() == 0
+
+
+def test_a_drain_has_an_end() -> None:
+    """Requests that take longer are aborted, and their streams end too."""
+    process = ServerProcess(*POOL, "--shutdown-timeout", "0.3")
+    try:
+        results: list[list[list[bytes]]] = []
+        thread = threading.Thread(target=lambda: results.append(stream_all(process, 2, 4000)))
+        thread.start()
+        wait_until(lambda: process.metric("vllm:num_requests_running") == 2, "two running requests")
+        process.signal(signal.SIGTERM)
+        thread.join(30)
+        for events in results[0]:
+            assert events[-1] == b"data: [DONE]" and b'"finish_reason":"abort"' in events[-2]
+        assert process.process.wait(30) == 0
+    finally:
+        assert process.stop() == 0
+
+
+@pytest.mark.long
+def test_a_second_signal_ends_at_once() -> None:
+    process = ServerProcess(*POOL)
+    try:
+        thread = threading.Thread(target=lambda: stream_all(process, 2, 4000))
+        thread.start()
+        wait_until(lambda: process.metric("vllm:num_requests_running") == 2, "two running requests")
+        process.signal(signal.SIGTERM)
+        wait_until(lambda: process.request("/health")[0] == 503, "a draining server", 5)
+        process.signal(signal.SIGINT)
+        begin = time.monotonic()
+        assert process.process.wait(30) == 0
+        assert time.monotonic() - begin < 8
+        thread.join()
+    finally:
+        assert process.stop() == 0
+
+
+@pytest.mark.long
+def test_a_unix_socket(tmp_path: Path) -> None:
+    path = tmp_path / "kvllm.sock"
+    process = ServerProcess(*POOL, "--uds", str(path))
+    try:
+        assert process.url == f"unix:{path}"
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(path))
+            connection.sendall(b"GET /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            assert connection.recv(100).startswith(b"HTTP/1.1 200")
+    finally:
+        assert process.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--port", "99999"], "port"),
+        (["--device", "abacus"], "choose one of auto, cuda, cpu"),
+        (["--block-size", "0"], "between 1 and 256"),
+        (["--compression", "method=nothing"], "choose one of kara"),
+        (["--compression", "period"], "name=value"),
+        (["--max-model-len", "many"], "4K"),
+        (["--chat-template", "no/such/file"], "no/such/file"),
+        (["--api-key-file", "no/such/file"], "no/such/file"),
+        (["--ssl-keyfile", "key.pem"], "--ssl-certfile"),
+        (["--max-num-queued-reqs", "0"], "at least 1"),
+    ],
+)
+def test_wrong_arguments(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(["serve", "--port", "99999", *arguments])  # a port that cannot be had
+    assert words in f"{raised.value} {capsys.readouterr().err}"

@@ -1,0 +1,189 @@
+"""What arrives on the wire, well formed or not, gets one shape of answer and harms nobody."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.helpers.server import ServerProcess
+from tests.serving.conftest import PROMPT
+
+
+def connect(server: ServerProcess) -> socket.socket:
+    where = urlsplit(server.url)
+    assert where.hostname and where.port
+    return socket.create_connection((where.hostname, where.port), timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/nothing", 404),
+        ("POST", "/v1/embeddings", 404),
+        ("GET", "/v1/models/", 404),
+        ("GET", "/v1/models/gpt-4", 404),
+        ("GET", "/v1/completions", 405),
+        ("DELETE", "/v1/chat/completions", 405),
+        ("POST", "/health", 405),
+    ],
+)
+def test_unknown_routes_and_methods(server: ServerProcess, method: str, path: str, status: int) -> None:
+    found, headers, body = server.request(path, method=method)
+    assert found == status and headers["content-type"] == "application/json"
+    error = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["code"] == status
+    assert headers["x-request-id"]
+    if status == 405:
+        assert headers["allow"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"text"',
+        b'{"prompt": "a"',
+        b'{"prompt": "\xff\xfe"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": NaN}',
+        b'{"prompt": 1e999}',
+        b'{"prompt": [1' + b"0" * 400 + b"]}",
+        b'{"prompt": [' * 5000,
+        b'{"prompt": "a", "user": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"prompt": "a", "x": ' + b"[" * 200 + b"]" * 200 + b"}",
+        b'{"prompt": "a", "x": [' + b"[]," * 200_000 + b"[]]}",
+        b'"' + b'\\"' * 2_000_000 + b"[" * 70,
+        b"\x00" * 1000,
+    ],
+    ids=range(17),
+)
+def test_bodies_that_are_no_requests(server: ServerProcess, body: bytes) -> None:
+    begin = time.monotonic()
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize"):
+        status, _, answer = server.request(path, body)
+        assert status == 400 and json.loads(answer)["error"]["type"] == "BadRequestError", (path, answer)
+    assert time.monotonic() - begin < 10
+
+
+def test_a_body_that_is_too_large(server: ServerProcess) -> None:
+    """With its length told, nothing of it is read; without, as much as is allowed."""
+    with connect(server) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n")
+        assert b" 413 " in connection.recv(4096).split(b"\r\n")[0]
+    with connect(server) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        answer = b""
+        try:
+            for _ in range(20):
+                connection.sendall(b"100000\r\n" + b" " * (1 << 20) + b"\r\n")
+            answer = connection.recv(4096)
+        except (ConnectionResetError, BrokenPipeError):
+            answer = connection.recv(4096)
+        assert b" 413 " in answer.split(b"\r\n")[0]
+
+
+def test_a_slow_writer_harms_nobody(server: ServerProcess) -> None:
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 2, "temperature": 0}).encode()
+    with connect(server) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body))
+        for byte in body[:10]:
+            connection.sendall(bytes([byte]))
+            assert server.json("/version")[0] == 200
+        connection.sendall(body[10:])
+        assert b" 200 " in connection.recv(4096).split(b"\r\n")[0]
+
+
+def test_a_slow_reader_gets_all(server: ServerProcess) -> None:
+    """Its stream waits, others do not."""
+    body = {
+        "prompt": PROMPT,
+        "max_tokens": 400,
+        "temperature": 0,
+        "stream": True,
+        "ignore_eos": True,
+        "n": 4,
+        "logprobs": 9,
+    }
+    data = json.dumps(body).encode()
+    with connect(server) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+        connection.sendall(head % len(data) + data)
+        time.sleep(0.5)
+        begin = time.monotonic()
+        assert server.json("/v1/completions", {"prompt": "a", "max_tokens": 2})[0] == 200
+        assert time.monotonic() - begin < 10
+        received = b""
+        while part := connection.recv(1 << 16):
+            received += part
+    assert received.rstrip(b"0\r\n").endswith(b"data: [DONE]")
+    assert received.count(b'"finish_reason":"length"') == 4
+
+
+def test_thousands_of_connections_that_are_dropped(server: ServerProcess) -> None:
+    for _ in range(500):
+        connect(server).close()
+    for _ in range(100):
+        with connect(server) as connection:
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+    assert server.request("/health")[0] == 200
+
+
+def test_information(server: ServerProcess) -> None:
+    assert server.request("/health")[0] == server.request("/ping")[0] == server.request("/ping", b"")[0] == 200
+    assert server.json("/load") == (200, {"server_load": 0})
+    assert set(server.json("/version")[1]) == {"version"}
+    status, document = server.json("/openapi.json")
+    assert status == 200 and document["openapi"].startswith("3.")
+    assert "/v1/chat/completions" in document["paths"]
+    references: set[str] = set()
+
+    def collect(node: Any) -> None:
+        if isinstance(node, dict):
+            references.update([node["$ref"]] if isinstance(node.get("$ref"), str) else [])
+            node = list(node.values())
+        if isinstance(node, list):
+            for each in node:
+                collect(each)
+
+    collect(document)
+    schemas = document["components"]["schemas"]
+    assert references and all(reference.rpartition("/")[2] in schemas for reference in references)
+    assert "top_k" in schemas["CompletionRequest"]["properties"]
+
+
+def test_metrics(server: ServerProcess) -> None:
+    before = {name: server.metric(name) for name in ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")}
+    finished = 'vllm:request_success_total{engine="0",finished_reason="length",model_name="reasoner"}'
+    assert server.json("/v1/completions", {"prompt": PROMPT, "max_tokens": 7, "ignore_eos": True, "n": 2})[0] == 200
+    assert server.metric("vllm:generation_tokens_total") - before["vllm:generation_tokens_total"] == 14
+    assert server.metric("vllm:prompt_tokens_total") - before["vllm:prompt_tokens_total"] == 40
+    assert server.metric(finished) >= 2
+    assert server.metric("vllm:num_requests_running") == server.metric("vllm:num_requests_waiting") == 0
+    assert server.metric("vllm:kv_cache_usage_perc") == 0
+    for name in (
+        "vllm:time_to_first_token_seconds",
+        "vllm:inter_token_latency_seconds",
+        "vllm:e2e_request_latency_seconds",
+    ):
+        assert server.metric(f"{name}_count") > 0
+    for name in ("kvllm:windows_compressed_total", "kvllm:evicted_pairs_total", "kvllm:blocks_released_total"):
+        assert server.metric(name) == 0
+
+
+def test_the_log_has_ids_and_no_prompts(server: ServerProcess) -> None:
+    secret = "words: k7,k7,k7,k7"
+    body = {"prompt": secret, "max_tokens": 1, "request_id": "find-me\n"}
+    assert server.json("/v1/completions", body)[0] == 200
+    assert server.json("/v1/completions", {"prompt": secret, "temperature": "high"})[0] == 400
+    line = next(line for line in server.log.splitlines() if "request=find-me " in line)
+    assert "status=200" in line and "prompt_tokens=14" in line
+    assert "k7" not in server.log
