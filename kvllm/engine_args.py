@@ -129,6 +129,11 @@ class EngineArgs:
         longest, length = model.max_position_embeddings, self.max_model_len
         allowed = f"between 2 and the model's max_position_embeddings={longest}"
         require(length is None or length <= longest, "max_model_len", length, allowed)
+        if self.quantization and model.weight_format:
+            raise ConfigError(
+                f"quantization={self.quantization!r} makes weights from those of full precision, and {self.path} is "
+                "quantized already: leave it out"
+            )
         return model
 
     @cached_property

@@ -164,7 +164,8 @@ class DecoderLayer:
 
 
 def _packed(attention: SelfAttention, mlp: GatedMLP) -> bool:
-    return all(part.weight.packed is not None for part in (attention.qkv, attention.o, mlp.gate_up, mlp.down))
+    weights = [part.weight for part in (attention.qkv, attention.o, mlp.gate_up, mlp.down)]
+    return all(weight.packed is not None and not weight.sums and weight.order is None for weight in weights)
 
 
 Visitor = Callable[[int, torch.Tensor], None]
@@ -172,7 +173,7 @@ Visitor = Callable[[int, torch.Tensor], None]
 
 
 class Decoder:
-    """One rank's shard of a model. A loader calls `allocate`, then fills what `weights` names.
+    """One rank's shard of a model. A loader calls `allocate`, fills what `weights` names, then calls `compile`.
 
     num_query_heads, num_kv_heads: of this rank.
     """
@@ -210,10 +211,10 @@ class Decoder:
         for layer in self.layers:
             layer.allocate(packing)
         self.lm_head.allocate(packing)
-        self._compiled = self._compile()
 
-    def _compile(self) -> CompiledLayers | None:
-        """The layers as one operator, if they have no parts but the common ones, whole and packed."""
+    def compile(self) -> None:
+        """Make one operator of the layers, if they have no parts but the common ones, whole and packed. Called once all
+        weights are written."""
         layers = [
             (layer, layer.mlp)
             for layer in self.layers
@@ -222,7 +223,7 @@ class Decoder:
             and _packed(layer.attention, layer.mlp)
         ]
         whole = len(layers) == len(self.layers) and self.lm_head.shard.world_size == 1
-        return CompiledLayers(layers, self.final_norm, self.eps) if whole else None
+        self._compiled = CompiledLayers(layers, self.final_norm, self.eps) if whole else None
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionContext) -> torch.Tensor:
         """Compute tokens and write their keys and values to the cache.

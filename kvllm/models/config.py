@@ -14,6 +14,7 @@ import msgspec
 from kvllm.errors import CheckpointError
 from kvllm.models import MODELS, model_family
 from kvllm.models.rope import RopeScaling, TopKeys, read_rope
+from kvllm.models.weight_format import WeightFormat, read_weight_format
 
 DTYPES = ("bfloat16", "float16", "float32")
 QUANTIZATIONS = {"int8": 8, "int4": 4}
@@ -40,6 +41,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     architecture: a key of `kvllm.models.MODELS`.
     num_query_heads, num_kv_heads: of the whole model; each has `head_dim` numbers.
+    weight_format: None unless the checkpoint is quantized.
     qkv_bias: a bias is added to queries, keys and values. qk_norm: each of their heads is normalized before RoPE.
     dtype: the checkpoint's own, one of DTYPES.
     eos_token_ids: all tokens that end a text, perhaps none.
@@ -58,6 +60,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     rope_scaling: RopeScaling | None
     max_position_embeddings: int
     tie_word_embeddings: bool
+    weight_format: WeightFormat | None = None
     qkv_bias: bool = False
     qk_norm: bool = False
     dtype: str
@@ -177,6 +180,7 @@ def _model_config(raw: dict[str, Any], generation: _GenerationConfig) -> ModelCo
         rope_scaling=scaling,
         max_position_embeddings=keys.max_position_embeddings,
         tie_word_embeddings=keys.tie_word_embeddings,
+        weight_format=_weight_format(keys),
         dtype=_dtype(keys),
         bos_token_id=keys.bos_token_id if keys.bos_token_id is not None else generation.bos_token_id,
         eos_token_ids=_eos_token_ids(keys, generation),
@@ -201,9 +205,6 @@ def _architecture(raw: dict[str, Any]) -> str:
 
 def _refuse_unsupported(keys: ConfigKeys) -> None:
     """Refuse the features that no family computes. transformers reads these keys for every family, save `mlp_bias`."""
-    if keys.quantization_config is not None:
-        method = keys.quantization_config.get("quant_method", "method not named")
-        refuse(f"the weights are quantized ({method})", "use the checkpoint that is not quantized")
     if keys.mlp_bias:
         refuse("mlp_bias is true: the MLP projections have a bias")
     if not keys.is_causal:
@@ -274,6 +275,10 @@ def _check_totals(config: ModelConfig) -> None:
             f"its sizes imply {numbers:,} numbers for the keys and values of one token, more than the "
             f"{MOST_KV_NUMBERS:,} that kvllm allows"
         )
+
+
+def _weight_format(keys: ConfigKeys) -> WeightFormat | None:
+    return None if keys.quantization_config is None else read_weight_format(keys.quantization_config)
 
 
 def _dtype(keys: ConfigKeys) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from kvllm.models.config import ModelConfig, RopeScaling
+from kvllm.models.quantized_tensors import Integers
 from kvllm.models.weights import LinearWeight, MatrixRows, Packing
 from kvllm.parallel import Shard, kv_heads, split
 
@@ -39,12 +40,18 @@ class Weight:
         """Rows `[n, ...]` of the whole tensor, from row `first` on, all of which this rank holds."""
         if self.dim:
             values = values.narrow(1, self.start, self.target.shape[1])
+        self.write_part(first, values)
+
+    def write_part(self, first: int, values: torch.Tensor | Integers) -> None:
+        """This rank's part of these rows; of a quantized checkpoint, the integers."""
+        row = first if self.dim else first - self.start
+        if isinstance(self.target, torch.Tensor):
+            assert isinstance(values, torch.Tensor)
+            self.target[row : row + len(values)] = values
+        elif isinstance(values, Integers):
+            self.target.matrix.write_integers(self.target.first + row, values)
         else:
-            first -= self.start
-        if isinstance(self.target, MatrixRows):
-            self.target.matrix.write(self.target.first + first, values)
-        else:
-            self.target[first : first + len(values)] = values
+            self.target.matrix.write(self.target.first + row, values)
 
 
 def whole(target: torch.Tensor) -> Weight:
@@ -206,7 +213,7 @@ class LMHead:
         return {} if self.tied else {f"{prefix}.weight": vocab_part(self.vocab_size, self.weight, self.shard)}
 
     def allocate(self, packing: Packing) -> None:
-        self.weight.allocate(Packing(HEAD_BITS) if packing.bits else packing)
+        self.weight.allocate(Packing(HEAD_BITS if packing.bits else None))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[R, hidden_size]` -> logits `[R, vocab_size]`."""

@@ -23,7 +23,9 @@ from kvllm.models import model_family
 from kvllm.models.base import Decoder
 from kvllm.models.config import ModelConfig
 from kvllm.models.layers import Weight
-from kvllm.models.weights import Packing, strips
+from kvllm.models.quantized_tensors import Stored, read_float8, read_integers, stored_tensors
+from kvllm.models.weight_format import WeightFormat
+from kvllm.models.weights import MatrixRows, Packing, strips
 from kvllm.parallel import Shard
 
 SINGLE_FILE = "model.safetensors"
@@ -53,14 +55,18 @@ def load_model(
     with ExitStack() as stack:
         found = _tensors([(file, stack.enter_context(_open(file))) for file in files])
         without_memory = _empty_model(config, shard, dtype, torch.device("meta"), max_model_len=1)
-        _check(without_memory.weights(), found, config.tie_word_embeddings)
+        _check(_stored(without_memory.weights(), config), found, config.tie_word_embeddings)
         if config.tie_word_embeddings and HEAD in found:
             _check_tied_head(without_memory.weights()[EMBEDDING], found, dtype)
         model = _empty_model(config, shard, dtype, device, max_model_len)
-        model.allocate(Packing(bits))
+        model.allocate(Packing(bits, config.weight_format))
         for name, weight in model.weights().items():
+            if config.weight_format and _is_quantized(name, weight):
+                _read_quantized(name, weight, config.weight_format, found)
+                continue
             for first, rows in _strips(found[name][1], weight):
                 weight.write(first, rows)
+    model.compile()
     return model
 
 
@@ -75,6 +81,8 @@ def random_model(
     std: float = 0.02,
 ) -> Decoder:
     """A model with normally distributed weights (norms are one), for measurements: the same on any number of ranks."""
+    if config.weight_format:
+        raise ConfigError('load_format="dummy" makes no quantized weights: take quantization_config out of config.json')
     model = _empty_model(config, shard, dtype, device, max_model_len)
     model.allocate(Packing(bits))
     generator = torch.Generator(device).manual_seed(seed)
@@ -88,6 +96,7 @@ def random_model(
             begin, end = max(first, weight.rows.start), min(last, weight.rows.stop)
             if begin < end:
                 weight.write(begin, values[begin - first : end - first])
+    model.compile()
     return model
 
 
@@ -151,13 +160,24 @@ def _tensors(files: list[tuple[Path, Any]]) -> Tensors:
     return {name: (file, opened.get_slice(name)) for file, opened in files for name in sorted(opened.keys())}
 
 
-def _check(weights: dict[str, Weight], found: Tensors, tied: bool) -> None:
-    """Raise CheckpointError unless the tensors are those of the model."""
-    _check_names(weights, found, tied)
+def _stored(weights: dict[str, Weight], config: ModelConfig) -> dict[str, Stored]:
+    """The tensors that a checkpoint must have."""
+    stored = {}
     for name, weight in weights.items():
-        _check_tensor(name, *found[name], weight)
+        if config.weight_format and _is_quantized(name, weight):
+            stored |= stored_tensors(config.weight_format, _module(name), weight.shape)
+        else:
+            stored[name] = Stored(READABLE_DTYPES, (weight.shape,))
+    return stored
+
+
+def _check(stored: dict[str, Stored], found: Tensors, tied: bool) -> None:
+    """Raise CheckpointError unless the tensors are those of the model."""
+    _check_names(stored, found, tied)
+    for name, tensor in stored.items():
+        _check_tensor(name, *found[name], tensor)
     if tied and HEAD in found:
-        _check_tensor(HEAD, *found[HEAD], weights[EMBEDDING])
+        _check_tensor(HEAD, *found[HEAD], stored[EMBEDDING])
 
 
 def _check_tied_head(embedding: Weight, found: Tensors, dtype: torch.dtype) -> None:
@@ -171,26 +191,52 @@ def _check_tied_head(embedding: Weight, found: Tensors, dtype: torch.dtype) -> N
             )
 
 
-def _check_names(weights: dict[str, Weight], found: Iterable[str], tied: bool) -> None:
+def _check_names(stored: Iterable[str], found: Iterable[str], tied: bool) -> None:
     def ignored(name: str) -> bool:
         return name.endswith("rotary_emb.inv_freq") or (tied and name == HEAD)
 
-    missing = [name for name in weights if name not in found]
-    unexpected = [name for name in found if name not in weights and not ignored(name)]
+    expected = set(stored)
+    missing = [name for name in stored if name not in found]
+    unexpected = [name for name in found if name not in expected and not ignored(name)]
     if missing or unexpected:
         parts = [f"{text} {_some(names)}" for text, names in (("lacks", missing), ("has unknown", unexpected)) if names]
         raise CheckpointError(f"the checkpoint does not fit its config.json: it {' and '.join(parts)}")
 
 
-def _check_tensor(name: str, file: Path, found: Any, weight: Weight) -> None:
+def _check_tensor(name: str, file: Path, found: Any, stored: Stored) -> None:
     shape = tuple(found.get_shape())
-    if shape != weight.shape:
-        raise CheckpointError(f"{file}: {name} has shape {shape}, but config.json implies {weight.shape}")
-    if found.get_dtype() not in READABLE_DTYPES:
+    if shape not in stored.shapes:
+        raise CheckpointError(f"{file}: {name} has shape {shape}, but config.json implies {stored.shapes[0]}")
+    if found.get_dtype() not in stored.dtypes:
         raise CheckpointError(
-            f"{file}: {name} has dtype {found.get_dtype()}; kvllm reads {', '.join(READABLE_DTYPES)}: "
-            "use the checkpoint that is not quantized"
+            f"{file}: {name} has dtype {found.get_dtype()}; kvllm reads {', '.join(stored.dtypes)}: use a checkpoint "
+            "that has it so"
         )
+
+
+def _module(name: str) -> str:
+    return name.removesuffix(".weight")
+
+
+def _is_quantized(name: str, weight: Weight) -> bool:
+    """Whether a quantized checkpoint has other tensors in the place of this one."""
+    return isinstance(weight.target, MatrixRows) and name not in (EMBEDDING, HEAD)
+
+
+def _read_quantized(name: str, weight: Weight, form: WeightFormat, found: Tensors) -> None:
+    """Write this rank's part of a matrix, some rows at a time."""
+    module = _module(name)
+    tensors = {each: found[each][1][...] for each in stored_tensors(form, module, weight.shape[:2])}
+    columns = slice(0, weight.shape[1])
+    if weight.dim:
+        columns = slice(weight.start, weight.start + weight.target.shape[1])
+    for first, last in strips(weight.rows, weight.shape[1]):
+        if form.method == "float8":
+            weight.write_part(first, read_float8(form, tensors, module, slice(first, last), columns))
+        else:
+            weight.write_part(first, read_integers(form, tensors, module, slice(first, last), columns))
+    for tensor in tensors.values():
+        forget_pages(tensor)
 
 
 def _strips(source: Any, weight: Weight) -> Iterator[tuple[int, torch.Tensor]]:

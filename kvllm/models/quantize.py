@@ -38,14 +38,22 @@ def quantize(matrix: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor,
             lowest bits first. Tile t has the rows from 16 * t on; the last is filled up with zeros.
         scales: float32 `[tiles, in / group, 16]`.
     """
-    missing = -len(matrix) % TILE
-    weights = torch.nn.functional.pad(matrix.float(), (0, 0, 0, missing)).unflatten(1, (-1, group))
+    weights = matrix.float().unflatten(1, (-1, group))
     largest = weights.gather(2, weights.abs().argmax(2, keepdim=True))
     scales = largest.abs() / 127 if bits == 8 else largest / -8
     integers = (weights / scales.masked_fill(scales == 0, 1)).round_().clamp_(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
-    integers = integers.flatten(1).unflatten(0, (-1, TILE)).unflatten(2, (-1, 32 // bits)).transpose(1, 2)
-    packed = integers.to(torch.int8).contiguous() if bits == 8 else _nibbles(integers.to(torch.int32))
-    return packed, scales.squeeze(2).unflatten(0, (-1, TILE)).transpose(1, 2).contiguous()
+    return pack_integers(integers.flatten(1).to(torch.int8), scales.squeeze(2), bits)
+
+
+def pack_integers(integers: torch.Tensor, scales: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Integers int8 `[out, in]` and scales float32 `[out, in / group]`, as `quantize` returns them."""
+    missing = -len(integers) % TILE
+    integers, scales = (
+        torch.nn.functional.pad(each, (0, 0, 0, missing)).unflatten(0, (-1, TILE)) for each in (integers, scales)
+    )
+    integers = integers.unflatten(2, (-1, 32 // bits)).transpose(1, 2)
+    packed = integers.contiguous() if bits == 8 else _nibbles(integers.to(torch.int32))
+    return packed, scales.transpose(1, 2).contiguous()
 
 
 def _nibbles(integers: torch.Tensor) -> torch.Tensor:

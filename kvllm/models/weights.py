@@ -12,8 +12,11 @@ import torch
 import torch.nn.functional as F
 
 from kvllm._extension import operator
+from kvllm.errors import CheckpointError, ConfigError
 from kvllm.memory_pages import use_huge_pages
-from kvllm.models.quantize import TILE, WORD, dequantize_rows, group_size, packed_form, quantize
+from kvllm.models.quantize import TILE, WORD, dequantize_rows, group_size, pack_integers, packed_form, quantize
+from kvllm.models.quantized_tensors import Integers
+from kvllm.models.weight_format import WeightFormat
 
 PACKABLE_DTYPES = (torch.float32, torch.bfloat16)
 ALIGNMENT = 64
@@ -28,11 +31,13 @@ STRIP = 1 << 19
 class Packing:
     """How the weights of a model are packed, and the memory that they lie in.
 
-    bits: 8 or 4 for integers, None for the dtype as it is.
+    bits: 8 or 4 for integers that are made while the model is loaded, None for the dtype as it is.
+    form: of a quantized checkpoint, or None.
     """
 
-    def __init__(self, bits: int | None = None) -> None:
+    def __init__(self, bits: int | None = None, form: WeightFormat | None = None) -> None:
         self.bits = bits
+        self.form = form
         self._free = torch.empty(0, dtype=torch.uint8)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -54,6 +59,10 @@ class LinearWeight:
     packed: the matrix in tiles of 16 rows (csrc/cpu, `pack_weight`), on a CPU alone. A product reads that memory once,
         in order, for any few rows, and a row of the result has the same bits whatever other rows there are.
     scales: of a packed matrix of integers (`quantize`).
+    sums: channels that each group has beside its weights, where groups have zero points. Each is the zero point, as an
+        integer like the weights, and multiplies the negative sum of as many channels of the group. So a zero point is
+        computed exactly, by the same kernels.
+    order: int64 `[in_features]`: the channel of x that each column multiplies, if not its own.
     """
 
     def __init__(self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -61,6 +70,8 @@ class LinearWeight:
         self.tensor = torch.empty(0, in_features, dtype=dtype, device=device)
         self.packed: torch.Tensor | None = None
         self.scales: torch.Tensor | None = None
+        self.sums = 0
+        self.order: torch.Tensor | None = None
 
     @classmethod
     def pack(cls, matrix: torch.Tensor, packing: Packing) -> LinearWeight:
@@ -76,7 +87,9 @@ class LinearWeight:
         CPU, and where its rows do not fill words of 32 bits."""
         dtype, columns = self.tensor.dtype, self.in_features
         tiles = -(-self.out_features // TILE)
-        if packing is None or not self.tensor.is_cpu or dtype not in PACKABLE_DTYPES:
+        if packing and packing.form and packing.form.method != "float8":
+            self._allocate_integers(packing, packing.form, tiles)
+        elif packing is None or not self.tensor.is_cpu or dtype not in PACKABLE_DTYPES:
             self.tensor = self.tensor.new_zeros(self.out_features, columns)
         elif packing.bits and (group := group_size(columns, packing.bits)):
             self.packed = packing.zeros(*packed_form(tiles, columns, packing.bits))
@@ -86,6 +99,18 @@ class LinearWeight:
             self.packed = packing.zeros((tiles, columns // word, TILE, word), dtype)
         else:
             self.tensor = self.tensor.new_zeros(self.out_features, columns)
+
+    def _allocate_integers(self, packing: Packing, form: WeightFormat, tiles: int) -> None:
+        group = form.group_size or self.in_features
+        if self.in_features % group:
+            raise ConfigError(
+                f"the ranks' parts of rows have {self.in_features} weights, and the checkpoint's groups of {group} do "
+                "not divide them: lower tensor_parallel_size"
+            )
+        groups = self.in_features // group
+        self.sums = 32 // form.bits if form.zero_points else 0
+        self.packed = packing.zeros(*packed_form(tiles, self.in_features + groups * self.sums, form.bits))
+        self.scales = packing.zeros((tiles, groups, TILE), torch.float32)
 
     def write(self, first: int, rows: torch.Tensor) -> None:
         """Fill the rows from `first` on with `rows` `[n, in_features]` of floating point."""
@@ -104,10 +129,40 @@ class LinearWeight:
         _copy_rows(integers, self.packed, first, last)
         _copy_rows(scales, self.scales, first, last)
 
+    def write_integers(self, first: int, rows: Integers) -> None:
+        """Fill the rows from `first` on. All rows of a matrix have one order of columns.
+
+        Raises CheckpointError if they have not.
+        """
+        assert self.packed is not None and self.scales is not None
+        last, values, scales = first + len(rows.values), rows.values, rows.scales
+        if first == 0:
+            self.order = rows.order
+        elif not _equal(self.order, rows.order):
+            raise CheckpointError(
+                "projections of one input have their columns in different orders (g_idx), which kvllm does not "
+                "compute: use a checkpoint with desc_act=false"
+            )
+        if rows.zeros is not None:
+            zeros = rows.zeros.unsqueeze(2).expand(-1, -1, self.sums)
+            values = torch.cat((values.unflatten(1, (zeros.shape[1], -1)), zeros), 2).flatten(1)
+        if first % TILE:
+            values, scales = (F.pad(each, (0, 0, first % TILE, 0)) for each in (values, scales))
+        integers, packed_scales = pack_integers(values, scales, 8 if self.packed.dtype == torch.int8 else 4)
+        _copy_rows(integers, self.packed, first, last)
+        _copy_rows(packed_scales, self.scales, first, last)
+
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`[T, in_features]` times the transpose, plus `bias` `[out_features]` -> `[T, out_features]`."""
         if self.packed is None:
             return F.linear(x, self.tensor, bias)
+        if self.order is not None:
+            x = x[:, self.order]
+        if self.sums and self.scales is not None:
+            wide = with_sums(x.float(), self.scales.shape[1], self.sums)
+            wide_bias = None if bias is None else bias.float()
+            product = operator("packed_linear")(wide, self.packed, self.scales, wide_bias, self.out_features)
+            return product.to(x.dtype)
         return operator("packed_linear")(x.contiguous(), self.packed, self.scales, bias, self.out_features)
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
@@ -129,6 +184,12 @@ class LinearWeight:
         return part
 
 
+def with_sums(x: torch.Tensor, groups: int, sums: int) -> torch.Tensor:
+    """float32 `[T, in_features]` with `sums` more channels at the end of each group, the negative sums of its parts."""
+    channels = x.unflatten(1, (groups, sums, -1))
+    return torch.cat((channels.flatten(2), channels.sum(3).neg_()), 2).flatten(1)
+
+
 @dataclass(frozen=True)
 class MatrixRows:
     """The rows of a matrix that one tensor of a checkpoint fills: `count`, from `first` on."""
@@ -147,6 +208,10 @@ def strips(rows: range, columns: int) -> Iterator[tuple[int, int]]:
     at_once = max(1, STRIP // columns // TILE) * TILE
     for first in range(rows.start, rows.stop, at_once):
         yield first, min(first + at_once, rows.stop)
+
+
+def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    return a is b if a is None or b is None else torch.equal(a, b)
 
 
 def _copy_rows(tiles: torch.Tensor, target: torch.Tensor, first: int, last: int) -> None:

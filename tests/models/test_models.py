@@ -18,9 +18,10 @@ from kvllm.models.config import load_model_config
 from kvllm.models.layers import QKVLinear
 from kvllm.models.loader import random_model
 from kvllm.models.weights import LinearWeight, Packing
-from kvllm.parallel import Shard, SingleRank, kv_heads, split
+from kvllm.parallel import SingleRank, kv_heads, split
 from tests.helpers.checkpoints import LINEAR, LLAMA3, make_checkpoint
 from tests.helpers.paged_model import PagedModel, load, tokens
+from tests.helpers.thread_shard import ThreadShard
 
 ORDERED_FLOAT32 = pytest.param(
     torch.float32,
@@ -179,29 +180,6 @@ def test_query_projection_is_a_part_of_the_merged_one(tmp_path: Path, packed: bo
     queries = qkv.forward_queries(x)
     assert queries.shape == (7, config.num_query_heads * config.head_dim)
     torch.testing.assert_close(queries, qkv.forward(x)[:, : queries.shape[1]])
-
-
-class ThreadShard(Shard):
-    """One of several ranks that run in threads of this process."""
-
-    def __init__(self, rank: int, barrier: threading.Barrier, board: list[torch.Tensor]) -> None:
-        self.rank = rank
-        self.world_size = barrier.parties
-        self.barrier = barrier
-        self.board = board
-
-    def _exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
-        self.board[self.rank] = x.clone()
-        self.barrier.wait(30)
-        parts = list(self.board)
-        self.barrier.wait(30)
-        return parts
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return x.copy_(sum(self._exchange(x)))
-
-    def all_gather_last_dim(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat(self._exchange(x), dim=-1)
 
 
 @pytest.mark.parametrize(

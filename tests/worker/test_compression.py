@@ -300,6 +300,7 @@ def test_recomputed_queries(load_vectors: Callable, backend: str) -> None:
     model.allocate(Packing())
     for name, weight in model.weights().items():
         weight.write(0, torch.from_numpy(vector_weight(arrays, name)))
+    model.compile()
     config = EngineConfig(num_blocks=64, block_size=1, max_model_len=64, max_num_seqs=1, compression=standalone(meta))
     shape = CacheShape(meta["L"], meta["Hkv"], meta["d"], 1, torch.float32)
     ids, prompt = arrays["ids"].tolist(), meta["P"]

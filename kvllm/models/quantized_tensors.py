@@ -1,0 +1,149 @@
+"""The tensors of a quantized checkpoint that stand in the place of one matrix, and what they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from kvllm.errors import CheckpointError
+from kvllm.models.weight_format import WeightFormat
+
+SCALES = ("F16", "BF16", "F32")
+AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where each of eight neighbouring columns lies in a word of AWQ, counted from the lowest bits."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor that a checkpoint must have: its dtype by the names of safetensors, and its shape, one of several."""
+
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Integers:
+    """Rows of a matrix: `(values - zeros) * scales`, with the scale and the zero point of a weight's group.
+
+    values: int8 `[n, in_features]`, in the order in which the groups follow each other. zeros: int8 `[n, groups]`, or
+    None if all are 0. scales: float32 `[n, groups]`. order: int64 `[in_features]`, the column that each of these is in
+    the matrix; None if they are in order.
+    """
+
+    values: torch.Tensor
+    zeros: torch.Tensor | None
+    scales: torch.Tensor
+    order: torch.Tensor | None
+
+
+def stored_tensors(form: WeightFormat, module: str, shape: tuple[int, ...]) -> dict[str, Stored]:
+    """The tensors in the place of the matrix `[out_features, in_features]` of `module`, such as "...mlp.up_proj"."""
+    if form.method == "float8":
+        return _stored_float8(form, module, shape)
+    rows, columns = shape
+    word = 32 // form.bits
+    group = form.group_size or columns
+    if rows % word or columns % group or group % word:
+        raise CheckpointError(
+            f"{module} is {rows} x {columns}, but weights of {form.bits} bits in groups of {group} need multiples of "
+            f"{word} and of {group}"
+        )
+    groups = columns // group
+    packed = (columns, rows // word) if form.method == "awq" else (columns // word, rows)
+    found = {
+        f"{module}.qweight": Stored(("I32",), (packed,)),
+        f"{module}.qzeros": Stored(("I32",), ((groups, rows // word),)),
+        f"{module}.scales": Stored(SCALES, ((groups, rows),)),
+    }
+    if form.method == "gptq":
+        found[f"{module}.g_idx"] = Stored(("I32",), ((columns,),))
+    return found
+
+
+def _stored_float8(form: WeightFormat, module: str, shape: tuple[int, ...]) -> dict[str, Stored]:
+    shapes: tuple[tuple[int, ...], ...] = ((shape[0], 1), (1, 1), (1,), ())
+    if form.block is not None:
+        shapes = ((-(-shape[0] // form.block[0]), -(-shape[1] // form.block[1])),)
+    return {
+        f"{module}.weight": Stored(("F8_E4M3",), (shape,)),
+        f"{module}.{form.scale}": Stored(SCALES, shapes),
+    }
+
+
+def read_float8(
+    form: WeightFormat, tensors: Mapping[str, torch.Tensor], module: str, rows: slice, columns: slice
+) -> torch.Tensor:
+    """Rows of a matrix of 8-bit floats, with their scales: float32 `[n, columns]`."""
+    values = tensors[f"{module}.weight"][rows, columns].float()
+    scales = tensors[f"{module}.{form.scale}"].float()
+    if form.block is None:
+        return values * (scales.view(-1, 1)[rows] if scales.numel() > 1 else scales.view(1, 1))
+    row_blocks = torch.arange(rows.start, rows.stop) // form.block[0]
+    column_blocks = torch.arange(columns.start, columns.stop) // form.block[1]
+    return values * scales[row_blocks][:, column_blocks]
+
+
+def read_integers(
+    form: WeightFormat, tensors: Mapping[str, torch.Tensor], module: str, rows: slice, columns: slice
+) -> Integers:
+    """Rows of a matrix of integers. `columns` begins and ends with a group, or is all of them.
+
+    Raises CheckpointError if groups are not equally large, or zero points are not what the config says.
+    """
+    in_features = columns.stop - columns.start
+    group = form.group_size or in_features
+    groups = slice(columns.start // group, columns.stop // group)
+    word = 32 // form.bits
+    offset = 1 << (form.bits - 1)
+    words = slice(rows.start // word, -(-rows.stop // word))
+    inside = slice(rows.start - words.start * word, rows.stop - words.start * word)
+    unpack = _awq_columns if form.method == "awq" else _gptq_columns
+    zeros = unpack(tensors[f"{module}.qzeros"][groups, words], form.bits)[:, inside]
+    if not form.plain_zeros:
+        zeros = zeros + 1 & (1 << form.bits) - 1
+    if form.method == "awq":
+        values = _awq_columns(tensors[f"{module}.qweight"][columns, words], form.bits)[:, inside]
+    else:
+        packed = tensors[f"{module}.qweight"][columns.start // word : columns.stop // word, rows]
+        values = _gptq_columns(packed.T, form.bits).T
+    if not form.zero_points and not bool((zeros == offset).all()):
+        raise CheckpointError(f"{module}: its zero points are not {offset}, but quantization_config says sym=true")
+    order = _order(tensors.get(f"{module}.g_idx"), module, columns, group)
+    values = (values if order is None else values[order]) - offset
+    return Integers(
+        values.to(torch.int8).T.contiguous(),
+        (zeros - offset).to(torch.int8).T.contiguous() if form.zero_points else None,
+        tensors[f"{module}.scales"][groups, rows].float().T.contiguous(),
+        order,
+    )
+
+
+def _gptq_columns(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """int32 `[n, m]` -> the integers in each word, the lowest bits first: `[n, m * 32 / bits]`."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    return (words.unsqueeze(-1) >> shifts & (1 << bits) - 1).flatten(1)
+
+
+def _awq_columns(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """int32 `[n, m]` -> the integers in each word, in the order of the columns: `[n, m * 8]`."""
+    return _gptq_columns(words, bits).unflatten(1, (-1, len(AWQ_PLACES)))[..., list(AWQ_PLACES)].flatten(1)
+
+
+def _order(g_idx: torch.Tensor | None, module: str, columns: slice, group: int) -> torch.Tensor | None:
+    """The order that brings the columns of a group together; None if they are together already."""
+    if g_idx is None:
+        return None
+    in_order = torch.arange(len(g_idx)) // group
+    if torch.equal(g_idx.long(), in_order):
+        return None
+    order = torch.argsort(g_idx, stable=True)
+    if not torch.equal(g_idx.long()[order], in_order):
+        raise CheckpointError(f"{module}: g_idx has groups that are not of {group} columns each")
+    if columns.stop - columns.start != len(g_idx):
+        raise CheckpointError(
+            f"{module}: its columns are in the order of desc_act, which is not computed where ranks share them out: "
+            "use tensor_parallel_size=1"
+        )
+    return order

@@ -1,0 +1,195 @@
+"""Quantized checkpoints against checkpoints of the values that they stand for."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kvllm import LLM, SamplingParams
+from kvllm.attention.cpu import CpuBackend
+from kvllm.errors import CheckpointError, ConfigError
+from kvllm.models.config import load_model_config
+from kvllm.models.loader import random_model
+from kvllm.parallel import SingleRank
+from tests.helpers.checkpoints import edit
+from tests.helpers.paged_model import CPU, PagedModel, load, tokens
+from tests.helpers.quantized import Quantize, awq, float8, gptq, quantize_checkpoint
+from tests.helpers.thread_shard import ThreadShard
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [48, 32]}
+
+
+def compressed(strategy: str, **weights: Any) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False, **weights}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": {"num_bits": 8, "dynamic": True}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+CASES: dict[str, tuple[dict[str, Any], Quantize]] = {
+    "awq": (AWQ, awq(32)),
+    "awq-row": ({**AWQ, "group_size": -1, "modules_to_not_convert": ["lm_head"]}, awq(-1)),
+    "gptq": (GPTQ, gptq(4, 32, True, False)),
+    "gptq-row": ({**GPTQ, "group_size": -1}, gptq(4, -1, True, False)),
+    "gptq-zeros": ({**GPTQ, "sym": False, "group_size": 64}, gptq(4, 64, False, False)),
+    "gptq-order": ({**GPTQ, "desc_act": True}, gptq(4, 32, True, True)),
+    "gptq-order-zeros": ({**GPTQ, "desc_act": True, "sym": False}, gptq(4, 32, False, True)),
+    "gptq-v2": ({**GPTQ, "sym": False, "checkpoint_format": "gptq_v2"}, gptq(4, 32, False, False, True)),
+    "gptq8": ({**GPTQ, "bits": 8}, gptq(8, 32, True, False)),
+    "gptq8-order-zeros": ({**GPTQ, "bits": 8, "desc_act": True, "sym": False}, gptq(8, 32, False, True)),
+    "fp8": (FP8, float8((48, 32), "weight_scale_inv")),
+    "fp8-bfloat16-scales": (FP8, float8((48, 32), "weight_scale_inv", torch.bfloat16)),
+    "compressed-channel": (compressed("channel"), float8("channel", "weight_scale")),
+    "compressed-tensor": (compressed("tensor"), float8("tensor", "weight_scale")),
+    "compressed-block": (compressed("block", block_structure=[32, 32]), float8((32, 32), "weight_scale")),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_are_those_of_the_values(tmp_path: Path, case: str, dtype: torch.dtype) -> None:
+    """A prefill, then decodes beside another sequence: as near as rounding the activations allows."""
+    settings, quantize = CASES[case]
+    quantize_checkpoint(tmp_path / "plain", tmp_path / "quantized", settings, quantize)
+    steps = [{0: tokens(20), 1: tokens(7, 2)}, {0: [5], 1: [9]}, {1: [4]}]
+    results = []
+    for path in (tmp_path / "plain", tmp_path / "quantized"):
+        model, config = load(path, dtype)
+        paged = PagedModel(model, config, dtype, CpuBackend)
+        results.append(torch.cat([paged.logits(step) for step in steps]))
+    expected, found = results
+    error = (found - expected).norm() / expected.norm()
+    assert error < (2e-5 if dtype == torch.float32 else 0.05) and expected.norm() > 1
+
+
+def test_integers_stay_integers(tmp_path: Path) -> None:
+    """No matrix is expanded; the head, which is not quantized, keeps its dtype."""
+    for case, dtype in (("awq", torch.int32), ("gptq-order-zeros", torch.int32), ("gptq8", torch.int8)):
+        quantize_checkpoint(tmp_path / f"{case}-plain", tmp_path / case, *CASES[case])
+        model, _ = load(tmp_path / case, torch.bfloat16)
+        for layer in model.layers:
+            for part in (layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down):
+                assert part.weight.packed is not None and part.weight.packed.dtype == dtype
+                assert part.weight.tensor.numel() == 0
+        assert model.lm_head.weight.packed is not None and model.lm_head.weight.packed.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("case", ["awq", "gptq-order-zeros", "gptq8-order-zeros"])
+def test_a_token_has_the_same_bits_beside_others(tmp_path: Path, case: str) -> None:
+    quantize_checkpoint(tmp_path / "plain", tmp_path / "quantized", *CASES[case])
+    model, config = load(tmp_path / "quantized", torch.bfloat16)
+
+    def last(mates: bool) -> torch.Tensor:
+        paged = PagedModel(model, config, torch.bfloat16, CpuBackend)
+        paged.logits({0: tokens(20), **({1: tokens(13, 2)} if mates else {})})
+        return paged.logits({0: [5], **({1: [9], 2: tokens(30, 3)} if mates else {})})[0]
+
+    assert torch.equal(last(False), last(True))
+
+
+def on_two_ranks(path: Path, token_ids: list[int]) -> list[torch.Tensor]:
+    barrier, board = threading.Barrier(2), [torch.empty(0)] * 2
+
+    def run(rank: int) -> torch.Tensor:
+        return PagedModel(*load(path, shard=ThreadShard(rank, barrier, board))).logits({0: token_ids})
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(run, range(2)))
+
+
+@pytest.mark.parametrize("case", ["awq", "gptq8", "fp8", "compressed-channel"])
+def test_two_ranks_equal_one(tmp_path: Path, case: str) -> None:
+    quantize_checkpoint(tmp_path / "plain", tmp_path / "quantized", *CASES[case])
+    expected = PagedModel(*load(tmp_path / "quantized")).logits({0: tokens(20)})
+    for logits in on_two_ranks(tmp_path / "quantized", tokens(20)):
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_ranks_that_cannot_share_a_matrix(tmp_path: Path) -> None:
+    for case, error, message in (
+        ("gptq-order", CheckpointError, "o_proj: its columns are in the order of desc_act, .* tensor_parallel_size=1"),
+        ("gptq-zeros", ConfigError, "have 32 weights, and the checkpoint's groups of 64 do not divide them"),
+    ):
+        quantize_checkpoint(tmp_path / f"{case}-plain", tmp_path / case, *CASES[case])
+        with pytest.raises(error, match=message):
+            load(tmp_path / case, shard=ThreadShard(0, threading.Barrier(2), []))
+
+
+def test_an_engine_runs_a_quantized_checkpoint(tmp_path: Path) -> None:
+    quantize_checkpoint(tmp_path / "plain", tmp_path / "quantized", *CASES["awq"])
+    options = {"dtype": "float32", "num_gpu_blocks_override": 8, "block_size": 16}
+    greedy = SamplingParams(temperature=0, max_tokens=12)
+    texts = [
+        LLM(path, **options).generate([tokens(20)], greedy, use_tqdm=False)[0].outputs[0].token_ids
+        for path in (tmp_path / "plain", tmp_path / "quantized")
+    ]
+    assert texts[0] == texts[1] and len(texts[0]) == 12
+    with pytest.raises(ConfigError, match="quantization='int8' makes weights .* is quantized already: leave it out"):
+        LLM(tmp_path / "quantized", quantization="int8", **options)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quantized by 'bitsandbytes': kvllm computes awq, gptq, fp8, compressed"),
+        ({}, "quantized by None"),
+        ({**AWQ, "version": "gemv"}, "version is 'gemv', and kvllm computes 'gemm'"),
+        ({**AWQ, "bits": 3}, "bits is 3, and kvllm computes 4"),
+        ({**AWQ, "zero_point": False}, "zero_point is False"),
+        ({**AWQ, "group_size": 12}, "group_size is 12, and kvllm computes -1, or a multiple of 8"),
+        ({**AWQ, "group_size": 48}, "weights of 4 bits in groups of 48 need multiples of 8 and of 48"),
+        ({**AWQ, "modules_to_not_convert": ["model.layers.0"]}, "'model.layers.0', and kvllm computes lm_head"),
+        ({**GPTQ, "bits": 2}, "bits is 2, and kvllm computes 4 or 8"),
+        ({**GPTQ, "bits": "4"}, "Expected `int`, got `str`"),
+        ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin', and kvllm computes 'gptq' or"),
+        ({**GPTQ, "dynamic": {"-:.*": {}}}, "dynamic is "),
+        ({**FP8, "activation_scheme": "static"}, "activation_scheme is 'static', and kvllm computes 'dynamic'"),
+        ({**FP8, "weight_block_size": None}, "weight_block_size is None"),
+        ({**compressed("group"), "format": "pack-quantized"}, "format is 'pack-quantized'"),
+        (compressed("group"), "strategy is 'group', and kvllm computes 'tensor' or 'channel' or 'block'"),
+        (compressed("channel", type="int"), "type is 'int', and kvllm computes 'float'"),
+    ],
+)
+def test_what_is_not_computed_is_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    quantize_checkpoint(tmp_path / "plain", tmp_path / "quantized", *CASES["awq"])
+    edit(tmp_path / "quantized", quantization_config=settings)
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path / "quantized")
+
+
+def test_tensors_that_contradict_the_config(tmp_path: Path) -> None:
+    quantize_checkpoint(tmp_path / "plain", tmp_path / "zeros", GPTQ, gptq(4, 32, False, False))
+    with pytest.raises(CheckpointError, match="q_proj: its zero points are not 8, but .* sym=true"):
+        load(tmp_path / "zeros")
+    path = tmp_path / "order"
+    quantize_checkpoint(tmp_path / "plain", path, *CASES["gptq-order"])
+    tensors = load_file(path / "model.safetensors")
+    name = "model.layers.1.self_attn.k_proj.g_idx"
+    save_file({**tensors, name: tensors[name].flip(0)}, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="one input have their columns in different orders"):
+        load(path)
+    save_file({**tensors, name: tensors[name] * 0}, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="k_proj: g_idx has groups that are not of 32 columns each"):
+        load(path)
+    save_file({key: value for key, value in tensors.items() if key != name}, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="lacks model.layers.1.self_attn.k_proj.g_idx"):
+        load(path)
+
+
+def test_random_weights_are_not_quantized(tmp_path: Path) -> None:
+    quantize_checkpoint(tmp_path / "plain", tmp_path / "quantized", *CASES["awq"])
+    config = load_model_config(tmp_path / "quantized")
+    with pytest.raises(ConfigError, match='load_format="dummy" makes no quantized weights'):
+        random_model(config, SingleRank(), torch.float32, CPU, 64, 0)
