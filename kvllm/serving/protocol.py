@@ -17,9 +17,13 @@ class StreamOptions(Struct, kw_only=True):
 class CompressionOptions(Struct, kw_only=True, forbid_unknown_fields=True):
     """How the KV cache of one request is compressed, within what the engine was started with.
 
+    compress: False drops nothing.
+    retain_blocks: blocks that stay of each window.
     budget_tokens: KV pairs that compression by threshold leaves.
     """
 
+    compress: bool | None = None
+    retain_blocks: int | None = None
     budget_tokens: int | None = None
 
 
@@ -58,8 +62,9 @@ class GenerationFields(Struct, kw_only=True):
     request_id: str | None = None
     compression: CompressionOptions | None = None
 
+    bad_words: list[str] | None = None
+
     # Fields below are known, and are refused unless they ask for nothing (`REFUSED`).
-    bad_words: Any = None
     best_of: Any = None
     use_beam_search: Any = None
     length_penalty: Any = None
@@ -182,7 +187,6 @@ class DetokenizeRequest(Struct, kw_only=True):
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "suffix": (("",), "the models complete text at its end only"),
     "prompt_embeds": ((), "prompts are text or token ids"),
-    "bad_words": (([],), "use logit_bias or allowed_token_ids"),
     "best_of": ((1,), "use n"),
     "use_beam_search": ((False,), "use n with sampling"),
     "length_penalty": ((1, 1.0), "it belongs to beam search"),

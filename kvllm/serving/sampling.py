@@ -7,6 +7,7 @@ from typing import Any
 from kvllm.sampling_params import MAX_LOGPROBS, SamplingParams
 from kvllm.serving.errors import bad_request
 from kvllm.serving.limits import (
+    MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_N,
     MAX_STOP_CHARACTERS,
@@ -34,6 +35,7 @@ SAME_NAME = (
     "skip_special_tokens",
     "include_stop_str_in_output",
     "allowed_token_ids",
+    "bad_words",
     "prompt_logprobs",
 )
 
@@ -56,6 +58,7 @@ def check_generation(request: GenerationRequest) -> None:
     check_count("stop", len(stop), MAX_STOP_STRINGS)
     if any(len(text) > MAX_STOP_CHARACTERS for text in stop):
         raise bad_request(f"a stop string has at most {MAX_STOP_CHARACTERS} characters", "stop")
+    check_count("bad_words", len(request.bad_words or ()), MAX_BAD_WORDS)
     check_count("stop_token_ids", len(request.stop_token_ids or ()), MAX_STOP_TOKEN_IDS)
     check_count("logit_bias", len(request.logit_bias or ()), MAX_LOGIT_BIAS)
     if request.stream_options is not None and not request.stream:
@@ -95,8 +98,9 @@ def sampling_params(
     given: dict[str, Any] = {name: value for name in SAME_NAME if (value := getattr(request, name)) is not None}
     if request.logit_bias:
         given["logit_bias"] = request.logit_bias
-    if request.compression is not None and request.compression.budget_tokens is not None:
-        given["budget_tokens"] = request.compression.budget_tokens
+    for name in ("compress", "retain_blocks", "budget_tokens"):
+        if request.compression is not None and (value := getattr(request.compression, name)) is not None:
+            given[name] = value
     own = {name: value for name, value in own.items() if value is not None}
     options: dict[str, Any] = model_defaults | given | own | {"max_tokens": max_tokens}
     return SamplingParams(**options)

@@ -26,7 +26,9 @@ def chat_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProc
     template = tmp_path_factory.mktemp("template") / "template.jinja"
     template.write_text(TEMPLATE)
     names = ("--served-model-name", "small", "other/name")
-    process = ServerProcess("--chat-template", str(template), *names, "--kv-cache-memory-bytes", "64M")
+    settings = "method=keydiff,policy=threshold,threshold_tokens=256,budget_tokens=128"
+    pool = ("--block-size", "16", "--kv-cache-memory-bytes", "64M", "--compression", settings)
+    process = ServerProcess("--chat-template", str(template), *names, *pool)
     try:
         yield process
     finally:
@@ -139,6 +141,22 @@ def test_a_template_that_takes_long_is_stopped(chat_server: ServerProcess) -> No
     status, answer = chat_server.json("/v1/chat/completions", body)
     assert status == 400 and "took longer than" in answer["error"]["message"], answer
     assert chat_server.json("/v1/chat/completions", {"messages": QUESTION, "max_tokens": 1})[0] == 200
+
+
+def test_compression_and_its_usage(chat_server: ServerProcess) -> None:
+    """A request of 540 KV pairs is cut to 128 whenever it has 256, unless it asks for something else."""
+    body = {"prompt": PROMPT, "max_tokens": 500, "temperature": 0, "ignore_eos": True}
+    usages = []
+    for compression in (None, {"budget_tokens": 192}, {"compress": False}):
+        status, answer = chat_server.json("/v1/completions", body | {"compression": compression})
+        assert status == 200, answer
+        usages.append(answer["usage"]["kvllm"])
+    cut, less, not_at_all = usages
+    assert cut["evicted_pairs"] >= 2 * 128 and cut["kept_share"] == round(1 - cut["evicted_pairs"] / 540, 4)
+    assert 0 < less["evicted_pairs"] < cut["evicted_pairs"]
+    assert not_at_all == {"kept_share": 1.0, "evicted_pairs": 0, "preemptions": 0}
+    assert chat_server.metric("kvllm:evicted_pairs_total") == cut["evicted_pairs"] + less["evicted_pairs"]
+    assert chat_server.json("/v1/completions", body | {"compression": {"method": "kara"}})[0] == 400
 
 
 def test_no_template(server: ServerProcess) -> None:

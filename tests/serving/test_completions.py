@@ -140,6 +140,8 @@ def test_sampling_fields_reach_the_engine(server: ServerProcess) -> None:
     first = server.json("/v1/completions", ask)[1]["choices"][0]["token_ids"]
     banned = server.json("/v1/completions", ask | {"logit_bias": {str(first[0]): -100}})[1]["choices"][0]["token_ids"]
     assert banned[0] != first[0]
+    word = server.json("/detokenize", {"tokens": first[:1]})[1]["prompt"]
+    assert server.json("/v1/completions", ask | {"bad_words": [word]})[1]["choices"][0]["token_ids"][0] != first[0]
     only = server.json("/v1/completions", ask | {"allowed_token_ids": [5]})[1]["choices"][0]["token_ids"]
     assert only == [5, 5, 5, 5]
     ended = server.json("/v1/completions", ask | {"stop_token_ids": [first[1]]})[1]["choices"][0]

@@ -114,7 +114,7 @@ def test_a_slow_reader_gets_all(server: ServerProcess) -> None:
     }
     data = json.dumps(body).encode()
     with connect(server) as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 32768)
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
         connection.sendall(head % len(data) + data)
         time.sleep(0.5)
