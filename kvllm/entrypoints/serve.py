@@ -16,10 +16,14 @@ from __future__ import annotations
 import argparse
 import ssl
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from kvllm.engine_args import DEFAULT_MODEL
+from kvllm.engine_args import DEFAULT_MODEL, EngineArgs
 from kvllm.entrypoints.engine_flags import add_engine_flags, engine_args_from
 from kvllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvllm.serving.state import ServerOptions
 
 PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "prometheus_client")
 
@@ -33,16 +37,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     engine_args_from(args)  # what is wrong with them is told before anything is imported
     try:
-        from kvllm.serving.auth import load_keys
-        from kvllm.serving.chat_template import read_template
         from kvllm.serving.run import Address, serve
-        from kvllm.serving.state import ServerOptions
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in PACKAGES:
             raise
         raise ConfigError(
             f'the server needs the package {error.name}: pip install "kvllm[serve]" (or: pip install {error.name})'
         ) from error
+    serve(*read_options(args), Address(args.host, args.port, args.uds, _tls(args)))
+
+
+def read_options(args: argparse.Namespace) -> tuple[EngineArgs, ServerOptions]:
+    """The options of the engine and those of the server. Raises ConfigError."""
+    from kvllm.serving.auth import load_keys
+    from kvllm.serving.chat_template import read_template
+    from kvllm.serving.state import ServerOptions
+
     for flag in ("max_num_queued_reqs", "max_num_queued_tokens"):
         if getattr(args, flag) is not None and getattr(args, flag) < 1:
             raise ConfigError(f"--{flag.replace('_', '-')} {getattr(args, flag)} is not allowed: at least 1")
@@ -51,7 +61,7 @@ def run(args: argparse.Namespace) -> None:
     keys = load_keys(args.api_key_file, args.api_key or ())
     engine_args = engine_args_from(args, tenants=keys.tenants)
     name = "reasoner" if engine_args.path == DEFAULT_MODEL else str(engine_args.model)
-    options = ServerOptions(
+    return engine_args, ServerOptions(
         served_model_names=tuple(args.served_model_name or [name]),
         keys=keys,
         chat_template=None if args.chat_template is None else read_template(args.chat_template),
@@ -60,7 +70,6 @@ def run(args: argparse.Namespace) -> None:
         max_num_queued_tokens=args.max_num_queued_tokens,
         shutdown_timeout=args.shutdown_timeout,
     )
-    serve(engine_args, options, Address(args.host, args.port, args.uds, _tls(args)))
 
 
 def _add_server_flags(parser: argparse.ArgumentParser) -> None:
