@@ -29,3 +29,7 @@ class OutOfBlocksError(KvLLMError, RuntimeError):
 
 class WorkerError(KvLLMError, RuntimeError):
     """A rank died, hangs or failed. The message says which, and carries its own traceback if it left one."""
+
+
+class ServerError(KvLLMError, RuntimeError):
+    """A server cannot be reached, refused a request, or broke off its answer."""

@@ -1,14 +1,20 @@
-"""The `kvllm` command: one subcommand for each module in COMMANDS."""
+"""The `kvllm` command: one subcommand for each module in COMMANDS.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NoReturn, Protocol
 
-from kvllm.entrypoints import serve, simulate
-from kvllm.errors import KvLLMError
+from kvllm.entrypoints import bench, chat, complete, completion, run_batch, serve, simulate, top
+from kvllm.errors import ConfigError, KvLLMError
+
+FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
 
 
 class Command(Protocol):
@@ -21,7 +27,16 @@ class Command(Protocol):
     def run(self, args: argparse.Namespace) -> None: ...
 
 
-COMMANDS: dict[str, Command] = {"serve": serve, "simulate": simulate}
+COMMANDS: dict[str, Command] = {
+    "serve": serve,
+    "chat": chat,
+    "complete": complete,
+    "bench": bench,
+    "top": top,
+    "run-batch": run_batch,
+    "simulate": simulate,
+    "completion": completion,
+}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -44,7 +59,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         COMMANDS[args.command].run(args)
     except KvLLMError as error:
-        sys.exit(f"error: {error}")
+        _fail(f"error: {error}", WRONG_USAGE if isinstance(error, ConfigError) else FAILED)
+    except ModuleNotFoundError as error:
+        if (error.name or "kvllm").partition(".")[0] == "kvllm":
+            raise
+        _fail(f"error: kvllm {args.command} needs the package {error.name}: pip install 'kvllm[serve]'", FAILED)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:  # whoever read the output has ended; Python would complain again when it flushes
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(FAILED)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    print(message, file=sys.stderr)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

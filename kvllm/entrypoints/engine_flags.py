@@ -21,8 +21,8 @@ NO_FLAGS = ("tenants",)
 UNITS = {"k": 1000, "m": 1000**2, "g": 1000**3, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
-def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """Add MODEL and a flag for each other option of an engine."""
+def add_engine_flags(parser: argparse.ArgumentParser, *, model: str = "model") -> None:
+    """Add a flag for each option of an engine. The model is an argument, or a flag too if `model` is "--model"."""
     texts, hints = option_texts(EngineArgs), get_type_hints(EngineArgs)
     group = parser.add_argument_group("engine")
     for field in fields(EngineArgs):
@@ -30,7 +30,8 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
             continue
         text = texts[field.name].replace("%", "%%")
         if field.name == "model":
-            parser.add_argument("model", nargs="?", metavar="MODEL", help=text)
+            optional: dict[str, Any] = {} if model.startswith("-") else {"nargs": "?"}
+            parser.add_argument(model, metavar="MODEL", help=text, **optional)
             continue
         group.add_argument(
             f"--{field.name.replace('_', '-')}",

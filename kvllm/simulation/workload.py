@@ -6,6 +6,7 @@ import csv
 import json
 import random
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from itertools import accumulate, cycle, islice
 from pathlib import Path
 from typing import TextIO
@@ -18,6 +19,8 @@ from kvllm.errors import ConfigError
 
 Lengths = tuple[int, int]
 """Tokens of a prompt, tokens of its output."""
+_TimedLengths = tuple[int, int, float | None]
+"""Lengths, and seconds at which the request arrived, where the trace says."""
 
 AZURE = ("ContextTokens", "GeneratedTokens")
 MOONCAKE = ("input_length", "output_length")
@@ -99,19 +102,38 @@ def read_trace(path: Path, num_prompts: int | None, longest: int) -> tuple[list[
     Returns: at most `num_prompts` lengths (None: all), and how many requests before the last of them were left out
         because they have more than `longest` tokens or generate none.
     """
-    lengths: list[Lengths] = []
+    requests, left_out = _read_requests(path, num_prompts, longest)
+    return [(prompt, output) for prompt, output, _ in requests], left_out
+
+
+def read_timed_trace(path: Path, num_prompts: int | None, longest: int) -> tuple[list[Lengths], list[float]]:
+    """The lengths of `read_trace`, and when each request arrived: ascending seconds after the first.
+
+    Raises ConfigError if a request has no time: TIMESTAMP (date and time) in a CSV, timestamp (milliseconds) in JSONL.
+    """
+    requests, _ = _read_requests(path, num_prompts, longest)
+    times = [time for _, _, time in requests if time is not None]
+    if len(times) < len(requests):
+        raise ConfigError(f"{path} has requests without the time of their arrival: leave out --self-timed")
+    order = sorted(range(len(times)), key=times.__getitem__)
+    return [requests[i][:2] for i in order], [times[i] - times[order[0]] for i in order]
+
+
+def _read_requests(path: Path, num_prompts: int | None, longest: int) -> tuple[list[_TimedLengths], int]:
+    requests: list[_TimedLengths] = []
     left_out = 0
     with open_text(path) as file:
-        for prompt, output in _jsonl_lengths(path, file) if path.suffix == ".jsonl" else _csv_lengths(path, file):
-            if len(lengths) == num_prompts:
+        for request in _jsonl_requests(path, file) if path.suffix == ".jsonl" else _csv_requests(path, file):
+            if len(requests) == num_prompts:
                 break
+            prompt, output, _ = request
             if prompt >= 1 and output >= 1 and prompt + output <= longest:
-                lengths.append((prompt, output))
+                requests.append(request)
             else:
                 left_out += 1
-    if not lengths:
+    if not requests:
         raise ConfigError(f"{path} has no request of at most {longest} tokens: raise max_model_len")
-    return lengths, left_out
+    return requests, left_out
 
 
 def open_text(path: Path) -> TextIO:
@@ -121,25 +143,33 @@ def open_text(path: Path) -> TextIO:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def _csv_lengths(path: Path, file: TextIO) -> Iterator[Lengths]:
+def _csv_requests(path: Path, file: TextIO) -> Iterator[_TimedLengths]:
     reader = csv.DictReader(file)
     missing = set(AZURE) - set(reader.fieldnames or ())
     if missing:
         raise ConfigError(f"{path} has no column {', '.join(sorted(missing))}: its columns are {reader.fieldnames}")
     for number, row in enumerate(reader, start=2):
         try:
-            yield int(row[AZURE[0]]), int(row[AZURE[1]])
+            yield int(row[AZURE[0]]), int(row[AZURE[1]]), _seconds(row.get("TIMESTAMP") or "")
         except (TypeError, ValueError):
             raise ConfigError(f"{path}, line {number}: {' and '.join(AZURE)} must be numbers") from None
 
 
-def _jsonl_lengths(path: Path, file: TextIO) -> Iterator[Lengths]:
+def _seconds(time: str) -> float | None:
+    try:
+        return datetime.fromisoformat(time.strip()[:26]).replace(tzinfo=UTC).timestamp()  # microseconds at most
+    except ValueError:
+        return None
+
+
+def _jsonl_requests(path: Path, file: TextIO) -> Iterator[_TimedLengths]:
     for number, line in enumerate(file, start=1):
         if not line.strip():
             continue
         try:
             record = json.loads(line)
-            yield int(record[MOONCAKE[0]]), int(record[MOONCAKE[1]])
+            time = record.get("timestamp")
+            yield int(record[MOONCAKE[0]]), int(record[MOONCAKE[1]]), None if time is None else float(time) / 1000
         except (KeyError, TypeError, ValueError):
             raise ConfigError(
                 f"{path}, line {number} must be a JSON object with the numbers {' and '.join(MOONCAKE)}"

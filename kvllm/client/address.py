@@ -1,0 +1,32 @@
+"""The address and the key of a server, as all client commands take them. Needs no HTTP library."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from kvllm.errors import ConfigError
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+KEY_VARIABLE = "KVLLM_API_KEY"
+
+
+def add_arguments(parser: argparse.ArgumentParser, option: str = "--url") -> None:
+    """Add the option of the URL under its name, and `--api-key`."""
+    help = f"the server, with or without /v1 (default: {DEFAULT_URL})"
+    parser.add_argument(option, dest="url", default=DEFAULT_URL, metavar="URL", help=help)
+    parser.add_argument("--api-key", metavar="KEY", help=f"key of the server (default: the variable {KEY_VARIABLE})")
+
+
+def root_of(url: str) -> str:
+    """The URL under which /v1 and /metrics lie. Raises ConfigError for what is no HTTP URL."""
+    root = url.rstrip("/").removesuffix("/v1")
+    if not root.startswith(("http://", "https://")):
+        raise ConfigError(f"{url!r} is no URL of a server: write it like {DEFAULT_URL}")
+    return root
+
+
+def headers(api_key: str | None) -> dict[str, str]:
+    """The headers of every request. The key comes from the environment where none is given."""
+    key = api_key or os.environ.get(KEY_VARIABLE)
+    return {"Authorization": f"Bearer {key}"} if key else {}

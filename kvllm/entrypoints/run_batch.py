@@ -1,0 +1,87 @@
+"""Answer a file of requests in OpenAI's batch format, without a server.
+
+    kvllm run-batch -i requests.jsonl -o answers.jsonl --model path/to/Qwen3-0.6B
+
+A line of the input is like
+    {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hello", "max_tokens": 16}}
+and its url /v1/completions or /v1/chat/completions. Answers are written as they come, in any order. The same command
+goes on where an earlier run was cut off: what has an answer is left out.
+
+Exit codes: 0 if all requests were answered, 1 if one failed, 2 for wrong usage, 130 after an interrupt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvllm.config import require
+from kvllm.engine_args import DEFAULT_MODEL, EngineArgs
+from kvllm.entrypoints.engine_flags import add_engine_flags, engine_args_from
+from kvllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvllm.client.batch import BatchOutput
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("-i", "--input-file", type=Path, required=True, metavar="FILE", help="requests, a JSON object in each line")
+    add("-o", "--output-file", type=Path, required=True, metavar="FILE", help="answers, appended if there are some")
+    add("--served-model-name", metavar="NAME", help='name of the model in the field "model" (default: as in --model)')
+    add("--chat-template", type=Path, metavar="FILE", help="Jinja template for chats, instead of the model's own")
+    add("--max-concurrency", type=int, metavar="N", help="requests at once (default: twice --max-num-seqs)")
+    add("--disable-tqdm", action="store_true", help="no progress bar")
+    add_engine_flags(parser, model="--model")
+
+
+def run(args: argparse.Namespace) -> None:
+    from kvllm.client.batch import BatchOutput, check_input  # its packages come with the extra `serve`
+
+    limit = args.max_concurrency
+    require(limit is None or limit >= 1, "--max-concurrency", limit, "at least 1")
+    engine_args = engine_args_from(args)
+    if args.input_file.resolve() == args.output_file.resolve():
+        raise ConfigError(f"{args.input_file} cannot be input and output: give another file with -o")
+    ids = check_input(args.input_file)
+    with BatchOutput.open(args.output_file) as output:
+        known = sum(custom_id in output.failed for custom_id in ids)
+        if known < len(ids):
+            asyncio.run(_answer_all(args, engine_args, output, known, len(ids)))
+        failed = sum(output.failed[custom_id] for custom_id in ids)
+    print(f"{len(ids)} requests: {len(ids) - failed} answered, {failed} failed; {known} of them in an earlier run")
+    if failed:
+        raise SystemExit(1)
+
+
+async def _answer_all(
+    args: argparse.Namespace, engine_args: EngineArgs, output: BatchOutput, known: int, total: int
+) -> None:
+    import httpx2
+    from tqdm import tqdm
+
+    from kvllm.async_llm import AsyncLLM
+    from kvllm.client.batch import run_batch
+    from kvllm.serving.app import make_app
+    from kvllm.serving.chat_template import read_template
+    from kvllm.serving.state import ServerOptions, ServerState
+
+    logging.getLogger("kvllm.serving.app").setLevel(logging.WARNING)  # a line for each request would tear the bar
+    name = "reasoner" if engine_args.path == DEFAULT_MODEL else str(engine_args.model)
+    template = None if args.chat_template is None else read_template(args.chat_template)
+    options = ServerOptions((args.served_model_name or name,), chat_template=template)
+    llm = AsyncLLM.from_engine_args(engine_args)
+    try:
+        state = ServerState(engine_args, options, llm)
+        transport = httpx2.ASGITransport(make_app(state))
+        limit = args.max_concurrency or 2 * engine_args.max_num_seqs
+        hidden = args.disable_tqdm or not sys.stderr.isatty()
+        async with httpx2.AsyncClient(transport=transport, base_url="http://batch", timeout=None) as client:
+            with tqdm(initial=known, total=total, unit="req", disable=hidden) as bar:
+                await run_batch(client, args.input_file, output, limit, bar.update)
+    finally:
+        llm.shutdown()
