@@ -27,7 +27,7 @@ from benchmarks.reasoner.problems import Problem, grade
 SERVE = """
 The same model behind an OpenAI API, at http://127.0.0.1:8000 (docs/serving.md):
   .venv/bin/kvllm serve
-  curl http://127.0.0.1:8000/v1/completions \\
+  curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
       -d '{"prompt": "words: d3,f9,Y0,x9\\n#>d+f=k\\nk>k-Y=Q\\nQ>?Q,k,f\\n", "temperature": 0, "max_tokens": 400}'"""
 SHORT_PROBLEMS, SHORT_MAX_NUM_SEQS = 16, 16
 SAMPLES = 3

@@ -85,7 +85,8 @@ class Generation:
         self._state.admission.enter(completions, self.prompt_tokens)
         runs = [self._run(index) for index in range(len(self.prompts))]
         try:
-            async with aclosing(merge(runs)) as outputs:
+            # Merging costs a task for each item, and most requests have one prompt.
+            async with aclosing(runs[0] if len(runs) == 1 else merge(runs)) as outputs:
                 async for index, output in outputs:
                     self._count(index, output)
                     if output.error is not None:

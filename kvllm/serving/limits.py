@@ -39,6 +39,13 @@ PATH = re.compile(r" - at `\$\.?(.*)`$")
 T = TypeVar("T")
 
 
+def check_type(request: Request) -> None:
+    """Raises ApiError for other types than JSON: any page that a browser shows may send those to this machine."""
+    given = request.headers.get("content-type", "")
+    if given.partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(415, "the body must be JSON: send the header 'Content-Type: application/json'")
+
+
 async def read_body(request: Request) -> bytes:
     """The body of a request. Raises ApiError if it is too large or too slow."""
     length = request.headers.get("content-length", "")
@@ -62,6 +69,7 @@ async def read_body(request: Request) -> bytes:
 
 async def read_json(request: Request, decoder: msgspec.json.Decoder[T], pool: ThreadPoolExecutor) -> T:
     """The body of a request as `decoder` reads it; a big one is parsed in a thread of `pool`. Raises ApiError."""
+    check_type(request)
     body = await read_body(request)
     if len(body) <= SMALL_BODY_BYTES:
         return decode(body, decoder)

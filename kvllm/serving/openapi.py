@@ -38,6 +38,7 @@ REFUSALS = {
     "404": "There is no such route or model.",
     "408": "The body came too slowly.",
     "413": "The body is too large.",
+    "415": "The body is not declared as JSON.",
     "503": "The server is busy, about to stop, or its engine is being started again. Try again later.",
 }
 

@@ -52,6 +52,8 @@ async def chat_prompt(
         both = "Cannot set both `continue_final_message` and `add_generation_prompt` to True."
         raise bad_request(both, "continue_final_message")
     options = dict(request.chat_template_kwargs or {})
+    if isinstance(request, ChatCompletionRequest) and request.documents:
+        options["documents"] = request.documents
     options["add_generation_prompt"] = not continues and request.add_generation_prompt is not False
     if continues:
         options["continue_final_message"] = True

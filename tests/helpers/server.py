@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from typing import Any
 
 START_SECONDS = 120.0
+COMPLETION_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+"""The beginning of a request that is written to a socket."""
 
 
 class ServerProcess:
@@ -41,7 +43,8 @@ class ServerProcess:
     ) -> tuple[int, dict[str, str], bytes]:
         """Status, headers and body of an answer. body: bytes, or what becomes JSON."""
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, dict(headers or {}), method=method)
+        sent = {"Content-Type": "application/json", **(headers or {})}
+        request = urllib.request.Request(self.url + path, data, sent, method=method)
         try:
             with urllib.request.urlopen(request, timeout=60) as answer:
                 return answer.status, _headers(answer), answer.read()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvllm.entrypoints.cli import main
-from tests.helpers.server import ServerProcess
+from tests.helpers.server import COMPLETION_HEAD, ServerProcess
 from tests.helpers.waiting import wait_until
 from tests.serving.conftest import PROMPT
 
@@ -29,7 +29,7 @@ def stream_all(server: ServerProcess, number: int, max_tokens: int) -> list[list
         host, _, port = server.url.removeprefix("http://").partition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         body = json.dumps({**LONG, "max_tokens": max_tokens, "stream": True}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = COMPLETION_HEAD.decode() + f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
         content = await reader.read(-1)
         writer.close()
@@ -83,7 +83,7 @@ def test_clients_that_go_away(server: ServerProcess) -> None:
         host, _, port = server.url.removeprefix("http://").partition(":")
         connection = socket.create_connection((host, int(port)))
         body = json.dumps({**LONG, "max_tokens": 4000, "stream": number % 2 == 0}).encode()
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        connection.sendall(COMPLETION_HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         connections.append(connection)
     wait_until(lambda: server.metric("vllm:num_requests_running") == 32, "32 running requests")
     assert server.metric("kvllm:blocks_in_use") >= 32

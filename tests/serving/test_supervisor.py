@@ -32,7 +32,17 @@ async def ask(app: Any, path: str, body: Any = None) -> tuple[int, bytes]:
         sent.append(message)
 
     method = "GET" if body is None else "POST"
-    await app({"type": "http", "method": method, "path": path, "headers": [], "query_string": b""}, receive, send)
+    await app(
+        {
+            "type": "http",
+            "method": method,
+            "path": path,
+            "headers": [(b"content-type", b"application/json")],
+            "query_string": b"",
+        },
+        receive,
+        send,
+    )
     return sent[0]["status"], b"".join(message.get("body", b"") for message in sent)
 
 

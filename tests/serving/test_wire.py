@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.helpers.server import ServerProcess
+from tests.helpers.server import COMPLETION_HEAD, ServerProcess
 from tests.serving.conftest import PROMPT
 
 
@@ -73,13 +73,22 @@ def test_bodies_that_are_no_requests(server: ServerProcess, body: bytes) -> None
     assert time.monotonic() - begin < 10
 
 
+def test_only_json_is_read(server: ServerProcess) -> None:
+    """A page in a browser can send forms and text to this machine without asking, but no JSON."""
+    for kind in ("application/x-www-form-urlencoded", "text/plain; charset=application/json", ""):
+        status, _, answer = server.request("/v1/completions", {"prompt": "a"}, {"Content-Type": kind})
+        assert status == 415 and json.loads(answer)["error"]["code"] == 415
+    declared = {"Content-Type": "Application/JSON; charset=utf-8"}
+    assert server.request("/v1/completions", {"prompt": "a", "max_tokens": 1}, declared)[0] == 200
+
+
 def test_a_body_that_is_too_large(server: ServerProcess) -> None:
     """With its length told, nothing of it is read; without, as much as is allowed."""
     with connect(server) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n")
+        connection.sendall(COMPLETION_HEAD + b"Content-Length: 99999999999\r\n\r\n")
         assert b" 413 " in connection.recv(4096).split(b"\r\n")[0]
     with connect(server) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        connection.sendall(COMPLETION_HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
         answer = b""
         try:
             for _ in range(20):
@@ -93,7 +102,7 @@ def test_a_body_that_is_too_large(server: ServerProcess) -> None:
 def test_a_slow_writer_harms_nobody(server: ServerProcess) -> None:
     body = json.dumps({"prompt": PROMPT, "max_tokens": 2, "temperature": 0}).encode()
     with connect(server) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body))
+        connection.sendall(COMPLETION_HEAD + b"Content-Length: %d\r\n\r\n" % len(body))
         for byte in body[:10]:
             connection.sendall(bytes([byte]))
             assert server.json("/version")[0] == 200
@@ -115,7 +124,7 @@ def test_a_slow_reader_gets_all(server: ServerProcess) -> None:
     data = json.dumps(body).encode()
     with connect(server) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 32768)
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+        head = COMPLETION_HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n"
         connection.sendall(head % len(data) + data)
         time.sleep(0.5)
         begin = time.monotonic()
@@ -133,7 +142,7 @@ def test_thousands_of_connections_that_are_dropped(server: ServerProcess) -> Non
         connect(server).close()
     for _ in range(100):
         with connect(server) as connection:
-            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            connection.sendall(COMPLETION_HEAD + b"Content-Length: 100\r\n\r\n{")
     assert server.request("/health")[0] == 200
 
 
