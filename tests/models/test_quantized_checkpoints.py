@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from kvllm import LLM, SamplingParams
 from kvllm.attention.cpu import CpuBackend
 from kvllm.errors import CheckpointError, ConfigError
+from kvllm.models.base import Decoder, GatedMLP
 from kvllm.models.config import load_model_config
 from kvllm.models.loader import random_model
 from kvllm.parallel import SingleRank
@@ -71,7 +73,23 @@ def test_logits_are_those_of_the_values(tmp_path: Path, case: str, dtype: torch.
         results.append(torch.cat([paged.logits(step) for step in steps]))
     expected, found = results
     error = (found - expected).norm() / expected.norm()
-    assert error < (2e-5 if dtype == torch.float32 else 0.05) and expected.norm() > 1
+    assert error < (1e-3 if dtype == torch.float32 else 0.05) and expected.norm() > 1
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_have_the_values_of_the_checkpoint(tmp_path: Path, case: str) -> None:
+    """The products of an identity matrix are the weights, whatever rounding there is for other activations."""
+    quantize_checkpoint(tmp_path / "plain", tmp_path / "quantized", *CASES[case])
+    expected, found = (list(matrices(load(tmp_path / name)[0])) for name in ("plain", "quantized"))
+    for plain, quantized in zip(expected, found, strict=True):
+        torch.testing.assert_close(quantized, plain, rtol=2e-6, atol=2e-7)
+
+
+def matrices(model: Decoder) -> Iterator[torch.Tensor]:
+    for layer in model.layers:
+        assert isinstance(layer.mlp, GatedMLP)
+        for part in (layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down):
+            yield part.weight.multiply(torch.eye(part.weight.in_features))
 
 
 def test_integers_stay_integers(tmp_path: Path) -> None:
@@ -114,7 +132,7 @@ def test_two_ranks_equal_one(tmp_path: Path, case: str) -> None:
     quantize_checkpoint(tmp_path / "plain", tmp_path / "quantized", *CASES[case])
     expected = PagedModel(*load(tmp_path / "quantized")).logits({0: tokens(20)})
     for logits in on_two_ranks(tmp_path / "quantized", tokens(20)):
-        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+        assert (logits - expected).norm() < 1e-3 * expected.norm()
 
 
 def test_ranks_that_cannot_share_a_matrix(tmp_path: Path) -> None:
