@@ -73,7 +73,7 @@ def answer_on_ray_serve() -> None:
     import ray
     from ray import serve
 
-    from kvllm.serving.ray_serve import build_app
+    from kvllm.entrypoints.ray_serve import build_app
 
     ray.init("local", num_cpus=2, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": ":".join(sys.path)}})
     serve.start(http_options={"port": 18767})
@@ -96,7 +96,7 @@ def test_the_server_runs_on_ray_serve() -> None:
 
 def test_arguments_of_a_deployment_are_flags() -> None:
     pytest.importorskip("ray.serve", reason="the packages of ray[serve] are not installed", exc_type=ImportError)
-    from kvllm.serving.ray_serve import flags_of
+    from kvllm.entrypoints.ray_serve import flags_of
 
     arguments = {"model": "x", "max_model_len": "4k", "enforce_eager": "true", "enable_prefix_caching": "false"}
     args = parse(flags_of(arguments))

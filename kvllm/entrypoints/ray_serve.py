@@ -1,7 +1,7 @@
 """The server as a deployment of Ray Serve: replicas on several nodes behind one address.
 
     pip install "kvllm[serve]" "ray[serve]"
-    serve run kvllm.serving.ray_serve:build_app model=path/to/Qwen3-0.6B served_model_name=qwen
+    serve run kvllm.entrypoints.ray_serve:build_app model=path/to/Qwen3-0.6B served_model_name=qwen
 
 Arguments are the flags of `kvllm serve` with underscores; those that have no value are true or false. Addresses, TLS
 and the number of replicas are Ray Serve's (deploy/ray_serve.yaml).
