@@ -48,20 +48,28 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times are in seconds, all from the same clock.
+    """Facts of a request, kept while it runs. Times are in seconds, all from the same clock.
+
+    With data parallelism, a sequence's counts come when it ends.
 
     Attributes:
+        scheduled_time: the first step of the request; with data parallelism, when a replica was chosen.
         num_cached_tokens: prompt tokens that came from the prefix cache.
         preemptions: times that a sequence of the request lost its blocks and was computed again.
-        evicted_entries: KV pairs dropped by compression, summed over the request's sequences.
+        evicted_entries: KV pairs dropped by compression, summed over the request's sequences; those that a preemption
+            brought back and that were dropped again count twice.
+        missing_entries: KV pairs that the sequences have computed and do not have now, or did not have at their end.
+            What remains of prompts and outputs is the share that was kept.
     """
 
     arrival_time: float = 0.0
+    scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
     num_cached_tokens: int = 0
     preemptions: int = 0
     evicted_entries: int = 0
+    missing_entries: int = 0
 
 
 @dataclass(slots=True)

@@ -13,16 +13,22 @@ MOST_STEPS = 1 << 19
 """In the timeline, or an engine that serves for weeks would fill the memory with it."""
 STEP = Packing("<II")
 """A step in the timeline: 8 bytes. A tuple in a list takes over 100, which is 60 MiB for MOST_STEPS."""
+GAUGES = ("num_running", "num_waiting", "blocks_in_use")
 PEAKS = ("peak_blocks", "peak_event_bytes", "longest_stall_seconds")
 
 
 class EngineStats(Struct):
-    """Counters since the engine started.
+    """Counters since the engine started, and what is in it now.
 
     Attributes:
         num_blocks: size of the pool.
         method_state_bytes: memory that the compression method keeps beside the pool.
         steps: forward passes.
+        num_running, num_waiting: sequences now.
+        blocks_in_use: blocks that sequences own now.
+        prompt_tokens: prompt tokens of sequences that were admitted.
+        prefix_cache_queries: of these, tokens looked up in the prefix cache.
+        prefix_cache_hits: of these, tokens found there.
         output_tokens: tokens sampled.
         preemptions: sequences that lost their cache and were queued again.
         tokens_recomputed: tokens that these had computed.
@@ -45,7 +51,13 @@ class EngineStats(Struct):
 
     num_blocks: int
     method_state_bytes: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    blocks_in_use: int = 0
     steps: int = 0
+    prompt_tokens: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
     output_tokens: int = 0
     preemptions: int = 0
     tokens_recomputed: int = 0
@@ -72,11 +84,13 @@ class EngineStats(Struct):
         return getattr(self, name)
 
     def add(self, other: EngineStats) -> None:
-        """Count what was counted elsewhere, too. The sizes stay."""
+        """Count what was counted elsewhere, too, and take over what is in that engine now. The sizes stay."""
         for name in self.__struct_fields__:
             mine, theirs = self[name], other[name]
             if name in PEAKS:
                 setattr(self, name, max(mine, theirs))
+            elif name in GAUGES:
+                setattr(self, name, theirs)
             elif name not in SIZES:
                 setattr(self, name, mine + theirs)
 
@@ -84,7 +98,8 @@ class EngineStats(Struct):
         """The counts since the last call."""
         taken, empty = copy(self), EngineStats(self.num_blocks, self.method_state_bytes)
         for name in self.__struct_fields__:
-            setattr(self, name, empty[name])
+            if name not in GAUGES:
+                setattr(self, name, empty[name])
         return taken
 
     def record_step(self, *, running: int, blocks: int) -> None:

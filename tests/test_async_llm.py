@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from kvllm import LLM, AsyncLLM, EngineDeadError, RequestError, SamplingParams
 from kvllm.engine_args import DEFAULT_MODEL, EngineArgs
 from kvllm.outputs import RequestOutput
+from tests.helpers.deltas import append, collect
 from tests.helpers.waiting import wait_until
 
 OPTIONS = {"block_size": 16, "num_gpu_blocks_override": 400, "max_num_seqs": 32}
@@ -32,38 +33,6 @@ def llm() -> LLM:
 
 def sampled(max_tokens: int = 60, **options) -> SamplingParams:
     return SamplingParams(**({"max_tokens": max_tokens, "seed": 5, "ignore_eos": True} | options))
-
-
-async def collect(items: AsyncIterator[RequestOutput], seconds: float = 0.0) -> RequestOutput:
-    """The deltas of a request as one output, read with a pause after each."""
-    whole = None
-    async for delta in items:
-        if whole is None:
-            whole = delta
-        else:
-            _append(whole, delta)
-        await asyncio.sleep(seconds)
-    assert whole is not None and whole.finished
-    whole.outputs.sort(key=lambda completion: completion.index)
-    return whole
-
-
-def _append(whole: RequestOutput, delta: RequestOutput) -> None:
-    assert not whole.finished
-    whole.finished, whole.error = delta.finished, delta.error
-    known = {completion.index: completion for completion in whole.outputs}
-    for new in delta.outputs:
-        if new.index not in known:
-            whole.outputs.append(new)
-            continue
-        old = known[new.index]
-        assert old.finish_reason is None
-        old.text += new.text
-        old.token_ids += new.token_ids
-        old.cumulative_logprob = new.cumulative_logprob
-        if old.logprobs is not None:
-            old.logprobs += new.logprobs
-        old.finish_reason, old.stop_reason = new.finish_reason, new.stop_reason
 
 
 def idle(async_llm: AsyncLLM) -> None:
@@ -140,7 +109,7 @@ def test_an_abort_ends_the_items(async_llm: AsyncLLM) -> None:
         await async_llm.abort("aborted")
         await async_llm.abort("unknown")
         rest = await collect(items)
-        _append(first, rest)
+        append(first, rest)
         return first
 
     found = asyncio.run(run())

@@ -110,6 +110,7 @@ class LLMEngine:
         with self._transition():
             for seq in self.outputs.abort(request_id):
                 self.scheduler.finish(seq)
+            self._count_now()
 
     def reset_prefix_cache(self) -> None:
         """Let later requests find nothing of what is cached so far. Running ones keep their blocks."""
@@ -146,6 +147,7 @@ class LLMEngine:
                 self.scheduler.finish(seq)
                 self.stats.output_tokens -= seq.sampling.max_tokens == 0  # nobody gets what was sampled
             self._count(plan, result)
+            self._count_now()
         if not self.scheduler.has_unfinished and self.scheduler.blocks.num_owned:
             raise RuntimeError(f"{self.scheduler.blocks.num_owned} KV blocks are owned, but no request is unfinished")
         return self.outputs.take_touched()
@@ -167,6 +169,7 @@ class LLMEngine:
         with self._transition():
             self.scheduler.add(request.sequences[0])
             self.outputs.requests[request.request_id] = request
+            self._count_now()
         return request.output
 
     def _recover(self) -> None:
@@ -188,6 +191,11 @@ class LLMEngine:
         self.stats.output_tokens += len(self.sampled)
         self._count_seconds(plan, result.seconds)
         self.stats.peak_event_bytes = max(self.stats.peak_event_bytes, result.event_bytes)
+
+    def _count_now(self) -> None:
+        stats, scheduler = self.stats, self.scheduler
+        stats.num_running, stats.num_waiting = len(scheduler.running), len(scheduler.waiting)
+        stats.blocks_in_use = scheduler.blocks.num_owned
 
     def _count_seconds(self, plan: StepPlan, seconds: PhaseSeconds) -> None:
         stats = self.stats

@@ -10,7 +10,7 @@ from kvllm.core.request import Request
 from kvllm.core.sequence import Sequence
 from kvllm.core.text import CompletionText
 from kvllm.errors import KvLLMError, RequestError
-from kvllm.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
+from kvllm.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
 
 if TYPE_CHECKING:
     from kvllm.tokenizer import Tokenizer
@@ -121,7 +121,6 @@ class OutputProcessor:
         """Account for a sequence whose completion is finished."""
         del request.sequences[seq.index]
         seq.has_ended = True
-        _add_metrics(request.output.metrics, seq)
         if not request.sequences:
             self._close(request, now)
         return [seq]
@@ -183,8 +182,7 @@ class OutputProcessor:
         ended = list(request.sequences.values())
         for seq in ended:
             seq.has_ended = True
-            _add_metrics(request.output.metrics, seq)
-        self._close(request, time.monotonic())
+            self._close(request, time.monotonic())
         return ended
 
     def _close(self, request: Request, now: float) -> None:
@@ -210,9 +208,3 @@ class OutputProcessor:
                 completion.cumulative_logprob = 0.0
             for count in range(1, len(completion.token_ids) + 1):
                 self._extend(request, completion, count)
-
-
-def _add_metrics(metrics: RequestMetrics, seq: Sequence) -> None:
-    metrics.preemptions += seq.preemptions
-    metrics.evicted_entries += seq.evicted
-    metrics.num_cached_tokens = max(metrics.num_cached_tokens, seq.cache_hits)

@@ -66,6 +66,8 @@ class Request:
 
     def make_sequences(self) -> None:
         """Replace `sequences` by fresh ones that have the completions' tokens and nothing in the cache."""
+        for seq in self.sequences.values():
+            seq.reset()
         if not self.is_branched:
             self.sequences = {0: self._make_sequence(0, forks=len(self.output.outputs) - 1)}
             return
@@ -84,6 +86,7 @@ class Request:
             forks=forks,
             tail_start=self.tail_start,
             origin=self.origin,
+            metrics=self.output.metrics,
         )
         seq.extend(self.output.outputs[index].token_ids)
         return seq

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 
 from kvllm.config import EngineConfig
@@ -263,7 +264,7 @@ class Scheduler:
         seq.advance(len(hits) * self.config.block_size)
         seq.hashed_blocks = len(hits)
         if not seq.refill_length:
-            seq.cache_hits = seq.logical_length
+            self._count_admission(seq)
         num_tokens = self.admission.chunk(seq, budget)
         compressed = self.admission.refills_compressed(seq)
         self.blocks.append(seq, num_tokens if compressed else seq.num_uncomputed)
@@ -276,6 +277,13 @@ class Scheduler:
             self._shares.holding(self.waiting.tenant(seq)).add(seq, len(seq.block_table))
         return num_tokens
 
+    def _count_admission(self, seq: Sequence) -> None:
+        seq.admitted(time.monotonic(), seq.logical_length)
+        self.stats.prompt_tokens += seq.prompt_length
+        if self.config.shares_prefixes:
+            self.stats.prefix_cache_queries += seq.num_tokens
+            self.stats.prefix_cache_hits += seq.logical_length
+
     def _preempt(self, plan: StepPlan, seq: Sequence) -> None:
         """Take everything from a running sequence; it will be recomputed from its tokens."""
         plan.compressions = [job for job in plan.compressions if job.seq_id != seq.seq_id]
@@ -286,9 +294,7 @@ class Scheduler:
         self.running.remove(seq)
         self.blocks.release(seq)
         self._dropped_seq_ids.append(seq.seq_id)
-        seq.refill_length = seq.num_tokens
-        seq.reset()
-        seq.preemptions += 1
+        seq.preempted()
         self.waiting.requeue(seq)
         self.stats.preemptions += 1
         self.stats.tokens_recomputed += computed

@@ -5,6 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from kvllm.core.regions import Region
+from kvllm.outputs import RequestMetrics
 from kvllm.sampling_params import SamplingParams
 
 
@@ -57,6 +58,7 @@ class Sequence:
         "last_token_time",
         "logical_length",
         "max_length",
+        "metrics",
         "origin",
         "preemptions",
         "prompt_length",
@@ -83,12 +85,14 @@ class Sequence:
         forks: int = 0,
         tail_start: int | None = None,
         origin: Origin = ANONYMOUS,
+        metrics: RequestMetrics | None = None,
     ) -> None:
         """
         index: which of the request's `n` completions this is.
         max_length: tokens (prompt included) at which the sequence ends at the latest.
         forks: completions that branch off when the prompt is computed.
         tail_start: first position that counts towards the uncompressed tail (default: the prompt is protected).
+        metrics: of the request, which all its sequences write to.
         """
         self.seq_id = seq_id
         self.request_id = request_id
@@ -99,6 +103,7 @@ class Sequence:
         self.sampling = sampling
         self.seed = seed
         self.origin = origin
+        self.metrics = metrics or RequestMetrics()
         self.forks_pending = forks
         self.tail_start = self.prompt_length if tail_start is None else tail_start
         self.has_ended = False
@@ -107,10 +112,12 @@ class Sequence:
         self.preemptions = 0
         self.evicted = 0
         self.cache_hits = 0  # tokens found in the prefix cache when the sequence was first admitted
+        self.logical_length = self.cached_length = 0
         self.reset()
 
     def reset(self) -> None:
         """Drop all state of the cache; the blocks must have been released."""
+        self.metrics.missing_entries -= self.logical_length - self.cached_length
         self.block_table: list[int] = []
         self.logical_length = 0
         self.cached_length = 0
@@ -155,6 +162,20 @@ class Sequence:
     def was_compacted(self) -> bool:
         return self.cached_length != self.logical_length
 
+    def admitted(self, now: float, cache_hits: int) -> None:
+        """The sequence runs for the first time, and has found `cache_hits` tokens in the prefix cache."""
+        self.cache_hits = cache_hits
+        if self.metrics.scheduled_time is None:
+            self.metrics.scheduled_time = now
+        self.metrics.num_cached_tokens = max(self.metrics.num_cached_tokens, cache_hits)
+
+    def preempted(self) -> None:
+        """The sequence has lost its blocks, and waits to be computed again."""
+        self.refill_length = self.num_tokens
+        self.preemptions += 1
+        self.metrics.preemptions += 1
+        self.reset()
+
     def extend(self, token_ids: list[int]) -> None:
         """Output from an earlier run, which is computed again as after a preemption."""
         self.token_ids += token_ids
@@ -172,6 +193,8 @@ class Sequence:
         """A region of the cache was compressed; `uncompressed_tail` KV pairs were behind its last window."""
         self.cached_length -= region.dropped
         self.evicted += region.dropped
+        self.metrics.evicted_entries += region.dropped
+        self.metrics.missing_entries += region.dropped
         self.compressions.append(region)
         self.uncompressed_tail = uncompressed_tail
         self.carried_tail = uncompressed_tail
@@ -188,6 +211,7 @@ class Sequence:
             index=index,
             tail_start=self.tail_start,
             origin=self.origin,
+            metrics=self.metrics,
         )
         child.block_table = list(self.block_table)
         child.block_hashes = list(self.block_hashes)

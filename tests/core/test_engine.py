@@ -186,6 +186,54 @@ def test_stepping_the_engine_by_hand(qwen3: Path, expected) -> None:
     assert engine.scheduler.blocks.num_owned == 0
 
 
+def test_metrics_of_requests_are_kept_while_they_run(qwen3: Path) -> None:
+    engine = make_llm(qwen3, compression=COMPRESSION, num_gpu_blocks_override=20, max_num_seqs=8).llm_engine
+    outputs = [engine.add_request(str(i), p, greedy(250)) for i, p in enumerate(random_prompts(256, lengths=[20] * 6))]
+    assert all(output.metrics.scheduled_time is None for output in outputs)
+    seen_evicted = seen_preempted = 0
+    while engine.has_unfinished_requests():
+        engine.step()
+        sequences = [seq for request in engine.outputs.requests.values() for seq in request.sequences.values()]
+        for seq in sequences:
+            metrics = seq.metrics
+            assert metrics is engine.outputs.requests[seq.request_id].output.metrics
+            assert metrics.missing_entries == seq.logical_length - seq.cached_length
+            assert (metrics.evicted_entries, metrics.preemptions) == (seq.evicted, seq.preemptions)
+            seen_evicted += metrics.evicted_entries > 0
+            seen_preempted += metrics.preemptions > 0
+    stats = engine.stats
+    assert seen_evicted and seen_preempted
+    assert sum(output.metrics.evicted_entries for output in outputs) == stats.entries_evicted
+    assert sum(output.metrics.preemptions for output in outputs) == stats.preemptions
+    for output in outputs:
+        metrics = output.metrics
+        assert 0 < metrics.missing_entries <= metrics.evicted_entries
+        assert metrics.arrival_time <= metrics.scheduled_time <= metrics.first_token_time < metrics.finished_time
+
+
+def test_statistics_of_what_is_there_now(qwen3: Path) -> None:
+    engine = make_llm(qwen3, max_num_seqs=2).llm_engine
+    stats = engine.stats
+
+    def now() -> tuple[int, int, int]:
+        return stats.num_running, stats.num_waiting, stats.blocks_in_use
+
+    for i, prompt in enumerate(random_prompts(256, lengths=(20, 40, 60))):
+        engine.add_request(str(i), prompt, greedy(8))
+    assert now() == (0, 3, 0)
+    engine.step()
+    assert now() == (2, 1, 2 + 3)
+    assert (stats.prompt_tokens, stats.prefix_cache_queries, stats.prefix_cache_hits) == (60, 60, 0)
+    engine.abort("1")
+    assert now() == (1, 1, 2)
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert now() == (0, 0, 0)
+    engine.add_request("again", random_prompts(256, lengths=(20, 40, 60))[2], greedy(2))
+    engine.step()
+    assert (stats.prompt_tokens, stats.prefix_cache_queries, stats.prefix_cache_hits) == (180, 180, 48)
+
+
 def test_the_longest_stall_is_that_of_a_running_sequence(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps with prompts take a second here, others none, by a clock of the test. The step of a first token, and pauses
     between steps, keep nobody waiting."""

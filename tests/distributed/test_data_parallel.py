@@ -5,6 +5,7 @@ All run in real Ray actors.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import random
@@ -20,12 +21,22 @@ from typing import Any
 import psutil
 import pytest
 
-from kvllm import LLM, CompletionOutput, CompressionConfig, ConfigError, RequestError, SamplingParams
+from kvllm import (
+    LLM,
+    AsyncLLM,
+    CompletionOutput,
+    CompressionConfig,
+    ConfigError,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+)
 from kvllm.core.protocol import SequenceStart
 from kvllm.engine_args import DEFAULT_MODEL
 from kvllm.errors import WorkerError
 from kvllm.models.config import load_model_config
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.deltas import collect
 from tests.helpers.interrupts import Trap, chosen_lines
 from tests.helpers.waiting import wait_until
 
@@ -277,6 +288,42 @@ def test_requests_survive_engines_that_die_and_hang(one: LLM, two: LLM, monkeypa
     wait_until(lambda: not any(map(psutil.pid_exists, lost)), "the end of the lost engines")
     again = two.generate(prompts[:8], greedy(10), use_tqdm=False)
     assert [o.outputs for o in again] == [o.outputs for o in one.generate(prompts[:8], greedy(10), use_tqdm=False)]
+
+
+def test_requests_of_event_loops(one: LLM, two: LLM) -> None:
+    """Deltas, prompt logprobs, salts, aborts and statistics, with tokens that come from other processes."""
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, prompt_logprobs=1, logprobs=1)
+    prompts = [text(random.Random(i), 50) for i in range(6)]
+    expected = one.generate(prompts, params, use_tqdm=False)
+    llm = AsyncLLM(two.llm_engine, two.model_config)
+
+    async def run() -> list[RequestOutput]:
+        aborted = llm.generate(prompts[0], greedy(400), "aborted")
+        await anext(aborted)
+        await aborted.aclose()
+        found = await asyncio.gather(
+            *(collect(llm.generate(prompt, params, str(i))) for i, prompt in enumerate(prompts))
+        )
+        hits = []
+        for i, salt in enumerate(("a", "a", "b")):
+            output = await collect(llm.generate(prompts[0], greedy(2), f"salted {i}", cache_salt=salt))
+            assert output.metrics.scheduled_time is not None
+            hits.append(output.metrics.num_cached_tokens)
+        assert hits == [0, 48, 0]
+        return found
+
+    try:
+        found = asyncio.run(run())
+        wait_until(lambda: not llm.stats().num_running, "the engines' rest")
+    finally:
+        llm._loop.stop()  # the engines go on to serve other tests
+    for output, wanted in zip(found, expected, strict=True):
+        assert output.outputs[0].token_ids == wanted.outputs[0].token_ids
+        assert output.outputs[0].text == wanted.outputs[0].text
+        assert len(output.outputs[0].logprobs) == 40
+        assert [entry and list(entry) for entry in output.prompt_logprobs] == [
+            entry and list(entry) for entry in wanted.prompt_logprobs
+        ]
 
 
 @pytest.mark.parametrize(

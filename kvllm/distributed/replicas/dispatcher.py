@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Iterator
 
@@ -74,6 +75,8 @@ class Dispatcher:
                 return
             del self.waiting[seq.seq_id]
             self._place(replica, seq)
+            if seq.metrics.scheduled_time is None:
+                seq.metrics.scheduled_time = time.monotonic()
             self._unsent[replica][seq.seq_id] = seq
 
     def take(self, replica: int) -> list[SequenceStart] | None:
@@ -120,6 +123,11 @@ class Dispatcher:
                 seq.preemptions += ended.preemptions
                 seq.evicted += ended.evicted
                 seq.cache_hits = max(seq.cache_hits, ended.cache_hits)
+                metrics = seq.metrics
+                metrics.preemptions += ended.preemptions
+                metrics.evicted_entries += ended.evicted
+                metrics.missing_entries += ended.missing
+                metrics.num_cached_tokens = max(metrics.num_cached_tokens, ended.cache_hits)
         return received
 
     def _place(self, replica: int, seq: Sequence) -> None:

@@ -40,6 +40,7 @@ class DataParallelEngine:
         self.outputs = OutputProcessor(frozenset(eos_token_ids), tokenizer)
         self.dispatcher = Dispatcher(config, replicas.num_blocks)
         self._last_steps = [(0, 0)] * len(replicas.num_blocks)
+        self._waiting = [0] * len(replicas.num_blocks)  # in each replica, when it last reported
         self._transition = Transition(self._recover)
 
     def add_request(
@@ -61,6 +62,7 @@ class DataParallelEngine:
         with self._transition():
             self.dispatcher.add(request.sequences[0])
             self.outputs.requests[request_id] = request
+            self._count_now()
         return request.output
 
     def abort(self, request_id: str) -> None:
@@ -71,6 +73,7 @@ class DataParallelEngine:
                 if replica is not None:  # it may have the sequence as a branch of the first
                     self.replicas.drop(replica, [seq.seq_id, seq.seq_id - seq.index])
                 self.dispatcher.finish(seq)
+            self._count_now()
 
     def reset_prefix_cache(self) -> None:
         """See LLMEngine."""
@@ -89,6 +92,7 @@ class DataParallelEngine:
                     self.replicas.send(replica, starts)
             for replica, report in self.replicas.receive():
                 self._receive(replica, report)
+            self._count_now()
         return self.outputs.take_touched()
 
     def close(self) -> None:
@@ -97,7 +101,7 @@ class DataParallelEngine:
 
     def _receive(self, replica: int, report: Report | None) -> None:
         if report is None:
-            self._last_steps[replica] = (0, 0)
+            self._last_steps[replica], self._waiting[replica] = (0, 0), 0
             self.dispatcher.lose(replica)
             return
         self._count(replica, report)
@@ -121,6 +125,7 @@ class DataParallelEngine:
         counted = report.stats
         timeline, counted.packed_timeline = counted.timeline, bytearray()
         counted.steps = counted.peak_blocks = 0
+        self._waiting[replica] = counted.num_waiting
         self.stats.add(counted)
         for step in timeline:
             self._last_steps[replica] = step
@@ -128,3 +133,9 @@ class DataParallelEngine:
             self.stats.record_step(running=running, blocks=blocks)
         if not report.busy:
             self._last_steps[replica] = (0, 0)
+
+    def _count_now(self) -> None:
+        stats, dispatcher, waiting = self.stats, self.dispatcher, sum(self._waiting)
+        stats.num_running = max(0, len(dispatcher.placed) - waiting)
+        stats.num_waiting = len(dispatcher.waiting) + waiting
+        stats.blocks_in_use = sum(blocks for _, blocks in self._last_steps)

@@ -37,6 +37,7 @@ class Ended(Struct, array_like=True, frozen=True):
     preemptions: int
     evicted: int
     cache_hits: int
+    missing: int
 
 
 class Sampled(Struct, array_like=True, frozen=True):

@@ -102,7 +102,7 @@ class Reporter:
                 self._report.steps.append(
                     Sampled(
                         [(_global_id(seq), token) for seq, token in sampled],
-                        [Ended(_global_id(seq), seq.preemptions, seq.evicted, seq.cache_hits) for seq in ended],
+                        [_ended(seq) for seq in ended],
                         [structs.replace(prompt, seq_id=_global_id(seq)) for seq, prompt in prompts],
                     )
                 )
@@ -115,6 +115,11 @@ class Reporter:
         waiting = scheduler.waiting.values()
         needed = (needed_blocks(seq.num_tokens, 1 + seq.forks_pending, block_size) for seq in waiting)
         return scheduler.blocks.num_available - sum(needed)
+
+
+def _ended(seq: Sequence) -> Ended:
+    missing = seq.logical_length - seq.cached_length
+    return Ended(_global_id(seq), seq.preemptions, seq.evicted, seq.cache_hits, missing)
 
 
 def _global_id(seq: Sequence) -> int:
