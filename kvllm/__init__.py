@@ -8,7 +8,7 @@ from kvllm import log
 from kvllm.config import CompressionConfig, TenantConfig
 from kvllm.errors import CheckpointError, ConfigError, EngineDeadError, KvLLMError, RequestError
 from kvllm.outputs import CompletionOutput, RequestOutput
-from kvllm.sampling_params import SamplingParams
+from kvllm.sampling_params import BeamSearchParams, SamplingParams
 from kvllm.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchParams",
     "CheckpointError",
     "CompletionOutput",
     "CompressionConfig",

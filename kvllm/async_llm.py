@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -10,6 +11,7 @@ from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvllm.beam_search import begin_search
 from kvllm.core.engine_loop import EngineLoop
 from kvllm.core.input_processor import Prompt
 from kvllm.core.output_stream import OutputStream
@@ -17,8 +19,8 @@ from kvllm.engine_args import EngineArgs
 from kvllm.engine_builder import build_engine
 from kvllm.errors import EngineDeadError, RequestError
 from kvllm.models.config import ModelConfig
-from kvllm.outputs import RequestOutput
-from kvllm.sampling_params import SamplingParams
+from kvllm.outputs import RequestMetrics, RequestOutput
+from kvllm.sampling_params import BeamSearchParams, SamplingParams
 from kvllm.stats import EngineStats
 
 if TYPE_CHECKING:
@@ -99,6 +101,39 @@ class AsyncLLM:
             del self._streams[request_id]
             if not finished and stream.failure is None:
                 self._loop.submit(lambda engine: engine.abort(request_id))
+
+    async def beam_search(
+        self,
+        prompt: Prompt,
+        params: BeamSearchParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        cache_salt: str | None = None,
+    ) -> RequestOutput:
+        """Find the likeliest continuations of a prompt, the best one first: see `LLM.beam_search`. Cancelling the task
+        ends the search.
+
+        Raises:
+            RequestError: the prompt cannot be served. EngineDeadError: see `generate`.
+        """
+        text, search = begin_search(self._engine, await self._encoded(prompt), params)
+        options = {"priority": priority, "tenant": tenant, "cache_salt": cache_salt}
+        metrics = RequestMetrics(arrival_time=time.monotonic())
+        while not search.is_done:
+            sampling, length = search.sampling_params(), len(search.beams[0].token_ids)
+            found = await asyncio.gather(
+                *(
+                    self._last(self.generate(token_ids, sampling, f"{request_id}-beam-{length}-{i}", **options))
+                    for i, token_ids in enumerate(search.prompts())
+                )
+            )
+            search.advance([(each.outputs[0].logprobs or [])[0] for each in found])
+            _add_metrics(metrics, [each.metrics for each in found])
+        metrics.finished_time = time.monotonic()
+        completions = search.completions(self.tokenizer)
+        return RequestOutput(request_id, text, search.prompt_token_ids, completions, True, metrics=metrics)
 
     async def abort(self, request_id: str) -> None:
         """End a request with `finish_reason="abort"`, which its reader gets in its last item. Unknown and finished ids
@@ -188,6 +223,14 @@ class AsyncLLM:
 
     # In the event loop
 
+    @staticmethod
+    async def _last(items: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
+        """The last item of a request of one token, which is the only one."""
+        last = [item async for item in items][-1]
+        if last.error:
+            raise last.error
+        return last
+
     async def _encoded(self, prompt: Prompt) -> Prompt:
         """The prompt with its token ids, if it is text: to encode it would lengthen a step of the engine."""
         if not isinstance(prompt, str) or self.tokenizer is None:
@@ -197,6 +240,15 @@ class AsyncLLM:
         else:
             token_ids = self.tokenizer.encode(prompt)
         return {"prompt": prompt, "prompt_token_ids": token_ids}
+
+
+def _add_metrics(metrics: RequestMetrics, of_step: list[RequestMetrics]) -> None:
+    """Account for a step of a search. The prefix that its first step found cached is that of the prompt."""
+    if metrics.first_token_time is None:
+        first = of_step[0]
+        metrics.scheduled_time, metrics.first_token_time = first.scheduled_time, first.first_token_time
+        metrics.num_cached_tokens = first.num_cached_tokens
+    metrics.preemptions += sum(each.preemptions for each in of_step)
 
 
 def _add(

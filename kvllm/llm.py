@@ -12,12 +12,13 @@ from typing import Any, Concatenate, ParamSpec
 
 from tqdm import tqdm
 
+from kvllm.beam_search import BeamSearch, begin_search
 from kvllm.core.input_processor import Array, Prompt
 from kvllm.engine_args import EngineArgs
 from kvllm.engine_builder import build_engine, cache_shape
 from kvllm.errors import RequestError
 from kvllm.outputs import RequestOutput
-from kvllm.sampling_params import SamplingParams
+from kvllm.sampling_params import BeamSearchParams, SamplingParams
 from kvllm.stats import EngineStats
 from kvllm.tokenizer import Tokenizer
 
@@ -113,6 +114,53 @@ class LLM:
         options = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
         prompts = [self._render(self.tokenizer, conversation, options) for conversation in conversations]
         return self._generate(prompts, alone, sampling_params, use_tqdm)
+
+    def beam_search(self, prompts: Prompt | Iterable[Prompt], params: BeamSearchParams) -> list[RequestOutput]:
+        """Find the likeliest continuations of prompts.
+
+        Args:
+            prompts: as in `generate`.
+
+        Returns:
+            One output for each prompt, in order, with up to `beam_width` completions, the best one first. Of several
+            prompts, one that cannot be served has its `error` set. No KV pair is dropped, whatever the engine's
+            compression is, as each step computes the beams that it needs from cached blocks.
+
+        Raises:
+            RequestError: a single prompt cannot be served.
+        """
+        batch, alone = _batch_of(prompts)
+        outputs: list[RequestOutput] = []
+        searches: list[tuple[RequestOutput, BeamSearch]] = []
+        for prompt in batch:
+            output = RequestOutput(str(next(self._request_ids)), None, [], [], finished=True)
+            outputs.append(output)
+            try:
+                output.prompt, search = begin_search(self.llm_engine, prompt, params)
+            except RequestError as error:
+                output.error = error
+            else:
+                output.prompt_token_ids = search.prompt_token_ids
+                searches.append((output, search))
+        while running := [each for each in searches if not each[1].is_done and each[0].error is None]:
+            self._advance(running)
+        for output, search in searches:
+            if output.error is None:
+                output.outputs = search.completions(self.tokenizer)
+        if alone and (error := outputs[0].error):
+            raise error
+        return outputs
+
+    def _advance(self, searches: list[tuple[RequestOutput, BeamSearch]]) -> None:
+        """Compute the next token of all beams of some searches together."""
+        prompts = [(search, prompt) for _, search in searches for prompt in search.prompts()]
+        params = [search.sampling_params() for search, _ in prompts]
+        found = iter(self._generate([prompt for _, prompt in prompts], False, params, False))
+        for output, search in searches:
+            of_search = [next(found) for _ in search.beams]
+            output.error = next((each.error for each in of_search if each.error), None)
+            if output.error is None:
+                search.advance([(each.outputs[0].logprobs or [])[0] for each in of_search])
 
     def stats(self) -> EngineStats:
         """Counters since the engine started. The object is live: it goes on counting."""

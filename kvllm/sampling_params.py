@@ -19,6 +19,7 @@ MAX_TEMPERATURE = 1e6
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
 MAX_LOGPROBS = 20
 MAX_BIAS = 100.0
+MAX_BEAMS = 16
 # Requests travel to the workers as MessagePack, whose integers have 64 bits.
 MAX_INTEGER = 2**63 - 1
 
@@ -181,6 +182,29 @@ class SamplingParams(Struct, frozen=True, kw_only=True, array_like=True):
         words = self.bad_words_token_ids or ()
         ids_fit = all(word and all(0 <= token_id <= MAX_INTEGER for token_id in word) for word in words)
         require(ids_fit, "bad_words_token_ids", self.bad_words_token_ids, "lists of at least one token id")
+
+
+class BeamSearchParams(Struct, frozen=True, kw_only=True):
+    """Options of a beam search. Keywords only; a wrong value raises ConfigError when constructed.
+
+    Attributes:
+        beam_width: continuations that are followed at a time, and that are returned. At most 16.
+        max_tokens: most tokens generated.
+        ignore_eos: do not stop at the end-of-sequence token.
+        length_penalty: finished beams are ranked by their log probability divided by their length to this power: a
+            higher one prefers longer texts.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    length_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        require(1 <= self.beam_width <= MAX_BEAMS, "beam_width", self.beam_width, f"between 1 and {MAX_BEAMS}")
+        _require_count("max_tokens", self.max_tokens, 1, "at least 1")
+        require(-10 <= self.length_penalty <= 10, "length_penalty", self.length_penalty, "between -10 and 10")
 
 
 def _require_count(field: str, value: int, least: int, allowed: str) -> None:
