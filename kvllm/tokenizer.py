@@ -74,10 +74,15 @@ def _json_object(file: Path) -> dict[str, Any]:
 
 
 class Tokenizer:
-    """A transformers tokenizer (`hf`), with errors that name what is wrong with a request."""
+    """A transformers tokenizer (`hf`), with errors that name what is wrong with a request.
+
+    added_token_ids: of the tokens that were added to the vocabulary as a whole, such as "</think>", by their text.
+    special_token_ids: of those that are no part of text.
+    """
 
     def __init__(self, hf: PreTrainedTokenizerBase) -> None:
         self.hf = hf
+        self.added_token_ids = {token.content: i for i, token in hf.added_tokens_decoder.items()}
         self.special_token_ids = frozenset(i for i, token in hf.added_tokens_decoder.items() if token.special)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -25,11 +25,14 @@ from kvllm.errors import ConfigError
 if TYPE_CHECKING:
     from kvllm.serving.state import ServerOptions
 
+TOOL_CALL_PARSERS = ("hermes",)
+REASONING_PARSERS = ("deepseek_r1", "qwen3")
 PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "prometheus_client")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_server_flags(parser)
+    _add_chat_flags(parser)
     _add_tls_flags(parser)
     add_engine_flags(parser)
 
@@ -58,6 +61,8 @@ def read_options(args: argparse.Namespace) -> tuple[EngineArgs, ServerOptions]:
             raise ConfigError(f"--{flag.replace('_', '-')} {getattr(args, flag)} is not allowed: at least 1")
     if not args.shutdown_timeout >= 0:
         raise ConfigError(f"--shutdown-timeout {args.shutdown_timeout} is not allowed: at least 0 seconds")
+    if args.enable_auto_tool_choice and args.tool_call_parser is None:
+        raise ConfigError("--enable-auto-tool-choice needs --tool-call-parser")
     keys = load_keys(args.api_key_file, args.api_key or ())
     engine_args = engine_args_from(args, tenants=keys.tenants)
     name = "reasoner" if engine_args.path == DEFAULT_MODEL else str(engine_args.model)
@@ -69,6 +74,9 @@ def read_options(args: argparse.Namespace) -> tuple[EngineArgs, ServerOptions]:
         max_num_queued_reqs=args.max_num_queued_reqs,
         max_num_queued_tokens=args.max_num_queued_tokens,
         shutdown_timeout=args.shutdown_timeout,
+        enable_auto_tool_choice=args.enable_auto_tool_choice,
+        tool_call_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
     )
 
 
@@ -95,6 +103,14 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     add("--max-num-queued-tokens", type=int, metavar="N", help=text)
     text = "time that requests get to end after a SIGTERM (default: 30)"
     add("--shutdown-timeout", type=float, default=30.0, metavar="SECONDS", help=text)
+
+
+def _add_chat_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("tools and reasoning").add_argument
+    text = "let the model choose whether it calls a tool; needs --tool-call-parser"
+    add("--enable-auto-tool-choice", action="store_true", help=text)
+    add("--tool-call-parser", choices=TOOL_CALL_PARSERS, help="how the model writes calls of tools")
+    add("--reasoning-parser", choices=REASONING_PARSERS, help="how the model marks its thoughts (default: it has none)")
 
 
 def _add_tls_flags(parser: argparse.ArgumentParser) -> None:

@@ -12,11 +12,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvllm.outputs import CompletionOutput, RequestOutput
+from kvllm.serving.chat_format import ChatFormat
 from kvllm.serving.context import RequestContext, context_of
 from kvllm.serving.errors import bad_request
 from kvllm.serving.generation import EncodedPrompt, Generation
 from kvllm.serving.limits import read_json
 from kvllm.serving.logprobs import TokenNames, chat_logprobs, prompt_logprobs
+from kvllm.serving.message_parser import MessagePart
 from kvllm.serving.prompts import chat_prompt, max_tokens, prompt_limit
 from kvllm.serving.protocol import ChatCompletionRequest
 from kvllm.serving.responses import (
@@ -26,9 +28,11 @@ from kvllm.serving.responses import (
     ChatCompletionResponse,
     ChatLogprobs,
     Message,
+    Usage,
 )
 from kvllm.serving.sampling import check_generation, num_logprobs, sampling_params
 from kvllm.serving.sse import EventStream, event, until_disconnected
+from kvllm.serving.tool_choice import tool_choice
 
 decoder = msgspec.json.Decoder(ChatCompletionRequest)
 
@@ -39,12 +43,13 @@ async def create(request: Request) -> Any:
     body = await read_json(request, decoder, context.state.pool)
     context.begin(body)
     check_generation(body)
+    tools = tool_choice(body, context.state.options)
     if body.max_completion_tokens is not None:
         body.max_tokens = body.max_completion_tokens
     if body.max_tokens == 0:
         raise bad_request("max_tokens=0 is not allowed: at least 1", "max_tokens")
     prompt = await chat_prompt(context.state, body, body.messages, prompt_limit(context.state, body))
-    answer = ChatAnswer(context, body, prompt)
+    answer = ChatAnswer(context, body, prompt, ChatFormat(context.state, body, tools, prompt.text or ""))
     if body.stream:
         return EventStream(answer.events())
     response = await until_disconnected(request, answer.complete())
@@ -54,8 +59,12 @@ async def create(request: Request) -> Any:
 class ChatAnswer:
     """The answer to one request, with `n` choices."""
 
-    def __init__(self, context: RequestContext, body: ChatCompletionRequest, prompt: EncodedPrompt) -> None:
+    def __init__(
+        self, context: RequestContext, body: ChatCompletionRequest, prompt: EncodedPrompt, chat_format: ChatFormat
+    ) -> None:
         state = context.state
+        self._format = chat_format
+        self._parsers = [chat_format.parser() for _ in range(body.n or 1)]
         self._body = body
         self._prompt = prompt
         self._id = f"chatcmpl-{context.request_id}"
@@ -64,7 +73,7 @@ class ChatAnswer:
         self._most = num_logprobs(body)
         self._names = TokenNames(state.llm.tokenizer, bool(body.return_tokens_as_token_ids))
         number = max_tokens(state, prompt, body.max_tokens, None)
-        params = sampling_params(body, number, state.sampling_defaults, logprobs=self._most)
+        params = sampling_params(body, number, state.sampling_defaults, logprobs=self._most, **chat_format.sampling())
         self._generation = Generation(state, context.origin(body), [prompt], [params])
         context.generation = self._generation
 
@@ -76,8 +85,10 @@ class ChatAnswer:
             of_prompt = of_prompt or output.prompt_logprobs
             for completion in output.outputs:
                 self._extend(choices[completion.index], completion)
+        for choice in choices:
+            _leave_out_what_is_empty(choice.message)
         response = ChatCompletionResponse(
-            id=self._id, created=self._created, model=self._model, choices=choices, usage=self._generation.usage()
+            id=self._id, created=self._created, model=self._model, choices=choices, usage=self._usage()
         )
         if self._body.prompt_logprobs is not None and of_prompt is not None:
             response.prompt_logprobs = prompt_logprobs(of_prompt)
@@ -94,7 +105,7 @@ class ChatAnswer:
         begun = False
         try:
             async for _, output in outputs:
-                usage = self._generation.usage() if continuous else None if include_usage else UNSET
+                usage = self._usage() if continuous else None if include_usage else UNSET
                 if not begun:
                     begun = True
                     for choice in self._first_choices():
@@ -104,7 +115,7 @@ class ChatAnswer:
         finally:
             await outputs.aclose()
         if include_usage:
-            yield self._chunk([], self._generation.usage())
+            yield self._chunk([], self._usage())
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: Any) -> bytes:
         chunk = ChatCompletionChunk(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage)
@@ -118,18 +129,36 @@ class ChatAnswer:
     def _chunk_choices(self, output: RequestOutput) -> list[ChatChunkChoice]:
         choices = []
         for completion in output.outputs:
+            part = self._parse(completion)
             choice = ChatChunkChoice(
                 index=completion.index,
-                delta=Message(content=completion.text) if completion.text else Message(),
+                delta=_delta(part),
                 logprobs=self._logprobs(completion),
-                finish_reason=completion.finish_reason,
+                finish_reason=self._finish_reason(completion),
             )
             if completion.finish_reason is not None:
                 choice.stop_reason = completion.stop_reason
             if self._body.return_token_ids:
                 choice.token_ids = completion.token_ids
-            choices.append(choice)
+            if part or choice.finish_reason or choice.logprobs or choice.token_ids:  # else the text is held back
+                choices.append(choice)
         return choices
+
+    def _parse(self, completion: CompletionOutput) -> MessagePart:
+        """What is new of a completion, as parts of a message."""
+        parser = self._parsers[completion.index]
+        part = parser.push(completion.text, completion.token_ids)
+        if completion.finish_reason is not None:
+            part += parser.finish()
+        return self._format.shown(part)
+
+    def _finish_reason(self, completion: CompletionOutput) -> str | None:
+        called = completion.finish_reason == "stop" and self._parsers[completion.index].has_calls
+        return "tool_calls" if called else completion.finish_reason
+
+    def _usage(self) -> Usage:
+        thinks = self._format.tags is not None
+        return self._generation.usage(sum(parser.reasoning_tokens for parser in self._parsers) if thinks else None)
 
     def _empty(self, index: int) -> ChatChoice:
         choice = ChatChoice(index=index, message=Message(role="assistant", content=self._echo(), refusal=None))
@@ -141,12 +170,12 @@ class ChatAnswer:
 
     def _extend(self, choice: ChatChoice, completion: CompletionOutput) -> None:
         """Add what is new of a completion."""
-        choice.message.content = f"{choice.message.content or ''}{completion.text}"
+        _add(choice.message, self._parse(completion))
         if choice.logprobs is not None and (piece := self._logprobs(completion)) is not None:
             choice.logprobs.content += piece.content
         if choice.token_ids is not UNSET:
             choice.token_ids += completion.token_ids
-        choice.finish_reason, choice.stop_reason = completion.finish_reason, completion.stop_reason
+        choice.finish_reason, choice.stop_reason = self._finish_reason(completion), completion.stop_reason
 
     def _logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
         if self._most is None or completion.logprobs is None:
@@ -158,3 +187,37 @@ class ChatAnswer:
         last = self._body.messages[-1]
         echoed = self._body.echo and self._body.continue_final_message and isinstance(last.content, str)
         return last.content or "" if echoed and isinstance(last.content, str) else ""
+
+
+def _delta(part: MessagePart) -> Message:
+    """What is new of a message, in a chunk. Clients know one or the other name of the thought."""
+    message = Message()
+    if part.content:
+        message.content = part.content
+    if part.reasoning:
+        message.reasoning = message.reasoning_content = part.reasoning
+    if part.tool_calls:
+        message.tool_calls = part.tool_calls
+    return message
+
+
+def _add(message: Message, part: MessagePart) -> None:
+    """Add a part to a whole message."""
+    message.content = (message.content or "") + part.content
+    if part.reasoning:
+        message.reasoning = message.reasoning_content = (message.reasoning or "") + part.reasoning
+    if part.tool_calls and message.tool_calls is UNSET:
+        message.tool_calls = []
+    for call in part.tool_calls:
+        assert message.tool_calls is not UNSET
+        if call.id is UNSET:
+            message.tool_calls[-1].function.arguments += call.function.arguments
+        else:
+            call.index = UNSET  # it belongs to streams
+            message.tool_calls.append(call)
+
+
+def _leave_out_what_is_empty(message: Message) -> None:
+    """A message without text has no content beside a thought or calls."""
+    if not message.content and (message.reasoning or message.tool_calls):
+        message.content = None

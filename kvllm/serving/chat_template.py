@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -117,7 +118,23 @@ def _plain(index: int, message: ChatMessage) -> dict[str, Any]:
     """A message as templates expect it: the content is one text."""
     plain: dict[str, Any] = to_builtins(message)
     plain["content"] = _text_of(index, message)
+    thought = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    if thought is not None:  # templates read either name
+        plain["reasoning"] = plain["reasoning_content"] = thought
+    for call in plain.get("tool_calls", ()):
+        call["function"]["arguments"] = _arguments(index, call["function"].get("arguments"))
     return plain
+
+
+def _arguments(index: int, arguments: Any) -> Any:
+    """The arguments of a call as templates expect them: an object, not its JSON text."""
+    if not isinstance(arguments, str):
+        return arguments or {}
+    try:
+        return json.loads(arguments or "{}")
+    except (ValueError, RecursionError) as error:
+        problem = f"messages[{index}] has a tool call whose arguments are not valid JSON: {error}"
+        raise bad_request(problem, f"messages[{index}].tool_calls") from None
 
 
 def _text_of(index: int, message: ChatMessage) -> str:

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvllm.outputs import CompletionOutput, RequestOutput
+from kvllm.serving.constraint import constraint
 from kvllm.serving.context import RequestContext, context_of
 from kvllm.serving.errors import bad_request
 from kvllm.serving.generation import EncodedPrompt, Generation
@@ -61,7 +62,7 @@ class CompletionAnswer:
         of_prompt = self._most if body.echo and body.prompt_logprobs is None else body.prompt_logprobs
         if body.max_tokens == 0 and of_prompt is None:
             of_prompt = 0  # an engine that generates nothing has to compute something
-        own = {"logprobs": self._most, "prompt_logprobs": of_prompt}
+        own = {"logprobs": self._most, "prompt_logprobs": of_prompt, "structured_outputs": constraint(body)}
         params = [sampling_params(body, number, state.sampling_defaults, **own) for number in asked]
         self._generation = Generation(state, context.origin(body), prompts, params)
         context.generation = self._generation

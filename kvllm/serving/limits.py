@@ -28,6 +28,7 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 256
+MAX_TOOLS = 128
 MAX_STOP_TOKEN_IDS = 1024
 SMALL_BODY_BYTES = 16 << 10
 """A body up to this size is parsed on the event loop: a thread would take longer to wake up."""

@@ -19,6 +19,10 @@ class MessagePart:
     def __bool__(self) -> bool:
         return bool(self.reasoning or self.content or self.tool_calls)
 
+    def __add__(self, other: MessagePart) -> MessagePart:
+        calls = self.tool_calls + other.tool_calls
+        return MessagePart(self.reasoning + other.reasoning, self.content + other.content, calls)
+
 
 class MessageParser:
     """Parses one choice.

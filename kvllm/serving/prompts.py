@@ -6,6 +6,8 @@ import asyncio
 from functools import partial
 from typing import Any
 
+from msgspec import to_builtins
+
 from kvllm.serving.errors import bad_request
 from kvllm.serving.generation import EncodedPrompt
 from kvllm.serving.limits import MAX_PROMPTS, check_count
@@ -57,6 +59,8 @@ async def chat_prompt(
     options["add_generation_prompt"] = not continues and request.add_generation_prompt is not False
     if continues:
         options["continue_final_message"] = True
+    if request.tools:
+        options["tools"] = to_builtins(request.tools)
     text = await state.chat_template.render(messages, options)
     # The template has written the special tokens already.
     return await encode(state, text, bool(request.add_special_tokens), longest)

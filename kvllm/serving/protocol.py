@@ -27,6 +27,51 @@ class CompressionOptions(Struct, kw_only=True, forbid_unknown_fields=True):
     budget_tokens: int | None = None
 
 
+class JsonSchema(Struct, kw_only=True):
+    """The schema of a `response_format`."""
+
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct, kw_only=True):
+    """The form that an answer has. type: text, json_object or json_schema."""
+
+    type: str
+    json_schema: JsonSchema | None = None
+
+
+class FunctionDefinition(Struct, kw_only=True, omit_defaults=True):
+    """A function that the model may call. parameters: the JSON schema of its arguments."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Struct, kw_only=True):
+    """A tool that the model may call: a function."""
+
+    function: FunctionDefinition
+    type: str = "function"
+
+
+class FunctionName(Struct, kw_only=True):
+    """The function that is to be called."""
+
+    name: str
+
+
+class NamedToolChoice(Struct, kw_only=True):
+    """The tool that is to be called."""
+
+    function: FunctionName
+    type: str = "function"
+
+
 class GenerationFields(Struct, kw_only=True):
     """What completions and chat completions have in common."""
 
@@ -61,6 +106,8 @@ class GenerationFields(Struct, kw_only=True):
     cache_salt: str | None = None
     request_id: str | None = None
     compression: CompressionOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
 
     bad_words: list[str] | None = None
 
@@ -73,8 +120,6 @@ class GenerationFields(Struct, kw_only=True):
     logits_processors: Any = None
     kv_transfer_params: Any = None
     vllm_xargs: Any = None
-    response_format: Any = None
-    structured_outputs: Any = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
@@ -142,14 +187,14 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     chat_template: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
-    tools: Any = None
+    tools: list[Tool] | None = None
     mm_processor_kwargs: Any = None
     media_io_kwargs: Any = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     echo: bool | None = None
-    tool_choice: Any = None
+    tool_choice: str | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
     reasoning_effort: Any = None
@@ -174,7 +219,7 @@ class TokenizeRequest(Struct, kw_only=True):
     continue_final_message: bool | None = None
     chat_template: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: Any = None
+    tools: list[Tool] | None = None
 
 
 class DetokenizeRequest(Struct, kw_only=True):
@@ -195,19 +240,15 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "logits_processors": (([],), "no code of a request is run"),
     "kv_transfer_params": (({},), "KV pairs stay in their engine"),
     "vllm_xargs": (({},), "there are no such arguments"),
-    "response_format": (({"type": "text"},), "text is the only format"),
-    "structured_outputs": (({},), "text is the only format"),
-    "guided_json": ((), "text is the only format"),
-    "guided_regex": ((), "text is the only format"),
-    "guided_choice": ((), "text is the only format"),
-    "guided_grammar": ((), "text is the only format"),
+    "guided_json": ((), 'use structured_outputs: {"json": ...}'),
+    "guided_regex": ((), 'use structured_outputs: {"regex": ...}'),
+    "guided_choice": ((), 'use structured_outputs: {"choice": ...}'),
+    "guided_grammar": ((), 'use structured_outputs: {"grammar": ...}'),
     "repetition_detection": (({},), "use repetition_penalty, frequency_penalty or presence_penalty"),
     "logprob_token_ids": (([],), "use logprobs"),
     "chat_template": ((), "the server's operator chooses it: start the server with --chat-template FILE"),
-    "tools": (([],), "the server has no tool parser"),
-    "tool_choice": (("none", "auto"), "the server has no tool parser"),
-    "functions": (([],), "the server has no tool parser"),
-    "function_call": (("none", "auto"), "the server has no tool parser"),
+    "functions": (([],), "use tools"),
+    "function_call": (("none", "auto"), "use tool_choice"),
     "mm_processor_kwargs": (({},), "messages are text"),
     "media_io_kwargs": (({},), "messages are text"),
     "modalities": ((["text"],), "messages are text"),

@@ -6,6 +6,8 @@ from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType
 
+from kvllm.serving.tools import ToolCall
+
 
 class PromptTokensDetails(Struct):
     """cached_tokens: prompt tokens that came from the prefix cache."""
@@ -107,7 +109,7 @@ class Message(Struct, kw_only=True):
     refusal: str | UnsetType | None = UNSET
     reasoning: str | UnsetType | None = UNSET
     reasoning_content: str | UnsetType | None = UNSET
-    tool_calls: list[Any] | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, kw_only=True):

@@ -33,6 +33,8 @@ class ServerOptions:
     max_num_queued_reqs: most completions in flight; None for no limit.
     max_num_queued_tokens: prompt tokens without a first token at which no request is taken; None for no limit.
     shutdown_timeout: seconds that requests in flight get to end.
+    enable_auto_tool_choice, tool_call_parser: whether the model may call tools as it likes, and how it writes calls.
+    reasoning_parser: how the model marks its thoughts, a name out of `REASONING_PARSERS`; None for no thoughts.
     """
 
     served_model_names: tuple[str, ...]
@@ -42,6 +44,9 @@ class ServerOptions:
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
     shutdown_timeout: float = 30.0
+    enable_auto_tool_choice: bool = False
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
 
 
 class ServerState:

@@ -12,7 +12,6 @@ from msgspec import UNSET, Struct, UnsetType
 
 from kvllm.serving.tags import unfinished_tag
 
-TOOL_CALL_PARSERS = ("hermes",)
 START, END = "<tool_call>", "</tool_call>"
 # The beginning of a call as models write it. From there on its arguments stream; any other order waits for its end.
 HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\{)')

@@ -16,6 +16,7 @@ from typing import IO
 
 import msgspec
 import numpy as np
+from msgspec import structs
 
 from kvllm.errors import RequestError
 from kvllm.structured.compile import Grammars
@@ -43,7 +44,10 @@ def receive(stream: IO[bytes]) -> bytes | None:
 
 def try_rule(grammars: Grammars, rule: StructuredOutputs) -> None:
     """Compile a rule, and follow it along some text that it allows. Raises RequestError."""
-    matcher, choose = grammars.matcher(rule), random.Random(0)
+    bare = structs.replace(rule, free_end=None, free_start=None)  # a walk would not come to the end of the free part
+    if bare != rule:
+        grammars.compile(rule)
+    matcher, choose = grammars.matcher(bare), random.Random(0)
     eos_token_ids = grammars.vocabulary.eos_token_ids
     output: list[int] = []
     for _ in range(TRIAL_TOKENS):

@@ -57,8 +57,9 @@ def read_vocabulary(tokenizer: Tokenizer, model_size: int, eos_token_ids: tuple[
     size = max(model_size, len(tokenizer.hf))
     if not any(f'"{name}"' in json.dumps(json.loads(text)["decoder"]) for name in KNOWN_DECODERS):
         text, tokens = None, [tokenizer.decode_token(token_id).encode() for token_id in range(size)]
-    added = {token.content: token_id for token_id, token in tokenizer.hf.added_tokens_decoder.items()}
-    return Vocabulary(text, tokens, added, sorted(tokenizer.special_token_ids), list(eos_token_ids), size)
+    return Vocabulary(
+        text, tokens, tokenizer.added_token_ids, sorted(tokenizer.special_token_ids), list(eos_token_ids), size
+    )
 
 
 def _without_limits(text: str) -> str:

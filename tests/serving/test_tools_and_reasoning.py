@@ -1,0 +1,257 @@
+"""Thoughts, tool calls and structured outputs through the real server, with the openai client.
+
+The model knows which token of its only answer follows which. Where a rule leads it elsewhere, all tokens are equally
+likely.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import jsonschema
+import msgspec
+import openai
+import pydantic
+import pytest
+from tokenizers import AddedToken
+
+from kvllm.serving.errors import ApiError
+from kvllm.serving.protocol import ChatCompletionRequest
+from kvllm.serving.state import ServerOptions
+from kvllm.serving.tool_choice import tool_choice
+from tests.helpers.checkpoints import make_parrot
+from tests.helpers.server import ServerProcess
+from tests.helpers.tokenizers import byte_level
+
+# A token each, so that each has one that follows it.
+THOUGHT = ["<think>", "Hm, ", "weather.", "</think>"]
+CALL = ["<tool_call>", '{"name": "get_weather", "arg', 'uments": {"city": "Pa', 'ris"', "}}", "</tool_call>"]
+ANSWER = ["\n", *THOUGHT, "Let me look.", *CALL, "<|im_end|>"]
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }};{% endfor %}"
+    "{% for message in messages %}{{ message.role + ':' + (message.content or '') }}"
+    "{% if message.reasoning_content %}[{{ message.reasoning_content }}]{% endif %}"
+    "{% for call in message.tool_calls or [] %}"
+    "({{ call.function.name }} {{ call.function.arguments.city }}){% endfor %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '\n' }}"
+    "{% if opened %}<think>{% endif %}{% if closed %}<think></think>{% endif %}{% endif %}"
+)
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+HOUR = {"type": "integer", "minimum": 0, "maximum": 23}
+TIME = {"type": "object", "properties": {"hour": HOUR}, "required": ["hour"], "additionalProperties": False}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "get_weather", "description": "What it is like.", "parameters": CITY}},
+    {"type": "function", "function": {"name": "get_time", "parameters": TIME}},
+]
+NO_THOUGHT = {"chat_template_kwargs": {"closed": True}}
+QUESTION: Any = [{"role": "user", "content": "Is it fine?"}]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    path = tmp_path_factory.mktemp("parrot")
+    make_model(path)
+    flags = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3")
+    process = ServerProcess(str(path), *flags, "--kv-cache-memory-bytes", "64M", "--served-model-name", "parrot")
+    try:
+        yield process
+    finally:
+        assert process.stop() == 0
+
+
+def make_model(path: Path) -> None:
+    hf = byte_level("chat").hf
+    hf.add_tokens([AddedToken(text, normalized=False) for text in ANSWER[2:-1] if text not in ("</think>",)])
+    hf.chat_template = TEMPLATE
+    make_parrot(path, hf, ["Ċ", *ANSWER[1:]])
+    byte_level.cache_clear()  # others get it without these tokens
+
+
+@pytest.fixture(scope="module")
+def client(server: ServerProcess) -> Any:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0)
+
+
+def ask(client: Any, **options: Any) -> Any:
+    options = {"model": "parrot", "messages": QUESTION, "temperature": 0, "max_tokens": 300} | options
+    return client.chat.completions.create(**options)
+
+
+# Free answers
+
+
+def test_a_thought_a_text_and_a_call(client: Any) -> None:
+    answer = ask(client, tools=TOOLS)
+    choice = answer.choices[0]
+    assert (choice.message.reasoning, choice.message.reasoning_content) == ("Hm, weather.", "Hm, weather.")
+    assert (choice.message.content, choice.finish_reason) == ("Let me look.", "tool_calls")
+    (call,) = choice.message.tool_calls
+    assert (call.type, call.function.name, json.loads(call.function.arguments)) == (
+        "function", "get_weather", {"city": "Paris"})  # fmt: skip
+    assert call.id.startswith("call_")
+    assert answer.usage.completion_tokens_details.reasoning_tokens == 4
+    assert answer.usage.completion_tokens == len(ANSWER) - 1
+
+
+def test_the_stream_says_the_same(client: Any) -> None:
+    """The client adds the deltas up, as its helper for streams does."""
+    options = {"model": "parrot", "messages": QUESTION, "temperature": 0, "tools": TOOLS}
+    with client.chat.completions.stream(**options) as stream:
+        events = list(stream)
+        choice = stream.get_final_completion().choices[0]
+    (call,) = choice.message.tool_calls
+    assert (choice.message.content, choice.finish_reason) == ("Let me look.", "tool_calls")
+    assert (call.function.name, call.function.arguments) == ("get_weather", '{"city": "Paris"}')
+    pieces = [event.arguments_delta for event in events if event.type == "tool_calls.function.arguments.delta"]
+    assert len([piece for piece in pieces if piece]) > 1
+    chunks = list(ask(client, tools=TOOLS, stream=True, stream_options={"include_usage": True}))
+    thought = [getattr(chunk.choices[0].delta, "reasoning", None) for chunk in chunks[:-1]]
+    assert "".join(filter(None, thought)) == "Hm, weather."
+    assert chunks[-1].usage.completion_tokens_details.reasoning_tokens == 4
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]][-1] == "tool_calls"
+    assert not any("<" in (chunk.choices[0].delta.content or "") for chunk in chunks[:-1])
+
+
+def test_without_tools_calls_are_text(client: Any) -> None:
+    for options in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        choice = ask(client, **options).choices[0]
+        assert choice.message.content == "".join(ANSWER[5:-1]) and choice.finish_reason == "stop"
+        assert choice.message.tool_calls is None
+
+
+def test_a_thought_that_the_prompt_opens(client: Any) -> None:
+    """The rest of the answer is a thought, when its end does not come."""
+    extra = {"chat_template_kwargs": {"opened": True}}
+    message = ask(client, extra_body=extra).choices[0].message
+    assert (message.reasoning, message.content) == ("Hm, weather.", "".join(ANSWER[5:-1]))
+    cut = ask(client, extra_body=extra, max_tokens=2)
+    assert (cut.choices[0].message.reasoning, cut.choices[0].message.content) == ("Hm, weather.", None)
+    assert cut.usage.completion_tokens_details.reasoning_tokens == 2
+    hidden = ask(client, extra_body=extra | {"include_reasoning": False}).choices[0].message
+    assert hidden.content and not hasattr(hidden, "reasoning")
+
+
+def test_tools_thoughts_and_earlier_calls_reach_the_template(server: ServerProcess) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'}}
+    messages = [
+        {"role": "assistant", "content": "A", "reasoning": "B"},
+        {"role": "assistant", "content": "C", "reasoning_content": "D"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "rain", "tool_call_id": "1"},
+    ]
+    status, encoded = server.json("/tokenize", {"messages": messages, "tools": TOOLS, "add_generation_prompt": False})
+    assert status == 200, encoded
+    text = server.json("/detokenize", {"tokens": encoded["tokens"]})[1]["prompt"]
+    assert text == "get_weather;get_time;assistant:A[B]assistant:C[D]assistant:(get_weather Rome)tool:rain"
+
+
+# Answers that have to
+
+
+def check_calls(calls: Any, names: set[str]) -> None:
+    schemas = {"get_weather": CITY, "get_time": TIME}
+    assert calls and {call.function.name for call in calls} <= names
+    for call in calls:
+        jsonschema.validate(json.loads(call.function.arguments), schemas[call.function.name])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_required_calls(client: Any, seed: int) -> None:
+    options = {"tools": TOOLS, "tool_choice": "required", "temperature": 1, "extra_body": NO_THOUGHT}
+    choice = ask(client, seed=seed, **options).choices[0]
+    assert choice.message.content is None and choice.finish_reason == "tool_calls"
+    check_calls(choice.message.tool_calls, {"get_weather", "get_time"})
+
+
+def test_a_named_call_in_a_stream(client: Any) -> None:
+    named = {"type": "function", "function": {"name": "get_time"}}
+    options = {"model": "parrot", "messages": QUESTION, "tools": TOOLS, "tool_choice": named, "seed": 5}
+    with client.chat.completions.stream(**options, extra_body=NO_THOUGHT) as stream:
+        stream.until_done()
+        choice = stream.get_final_completion().choices[0]
+    check_calls(choice.message.tool_calls, {"get_time"})
+    assert len(choice.message.tool_calls) == 1 and choice.finish_reason == "tool_calls"
+
+
+def test_the_thought_comes_before_the_rule(client: Any) -> None:
+    """The free part goes as the model likes, and the rule holds behind it."""
+    answer = ask(
+        client, extra_body={"structured_outputs": {"regex": "[0-9]{5}"}, "chat_template_kwargs": {"opened": 1}}
+    )
+    message = answer.choices[0].message
+    assert message.reasoning == "Hm, weather." and re.fullmatch("[0-9]{5}", message.content)
+
+
+class Person(pydantic.BaseModel):
+    name: Literal["Ann", "Bob"]
+    ages: tuple[int, int]
+    is_new: bool
+
+
+def test_a_schema_that_the_client_parses(client: Any) -> None:
+    for seed in range(5):
+        options = {"temperature": 1, "seed": seed, "max_tokens": 400}
+        answer = client.chat.completions.parse(
+            model="parrot", messages=QUESTION, response_format=Person, **options, extra_body=NO_THOUGHT
+        )
+        assert isinstance(answer.choices[0].message.parsed, Person)
+
+
+def test_json_object_and_other_rules(client: Any) -> None:
+    kinds: list[tuple[dict[str, Any], str]] = [
+        ({"response_format": {"type": "text"}}, ".*"),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
+        ({"structured_outputs": {"grammar": 'start: "a" "b"*'}}, "ab*"),
+        ({"response_format": {"type": "json_object"}, "max_tokens": 30}, r"\{.*"),
+    ]
+    for fields, pattern in kinds:
+        message = ask(client, temperature=1, seed=1, extra_body=NO_THOUGHT | fields).choices[0].message
+        assert re.fullmatch(pattern, message.content or "", re.DOTALL), message
+
+
+def test_completions_obey_too(client: Any) -> None:
+    for extra in ({"structured_outputs": {"regex": "[0-9]{3}"}}, {"response_format": {"type": "json_schema",
+                  "json_schema": {"name": "n", "schema": {"enum": [123]}}}}):  # fmt: skip
+        answer = client.completions.create(model="parrot", prompt=["A", "B"], n=2, extra_body=extra)
+        assert all(re.fullmatch("[0-9]{3}", choice.text) for choice in answer.choices)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"tool_choice": "required"}, "needs tools"),
+        ({"tools": TOOLS, "tool_choice": "some"}, "none, auto, required"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "none of the tools"),
+        ({"tools": [{"type": "retrieval", "function": {"name": "x"}}]}, "retrieval"),
+        ({"tools": TOOLS * 100}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "x", "parameters": {"type": "no"}}}],
+          "tool_choice": "required"}, "cannot be compiled"),
+        ({"structured_outputs": {"regex": "(((a?){30}){30}){30}x", "choice": ["a"]}}, "exactly one"),
+        ({"structured_outputs": {"regexp": "a"}}, "regexp"),
+        ({"structured_outputs": {"regex": "a{1000000}{1000000}"}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "exclude each other"),
+        ({"response_format": {"type": "xml"}}, "json_schema"),
+        ({"response_format": {"type": "json_schema"}}, "schema"),
+        ({"guided_json": {}}, "structured_outputs"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}, "JSON"),
+    ],
+)  # fmt: skip
+def test_refusals(server: ServerProcess, fields: dict[str, Any], words: str) -> None:
+    status, answer = server.json("/v1/chat/completions", {"messages": QUESTION, "max_tokens": 5, **fields})
+    assert status == 400 and words in answer["error"]["message"], answer
+
+
+def test_tools_need_a_flag() -> None:
+    body = msgspec.convert({"messages": QUESTION, "tools": TOOLS}, ChatCompletionRequest)
+    with pytest.raises(ApiError, match="--enable-auto-tool-choice"):
+        tool_choice(body, ServerOptions(("parrot",)))
+    assert tool_choice(body, ServerOptions(("parrot",), enable_auto_tool_choice=True)).may_call
