@@ -237,6 +237,7 @@ def test_a_free_part_may_be_left_out() -> None:
         ({"regex": EXPLODING}, "too many expressions"),
         ({"json": {"type": "string", "pattern": EXPLODING}}, None),
         ({"regex": "(a{1000}){1000}"}, None),
+        ({"regex": "(a{1000}){1000}", "free_end": "."}, None),
         ({"regex": "(" * 200 + ")" * 200}, "deeper than 100"),
         ({"regex": "("}, "invalid regex"),
         ({"regex": "(?=a)"}, "look-around"),
