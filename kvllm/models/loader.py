@@ -54,6 +54,8 @@ def load_model(
     files = _find_files(path)
     with ExitStack() as stack:
         found = _tensors([(file, stack.enter_context(_open(file))) for file in files])
+        if config.weight_format and config.weight_format.method == "gptq":
+            found = _without_zero_biases(found)
         without_memory = _empty_model(config, shard, dtype, torch.device("meta"), max_model_len=1)
         _check(_stored(without_memory.weights(), config), found, config.tie_word_embeddings)
         if config.tie_word_embeddings and HEAD in found:
@@ -201,6 +203,15 @@ def _check_names(stored: Iterable[str], found: Iterable[str], tied: bool) -> Non
     if missing or unexpected:
         parts = [f"{text} {_some(names)}" for text, names in (("lacks", missing), ("has unknown", unexpected)) if names]
         raise CheckpointError(f"the checkpoint does not fit its config.json: it {' and '.join(parts)}")
+
+
+def _without_zero_biases(found: Tensors) -> Tensors:
+    """AutoGPTQ writes a bias of zeros for projections that have none, where other projections of the model have one."""
+    return {
+        name: tensor
+        for name, tensor in found.items()
+        if not name.endswith(("o_proj.bias", "gate_proj.bias", "up_proj.bias", "down_proj.bias")) or tensor[1][:].any()
+    }
 
 
 def _check_tensor(name: str, file: Path, found: Any, stored: Stored) -> None:

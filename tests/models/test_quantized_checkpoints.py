@@ -206,6 +206,20 @@ def test_tensors_that_contradict_the_config(tmp_path: Path) -> None:
         load(path)
 
 
+def test_a_bias_of_zeros_is_ignored(tmp_path: Path) -> None:
+    """As AutoGPTQ writes it for Qwen2. A bias that is not zero is refused, because it would be missing in the sum."""
+    path = tmp_path / "quantized"
+    quantize_checkpoint(tmp_path / "plain", path, *CASES["gptq"])
+    expected = PagedModel(*load(path)).logits({0: tokens(5)})
+    tensors = load_file(path / "model.safetensors")
+    name = "model.layers.0.self_attn.o_proj.bias"
+    save_file({**tensors, name: torch.zeros(64)}, path / "model.safetensors")
+    assert torch.equal(PagedModel(*load(path)).logits({0: tokens(5)}), expected)
+    save_file({**tensors, name: torch.eye(64)[3]}, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"has unknown {name}"):
+        load(path)
+
+
 def test_random_weights_are_not_quantized(tmp_path: Path) -> None:
     quantize_checkpoint(tmp_path / "plain", tmp_path / "quantized", *CASES["awq"])
     config = load_model_config(tmp_path / "quantized")
