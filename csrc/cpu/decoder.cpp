@@ -52,7 +52,7 @@ struct Decoder {
   float eps;
   Tensor cos_sin, final_norm;
   std::vector<Layer> layers{};
-  Buffer normalized{}, widened{}, qkv{}, attended{}, projected{}, gate_up{}, activated{};
+  Buffer normalized{}, operands{}, qkv{}, attended{}, projected{}, gate_up{}, activated{};
 
   int64_t qkv_size() const { return static_cast<int64_t>(query_heads + 2 * kv_heads) * head_dim; }
   int64_t query_size() const { return static_cast<int64_t>(query_heads) * head_dim; }
@@ -122,16 +122,8 @@ class Pass {
   }
 
   const char* product(const char* x, const PackedMatrix& weight, const void* bias, Buffer& buffer) {
-    const void* operands = x;
-    if (!multiplies_directly(kernels_, weight, d_.dtype)) {
-      auto* wide = reinterpret_cast<float*>(d_.widened.get(rows_ * weight.depth * static_cast<int64_t>(sizeof(float))));
-      each_row(weight.depth, [&](int64_t begin, int64_t end) {
-        kernels_.widen(at(x, begin, weight.depth), wide + begin * weight.depth, (end - begin) * weight.depth);
-      });
-      operands = wide;
-    }
     char* out = buffer.get(rows_ * weight.columns * bytes_);
-    multiply(kernels_, operands, rows_, weight, bias, out);
+    multiply(kernels_, x, rows_, weight, bias, out, d_.operands.get(operand_bytes(kernels_, weight, rows_)));
     return out;
   }
 

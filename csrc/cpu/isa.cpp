@@ -26,6 +26,8 @@ std::vector<Level> supported_levels() {
     return levels;
   }
   levels.push_back({"avx512", &kAvx512Kernels});
+  if (!__builtin_cpu_supports("avx512vnni")) return levels;
+  levels.push_back({"avx512_vnni", &kAvx512VnniKernels});
   if (!__builtin_cpu_supports("avx512bf16")) return levels;
   levels.push_back({"avx512_bf16", &kAvx512Bf16Kernels});
 #endif
@@ -36,11 +38,11 @@ Level choose_level() {
   const std::vector<Level> levels = supported_levels();
   const char* cap = std::getenv("KVLLM_CPU_ISA");
   if (cap == nullptr || *cap == '\0') return levels.back();
-  const std::vector<std::string> names{"baseline", "avx2", "avx512", "avx512_bf16"};
+  const std::vector<std::string> names{"baseline", "avx2", "avx512", "avx512_vnni", "avx512_bf16"};
   for (size_t i = 0; i < names.size(); ++i) {
     if (names[i] == cap) return levels[std::min(i, levels.size() - 1)];
   }
-  STD_TORCH_CHECK(false, "KVLLM_CPU_ISA is '", cap, "': use baseline, avx2, avx512 or avx512_bf16");
+  STD_TORCH_CHECK(false, "KVLLM_CPU_ISA is '", cap, "': use baseline, avx2, avx512, avx512_vnni or avx512_bf16");
 }
 
 const Level& level() {

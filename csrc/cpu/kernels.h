@@ -84,11 +84,19 @@ constexpr int kTileColumns = 16;
 // Rows that a part of a product has at most.
 constexpr int kMaxPartRows = 48;
 
-// out [rows, columns] <- x [rows, depth] times a packed weight, plus a bias [columns], or none. x has the dtype of the
-// operands: that of the weight if it is BFloat16 and `multiplies_bfloat16` says so, else float.
+// Channels of a weight that all rows pass before the next ones: they stay in the first cache.
+constexpr int64_t kBlockChannels = 256;
+
+// Operands of a product in integers: a row has `depth` of 16 bits, then a float scale for each of its blocks. A block
+// is kBlockChannels channels, or less at the end of a group.
+constexpr int64_t integer_blocks(int64_t depth, int64_t group) {
+  return depth / group * ((group + kBlockChannels - 1) / kBlockChannels);
+}
+
+// out [rows, columns] <- x [rows, depth] times a packed weight, plus a bias [columns], or none.
 struct Product {
-  const void* x;
-  int64_t x_stride;
+  const void* x;        // operands, as `prepare` makes them
+  int64_t x_stride;     // of their numbers from a row to the next
   const void* weight;   // [tiles, depth / c, kTileColumns, c], c channels in 32 bits
   const float* scales;  // [tiles, depth / group, kTileColumns]; null unless the weight is of integers
   int64_t group;
@@ -103,11 +111,18 @@ struct ProductPart {
   int64_t begin_tile, end_tile;
 };
 // Floats of memory that a part works in.
-constexpr int64_t kProductSums = kMaxPartRows * 4 * kTileColumns;
-constexpr int64_t kProductWorkspace = 2 * kProductSums;
+constexpr int64_t kProductWorkspace = kMaxPartRows * 4 * kTileColumns;
+
+struct ProductKernels {
+  // A row of x, `[depth]`, as operands of a product with a weight of this group; null if operands are what x is.
+  void (*prepare)(const void* x, int64_t depth, int64_t group, void* operands);
+  void (*multiply)(const Product& arguments, const ProductPart& part, float* workspace);
+};
 
 // Pointers are to float or BFloat16, one table for each. Matrices are dense `[rows, width]`.
 struct Kernels {
+  int element_size;
+
   // Queries against KV pairs, as far as each attends them; `begin` is a multiple of kSegmentPairs. The beginning of
   // `following`, which this thread will probably attend next, is prefetched; it may be null. `workspace` has
   // kWorkspaceRows rows.
@@ -128,11 +143,10 @@ struct Kernels {
   void (*silu_mul)(const void* gate_up, void* out, int64_t rows, int64_t width);
   void (*rotary)(const Rotary& arguments, int64_t begin, int64_t end);
 
-  void (*product)(const Product& arguments, const ProductPart& part, float* workspace);
-  void (*product_int8)(const Product& arguments, const ProductPart& part, float* workspace);
-  void (*product_int4)(const Product& arguments, const ProductPart& part, float* workspace);
-  void (*widen)(const void* x, float* out, int64_t count);  // to the operands of a product
-  bool multiplies_bfloat16;                                 // without widening them
+  // With weights of the dtype, of 8 bits and of 4.
+  ProductKernels product;
+  ProductKernels product_int8;
+  ProductKernels product_int4;
 };
 
 struct KernelSet {
@@ -143,6 +157,7 @@ struct KernelSet {
 extern const KernelSet kBaselineKernels;
 extern const KernelSet kAvx2Kernels;
 extern const KernelSet kAvx512Kernels;
+extern const KernelSet kAvx512VnniKernels;
 extern const KernelSet kAvx512Bf16Kernels;
 
 }  // namespace kvllm

@@ -22,17 +22,21 @@ int64_t tiles_per_part(int64_t tiles, int64_t row_parts) {
   return std::clamp<int64_t>(tiles * row_parts / wanted / 4 * 4, 4, 16);
 }
 
-// x as operands of the product, in memory of the calling thread if they have another dtype.
-const void* operands(const Kernels& kernels, const PackedMatrix& weight, const Tensor& x) {
-  if (multiplies_directly(kernels, weight, x.scalar_type())) return x.data_ptr();
-  const int64_t rows = x.size(0), depth = x.size(1);
-  float* memory = scratch<1>(rows * depth);
-  const char* data = static_cast<const char*>(x.data_ptr());
-  for_rows(rows, depth, [&](int64_t begin, int64_t end) {
-    kernels.widen(data + begin * depth * x.element_size(), memory + begin * depth, (end - begin) * depth);
-  });
-  return memory;
+const ProductKernels& product_kernels(const Kernels& kernels, const PackedMatrix& weight) {
+  return weight.bits == 8 ? kernels.product_int8 : weight.bits == 4 ? kernels.product_int4 : kernels.product;
 }
+
+// Size of a row of operands, in their numbers and in bytes: float, or those of a product in integers.
+struct OperandRow {
+  int64_t stride, bytes;
+
+  explicit OperandRow(const PackedMatrix& weight)
+      : stride(weight.depth), bytes(weight.depth * static_cast<int64_t>(sizeof(float))) {
+    if (weight.scales == nullptr) return;
+    stride = weight.depth + 2 * integer_blocks(weight.depth, weight.group);
+    bytes = stride * static_cast<int64_t>(sizeof(int16_t));
+  }
+};
 
 }  // namespace
 
@@ -66,14 +70,15 @@ char* PackedMatrix::row(int64_t row) const {
   return data + row / kTileColumns * words * kTileRowBytes + row % kTileColumns * kWordBytes;
 }
 
-bool multiplies_directly(const Kernels& kernels, const PackedMatrix& weight, ScalarType dtype) {
-  return dtype == ScalarType::Float || (kernels.multiplies_bfloat16 && weight.bits == 16);
+int64_t operand_bytes(const Kernels& kernels, const PackedMatrix& weight, int64_t rows) {
+  return product_kernels(kernels, weight).prepare == nullptr ? 0 : rows * OperandRow(weight).bytes;
 }
 
-void multiply(const Kernels& kernels, const void* operands, int64_t rows, const PackedMatrix& weight, const void* bias,
-              void* out) {
-  const Product product{
-      .x = operands,
+void multiply(const Kernels& kernels, const void* x, int64_t rows, const PackedMatrix& weight, const void* bias,
+              void* out, void* memory) {
+  const ProductKernels& run = product_kernels(kernels, weight);
+  Product product{
+      .x = x,
       .x_stride = weight.depth,
       .weight = weight.data,
       .scales = weight.scales,
@@ -84,14 +89,25 @@ void multiply(const Kernels& kernels, const void* operands, int64_t rows, const 
       .out_stride = weight.columns,
       .columns = weight.columns,
   };
-  const auto run = weight.bits == 8 ? kernels.product_int8 : weight.bits == 4 ? kernels.product_int4 : kernels.product;
+  if (run.prepare != nullptr) {
+    const OperandRow operands(weight);
+    const int64_t row_bytes = weight.depth * kernels.element_size;
+    for_rows(rows, weight.depth, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        run.prepare(static_cast<const char*>(x) + row * row_bytes, weight.depth, weight.group,
+                    static_cast<char*>(memory) + row * operands.bytes);
+      }
+    });
+    product.x = memory;
+    product.x_stride = operands.stride;
+  }
   const int64_t part_rows = rows_per_part(rows, weight.depth), row_parts = (rows + part_rows - 1) / part_rows;
   const int64_t part_tiles = tiles_per_part(weight.tiles, row_parts);
   const int64_t tile_parts = (weight.tiles + part_tiles - 1) / part_tiles;
   for_each_dynamic(row_parts * tile_parts, [&](int64_t i) {
     const int64_t row = i / tile_parts * part_rows, tile = i % tile_parts * part_tiles;
-    run(product, {row, std::min(row + part_rows, rows), tile, std::min(tile + part_tiles, weight.tiles)},
-        scratch(kProductWorkspace));
+    run.multiply(product, {row, std::min(row + part_rows, rows), tile, std::min(tile + part_tiles, weight.tiles)},
+                 scratch(kProductWorkspace));
   });
 }
 
@@ -155,8 +171,9 @@ Tensor packed_linear(const Tensor& x, const Tensor& packed, const std::optional<
   }
   Tensor out = empty_like(x, {x.size(0), out_features});
   if (x.size(0) > 0) {
-    multiply(kernels, operands(kernels, weight, x), x.size(0), weight, bias ? bias->data_ptr() : nullptr,
-             out.mutable_data_ptr());
+    const int64_t rows = x.size(0);
+    float* memory = scratch<1>(operand_bytes(kernels, weight, rows) / static_cast<int64_t>(sizeof(float)));
+    multiply(kernels, x.data_ptr(), rows, weight, bias ? bias->data_ptr() : nullptr, out.mutable_data_ptr(), memory);
   }
   return out;
 }

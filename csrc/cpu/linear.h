@@ -25,11 +25,12 @@ struct PackedMatrix {
 constexpr int64_t kWordBytes = 4;
 constexpr int64_t kTileRowBytes = kTileColumns * kWordBytes;
 
-// Whether the kernels read x as it is, not widened to float.
-bool multiplies_directly(const Kernels& kernels, const PackedMatrix& weight, ScalarType dtype);
+// Bytes of x [rows, depth] as operands of a product with a weight; 0 if operands are what x is.
+int64_t operand_bytes(const Kernels& kernels, const PackedMatrix& weight, int64_t rows);
 
-// out [rows, columns] <- operands [rows, depth] times a weight, plus bias [columns], or none if it is null.
-void multiply(const Kernels& kernels, const void* operands, int64_t rows, const PackedMatrix& weight, const void* bias,
-              void* out);
+// out [rows, columns] <- x [rows, depth] times a weight, plus bias [columns], or none if it is null. `memory` has room
+// for the operands.
+void multiply(const Kernels& kernels, const void* x, int64_t rows, const PackedMatrix& weight, const void* bias,
+              void* out, void* memory);
 
 }  // namespace kvllm

@@ -11,6 +11,8 @@
 
 #if defined(KVLLM_AVX2) || defined(KVLLM_AVX512)
 #include <immintrin.h>
+#elif defined(__SSE2__)
+#include <emmintrin.h>
 #endif
 
 namespace kvllm {
@@ -34,14 +36,6 @@ inline Vec load_pairs(const BFloat16* p) { return _mm512_castsi512_ps(_mm512_loa
 inline Vec first_of_pairs(Vec x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(x), 16)); }
 inline Vec second_of_pairs(Vec x) {
   return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(static_cast<int>(0xffff0000))));
-}
-// The bits of kLanes words of 32, and the signed integer of kBits that begins at bit kBegin of each.
-inline Vec load_words(const void* p) { return _mm512_castsi512_ps(_mm512_loadu_si512(p)); }
-template <int kBits, int kBegin>
-inline Vec integer_of_words(Vec x) {
-  __m512i bits = _mm512_castps_si512(x);
-  if constexpr (kBegin + kBits < 32) bits = _mm512_slli_epi32(bits, 32 - kBegin - kBits);
-  return _mm512_cvtepi32_ps(_mm512_srai_epi32(bits, 32 - kBits));
 }
 inline void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
 
@@ -89,6 +83,35 @@ inline Vec join_pairs(Vec first, Vec second) {
 inline float reduce_add(Vec x) { return _mm512_reduce_add_ps(x); }
 inline float reduce_max(Vec x) { return _mm512_reduce_max_ps(x); }
 
+// kLanes words of 32 bits: integers, or pairs of integers of 16 bits.
+using Words = __m512i;
+
+inline Words load_words(const void* p) { return _mm512_loadu_si512(p); }
+inline Words broadcast_pair(const int16_t* p) {
+  int32_t pair;
+  __builtin_memcpy(&pair, p, sizeof(pair));
+  return _mm512_set1_epi32(pair);
+}
+// The signed integers of kBits that begin at bit kBegin of both halves of each word.
+template <int kBits, int kBegin>
+inline Words pairs_of_words(Words x) {
+  if constexpr (kBegin + kBits < 16) x = _mm512_slli_epi16(x, 16 - kBegin - kBits);
+  return _mm512_srai_epi16(x, 16 - kBits);
+}
+// sum += a * b for the first integers of all pairs, and for the second ones.
+inline void add_pair_products(Words& sum, Words a, Words b) {
+#if defined(KVLLM_AVX512_VNNI)
+  sum = _mm512_dpwssd_epi32(sum, a, b);
+#else
+  asm("vpaddd %1, %0, %0" : "+v"(sum) : "v"(_mm512_madd_epi16(a, b)));  // g++ would add two products first, and spill
+#endif
+}
+inline Vec to_float(Words x) { return _mm512_cvtepi32_ps(x); }
+// To the nearest integers, to even ones between two. Numbers beyond 16 bits, and NaN, become some integer.
+inline void store_rounded(int16_t* p, Vec x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x)));
+}
+
 inline void transpose(Vec rows[kLanes]) {
   Vec t[kLanes];
   for (int i = 0; i < 16; i += 2) {
@@ -132,14 +155,6 @@ inline Vec load_pairs(const BFloat16* p) { return _mm256_loadu_ps(reinterpret_ca
 inline Vec first_of_pairs(Vec x) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(x), 16)); }
 inline Vec second_of_pairs(Vec x) {
   return _mm256_castsi256_ps(_mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(static_cast<int>(0xffff0000))));
-}
-// The bits of kLanes words of 32, and the signed integer of kBits that begins at bit kBegin of each.
-inline Vec load_words(const void* p) { return _mm256_loadu_ps(static_cast<const float*>(p)); }
-template <int kBits, int kBegin>
-inline Vec integer_of_words(Vec x) {
-  __m256i bits = _mm256_castps_si256(x);
-  if constexpr (kBegin + kBits < 32) bits = _mm256_slli_epi32(bits, 32 - kBegin - kBits);
-  return _mm256_cvtepi32_ps(_mm256_srai_epi32(bits, 32 - kBits));
 }
 inline void store(float* p, Vec x) { _mm256_storeu_ps(p, x); }
 
@@ -195,6 +210,33 @@ inline float reduce_max(Vec x) {
   return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
 }
 
+// kLanes words of 32 bits: integers, or pairs of integers of 16 bits.
+using Words = __m256i;
+
+inline Words load_words(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+inline Words broadcast_pair(const int16_t* p) {
+  int32_t pair;
+  __builtin_memcpy(&pair, p, sizeof(pair));
+  return _mm256_set1_epi32(pair);
+}
+// The signed integers of kBits that begin at bit kBegin of both halves of each word.
+template <int kBits, int kBegin>
+inline Words pairs_of_words(Words x) {
+  if constexpr (kBegin + kBits < 16) x = _mm256_slli_epi16(x, 16 - kBegin - kBits);
+  return _mm256_srai_epi16(x, 16 - kBits);
+}
+// sum += a * b for the first integers of all pairs, and for the second ones.
+inline void add_pair_products(Words& sum, Words a, Words b) {
+  asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(_mm256_madd_epi16(a, b)));  // g++ would add two products first, and spill
+}
+inline Vec to_float(Words x) { return _mm256_cvtepi32_ps(x); }
+// To the nearest integers, to even ones between two. Numbers beyond 16 bits, and NaN, become some integer.
+inline void store_rounded(int16_t* p, Vec x) {
+  const __m256i words = _mm256_cvtps_epi32(x);
+  const __m256i halves = _mm256_permute4x64_epi64(_mm256_packs_epi32(words, words), 0x08);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(halves));
+}
+
 inline void transpose(Vec rows[kLanes]) {
   Vec t[kLanes];
   for (int i = 0; i < 8; i += 4) {
@@ -239,16 +281,6 @@ inline Vec load_pairs(const BFloat16* p) {
 inline Vec first_of_pairs(Vec x) { return reinterpret_cast<Vec>(reinterpret_cast<Bits>(x) << 16); }
 inline Vec second_of_pairs(Vec x) {
   return reinterpret_cast<Vec>(reinterpret_cast<Bits>(x) & static_cast<int32_t>(0xffff0000));
-}
-// The bits of kLanes words of 32, and the signed integer of kBits that begins at bit kBegin of each.
-inline Vec load_words(const void* p) {
-  Vec x;
-  __builtin_memcpy(&x, p, sizeof(x));
-  return x;
-}
-template <int kBits, int kBegin>
-inline Vec integer_of_words(Vec x) {
-  return __builtin_convertvector((reinterpret_cast<Bits>(x) << (32 - kBegin - kBits)) >> (32 - kBits), Vec);
 }
 inline void store(float* p, Vec x) { __builtin_memcpy(p, &x, sizeof(x)); }
 
@@ -296,6 +328,40 @@ inline float reduce_add(Vec x) { return (x[0] + x[2]) + (x[1] + x[3]); }
 inline float reduce_max(Vec x) {
   const float a = x[0] > x[2] ? x[0] : x[2], b = x[1] > x[3] ? x[1] : x[3];
   return a > b ? a : b;
+}
+
+// kLanes words of 32 bits: integers, or pairs of integers of 16 bits.
+using Words = Bits;
+typedef int16_t Halves __attribute__((vector_size(16)));
+
+inline Words load_words(const void* p) {
+  Words x;
+  __builtin_memcpy(&x, p, sizeof(x));
+  return x;
+}
+inline Words broadcast_pair(const int16_t* p) {
+  int32_t pair;
+  __builtin_memcpy(&pair, p, sizeof(pair));
+  return Words{pair, pair, pair, pair};
+}
+// The signed integers of kBits that begin at bit kBegin of both halves of each word.
+template <int kBits, int kBegin>
+inline Words pairs_of_words(Words x) {
+  return reinterpret_cast<Words>(reinterpret_cast<Halves>(x) << (16 - kBegin - kBits) >> (16 - kBits));
+}
+// sum += a * b for the first integers of all pairs, and for the second ones.
+inline void add_pair_products(Words& sum, Words a, Words b) {
+#if defined(__SSE2__)
+  sum += reinterpret_cast<Words>(_mm_madd_epi16(reinterpret_cast<__m128i>(a), reinterpret_cast<__m128i>(b)));
+#else
+  sum += (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
+#endif
+}
+inline Vec to_float(Words x) { return __builtin_convertvector(x, Vec); }
+// To the nearest integers, to even ones between two. Numbers beyond 16 bits, and NaN, become some integer.
+inline void store_rounded(int16_t* p, Vec x) {
+  const Bits bits = reinterpret_cast<Bits>(x + broadcast(12582912.0f));  // 1.5 * 2^23: its low bits become the integer
+  for (int i = 0; i < kLanes; ++i) p[i] = static_cast<int16_t>(bits[i]);
 }
 
 inline void transpose(Vec rows[kLanes]) {

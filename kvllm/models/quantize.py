@@ -1,4 +1,4 @@
-"""Weights of 8 or 4 bits, made from those of a checkpoint when it is loaded. Activations keep their dtype.
+"""Weights of 8 or 4 bits, made from those of a checkpoint when it is loaded.
 
 A weight is an integer times a scale. With 8 bits, a row of the matrix has one scale, and its largest weight becomes 127
 or -127. With 4 bits, each group of 128 weights of a row has one, and its largest weight becomes -8.

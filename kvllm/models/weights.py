@@ -60,8 +60,8 @@ class LinearWeight:
         in order, for any few rows, and a row of the result has the same bits whatever other rows there are.
     scales: of a packed matrix of integers (`quantize`).
     sums: channels that each group has beside its weights, where groups have zero points. Each is the zero point, as an
-        integer like the weights, and multiplies the negative sum of as many channels of the group. So a zero point is
-        computed exactly, by the same kernels.
+        integer like the weights, and multiplies the negative sum of as many channels of the group. So the same kernels
+        compute it, and round the sums as they round channels.
     order: int64 `[in_features]`: the channel of x that each column multiplies, if not its own.
     """
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kvllm.models import elementwise
+from tests.helpers import product_checks
 from tests.helpers.attention_cases import (
     MIXED,
     assert_bits_of_a_row_do_not_depend_on_the_batch,
@@ -60,7 +61,16 @@ def check_elementwise() -> None:
     assert_bfloat16_rounds_to_even()
 
 
-@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512", "avx512_bf16"])
+def check_products() -> None:
+    """Run in a process of its own for each instruction set."""
+    torch.manual_seed(0)
+    for check in product_checks.CHECKS:
+        for dtype in (torch.float32, torch.bfloat16):
+            for bits in (8, 4):
+                check(dtype, bits)
+
+
+@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512", "avx512_vnni", "avx512_bf16"])
 def test_every_instruction_set(isa: str) -> None:
     script = (
         "import torch\n"
@@ -68,6 +78,7 @@ def test_every_instruction_set(isa: str) -> None:
         "from tests.kernels import test_instruction_sets\n"
         "test_instruction_sets.check_attention()\n"
         "test_instruction_sets.check_elementwise()\n"
+        "test_instruction_sets.check_products()\n"
         "print(operator('cpu_isa')())\n"
     )
     result = subprocess.run(
@@ -88,4 +99,4 @@ def test_unknown_instruction_set() -> None:
     environment = {**os.environ, "KVLLM_CPU_ISA": "sse9"}
     result = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert result.returncode != 0
-    assert "KVLLM_CPU_ISA is 'sse9': use baseline, avx2, avx512 or avx512_bf16" in result.stderr
+    assert "KVLLM_CPU_ISA is 'sse9': use baseline, avx2, avx512, avx512_vnni or avx512_bf16" in result.stderr

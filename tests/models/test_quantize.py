@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,26 +10,11 @@ import torch
 
 from kvllm.attention.cpu import CpuBackend
 from kvllm.models.loader import load_model
-from kvllm.models.quantize import group_size
 from kvllm.models.weights import LinearWeight, Packing
 from kvllm.parallel import SingleRank
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.paged_model import CPU, PagedModel, load, tokens
-
-
-def dequantized(matrix: torch.Tensor, bits: int) -> torch.Tensor:
-    """Weight by weight: every group becomes whole numbers times its scale."""
-    group = group_size(matrix.shape[1], bits)
-    rows = []
-    for row in matrix.float():
-        parts = []
-        for part in row.split(group):
-            largest = max(part.tolist(), key=abs)
-            scale = torch.tensor(abs(largest) / 127 if bits == 8 else largest / -8)
-            low, high = (-128, 127) if bits == 8 else (-8, 7)
-            parts.append((part / scale).round().clamp(low, high) * scale if largest else part)
-        rows.append(torch.cat(parts))
-    return torch.stack(rows)
+from tests.helpers.product_checks import CHECKS, dequantized, pack
 
 
 def all_rows(weight: LinearWeight) -> torch.Tensor:
@@ -37,23 +23,22 @@ def all_rows(weight: LinearWeight) -> torch.Tensor:
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("rows", "columns"), [(72, 40), (70, 256), (7, 96), (1030, 128)])
-def test_products_are_those_of_the_dequantized_matrix(rows: int, columns: int, dtype: torch.dtype, bits: int) -> None:
+def test_rows_are_those_of_the_dequantized_matrix(dtype: torch.dtype, bits: int) -> None:
+    for rows, columns in ((72, 40), (70, 256), (7, 96), (1030, 128)):
+        matrix = torch.randn(rows, columns).to(dtype)
+        matrix[3] = 0
+        expected = dequantized(matrix, bits).to(dtype)
+        torch.testing.assert_close(
+            all_rows(pack(matrix, bits)), expected, rtol=1e-6 if dtype == torch.float32 else 8e-3, atol=0
+        )
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products(check: Callable[[torch.dtype, int], None], dtype: torch.dtype, bits: int) -> None:
     torch.manual_seed(0)
-    matrix, bias, x = (torch.randn(shape).to(dtype) for shape in ((rows, columns), (rows,), (100, columns)))
-    matrix[3] = 0
-    weight = LinearWeight.pack(matrix, Packing(bits))
-    expected = dequantized(matrix, bits)
-    torch.testing.assert_close(
-        all_rows(weight), expected.to(dtype), rtol=1e-6 if dtype == torch.float32 else 8e-3, atol=0
-    )
-    together = weight.multiply(x, bias)
-    exact = x.double() @ expected.double().T + bias.double()
-    torch.testing.assert_close(together.double(), exact, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-3)
-    for count in (1, 2, 3, 4, 6, 7, 13, 49):
-        assert torch.equal(weight.multiply(x[5 : 5 + count], bias), together[5 : 5 + count])
-    part = weight.first_rows(rows - 3)
-    assert torch.equal(part.multiply(x), weight.multiply(x)[:, : rows - 3])
+    check(dtype, bits)
 
 
 @pytest.mark.parametrize("bits", [None, 8, 4])
@@ -74,7 +59,7 @@ def test_rows_are_written_in_any_parts(bits: int | None) -> None:
 def test_memory_and_error(bits: int, memory: float) -> None:
     """Against bfloat16, scales included; the error of a weight is at most half a step, or a whole one at -8's side."""
     matrix = torch.randn(256, 1024)
-    weight = LinearWeight.pack(matrix.to(torch.bfloat16), Packing(bits))
+    weight = pack(matrix.to(torch.bfloat16), bits)
     assert weight.packed is not None and weight.scales is not None and weight.tensor.numel() == 0
     num_bytes = weight.packed.nbytes + weight.scales.nbytes
     assert memory <= num_bytes / (2 * matrix.numel()) < memory + 0.02
@@ -84,7 +69,7 @@ def test_memory_and_error(bits: int, memory: float) -> None:
 
 def test_a_matrix_that_does_not_fill_words_stays_as_it_is() -> None:
     matrix = torch.randn(16, 6)
-    weight = LinearWeight.pack(matrix, Packing(4))
+    weight = pack(matrix, 4)
     assert weight.scales is None and torch.equal(all_rows(weight), matrix)
 
 

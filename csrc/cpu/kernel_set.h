@@ -1,0 +1,51 @@
+// All kernels of one instruction set, for the translation unit that is compiled for it.
+#pragma once
+
+#include "attention_kernel.h"
+#include "elementwise_kernel.h"
+#include "float_product.h"
+#include "integer_product.h"
+#include "mass_kernel.h"
+#include "product_kernel.h"
+
+namespace kvllm {
+namespace {
+
+// prepare of a product whose operands are Operand.
+template <class T, class Operand>
+constexpr auto widen_to = widen<T>;
+template <class T>
+constexpr decltype(&widen<T>) widen_to<T, T> = nullptr;
+
+// Kernels for T, with the way in which scores and products with weights of T are multiplied.
+template <class T, class Score, class P>
+constexpr Kernels make_kernels() {
+  return {
+      .element_size = sizeof(T),
+      .attend = attend<T, Score>,
+      .merge = merge,
+      .finish = finish<T>,
+      .attention_mass = attention_mass<T, Score>,
+      .rms_norm = rms_norm<T>,
+      .add_rms_norm = add_rms_norm<T>,
+      .silu_mul = silu_mul<T>,
+      .rotary = rotary<T>,
+      .product = {widen_to<T, typename P::Operand>, product<T, P>},
+      .product_int8 = {quantize<T, 8>, product<T, IntegerProduct<8>>},
+      .product_int4 = {quantize<T, 4>, product<T, IntegerProduct<4>>},
+  };
+}
+
+#if defined(KVLLM_AVX512_BF16)
+using BFloat16Weights = PairsProduct;
+#else
+using BFloat16Weights = FloatProduct<BFloat16>;
+#endif
+
+constexpr KernelSet kKernels = {
+    make_kernels<float, ChannelProduct<float>, FloatProduct<float>>(),
+    make_kernels<BFloat16, BFloat16Product, BFloat16Weights>(),
+};
+
+}  // namespace
+}  // namespace kvllm
