@@ -124,8 +124,8 @@ def provenance(args: argparse.Namespace, server: dict[str, Any]) -> dict[str, An
 
 def _command(api_key: str | None) -> str:
     """The command line without the key."""
-    command = shlex.join(["kvllm", *sys.argv[1:]])
-    return command.replace(api_key, "...") if api_key else command
+    shown = [argument.replace(api_key, "...") if api_key else argument for argument in sys.argv[1:]]
+    return shlex.join(["kvllm", *shown])
 
 
 def _cpu_name() -> str:

@@ -195,8 +195,20 @@ def test_a_closed_loop_counts_what_the_server_counts(kvllm, server, tmp_path):
     assert result["mean_ttft_ms"] >= 1000 * seconds / 12  # the client's time holds the server's
     assert f"Total generated tokens:                  {outputs:.0f}\n" in result["printed"]
     assert "P99 ITL (ms):" in result["printed"] and "Client CPU time per chunk (us):" in result["printed"]
-    assert KEY not in json.dumps(result) and result["versions"]["aiohttp"]
+    assert result["versions"]["aiohttp"]
     assert (tmp_path / "result.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_result_has_its_command_without_the_key(kvllm, server, tmp_path, monkeypatch):
+    load = ("--num-prompts", "1", "--random-input-len", "5", "--random-output-len", "2")
+    for given in (["--api-key", KEY], [f"--api-key={KEY}"]):
+        monkeypatch.setattr(sys, "argv", ["kvllm", "bench", "serve", *given, "--seed", "0"])
+        result = bench(kvllm, server, tmp_path, *load, *given)
+        assert KEY not in json.dumps(result)
+        assert result["command"] in (
+            "kvllm bench serve --api-key ... --seed 0",
+            "kvllm bench serve --api-key=... --seed 0",
+        )
 
 
 def test_an_open_loop_keeps_to_its_arrivals(kvllm, server, tmp_path):
