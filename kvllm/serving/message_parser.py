@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvllm.serving.reasoning import ReasoningParser
-from kvllm.serving.tools import HermesParser, ToolCall
+from kvllm.serving.tools import ChatToolCall, HermesParser
 
 
 @dataclass(slots=True)
@@ -14,7 +14,7 @@ class MessagePart:
 
     reasoning: str = ""
     content: str = ""
-    tool_calls: list[ToolCall] = field(default_factory=list)
+    tool_calls: list[ChatToolCall] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.reasoning or self.content or self.tool_calls)

@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType
 
-from kvllm.serving.tools import ToolCall
+from kvllm.serving.tools import ChatToolCall
 
 
 class PromptTokensDetails(Struct):
@@ -109,7 +109,7 @@ class Message(Struct, kw_only=True):
     refusal: str | UnsetType | None = UNSET
     reasoning: str | UnsetType | None = UNSET
     reasoning_content: str | UnsetType | None = UNSET
-    tool_calls: list[ToolCall] | UnsetType = UNSET
+    tool_calls: list[ChatToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, kw_only=True):

@@ -18,20 +18,20 @@ HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s
 LONGEST_HEAD = 1000
 
 
-class FunctionCall(Struct, kw_only=True):
+class ChatFunctionCall(Struct, kw_only=True):
     """A function's name, and its arguments as JSON text; or what is new of these."""
 
     name: str | UnsetType = UNSET
     arguments: str = ""
 
 
-class ToolCall(Struct, kw_only=True):
+class ChatToolCall(Struct, kw_only=True):
     """A call, or what is new of one. index: its number among the message's calls, in a stream."""
 
     index: int | UnsetType = UNSET
     id: str | UnsetType = UNSET
     type: str | UnsetType = UNSET
-    function: FunctionCall
+    function: ChatFunctionCall
 
 
 class State(Enum):
@@ -54,11 +54,11 @@ class HermesParser:
         self._held = ""
         self._call = CallReader()
 
-    def push(self, piece: str) -> tuple[str, list[ToolCall]]:
+    def push(self, piece: str) -> tuple[str, list[ChatToolCall]]:
         """What is new of the text and of the calls."""
         rest, self._held = self._held + piece, ""
         texts: list[str] = []
-        calls: list[ToolCall] = []
+        calls: list[ChatToolCall] = []
         while rest:
             if self._state is State.TEXT:
                 rest = self._read_text(rest, texts)
@@ -87,18 +87,18 @@ class HermesParser:
         texts.append(rest[:kept])
         return ""
 
-    def _read_call(self, rest: str, texts: list[str], calls: list[ToolCall]) -> str:
+    def _read_call(self, rest: str, texts: list[str], calls: list[ChatToolCall]) -> str:
         call = self._call
         was_named = call.name is not None
         used = call.push(rest)
         if call.name is not None and not was_named:
-            function = FunctionCall(name=call.name)
+            function = ChatFunctionCall(name=call.name)
             call_id = f"call_{uuid.uuid4().hex[:24]}"
-            calls.append(ToolCall(index=self.num_calls, id=call_id, type="function", function=function))
+            calls.append(ChatToolCall(index=self.num_calls, id=call_id, type="function", function=function))
             self.num_calls += 1
         if arguments := call.take_arguments():
             if was_named:
-                calls.append(ToolCall(index=self.num_calls - 1, function=FunctionCall()))
+                calls.append(ChatToolCall(index=self.num_calls - 1, function=ChatFunctionCall()))
             calls[-1].function.arguments = arguments
         if call.object.is_broken and call.name is None:
             self._state = State.TEXT

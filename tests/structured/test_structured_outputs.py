@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import sys
@@ -14,7 +15,8 @@ import numpy as np
 import pytest
 
 from kvllm import LLM, ConfigError, RequestError, RequestOutput, SamplingParams, StructuredOutputs
-from kvllm.engine_args import DEFAULT_MODEL
+from kvllm.async_llm import AsyncLLM
+from kvllm.engine_args import DEFAULT_MODEL, EngineArgs
 from kvllm.structured.compile import Grammars
 from kvllm.structured.vocabulary import read_vocabulary
 from tests.helpers.tokenizers import byte_level
@@ -266,6 +268,34 @@ def test_a_slow_rule_ends_its_own_request(reasoner: LLM) -> None:
     bad, good = generate(reasoner, [slow, StructuredOutputs(regex="[0-9]{100}")], max_tokens=1000)
     assert bad.error is not None and "structured_outputs" in str(bad.error)
     assert re.fullmatch("[0-9]{100}", good.outputs[0].text)
+
+
+def test_a_rule_that_explodes_holds_up_nobody() -> None:
+    """It is tried for a second of computing time, during which another request gets its tokens."""
+    args = EngineArgs(DEFAULT_MODEL, block_size=16, num_gpu_blocks_override=600)
+    llm = AsyncLLM.from_engine_args(args)
+    rule = StructuredOutputs(regex="(a{1000}){1000}")
+
+    async def refused() -> None:
+        with pytest.raises(RequestError):
+            await anext(llm.generate("ten", SamplingParams(structured_outputs=rule), "bad"))
+
+    async def run() -> int:
+        items = llm.generate("ten", SamplingParams(max_tokens=4000, ignore_eos=True), "good")
+        await anext(items)
+        attempt, tokens = asyncio.create_task(refused()), 0
+        async for item in items:
+            tokens += len(item.outputs[0].token_ids)
+            if attempt.done():
+                break
+        await attempt
+        await items.aclose()
+        return tokens
+
+    try:
+        assert asyncio.run(run()) > 50
+    finally:
+        llm.shutdown()
 
 
 @pytest.mark.parametrize(
