@@ -102,6 +102,11 @@ class ServerMetrics:
         text = "Time of a token, behind the first one, over a whole request."
         self._per_token = self._histogram("vllm:request_time_per_output_token_seconds", text, TOKEN_SECONDS)
         self._latency = self._histogram("vllm:e2e_request_latency_seconds", "Time of a request.", SLOW_SECONDS)
+        self._queue = self._histogram("vllm:request_queue_time_seconds", "Time in the queue.", SLOW_SECONDS)
+        text = "Time behind the queue."
+        self._inference = self._histogram("vllm:request_inference_time_seconds", text, SLOW_SECONDS)
+        text = "Time from the queue to the first token."
+        self._prefill = self._histogram("vllm:request_prefill_time_seconds", text, SLOW_SECONDS)
         self._decode = self._histogram("vllm:request_decode_time_seconds", "Behind the first token.", SLOW_SECONDS)
         self._of_prompt = self._histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
         self._of_output = self._histogram("vllm:request_generation_tokens", "Generated tokens of a request.", TOKENS)
@@ -154,6 +159,11 @@ class ServerMetrics:
         self._decode.observe(end - first)
         if output_tokens > params.n:
             self._per_token.observe((end - first) * params.n / (output_tokens - params.n))
+        scheduled = metrics.scheduled_time
+        if scheduled is not None:
+            self._queue.observe(scheduled - arrival)
+            self._inference.observe(end - scheduled)
+            self._prefill.observe(first - scheduled)
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(name, text, tuple(self._labels), registry=self._registry).labels(**self._labels)

@@ -182,6 +182,8 @@ def test_metrics(server: ServerProcess) -> None:
         "vllm:time_to_first_token_seconds",
         "vllm:inter_token_latency_seconds",
         "vllm:e2e_request_latency_seconds",
+        "vllm:request_queue_time_seconds",
+        "vllm:request_prefill_time_seconds",
     ):
         assert server.metric(f"{name}_count") > 0
     for name in ("kvllm:windows_compressed_total", "kvllm:evicted_pairs_total", "kvllm:blocks_released_total"):
