@@ -107,6 +107,10 @@ class FairQueue:
     def tenant(self, seq: Sequence) -> Tenant:
         return self._tenants[seq.tenant]
 
+    def num_waiting(self, name: str) -> int:
+        """Waiting sequences of the tenant of that name."""
+        return self._tenants[name].num_waiting if name in self._tenants else 0
+
     def first(self, count: int) -> Iterator[Tenant]:
         """The first `count` tenants with waiting sequences, the least served first. The queue may not change while
         they are iterated over."""

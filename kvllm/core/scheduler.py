@@ -123,7 +123,8 @@ class Scheduler:
         much as a token of each sequence of a full batch."""
         block_cost = self.config.max_num_seqs / self.config.num_blocks
         if self._shares:
-            self._shares.charge_blocks(self.running, block_cost)
+            self._shares.charge(block_cost)
+            self.waiting.advance({seq.tenant: self.waiting.tenant(seq) for seq in self.running}.values())
         elif self.running:
             tenant = self.waiting.tenant(self.running[0])
             tokens = sum(item.num_tokens for item in plan.scheduled)
@@ -134,25 +135,36 @@ class Scheduler:
 
     def _schedule_running(self, plan: StepPlan, budget: int) -> int:
         """Give each running sequence its decode or its next prefill chunk, oldest first."""
-        held = self.planner.held if self.planner else ()
+        held = self.planner.held if self.planner else set[int]()
         order = self.running
         if self._shares:
-            admitted = {seq.seq_id for seq in self._scheduled}
-            order = self._shares.order([seq for seq in self.running if seq.seq_id not in admitted])
+            order, yielding = self._order(self._shares)
+            held = held | yielding
         position = 0
         while position < len(order) and budget > 0:
             seq = order[position]
             if seq.seq_id in held:
                 position += 1
                 continue
-            num_tokens = self.admission.chunk(seq, budget)
-            new_blocks = self._make_room(plan, seq, num_tokens, order, position)
-            if new_blocks is None:
-                continue
+            num_tokens = 1 if seq.num_uncomputed == 1 else self.admission.chunk(seq, budget)
+            new_blocks = self.blocks.blocks_to_append(seq, num_tokens)
+            if new_blocks > self.blocks.num_available:
+                new_blocks = self._make_room(plan, seq, num_tokens, order, position)
+                if new_blocks is None:
+                    continue
             self._append(plan, seq, num_tokens, new_blocks)
             budget -= num_tokens
             position += 1
         return budget
+
+    def _order(self, shares: Shares) -> tuple[list[Sequence], set[int]]:
+        """The running sequences that are not in the plan yet, in the order in which several tenants are served; and the
+        ids of those that compute nothing in this step."""
+        admitted = {seq.seq_id for seq in self._scheduled}
+        running = [seq for seq in self.running if seq.seq_id not in admitted]
+        yielding = shares.yielding([seq for seq in self.running if seq.is_prefilling])
+        waits = {seq.seq_id for seq in running if seq.tenant in yielding} if yielding else set[int]()
+        return shares.order(running, yielding), waits
 
     def _unblock(self, plan: StepPlan, planner: CompressionPlanner) -> None:
         """If all running sequences wait to be compressed, preempt from the youngest on until the oldest can be. Alone
@@ -200,7 +212,7 @@ class Scheduler:
 
     def _plan_tokens(self, plan: StepPlan, seq: Sequence, num_tokens: int, new_blocks: list[int]) -> None:
         if self._shares:
-            self._shares.charge(seq, num_tokens)
+            self._shares.count(seq, num_tokens)
         samples = num_tokens == seq.num_uncomputed
         forks = self._forks(seq) if samples and seq.forks_pending else []
         new_tokens = seq.token_ids[seq.known_tokens :]
@@ -252,7 +264,7 @@ class Scheduler:
         return None
 
     def _passes(self, shares: Shares, tenant: Tenant, waits: Tenant, needed: int) -> bool:
-        return shares.may_pass(tenant, waits) and shares.is_entitled(tenant, self.waiting.head(tenant), needed)
+        return shares.may_pass(tenant, waits) and shares.is_entitled(self.waiting.head(tenant), needed)
 
     def _free_slots(self) -> int:
         return self.config.max_num_seqs - len(self.running) - sum(seq.forks_pending for seq in self.running)
@@ -274,7 +286,8 @@ class Scheduler:
         seq.known_tokens = seq.num_tokens
         self._plan_tokens(plan, seq, num_tokens, seq.block_table[:])
         if self._shares:
-            self._shares.holding(self.waiting.tenant(seq)).add(seq, len(seq.block_table))
+            self._shares.holding(seq).add(seq)
+            self._shares.charge_tokens(self.waiting.tenant(seq))
         return num_tokens
 
     def _count_admission(self, seq: Sequence) -> None:
@@ -288,7 +301,7 @@ class Scheduler:
         """Take everything from a running sequence; it will be recomputed from its tokens."""
         plan.compressions = [job for job in plan.compressions if job.seq_id != seq.seq_id]
         if self._shares:
-            self._shares.holding(self.waiting.tenant(seq)).remove(seq)
+            self._shares.holding(seq).remove(seq)
         computed = seq.logical_length
         self._preempted = True
         self.running.remove(seq)
@@ -309,17 +322,17 @@ class Scheduler:
         """
         prefilling = [self.waiting.tenant(seq) for seq in self.running if seq.is_prefilling]
         for tenant in self.waiting.first(LOOKAHEAD):
-            while tenant.num_waiting and budget > len(self.running):
+            while tenant.num_waiting:
                 if any(other is not tenant and other.service < tenant.service for other in prefilling):
                     break
                 tokens = self.planner.tokens_left if self.planner else 0
                 has_room = self._make_way(plan, shares, tenant)
                 budget -= tokens - self.planner.tokens_left if self.planner else 0
-                if not has_room or budget <= len(self.running):
+                spare = budget - shares.slots_ahead(tenant)
+                if not has_room or spare <= 0:
                     break
                 seq = self.waiting.take(tenant)
-                hits = self.admission.match_prefix(seq)
-                budget -= self._start(plan, seq, hits, budget - len(self.running))
+                budget -= self._start(plan, seq, self.admission.match_prefix(seq), spare)
         return budget
 
     def _make_way(self, plan: StepPlan, shares: Shares, tenant: Tenant) -> bool:
@@ -327,29 +340,31 @@ class Scheduler:
         tenant below has slots and blocks. Returns whether it has."""
         seq = self.waiting.head(tenant)
         candidates = [each for each in self.running if each not in self._scheduled]
-        blocks = self._entitled_blocks(shares, tenant, seq, candidates)
+        blocks = self._entitled_blocks(shares, seq, candidates)
         if blocks is None:
             return False
-        if self.planner:
+        slots = 1 + seq.forks_pending - self._free_slots()
+        if slots <= 0 and blocks <= self.blocks.num_available:
+            return True
+        if self.planner and blocks > self.blocks.num_available:
             debtors = shares.debtors(tenant, candidates)
             spare = self.admission.spare_blocks(seq, self.admission.growth(candidates))  # or growth would preempt
             goes_on = self._compress_debtors(plan, self.planner, shares, debtors, blocks + spare)
             if goes_on and blocks > self.blocks.num_available:
                 return False
-        slots = 1 + seq.forks_pending - self._free_slots()
         victims = shares.victims(tenant, candidates, slots=slots, blocks=blocks - self.blocks.num_available)
         if victims is None:
             return False
         for victim in victims:
             self._preempt(plan, victim)
         # What made way may have been a part of the cached prefix.
-        blocks = self._entitled_blocks(shares, tenant, seq, [each for each in candidates if each not in victims])
+        blocks = self._entitled_blocks(shares, seq, [each for each in candidates if each not in victims])
         return blocks is not None and blocks <= self.blocks.num_available
 
-    def _entitled_blocks(self, shares: Shares, tenant: Tenant, seq: Sequence, candidates: list[Sequence]) -> int | None:
+    def _entitled_blocks(self, shares: Shares, seq: Sequence, candidates: list[Sequence]) -> int | None:
         """Blocks that must be available for a waiting sequence, or None if its tenant is not entitled to it."""
         needed = self.admission.needed_blocks(seq, self.admission.match_prefix(seq))
-        if not shares.is_entitled(tenant, seq, needed):
+        if not shares.is_entitled(seq, needed):
             return None
         held = self.planner.held if self.planner else ()
         if candidates and candidates[0].seq_id not in held:  # the oldest goes on growing, or it would lose everything
@@ -372,7 +387,7 @@ class Scheduler:
                 return True
             before = len(seq.block_table)
             planner.compress_complete(plan, seq)
-            shares.holding(self.waiting.tenant(seq)).blocks -= before - len(seq.block_table)
+            shares.holding(seq).blocks -= before - len(seq.block_table)
             compressed.add(seq.seq_id)
         return False
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
 from collections.abc import Sequence as Sequences
 
 from kvllm.config import EngineConfig
@@ -17,24 +19,35 @@ computed again stays in proportion to what is new, and every sequence ends."""
 
 
 class Holding:
-    """Slots and blocks that a tenant's running sequences hold, and those that it is entitled to."""
+    """Slots and blocks that a tenant's running sequences hold, and those that it is entitled to.
 
-    __slots__ = ("blocks", "entitled_blocks", "entitled_slots", "slots")
+    service: of the tenant when the step began. tokens: that it gets in this step.
+    """
 
-    def __init__(self, entitled_slots: float, entitled_blocks: float) -> None:
-        self.slots = 0
-        self.blocks = 0
+    __slots__ = ("blocks", "entitled_blocks", "entitled_slots", "service", "slots", "tenant", "tokens")
+
+    def __init__(self, tenant: Tenant, entitled_slots: float, entitled_blocks: float) -> None:
+        self.tenant = tenant
+        self.service = tenant.service
         self.entitled_slots = entitled_slots
         self.entitled_blocks = entitled_blocks
+        self.slots = 0
+        self.blocks = 0
+        self.tokens = 0
 
     @property
     def excess(self) -> float:
         """The larger share of what is held to what it is entitled to; above 1 it may have to make way."""
         return max(self.slots / self.entitled_slots, self.blocks / self.entitled_blocks)
 
-    def add(self, seq: Sequence, num_blocks: int) -> None:
+    @property
+    def is_modest(self) -> bool:
+        """Whether no more is held than the tenant is entitled to, or a single sequence."""
+        return self.slots <= 1 or self.excess <= 1
+
+    def add(self, seq: Sequence) -> None:
         self.slots += 1 + seq.forks_pending
-        self.blocks += num_blocks
+        self.blocks += len(seq.block_table)
 
     def remove(self, seq: Sequence) -> None:
         self.slots -= 1 + seq.forks_pending
@@ -55,41 +68,65 @@ class Shares:
         self._patience = PATIENCE * config.max_num_batched_tokens
         self._holdings: dict[str, Holding] = {}
         for seq in running:
-            self.holding(queue.tenant(seq)).add(seq, len(seq.block_table))
+            self.holding(seq).add(seq)
 
-    def holding(self, tenant: Tenant) -> Holding:
-        found = self._holdings.get(tenant.name)
+    def holding(self, seq: Sequence) -> Holding:
+        """Of the tenant of a sequence."""
+        found = self._holdings.get(seq.tenant)
         if found is None:
-            found = self._holdings[tenant.name] = self._entitle(tenant)
+            tenant = self.queue.tenant(seq)
+            found = self._holdings[tenant.name] = Holding(tenant, *self._entitlement(tenant))
         return found
 
-    def _entitle(self, tenant: Tenant) -> Holding:
+    def _entitlement(self, tenant: Tenant) -> tuple[float, float]:
+        """Slots and blocks."""
         settings, config = tenant.settings, self._config
         part = settings.weight / self.queue.total_weight
         share = settings.guaranteed_share + part * max(0.0, 1 - self.queue.total_guarantee)
-        return Holding(max(1.0, part * config.max_num_seqs), max(1.0, share * config.num_blocks))
+        return max(1.0, part * config.max_num_seqs), max(1.0, share * config.num_blocks)
 
     # The order of a step
 
-    def order(self, running: Sequences[Sequence]) -> list[Sequence]:
+    def order(self, running: Sequences[Sequence], yielding: Collection[str]) -> list[Sequence]:
         """Running sequences in the order in which they get tokens and blocks.
 
-        Decodes come first, as each of them takes one token; then prefills, those of the least served tenant first. The
-        oldest sequence goes before all others if it may need blocks, so there is always one that advances.
+        Decodes come first, as each of them takes one token; then prefills, those of the least served tenant first; then
+        what yields. The oldest sequence goes before all others if it may need blocks, so there is always one that
+        advances.
+
+        running: by age.
         """
-        excess = {name: held.excess for name, held in self._holdings.items()}
-        service = {seq.tenant: self.queue.tenant(seq).service for seq in running}
+        first: list[Sequence] = []
+        decodes: dict[str, list[Sequence]] = {}
+        prefills: list[Sequence] = []
+        last: list[Sequence] = []
+        for position, seq in enumerate(running):
+            name = seq.tenant
+            prefilling = seq.is_prefilling
+            if name in yielding:
+                last.append(seq)
+            elif position == 0 and (not prefilling or seq.num_generated):
+                first.append(seq)
+            elif prefilling:
+                prefills.append(seq)
+            else:
+                decodes.setdefault(name, []).append(seq)
+        for name in sorted(decodes, key=lambda name: (self._holdings[name].excess, name)):
+            first += decodes[name]
+        prefills.sort(key=lambda seq: (self._holdings[seq.tenant].service, seq.priority, seq.seq_id))
+        return first + prefills + last
 
-        def key(seq: Sequence) -> tuple[bool, float, int, int]:
-            prefills = seq.is_prefilling
-            return prefills, (service if prefills else excess)[seq.tenant], seq.priority, seq.seq_id
+    def yielding(self, prefilling: Sequences[Sequence]) -> set[str]:
+        """Tenants that have more than they are entitled to, and compute nothing while one that does not, and was served
+        less, computes a prompt: so that its first token does not wait for their decodes, too."""
+        services = [held.service for held in map(self.holding, prefilling) if held.is_modest]
+        least = min(services, default=math.inf)
+        return {name for name, held in self._holdings.items() if not held.is_modest and held.service >= least}
 
-        ordered = sorted(running, key=key)
-        oldest = min(running, key=lambda seq: seq.seq_id, default=None)
-        if oldest and (not oldest.is_prefilling or oldest.num_generated):
-            ordered.remove(oldest)
-            ordered.insert(0, oldest)
-        return ordered
+    def slots_ahead(self, tenant: Tenant) -> int:
+        """Sequences that decode even while one of `tenant` computes its prompt."""
+        others = self._holdings.values()
+        return sum(held.slots for held in others if held.is_modest or held.service < tenant.service)
 
     def rank(self, seq: Sequence) -> tuple[float, int, int]:
         """Who is preempted first has the highest: most above what its tenant is entitled to, then youngest."""
@@ -97,10 +134,10 @@ class Shares:
 
     # Admission
 
-    def is_entitled(self, tenant: Tenant, seq: Sequence, num_blocks: int) -> bool:
+    def is_entitled(self, seq: Sequence, num_blocks: int) -> bool:
         """Whether a tenant stays within what it is entitled to if `seq` starts, with `num_blocks`. A tenant that holds
         nothing may start one sequence."""
-        held = self.holding(tenant)
+        held = self.holding(seq)
         slots = held.slots + 1 + seq.forks_pending
         within = slots <= held.entitled_slots and held.blocks + num_blocks <= held.entitled_blocks
         return within or not held.slots
@@ -146,18 +183,21 @@ class Shares:
 
     # Service
 
-    def charge(self, seq: Sequence, num_tokens: int) -> None:
-        """Account for tokens that are about to be computed. Those that a preemption made necessary are free."""
-        again = max(0, seq.refill_length - seq.logical_length)
-        if num_tokens > again:
-            self.queue.charge(self.queue.tenant(seq), num_tokens - again)
+    def count(self, seq: Sequence, num_tokens: int) -> None:
+        """Tokens of a sequence that are about to be computed. Those that a preemption made necessary are free."""
+        again = seq.refill_length - seq.logical_length
+        if again > 0:
+            num_tokens = max(0, num_tokens - again)
+        self.holding(seq).tokens += num_tokens
 
-    def charge_blocks(self, running: Sequences[Sequence], cost: float) -> None:
-        """Account for the blocks that sequences hold during a step, `cost` for each."""
-        held: dict[str, int] = {}
-        for seq in running:
-            held[seq.tenant] = held.get(seq.tenant, 0) + len(seq.block_table)
-        tenants = {seq.tenant: self.queue.tenant(seq) for seq in running}
-        for name, tenant in tenants.items():
-            self.queue.charge(tenant, cost * held[name])
-        self.queue.advance(tenants.values())
+    def charge(self, block_cost: float) -> None:
+        """Account for the tokens that tenants got, and for the blocks that they hold."""
+        for held in self._holdings.values():
+            self.queue.charge(held.tenant, held.tokens + block_cost * held.blocks)
+            held.tokens = 0
+
+    def charge_tokens(self, tenant: Tenant) -> None:
+        """Account for the tokens of one tenant now, so that another may be next."""
+        held = self._holdings[tenant.name]
+        self.queue.charge(tenant, held.tokens)
+        held.tokens = 0

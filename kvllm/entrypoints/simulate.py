@@ -21,6 +21,7 @@ from kvllm.models.config import ModelConfig, load_model_config
 from kvllm.simulation.cost import CostModel, resolve_dtype
 from kvllm.simulation.hardware import load_hardware, shipped_names
 from kvllm.simulation.simulate import Outcome, simulate
+from kvllm.simulation.tenants import Served, make_load, parse_tenants, serve, without
 from kvllm.simulation.workload import Workload, arrival_times, load_workload
 
 SHOWN: tuple[tuple[str, str, Callable[[Outcome], float]], ...] = (
@@ -50,14 +51,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--hardware", required=True, metavar="FILE_OR_NAME", help=f"description of the machine; with kvllm come {names}"
     )
-    add(
+    load = parser.add_mutually_exclusive_group(required=True)
+    load.add_argument(
         "--workload",
         type=Path,
-        required=True,
         metavar="FILE",
         help="trace: .csv (ContextTokens, GeneratedTokens) or .jsonl (input_length, output_length); "
         "or .json: num_requests, input_len, output_len, range_ratio",
     )
+    load.add_argument(
+        "--tenants",
+        metavar="FILE_OR_SPEC",
+        help="several tenants with loads of their own: name=a,rate=2,input_len=500,output_len=200;name=b,..., or .json "
+        "or .toml with a list `tenants` of such settings",
+    )
+    add(
+        "--duration",
+        type=float,
+        default=86400,
+        metavar="S",
+        help="with --tenants: seconds of arrivals (default: a day)",
+    )
+    add("--without", metavar="NAME", help="with --tenants: compare with the same day without this tenant")
     add("--requests", type=int, metavar="N", help="how many; a shorter file is repeated (default: all of the file)")
     add("--rate", type=float, metavar="R", help="requests/s that arrive, a Poisson process (default: all at once)")
     add("--compression", default="", metavar="KEY=VALUE,...", help="options of CompressionConfig; none: only without")
@@ -77,24 +92,68 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     model = read_model_config(args.model_config)
     cost = CostModel(load_hardware(args.hardware), model, resolve_dtype(args.dtype, model), args.tensor_parallel_size)
+    if args.tenants is not None:
+        simulate_tenants(args, cost)
+        return
     compression = parse_compression(args.compression)
-    longest = min(args.max_model_len or model.max_position_embeddings, model.max_position_embeddings)
-    workload = load_workload(args.workload, longest, args.requests)
+    workload = load_workload(args.workload, longest_request(args, cost), args.requests)
     arrivals = arrival_times(len(workload.lengths), args.rate)
-    blocks = args.num_blocks
-    if blocks is None:
-        blocks = cost.pool_blocks(args.block_size, args.gpu_memory_utilization)
-    config = EngineConfig(
-        num_blocks=blocks,
-        max_model_len=workload.longest,
-        block_size=args.block_size,
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-    )
+    config = make_config(args, cost, workload.longest)
     configs = [config, msgspec.structs.replace(config, compression=compression)][: 2 if compression else 1]
     outcomes = [simulate(each, cost, workload.lengths, arrivals) for each in configs]
     print(describe(args, cost, config, workload))
     print(show(outcomes))
+
+
+def longest_request(args: argparse.Namespace, cost: CostModel) -> int:
+    """Tokens of the longest request that is served."""
+    most = cost.model.max_position_embeddings
+    return min(args.max_model_len or most, most)
+
+
+def make_config(args: argparse.Namespace, cost: CostModel, max_model_len: int) -> EngineConfig:
+    """The simulated engine, without compression."""
+    blocks = args.num_blocks
+    if blocks is None:
+        blocks = cost.pool_blocks(args.block_size, args.gpu_memory_utilization)
+    return EngineConfig(
+        num_blocks=blocks,
+        max_model_len=max_model_len,
+        block_size=args.block_size,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+    )
+
+
+def simulate_tenants(args: argparse.Namespace, cost: CostModel) -> None:
+    """Run the tenants' requests fairly, first come, first served, and without one of the tenants."""
+    tenants = parse_tenants(args.tenants)
+    load = make_load(tenants, args.duration, longest_request(args, cost))
+    config = make_config(args, cost, max(map(sum, load.lengths)))
+    settings = {tenant.name: tenant.config for tenant in tenants}
+    compression = parse_compression(args.compression) if args.compression else None
+    config = msgspec.structs.replace(config, tenants=settings, compression=compression)
+    fewer = without(load, args.without) if args.without else None
+    quiet = serve(config, cost, fewer) if fewer else None
+    print(show_tenants("Fair", *serve(config, cost, load), quiet and quiet[1]))
+    print(show_tenants("First come, first served", *serve(config, cost, load, in_order=True), quiet and quiet[1]))
+    if quiet:
+        print(show_tenants(f"Fair, without {args.without}", *quiet))
+
+
+def show_tenants(
+    title: str, outcome: Outcome, tenants: dict[str, Served], baseline: dict[str, Served] | None = None
+) -> str:
+    """A line for each tenant; behind its p99 how much longer it is than in `baseline`."""
+    heads = ("requests", "share of tokens", "first token p50, s", "p99, s", "change of p99", "preemptions")
+    lines = [f"{title}: {outcome.seconds:,.0f} s, {outcome.output_tokens_per_s:,.0f} output tokens/s"]
+    lines.append(f"{'':<16}" + "".join(f"{head:>20}" for head in heads))
+    for name, served in tenants.items():
+        p50, p99 = served.first_token
+        change = f"{p99 / baseline[name].first_token[1] - 1:+.1%}" if baseline and name in baseline else ""
+        cells = [f"{served.requests:,}", f"{served.throughput_share:.1%}", f"{p50:.3f}", f"{p99:.3f}", change]
+        lines.append(f"{name:<16}" + "".join(f"{cell:>20}" for cell in [*cells, f"{served.preemptions:,}"]))
+    return "\n".join(lines) + "\n"
 
 
 def read_model_config(path: Path) -> ModelConfig:

@@ -19,7 +19,7 @@ from kvllm.config import EngineConfig
 from kvllm.core.compression_policy import check_pool
 from kvllm.core.protocol import StepPlan, StepResult
 from kvllm.core.scheduler import Scheduler
-from kvllm.core.sequence import Sequence
+from kvllm.core.sequence import Origin, Sequence
 from kvllm.sampling_params import SamplingParams
 from kvllm.simulation.cost import CostModel
 from kvllm.simulation.executor import SimulatedExecutor, SimulatedSeconds
@@ -34,6 +34,7 @@ class Outcome(Struct, kw_only=True):
 
     seconds: from the first arrival to the end of the last request; `phases` leaves out when there was nothing to do.
     mean_latency, mean_first_token: seconds from a request's arrival to its last, and to its first token.
+    first_tokens: the seconds to the first token of each request. preempted: how often each was preempted.
     """
 
     requests: int
@@ -53,6 +54,8 @@ class Outcome(Struct, kw_only=True):
     blocks_released: int
     peak_blocks: int
     num_blocks: int
+    first_tokens: list[float]
+    preempted: list[int]
 
     @property
     def requests_per_s(self) -> float:
@@ -63,20 +66,31 @@ class Outcome(Struct, kw_only=True):
         return self.output_tokens / self.seconds
 
 
-def simulate(config: EngineConfig, cost: CostModel, lengths: Sequences[Lengths], arrivals: Sequences[float]) -> Outcome:
-    """Serve requests of these lengths, arriving at these times (seconds, ascending).
+def simulate(
+    config: EngineConfig,
+    cost: CostModel,
+    lengths: Sequences[Lengths],
+    arrivals: Sequences[float],
+    tenants: Sequences[str] | None = None,
+) -> Outcome:
+    """Serve requests of these lengths, arriving at these times (seconds, ascending), of these tenants.
 
     Raises ConfigError if a sequence of `max_model_len` does not fit the pool, RequestError if a request does not.
     """
     config = msgspec.structs.replace(config, enable_prefix_caching=False)
     check_pool(config)
     with _no_garbage_collection():
-        return _Simulation(config, cost, lengths, arrivals).run()
+        return _Simulation(config, cost, lengths, arrivals, tenants or [""] * len(lengths)).run()
 
 
 class _Simulation:
     def __init__(
-        self, config: EngineConfig, cost: CostModel, lengths: Sequences[Lengths], arrivals: Sequences[float]
+        self,
+        config: EngineConfig,
+        cost: CostModel,
+        lengths: Sequences[Lengths],
+        arrivals: Sequences[float],
+        tenants: Sequences[str],
     ) -> None:
         self.config = config
         self.lengths = lengths
@@ -84,16 +98,21 @@ class _Simulation:
         self.stats = EngineStats(num_blocks=config.num_blocks)
         self.scheduler = Scheduler(config, self.stats)
         self.executor = SimulatedExecutor(cost, config)
-        self.coming = deque(range(len(lengths)))
+        self.origins = {tenant: Origin(tenant=tenant) for tenant in tenants}
+        self.coming = {tenant: deque[int]() for tenant in tenants}
+        for index, tenant in enumerate(tenants):
+            self.coming[tenant].append(index)
+        self.left = len(lengths)  # requests that have not arrived
         self.now = arrivals[0]
         self.output_tokens = 0
         self.latency = 0.0
-        self.first_token = 0.0
+        self.first_tokens = [0.0] * len(lengths)
+        self.preempted = [0] * len(lengths)
 
     def run(self) -> Outcome:
-        while self.coming or self.scheduler.has_unfinished:
+        while self.left or self.scheduler.has_unfinished:
             if not self.scheduler.has_unfinished:
-                self.now = max(self.now, self.arrivals[self.coming[0]])
+                self.now = max(self.now, min(self.arrivals[coming[0]] for coming in self.coming.values() if coming))
             self._add_arrived()
             before = self.executor.seconds.total
             plan = self.scheduler.schedule()
@@ -103,18 +122,29 @@ class _Simulation:
         return self._outcome()
 
     def _add_arrived(self) -> None:
-        """Queue what has arrived; no more than a step can admit, so that few prompts are in memory at a time."""
-        while (
-            self.coming
-            and len(self.scheduler.waiting) < self.config.max_num_seqs
-            and self.arrivals[self.coming[0]] <= self.now
-        ):
-            index = self.coming.popleft()
-            prompt, output = self.lengths[index]
-            tail_start = 0 if self.config.compression and self.config.compression.compress_prompt else None
-            self.scheduler.add(
-                Sequence(index, str(index), [0] * prompt, GREEDY, max_length=prompt + output, tail_start=tail_start)
+        """Queue what has arrived; of each tenant no more than a step can admit, so that few prompts are in memory at a
+        time."""
+        for tenant, coming in self.coming.items():
+            while coming and self.arrivals[coming[0]] <= self.now:
+                if self.scheduler.waiting.num_waiting(tenant) >= self.config.max_num_seqs:
+                    break
+                self.left -= 1
+                self._add(coming.popleft(), self.origins[tenant])
+
+    def _add(self, index: int, origin: Origin) -> None:
+        prompt, output = self.lengths[index]
+        tail_start = 0 if self.config.compression and self.config.compression.compress_prompt else None
+        self.scheduler.add(
+            Sequence(
+                index,
+                str(index),
+                [0] * prompt,
+                GREEDY,
+                max_length=prompt + output,
+                tail_start=tail_start,
+                origin=origin,
             )
+        )
 
     def _receive(self, plan: StepPlan, result: StepResult) -> None:
         """Let the scheduler account for the step, and end the sequences that have all of their tokens."""
@@ -123,9 +153,10 @@ class _Simulation:
         for seq, _ in sampled:
             num_tokens = len(seq.token_ids)
             if num_tokens == seq.prompt_length + 1:
-                self.first_token += self.now - self.arrivals[seq.seq_id]
+                self.first_tokens[seq.seq_id] = self.now - self.arrivals[seq.seq_id]
             if num_tokens == seq.max_length:
                 self.latency += self.now - self.arrivals[seq.seq_id]
+                self.preempted[seq.seq_id] = seq.preemptions
                 self.scheduler.finish(seq)
 
     def _outcome(self) -> Outcome:
@@ -138,7 +169,7 @@ class _Simulation:
             seconds=self.now - self.arrivals[0],
             phases=self.executor.seconds,
             mean_latency=self.latency / len(self.lengths),
-            mean_first_token=self.first_token / len(self.lengths),
+            mean_first_token=sum(self.first_tokens) / len(self.lengths),
             steps=stats.steps,
             mean_concurrency=sum(running) / len(running),
             peak_concurrency=max(running),
@@ -149,6 +180,8 @@ class _Simulation:
             blocks_released=stats.blocks_released,
             peak_blocks=stats.peak_blocks,
             num_blocks=stats.num_blocks,
+            first_tokens=self.first_tokens,
+            preempted=self.preempted,
         )
 
 
