@@ -16,6 +16,7 @@ from kvllm.stats import EngineStats
 
 if TYPE_CHECKING:
     from kvllm.distributed.replicas.engine import DataParallelEngine
+    from kvllm.engine_builder import Engine
 
 MOST_ROWS = 100
 
@@ -82,7 +83,7 @@ class EngineSnapshot(Struct):
     rows: list[SequenceRow]
 
 
-def take_snapshot(engine: LLMEngine | DataParallelEngine, now: float) -> EngineSnapshot:
+def take_snapshot(engine: Engine, now: float) -> EngineSnapshot:
     """The state of an engine at time.monotonic() = `now`, for its own thread to take."""
     if isinstance(engine, LLMEngine):
         scheduler = engine.scheduler
@@ -187,7 +188,7 @@ def _row(seq: Sequence, request: Request, now: float, state: str = "") -> Sequen
     )
 
 
-def find_sequences(engine: LLMEngine | DataParallelEngine, request_id: str) -> Collection[Sequence]:
+def find_sequences(engine: Engine, request_id: str) -> Collection[Sequence]:
     """The unfinished sequences of a request, none if it is unknown."""
     request = engine.outputs.requests.get(request_id)
     return () if request is None else request.sequences.values()

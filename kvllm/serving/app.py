@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvllm.serving import chat, completions, information, tokenize
+from kvllm.serving import chat, completions, information, live_routes, page_files, tokenize
 from kvllm.serving.context import RequestContext
 from kvllm.serving.errors import ApiError, as_api_error
 from kvllm.serving.request_id import clean_request_id
@@ -38,6 +38,11 @@ def make_app(state: ServerState) -> ASGIApp:
         Route("/metrics", information.metrics),
         Route("/load", information.load),
         Route("/openapi.json", information.openapi),
+        Route("/live/events", live_routes.events),
+        Route("/live/requests/{id}", live_routes.open_request),
+        Route("/live/requests/{id}", live_routes.cancel_request, methods=["DELETE"]),
+        Route("/", page_files.index),
+        Route("/page/{name}", page_files.file),
     ]
     # Without Starlette's own middleware, which would answer errors in a shape of its own.
     return Gate(Router(routes, redirect_slashes=False), state)

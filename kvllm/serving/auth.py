@@ -17,8 +17,10 @@ from kvllm.errors import ConfigError
 from kvllm.serving.errors import ApiError
 
 VARIABLE = "KVLLM_API_KEY"
-OPEN_ROUTES = frozenset({"/health", "/ping", "/version"})
+OPEN_ROUTES = frozenset({"/", "/health", "/ping", "/version"})
 """Routes that need no key."""
+OPEN_FILES = "/page/"
+"""Where the files of the live page are. They need none, too: a key is typed into the page."""
 EXAMPLE = '[[keys]]\\nname = "alice"\\nkey = "..."'
 
 
@@ -82,7 +84,7 @@ class Keys:
         Raises:
             ApiError: 401, there are keys and the request has none of them.
         """
-        if not self._names or path in OPEN_ROUTES:
+        if not self._names or path in OPEN_ROUTES or path.startswith(OPEN_FILES):
             return ""
         scheme, _, key = (authorization or "").partition(" ")
         digest, found = _digest(key.strip()), None

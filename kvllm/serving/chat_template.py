@@ -48,6 +48,13 @@ class ChatTemplate:
         self._template = template
         self._pool = pool
 
+    @property
+    def exists(self) -> bool:
+        """Whether conversations can be rendered."""
+        return self._tokenizer is not None and (
+            self._template is not None or self._tokenizer.hf.chat_template is not None
+        )
+
     async def render(self, messages: list[ChatMessage], options: dict[str, Any]) -> str:
         """The prompt's text, which has its special tokens. Raises ApiError and RequestError."""
         tokenizer = self._tokenizer

@@ -139,8 +139,10 @@ class Generation:
     def _count(self, index: int, output: RequestOutput) -> None:
         now, progress = time.monotonic(), self._progress[index]
         progress.metrics = output.metrics
+        live = self._state.live
         if not progress.has_begun:
             self._leave_prefill(index)
+            live.first_tokens.add(now - self._begin)
         if self.first_token_seconds is None:
             self.first_token_seconds = now - self._begin
         metrics = self._state.metrics
@@ -148,7 +150,10 @@ class Generation:
             new = len(completion.token_ids)
             progress.num_tokens += new
             if new:
-                metrics.count_tokens(new, now - progress.last_token_time.get(completion.index, now))
+                seconds = now - progress.last_token_time.get(completion.index, now)
+                metrics.count_tokens(new, seconds)
+                if seconds:
+                    live.gaps.add(seconds / new)
                 progress.last_token_time[completion.index] = now
             if completion.finish_reason is not None:
                 metrics.count_finish(completion.finish_reason)

@@ -84,6 +84,7 @@ async def _serve(state: ServerState, address: Address, bound: socket.socket | No
         loop.add_signal_handler(number, shutdown.begin)
     supervisor = asyncio.create_task(EngineSupervisor(state).watch())
     supervisor.add_done_callback(lambda _: shutdown.at_once())
+    state.live.start(state)
     await server.serve(None if bound is None else [bound])
     if supervisor.done() and not state.admission.is_draining:
         raise WorkerError("the engine has failed, and could not be started again: see the log")

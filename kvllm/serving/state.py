@@ -16,6 +16,7 @@ from kvllm.serving.admission import Admission
 from kvllm.serving.auth import Keys
 from kvllm.serving.chat_template import ChatTemplate
 from kvllm.serving.errors import unavailable
+from kvllm.serving.live import LiveFeed
 from kvllm.serving.metrics import ServerMetrics, Snapshot
 from kvllm.tokenizer import Tokenizer
 
@@ -54,6 +55,7 @@ class ServerState:
 
     llm: the engine that runs now.
     running: ids of the engine's requests.
+    live: what the live page shows.
     """
 
     def __init__(self, args: EngineArgs, options: ServerOptions, llm: AsyncLLM) -> None:
@@ -63,6 +65,7 @@ class ServerState:
         self.running: set[str] = set()
         self.requests = 0  # to routes that generate, which have no answer yet
         self.created = int(time.time())
+        self.live = LiveFeed()
         self.pool = ThreadPoolExecutor(THREADS, "kvllm-text")
         self.admission = Admission(options.max_num_queued_reqs, options.max_num_queued_tokens)
         self.chat_template = ChatTemplate(llm.tokenizer, options.chat_template, self.pool)

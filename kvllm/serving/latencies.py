@@ -1,0 +1,35 @@
+"""Times to first tokens and gaps between tokens of the last seconds, and their percentiles."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+PERIODS = 20
+MOST_HELD = 100_000
+"""Of a period that is still open: where nobody looks at the live page, it may never end."""
+MOST_VALUES = 2000
+"""Of a period that count: each k-th one where there are more, for percentiles of a few thousand are as good."""
+
+
+class Latencies:
+    """Seconds, of the last PERIODS periods. All is used on the event loop."""
+
+    def __init__(self) -> None:
+        self._current: deque[float] = deque(maxlen=MOST_HELD)
+        self._periods: deque[list[float]] = deque(maxlen=PERIODS)
+
+    def add(self, seconds: float) -> None:
+        self._current.append(seconds)
+
+    def end_period(self) -> tuple[float | None, float | None]:
+        """The median and the 99th percentile, None if there is no value; then a new period begins."""
+        current = list(self._current)
+        self._periods.append(current[:: len(current) // MOST_VALUES + 1])
+        self._current.clear()
+        values = [value for period in self._periods for value in period]
+        if not values:
+            return None, None
+        median, slow = np.percentile(values, (50, 99))
+        return round(float(median), 5), round(float(slow), 5)

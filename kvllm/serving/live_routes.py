@@ -1,0 +1,129 @@
+"""The routes behind the live page: its stream of samples, and one request to look into or to cancel."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvllm.core.regions import Region
+from kvllm.core.snapshot import find_sequences
+from kvllm.core.spans import Span, kept_spans
+from kvllm.serving.context import context_of
+from kvllm.serving.errors import ApiError
+from kvllm.serving.sse import EventStream
+from kvllm.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from kvllm.engine_builder import Engine
+
+MOST_TEXT_TOKENS = 4000
+"""Of a prompt and of an output, the last tokens whose text is shown."""
+
+
+class SequenceDetail(Struct):
+    """One sequence of a request that was opened.
+
+    spans: positions from `start` to `end`, `kept` of whose KV pairs are left; all positions computed so far, in order.
+    prompt, output: the end of the texts; None unless the viewer's key is that of the request.
+    """
+
+    index: int
+    prompt_tokens: int
+    output_tokens: int
+    spans: list[Span]
+    prompt: str | None
+    output: str | None
+
+
+class RequestDetail(Struct):
+    """A request that was opened.
+
+    is_own: whether the viewer may read and cancel it.
+    sequences: the unfinished ones. None are left when the request has ended, and an unknown one has none.
+    """
+
+    id: str
+    is_own: bool
+    sequences: list[SequenceDetail]
+
+
+class _Sequence(Struct):
+    """What is read of a sequence in the engine's thread."""
+
+    index: int
+    tenant: str
+    prompt_length: int
+    token_ids: list[int]
+    logical_length: int
+    compressions: list[Region]
+
+
+async def events(request: Request) -> EventStream:
+    """Samples as they are taken; the first event has those of the last 15 minutes."""
+    context = context_of(request)
+    return EventStream(context.state.live.events(context.state, context.tenant))
+
+
+async def open_request(request: Request) -> Response:
+    """What is left of each window of a request's KV pairs, and its text for its owner."""
+    context, request_id = context_of(request), request.path_params["id"]
+    state = context.state
+    sequences = await _find(request, request_id)
+    is_own = _is_own(request, sequences)
+    tokenizer = state.llm.tokenizer if is_own else None
+    work = partial(_detail, request_id, is_own, sequences, tokenizer)
+    body = await asyncio.get_running_loop().run_in_executor(state.pool, work)
+    return Response(body, media_type="application/json", headers={"Cache-Control": "no-store"})
+
+
+async def cancel_request(request: Request) -> Response:
+    """End a request; its client gets what there is, with `finish_reason="abort"`. One that has ended stays as it is."""
+    context, request_id = context_of(request), request.path_params["id"]
+    sequences = await _find(request, request_id)
+    if sequences and not _is_own(request, sequences):
+        raise ApiError(403, "the request belongs to another key: only that one may cancel it")
+    await context.state.llm.abort(request_id)
+    return Response(status_code=204)
+
+
+async def _find(request: Request, request_id: str) -> list[_Sequence]:
+    return await context_of(request).state.llm.inspect(partial(_read, request_id))
+
+
+def _is_own(request: Request, sequences: list[_Sequence]) -> bool:
+    return bool(sequences) and sequences[0].tenant == context_of(request).tenant
+
+
+def _read(request_id: str, engine: Engine) -> list[_Sequence]:
+    return [
+        _Sequence(seq.index, seq.tenant, seq.prompt_length, seq.token_ids[:], seq.logical_length, seq.compressions[:])
+        for seq in find_sequences(engine, request_id)
+    ]
+
+
+def _detail(request_id: str, is_own: bool, sequences: list[_Sequence], tokenizer: Tokenizer | None) -> bytes:
+    """The answer as JSON. tokenizer: None for no text."""
+    detail = RequestDetail(request_id, is_own, [])
+    for seq in sequences:
+        prompt, output = seq.token_ids[: seq.prompt_length], seq.token_ids[seq.prompt_length :]
+        detail.sequences.append(
+            SequenceDetail(
+                seq.index,
+                seq.prompt_length,
+                len(output),
+                kept_spans(seq.compressions, seq.logical_length),
+                _text(tokenizer, prompt),
+                _text(tokenizer, output),
+            )
+        )
+    return msgspec.json.encode(detail)
+
+
+def _text(tokenizer: Tokenizer | None, token_ids: list[int]) -> str | None:
+    return None if tokenizer is None else tokenizer.decode(token_ids[-MOST_TEXT_TOKENS:])
