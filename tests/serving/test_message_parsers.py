@@ -126,6 +126,8 @@ def test_unknown_parser() -> None:
         (CALLS[2], "", [("h", '{"y": 2}')]),
         (CALLS[3], "", [("i", "{}")]),
         (CALLS[4], "", [("j", '{"a": 1}')]),  # a bracket is missing
+        (f"{CALLS[4]} and text", " and text", [("j", '{"a": 1}')]),
+        (r'<tool_call>{"name": "f", "arguments": {"a": "\\"}}</tool_call> x', " x", [("f", r'{"a": "\\"}')]),
         (CALLS[5], CALLS[5], []),
         (CALLS[6], CALLS[6], []),
         (CALLS[7], CALLS[7], []),
