@@ -48,6 +48,7 @@ class Outcome(Struct, kw_only=True):
     mean_concurrency: float
     peak_concurrency: int
     preemptions: int
+    tokens_recomputed: int
     compression_events: int
     windows_compressed: int
     entries_evicted: int
@@ -174,6 +175,7 @@ class _Simulation:
             mean_concurrency=sum(running) / len(running),
             peak_concurrency=max(running),
             preemptions=stats.preemptions,
+            tokens_recomputed=stats.tokens_recomputed,
             compression_events=stats.compression_events,
             windows_compressed=stats.windows_compressed,
             entries_evicted=stats.entries_evicted,
