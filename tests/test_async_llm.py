@@ -200,8 +200,12 @@ def test_readers_of_a_dead_engine_are_told(monkeypatch: pytest.MonkeyPatch) -> N
     llm.shutdown()
 
 
+def num_engine_threads() -> int:
+    return sum(thread.name == "kvllm-engine" for thread in threading.enumerate())
+
+
 def test_shutdown_ends_all_readers() -> None:
-    threads = threading.active_count()
+    threads = num_engine_threads()
     llm = AsyncLLM.from_engine_args(EngineArgs(DEFAULT_MODEL, **OPTIONS))
 
     async def run() -> None:
@@ -216,7 +220,7 @@ def test_shutdown_ends_all_readers() -> None:
 
     asyncio.run(run())
     llm.shutdown()
-    assert threading.active_count() == threads
+    assert num_engine_threads() == threads
 
 
 def test_the_engine_is_inspected_between_steps(async_llm: AsyncLLM) -> None:
