@@ -172,6 +172,16 @@ def test_a_full_batch_of_one_tenant_gives_a_slot_to_another() -> None:
     harness.run()
 
 
+def test_decodes_above_their_share_pause_for_the_prompt_of_one_below() -> None:
+    harness = crowded(engine_config(1000))
+    seq_id = harness.add([0] * 60, 10, tenant="quiet")
+    harness.step()
+    assert [item.seq_id for item in harness.plans[-1].scheduled] == [seq_id]
+    harness.step()
+    assert len(harness.plans[-1].scheduled) == 8
+    harness.run()
+
+
 def test_a_full_pool_of_one_tenant_gives_blocks_to_another() -> None:
     harness = crowded(engine_config(60, watermark=0.0))
     assert harness.scheduler.blocks.num_available < 10
