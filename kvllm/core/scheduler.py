@@ -317,11 +317,15 @@ class Scheduler:
     def _admit_entitled(self, plan: StepPlan, shares: Shares, budget: int) -> int:
         """Start sequences of tenants that have less than they are entitled to, at the cost of those that have more.
 
-        They go before the prefills of tenants that were served more, and leave a token for each decode. Returns the
-        budget that is left.
+        They go before the prefills of tenants that were served more, and leave a token for each decode. A tenant that
+        is far ahead starts nothing while one that has nothing running waits: it may need more than is left to it by
+        what all others are entitled to. Returns the budget that is left.
         """
         prefilling = [self.waiting.tenant(seq) for seq in self.running if seq.is_prefilling]
+        waits: Tenant | None = None
         for tenant in self.waiting.first(LOOKAHEAD):
+            if waits and not shares.may_pass(tenant, waits):
+                break
             while tenant.num_waiting:
                 if any(other is not tenant and other.service < tenant.service for other in prefilling):
                     break
@@ -333,6 +337,8 @@ class Scheduler:
                     break
                 seq = self.waiting.take(tenant)
                 budget -= self._start(plan, seq, self.admission.match_prefix(seq), spare)
+            if tenant.num_waiting and not waits and not shares.holding(self.waiting.head(tenant)).slots:
+                waits = tenant
         return budget
 
     def _make_way(self, plan: StepPlan, shares: Shares, tenant: Tenant) -> bool:

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from kvllm.config import CompressionConfig, EngineConfig, TenantConfig
@@ -297,8 +297,13 @@ def loads(draw) -> tuple[EngineConfig, list[tuple[str, int, int]]]:
     return config, draw(st.lists(request, min_size=1, max_size=6))
 
 
+HEAVY = engine_config(39, max_num_seqs=6, max_num_batched_tokens=10, tenants={"a": TenantConfig(weight=4.0)})
+"""Tenant "a" is entitled to so much that a request for nearly all blocks does not fit beside it."""
+
+
 @settings(max_examples=examples(150), suppress_health_check=list(HealthCheck), deadline=None)
 @given(load=loads(), share=st.floats(0.05, 1.0), late=st.integers(0, 60))
+@example(load=(HEAVY, [("a", 11, 17), ("a", 15, 37), ("a", 15, 5), ("a", 24, 15), ("a", 5, 1)]), share=0.95, late=0)
 def test_no_tenant_starves(load: tuple[EngineConfig, list[tuple[str, int, int]]], share: float, late: int) -> None:
     """A request of up to the whole pool ends beside tenants that always have more to do than fits."""
     config, requests = load

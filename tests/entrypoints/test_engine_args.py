@@ -18,7 +18,7 @@ from tests.helpers.checkpoints import make_checkpoint
 OPTIONS = [field.name for field in fields(EngineArgs)]
 WRONG_TYPE: dict[str, Any] = {
     **dict.fromkeys(OPTIONS, "x"),
-    **dict.fromkeys((name for name in OPTIONS if isinstance(getattr(EngineArgs, name), str)), 5),
+    **dict.fromkeys((field.name for field in fields(EngineArgs) if isinstance(field.default, str)), 5),
     "distributed_executor_backend": 5,
     "model": 5,
 }

@@ -40,7 +40,7 @@ EXPLODING = "(((a?){30}){30}){30}"
 @pytest.fixture(scope="module")
 def stories(shared_dir: Path) -> LLM:
     """A model whose vocabulary has all bytes, and so every text."""
-    return LLM(shared_dir / "models/stories260K-fp32", block_size=16, num_gpu_blocks_override=3000)
+    return LLM(shared_dir / "data" / "models" / "stories260K-fp32", block_size=16, num_gpu_blocks_override=3000)
 
 
 @pytest.fixture(scope="module")
