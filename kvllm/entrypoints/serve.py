@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 TOOL_CALL_PARSERS = ("hermes",)
 REASONING_PARSERS = ("deepseek_r1", "qwen3")
-PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "prometheus_client")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,14 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     engine_args_from(args)  # what is wrong with them is told before anything is imported
-    try:
-        from kvllm.serving.run import Address, serve
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] not in PACKAGES:
-            raise
-        raise ConfigError(
-            f'the server needs the package {error.name}: pip install "kvllm[serve]" (or: pip install {error.name})'
-        ) from error
+    from kvllm.serving.run import Address, serve
+
     serve(*read_options(args), Address(args.host, args.port, args.uds, _tls(args)))
 
 

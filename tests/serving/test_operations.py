@@ -6,6 +6,8 @@ import asyncio
 import json
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -195,3 +197,10 @@ def test_wrong_arguments(capsys: pytest.CaptureFixture[str], arguments: list[str
     with pytest.raises(SystemExit) as raised:
         main(["serve", "--port", "99999", *arguments])  # a port that cannot be had
     assert words in f"{raised.value} {capsys.readouterr().err}"
+
+
+def test_a_missing_package_is_named_with_what_installs_it() -> None:
+    code = "import sys; sys.modules['uvicorn'] = None; from kvllm.entrypoints.cli import main; main(['serve'])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 1
+    assert result.stderr == "error: kvllm serve needs the package uvicorn: pip install 'kvllm[serve]'\n"
