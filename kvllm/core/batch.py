@@ -1,0 +1,151 @@
+"""The running sequences, and the plan of the step that they take next."""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+
+from kvllm.config import EngineConfig
+from kvllm.core.admission import Admission
+from kvllm.core.block_manager import BlockManager
+from kvllm.core.protocol import BlockCopy, Fork, ScheduledSequence, SequenceStart, StepPlan
+from kvllm.core.queue import FairQueue
+from kvllm.core.sequence import Sequence, fork_seed
+from kvllm.core.shares import Shares
+from kvllm.stats import EngineStats
+
+
+class Batch:
+    """Starts, continues and preempts sequences for the scheduler that holds it: each change goes into the plan.
+
+    running: by age (sequence id).
+    plan: of the step that is planned. scheduled: its sequences, in its order.
+    shares: of the tenants in that step; None if all unfinished sequences are alike.
+    has_preempted: whether a sequence was preempted in that step.
+    """
+
+    def __init__(
+        self, config: EngineConfig, stats: EngineStats, blocks: BlockManager, waiting: FairQueue, admission: Admission
+    ) -> None:
+        self.config = config
+        self.stats = stats
+        self.blocks = blocks
+        self.waiting = waiting
+        self.admission = admission
+        self.running: list[Sequence] = []
+        self.plan = StepPlan()
+        self.scheduled: list[Sequence] = []
+        self.shares: Shares | None = None
+        self.has_preempted = False
+        self._dropped_seq_ids: list[int] = []  # which the workers still have
+
+    def begin(self, *, reset: bool) -> StepPlan:
+        """A new plan. reset: whether the workers are to drop all that they have."""
+        self.plan = StepPlan(reset=reset)
+        self.shares = None
+        self.has_preempted = False
+        return self.plan
+
+    def complete(self) -> None:
+        """Let the plan, to which nothing is added any more, name all that the workers are to drop."""
+        self.plan.dropped_seq_ids = self._dropped_seq_ids[:]
+
+    def executed(self) -> list[Sequence]:
+        """The workers have executed the plan. Returns its sequences."""
+        self._dropped_seq_ids = []
+        scheduled, self.scheduled = self.scheduled, []
+        return scheduled
+
+    @property
+    def candidates(self) -> list[Sequence]:
+        """The running sequences that are not in the plan, by age."""
+        planned = {seq.seq_id for seq in self.scheduled}
+        return [seq for seq in self.running if seq.seq_id not in planned]
+
+    @property
+    def free_slots(self) -> int:
+        """Sequences that may start beside those that run or are about to branch off."""
+        return self.config.max_num_seqs - len(self.running) - sum(seq.forks_pending for seq in self.running)
+
+    def start(self, seq: Sequence, hits: list[int], budget: int) -> int:
+        """Admit a sequence: own the cached prefix, allocate its prefill, plan the first chunk. Returns its tokens."""
+        insort(self.running, seq, key=lambda each: each.seq_id)
+        self.blocks.share(seq, hits)
+        seq.advance(len(hits) * self.config.block_size)
+        seq.hashed_blocks = len(hits)
+        if not seq.refill_length:
+            self._count_admission(seq)
+        num_tokens = self.admission.chunk(seq, budget)
+        compressed = self.admission.refills_compressed(seq)
+        self.blocks.append(seq, num_tokens if compressed else seq.num_uncomputed)
+        self.plan.new_seqs.append(
+            SequenceStart(seq.seq_id, seq.token_ids[:], seq.prompt_length, seq.cached_length, seq.sampling, seq.seed)
+        )
+        seq.known_tokens = seq.num_tokens
+        self._schedule(seq, num_tokens, seq.block_table[:])
+        if self.shares:
+            self.shares.holding(seq).add(seq)
+            self.shares.charge_tokens(self.waiting.tenant(seq))
+        return num_tokens
+
+    def append(self, seq: Sequence, num_tokens: int, num_blocks: int) -> None:
+        """Put `num_tokens` of a running sequence into the plan, for which it needs `num_blocks` more."""
+        if not num_blocks:
+            self._schedule(seq, num_tokens, [])
+            return
+        new_blocks, replaced = self.blocks.append(seq, num_tokens)
+        if replaced is not None:
+            self.plan.copies.append(BlockCopy(seq.seq_id, replaced, seq.block_table[replaced]))
+        self._schedule(seq, num_tokens, new_blocks)
+
+    def preempt(self, seq: Sequence) -> None:
+        """Take everything from a running sequence; it will be recomputed from its tokens."""
+        self.plan.compressions = [job for job in self.plan.compressions if job.seq_id != seq.seq_id]
+        if self.shares:
+            self.shares.holding(seq).remove(seq)
+        computed = seq.logical_length
+        self.has_preempted = True
+        self.remove(seq)
+        self.blocks.release(seq)
+        seq.preempted()
+        self.waiting.requeue(seq)
+        self.stats.preemptions += 1
+        self.stats.tokens_recomputed += computed
+
+    def remove(self, seq: Sequence) -> None:
+        """A sequence runs no longer."""
+        self.running.remove(seq)
+        self._dropped_seq_ids.append(seq.seq_id)
+
+    def fork(self, parent: Sequence, forks: list[Fork]) -> list[Sequence]:
+        """Let the other completions of a request branch off: they share all blocks computed so far."""
+        children = []
+        for index, fork in enumerate(forks, start=1):
+            child = parent.fork(fork.seq_id, index, fork.seed)
+            self.blocks.fork(child)
+            self.waiting.fork(child)
+            children.append(child)
+        position = self.running.index(parent) + 1
+        self.running[position:position] = children
+        parent.forks_pending = 0
+        return children
+
+    def _schedule(self, seq: Sequence, num_tokens: int, new_blocks: list[int]) -> None:
+        if self.shares:
+            self.shares.count(seq, num_tokens)
+        samples = num_tokens == seq.num_uncomputed
+        forks = self._forks(seq) if samples and seq.forks_pending else []
+        new_tokens = seq.token_ids[seq.known_tokens :]
+        seq.known_tokens = seq.num_tokens
+        self.plan.scheduled.append(ScheduledSequence(seq.seq_id, num_tokens, new_blocks, new_tokens, samples, forks))
+        self.scheduled.append(seq)
+
+    def _forks(self, seq: Sequence) -> list[Fork]:
+        return [Fork(seq.seq_id + i, fork_seed(seq.seed, i)) for i in range(1, seq.forks_pending + 1)]
+
+    def _count_admission(self, seq: Sequence) -> None:
+        seq.admitted(time.monotonic(), seq.logical_length)
+        self.stats.prompt_tokens += seq.prompt_length
+        if self.config.shares_prefixes:
+            self.stats.prefix_cache_queries += seq.num_tokens
+            self.stats.prefix_cache_hits += seq.logical_length
