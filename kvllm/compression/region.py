@@ -1,6 +1,8 @@
-"""Steps that all methods share: check the budget and the tensors, keep everything, keep the buffer."""
+"""Steps that all methods share: check the budget and the tensors, keep everything, the buffer, or the sinks."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -24,6 +26,19 @@ def with_buffer(kept: Tensor, keys: Tensor, buffer: int) -> Tensor:
     length = keys.shape[2]
     last = torch.arange(length - buffer, length, device=keys.device)
     return torch.cat((kept, last.expand(*kept.shape[:2], buffer)), dim=-1)
+
+
+def with_sinks(scores: Tensor, starts: Sequence[int], sinks: int) -> Tensor:
+    """`scores [S, Hkv, n]` of a region with infinity for the first `sinks` KV pairs of a cache, the attention sinks.
+
+    starts: for each sequence the KV pairs of its cache in front of the region. Most windows lie behind all sinks.
+    """
+    if len(starts) != len(scores):
+        raise ValueError(f"{len(starts)} starts for {len(scores)} sequences: give one for each")
+    scores = scores.clone()
+    for seq_scores, start in zip(scores, starts, strict=True):
+        seq_scores[:, : max(0, sinks - start)] = torch.inf
+    return scores
 
 
 def check_queries(queries: Tensor, keys: Tensor) -> None:

@@ -11,13 +11,21 @@ from torch import Tensor
 
 from kvllm.compression.specs import SPECS, MethodSpec
 
-INPUTS = ("query_offsets", "layer", "num_layers", "seeds", "capacity", "evicted_mask", "mass")
+INPUTS = (
+    "query_offsets", "layer", "num_layers", "seeds", "starts", "last_positions", "values", "frequencies",
+    "capacity", "evicted_mask", "mass",
+)  # fmt: skip
 """Inputs from the engine, beside queries, keys, `retain`, `buffer` and a method's options. A method gets those that its
 function has as keyword arguments:
 
 query_offsets: int64 `[query tokens]`, the offset in the region of each query token.
 layer, num_layers: which layer of the model this is, from 0, and of how many.
 seeds: one int for each sequence, at least 0, that depends on the sequence and on the region's position alone.
+starts: one int for each sequence, the KV pairs of its cache in front of the region.
+last_positions: one int for each sequence, the position in the text of the region's last KV pair. The positions in front
+    of it have no gaps in a window, nor where queries are recomputed.
+values: `[S, Hkv, C, d]`, as keys are.
+frequencies: float32 `[d / 2]`, radians by which the rotary embedding turns each pair of channels per position.
 capacity: with `ragged`, the most KV pairs that one head or layer may keep.
 evicted_mask: with `ragged`, bool `[S, Hkv, C]`, the slots that an earlier selection left without a KV pair.
 mass: with `observes`, float32 `[S, Hkv, C]`, the attention that each KV pair has received so far.

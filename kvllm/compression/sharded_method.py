@@ -40,6 +40,8 @@ class ShardedMethod:
         if queries is not None:
             queries = self._gather(queries).flatten(1, 2)
         keys = self._of_all_heads(keys)
+        if "values" in options:
+            options["values"] = self._of_all_heads(options["values"])
         if "evicted_mask" in options:
             options["evicted_mask"] = self._of_all_heads(options["evicted_mask"].byte()).bool()
         kept = self.method(queries, keys, **options)

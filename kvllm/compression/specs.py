@@ -79,6 +79,7 @@ class MethodSpec:
 CHUNK_BUDGET = Option("chunk_budget", default=32, least=0)
 MAX_CHUNK = Option("max_chunk", default=8, least=3)
 TOKEN2CHUNK = (CHUNK_BUDGET, MAX_CHUNK)
+SINKS = Option("sinks", default=4, least=0)
 
 SPECS: dict[str, MethodSpec] = {
     spec.name: spec
@@ -92,9 +93,8 @@ SPECS: dict[str, MethodSpec] = {
             "rkv", "what the last queries attend to, less what is said again", "recent", (Option("mix", 0.1, 0.0, 1.0),)
         ),
         MethodSpec("keydiff", "the keys that differ most from the mean key"),
-        MethodSpec(
-            "streaming", "the first KV pairs, the attention sinks, and the last", options=(Option("sinks", 4, 0),)
-        ),
+        MethodSpec("lagkv", "what stands out against the KV pairs that follow", options=(Option("lag", 128, 2), SINKS)),
+        MethodSpec("streaming", "the first KV pairs, the attention sinks, and the last", options=(SINKS,)),
         MethodSpec("pyramidkv", "SnapKV; the budget falls from layer to layer", "recent", ragged=True),
         MethodSpec("adakv", "SnapKV; the budget moves between heads", "recent", ragged=True, whole_layer=True),
         MethodSpec("chunkkv", "SnapKV's scores by chunk", "recent", (Option("chunk", 10, 1),), whole_layer=True),

@@ -222,10 +222,14 @@ class LMHead:
 
 def rotary_table(config: ModelConfig, num_positions: int, device: torch.device) -> torch.Tensor:
     """Cosines, then sines, of the rotation angles: float32 `[num_positions, head_dim]`."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    frequencies = _scale_frequencies(1.0 / config.rope_theta**exponents, config.rope_scaling)
-    angles = torch.arange(num_positions, dtype=torch.float32).unsqueeze(1) * frequencies
+    angles = torch.arange(num_positions, dtype=torch.float32).unsqueeze(1) * rotary_frequencies(config)
     return torch.cat((angles.cos(), angles.sin()), dim=1).to(device)
+
+
+def rotary_frequencies(config: ModelConfig) -> torch.Tensor:
+    """Rotation of each pair of channels from one position to the next, in radians: float32 `[head_dim / 2]`."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    return _scale_frequencies(1.0 / config.rope_theta**exponents, config.rope_scaling)
 
 
 def _scale_frequencies(frequencies: torch.Tensor, scaling: RopeScaling | None) -> torch.Tensor:

@@ -9,11 +9,14 @@ from msgspec import Struct
 
 from kvllm.attention.base import AttentionBackend
 from kvllm.attention.registry import Case, explain, make_backend
+from kvllm.compression.model_inputs import WithModelInputs
+from kvllm.compression.registry import METHODS
 from kvllm.compression.sharded_method import ShardedMethod
 from kvllm.config import EngineConfig
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.models.base import Decoder
 from kvllm.models.config import QUANTIZATIONS, ModelConfig
+from kvllm.models.layers import rotary_frequencies
 from kvllm.models.loader import load_model, random_model
 from kvllm.parallel import Shard, kv_heads
 from kvllm.structured.compile import Grammars
@@ -110,20 +113,27 @@ def _demands(engine: EngineConfig) -> dict[str, bool]:
 
 
 def _runner(settings: RunnerSettings, shard: Shard, model: Decoder, backend: AttentionBackend) -> ModelRunner:
-    engine, select = settings.engine, None
-    if engine.compression and shard.world_size > 1:
-        held = kv_heads(settings.model.num_kv_heads, shard)
-        select = ShardedMethod(engine.compression.method, held, shard)
+    engine = settings.engine
     return ModelRunner(
         model,
         backend.cache,
         backend,
         engine,
         settings.model.eos_token_ids,
-        select,
+        _method(settings, shard, backend.cache.data.device),
         samples=shard.rank == 0,
         grammars=make_grammars(settings),
     )
+
+
+def _method(settings: RunnerSettings, shard: Shard, device: torch.device) -> WithModelInputs | None:
+    """The compression method of a rank, with what it needs to know of the model."""
+    if settings.engine.compression is None:
+        return None
+    name, method = settings.engine.compression.method, METHODS[settings.engine.compression.method]
+    if shard.world_size > 1:
+        method = ShardedMethod(name, kv_heads(settings.model.num_kv_heads, shard), shard)
+    return WithModelInputs(method, rotary_frequencies(settings.model).to(device))
 
 
 def make_grammars(settings: RunnerSettings) -> Grammars:

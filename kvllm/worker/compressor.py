@@ -67,6 +67,7 @@ class Compressor:
         self.ragged = ragged
         self.mass = mass
         self.select = select or METHODS[config.method]
+        self.gathers_values = "values" in METHODS[config.method].arguments
         self.query_tokens = QueryTokens.of(config)
         self.options = config.options
         self.block_size = self.cache.shape.block_size
@@ -117,8 +118,7 @@ class Compressor:
     ) -> torch.Tensor:
         """Offsets that survive in windows of one size: `[layers, windows, kv_heads, retain]`."""
         tables = self._window_tables(windows, size)
-        seeds = [_seed(window) for window in windows]
-        query_offsets = to_device(offsets, self.cache.data.device)
+        shared = self._shared_inputs(windows, offsets)
         kept: list[torch.Tensor] = []
 
         def visit(layer: int, queries: torch.Tensor | None) -> None:
@@ -126,19 +126,21 @@ class Compressor:
                 if queries is not None:
                     queries = queries.view(len(windows), len(offsets), *queries.shape[1:]).transpose(1, 2)
                 keys = self.operations.gather_keys(layer, tables)[:, :, :size]
+                inputs = shared | self._inputs(windows, layer)
+                if self.gathers_values:
+                    inputs["values"] = self.operations.gather_values(layer, tables)[:, :, :size]
                 chosen = self.select(
                     queries,
                     keys,
                     retain=self._mean_retained(retain),
                     buffer=self.config.buffer,
-                    seeds=seeds,
-                    query_offsets=query_offsets,
                     **self.options,
-                    **self._inputs(windows, layer),
+                    **inputs,
                 )
                 # Layers and heads may keep fewer than there is room for.
                 kept.append(torch.nn.functional.pad(chosen, (0, retain - chosen.shape[-1]), value=-1))
-            held = sum(tensor.nbytes for tensor in (keys, *kept) + (() if queries is None else (queries,)))
+            tensors = (keys, *kept, queries, inputs.get("values"))
+            held = sum(tensor.nbytes for tensor in tensors if tensor is not None)
             self.event_bytes = max(self.event_bytes, held)
 
         if len(offsets):
@@ -154,8 +156,17 @@ class Compressor:
             return retain
         return retain - (self.config.held_tokens - self.config.budget_tokens)
 
+    def _shared_inputs(self, windows: list[_Window], offsets: np.ndarray) -> dict[str, Any]:
+        """The inputs that are the same in all layers."""
+        return {
+            "seeds": [_seed(window) for window in windows],
+            "query_offsets": to_device(offsets, self.cache.data.device),
+            "starts": [window.start for window in windows],
+            "last_positions": [w.start + w.size - 1 + w.state.dropped for w in windows],
+        }
+
     def _inputs(self, windows: list[_Window], layer: int) -> dict[str, Any]:
-        """The inputs of a layer among `kvllm.compression.registry.INPUTS`, but for those that all layers share."""
+        """The inputs of a layer among `kvllm.compression.registry.INPUTS`, but for those that layers share."""
         inputs: dict[str, Any] = {"layer": layer, "num_layers": self.cache.shape.num_layers}
         table_slots = [window.state.table_slot for window in windows]
         starts = [window.start for window in windows]

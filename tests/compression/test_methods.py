@@ -14,6 +14,7 @@ from kvllm.compression.mass import attention_mass
 from kvllm.compression.methods import adakv, chunkkv, kara_sharp, keydiff, pyramidkv, rkv, snapkv
 from kvllm.compression.registry import METHODS
 from tests.helpers.literal_kara import literal_token2chunk
+from tests.helpers.literal_methods import LITERALS, OPTIONS, Sequence
 
 CLOSE = {"rtol": 1e-4, "atol": 0.0, "check_dtype": False}
 RECENT_ROWS = 7
@@ -35,16 +36,35 @@ def region(seed, num_seqs, num_heads, num_kv_heads, length, head_dim, dtype=torc
     return queries.to(dtype), keys.to(dtype), torch.rand(num_seqs, num_kv_heads, length, generator=generator)
 
 
+def values_of(keys):
+    """Values that belong to keys, whatever other sequences and heads there are."""
+    return (3 * keys.detach().cpu().float()).cos().to(keys)
+
+
+def frequencies_of(keys):
+    """The rotary embedding's, as for most models."""
+    return (100.0 ** -torch.linspace(0, 1, keys.shape[3] // 2 + 1)[:-1]).to(keys.device)
+
+
+def place_of(i, length):
+    """Of sequence i: KV pairs of its cache in front of the region, and the position of the region's last one."""
+    return i, 2 * i + length - 1
+
+
 def call(name, queries, keys, heavy, *, retain, buffer, first_seed=0, **options):
     """METHODS[name] as an engine calls it: with the query rows it asks for, and everything there is as options."""
     rows = {"window": queries.shape[2], "buffer": buffer, "recent": RECENT_ROWS, "none": 0}[METHODS[name].spec.queries]
+    places = [place_of(first_seed + i, keys.shape[2]) for i in range(len(keys))]
+    starts, last_positions = zip(*places, strict=True)
     offered = {
         "chunk_budget": CHUNK_BUDGET, "max_chunk": MAX_CHUNK, "layer": LAYER, "num_layers": NUM_LAYERS,
         "seeds": range(first_seed, first_seed + len(keys)), "capacity": retain + 3, "mass": heavy,
+        "starts": starts, "last_positions": last_positions, "values": values_of(keys),
+        "frequencies": frequencies_of(keys),
         "query_offsets": torch.arange(queries.shape[2] - rows, queries.shape[2], device=queries.device),
     }  # fmt: skip
     last_rows = queries[:, :, queries.shape[2] - rows :] if rows else None
-    return METHODS[name](last_rows, keys, retain=retain, buffer=buffer, **(offered | options))
+    return METHODS[name](last_rows, keys, retain=retain, buffer=buffer, **(offered | OPTIONS | options))
 
 
 # Golden vectors
@@ -300,7 +320,8 @@ def test_misuse_is_reported(name):
 
 def required_options(name, heavy):
     options = {"chunk_budget": 4, "max_chunk": 5, "layer": 0, "num_layers": 2, "seeds": [0, 1], "capacity": 12}
-    options |= {"mass": heavy, "query_offsets": torch.arange(heavy.shape[-1])}
+    options |= {"mass": heavy, "query_offsets": torch.arange(heavy.shape[-1]), "starts": [0, 0]}
+    options |= {"last_positions": [19, 19], "values": torch.zeros(*heavy.shape, 8), "frequencies": torch.ones(4)}
     return {key: value for key, value in options.items() if key in METHODS[name].arguments}
 
 
@@ -529,7 +550,22 @@ def literal(name, queries, keys, heavy, seed, retain, buffer, capacity):
         case "random":
             lots = np.random.default_rng((seed, LAYER)).random((len(keys), scored)).tolist()
             return [best(row, total) for row in lots]
-    pytest.skip(f"{name} has no literal reference")
+    if name not in LITERALS:
+        pytest.skip(f"{name} has no literal reference")
+    as_tensor = torch.tensor(keys)
+    start, last_position = place_of(seed, len(keys[0]))
+    sequence = Sequence(
+        queries=np.array(queries),
+        keys=np.array(keys),
+        values=values_of(as_tensor).double().numpy(),
+        buffer=buffer,
+        start=start,
+        last_position=last_position,
+        frequencies=frequencies_of(as_tensor[None]).double().numpy(),
+        seed=seed,
+        layer=LAYER,
+    )
+    return LITERALS[name](sequence, total)
 
 
 @pytest.mark.parametrize("tile_bytes", [None, 400])

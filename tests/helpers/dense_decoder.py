@@ -35,7 +35,8 @@ class DenseDecoder:
         self.num_layers = config["num_hidden_layers"]
         self.head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         self.eps = config["rms_norm_eps"]
-        self.theta = config["rope_parameters"]["rope_theta"]
+        theta = config["rope_parameters"]["rope_theta"]
+        self.frequencies = 1 / theta ** (torch.arange(0, self.head_dim, 2).float() / self.head_dim)
 
     def forward(self, token_ids: list[int], visible: Tensor) -> DensePass:
         """`visible`: bool `[layers, Hkv, T, T]`, whether row i attends the token at position j."""
@@ -83,8 +84,7 @@ class DenseDecoder:
 
     def _rotate(self, x: Tensor, positions: list[int]) -> Tensor:
         # Angles are defined in float32: at position 400 their rounding would show against exact ones.
-        frequencies = 1 / self.theta ** (torch.arange(0, self.head_dim, 2).float() / self.head_dim)
-        angles = (torch.tensor(positions).float()[:, None] * frequencies).double()
+        angles = (torch.tensor(positions).float()[:, None] * self.frequencies).double()
         low, high = x.chunk(2, dim=-1)
         return torch.cat((low * angles.cos() - high * angles.sin(), high * angles.cos() + low * angles.sin()), dim=-1)
 

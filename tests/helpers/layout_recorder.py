@@ -354,6 +354,9 @@ class Expected:
             region = event.region[layer]
             evicted_mask, index = region < 0, region.clamp(min=0)
             options: dict[str, Any] = {"layer": layer, "num_layers": len(self.dense.keys), "seeds": [event.seed]}
+            options |= {"starts": [event.start], "last_positions": [int(region[0, -1])]}
+            options |= {"values": self.dense.values[layer].take_along_dim(index[..., None], 1)[None].float()}
+            options |= {"frequencies": self.decoder.frequencies} | self.config.options
             if self.method.spec.ragged:
                 options |= {"capacity": event.retain, "evicted_mask": evicted_mask[None]}
             if self.method.spec.observes:
@@ -363,8 +366,6 @@ class Expected:
                 keys.take_along_dim(index[..., None], 1).masked_fill(evicted_mask[..., None], torch.nan)[None].float(),
                 retain=mean_retained(event, self.config),
                 buffer=self.config.buffer,
-                chunk_budget=self.config.chunk_budget,
-                max_chunk=self.config.max_chunk,
                 query_offsets=event.query_offsets(self.config),
                 **options,
             )

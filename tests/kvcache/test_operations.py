@@ -178,10 +178,12 @@ def test_what_the_cuda_operators_cannot_move_is_left_to_triton(
     assert (operations._copy_blocks is not copy_blocks) == compiled
 
 
-def test_gathered_keys_are_those_of_the_blocks() -> None:
+@pytest.mark.parametrize("part", ["keys", "values"])
+def test_gathered_keys_and_values_are_those_of_the_blocks(part: str) -> None:
     cache = make_cache()
     tables = torch.tensor([[3, 0], [8, 8]], dtype=torch.int32)
-    found = make_operations(cache).gather_keys(1, tables)
+    found = getattr(make_operations(cache), f"gather_{part}")(1, tables)
+    stored = getattr(cache, part)(1)
     assert found.shape == (2, 3, 8, 6)
     for sequence, index in np.ndindex(2, 8):
-        assert torch.equal(found[sequence, :, index], cache.keys(1)[tables[sequence, index // 4].item(), :, index % 4])
+        assert torch.equal(found[sequence, :, index], stored[tables[sequence, index // 4].item(), :, index % 4])

@@ -45,3 +45,7 @@ class KVOperations(ABC):
     def gather_keys(self, layer: int, block_tables: torch.Tensor) -> torch.Tensor:
         """Keys of whole blocks: int `[S, n]` block ids -> `[S, kv_heads, n * block_size, head_dim]`, a copy."""
         return self.keys[layer][block_tables.long()].transpose(1, 2).flatten(2, 3)
+
+    def gather_values(self, layer: int, block_tables: torch.Tensor) -> torch.Tensor:
+        """Values of whole blocks; arguments and result as for `gather_keys`."""
+        return self.values[layer][block_tables.long()].transpose(1, 2).flatten(2, 3)
