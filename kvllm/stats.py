@@ -38,6 +38,7 @@ class EngineStats(Struct):
             values over all layers.
         blocks_released: blocks by which block tables shrank.
         peak_blocks: most blocks owned by sequences at once.
+        step_seconds: time of all steps, from their planning to their outputs.
         decode_seconds: the model's time in steps without prompt tokens.
         prefill_seconds: the model's time in steps with prompt tokens; decodes ride along.
         recompute_seconds: time of compression events for the queries.
@@ -66,6 +67,7 @@ class EngineStats(Struct):
     entries_evicted: int = 0
     blocks_released: int = 0
     peak_blocks: int = 0
+    step_seconds: float = 0.0
     decode_seconds: float = 0.0
     prefill_seconds: float = 0.0
     recompute_seconds: float = 0.0

@@ -148,6 +148,7 @@ class LLMEngine:
                 self.stats.output_tokens -= seq.sampling.max_tokens == 0  # nobody gets what was sampled
             self._count(plan, result)
             self._count_now()
+            self.stats.step_seconds += time.monotonic() - begin
         if not self.scheduler.has_unfinished and self.scheduler.blocks.num_owned:
             raise RuntimeError(f"{self.scheduler.blocks.num_owned} KV blocks are owned, but no request is unfinished")
         return self.outputs.take_touched()

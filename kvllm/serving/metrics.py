@@ -21,6 +21,7 @@ COUNTS = (1, 2, 5, 10, 20)
 ENGINE_COUNTERS = {
     "vllm:num_preemptions": ("Sequences that lost their cache and were queued again.", "preemptions"),
     "kvllm:steps": ("Forward passes.", "steps"),
+    "kvllm:step_seconds": ("Time of all steps, from their planning to their outputs.", "step_seconds"),
     "kvllm:tokens_recomputed": ("Tokens that preempted sequences had computed.", "tokens_recomputed"),
     "kvllm:compression_events": ("Steps that compressed.", "compression_events"),
     "kvllm:windows_compressed": ("Windows compressed, summed over sequences.", "windows_compressed"),

@@ -1,0 +1,94 @@
+"""A client of many streams that does next to nothing while they run: what it received is looked at afterwards.
+
+Clients of a real server have processors of their own. Here they share the server's, so what this one takes would count
+as the server's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+import uvloop
+from msgspec import Struct
+
+EVENT = b"data: "
+DONE = b"data: [DONE]"
+
+
+class Stream(Struct):
+    """What one stream brought. first_seconds: from its request to its first event. deltas: events with tokens.
+
+    seconds: from its request to its end. is_whole: whether it ended with [DONE].
+    """
+
+    first_seconds: float
+    seconds: float
+    deltas: int
+    token_ids: list[int]
+    text: str
+    is_whole: bool
+
+
+class _Receiver(asyncio.Protocol):
+    """Keeps all that comes, until the connection ends."""
+
+    def __init__(self) -> None:
+        self.begin = time.perf_counter()
+        self.first: float | None = None
+        self.parts: list[bytes] = []
+        self.ended = asyncio.get_running_loop().create_future()
+
+    def data_received(self, data: bytes) -> None:
+        if self.first is None and EVENT in data:
+            self.first = time.perf_counter()
+        self.parts.append(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.ended.done():
+            self.ended.set_result(time.perf_counter())
+
+
+def run_streams(url: str, bodies: list[dict[str, Any]]) -> tuple[float, list[Stream]]:
+    """Send completions all at once, with `stream` and `return_token_ids`. Returns the seconds until the last one has
+    ended, and what each has brought."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_together(url, bodies))
+
+
+async def _together(url: str, bodies: list[dict[str, Any]]) -> tuple[float, list[Stream]]:
+    begin = time.perf_counter()
+    received = await asyncio.gather(*(_receive(url, body) for body in bodies))
+    return time.perf_counter() - begin, [_read(*each) for each in received]
+
+
+async def _receive(url: str, body: dict[str, Any]) -> tuple[_Receiver, float]:
+    address = urlsplit(url)
+    loop = asyncio.get_running_loop()
+    assert address.hostname and address.port
+    transport, receiver = await loop.create_connection(_Receiver, address.hostname, address.port)
+    content = msgspec.json.encode({**body, "stream": True, "return_token_ids": True})
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(content)}\r\nConnection: close\r\n\r\n"
+    )
+    transport.write(head.encode() + content)
+    return receiver, await receiver.ended
+
+
+def _read(receiver: _Receiver, end: float) -> Stream:
+    lines = [line for line in b"".join(receiver.parts).splitlines() if line.startswith(EVENT)]
+    chunks = [msgspec.json.decode(line.removeprefix(EVENT)) for line in lines if line != DONE]
+    choices = [choice for chunk in chunks for choice in chunk.get("choices", ())]
+    first = receiver.first if receiver.first is not None else end
+    return Stream(
+        first - receiver.begin,
+        end - receiver.begin,
+        sum(bool(choice["token_ids"]) for choice in choices),
+        [token_id for choice in choices for token_id in choice["token_ids"]],
+        "".join(choice["text"] for choice in choices),
+        bool(lines) and lines[-1] == DONE,
+    )
