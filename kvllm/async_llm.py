@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 
 LONG_TEXT = 10_000
 """Characters. A longer prompt is encoded in a thread: it would hold up the event loop."""
+MOST_DELTAS_PER_SECOND = 1000
+"""Of all requests together. A delta takes tens of microseconds of a processor on its way to a client. Where the model
+runs on the same processors, or the loop's thread holds the interpreter's lock, that is time that a step waits."""
+LONGEST_HOLD = 0.1
+"""Seconds for which news may be held back, however many requests there are: text then still flows for a human eye."""
 HEALTH_SECONDS = 1.0
 """Time between two looks whether an engine that has not answered is alive."""
 T = TypeVar("T")
@@ -47,6 +52,7 @@ class AsyncLLM:
         self.tokenizer = engine.inputs.tokenizer
         self._engine = engine
         self._streams: dict[str, OutputStream] = {}
+        self._held: dict[OutputStream, None] = {}  # streams with news that their readers were not told; a set in order
         self._stats = copy(engine.stats)
         self._is_shut_down = False
         self._loop = EngineLoop(engine, self._publish, self._fail_all)
@@ -71,7 +77,8 @@ class AsyncLLM:
         Each item is a delta. It has the completions with news alone, and of these the text, token ids and logprobs
         since the item before. `finish_reason` and `stop_reason` come with a completion's last part, `finished` with the
         last item. `cumulative_logprob` and `metrics` are those of the request so far. A slow reader gets fewer and
-        larger items. Closing the iterator, or cancelling the task that reads it, aborts the request.
+        larger items, and so do all where there are many (MOST_DELTAS_PER_SECOND); no first or last one is held back for
+        that. Closing the iterator, or cancelling the task that reads it, aborts the request.
 
         Args:
             request_id: unique among unfinished requests.
@@ -202,14 +209,18 @@ class AsyncLLM:
     # In the engine's thread
 
     def _publish(self, outputs: Iterable[RequestOutput]) -> None:
-        """Tell the readers of some requests what is new: one call for each event loop, however many these are."""
+        """Tell readers what is new, those whose turn it is: one call for each event loop, however many these are."""
         self._stats = copy(self._engine.stats)
-        to_wake: list[OutputStream] = []
         for output in outputs:
             stream = self._streams.get(output.request_id)
-            if stream is not None and stream.output is output and stream.publish():
-                to_wake.append(stream)
-        _wake(to_wake)
+            if stream is not None and stream.output is output:
+                self._held[stream] = None
+        now = time.monotonic()
+        hold = min((len(self._streams) - 1) / MOST_DELTAS_PER_SECOND, LONGEST_HOLD)  # a lone reader gets every token
+        due = [stream for stream in self._held if stream.is_due(now - hold)]
+        for stream in due:
+            del self._held[stream]
+        _wake([stream for stream in due if stream.publish(now)])
 
     def _abort(self, request_id: str, engine: Engine) -> None:
         engine.abort(request_id)

@@ -76,6 +76,23 @@ def test_every_token_comes_at_once(async_llm: AsyncLLM) -> None:
     assert sum(sizes) == 100 and len(sizes) > 50
 
 
+def test_many_readers_get_fewer_and_larger_deltas(async_llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies between the first and the last one may be held back, and these two come at once."""
+    monkeypatch.setattr("kvllm.async_llm.MOST_DELTAS_PER_SECOND", 0.001)
+    monkeypatch.setattr("kvllm.async_llm.LONGEST_HOLD", 1000)
+
+    async def read(request_id: str) -> list[int]:
+        return [len(delta.outputs[0].token_ids) async for delta in async_llm.generate("A", sampled(100), request_id)]
+
+    async def run() -> list[list[int]]:
+        return await asyncio.gather(*(read(f"crowd {i}") for i in range(4)))
+
+    for first, last in asyncio.run(run()):
+        assert first < 50 and first + last == 100
+    monkeypatch.setattr("kvllm.async_llm.LONGEST_HOLD", 0)
+    assert all(sum(sizes) == 100 and len(sizes) > 10 for sizes in asyncio.run(run()))
+
+
 def test_a_slow_reader_gets_larger_deltas(async_llm: AsyncLLM) -> None:
     begin = time.monotonic()
     found = asyncio.run(collect(async_llm.generate("AB=", sampled(300), "slow"), seconds=0.05))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvllm.outputs import CompletionOutput, FinishReason, RequestOutput
@@ -35,15 +36,25 @@ class OutputStream:
         self._sampling = sampling
         self.failure: BaseException | None = None
         self._published: _Published | None = None
+        self._published_time = -math.inf
         self._readers: list[_CompletionReader] = []
         self._news = asyncio.Event()
 
     # In the engine's thread
 
-    def publish(self) -> bool:
-        """Let the reader see the output as it is now. Returns whether it must be woken for that."""
+    def is_due(self, before: float) -> bool:
+        """Whether the reader is to be told now: of the first and last news at once, of others if it was last told
+        before this time."""
+        return self._published_time <= before or (self.output is not None and self.output.finished)
+
+    def publish(self, now: float) -> bool:
+        """Let the reader see the output as it is now. Returns whether it must be woken for that.
+
+        now: seconds, by the clock that `is_due` is asked with.
+        """
         output = self.output
         assert output is not None
+        self._published_time = now
         self._published = _Published([_progress(completion) for completion in output.outputs], output.finished)
         return self._announce()
 

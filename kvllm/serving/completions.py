@@ -86,9 +86,9 @@ class CompletionAnswer:
         outputs = self._generation.outputs()
         try:
             async for number, output in outputs:
-                for piece in self._pieces(number, output):
-                    usage = self._generation.usage() if continuous else None if include_usage else UNSET
-                    yield event(msgspec.json.encode(self._response([piece], usage=usage)))
+                usage = self._generation.usage() if continuous else None if include_usage else UNSET
+                chunks = [self._response([piece], usage=usage) for piece in self._pieces(number, output)]
+                yield b"".join(event(msgspec.json.encode(chunk)) for chunk in chunks)
         finally:
             await outputs.aclose()
         if include_usage:

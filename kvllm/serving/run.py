@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import ipaddress
 import logging
 import signal
@@ -53,6 +54,8 @@ def serve(args: EngineArgs, options: ServerOptions, address: Address) -> None:
     bound = None if address.uds else _bind(address)  # before the engine is built, which may take minutes
     _warn_if_open(address, options)
     llm = AsyncLLM.from_engine_args(args)
+    gc.collect()
+    gc.freeze()  # models and libraries stay: to look through them again and again would hold up steps and streams
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             llm = runner.run(_serve(ServerState(args, options, llm), address, bound))
