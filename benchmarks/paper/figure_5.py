@@ -91,7 +91,7 @@ def kara_trials(args: argparse.Namespace) -> list[Trial]:
         *(
             Trial(name=f"{method} {r}", compression=compressions.kara(r, method=method, **options))
             for method in args.methods
-            if SPECS[method].queries == "window"
+            if SPECS[method].refusal("threshold")
             for r in args.retentions
         ),
     ]
@@ -99,7 +99,7 @@ def kara_trials(args: argparse.Namespace) -> list[Trial]:
 
 def baseline_trials(args: argparse.Namespace, kara: Mapping[str, Outcome]) -> list[Trial]:
     """The other methods. The budget of each question is the number of KV pairs that Kara held at its end."""
-    baselines = [method for method in args.methods if SPECS[method].queries != "window"]
+    baselines = [method for method in args.methods if not SPECS[method].refusal("threshold")]
     return [
         Trial(
             name=f"{method} {r}",

@@ -132,7 +132,7 @@ def run(args: argparse.Namespace, trial: Trial, needles: Sequence[Needle], token
 def trial_of(args: argparse.Namespace, method: str, budgets: list[int]) -> Trial:
     if method == FULL:
         return Trial(name=method)
-    if SPECS[method].queries == "window":
+    if SPECS[method].refusal("threshold"):
         options = {"window": args.window, "buffer": args.buffer, "method": method, "compress_prompt": True}
         return Trial(name=method, compression=compressions.kara(args.retention, **options))
     # A smaller gap would take their last `buffer` tokens from methods that keep more in some heads than in others.

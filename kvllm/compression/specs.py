@@ -50,6 +50,8 @@ class MethodSpec:
     observes: it needs the attention that every KV pair has received so far. This sum belongs to one sequence, so
         sequences share no prefixes.
     whole_layer: it compares the KV heads of a layer, or numbers them, so it must see all of them at once.
+    unrotates: it takes the rotation off keys, for which it needs the position of each. KV pairs that were compressed
+        before have none that is known.
     keeps_end: the end of the region survives, so nothing moves where whole blocks are dropped.
     function: where its function is, as `module:name` in `kvllm.compression.methods`; by default `<name>:select`.
     """
@@ -61,6 +63,7 @@ class MethodSpec:
     ragged: bool = False
     observes: bool = False
     whole_layer: bool = False
+    unrotates: bool = False
     keeps_end: bool = False
     function: str = ""
 
@@ -71,6 +74,11 @@ class MethodSpec:
                 "it scores with the query of every KV pair, and those that were compressed before have none: use "
                 'policy="pressure" or "periodic", or method="kara_no_bi"'
             )
+        if policy == "threshold" and self.unrotates:
+            return (
+                "it needs the position of every KV pair, and those that were compressed before differ from head to "
+                'head: use policy="pressure" or "periodic"'
+            )
         if policy != "threshold" and self.ragged:
             return f'it keeps more in some layers or heads than in others: use policy="threshold", not {policy!r}'
         return None
@@ -79,6 +87,7 @@ class MethodSpec:
 CHUNK_BUDGET = Option("chunk_budget", default=32, least=0)
 MAX_CHUNK = Option("max_chunk", default=8, least=3)
 TOKEN2CHUNK = (CHUNK_BUDGET, MAX_CHUNK)
+SKETCH = Option("sketch", default=48, least=1)
 SINKS = Option("sinks", default=4, least=0)
 
 SPECS: dict[str, MethodSpec] = {
@@ -94,6 +103,22 @@ SPECS: dict[str, MethodSpec] = {
         ),
         MethodSpec("keydiff", "the keys that differ most from the mean key"),
         MethodSpec("lagkv", "what stands out against the KV pairs that follow", options=(Option("lag", 128, 2), SINKS)),
+        MethodSpec(
+            "vase",
+            "the largest values, and a sample of what the last queries attend to",
+            "recent",
+            (Option("protected", 0.1, 0.0, 1.0), SINKS),
+            whole_layer=True,
+        ),
+        MethodSpec("leverage", "the keys that others cannot stand in for", options=(SKETCH,), unrotates=True),
+        MethodSpec(
+            "compactor",
+            "what chunks attend to in both directions, and keys of leverage",
+            "window",
+            (Option("blend", 0.35, 0.0), Option("attention_chunk", 256, 1), SKETCH, Option("sinks", 8, 0)),
+            whole_layer=True,
+            unrotates=True,
+        ),
         MethodSpec("streaming", "the first KV pairs, the attention sinks, and the last", options=(SINKS,)),
         MethodSpec("pyramidkv", "SnapKV; the budget falls from layer to layer", "recent", ragged=True),
         MethodSpec("adakv", "SnapKV; the budget moves between heads", "recent", ragged=True, whole_layer=True),

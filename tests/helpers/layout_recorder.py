@@ -33,7 +33,9 @@ def compression_config(method: str, policy: str, **options: Any) -> CompressionC
         "pressure": {"period": 6, "window_blocks": 2, "retain_tokens": 8},
         "standalone": {"window_blocks": 18, "retain_tokens": 9},
     }[policy]
-    common = {"buffer": 4, "chunk_budget": 3, "max_chunk": 5, "query_window": 6}
+    common: dict[str, Any] = {"buffer": 4, "chunk_budget": 3, "max_chunk": 5, "query_window": 6}
+    if "sketch" in METHODS[method].arguments:
+        common["method_options"] = {"sketch": 4}  # among fewer keys than channels, all have the same leverage
     return CompressionConfig(method=method, policy=policy, **(common | sizes | options))
 
 

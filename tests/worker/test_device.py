@@ -112,7 +112,7 @@ def compressions() -> dict[str, CompressionConfig]:
     for method, spec in SPECS.items():
         if not spec.ragged:
             found[method] = CompressionConfig(method=method, **common)
-        if spec.queries != "window":
+        if not spec.refusal("threshold"):
             sizes = {"threshold_tokens": 100, "budget_tokens": 50}
             found[f"{method}, threshold"] = CompressionConfig(method=method, policy="threshold", **sizes, **common)
     return found
