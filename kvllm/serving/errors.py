@@ -22,6 +22,7 @@ TYPES = {
     408: "RequestTimeoutError",
     413: "RequestTooLargeError",
     415: "UnsupportedMediaTypeError",
+    431: "RequestHeaderTooLargeError",
     500: "InternalServerError",
     503: "ServiceUnavailableError",
 }

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import ipaddress
 import logging
+import resource
 import signal
 import socket
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from kvllm.async_llm import AsyncLLM
 from kvllm.engine_args import EngineArgs
 from kvllm.errors import ConfigError, WorkerError
 from kvllm.serving.app import make_app
+from kvllm.serving.http import HttpProtocol
 from kvllm.serving.state import ServerOptions, ServerState
 from kvllm.serving.supervisor import EngineSupervisor
 
@@ -51,6 +53,7 @@ def serve(args: EngineArgs, options: ServerOptions, address: Address) -> None:
         ConfigError, CheckpointError: the engine or the address cannot be had.
         WorkerError: the engine has failed for good.
     """
+    _allow_many_files()
     bound = None if address.uds else _bind(address)  # before the engine is built, which may take minutes
     _warn_if_open(address, options)
     llm = AsyncLLM.from_engine_args(args)
@@ -68,7 +71,7 @@ async def _serve(state: ServerState, address: Address, bound: socket.socket | No
     config = uvicorn.Config(
         make_app(state),
         uds=address.uds,
-        http="httptools",
+        http=HttpProtocol,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -147,6 +150,12 @@ class Shutdown:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(admission.wait_until_idle(), ABORT_SECONDS)
         self._server.should_exit = True
+
+
+def _allow_many_files() -> None:
+    """Raise the limit on open files as far as a user may: each connection is one, and the usual limit is 1024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _bind(address: Address) -> socket.socket:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import time
@@ -97,6 +98,31 @@ def test_a_body_that_is_too_large(server: ServerProcess) -> None:
         except (ConnectionResetError, BrokenPipeError):
             answer = connection.recv(4096)
         assert b" 413 " in answer.split(b"\r\n")[0]
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"GET /version HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 70_000 + b"\r\n\r\n", 431),
+        (b"GET /version HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 300_000, 431),
+        (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 431),
+        (b"GET /version HTTP/1.1\r\nHost: x\r\n" + b"X: a\r\n" * 20_000 + b"\r\n", 431),
+        (b"GET /version HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 60_000 + b"\r\n\r\n", 200),
+        (b"no HTTP at all\r\n\r\n", 400),
+        (b"GET /version HTTP/1.1\r\nContent-Length: -1\r\n\r\n", 400),
+        (b"GET http:// HTTP/1.1\r\nHost: x\r\n\r\n", 400),
+    ],
+    ids=["long header", "no end", "long path", "many headers", "within the bound", "noise", "length", "url"],
+)
+def test_the_head_of_a_request_has_a_bound(server: ServerProcess, head: bytes, status: int) -> None:
+    with connect(server) as connection:
+        with contextlib.suppress(ConnectionError):  # the server may have answered before all was sent
+            connection.sendall(head)
+        answer = connection.recv(4096)
+    assert answer.startswith(b"HTTP/1.1 %d " % status), answer[:200]
+    if status != 200:
+        assert json.loads(answer.split(b"\r\n\r\n")[1])["error"]["code"] == status
+    assert server.request("/health")[0] == 200
 
 
 def test_a_slow_writer_harms_nobody(server: ServerProcess) -> None:
