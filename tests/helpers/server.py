@@ -21,12 +21,15 @@ COMPLETION_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: ap
 
 
 class ServerProcess:
-    """`kvllm serve` with some arguments. url: where it answers. Its log is a file, so that no pipe fills up."""
+    """`kvllm serve` with some arguments. url: where it answers. Its log is a file, so that no pipe fills up.
 
-    def __init__(self, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
+    module: what runs in place of `kvllm`.
+    """
+
+    def __init__(self, *arguments: str, environment: Mapping[str, str] | None = None, module: str = "kvllm") -> None:
         self._log = tempfile.NamedTemporaryFile("r+", suffix=".log")  # noqa: SIM115  # closed by `stop`
         options = {**os.environ, "OMP_NUM_THREADS": "1", "KVLLM_NUM_THREADS": "1", **(environment or {})}
-        command = [sys.executable, "-m", "kvllm", "serve", *arguments]
+        command = [sys.executable, "-m", module, "serve", *arguments]
         if "--uds" not in arguments and "--port" not in arguments:
             command += ["--port", "0"]
         self.process = subprocess.Popen(command, stdout=self._log, stderr=self._log, env=options)
