@@ -13,7 +13,7 @@ from benchmarks.serving.soak import run
 def test_a_few_seconds_of_traffic_are_reported_and_nothing_is_wrong(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(["--minutes", "0.08", "--every", "0.04", "--users", "12", "--output", str(tmp_path)])
+    run(["--minutes", "0.08", "--every", "0.04", "--users", "6", "--output", str(tmp_path)])
     found = json.loads((tmp_path / "soak.json").read_text())
     assert found["wrong"] == [] and found["references"] > 0
     first, *_, last = found["readings"]
