@@ -7,13 +7,23 @@ from typing import Any
 
 from torch import Tensor
 
+from kvllm.compression.statistics import QueryStatistics
+
 
 class WithModelInputs:
-    """A method that gets `frequencies`, one of `kvllm.compression.registry.INPUTS`, in every call."""
+    """A method that gets `frequencies` and `statistics`, two of `kvllm.compression.registry.INPUTS`, in every call.
 
-    def __init__(self, method: Callable[..., Tensor], frequencies: Tensor) -> None:
+    statistics: of all layers; None for a method that takes none.
+    """
+
+    def __init__(
+        self, method: Callable[..., Tensor], frequencies: Tensor, statistics: QueryStatistics | None = None
+    ) -> None:
         self.method = method
         self.frequencies = frequencies
+        self.statistics = statistics
 
-    def __call__(self, queries: Tensor | None, keys: Tensor, **offered: Any) -> Tensor:
-        return self.method(queries, keys, frequencies=self.frequencies, **offered)
+    def __call__(self, queries: Tensor | None, keys: Tensor, *, layer: int, **offered: Any) -> Tensor:
+        if self.statistics:
+            offered["statistics"] = self.statistics.of_layer(layer)
+        return self.method(queries, keys, layer=layer, frequencies=self.frequencies, **offered)

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvllm.compression.specs import SPECS, MethodSpec
 
 INPUTS = (
-    "query_offsets", "layer", "num_layers", "seeds", "starts", "last_positions", "values", "frequencies",
+    "query_offsets", "layer", "num_layers", "seeds", "starts", "last_positions", "values", "frequencies", "statistics",
     "capacity", "evicted_mask", "mass",
 )  # fmt: skip
 """Inputs from the engine, beside queries, keys, `retain`, `buffer` and a method's options. A method gets those that its
@@ -26,6 +26,7 @@ last_positions: one int for each sequence, the position in the text of the regio
     of it have no gaps in a window, nor where queries are recomputed.
 values: `[S, Hkv, C, d]`, as keys are.
 frequencies: float32 `[d / 2]`, radians by which the rotary embedding turns each pair of channels per position.
+statistics: a `QueryStatistics` of the layer, for the query heads of these KV heads, from a text that the model read.
 capacity: with `ragged`, the most KV pairs that one head or layer may keep.
 evicted_mask: with `ragged`, bool `[S, Hkv, C]`, the slots that an earlier selection left without a KV pair.
 mass: with `observes`, float32 `[S, Hkv, C]`, the attention that each KV pair has received so far.

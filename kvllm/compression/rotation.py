@@ -16,6 +16,17 @@ def rotation(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
+def mean_rotation(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines `[d / 2]`, averaged over positions: a rotation by these is the mean of the rotations."""
+    cos, sin = rotation(positions, frequencies)
+    return cos.mean(dim=0), sin.mean(dim=0)
+
+
+def pair_lengths(x: Tensor) -> Tensor:
+    """Length of each pair of channels: `[..., d]` -> float32 `[..., d / 2]`. No rotation changes it."""
+    return torch.hypot(*x.float().chunk(2, dim=-1))
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """float32 `[..., d]` from `x [..., d]`; cos, sin: `[..., d / 2]`. With the negative sine, the rotation back."""
     first, second = x.float().chunk(2, dim=-1)

@@ -88,6 +88,7 @@ CHUNK_BUDGET = Option("chunk_budget", default=32, least=0)
 MAX_CHUNK = Option("max_chunk", default=8, least=3)
 TOKEN2CHUNK = (CHUNK_BUDGET, MAX_CHUNK)
 SKETCH = Option("sketch", default=48, least=1)
+FUTURE = Option("future", default=512, least=1)
 SINKS = Option("sinks", default=4, least=0)
 
 SPECS: dict[str, MethodSpec] = {
@@ -109,6 +110,18 @@ SPECS: dict[str, MethodSpec] = {
             "recent",
             (Option("protected", 0.1, 0.0, 1.0), SINKS),
             whole_layer=True,
+        ),
+        MethodSpec("expected_attention", "what queries like the last ones will attend to", "recent", (FUTURE, SINKS)),
+        MethodSpec(
+            "expected_attention_calibrated",
+            "what queries like those of a text will attend to",
+            options=(FUTURE, SINKS),
+            function="expected_attention:select_calibrated",
+        ),
+        MethodSpec(
+            "triattention",
+            "keys at distances that queries prefer, and long ones",
+            options=(Option("future", 65536, 1),),
         ),
         MethodSpec("leverage", "the keys that others cannot stand in for", options=(SKETCH,), unrotates=True),
         MethodSpec(

@@ -12,6 +12,7 @@ from kvllm.attention.registry import Case, explain, make_backend
 from kvllm.compression.model_inputs import WithModelInputs
 from kvllm.compression.registry import METHODS
 from kvllm.compression.sharded_method import ShardedMethod
+from kvllm.compression.statistics import read_statistics
 from kvllm.config import EngineConfig
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.models.base import Decoder
@@ -70,14 +71,15 @@ def make_runner(settings: RunnerSettings, shard: Shard, device: torch.device) ->
     """
     engine, num_blocks, utilization = settings.engine, settings.engine.num_blocks, settings.gpu_memory_utilization
     with_graphs = device.type == "cuda" and not settings.enforce_eager
+    method = _method(settings, shard, device)
     small = _backend(settings, shard, device, 1)  # before the weights are read: a wrong name must not cost a minute
     with enough_memory("the model", "take a smaller one"):
         model = _load(settings, shard, device)
     if utilization is not None:
-        fitting = fitting_blocks(_runner(settings, shard, model, small), engine, utilization, with_graphs)
+        fitting = fitting_blocks(_runner(settings, shard, model, small, method), engine, utilization, with_graphs)
         num_blocks = min(num_blocks, _least(fitting, shard, device))
     with enough_memory(f"a KV pool of {num_blocks} blocks", "give it less"):
-        runner = _runner(settings, shard, model, _backend(settings, shard, device, num_blocks))
+        runner = _runner(settings, shard, model, _backend(settings, shard, device, num_blocks), method)
     if device.type == "cuda" and utilization is None:
         run_heaviest_steps(runner, engine)  # no request shall wait until kernels are compiled
     if with_graphs:
@@ -112,7 +114,9 @@ def _demands(engine: EngineConfig) -> dict[str, bool]:
     return {"ragged": ragged, "observed": engine.observes_attention}
 
 
-def _runner(settings: RunnerSettings, shard: Shard, model: Decoder, backend: AttentionBackend) -> ModelRunner:
+def _runner(
+    settings: RunnerSettings, shard: Shard, model: Decoder, backend: AttentionBackend, method: WithModelInputs | None
+) -> ModelRunner:
     engine = settings.engine
     return ModelRunner(
         model,
@@ -120,20 +124,22 @@ def _runner(settings: RunnerSettings, shard: Shard, model: Decoder, backend: Att
         backend,
         engine,
         settings.model.eos_token_ids,
-        _method(settings, shard, backend.cache.data.device),
+        method,
         samples=shard.rank == 0,
         grammars=make_grammars(settings),
     )
 
 
 def _method(settings: RunnerSettings, shard: Shard, device: torch.device) -> WithModelInputs | None:
-    """The compression method of a rank, with what it needs to know of the model."""
-    if settings.engine.compression is None:
+    """The compression method of a rank, with what it needs to know of the model. Raises as `read_statistics` does."""
+    compression, model = settings.engine.active_compression, settings.model
+    if compression is None:
         return None
-    name, method = settings.engine.compression.method, METHODS[settings.engine.compression.method]
-    if shard.world_size > 1:
-        method = ShardedMethod(name, kv_heads(settings.model.num_kv_heads, shard), shard)
-    return WithModelInputs(method, rotary_frequencies(settings.model).to(device))
+    held, method, statistics = kv_heads(model.num_kv_heads, shard), METHODS[compression.method], None
+    if "statistics" in method.arguments:
+        statistics = read_statistics(Path(settings.path), model, held, device)
+    sharded = ShardedMethod(compression.method, held, shard) if shard.world_size > 1 else method
+    return WithModelInputs(sharded, rotary_frequencies(model).to(device), statistics)
 
 
 def make_grammars(settings: RunnerSettings) -> Grammars:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from fractions import Fraction
 
 import numpy as np
@@ -13,6 +14,7 @@ from kvllm.compression import mass
 from kvllm.compression.mass import attention_mass
 from kvllm.compression.methods import adakv, chunkkv, kara_sharp, keydiff, pyramidkv, rkv, snapkv
 from kvllm.compression.registry import METHODS
+from kvllm.compression.statistics import QueryStatistics
 from tests.helpers.literal_kara import literal_token2chunk
 from tests.helpers.literal_methods import LITERALS, OPTIONS, Sequence
 
@@ -46,9 +48,25 @@ def frequencies_of(keys):
     return (100.0 ** -torch.linspace(0, 1, keys.shape[3] // 2 + 1)[:-1]).to(keys.device)
 
 
+def statistics_of(num_heads, head_dim, first=0):
+    """Of query heads from `first` on: each head has its own, whatever heads there are beside it."""
+    heads = []
+    for head in range(first, first + num_heads):
+        generator = torch.Generator().manual_seed(head)
+        mean, factor = (torch.randn(*shape, generator=generator) for shape in ((head_dim,), (head_dim, head_dim)))
+        lengths = torch.hypot(*mean.chunk(2)) + torch.rand(head_dim // 2, generator=generator)
+        heads.append((mean, lengths, factor @ factor.T / head_dim))
+    return QueryStatistics(*map(torch.stack, zip(*heads, strict=True)))
+
+
 def place_of(i, length):
     """Of sequence i: KV pairs of its cache in front of the region, and the position of the region's last one."""
     return i, 2 * i + length - 1
+
+
+def on_device(queries, keys):
+    found = statistics_of(queries.shape[1], keys.shape[3])
+    return QueryStatistics(*(getattr(found, field.name).to(keys.device) for field in fields(found)))
 
 
 def call(name, queries, keys, heavy, *, retain, buffer, first_seed=0, **options):
@@ -60,7 +78,7 @@ def call(name, queries, keys, heavy, *, retain, buffer, first_seed=0, **options)
         "chunk_budget": CHUNK_BUDGET, "max_chunk": MAX_CHUNK, "layer": LAYER, "num_layers": NUM_LAYERS,
         "seeds": range(first_seed, first_seed + len(keys)), "capacity": retain + 3, "mass": heavy,
         "starts": starts, "last_positions": last_positions, "values": values_of(keys),
-        "frequencies": frequencies_of(keys),
+        "frequencies": frequencies_of(keys), "statistics": on_device(queries, keys),
         "query_offsets": torch.arange(queries.shape[2] - rows, queries.shape[2], device=queries.device),
     }  # fmt: skip
     last_rows = queries[:, :, queries.shape[2] - rows :] if rows else None
@@ -264,7 +282,8 @@ def test_heads_decide_alone(name):
     first = call(name, queries[:, :2], keys[:, :1], heavy[:, :1], retain=21, buffer=6)
     assert torch.equal(first, kept[:, :1])
     if name not in DRAWS:
-        second = call(name, queries[:, 2:], keys[:, 1:], heavy[:, 1:], retain=21, buffer=6)
+        own = {"statistics": statistics_of(2, 16, first=2)}
+        second = call(name, queries[:, 2:], keys[:, 1:], heavy[:, 1:], retain=21, buffer=6, **own)
         assert torch.equal(second, kept[:, 1:])
 
 
@@ -328,6 +347,7 @@ def required_options(name, heavy):
     options = {"chunk_budget": 4, "max_chunk": 5, "layer": 0, "num_layers": 2, "seeds": [0, 1], "capacity": 12}
     options |= {"mass": heavy, "query_offsets": torch.arange(heavy.shape[-1]), "starts": [0, 0]}
     options |= {"last_positions": [19, 19], "values": torch.zeros(*heavy.shape, 8), "frequencies": torch.ones(4)}
+    options["statistics"] = statistics_of(4, 8)
     return {key: value for key, value in options.items() if key in METHODS[name].arguments}
 
 
@@ -568,6 +588,7 @@ def literal(name, queries, keys, heavy, seed, retain, buffer, capacity):
         start=start,
         last_position=last_position,
         frequencies=frequencies_of(as_tensor[None]).double().numpy(),
+        statistics=statistics_of(len(queries), len(keys[0][0])),
         seed=seed,
         layer=LAYER,
     )

@@ -38,7 +38,7 @@ from kvllm.errors import WorkerError
 from kvllm.models.config import load_model_config
 from kvllm.parallel import Shard, SingleRank
 from kvllm.worker.build import RunnerSettings, make_runner
-from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import add_statistics, make_checkpoint
 from tests.helpers.engines import greedy, make_llm, random_prompts, tokens
 from tests.helpers.waiting import wait_until
 
@@ -54,6 +54,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     paths = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
     for family, path in paths.items():
         make_checkpoint(path, family, **FAMILIES[family])
+    add_statistics(paths["qwen3"])
     return paths
 
 

@@ -11,6 +11,9 @@ import torch
 import transformers
 from transformers import PreTrainedTokenizerBase
 
+from benchmarks.quality.calibrate import calibrate
+from kvllm.compression.statistics import write_statistics
+
 SIZES = {
     "vocab_size": 256,
     "hidden_size": 64,
@@ -50,6 +53,13 @@ def make_checkpoint(
                 weight.add_(torch.randn_like(weight) * 0.2)
     model.save_pretrained(path, max_shard_size="150KB" if sharded else "1GB")
     return model
+
+
+def add_statistics(path: Path) -> None:
+    """Write the statistics of a checkpoint's queries beside it, as they are on two random texts."""
+    generator = torch.Generator().manual_seed(0)
+    pieces = [torch.randint(SIZES["vocab_size"], (60,), generator=generator).tolist() for _ in range(2)]
+    write_statistics(path, calibrate(path, pieces), {})
 
 
 def edit(path: Path, **changes: Any) -> None:

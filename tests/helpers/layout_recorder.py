@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.compression.registry import METHODS
+from kvllm.compression.statistics import QueryStatistics
 from kvllm.core.executor import Executor
 from kvllm.core.protocol import BlockCopy, CompressionJob, ScheduledSequence, SequenceStart, StepPlan, StepResult
 from tests.helpers.dense_decoder import DenseDecoder
@@ -359,6 +360,9 @@ class Expected:
             options |= {"starts": [event.start], "last_positions": [int(region[0, -1])]}
             options |= {"values": self.dense.values[layer].take_along_dim(index[..., None], 1)[None].float()}
             options |= {"frequencies": self.decoder.frequencies} | self.config.options
+            if "statistics" in self.method.arguments:
+                of_layer = {name: found[layer] for name, found in self.decoder.statistics.items()}
+                options["statistics"] = QueryStatistics(**of_layer)
             if self.method.spec.ragged:
                 options |= {"capacity": event.retain, "evicted_mask": evicted_mask[None]}
             if self.method.spec.observes:

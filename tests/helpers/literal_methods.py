@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-OPTIONS = {"lag": 11, "protected": 0.3, "sketch": 5, "attention_chunk": 13, "blend": 0.6}
+from kvllm.compression.statistics import QueryStatistics
+
+OPTIONS = {"lag": 11, "protected": 0.3, "sketch": 5, "attention_chunk": 13, "blend": 0.6, "future": 20}
 """Options of the methods, small enough for small regions."""
 
 
@@ -26,6 +28,7 @@ class Sequence:
     start: int
     last_position: int
     frequencies: np.ndarray
+    statistics: QueryStatistics
     seed: int
     layer: int
 
@@ -44,14 +47,26 @@ class Sequence:
 
     def unrotated_keys(self) -> np.ndarray:
         """Keys as they were before the rotary embedding, by complex numbers."""
-        length, width = self.keys.shape[1], self.keys.shape[2] // 2
-        turns = np.outer(self.last_position - length + 1 + np.arange(length), self.frequencies)
-        pairs = (self.keys[..., :width] + 1j * self.keys[..., width:]) * np.exp(-1j * turns)
-        return np.concatenate((pairs.real, pairs.imag), axis=-1)
+        return self.unrotated(self.keys)
+
+    def unrotated(self, vectors: np.ndarray) -> np.ndarray:
+        """The same for the last vectors of the region, `[heads, n, d]`."""
+        positions = self.last_position - vectors.shape[1] + 1 + np.arange(vectors.shape[1])
+        return halves(pairs(vectors) * np.exp(-1j * np.outer(positions, self.frequencies)))
 
 
 def best(scores: np.ndarray, count: int) -> list[int]:
     return sorted(range(len(scores)), key=lambda j: (-scores[j], j))[: max(count, 0)]
+
+
+def pairs(vectors: np.ndarray) -> np.ndarray:
+    """Each pair of channels that turns together, as a complex number."""
+    width = vectors.shape[-1] // 2
+    return vectors[..., :width] + 1j * vectors[..., width:]
+
+
+def halves(numbers: np.ndarray) -> np.ndarray:
+    return np.concatenate((numbers.real, numbers.imag), axis=-1)
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
@@ -136,9 +151,64 @@ def compactor(sequence: Sequence, total: int) -> list[list[int]]:
     return [list(range(first))[:total] + [first + j for j in best(row, total - first)] for row in scores]
 
 
+def expected(sequence: Sequence, means: np.ndarray, covariances: np.ndarray, total: int) -> list[list[int]]:
+    """Scores of Expected Attention, with rotations as matrices and their mean, and four sinks."""
+    ahead = sequence.last_position + 1 + np.arange(OPTIONS["future"])
+    turns = np.exp(1j * np.outer(ahead, sequence.frequencies)).mean(axis=0)
+    rotation = np.block([[np.diag(turns.real), -np.diag(turns.imag)], [np.diag(turns.imag), np.diag(turns.real)]])
+    first, group, kept = sequence.sinks(4), len(means) // len(sequence.keys), []
+    for head, keys in enumerate(sequence.keys):
+        width, scores = keys.shape[1], 0
+        for mean, covariance in zip(means[head * group :][:group], covariances[head * group :][:group], strict=True):
+            mean, covariance = rotation @ mean, rotation @ covariance @ rotation.T
+            logits = [mean @ key / np.sqrt(width) + key @ covariance @ key / (2 * width) for key in keys[first:]]
+            scores = scores + softmax(np.array(logits)) / group
+        scores = scores * np.linalg.norm(sequence.values[head, first:], axis=1)
+        chosen = best(scores[: sequence.scored - first], total - first)
+        kept.append(list(range(first))[:total] + [first + j for j in chosen])
+    return kept
+
+
+def expected_attention(sequence: Sequence, total: int) -> list[list[int]]:
+    queries = sequence.unrotated(sequence.queries)
+    covariances = np.array([np.cov(of_head, rowvar=False, ddof=0) for of_head in queries])
+    return expected(sequence, queries.mean(axis=1), covariances, total)
+
+
+def expected_attention_calibrated(sequence: Sequence, total: int) -> list[list[int]]:
+    statistics = sequence.statistics
+    return expected(sequence, statistics.mean.double().numpy(), statistics.covariance.double().numpy(), total)
+
+
+def triattention(sequence: Sequence, total: int) -> list[list[int]]:
+    """Keys before the rotation, their distance to queries 1, 2, 4 and so on ahead, and a cosine for each pair."""
+    length, group = sequence.keys.shape[1], len(sequence.statistics.mean) // len(sequence.keys)
+    positions = sequence.last_position - length + 1 + np.arange(length)
+    centres = pairs(sequence.statistics.mean.double().numpy())
+    magnitudes, kept = sequence.statistics.magnitude.double().numpy(), []
+    for head, keys in enumerate(pairs(sequence.unrotated_keys())):
+        highest = np.full(sequence.scored, -np.inf)
+        for centre, magnitude in zip(centres[head * group :][:group], magnitudes[head * group :][:group], strict=True):
+            scores = np.zeros(sequence.scored)
+            for j in range(sequence.scored):
+                phase = np.angle(centre * keys[j].conj())
+                offsets = [2**i for i in range(17) if 2**i <= OPTIONS["future"]]
+                for offset in offsets:
+                    distance = sequence.last_position + 1 + offset - positions[j]
+                    cosines = np.cos(sequence.frequencies * distance + phase)
+                    scores[j] += (abs(centre) * abs(keys[j]) * cosines).sum() / len(offsets)
+                scores[j] += ((magnitude - abs(centre)) * abs(keys[j])).sum()
+            highest = np.maximum(highest, (scores - scores.mean()) / scores.std())
+        kept.append(best(highest, total))
+    return kept
+
+
 LITERALS: dict[str, Callable[[Sequence, int], list[list[int]]]] = {
     "lagkv": lagkv,
     "vase": vase,
     "leverage": leverage,
     "compactor": compactor,
+    "expected_attention": expected_attention,
+    "expected_attention_calibrated": expected_attention_calibrated,
+    "triattention": triattention,
 }

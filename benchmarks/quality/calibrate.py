@@ -1,0 +1,158 @@
+"""Statistics of a model's queries on a text, for the methods that need them: a file beside the checkpoint.
+
+    python -m benchmarks.quality.calibrate --model DIR --text FILE
+
+The model reads the text in pieces. Of every layer and query head the script takes the mean, the covariance and the
+lengths of queries before rotary embedding, without the first four tokens of a piece, which are outliers. The text
+should be like what the model will write. For the model of the package, problems with their workings are the default.
+
+The file is kv_statistics.safetensors in the checkpoint's folder. It takes 4 bytes for each of `d * d + 1.5 * d` numbers
+of a query head: 65 MiB for 32 layers of 32 heads with 128 channels.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import command_line
+from benchmarks.common.internals import runner_of
+from benchmarks.common.questions import QuestionSource, ReasonerQuestions
+from kvllm import LLM, SamplingParams
+from kvllm.compression.rotation import pair_lengths, rotate, rotation
+from kvllm.compression.statistics import QueryStatistics, write_statistics
+from kvllm.config import require
+from kvllm.engine_args import DEFAULT_MODEL
+from kvllm.models.config import load_model_config
+from kvllm.models.layers import rotary_frequencies
+from kvllm.tokenizer import load_tokenizer
+
+OUTLIERS = 4
+"""First tokens of a piece that are left out: the attention sinks."""
+BLOCK_SIZE = 16
+REASONER = QuestionSource(sizes=(18, 48), count=64, seed=7)
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = command_line.make_parser("benchmarks.quality.calibrate", __doc__)
+    add = parser.add_argument
+    add("--model", type=Path, default=Path(DEFAULT_MODEL), metavar="DIR", help="default: the model of the package")
+    add("--text", type=Path, metavar="FILE", help="default, for the model of the package: its problems")
+    add("--length", type=int, default=2048, metavar="N", help="tokens of a piece (default 2048)")
+    add("--pieces", type=int, default=64, metavar="N", help="most pieces (default 64)")
+    args = parser.parse_args(arguments)
+    require(args.length > OUTLIERS, "--length", args.length, f"more than {OUTLIERS}")
+    require(args.pieces >= 1, "--pieces", args.pieces, "at least 1")
+    given = args.text is not None or args.model == Path(DEFAULT_MODEL)
+    require(given, "--text", args.text, "a file, for a model that is not the package's")
+    require(args.text is None or args.text.is_file(), "--text", args.text, "an existing file")
+    return args
+
+
+def read_pieces(args: argparse.Namespace) -> list[list[int]]:
+    encode = load_tokenizer(str(args.model)).encode
+    if args.text is None:
+        questions = REASONER.load()
+        assert isinstance(questions, ReasonerQuestions)
+        texts = [encode(problem.prompt + problem.working)[: args.length] for problem in questions.problems]
+        return texts[: args.pieces]
+    token_ids = encode(args.text.read_text())
+    starts = range(0, len(token_ids) - OUTLIERS, args.length)
+    require(bool(starts), "--text", args.text, f"a text of more than {OUTLIERS} tokens")
+    return [token_ids[start : start + args.length] for start in starts][: args.pieces]
+
+
+class Sums:
+    """Sums over the queries of one layer, in float64."""
+
+    def __init__(self, num_heads: int, head_dim: int, device: torch.device) -> None:
+        exact: dict[str, Any] = {"dtype": torch.float64, "device": device}
+        self.count = 0
+        self.mean = torch.zeros(num_heads, head_dim, **exact)
+        self.magnitude = torch.zeros(num_heads, head_dim // 2, **exact)
+        self.product = torch.zeros(num_heads, head_dim, head_dim, **exact)
+
+    def add(self, queries: torch.Tensor) -> None:
+        """queries: `[Hq, tokens, d]`, before the rotation."""
+        self.count += queries.shape[1]
+        self.mean += queries.double().sum(dim=1)
+        self.magnitude += pair_lengths(queries).double().sum(dim=1)
+        self.product += torch.bmm(queries.double().mT, queries.double())
+
+    def statistics(self) -> QueryStatistics:
+        mean = self.mean / self.count
+        covariance = self.product / self.count - mean[:, :, None] * mean[:, None]
+        return QueryStatistics(mean, self.magnitude / self.count, covariance)
+
+
+class Observed:
+    """The attention part of a layer, whose queries are added up on the way."""
+
+    def __init__(self, attention: Any, sums: Sums, frequencies: torch.Tensor) -> None:
+        self.attention = attention
+        self.sums = sums
+        self.frequencies = frequencies
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.attention, name)
+
+    def project(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        queries, keys, values = self.attention.project(x, positions)
+        cos, sin = rotation(positions, self.frequencies)
+        self.sums.add(rotate(queries.transpose(0, 1), cos, -sin)[:, positions >= OUTLIERS])
+        return queries, keys, values
+
+
+@torch.inference_mode()
+def calibrate(path: Path, pieces: Sequence[list[int]]) -> QueryStatistics:
+    """Statistics of a checkpoint's queries, `[layers, Hq, ...]`, over texts given as token ids."""
+    config = load_model_config(path)
+    longest = max(map(len, pieces))
+    llm = LLM(
+        path,
+        max_model_len=longest + 1,
+        max_num_seqs=1,
+        block_size=BLOCK_SIZE,
+        num_gpu_blocks_override=-(-(longest + 1) // BLOCK_SIZE) + 1,
+        enable_prefix_caching=False,
+        enforce_eager=True,
+    )
+    model = runner_of(llm).model
+    device = model.final_norm.device
+    sums = [Sums(config.num_query_heads, config.head_dim, device) for _ in model.layers]
+    frequencies = rotary_frequencies(config).to(device)
+    for layer, of_layer in zip(model.layers, sums, strict=True):
+        layer.attention = Observed(layer.attention, of_layer, frequencies)
+    model.compile()  # it has other parts now, so its layers run one by one
+    prompts = [{"prompt_token_ids": piece} for piece in pieces]
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=1), use_tqdm=False)
+    for output in outputs:
+        if output.error is not None:
+            raise output.error
+    found = [of_layer.statistics() for of_layer in sums]
+    return QueryStatistics(
+        torch.stack([of_layer.mean for of_layer in found]),
+        torch.stack([of_layer.magnitude for of_layer in found]),
+        torch.stack([of_layer.covariance for of_layer in found]),
+    )
+
+
+def run_calibration(arguments: Sequence[str]) -> None:
+    args = parse_arguments(arguments)
+    pieces = read_pieces(args)
+    num_tokens = sum(map(len, pieces))
+    metadata = {"text": args.text.name if args.text else "problems of the reasoner", "tokens": str(num_tokens)}
+    written = write_statistics(args.model, calibrate(args.model, pieces), metadata)
+    print(f"Written: {written} ({written.stat().st_size / 1024:.0f} KiB), from {num_tokens:,} tokens")
+
+
+def main() -> None:
+    command_line.run_script(run_calibration)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Expected Attention (Devoto et al., arXiv 2510.00636): keep what future queries will attend to, if they are Gaussian.
+
+The mean and the covariance of queries before the rotation are turned to the positions ahead, averaged over these. The
+attention that a Gaussian query is expected to pay to a key k is `softmax(mean k' / sqrt(d) + k covariance k' / (2 d))`.
+The score is this times the length of the value. The queries are either the last ones of the region, or those of a text
+on which the model was calibrated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvllm.compression.methods.token2chunk import top_indices
+from kvllm.compression.precision import no_tf32
+from kvllm.compression.region import check_queries, everything, keeps_everything, with_buffer, with_sinks
+from kvllm.compression.rotation import mean_rotation, rotate, unrotate
+from kvllm.compression.statistics import QueryStatistics
+
+KEYS_PER_TILE = 4096
+
+Gaussian = tuple[Tensor, Tensor]
+"""Mean `[Hq, d]` and covariance `[Hq, d, d]` of queries before the rotation."""
+
+
+def select(
+    queries: Tensor,
+    keys: Tensor,
+    *,
+    retain: int,
+    buffer: int,
+    values: Tensor,
+    starts: Sequence[int],
+    last_positions: Sequence[int],
+    frequencies: Tensor,
+    future: int = 512,
+    sinks: int = 4,
+) -> Tensor:
+    """Choose the KV pairs of a region to keep, per sequence and KV head, by the region's last queries.
+
+    Args:
+        queries: `[S, Hq, query tokens, d]`, rotated; those of the region's last KV pairs.
+        keys: `[S, Hkv, C, d]`, rotated; query head h reads KV head `h // (Hq // Hkv)`.
+        retain: KV pairs kept of the C, buffer included; everything is kept if `retain >= C`.
+        buffer: the last KV pairs of the region, always kept.
+        values: `[S, Hkv, C, d]`.
+        starts: for each sequence the KV pairs of its cache in front of the region.
+        last_positions: for each sequence the position of its last key.
+        frequencies: float32 `[d / 2]`, of the rotary embedding.
+        future: positions ahead over which queries are averaged.
+        sinks: the first KV pairs of the cache, kept before all others.
+
+    Returns:
+        int64 `[S, Hkv, min(retain, C)]`: ascending offsets in the region.
+    """
+    if keeps_everything(keys, retain, buffer):
+        return everything(keys)
+    check_queries(queries, keys)
+    sequences = zip(queries, last_positions, strict=True)
+    of_queries = [_gaussian(unrotate(*each, frequencies)) for each in sequences]
+    found = _scores_of_all(keys, values, of_queries, starts, last_positions, frequencies, future, sinks, buffer)
+    return with_buffer(top_indices(found, retain - buffer), keys, buffer)
+
+
+def select_calibrated(
+    queries: Tensor | None,
+    keys: Tensor,
+    *,
+    retain: int,
+    buffer: int,
+    values: Tensor,
+    starts: Sequence[int],
+    last_positions: Sequence[int],
+    frequencies: Tensor,
+    statistics: QueryStatistics,
+    future: int = 512,
+    sinks: int = 4,
+) -> Tensor:
+    """Choose KV pairs as `select` does, by the queries of a text. Arguments as there, but `queries` are not used.
+
+    statistics: of the layer, for the query heads of these KV heads.
+    """
+    if keeps_everything(keys, retain, buffer):
+        return everything(keys)
+    of_queries = [(statistics.mean, statistics.covariance)] * len(keys)
+    found = _scores_of_all(keys, values, of_queries, starts, last_positions, frequencies, future, sinks, buffer)
+    return with_buffer(top_indices(found, retain - buffer), keys, buffer)
+
+
+def _gaussian(queries: Tensor) -> Gaussian:
+    """Mean and covariance of `[Hq, query tokens, d]`."""
+    mean = queries.mean(dim=1)
+    centred = queries - mean[:, None]
+    with no_tf32():
+        return mean, torch.bmm(centred.mT, centred) / queries.shape[1]
+
+
+def _scores_of_all(
+    keys: Tensor,
+    values: Tensor,
+    of_queries: Sequence[Gaussian],
+    starts: Sequence[int],
+    last_positions: Sequence[int],
+    frequencies: Tensor,
+    future: int,
+    sinks: int,
+    buffer: int,
+) -> Tensor:
+    """float32 `[S, Hkv, C - buffer]`, infinite for sinks."""
+    num_scored = keys.shape[2] - buffer
+    ahead = torch.arange(1, future + 1, device=keys.device)
+    of_sequences = []
+    for i, (start, last_position) in enumerate(zip(starts, last_positions, strict=True)):
+        cos, sin = mean_rotation(last_position + ahead, frequencies)
+        mean, covariance = of_queries[i]
+        turned = rotate(rotate(covariance, cos, sin).mT, cos, sin)
+        first = min(max(0, sinks - start), num_scored)
+        expected = scores(keys[i, :, first:], rotate(mean, cos, sin), turned)
+        weighted = expected * values[i, :, first:].float().norm(dim=-1)
+        of_sequences.append(torch.nn.functional.pad(weighted[:, : num_scored - first], (first, 0)))
+    return with_sinks(torch.stack(of_sequences), starts, sinks)
+
+
+@torch.no_grad()
+@no_tf32()
+def scores(keys: Tensor, mean: Tensor, covariance: Tensor) -> Tensor:
+    """Attention that Gaussian queries are expected to pay to the keys of one sequence, averaged over the query heads of
+    a KV head.
+
+    Args:
+        keys: `[Hkv, n, d]`, rotated.
+        mean: `[Hq, d]`, covariance: `[Hq, d, d]`; rotated. Query head h reads KV head `h // (Hq // Hkv)`.
+
+    Returns:
+        float32 `[Hkv, n]`; each row sums to 1.
+    """
+    head_dim, group = keys.shape[2], mean.shape[0] // keys.shape[0]
+    logits = []
+    for tile in keys.split(KEYS_PER_TILE, dim=1):
+        of_heads = tile.float().repeat_interleave(group, dim=0)
+        linear = torch.bmm(of_heads, mean[..., None])[..., 0]
+        quadratic = (torch.bmm(of_heads, covariance) * of_heads).sum(dim=-1)
+        logits.append(linear * head_dim**-0.5 + quadratic / (2 * head_dim))
+    return torch.cat(logits, dim=-1).softmax(dim=-1).unflatten(0, (-1, group)).mean(dim=1)
