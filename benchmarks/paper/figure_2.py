@@ -40,7 +40,7 @@ HOLE = -1
 """Stands for a position where a head keeps fewer KV pairs than it has slots."""
 OWN, PERIODIC, THRESHOLD = "own", "periodic", "threshold"
 METHODS = tuple(SPECS)
-KARA = tuple(method for method in METHODS if method.startswith("kara"))
+BY_WINDOWS = tuple(name for name, spec in SPECS.items() if name.startswith("kara") or spec.refusal("threshold"))
 PRESETS: dict[str, runs.Preset] = {
     "paper": {
         "model": "8b",
@@ -137,7 +137,7 @@ def survivors_of_regions(positions: Tensor, length: int, regions: int) -> tuple[
 
 
 def compression(args: argparse.Namespace, method: str) -> CompressionConfig:
-    policy = (PERIODIC if method in KARA else THRESHOLD) if args.policy == OWN else args.policy
+    policy = (PERIODIC if method in BY_WINDOWS else THRESHOLD) if args.policy == OWN else args.policy
     eighth = args.block_size // 8
     shared: dict[str, Any] = {"method": method, "buffer": eighth, "chunk_budget": eighth, "query_window": eighth}
     if policy == PERIODIC:
@@ -147,7 +147,8 @@ def compression(args: argparse.Namespace, method: str) -> CompressionConfig:
 
 def make_jobs(args: argparse.Namespace, path: Path, model: Any, requests: list[Any]) -> dict[str, Job]:
     if args.methods is None:
-        methods = [name for name, spec in SPECS.items() if args.policy == OWN or not spec.refusal(args.policy)]
+        allowed = [name for name, spec in SPECS.items() if args.policy == OWN or not spec.refusal(args.policy)]
+        methods = [name for name in allowed if not SPECS[name].calibrated]  # these need a file beside the model
     else:
         methods = args.methods
     command_line.require_unique("--methods", methods)
@@ -218,13 +219,13 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         nargs="+",
         choices=METHODS,
         metavar="M",
-        help=f"default: all methods that --policy allows, of {', '.join(METHODS)}",
+        help=f"default: all that --policy allows and that need no statistics, of {', '.join(METHODS)}",
     )
     add(
         "--policy",
         choices=(OWN, PERIODIC, THRESHOLD),
         default=OWN,
-        help="own: periodic for Kara and its ablations, else threshold",
+        help="own: periodic for Kara, its ablations and others that need it, else threshold",
     )
     add("--threshold", type=int, help="KV pairs at which a whole cache is compressed (default: 5 blocks)")
     add("--budget", type=int, help="KV pairs that are left then (default: 4 blocks and one KV pair)")

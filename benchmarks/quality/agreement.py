@@ -47,7 +47,8 @@ from kvllm.config import require
 from kvllm.tokenizer import load_tokenizer
 
 METHODS = tuple(SPECS)
-KARA = tuple(method for method in METHODS if method.startswith("kara"))
+DEFAULT = tuple(name for name, spec in SPECS.items() if not spec.calibrated)  # the others need a file beside the model
+BY_WINDOWS = tuple(name for name, spec in SPECS.items() if name.startswith("kara") or spec.refusal("threshold"))
 PARTS = 4
 """Equal parts of a text, each with figures of its own."""
 BINS = 32
@@ -198,7 +199,7 @@ def compare(args: argparse.Namespace, trial: Trial, texts: Sequence[Text], refer
 
 
 def trial_of(args: argparse.Namespace, method: str, budgets: list[int] | None, texts: Sequence[Text]) -> Trial:
-    if method in KARA:
+    if method in BY_WINDOWS:
         compression = compressions.kara(args.retention, window=args.window, buffer=args.buffer, method=method)
         return Trial(name=method, compression=compression)
     assert budgets is not None
@@ -327,7 +328,14 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--retention", default="0.3", help="share of a window that Kara keeps (default 0.3)")
     compressions.add_window_arguments(parser)
     compressions.add_baseline_arguments(parser)
-    add("--methods", nargs="+", choices=METHODS, default=METHODS, metavar="M", help="kara and others (default: all)")
+    add(
+        "--methods",
+        nargs="+",
+        choices=METHODS,
+        default=DEFAULT,
+        metavar="M",
+        help="kara and others (default: all but those that need statistics)",
+    )
     add("--max-num-seqs", type=int, default=32, metavar="N", help="most sequences at once (default 32)")
     command_line.add_output_argument(parser)
     args = parser.parse_args(arguments)

@@ -52,6 +52,7 @@ class MethodSpec:
     whole_layer: it compares the KV heads of a layer, or numbers them, so it must see all of them at once.
     unrotates: it takes the rotation off keys, for which it needs the position of each. KV pairs that were compressed
         before have none that is known.
+    calibrated: it needs statistics of the model's queries, from a file beside the checkpoint.
     keeps_end: the end of the region survives, so nothing moves where whole blocks are dropped.
     function: where its function is, as `module:name` in `kvllm.compression.methods`; by default `<name>:select`.
     """
@@ -64,6 +65,7 @@ class MethodSpec:
     observes: bool = False
     whole_layer: bool = False
     unrotates: bool = False
+    calibrated: bool = False
     keeps_end: bool = False
     function: str = ""
 
@@ -116,12 +118,14 @@ SPECS: dict[str, MethodSpec] = {
             "expected_attention_calibrated",
             "what queries like those of a text will attend to",
             options=(FUTURE, SINKS),
+            calibrated=True,
             function="expected_attention:select_calibrated",
         ),
         MethodSpec(
             "triattention",
             "keys at distances that queries prefer, and long ones",
             options=(Option("future", 65536, 1),),
+            calibrated=True,
         ),
         MethodSpec("leverage", "the keys that others cannot stand in for", options=(SKETCH,), unrotates=True),
         MethodSpec(

@@ -136,7 +136,7 @@ def _method(settings: RunnerSettings, shard: Shard, device: torch.device) -> Wit
     if compression is None:
         return None
     held, method, statistics = kv_heads(model.num_kv_heads, shard), METHODS[compression.method], None
-    if "statistics" in method.arguments:
+    if method.spec.calibrated:
         statistics = read_statistics(Path(settings.path), model, held, device)
     sharded = ShardedMethod(compression.method, held, shard) if shard.world_size > 1 else method
     return WithModelInputs(sharded, rotary_frequencies(model).to(device), statistics)

@@ -54,6 +54,11 @@ def test_a_policy_takes_the_methods_that_the_list_allows(name: str) -> None:
     assert (spec.refusal("periodic") is None) != spec.ragged
 
 
+@pytest.mark.parametrize("name", SPECS)
+def test_the_list_says_which_methods_read_statistics(name: str) -> None:
+    assert SPECS[name].calibrated == ("statistics" in METHODS[name].arguments)
+
+
 def test_options_of_a_method() -> None:
     assert CompressionConfig(chunk_budget=3).options == {"chunk_budget": 3, "max_chunk": 8}
     assert CompressionConfig(method="streaming").options == {"sinks": 4}
