@@ -98,14 +98,16 @@ class Pass {
       const char* attended =
           attend(layer, x, keys, keys + plane_bytes,
                  head_lengths == nullptr ? nullptr : head_lengths + static_cast<int64_t>(i) * lengths);
-      add_norm(residual, product(attended, layer.output, nullptr, d_.projected), layer.post_attention_norm, x);
-      const char* gate_up = product(x, layer.gate_up, nullptr, d_.gate_up);
+      add_norm(residual, product(attended, layer.output, nullptr, d_.projected, &layer.gate_up),
+               layer.post_attention_norm, x);
+      const char* gate_up = product(x, layer.gate_up, nullptr, d_.gate_up, &layer.down);
       char* activated = d_.activated.get(rows_ * d_.inner_size * bytes_);
       each_row(2 * d_.inner_size, [&](int64_t begin, int64_t end) {
         kernels_.silu_mul(at(gate_up, begin, 2 * d_.inner_size), at(activated, begin, d_.inner_size), end - begin,
                           d_.inner_size);
       });
-      add_norm(residual, product(activated, layer.down, nullptr, d_.projected),
+      const PackedMatrix* next = last ? nullptr : &d_.layers[i + 1].qkv;
+      add_norm(residual, product(activated, layer.down, nullptr, d_.projected, next),
                last ? d_.final_norm.data_ptr() : d_.layers[i + 1].input_norm, last ? hidden : x);
     }
   }
@@ -121,15 +123,16 @@ class Pass {
     for_rows(rows_, width, body);
   }
 
-  const char* product(const char* x, const PackedMatrix& weight, const void* bias, Buffer& buffer) {
+  const char* product(const char* x, const PackedMatrix& weight, const void* bias, Buffer& buffer,
+                      const PackedMatrix* next) {
     char* out = buffer.get(rows_ * weight.columns * bytes_);
-    multiply(kernels_, x, rows_, weight, bias, out, d_.operands.get(operand_bytes(kernels_, weight, rows_)));
+    multiply(kernels_, x, rows_, weight, bias, out, d_.operands.get(operand_bytes(kernels_, weight, rows_)), next);
     return out;
   }
 
   const char* attend(const Layer& layer, const char* x, char* keys, char* values, const int32_t* head_lengths) {
     const int64_t width = d_.qkv_size();
-    product(x, layer.qkv, layer.qkv_bias, d_.qkv);
+    product(x, layer.qkv, layer.qkv_bias, d_.qkv, &layer.output);
     char* qkv = d_.qkv.get(0);
     const Rotary rotary{qkv,
                         width,

@@ -17,10 +17,11 @@ int64_t rows_per_part(int64_t rows, int64_t depth) {
 }
 
 // Tiles of a part. Parts are small, so that no thread waits long for the last one of another.
-int64_t tiles_per_part(int64_t tiles, int64_t row_parts) {
-  const int64_t wanted = 8 * num_threads();
-  return std::clamp<int64_t>(tiles * row_parts / wanted / 4 * 4, 4, 16);
-}
+constexpr int64_t kPartTiles = 4;
+
+int64_t part_bytes(const PackedMatrix& weight) { return kPartTiles * weight.words * kTileRowBytes; }
+
+int64_t tile_parts(const PackedMatrix& weight) { return (weight.tiles + kPartTiles - 1) / kPartTiles; }
 
 const ProductKernels& product_kernels(const Kernels& kernels, const PackedMatrix& weight) {
   return weight.bits == 8 ? kernels.product_int8 : weight.bits == 4 ? kernels.product_int4 : kernels.product;
@@ -75,7 +76,7 @@ int64_t operand_bytes(const Kernels& kernels, const PackedMatrix& weight, int64_
 }
 
 void multiply(const Kernels& kernels, const void* x, int64_t rows, const PackedMatrix& weight, const void* bias,
-              void* out, void* memory) {
+              void* out, void* memory, const PackedMatrix* next) {
   const ProductKernels& run = product_kernels(kernels, weight);
   Product product{
       .x = x,
@@ -102,11 +103,11 @@ void multiply(const Kernels& kernels, const void* x, int64_t rows, const PackedM
     product.x_stride = operands.stride;
   }
   const int64_t part_rows = rows_per_part(rows, weight.depth), row_parts = (rows + part_rows - 1) / part_rows;
-  const int64_t part_tiles = tiles_per_part(weight.tiles, row_parts);
-  const int64_t tile_parts = (weight.tiles + part_tiles - 1) / part_tiles;
-  for_each_dynamic(row_parts * tile_parts, [&](int64_t i) {
-    const int64_t row = i / tile_parts * part_rows, tile = i % tile_parts * part_tiles;
-    run.multiply(product, {row, std::min(row + part_rows, rows), tile, std::min(tile + part_tiles, weight.tiles)},
+  const int64_t parts = tile_parts(weight);
+  const auto upcoming = next == nullptr ? Upcoming{} : Upcoming{next->data, tile_parts(*next), part_bytes(*next)};
+  for_each_in_shares(row_parts * parts, upcoming, [&](int64_t i) {
+    const int64_t row = i / parts * part_rows, tile = i % parts * kPartTiles;
+    run.multiply(product, {row, std::min(row + part_rows, rows), tile, std::min(tile + kPartTiles, weight.tiles)},
                  scratch(kProductWorkspace));
   });
 }

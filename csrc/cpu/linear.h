@@ -29,8 +29,9 @@ constexpr int64_t kTileRowBytes = kTileColumns * kWordBytes;
 int64_t operand_bytes(const Kernels& kernels, const PackedMatrix& weight, int64_t rows);
 
 // out [rows, columns] <- x [rows, depth] times a weight, plus bias [columns], or none if it is null. `memory` has room
-// for the operands.
+// for the operands. `next`: the weight that is multiplied next, if that is known; threads fetch its beginning while
+// they wait.
 void multiply(const Kernels& kernels, const void* x, int64_t rows, const PackedMatrix& weight, const void* bias,
-              void* out, void* memory);
+              void* out, void* memory, const PackedMatrix* next = nullptr);
 
 }  // namespace kvllm

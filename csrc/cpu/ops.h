@@ -8,6 +8,7 @@
 #include <torch/headeronly/util/shim_utils.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <optional>
 #include <vector>
@@ -119,8 +120,39 @@ inline int64_t num_threads() { return loop_threads() > 0 ? loop_threads() : torc
 // body(i) for i in 0 .. count - 1; a thread that is free takes the next.
 template <class Body>
 void for_each_dynamic(int64_t count, const Body& body) {
-  const auto call = [](const void* object, int64_t i) { (*static_cast<const Body*>(object))(i); };
+  const auto call = [](const void* object, int64_t i, int64_t) { (*static_cast<const Body*>(object))(i); };
   run_loop({count, call, &body}, num_threads());
+}
+
+// The same, where each thread takes the parts of a share of its own in order, and then of others': it reads on where
+// it was. `upcoming`: see Loop.
+template <class Body>
+void for_each_in_shares(int64_t count, const Upcoming& upcoming, const Body& body) {
+  constexpr int64_t kMaxShares = 64;
+  struct alignas(64) Share {
+    std::atomic<int64_t> next;
+    int64_t end;
+  };
+  struct Shares {
+    const Body& body;
+    int64_t size;
+    Share all[kMaxShares];
+  };
+  Shares shares{body, std::clamp<int64_t>(std::min(num_threads(), count), 1, kMaxShares), {}};
+  for (int64_t i = 0; i < shares.size; ++i) {
+    shares.all[i].next.store(share_begin(count, shares.size, i), std::memory_order_relaxed);
+    shares.all[i].end = share_begin(count, shares.size, i + 1);
+  }
+  // There are as many calls as parts, and each takes one: so none finds all shares empty.
+  const auto call = [](const void* object, int64_t, int64_t thread) {
+    Shares& from = *static_cast<Shares*>(const_cast<void*>(object));
+    for (int64_t i = 0; i < from.size; ++i) {
+      Share& share = from.all[(thread + i) % from.size];
+      const int64_t part = share.next.fetch_add(1, std::memory_order_relaxed);
+      if (part < share.end) return from.body(part);
+    }
+  };
+  run_loop({count, call, &shares, upcoming}, num_threads());
 }
 
 // Elements below which a loop over memory is faster on one thread.

@@ -150,9 +150,12 @@ void sum_tiles(const Product& a, int64_t first_row, int64_t rows, int64_t tile, 
   const int64_t passes = (rows + kProductRows - 1) / kProductRows;
   const int64_t tile_stride = a.depth / P::kChannels * P::kWords;
   const int64_t group = P::kIntegers ? a.group : a.depth;
+  // From this channel on, what is fetched is the beginning of the tiles behind these.
+  const int64_t edge = a.depth - kPrefetchDistance / kCacheLine * P::kChannels;
   for (int64_t begin = 0, depth; begin < a.depth; begin += depth) {
     depth = group - begin % group;
     if ((P::kIntegers || passes > 1) && depth > kBlockChannels) depth = kBlockChannels;
+    if (!P::kIntegers && passes == 1 && begin < edge && depth > edge - begin) depth = edge - begin;
     const int64_t words = depth / P::kChannels * P::kWords;
     const auto* weight =
         static_cast<const typename P::Weight*>(a.weight) + tile * tile_stride + begin / P::kChannels * P::kWords;
@@ -162,9 +165,12 @@ void sum_tiles(const Product& a, int64_t first_row, int64_t rows, int64_t tile, 
       const int64_t first = rows * i / passes, last = rows * (i + 1) / passes;
       const auto* x = static_cast<const typename P::Operand*>(a.x) + (first_row + first) * a.x_stride;
       Block<P> block{x + begin, a.x_stride, weight, tile_stride, depth, {}, {}};
-      block.ahead = passes == 1
-                        ? Ahead{reinterpret_cast<const char*>(weight) + kPrefetchDistance, kCacheLine, true}
-                        : Ahead{reinterpret_cast<const char*>(next + words * i / passes), kCacheLine / passes, false};
+      block.ahead =
+          passes == 1
+              ? Ahead{reinterpret_cast<const char*>(begin < edge ? weight : weight + (tiles - 1) * tile_stride) +
+                          kPrefetchDistance,
+                      kCacheLine, true}
+              : Ahead{reinterpret_cast<const char*>(next + words * i / passes), kCacheLine / passes, false};
       if constexpr (P::kIntegers) block.scales = scales_at(a, x, tile, begin);
       block_product<P>(static_cast<int>(last - first), tiles)(block, begin == 0, sums + first * tiles * kTileColumns);
     }

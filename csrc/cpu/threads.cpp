@@ -37,6 +37,16 @@ void await_change(const std::atomic<uint32_t>& value, uint32_t old, std::chrono:
   value.wait(old, std::memory_order_acquire);
 }
 
+// Bytes that a worker fetches of what is upcoming: they fit its second cache beside what the caller does meanwhile. A
+// worker looks for the next loop after each few.
+constexpr int64_t kUpcomingBytes = 256 << 10;
+constexpr int64_t kFetchedBytes = 2048;
+constexpr int64_t kCacheLine = 64;
+
+void fetch(const char* data, int64_t bytes) {
+  for (int64_t offset = 0; offset < bytes; offset += kCacheLine) __builtin_prefetch(data + offset, 0, 2);
+}
+
 thread_local bool inside_loop = false;
 thread_local int64_t own_threads = 0;
 
@@ -45,14 +55,14 @@ class ThreadPool {
   void run(const Loop& loop, int64_t threads) {
     while (num_workers_ < threads - 1) std::thread([this, id = num_workers_++] { work(id); }).detach();
     loop_ = loop;
-    max_workers_ = threads - 1;
+    max_workers_.store(threads - 1, std::memory_order_relaxed);
     next_.store(0, std::memory_order_relaxed);
     left_.store(0, std::memory_order_relaxed);
     const uint64_t opened = (gate_.load(std::memory_order_relaxed) & ~kLoopMask) + kOneLoop;
     gate_.store(opened, std::memory_order_release);
     loops_.store(static_cast<uint32_t>(opened >> 32), std::memory_order_release);
     loops_.notify_all();
-    take_parts(loop);
+    take_parts(loop, 0);
     const uint64_t closed = gate_.fetch_or(kClosed, std::memory_order_acq_rel);
     const auto joined = static_cast<uint32_t>((closed & kLoopMask) / kOneWorker);
     for (uint32_t left = left_.load(std::memory_order_acquire); left != joined;) {
@@ -71,9 +81,21 @@ class ThreadPool {
       await_change(loops_, seen, kIdleSpin);
       seen = loops_.load(std::memory_order_acquire);
       if (!join(id)) continue;
-      take_parts(loop_);
+      take_parts(loop_, id + 1);
+      const Upcoming upcoming = loop_.upcoming;
+      const int64_t threads = max_workers_.load(std::memory_order_relaxed) + 1;
       left_.fetch_add(1, std::memory_order_release);
       left_.notify_one();
+      fetch_upcoming(upcoming, share_begin(upcoming.parts, threads, id + 1), seen);
+    }
+  }
+
+  // From a part on, as long as no loop has followed the one that is `seen`.
+  void fetch_upcoming(const Upcoming& upcoming, int64_t part, uint32_t seen) const {
+    const int64_t bytes = std::min(kUpcomingBytes, (upcoming.parts - part) * upcoming.part_bytes);
+    for (int64_t offset = 0; offset < bytes && loops_.load(std::memory_order_relaxed) == seen;
+         offset += kFetchedBytes) {
+      fetch(upcoming.data + part * upcoming.part_bytes + offset, std::min(kFetchedBytes, bytes - offset));
     }
   }
 
@@ -86,10 +108,10 @@ class ThreadPool {
     return true;
   }
 
-  void take_parts(const Loop& loop) {
+  void take_parts(const Loop& loop, int64_t thread) {
     for (int64_t i = next_.fetch_add(1, std::memory_order_relaxed); i < loop.count;
          i = next_.fetch_add(1, std::memory_order_relaxed)) {
-      loop.call(loop.body, i);
+      loop.call(loop.body, i, thread);
     }
   }
 
@@ -138,7 +160,7 @@ void run_loop(const Loop& loop, int64_t threads) {
     inside_loop = false;
     return;
   }
-  for (int64_t i = 0; i < loop.count; ++i) loop.call(loop.body, i);
+  for (int64_t i = 0; i < loop.count; ++i) loop.call(loop.body, i, 0);
 }
 
 }  // namespace kvllm
