@@ -14,6 +14,7 @@ from kvllm.errors import ConfigError
 
 POLICIES = ("periodic", "pressure", "standalone", "threshold")
 ORDERS = ("most_uncompressed", "queue")
+SCORE_SOURCES = ("observed", "recomputed")
 
 
 _fields = cache(msgspec.structs.fields)
@@ -53,6 +54,9 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
             threshold means the whole cache, unless `protect_prompt` is set.
         query_stride: recompute every `query_stride`-th query of a window (and all of the buffer) for the scores.
         query_window: the most recent queries that score, for methods which do not use all (SnapKV and its kin).
+        score_source: "observed" adds scores up while sequences decode, so that an event needs no pass of the model;
+            "recomputed" computes the window's queries again. None: observed, where the method only looks back
+            (`MethodSpec.observable`), `query_stride` is 1 and prompts stay whole.
         order: of the eligible sequences, "most_uncompressed" or "queue" (oldest) first; "periodic" alone.
         threshold_tokens: KV pairs at which "threshold" cuts a cache (the paper: 1280, at blocks of 256).
         budget_tokens: KV pairs to which "threshold" cuts a cache (the paper: 1025). A request's
@@ -76,6 +80,7 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
     compress_prompt: bool = False
     query_stride: int = 1
     query_window: int = 32
+    score_source: str | None = None
     order: str = "most_uncompressed"
     threshold_tokens: int | None = None
     budget_tokens: int | None = None
@@ -102,6 +107,7 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
         if self.spec.queries == "buffer":
             needed = f"at least 1: method={self.method!r} scores with its queries"
             require(self.buffer >= 1, "buffer", self.buffer, needed)
+        self._check_score_source()
         if self.policy == "threshold":
             self._check_threshold()
         else:
@@ -119,6 +125,16 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
             known = f"method={self.method!r} has {', '.join(own) if own else 'no such options'}"
             require(name in own, "method_options", self.method_options, known)
             require(own[name].accepts(value), f"method_options: {name}", value, own[name].allowed)
+
+    def _check_score_source(self) -> None:
+        source = self.score_source
+        require(source in (None, *SCORE_SOURCES), "score_source", source, f"choose one of {', '.join(SCORE_SOURCES)}")
+        if source == "observed":
+            able = ", ".join(name for name, spec in SPECS.items() if spec.observable)
+            require(self.spec.observable is not None, "score_source", source, f"only with method one of {able}")
+            require(self.query_stride == 1, "score_source", source, "only with query_stride=1: all queries pass by")
+            allowed = "only without compress_prompt: a cached prefix is shared, and its queries do not pass by"
+            require(not self.compress_prompt, "score_source", source, allowed)
 
     def _check_threshold(self) -> None:
         threshold, budget = self.threshold_tokens, self.budget_tokens
@@ -140,6 +156,13 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
     def spec(self) -> MethodSpec:
         """Facts about the method that the engine reads."""
         return SPECS[self.method]
+
+    @property
+    def observes_scores(self) -> bool:
+        """Whether scores are added up while sequences decode, so that no query is computed again."""
+        if self.score_source is not None:
+            return self.score_source == "observed"
+        return self.spec.observable is not None and self.query_stride == 1 and not self.compress_prompt
 
     @property
     def options(self) -> dict[str, int | float]:

@@ -93,7 +93,7 @@ def build_engine(args: EngineArgs) -> Engine:
 
 def cache_shape(args: EngineArgs) -> CacheShape:
     """Sizes of what one rank stores for each token."""
-    return rank_cache_shape(args.model_config, _dtype(args), args.block_size, args.tensor_parallel_size)
+    return rank_cache_shape(args.model_config, _dtype(args), args.engine_config, args.tensor_parallel_size)
 
 
 def local_device(args: EngineArgs) -> str:

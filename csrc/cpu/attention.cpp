@@ -2,6 +2,7 @@
 #include "attention.h"
 
 #include "ops.h"
+#include "score_windows.h"
 
 namespace kvllm {
 namespace {
@@ -137,11 +138,13 @@ struct Run {
     return {head, begin, std::min(end, task.num_pairs)};
   }
 
-  QueryTile tile(const AttentionTask& task) const {
+  // kept_scores: memory for the scores of windows, where the task's are wanted.
+  QueryTile tile(const AttentionTask& task, float* kept_scores) const {
     const AttentionShape& shape = plan.shape;
     const int num_evicted = evicted(plan, layer.head_lengths, task.sequence, task.kv_head).count;
     QueryTile tile;
     tile.count = 0;
+    keep_scores(plan, task, kept_scores, tile);
     for (int64_t token = task.first_token; token < task.first_token + task.num_tokens; ++token) {
       for (int head = task.kv_head * shape.group(); head < (task.kv_head + 1) * shape.group(); ++head) {
         const int64_t query = token * layer.query_stride + head * shape.head_dim;
@@ -174,22 +177,26 @@ struct Run {
   void attend_task(int64_t i, int64_t stride) const {
     const AttentionTask& task = plan.tasks[i];
     const int64_t floats = partial_floats(plan.shape, task);
-    float* memory = scratch(floats + workspace_floats());
+    float* memory = scratch(floats + workspace_floats() + kept_floats(plan));
     const PartialSoftmax total = partial(task, memory);
-    const QueryTile queries = tile(task);
+    const QueryTile queries = tile(task, memory + floats + workspace_floats());
     const bool more = i + stride < static_cast<int64_t>(plan.tasks.size());
     const PairRange following = pairs_of_task(more ? i + stride : i);
     kernels.attend(pairs_of_task(i), more ? &following : nullptr, queries, layer.scale, memory + floats, total);
     kernels.finish(queries, plan.shape.head_dim, total);
+    add_scores(plan, task, layer, kernels, queries);
   }
+
+  // A task's place among kept scores, while its pieces are computed one by one.
+  float* kept_scores(int task) const { return const_cast<float*>(plan.kept_scores.data()) + task * kept_floats(plan); }
 
   void attend_piece(int64_t i, int64_t stride) const {
     const AttentionPiece& piece = plan.pieces[i];
     const AttentionTask& task = plan.tasks[piece.task];
     const bool more = i + stride < static_cast<int64_t>(plan.pieces.size());
     const PairRange following = pairs_of_piece(more ? i + stride : i);
-    kernels.attend(pairs_of_piece(i), more ? &following : nullptr, tile(task), layer.scale, scratch(workspace_floats()),
-                   partial(task, plan.partials.data() + piece.offset));
+    kernels.attend(pairs_of_piece(i), more ? &following : nullptr, tile(task, kept_scores(piece.task)), layer.scale,
+                   scratch(workspace_floats()), partial(task, plan.partials.data() + piece.offset));
   }
 
   // In the order in which attend_task adds segments.
@@ -197,14 +204,16 @@ struct Run {
     PartialSoftmax total{};
     for (const AttentionPiece& piece : plan.pieces) {
       const AttentionTask& task = plan.tasks[piece.task];
-      const QueryTile queries = tile(task);
+      const QueryTile queries = tile(task, kept_scores(piece.task));
       const PartialSoftmax part = partial(task, plan.partials.data() + piece.offset);
       if (piece.begin == 0) {
         total = part;
       } else {
         kernels.merge(queries.count, plan.shape.head_dim, total, part);
       }
-      if (piece.begin + kSegmentPairs >= task.num_pairs) kernels.finish(queries, plan.shape.head_dim, total);
+      if (piece.begin + kSegmentPairs < task.num_pairs) continue;
+      kernels.finish(queries, plan.shape.head_dim, total);
+      add_scores(plan, task, layer, kernels, queries);
     }
   }
 };
@@ -225,6 +234,7 @@ void run_attention(AttentionPlan& plan, const AttentionLayer& layer) {
   const KernelSet& set = kernel_set();
   const Run run{plan, layer, plan.shape.element_size == sizeof(float) ? set.float32 : set.bfloat16};
   const int64_t tasks = static_cast<int64_t>(plan.tasks.size()), pieces = static_cast<int64_t>(plan.pieces.size());
+  if (pieces != 0) plan.kept_scores.resize(tasks * kept_floats(plan));
   const int64_t threads = num_threads();
   if (!plan.threaded) {
     for (int64_t i = 0; i < tasks; ++i) run.attend_task(i, 1);
@@ -261,13 +271,15 @@ AttentionBatch attention_batch(const Tensor& query_start_loc, const Tensor& last
           query_start_loc.const_data_ptr<int32_t>(),
           last_kv_index.const_data_ptr<int32_t>(),
           block_tables.const_data_ptr<int32_t>(),
-          packed_len ? packed_len->const_data_ptr<int32_t>() : nullptr};
+          packed_len ? packed_len->const_data_ptr<int32_t>() : nullptr,
+          {}};
 }
 
 Tensor paged_attention(const Tensor& queries, const Tensor& key_cache, const Tensor& value_cache,
                        const Tensor& query_start_loc, const Tensor& last_kv_index, const Tensor& block_tables,
                        const std::optional<Tensor>& packed_len, const std::optional<Tensor>& head_lengths,
-                       double scale) {
+                       const std::optional<Tensor>& scores, const std::optional<Tensor>& window_start,
+                       int64_t window_size, int64_t window_stride, int64_t num_scored, bool squared, double scale) {
   kernels_for(queries, "queries");
   check_heads(queries, "queries");
   check_contiguous(key_cache, "key_cache", 4);
@@ -294,11 +306,14 @@ Tensor paged_attention(const Tensor& queries, const Tensor& key_cache, const Ten
                              static_cast<int>(head_dim),
                              key_cache.size(0),
                              key_cache.size(2)};
-  AttentionPlan plan(shape,
-                     attention_batch(query_start_loc, last_kv_index, block_tables, packed_len, num_query_tokens));
-  run_attention(plan, {queries.data_ptr(), queries.stride(0), key_cache.data_ptr(), value_cache.data_ptr(),
-                       head_lengths ? head_lengths->const_data_ptr<int32_t>() : nullptr, out.mutable_data_ptr(),
-                       static_cast<float>(scale)});
+  AttentionBatch batch = attention_batch(query_start_loc, last_kv_index, block_tables, packed_len, num_query_tokens);
+  batch.windows = score_windows(window_start, window_size, window_stride, num_scored, squared);
+  check_windows(scores, window_start, batch.windows, shape, batch);
+  AttentionPlan plan(shape, batch);
+  run_attention(
+      plan, {queries.data_ptr(), queries.stride(0), key_cache.data_ptr(), value_cache.data_ptr(),
+             head_lengths ? head_lengths->const_data_ptr<int32_t>() : nullptr,
+             scores ? scores->mutable_data_ptr<float>() : nullptr, out.mutable_data_ptr(), static_cast<float>(scale)});
   return out;
 }
 

@@ -18,6 +18,16 @@ struct AttentionShape {
   int group() const { return query_heads / kv_heads; }
 };
 
+// Windows of a sequence's cache whose KV pairs are scored while queries pass by (kvllm/attention/base.py,
+// ScoreWindows).
+struct ScoreWindows {
+  const int32_t* start;  // [num_sequences], the index at which a sequence's first window begins; null: no scores
+  int size;
+  int stride;
+  int num_scored;
+  bool squared;
+};
+
 // The caller's tables, which outlive the plan.
 struct AttentionBatch {
   int64_t num_query_tokens;
@@ -27,6 +37,7 @@ struct AttentionBatch {
   const int32_t* last_kv_index;    // [num_query_tokens]
   const int32_t* block_tables;     // [num_sequences, table_width]
   const int32_t* packed_len;       // [num_sequences]; null: all heads hold the same KV pairs
+  ScoreWindows windows;            // none beside packed_len
 };
 
 struct AttentionLayer {
@@ -35,6 +46,7 @@ struct AttentionLayer {
   const void* keys;      // [num_blocks, kv_heads, block_size, head_dim], as are the values
   const void* values;
   const int32_t* head_lengths;  // [num_sequences, kv_heads]; null exactly where packed_len is
+  float* scores;                // [num_blocks, kv_heads, block_size]; null exactly where there are no windows
   void* outputs;                // [num_query_tokens, query_heads, head_dim]
   float scale;
 };
@@ -62,6 +74,7 @@ struct AttentionPlan {
   std::vector<AttentionTask> tasks;
   std::vector<AttentionPiece> pieces;  // empty: tasks run whole
   std::vector<float> partials;
+  std::vector<float> kept_scores;  // of each task that has pieces
   bool threaded = false;
 
   // Raises an error where the shape is not supported or the batch reaches beyond the cache.

@@ -313,6 +313,15 @@ struct TileAttention {
     for (int i = 0; i < tile.count; ++i) unpack_query<Product>(tile.queries[i], head_dim, queries + i * query_floats);
   }
 
+  template <int kRows>
+  void keep_scores(int first, const TilePairs<T>& pairs, const float* scores) const {
+    const int begin = tile.kept_begin > pairs.start ? tile.kept_begin - pairs.start : 0;
+    for (int r = 0; r < kRows; ++r) {
+      float* kept = tile.kept_scores + (first + r) * tile.kept_stride + pairs.start - tile.kept_begin;
+      for (int pair = begin; pair < pairs.count; ++pair) kept[pair] = scores[r * kTilePairs + pair];
+    }
+  }
+
   // Queries `first` .. `first + kRows - 1` against the KV pairs whose keys are packed.
   template <int kRows>
   void attend_queries(int first, const TilePairs<T>& pairs, const TilePairs<T>* next,
@@ -322,6 +331,7 @@ struct TileAttention {
     float* sums = result.weighted_values + first * head_dim;
     score<Product, kRows>(queries + first * query_floats, packed_keys, num_words, scale, pairs.count, scores,
                           next == nullptr ? nullptr : next->values);
+    if (tile.kept_scores != nullptr) keep_scores<kRows>(first, pairs, scores);
     for (int r = 0; r < kRows; ++r) {
       valid[r] = minimum(pairs.count, tile.last[first + r] + 1 - pairs.start);
       softmax(scores + r * kTilePairs, valid[r], head_dim, result.max[first + r], result.sum[first + r],

@@ -2,6 +2,10 @@
 
 #include "ops.h"
 
+// Where KV pairs of windows are scored, and the windows (kvllm/attention/base.py).
+#define SCORE_WINDOWS \
+  "Tensor(s!)? scores, Tensor? window_start, int window_size, int window_stride, int num_scored, bool squared, "
+
 STABLE_TORCH_LIBRARY(kvllm, m) {
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("add_rms_norm(Tensor(a!) residual, Tensor x, Tensor weight, float eps) -> Tensor");
@@ -11,7 +15,8 @@ STABLE_TORCH_LIBRARY(kvllm, m) {
       "Tensor? q_weight, Tensor? k_weight, float eps) -> ()");
   m.def(
       "paged_attention(Tensor queries, Tensor key_cache, Tensor value_cache, Tensor query_start_loc, "
-      "Tensor last_kv_index, Tensor block_tables, Tensor? packed_len, Tensor? head_lengths, float scale) -> Tensor");
+      "Tensor last_kv_index, Tensor block_tables, Tensor? packed_len, Tensor? head_lengths, " SCORE_WINDOWS
+      "float scale) -> Tensor");
   m.def(
       "attention_mass(Tensor queries, Tensor keys, int num_scored, float scale, Tensor? last_kv_index=None, "
       "bool squared=False) -> Tensor");
@@ -30,8 +35,8 @@ STABLE_TORCH_LIBRARY(kvllm, m) {
       "gate_up_scales, Tensor down, Tensor? down_scales, int inner_size) -> ()");
   m.def(
       "run_decoder(Tensor decoder, Tensor(a!) residual, Tensor positions, Tensor slots, Tensor(b!) cache, Tensor "
-      "query_start_loc, Tensor last_kv_index, Tensor block_tables, Tensor? packed_len, Tensor? head_lengths, float "
-      "scale) -> Tensor");
+      "query_start_loc, Tensor last_kv_index, Tensor block_tables, Tensor? packed_len, Tensor? "
+      "head_lengths, " SCORE_WINDOWS "float scale) -> Tensor");
   m.def("cpu_isa() -> str");
   m.def("set_loop_threads(int threads) -> ()");
 }

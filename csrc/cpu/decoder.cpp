@@ -5,6 +5,7 @@
 
 #include "attention.h"
 #include "linear.h"
+#include "score_windows.h"
 #include "store.h"
 
 namespace kvllm {
@@ -84,20 +85,22 @@ class Pass {
         scale_(scale) {}
 
   // residual `[rows, hidden_size]` is updated; hidden, of the same size, gets the normalized result.
-  void run(char* residual, char* hidden, char* cache, int64_t plane_bytes, const int32_t* head_lengths) {
+  void run(char* residual, char* hidden, char* cache, int64_t plane_bytes, const int32_t* head_lengths, float* scores) {
     char* x = d_.normalized.get(rows_ * d_.hidden_size * bytes_);
     each_row(d_.hidden_size, [&](int64_t begin, int64_t end) {
       kernels_.rms_norm(at(residual, begin, d_.hidden_size), d_.layers[0].input_norm, at(x, begin, d_.hidden_size),
                         end - begin, d_.hidden_size, d_.eps);
     });
     const int64_t lengths = plan_.batch.num_sequences * d_.kv_heads;
+    const int64_t scores_of_layer = plan_.shape.num_blocks * d_.kv_heads * plan_.shape.block_size;
     for (size_t i = 0; i < d_.layers.size(); ++i) {
       const Layer& layer = d_.layers[i];
       const bool last = i + 1 == d_.layers.size();
       char* keys = cache + 2 * static_cast<int64_t>(i) * plane_bytes;
       const char* attended =
           attend(layer, x, keys, keys + plane_bytes,
-                 head_lengths == nullptr ? nullptr : head_lengths + static_cast<int64_t>(i) * lengths);
+                 head_lengths == nullptr ? nullptr : head_lengths + static_cast<int64_t>(i) * lengths,
+                 scores == nullptr ? nullptr : scores + static_cast<int64_t>(i) * scores_of_layer);
       add_norm(residual, product(attended, layer.output, nullptr, d_.projected, &layer.gate_up),
                layer.post_attention_norm, x);
       const char* gate_up = product(x, layer.gate_up, nullptr, d_.gate_up, &layer.down);
@@ -130,7 +133,8 @@ class Pass {
     return out;
   }
 
-  const char* attend(const Layer& layer, const char* x, char* keys, char* values, const int32_t* head_lengths) {
+  const char* attend(const Layer& layer, const char* x, char* keys, char* values, const int32_t* head_lengths,
+                     float* scores) {
     const int64_t width = d_.qkv_size();
     product(x, layer.qkv, layer.qkv_bias, d_.qkv, &layer.output);
     char* qkv = d_.qkv.get(0);
@@ -149,7 +153,7 @@ class Pass {
     const char* new_values = new_keys + static_cast<int64_t>(d_.kv_heads) * d_.head_dim * bytes_;
     store_layer(store_, slots_, rows_, {new_keys, new_values, width, width, keys, values});
     char* attended = d_.attended.get(rows_ * d_.query_size() * bytes_);
-    run_attention(plan_, {qkv, width, keys, values, head_lengths, attended, scale_});
+    run_attention(plan_, {qkv, width, keys, values, head_lengths, scores, attended, scale_});
     return attended;
   }
 
@@ -248,7 +252,9 @@ void add_decoder_layer(const Tensor& tensor, const Tensor& input_norm, const Ten
 Tensor run_decoder(const Tensor& tensor, const Tensor& residual, const Tensor& positions, const Tensor& slots,
                    const Tensor& cache, const Tensor& query_start_loc, const Tensor& last_kv_index,
                    const Tensor& block_tables, const std::optional<Tensor>& packed_len,
-                   const std::optional<Tensor>& head_lengths, double scale) {
+                   const std::optional<Tensor>& head_lengths, const std::optional<Tensor>& scores,
+                   const std::optional<Tensor>& window_start, int64_t window_size, int64_t window_stride,
+                   int64_t num_scored, bool squared, double scale) {
   Decoder& decoder = decoder_in(tensor);
   const int64_t rows = residual.size(0), layers = static_cast<int64_t>(decoder.layers.size());
   check_contiguous(residual, "residual", 2);
@@ -278,14 +284,19 @@ Tensor run_decoder(const Tensor& tensor, const Tensor& residual, const Tensor& p
   const int element_size = static_cast<int>(residual.element_size());
   const StoreShape store{element_size, decoder.kv_heads, decoder.head_dim, cache.size(2), cache.size(4)};
   check_slots(store, slots.const_data_ptr<int64_t>(), rows);
-  AttentionPlan plan(
-      {element_size, decoder.query_heads, decoder.kv_heads, decoder.head_dim, cache.size(2), cache.size(4)},
-      attention_batch(query_start_loc, last_kv_index, block_tables, packed_len, rows));
+  const AttentionShape shape{element_size,     decoder.query_heads, decoder.kv_heads,
+                             decoder.head_dim, cache.size(2),       cache.size(4)};
+  AttentionBatch batch = attention_batch(query_start_loc, last_kv_index, block_tables, packed_len, rows);
+  batch.windows = score_windows(window_start, window_size, window_stride, num_scored, squared);
+  check_windows(scores, window_start, batch.windows, shape, batch);
+  if (scores) check_size(*scores, "scores", 0, layers);
+  AttentionPlan plan(shape, batch);
   Tensor hidden = empty_like(residual, {rows, decoder.hidden_size});
   Pass pass(decoder, rows, plan, store, position, slots.const_data_ptr<int64_t>(), static_cast<float>(scale));
   pass.run(static_cast<char*>(residual.mutable_data_ptr()), static_cast<char*>(hidden.mutable_data_ptr()),
            static_cast<char*>(cache.mutable_data_ptr()), cache.stride(1) * element_size,
-           head_lengths ? head_lengths->const_data_ptr<int32_t>() : nullptr);
+           head_lengths ? head_lengths->const_data_ptr<int32_t>() : nullptr,
+           scores ? scores->mutable_data_ptr<float>() : nullptr);
   return hidden;
 }
 

@@ -7,6 +7,7 @@
 #include "integer_product.h"
 #include "mass_kernel.h"
 #include "product_kernel.h"
+#include "window_kernel.h"
 
 namespace kvllm {
 namespace {
@@ -25,6 +26,7 @@ constexpr Kernels make_kernels() {
       .attend = attend<T, Score>,
       .merge = merge,
       .finish = finish<T>,
+      .add_window = add_window,
       .attention_mass = attention_mass<T, Score>,
       .rms_norm = rms_norm<T>,
       .add_rms_norm = add_rms_norm<T>,

@@ -50,9 +50,13 @@ struct PairRange {
   int end;
 };
 
-// Queries of that sequence and head. Query i attends KV pairs 0 .. last[i]; `last` does not decrease.
+// Queries of that sequence and head. Query i attends KV pairs 0 .. last[i]; `last` does not decrease. Their scores of
+// the pairs from `kept_begin` on are kept in rows of `kept_stride` floats, unless `kept_scores` is null.
 struct QueryTile {
   int count;
+  float* kept_scores;
+  int kept_begin;
+  int kept_stride;
   const void* queries[kMaxQueries];
   void* outputs[kMaxQueries];
   int last[kMaxQueries];
@@ -130,6 +134,9 @@ struct Kernels {
                  float* workspace, const PartialSoftmax& result);
   void (*merge)(int count, int head_dim, const PartialSoftmax& into, const PartialSoftmax& later);
   void (*finish)(const QueryTile& tile, int head_dim, const PartialSoftmax& total);
+
+  // See window_kernel.h.
+  void (*add_window)(float* scores, int num_queries, int stride, int count, bool squared, float* added);
 
   // mass[key] <- sum of the softmax weights, or their squares, that `num_queries` queries give it, each over the first
   // `attended` (one number for each) of `num_keys` dense keys. `mass` has room for whole tiles of keys, `workspace` for

@@ -30,7 +30,8 @@ void rotary(const Tensor& qkv, const Tensor& positions, const Tensor& cos_sin, i
 Tensor paged_attention(const Tensor& queries, const Tensor& key_cache, const Tensor& value_cache,
                        const Tensor& query_start_loc, const Tensor& last_kv_index, const Tensor& block_tables,
                        const std::optional<Tensor>& packed_len, const std::optional<Tensor>& head_lengths,
-                       double scale);
+                       const std::optional<Tensor>& scores, const std::optional<Tensor>& window_start,
+                       int64_t window_size, int64_t window_stride, int64_t num_scored, bool squared, double scale);
 Tensor attention_mass(const Tensor& queries, const Tensor& keys, int64_t num_scored, double scale,
                       const std::optional<Tensor>& last_kv_index, bool squared);
 void store_kv(const Tensor& key_cache, const Tensor& value_cache, const Tensor& keys, const Tensor& values,
@@ -62,7 +63,9 @@ void add_decoder_layer(const Tensor& decoder, const Tensor& input_norm, const Te
 Tensor run_decoder(const Tensor& decoder, const Tensor& residual, const Tensor& positions, const Tensor& slots,
                    const Tensor& cache, const Tensor& query_start_loc, const Tensor& last_kv_index,
                    const Tensor& block_tables, const std::optional<Tensor>& packed_len,
-                   const std::optional<Tensor>& head_lengths, double scale);
+                   const std::optional<Tensor>& head_lengths, const std::optional<Tensor>& scores,
+                   const std::optional<Tensor>& window_start, int64_t window_size, int64_t window_stride,
+                   int64_t num_scored, bool squared, double scale);
 
 void check_positions(const int64_t* positions, int64_t count, int64_t num_positions);
 

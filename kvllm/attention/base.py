@@ -17,6 +17,41 @@ from kvllm.kvcache.cache import PagedKVCache
 
 
 @dataclass(frozen=True)
+class ScoreWindows:
+    """Windows of a cache whose KV pairs are scored while queries pass by: `size` pairs each, one every `stride`, all of
+    them from the beginning of a block on.
+
+    A query token takes part in the window that its own KV pair lies in, and in the one before, where windows overlap
+    and it lies in both. There its softmax goes over the first `num_scored` pairs of the window up to its own, and each
+    of these adds its probability, or the square of it if `squared`, to its score; those of the query heads of a KV head
+    add up. A pair's own query token comes first, and sets the score.
+    """
+
+    size: int
+    stride: int
+    num_scored: int
+    squared: bool
+
+    def before(self, offset: int) -> bool:
+        """Whether a query token `offset` pairs behind the beginning of its window takes part in the one before."""
+        return offset < self.size - self.stride
+
+
+@dataclass(frozen=True)
+class ScoredChunk:
+    """Query tokens `begin .. end - 1` of the batch, which belong to sequence `sequence`.
+
+    kv_index: the index of the first one's KV pair. window_start: that of the sequence's first window.
+    """
+
+    sequence: int
+    begin: int
+    end: int
+    kv_index: int
+    window_start: int
+
+
+@dataclass(frozen=True)
 class AttentionBatch:
     """The query tokens of one step. All tensors but `mass` are int32; all are on the cache's device.
 
@@ -34,6 +69,9 @@ class AttentionBatch:
         shares one that belongs to no sequence.
     mass: float32 `[layers, table slots, kv_heads, pairs]`, what a backend that `observes` adds the attention
         probabilities of all query tokens to, summed over the query heads of a KV head. Not beside `packed_len`.
+    window_start: `[S]`, the index at which the first of the `windows` begins in a sequence's cache, beyond its query
+        tokens if none of them takes part. None: nothing is scored in this pass. Not beside `packed_len`.
+    scored_chunks: sequences that a backend which `scores_windows` leaves to others: those with several query tokens.
     """
 
     query_start_loc: torch.Tensor
@@ -43,6 +81,9 @@ class AttentionBatch:
     head_lengths: torch.Tensor | None = None
     table_slots: torch.Tensor | None = None
     mass: torch.Tensor | None = None
+    window_start: torch.Tensor | None = None
+    windows: ScoreWindows | None = None
+    scored_chunks: tuple[ScoredChunk, ...] = ()
 
 
 class AttentionBackend(ABC):
@@ -51,11 +92,13 @@ class AttentionBackend(ABC):
     capturable: a CUDA graph may hold `plan` and `run` for sequences of one query token each. They read nothing back to
         the host, and what they launch depends on the shapes of a batch alone, not on what its tensors hold.
     observes: `run` adds to `AttentionBatch.mass`.
+    scores_windows: `run` adds to `cache.scores` what `AttentionBatch.windows` says, for sequences with one query token.
     """
 
     name: str
     capturable: bool = False
     observes: bool = False
+    scores_windows: bool = False
 
     def __init__(self, cache: PagedKVCache, num_query_heads: int, scale: float) -> None:
         self.cache = cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvllm._extension import operator
-from kvllm.attention.base import AttentionBackend, AttentionBatch
+from kvllm.attention.base import AttentionBackend, AttentionBatch, ScoreWindows
 from kvllm.kvcache.cache import PagedKVCache
 
 
@@ -14,6 +14,7 @@ class CpuBackend(AttentionBackend):
 
     name = "cpu"
     capturable = True
+    scores_windows = True
 
     def __init__(self, cache: PagedKVCache, num_query_heads: int, scale: float) -> None:
         super().__init__(cache, num_query_heads, scale)
@@ -32,5 +33,13 @@ class CpuBackend(AttentionBackend):
             plan.block_tables,
             plan.packed_len,
             None if plan.head_lengths is None else plan.head_lengths[layer],
+            None if plan.window_start is None or self.cache.scores is None else self.cache.scores[layer],
+            plan.window_start,
+            *window_arguments(plan.windows),
             self.scale,
         )
+
+
+def window_arguments(windows: ScoreWindows | None) -> tuple[int, int, int, bool]:
+    """Size, stride, scored KV pairs of each and whether probabilities are squared, as operators take them."""
+    return (windows.size, windows.stride, windows.num_scored, windows.squared) if windows else (0, 0, 0, False)

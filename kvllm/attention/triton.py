@@ -10,6 +10,7 @@ from kvllm.attention.base import AttentionBackend, AttentionBatch
 from kvllm.kernels.decode import Observed, Partials, paged_decode
 from kvllm.kernels.mass import add_mass
 from kvllm.kernels.prefill import paged_prefill
+from kvllm.kernels.score_windows import KeptScores, add_windows
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class TritonPlan:
     batch: AttentionBatch
     partials: Partials
     observed: Observed | None
+    kept: KeptScores | None
 
 
 class TritonBackend(AttentionBackend):
@@ -32,15 +34,20 @@ class TritonBackend(AttentionBackend):
     name = "triton"
     capturable = True
     observes = True
+    scores_windows = True
 
     def plan(self, batch: AttentionBatch) -> TritonPlan:
         num_sequences, num_blocks = batch.block_tables.shape
         shape, device = self.cache.shape, self.cache.data.device
         max_kv_pairs = num_blocks * shape.block_size
         partials = Partials.allocate(num_sequences, self.num_query_heads, max_kv_pairs, shape.head_dim, device)
-        if batch.mass is None:
-            return TritonPlan(batch, partials, None)
-        return TritonPlan(batch, partials, Observed.allocate(partials, len(batch.last_kv_index)))
+        observed = None if batch.mass is None else Observed.allocate(partials, len(batch.last_kv_index))
+        kept = None
+        if batch.window_start is not None and batch.windows is not None:
+            scores = partials.total.new_empty(num_sequences, self.num_query_heads, batch.windows.size)
+            windows = batch.windows
+            kept = KeptScores(scores, batch.window_start, windows.stride, windows.num_scored, windows.squared)
+        return TritonPlan(batch, partials, observed, kept)
 
     def run(self, layer: int, queries: torch.Tensor, plan: TritonPlan) -> torch.Tensor:
         batch = plan.batch
@@ -56,7 +63,7 @@ class TritonBackend(AttentionBackend):
             None if batch.head_lengths is None else batch.head_lengths[layer],
             self.scale,
         )
-        paged_decode(*arguments, plan.partials, plan.observed, output)
+        paged_decode(*arguments, plan.partials, plan.observed, plan.kept, output)
         if len(queries) > len(batch.block_tables):
             paged_prefill(*arguments, plan.observed, output)
         if batch.mass is not None and plan.observed is not None and batch.table_slots is not None:
@@ -71,4 +78,7 @@ class TritonBackend(AttentionBackend):
                 self.scale,
                 plan.observed,
             )
+        if plan.kept is not None and self.cache.scores is not None:
+            scores = self.cache.scores[layer]
+            add_windows(scores, plan.kept, batch.query_start_loc, batch.last_kv_index, batch.block_tables)
         return output

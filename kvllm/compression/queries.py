@@ -2,7 +2,7 @@
 
 Keys and values of a window are cached, so its queries come from an extra pass that reads the cache and writes none of
 it (Kara paper, appendix C.2). The query tokens do not depend on each other within the pass, because K and V are there
-already: any subset can be recomputed exactly (the stride is our addition).
+already: any subset can be recomputed exactly (the stride is our addition). Where scores are observed, there are none.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class QueryTokens:
 
     @staticmethod
     def of(config: CompressionConfig) -> QueryTokens:
-        match config.spec.queries:
+        match "none" if config.observes_scores else config.spec.queries:
             case "window":
                 return QueryTokens(config.buffer, config.query_stride)
             case "buffer":

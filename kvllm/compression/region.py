@@ -41,11 +41,14 @@ def with_sinks(scores: Tensor, starts: Sequence[int], sinks: int) -> Tensor:
     return scores
 
 
-def check_queries(queries: Tensor, keys: Tensor) -> None:
-    """Check `queries [S, Hq, query tokens, d]` against `keys [S, Hkv, C, d]`. Raises ValueError."""
+def check_queries(queries: Tensor | None, keys: Tensor) -> Tensor:
+    """`queries [S, Hq, query tokens, d]`, checked against `keys [S, Hkv, C, d]`. Raises ValueError."""
+    if queries is None:
+        raise ValueError("the queries of the window are missing, and no scores were observed")
     num_seqs, num_heads, num_tokens, head_dim = queries.shape
     if num_heads % keys.shape[1] or keys.shape[0] != num_seqs or keys.shape[3] != head_dim or num_tokens == 0:
         raise ValueError(
             f"queries {tuple(queries.shape)} and keys {tuple(keys.shape)} must be [S, Hq, query tokens, d] and "
             "[S, Hkv, W, d] with at least one query token and Hq a multiple of Hkv"
         )
+    return queries

@@ -13,7 +13,7 @@ from kvllm.compression.specs import SPECS, MethodSpec
 
 INPUTS = (
     "query_offsets", "layer", "num_layers", "seeds", "starts", "last_positions", "values", "frequencies", "statistics",
-    "capacity", "evicted_mask", "mass",
+    "capacity", "evicted_mask", "mass", "observed",
 )  # fmt: skip
 """Inputs from the engine, beside queries, keys, `retain`, `buffer` and a method's options. A method gets those that its
 function has as keyword arguments:
@@ -30,6 +30,8 @@ statistics: a `QueryStatistics` of the layer, for the query heads of these KV he
 capacity: with `ragged`, the most KV pairs that one head or layer may keep.
 evicted_mask: with `ragged`, bool `[S, Hkv, C]`, the slots that an earlier selection left without a KV pair.
 mass: with `observes`, float32 `[S, Hkv, C]`, the attention that each KV pair has received so far.
+observed: with `observable`, where scores were added up while decoding, float32 `[S, Hkv, C - buffer]`; then there are
+    no queries.
 """
 
 

@@ -32,8 +32,8 @@ class ShardedMethod:
         if self.heads.replicas > 1:
             if queries is not None:
                 queries = self._of_replicas(queries).flatten(1, 2)
-            if "mass" in options:
-                options["mass"] = self._of_replicas(options["mass"]).sum(dim=1)
+            for name in {"mass", "observed"} & set(options):
+                options[name] = self._of_replicas(options[name]).sum(dim=1)
         return self.method(queries, keys, **options)
 
     def _of_whole_layer(self, queries: Tensor | None, keys: Tensor, options: dict[str, Any]) -> Tensor:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 Queries = Literal["window", "buffer", "recent", "none"]
+Observable = Literal["probabilities", "squares"]
 Number = TypeVar("Number", int, float)
 
 
@@ -47,6 +48,9 @@ class MethodSpec:
         (the buffer's), "recent" (the last `query_window`), "none".
     options: set by users; keyword arguments of its function.
     ragged: layers or heads keep different numbers of KV pairs. That goes with policy "threshold" alone.
+    observable: what its score of a KV pair adds up, over the query tokens of the window from the pair's own on: their
+        attention probabilities, or the squares of these. Such a score can be observed while sequences decode, instead
+        of being computed from all queries afterwards. None: its scores cannot.
     observes: it needs the attention that every KV pair has received so far. This sum belongs to one sequence, so
         sequences share no prefixes.
     whole_layer: it compares the KV heads of a layer, or numbers them, so it must see all of them at once.
@@ -61,6 +65,7 @@ class MethodSpec:
     summary: str
     queries: Queries = "none"
     options: tuple[Option[Any], ...] = ()
+    observable: Observable | None = None
     ragged: bool = False
     observes: bool = False
     whole_layer: bool = False
@@ -97,7 +102,17 @@ SPECS: dict[str, MethodSpec] = {
     spec.name: spec
     for spec in (
         MethodSpec("kara", "what all queries of a window attend to; best tokens and chunks", "window", TOKEN2CHUNK),
-        MethodSpec("kara_sharp", "what later queries look up, and distinct keys (ours)", "window", TOKEN2CHUNK),
+        MethodSpec(
+            "kara_causal",
+            "Kara by a pair's own query and later ones",
+            "window",
+            TOKEN2CHUNK,
+            "probabilities",
+            function="kara:select_causal",
+        ),
+        MethodSpec(
+            "kara_sharp", "what later queries look up, and distinct keys (ours)", "window", TOKEN2CHUNK, "squares"
+        ),
         MethodSpec("kara_no_bi", "Kara by the buffer's queries alone", "buffer", TOKEN2CHUNK, function="kara:select"),
         MethodSpec("kara_no_token2chunk", "Kara without chunks", "window", function="kara:select_tokens"),
         MethodSpec("snapkv", "what the last queries attend to, smoothed", "recent"),

@@ -87,15 +87,22 @@ class CompressionPolicy(ABC):
 class PeriodicPolicy(CompressionPolicy):
     """Kara's schedule (paper, section 4.3 and Alg. 1): every `period` decode steps at most `max_sequences` sequences.
 
-    The first event is not before more than a window's length of steps. Of the eligible sequences those that stored most
-    since they were last served go first (`order="most_uncompressed"`), so none starves. An event for which the tokens
-    of a step do not suffice goes on in the following steps.
+    The first event is not before more than a window's length of steps. It takes a sequence's trailing window, as in the
+    paper; where scores are observed it takes the earliest one, since these belong to windows that follow each other. Of
+    the eligible sequences those that stored most since they were last served go first (`order="most_uncompressed"`), so
+    none starves. An event for which the tokens of a step do not suffice goes on in the following steps.
     """
 
     def __init__(self, config: CompressionConfig, block_size: int) -> None:
         super().__init__(config, block_size)
         self._last_event = 0
         self._left = 0  # sequences that the present event may still serve
+
+    def eligible(self, decoding: Sequences[Sequence]) -> list[Candidate]:
+        if not self.config.observes_scores:
+            return super().eligible(decoding)
+        regions = ((seq, self.regions_of(seq).first(seq.cached_length, seq.uncompressed_tail)) for seq in decoding)
+        return [(seq, region) for seq, region in regions if region is not None]
 
     def select(self, decoding: Sequences[Sequence], load: EngineLoad) -> list[Candidate]:
         steps = load.decode_steps

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvllm.config import CompressionConfig
 
@@ -47,6 +47,11 @@ class Regions(ABC):
     @abstractmethod
     def trailing(self, cached: int, tail: int) -> Region | None:
         """The region of a sequence that one event compresses, or None while it is not eligible."""
+
+    def first(self, cached: int, tail: int) -> Region | None:
+        """The earliest window of what could be compressed now."""
+        region = self.complete(cached, tail)
+        return region and replace(region, count=1)
 
     @abstractmethod
     def next_end(self, cached: int, tail: int) -> int:

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvllm.kernels.score_windows import KeptScores, window_of
 from kvllm.kernels.tiles import (
     LOG2_E,
     SEGMENT,
@@ -86,7 +87,7 @@ def _decode_length(
     return length - num_evicted, evicted_begin, num_evicted
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_segments"])
+@triton.jit(do_not_specialize=["table_stride", "num_segments", "observed_width"])
 def _attend_segments(
     queries,
     keys,
@@ -101,9 +102,11 @@ def _attend_segments(
     partial_maximum,
     partial_total,
     observed_scores,
+    window_start,
     query_stride,
     table_stride,
     num_segments,
+    observed_width,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -114,6 +117,8 @@ def _attend_segments(
     SEGMENT: tl.constexpr,
     RAGGED: tl.constexpr,
     OBSERVED: tl.constexpr,
+    STRIDE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     sequence, head = tl.program_id(0), tl.program_id(1)
     token = tl.load(query_start_loc + sequence)
@@ -129,6 +134,9 @@ def _attend_segments(
     query = tl.load(queries + query_offsets, mask=mask, other=0.0)
     table = tables + sequence.to(tl.int64) * table_stride
     first_partial = (sequence.to(tl.int64) * (KV_HEADS * GROUP) + query_head) * num_segments
+    observed_begin = 0  # the first KV pair whose score is wanted: of all, or of a window
+    if STRIDE:
+        _, observed_begin = window_of(window_start, sequence, length - 1, STRIDE, OVERLAP)
     for segment in range(tl.program_id(2), tl.cdiv(length, SEGMENT), tl.num_programs(2)):
         maximum = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
@@ -155,8 +163,10 @@ def _attend_segments(
                 CHANNELS,
             )
             if OBSERVED:
-                places = first_partial[:, None] * SEGMENT + kv_index[None, :]
-                tl.store(observed_scores + places, scores, mask=(member < GROUP)[:, None] & exists[None, :])
+                first_place = (sequence.to(tl.int64) * (KV_HEADS * GROUP) + query_head) * observed_width
+                places = first_place[:, None] + (kv_index - observed_begin)[None, :]
+                wanted = exists & (kv_index >= observed_begin)
+                tl.store(observed_scores + places, scores, mask=(member < GROUP)[:, None] & wanted[None, :])
         partial = first_partial + segment
         tl.store(partial_maximum + partial, maximum, mask=member < GROUP)
         tl.store(partial_total + partial, total, mask=member < GROUP)
@@ -229,6 +239,7 @@ def paged_decode(
     scale: float,
     partials: Partials,
     observed: Observed | None,
+    kept: KeptScores | None,
     output: torch.Tensor,
 ) -> None:
     """Attention of the sequences that have exactly one query token; those of others are left alone in `output`.
@@ -238,6 +249,7 @@ def paged_decode(
     query_start_loc, last_kv_index, block_tables, packed_len: as in AttentionBatch; head_lengths: of this layer,
         `[S, kv_heads]`.
     observed: where scores and totals are written, if they are wanted. KV pairs are counted without evicted ones.
+    kept: where the scores of windows are written, if these are wanted; not beside `observed`.
     output: contiguous, the shape and dtype of `queries`.
 
     Source: Flash-Decoding (Dao et al., 2023) over block tables, the query heads of a KV head in one tile.
@@ -247,6 +259,8 @@ def paged_decode(
     group = num_heads // kv_heads
     rows = decode_rows(group)
     num_sequences, num_segments = query_start_loc.shape[0] - 1, partials.total.shape[2]
+    wanted = observed or kept
+    scores = wanted.scores if wanted else partials.total
     lengths = (packed_len, head_lengths) if packed_len is not None else (last_kv_index, last_kv_index)
     shape = {
         "KV_HEADS": kv_heads,
@@ -256,7 +270,6 @@ def paged_decode(
         "ROWS": rows,
         "SEGMENT": SEGMENT,
         "RAGGED": packed_len is not None,
-        "OBSERVED": observed is not None,
         "num_warps": warps(queries.dtype, rows, head_dim),
     }
     programs = min(num_segments, triton.cdiv(_PROGRAMS, max(1, num_sequences * kv_heads)))
@@ -272,12 +285,17 @@ def paged_decode(
         partials.weighted,
         partials.maximum,
         partials.total,
-        observed.scores if observed else partials.total,
+        scores,
+        kept.window_start if kept else last_kv_index,
         queries.stride(0),
         block_tables.stride(0),
         num_segments,
+        scores.shape[2],
         BLOCK_SIZE=block_size,
         TILE=kv_pairs_per_tile(queries.dtype, head_dim),
+        OBSERVED=scores is not partials.total,
+        STRIDE=kept.stride if kept else 0,
+        OVERLAP=kept.overlap if kept else 0,
         num_stages=stages(head_dim),
         **shape,
     )
@@ -291,6 +309,7 @@ def paged_decode(
         partials.total,
         observed.totals if observed else partials.total,
         num_segments,
+        OBSERVED=observed is not None,
         MERGED=_MERGED,
         **shape,
     )

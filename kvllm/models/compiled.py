@@ -9,7 +9,7 @@ import torch
 
 from kvllm._extension import operator
 from kvllm.attention.context import AttentionContext
-from kvllm.attention.cpu import CpuBackend
+from kvllm.attention.cpu import CpuBackend, window_arguments
 
 if TYPE_CHECKING:
     from kvllm.models.base import DecoderLayer, GatedMLP
@@ -53,6 +53,7 @@ class CompiledLayers:
     def forward(self, residual: torch.Tensor, positions: torch.Tensor, attention: AttentionContext) -> torch.Tensor:
         """Embedded tokens `[T, hidden_size]`, which are overwritten -> the normalized hidden states, as many."""
         batch, backend = attention.plan, attention.backend
+        scores = None if batch.window_start is None else backend.cache.scores
         return self._run(
             self._decoder,
             residual,
@@ -64,6 +65,9 @@ class CompiledLayers:
             batch.block_tables,
             batch.packed_len,
             batch.head_lengths,
+            scores,
+            batch.window_start,
+            *window_arguments(batch.windows),
             backend.scale,
         )
 

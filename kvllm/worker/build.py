@@ -49,11 +49,12 @@ class RunnerSettings(Struct, frozen=True):
     quantization: str | None = None
 
 
-def rank_cache_shape(model: ModelConfig, dtype: str, block_size: int, num_ranks: int) -> CacheShape:
+def rank_cache_shape(model: ModelConfig, dtype: str, engine: EngineConfig, num_ranks: int) -> CacheShape:
     """Sizes of what each of `num_ranks` ranks stores. With fewer KV heads than ranks, several ranks hold the same."""
-    return CacheShape(
-        model.num_layers, max(1, model.num_kv_heads // num_ranks), model.head_dim, block_size, DTYPES[dtype]
-    )
+    num_kv_heads = max(1, model.num_kv_heads // num_ranks)
+    compression = engine.active_compression
+    scored = compression is not None and compression.observes_scores
+    return CacheShape(model.num_layers, num_kv_heads, model.head_dim, engine.block_size, DTYPES[dtype], scored)
 
 
 def method_state_bytes(engine: EngineConfig, shape: CacheShape) -> int:
@@ -91,7 +92,7 @@ def make_runner(settings: RunnerSettings, shard: Shard, device: torch.device) ->
 def _backend(settings: RunnerSettings, shard: Shard, device: torch.device, num_blocks: int) -> AttentionBackend:
     """The attention backend of a rank, over a cache of its own."""
     model = settings.model
-    shape = rank_cache_shape(model, settings.dtype, settings.engine.block_size, shard.world_size)
+    shape = rank_cache_shape(model, settings.dtype, settings.engine, shard.world_size)
     num_query_heads = model.num_query_heads // shard.world_size
     cache = PagedKVCache(shape, num_blocks, device)
     return make_backend(

@@ -8,7 +8,7 @@ order of the regions nor the size of a pass can change what survives.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -24,6 +24,7 @@ from kvllm.core.protocol import CompressionJob
 from kvllm.kvcache.compaction import pad, region_indices
 from kvllm.kvcache.ops.base import KVOperations
 from kvllm.worker.attention_state import AttentionMass, RaggedLengths
+from kvllm.worker.observed_scores import ObservedScores
 from kvllm.worker.state import BlockTables, SequenceState
 from kvllm.worker.timing import PhaseClock
 from kvllm.worker.transfer import to_device
@@ -42,7 +43,7 @@ class _Window:
 class Compressor:
     """Executes the compression jobs of a plan.
 
-    ragged, mass: state that some methods keep beside the cache. select: called in place of the method itself.
+    ragged, mass, observed: state that some methods keep beside the cache. select: called in place of the method itself.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Compressor:
         max_num_batched_tokens: int,
         ragged: RaggedLengths | None = None,
         mass: AttentionMass | None = None,
+        observed: ObservedScores | None = None,
         select: Callable[..., torch.Tensor] | None = None,
     ) -> None:
         self.model = model
@@ -66,6 +68,7 @@ class Compressor:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.ragged = ragged
         self.mass = mass
+        self.observed = observed
         self.select = select or METHODS[config.method]
         self.gathers_values = "values" in METHODS[config.method].arguments
         self.query_tokens = QueryTokens.of(config)
@@ -88,6 +91,8 @@ class Compressor:
             for job in jobs:
                 state = states[job.seq_id]
                 self.tables.replace(state, job.first_block, job.region_blocks, job.destinations)
+                if self.observed:
+                    self.observed.advance(state.table_slot, job)
                 state.cached_length -= job.dropped
 
     # Selection
@@ -126,7 +131,7 @@ class Compressor:
                 if queries is not None:
                     queries = queries.view(len(windows), len(offsets), *queries.shape[1:]).transpose(1, 2)
                 keys = self.operations.gather_keys(layer, tables)[:, :, :size]
-                inputs = shared | self._inputs(windows, layer)
+                inputs = shared | self._inputs(windows, layer, tables)
                 if self.gathers_values:
                     inputs["values"] = self.operations.gather_values(layer, tables)[:, :, :size]
                 chosen = self.select(
@@ -165,7 +170,7 @@ class Compressor:
             "last_positions": [w.start + w.size - 1 + w.state.dropped for w in windows],
         }
 
-    def _inputs(self, windows: list[_Window], layer: int) -> dict[str, Any]:
+    def _inputs(self, windows: list[_Window], layer: int, tables: torch.Tensor) -> dict[str, Any]:
         """The inputs of a layer among `kvllm.compression.registry.INPUTS`, but for those that layers share."""
         inputs: dict[str, Any] = {"layer": layer, "num_layers": self.cache.shape.num_layers}
         table_slots = [window.state.table_slot for window in windows]
@@ -175,6 +180,8 @@ class Compressor:
             inputs["evicted_mask"] = self.ragged.evicted_mask(layer, table_slots, starts, windows[0].size)
         if self.mass:
             inputs["mass"] = self.mass.gather(layer, table_slots, starts, windows[0].size)
+        if self.observed:
+            inputs["observed"] = self.observed.of_windows(layer, tables)
         return inputs
 
     def _window_tables(self, windows: list[_Window], size: int) -> torch.Tensor:
@@ -199,8 +206,9 @@ class Compressor:
             query_start_loc=torch.arange(0, index.size + 1, len(offsets), dtype=torch.int32, device=device),
             last_kv_index=to_device(index.astype(np.int32).ravel(), device),
             block_tables=to_device(self.tables.table[table_slots, :num_blocks], device),
-            **(self.ragged.of(table_slots) if self.ragged else {}),
         )
+        if self.ragged:
+            batch = replace(batch, **self.ragged.of(table_slots))
         self.model.recompute_queries(
             to_device(token_ids, device),
             to_device(positions.ravel(), device),
@@ -227,6 +235,9 @@ class Compressor:
             self.ragged.set(list(table_slots), list(starts), counts, [job.retain for job in jobs])
         if self.mass:
             self.mass.compact(regions, indices)
+        if self.observed:
+            for job, blocks, offsets in zip(jobs, sources, indices, strict=True):
+                self.observed.compact(job, blocks, offsets)
         self.operations.compact(
             pad(indices),
             self._stack(sources),

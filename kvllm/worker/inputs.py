@@ -20,13 +20,14 @@ ALIGNMENT = 64
 
 class InputShape(NamedTuple):
     """num_blocks: columns of the block tables. heads: layers and KV heads, where these hold different numbers of KV
-    pairs. observed: whether attention is added up."""
+    pairs. observed: whether attention is added up. scored: whether windows are scored."""
 
     num_query_tokens: int
     num_seqs: int
     num_blocks: int
     heads: tuple[int, int] | None = None
     observed: bool = False
+    scored: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -52,6 +53,8 @@ class InputShape(NamedTuple):
             yield "head_lengths", torch.int32, (layers, self.num_seqs, kv_heads)
         if self.observed:
             yield "table_slots", torch.int32, (self.num_seqs,)
+        if self.scored:
+            yield "window_start", torch.int32, (self.num_seqs,)
 
 
 class StepInputs:
@@ -67,6 +70,7 @@ class StepInputs:
     packed_len: torch.Tensor | None = None
     head_lengths: torch.Tensor | None = None
     table_slots: torch.Tensor | None = None
+    window_start: torch.Tensor | None = None
 
     def __init__(self, shape: InputShape, memory: torch.Tensor) -> None:
         self.shape = shape
@@ -88,6 +92,7 @@ class StepInputs:
             self.packed_len,
             self.head_lengths,
             self.table_slots,
+            window_start=self.window_start,
         )
 
 
@@ -103,13 +108,23 @@ class InputPreparer:
 
     A shape may have room for more sequences, of one query token each. These store nothing, and attend to a single KV
     pair; where attention is added up, they share the slot behind those of all sequences.
+
+    window_start: of all sequences, where windows are scored.
     """
 
-    def __init__(self, tables: BlockTables, ragged: RaggedLengths | None, observed: bool, device: torch.device) -> None:
+    def __init__(
+        self,
+        tables: BlockTables,
+        ragged: RaggedLengths | None,
+        observed: bool,
+        device: torch.device,
+        window_start: np.ndarray | None = None,
+    ) -> None:
         self.tables = tables
         self.ragged = ragged
         self.observed = observed
         self.device = device
+        self.window_start = window_start
         self.clear()
 
     def clear(self) -> None:
@@ -119,7 +134,8 @@ class InputPreparer:
 
     def shape(self, num_query_tokens: int, num_seqs: int, num_blocks: int) -> InputShape:
         heads = self.ragged.heads if self.ragged else None
-        return InputShape(num_query_tokens, num_seqs, num_blocks, heads, self.observed)
+        scored = self.window_start is not None
+        return InputShape(num_query_tokens, num_seqs, num_blocks, heads, self.observed, scored)
 
     def prepare(self, states: list[SequenceState], num_tokens: list[int], shape: InputShape) -> StepInputs:
         """Inputs of the step that computes the next `num_tokens[i]` tokens of each sequence, which have their blocks.
@@ -143,7 +159,11 @@ class InputPreparer:
         if self._memory[0].numel() < num_bytes:
             size = 1 << (num_bytes - 1).bit_length()  # so that growing shapes seldom need other memory
             self._memory[0] = torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-        return _PartialInputs.of(states, num_tokens, StepInputs(shape, self._memory[0]), self.tables, self.ragged)
+        tensors = StepInputs(shape, self._memory[0])
+        if tensors.window_start is not None and self.window_start is not None:
+            starts = self.window_start[[state.table_slot for state in states]]
+            _write(tensors.window_start, starts, spare=np.iinfo(np.int32).max)
+        return _PartialInputs.of(states, num_tokens, tensors, self.tables, self.ragged)
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from kvllm.attention.base import AttentionBackend
+from kvllm.attention.base import AttentionBackend, ScoredChunk
 from kvllm.attention.context import AttentionContext
 from kvllm.config import CompressionConfig, EngineConfig
 from kvllm.core.protocol import (
@@ -21,7 +21,6 @@ from kvllm.core.protocol import (
     StepResult,
 )
 from kvllm.kvcache.cache import PagedKVCache
-from kvllm.kvcache.ops.base import KVOperations
 from kvllm.kvcache.ops.registry import make_operations
 from kvllm.sampling_params import SamplingParams
 from kvllm.structured.compile import Grammars
@@ -29,6 +28,7 @@ from kvllm.worker.attention_state import AttentionMass, ObservingBackend, Ragged
 from kvllm.worker.compressor import Compressor
 from kvllm.worker.graphs import Capture, DecodeGraphs
 from kvllm.worker.inputs import InputPreparer, StepInputs
+from kvllm.worker.observed_scores import ObservedScores, ScoringBackend
 from kvllm.worker.prompt_logprobs import PromptReport
 from kvllm.worker.sampler import SampleRow, Samples, sample
 from kvllm.worker.state import BlockTables, SequenceState
@@ -73,11 +73,13 @@ class ModelRunner:
         self.tables = BlockTables(config.max_num_seqs, max_blocks, config.block_size)
         self.ragged: RaggedLengths | None = None
         self.mass: AttentionMass | None = None
+        self.observed: ObservedScores | None = None
         self.compressor = None
         self.graphs: DecodeGraphs | None = None
         if compression := config.active_compression:
             self._prepare_compression(compression, config, select)
-        self.inputs = InputPreparer(self.tables, self.ragged, self.mass is not None, self.device)
+        window_start = self.observed.window_start if self.observed else None
+        self.inputs = InputPreparer(self.tables, self.ragged, self.mass is not None, self.device, window_start)
 
     def _prepare_compression(
         self, compression: CompressionConfig, config: EngineConfig, select: Callable[..., torch.Tensor] | None
@@ -87,6 +89,8 @@ class ModelRunner:
         if compression.spec.observes:
             self.mass = AttentionMass(self.cache.shape, config.max_num_seqs, config.max_model_len, self.device)
             self.backend = ObservingBackend(self.backend, self.operations, self.mass)
+        if compression.observes_scores:
+            self.observed = ObservedScores(self.cache, compression, config.max_num_seqs)
         self.compressor = Compressor(
             self.model,
             self.operations,
@@ -96,6 +100,7 @@ class ModelRunner:
             config.max_num_batched_tokens,
             self.ragged,
             self.mass,
+            self.observed,
             select,
         )
 
@@ -106,10 +111,9 @@ class ModelRunner:
 
         num_blocks: in the pool. largest_alone: record the rest when it is needed.
         """
-        if self.backend.capturable:
+        if self.backend.capturable and (self.observed is None or self.backend.scores_windows):
             max_blocks = min(num_blocks, self.tables.table.shape[1])
-            forward = partial(_pass, self.model, self.backend, self.operations)
-            self.graphs = DecodeGraphs(forward, capture, self.inputs, max_blocks)
+            self.graphs = DecodeGraphs(self._forward_inputs, capture, self.inputs, max_blocks)
             self.graphs.capture(self.graphs.graph_batch_sizes()[: 1 if largest_alone else None])
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -164,6 +168,8 @@ class ModelRunner:
             cached_length=start.cached_length,
             sample_row=row,
         )
+        if self.observed:
+            self.observed.start(self.states[start.seq_id].table_slot, start.prompt_length, start.sampling)
 
     def _sample_row(self, params: SamplingParams, seed: int, prompt: list[int], output: list[int]) -> SampleRow:
         rule = params.structured_outputs
@@ -206,7 +212,29 @@ class ModelRunner:
         """Hidden states `[T, hidden_size]` of the next `num_tokens[i]` tokens of each sequence."""
         shape = self.inputs.shape(sum(num_tokens), len(states), max(state.num_blocks for state in states))
         inputs = self.inputs.prepare(states, num_tokens, shape)
-        return _pass(self.model, self.backend, self.operations, inputs.to(self.device))
+        return self._forward_inputs(inputs.to(self.device), self._scored_chunks(states, num_tokens))
+
+    def _forward_inputs(self, inputs: StepInputs, chunks: tuple[ScoredChunk, ...] = ()) -> torch.Tensor:
+        """The model over inputs on its device."""
+        batch, backend = inputs.attention_batch(), self.backend
+        if self.observed:
+            batch = replace(batch, windows=self.observed.windows, scored_chunks=chunks)
+        if chunks:
+            backend = ScoringBackend(backend, self.operations)
+        attention = AttentionContext(backend, self.operations, backend.plan(batch), inputs.slot_mapping)
+        return self.model.forward(inputs.token_ids, inputs.positions, attention)
+
+    def _scored_chunks(self, states: list[SequenceState], num_tokens: list[int]) -> tuple[ScoredChunk, ...]:
+        """The query tokens whose scores the attention backend does not add up."""
+        if self.observed is None:
+            return ()
+        chunks, begin = [], 0
+        for i, (state, count) in enumerate(zip(states, num_tokens, strict=True)):
+            start = int(self.observed.window_start[state.table_slot])
+            if start < state.cached_length + count and (count > 1 or not self.backend.scores_windows):
+                chunks.append(ScoredChunk(i, begin, begin + count, state.cached_length, start))
+            begin += count
+        return tuple(chunks)
 
     def _report_prompts(
         self, scheduled: list[ScheduledSequence], states: list[SequenceState], hidden: torch.Tensor
@@ -267,13 +295,9 @@ class ModelRunner:
             sample_row=row,
         )
         self.tables.copy(parent, child.table_slot)
+        if self.observed:
+            self.observed.window_start[child.table_slot] = self.observed.window_start[parent.table_slot]
         if self.mass:  # lengths need no copy: forks come before any compression
             self.mass.copy(parent.table_slot, child.table_slot)
         self.states[fork.seq_id] = child
         return child
-
-
-def _pass(model: Any, backend: AttentionBackend, operations: KVOperations, inputs: StepInputs) -> torch.Tensor:
-    """The model over inputs on its device."""
-    attention = AttentionContext(backend, operations, backend.plan(inputs.attention_batch()), inputs.slot_mapping)
-    return model.forward(inputs.token_ids, inputs.positions, attention)

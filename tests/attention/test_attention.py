@@ -7,10 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvllm.attention.base import AttentionBatch
+from kvllm.attention.base import AttentionBatch, ScoredChunk, ScoreWindows
 from kvllm.attention.registry import make_backend
 from kvllm.errors import ConfigError
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
+from kvllm.kvcache.ops.registry import make_operations
+from kvllm.worker.observed_scores import ScoringBackend
+from tests.helpers import attention_cases
 from tests.helpers.attention_cases import (
     EDGES,
     KV_HEADS,
@@ -204,3 +207,39 @@ def test_bits_of_a_row_do_not_depend_on_the_batch(group: int, dtype: torch.dtype
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_later_entries_of_the_same_sequence_stay_hidden(dtype: torch.dtype) -> None:
     assert_later_entries_stay_hidden(dtype)
+
+
+# Scores of windows
+
+
+def test_scores_of_windows() -> None:
+    attention_cases.assert_scores("cpu")
+
+
+@pytest.mark.parametrize("windows", attention_cases.WINDOWS, ids=str)
+@pytest.mark.parametrize("chunk", [1, 7, 50, 200])
+def test_chunks_of_query_tokens_add_what_single_ones_do(windows: ScoreWindows, chunk: int) -> None:
+    """A sequence's tokens one by one through the kernel, and in chunks through the second product."""
+    case = attention_cases.make_case([list(range(700))], group=2, head_dim=32)
+    singly, in_chunks = (torch.full((1, case.cache.num_blocks, 2, 16), torch.nan) for _ in range(2))
+    start = torch.tensor([16], dtype=torch.int32)
+
+    def batch(begin: int, end: int) -> AttentionBatch:
+        loc, index = torch.tensor([0, end - begin], dtype=torch.int32), torch.arange(begin, end, dtype=torch.int32)
+        chunks = (ScoredChunk(0, 0, end - begin, begin, 16),)
+        return AttentionBatch(loc, index, case.batch.block_tables, windows=windows, scored_chunks=chunks)
+
+    backend = case.backend("cpu")
+    case.cache.scores = singly
+    for i in range(16, 700):
+        backend.run(0, case.queries[i : i + 1], backend.plan(replace(batch(i, i + 1), window_start=start)))
+    case.cache.scores = in_chunks
+    scoring = ScoringBackend(backend, make_operations(case.cache))
+    for begin in range(0, 700, chunk):
+        end = min(begin + chunk, 700)
+        scoring.run(0, case.queries[begin:end], scoring.plan(batch(begin, end)))
+    block, offset = case.batch.block_tables[0, torch.arange(16, 700) // 16].long(), torch.arange(16, 700) % 16
+    scored = (torch.arange(684) % windows.stride) < windows.num_scored
+    expected, found = singly[0, block, :, offset], in_chunks[0, block, :, offset]
+    torch.testing.assert_close(found[scored], expected[scored], atol=1e-5, rtol=1e-5)
+    assert not expected[scored].isnan().any() and expected[~scored].isnan().all()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvllm.attention.base import AttentionBackend, AttentionBatch
+from kvllm.attention.base import AttentionBackend, AttentionBatch, ScoreWindows
 from kvllm.attention.registry import make_backend
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 
@@ -28,6 +28,13 @@ RAGGED = [
     (list(range(1100, 1130)), 1090, (64, 513)),
     ([300], 256, (256, 256)),  # compressed, and no hole
 ]
+NEVER = 2**31 - 1
+# One behind the other, with a buffer; and each sharing its buffer with the next one.
+WINDOWS = (
+    ScoreWindows(96, 96, 80, squared=True),
+    ScoreWindows(96, 80, 80, squared=True),
+    ScoreWindows(640, 592, 592, squared=False),
+)
 
 
 @dataclass
@@ -180,3 +187,48 @@ def assert_later_entries_stay_hidden(dtype: torch.dtype) -> None:
         after = case.run()
         assert torch.equal(after[:first_hidden], before[:first_hidden])
         assert after[first_hidden:].isnan().all()
+
+
+def make_scored_case(windows: ScoreWindows, tokens: list[tuple[int, int]], **options) -> Case:
+    """Sequences of one query token each, with its KV pair's index and the beginning of the first window; the cache has
+    scores of garbage."""
+    case = make_case([[index] for index, _ in tokens], **options)
+    case.cache.scores = torch.rand(1, case.cache.num_blocks, KV_HEADS, case.cache.shape.block_size) + 1
+    starts = torch.tensor([start for _, start in tokens], dtype=torch.int32)
+    return replace(case, batch=replace(case.batch, window_start=starts, windows=windows))
+
+
+def dense_scores(case: Case) -> torch.Tensor:
+    """The scores of the cache after a step, written out window by window, in float64."""
+    assert case.cache.scores is not None and case.batch.windows is not None and case.batch.window_start is not None
+    scores, windows, block_size = case.cache.scores.double(), case.batch.windows, case.cache.shape.block_size
+    for sequence, index in enumerate(case.batch.last_kv_index.tolist()):
+        table = case.batch.block_tables[sequence].long()
+        queries = case.queries[sequence].double().unflatten(0, (KV_HEADS, -1))
+        for start in range(int(case.batch.window_start[sequence]), index + 1, windows.stride):
+            if index >= start + windows.size:
+                continue
+            pairs = torch.arange(start, min(index + 1, start + windows.num_scored))
+            keys = case.keys[sequence][pairs].double().transpose(0, 1)
+            probabilities = (queries @ keys.mT * case.scale).softmax(-1)
+            added = (probabilities.square() if windows.squared else probabilities).sum(1)
+            places = (0, table[pairs // block_size], slice(None), pairs % block_size)
+            before = scores[places].T
+            before[:, pairs == index] = 0
+            scores[places] = (before + added).T
+    return scores
+
+
+def assert_scores(name: str) -> None:
+    """A backend adds to the scores of windows, whatever the lengths, and leaves all others; its output is the same."""
+    tokens = [(0, 0), (16, 16), (15, 16), (95, 16), (111, 16), (130, 16), (160, 0), (700, 640), (1500, 512), (9, NEVER)]
+    for windows in WINDOWS:
+        for options in ({}, {"group": 3, "head_dim": 16}, {"group": 1, "block_size": 64, "head_dim": 96}):
+            case = make_scored_case(windows, tokens, **options)
+            expected, before = dense_scores(case), case.cache.scores.clone()
+            output = case.run(name)
+            unscored = replace(case.batch, window_start=None, windows=None)
+            assert torch.equal(output, replace(case, batch=unscored).run(name))
+            torch.testing.assert_close(case.cache.scores.double(), expected, atol=2e-6, rtol=1e-6)
+            changed = case.cache.scores != before
+            assert changed.any() and not changed[expected == before].any()

@@ -349,6 +349,18 @@ class Expected:
         """The mass `[kv_heads, n]` that KV pairs had received when the text had this length."""
         return self.masses[layer][:, length - 1].gather(-1, positions)
 
+    def observed(self, layer: int, event: Event) -> Tensor:
+        """Scores `[kv_heads, scored KV pairs]` of a window, from the queries of its tokens as each was decoded."""
+        positions = event.region[layer]
+        assert (positions == positions[0]).all() and (positions >= 0).all()
+        keys = self.dense.keys[layer][:, positions[0, : event.size - self.config.buffer]]
+        queries = self.dense.queries[layer][:, positions[0]].unflatten(0, (len(keys), -1))
+        scores = queries @ keys[:, None].mT * keys.shape[-1] ** -0.5
+        later = torch.arange(keys.shape[1]) > torch.arange(event.size)[:, None]
+        probabilities = scores.masked_fill(later, -torch.inf).softmax(-1)
+        squared = self.method.spec.observable == "squares"
+        return (probabilities.square() if squared else probabilities).sum((1, 2))
+
     def choice(self, event: Event) -> list[list[list[int]]]:
         """The offsets that the method keeps of dense keys, by layer and head, with dense queries or dense mass."""
         queries = self._queries(event)
@@ -367,6 +379,8 @@ class Expected:
                 options |= {"capacity": event.retain, "evicted_mask": evicted_mask[None]}
             if self.method.spec.observes:
                 options["mass"] = self.mass(layer, event.length, index)[None].float()
+            if self.config.observes_scores:
+                options["observed"] = self.observed(layer, event)[None].float()
             chosen = self.method(
                 None if queries is None else queries[layer][None].float(),
                 keys.take_along_dim(index[..., None], 1).masked_fill(evicted_mask[..., None], torch.nan)[None].float(),
@@ -380,7 +394,7 @@ class Expected:
 
     def _queries(self, event: Event) -> list[Tensor] | None:
         """Queries of the tokens that score, recomputed over what was cached before the event; by layer `[Hq, T, d]`."""
-        if self.method.spec.queries == "none":
+        if self.method.spec.queries == "none" or self.config.observes_scores:
             return None
         positions, visible = event.scoring(self.config)
         visible = visible[..., : self.length]

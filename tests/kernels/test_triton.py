@@ -168,6 +168,11 @@ def attention_mass_of_decodes_alone() -> None:
 
 
 @check
+def scores_of_windows() -> None:
+    attention_cases.assert_scores("triton")
+
+
+@check
 def bits_of_attention_mass_do_not_depend_on_the_batch() -> None:
     case = attention_cases.make_case([[600], list(range(90)), list(range(7, 40, 3))], head_dim=16, group=3)
     together = torch.zeros(1, 3, attention_cases.KV_HEADS, 700)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvllm.attention.base import AttentionBatch
+from kvllm.attention.base import AttentionBatch, ScoreWindows
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from tests.helpers.processes import ROOT, run_python
 
@@ -74,12 +74,13 @@ def launch_attention(dtype: torch.dtype, head_dim: int) -> None:
     def ints(*size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.int32)
 
-    cache = PagedKVCache(CacheShape(1, 8, head_dim, 256, dtype), 4)
+    cache = PagedKVCache(CacheShape(1, 8, head_dim, 256, dtype, scored=True), 4)
     backend = TritonBackend(cache, 32, head_dim**-0.5)
     queries = torch.zeros(33, 32, head_dim, dtype=dtype)
     with_holes = {"packed_len": ints(2), "head_lengths": ints(1, 2, 8)}
     observed = {"table_slots": ints(2), "mass": torch.zeros(1, 2, 8, 4096)}
-    for options in ({}, with_holes, observed) if head_dim == 128 else ({},):
+    windows = {"window_start": ints(2), "windows": ScoreWindows(768, 768, 736, squared=True)}
+    for options in ({}, with_holes, observed, windows) if head_dim == 128 else ({},):
         batch = AttentionBatch(torch.tensor([0, 1, 33], dtype=torch.int32), ints(33), ints(2, 8), **options)
         backend.run(0, queries, backend.plan(batch))
     alone = AttentionBatch(torch.tensor([0, 33], dtype=torch.int32), ints(33), ints(1, 1))

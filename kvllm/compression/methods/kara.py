@@ -39,6 +39,30 @@ def select_tokens(queries: Tensor, keys: Tensor, *, retain: int, buffer: int) ->
     return select(queries, keys, retain=retain, buffer=buffer, chunk_budget=0, max_chunk=3)
 
 
+def select_causal(
+    queries: Tensor | None,
+    keys: Tensor,
+    *,
+    retain: int,
+    buffer: int,
+    chunk_budget: int,
+    max_chunk: int,
+    query_offsets: Tensor,
+    observed: Tensor | None = None,
+) -> Tensor:
+    """The ablation that never looks ahead: `select`, but no query attends to a KV pair that comes after it.
+
+    query_offsets: int64 `[query tokens]`, the position of each in the window.
+    observed: float32 `[S, Hkv, W - buffer]`, the scores, where they were added up while decoding.
+    """
+    if keeps_everything(keys, retain, buffer):
+        return everything(keys)
+    if observed is None:
+        num_scored = keys.shape[2] - buffer
+        observed = batched_attention_mass(check_queries(queries, keys), keys, num_scored, query_offsets)
+    return with_buffer(expand(observed, retain - buffer, chunk_budget, max_chunk), keys, buffer)
+
+
 @torch.no_grad()
 def scores(queries: Tensor, keys: Tensor, buffer: int) -> Tensor:
     """Attention mass each compressible position receives (Kara paper, Eq. 4).

@@ -22,7 +22,7 @@ DISTINCT_SHARE = 4
 
 
 def select(
-    queries: Tensor,
+    queries: Tensor | None,
     keys: Tensor,
     *,
     retain: int,
@@ -30,14 +30,16 @@ def select(
     chunk_budget: int,
     max_chunk: int,
     query_offsets: Tensor,
+    observed: Tensor | None = None,
 ) -> Tensor:
     """Choose the KV pairs of a window to keep, per sequence and KV head. Arguments and result as for Kara.
 
     query_offsets: int64 `[query tokens]`, the position of each in the window.
+    observed: what `scores` returns, where it was added up while decoding.
     """
     if keeps_everything(keys, retain, buffer):
         return everything(keys)
-    looked_up = scores(queries, keys, buffer, query_offsets)
+    looked_up = scores(queries, keys, buffer, query_offsets) if observed is None else observed
     total = retain - buffer
     distinct = top_indices(keydiff.scores(keys)[..., : looked_up.shape[-1]], total // DISTINCT_SHARE)
     highest = looked_up.amax(dim=-1, keepdim=True)
@@ -46,7 +48,7 @@ def select(
 
 
 @torch.no_grad()
-def scores(queries: Tensor, keys: Tensor, buffer: int, query_offsets: Tensor) -> Tensor:
+def scores(queries: Tensor | None, keys: Tensor, buffer: int, query_offsets: Tensor) -> Tensor:
     """Squared attention that each compressible position receives from its own query token and later ones.
 
     As in Kara, every query attends to compressible keys only; but to none that comes after it. The squares are summed
@@ -55,5 +57,5 @@ def scores(queries: Tensor, keys: Tensor, buffer: int, query_offsets: Tensor) ->
     Returns:
         float32 `[S, Hkv, W - buffer]`, bit-identical for a sequence whatever the others in the batch are.
     """
-    check_queries(queries, keys)
+    queries = check_queries(queries, keys)
     return batched_attention_mass(queries, keys, keys.shape[2] - buffer, query_offsets, squared=True)

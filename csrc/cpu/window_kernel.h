@@ -1,0 +1,37 @@
+// Scores of KV pairs while queries pass by: what each of the queries of a KV head gives the pairs of a window.
+#pragma once
+
+#include "simd.h"
+
+namespace kvllm {
+namespace {
+
+// added[pair] <- sum over `num_queries` rows of their softmax over the first `count` scores, or of its squares. The
+// rows, `stride` floats apart, are overwritten; they have room for whole vectors, as `added` has.
+inline void add_window(float* scores, int num_queries, int stride, int count, bool squared, float* added) {
+  const Vec minus_infinity = broadcast(-__builtin_inff());
+  for (int query = 0; query < num_queries; ++query) {
+    float* row = scores + query * stride;
+    Vec largest = minus_infinity;
+    for (int pair = 0; pair < count; pair += kLanes) {
+      if (count - pair < kLanes) store(row + pair, keep_first(count - pair, load(row + pair), minus_infinity));
+      largest = max(load(row + pair), largest);
+    }
+    const Vec shift = broadcast(reduce_max(largest));
+    Vec sum = {};
+    for (int pair = 0; pair < count; pair += kLanes) {
+      const Vec weight = exp(sub(load(row + pair), shift));
+      store(row + pair, weight);
+      sum = add(sum, weight);
+    }
+    const Vec inverse = div(broadcast(1.0f), broadcast(reduce_add(sum)));
+    for (int pair = 0; pair < count; pair += kLanes) {
+      const Vec probability = mul(load(row + pair), inverse);
+      const Vec term = squared ? mul(probability, probability) : probability;
+      store(added + pair, query == 0 ? term : add(load(added + pair), term));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace kvllm
