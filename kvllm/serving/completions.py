@@ -132,7 +132,9 @@ class CompletionAnswer:
         if self._body.echo:
             piece.text = self._names.text(prompt.token_ids) if prompt.text is None else prompt.text
             if piece.logprobs is not None and output.prompt_logprobs is not None:
-                _append(piece.logprobs, self._listers[piece.index].push(prompt.token_ids, output.prompt_logprobs))
+                missing = len(prompt.token_ids) - len(output.prompt_logprobs)  # of a request that was aborted
+                found = output.prompt_logprobs + [None] * missing
+                _append(piece.logprobs, self._listers[piece.index].push(prompt.token_ids, found))
 
 
 def _extend(choice: CompletionChoice, piece: CompletionChoice) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from http import HTTPStatus
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from kvllm.serving.errors import ApiError
 
@@ -23,6 +23,7 @@ class HttpProtocol(HttpToolsProtocol):
     good.
     """
 
+    _answering: RequestResponseCycle | None = None
     _timer: asyncio.TimerHandle | None = None
     _is_in_head = False
     _head_bytes = 0
@@ -34,6 +35,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._end_answer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -76,6 +78,18 @@ class HttpProtocol(HttpToolsProtocol):
         )
         self.transport.write(head.encode() + body)
         self.transport.close()
+        self._end_answer()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _end_answer(self) -> None:
+        """Tell the request that is being answered that its client is gone. uvicorn tells the newest one of the
+        connection alone, which may wait behind it."""
+        if self._answering is not None:
+            self._answering.disconnected = True
+            self._answering.message_event.set()
 
     def _start_timer(self) -> None:
         self._timer = self.loop.call_later(HEAD_SECONDS, self.transport.close)

@@ -99,6 +99,23 @@ def test_clients_that_go_away(server: ServerProcess) -> None:
     assert server.metric("kvllm:steps_total") == steps
 
 
+def test_a_client_that_goes_away_with_requests_in_line(server: ServerProcess) -> None:
+    """The second request on its connection waits for the first one, which ends too. So it does behind broken HTTP."""
+    body = json.dumps({**LONG, "max_tokens": 4000, "stream": True}).encode()
+    request = COMPLETION_HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    for noise in (b"", b"no HTTP\r\n\r\n"):
+        before = aborted(server)
+        host, _, port = server.url.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(request)
+            connection.recv(100)
+            connection.sendall(noise or request)
+            time.sleep(0.2)
+        wait_until(lambda before=before: aborted(server) - before == 1, "an aborted request")
+    wait_until(lambda: server.metric("vllm:num_requests_running") == 0, "an idle engine")
+    assert "Traceback" not in server.log
+
+
 def test_overload_and_a_drain() -> None:
     """More completions in flight than allowed get 503. After a SIGTERM those in flight have all tokens and [DONE];
     meanwhile new requests and /health get 503. The exit code is 0."""
@@ -130,15 +147,25 @@ def test_overload_and_a_drain() -> None:
 
 
 def test_a_drain_has_an_end() -> None:
-    """Requests that take longer are aborted, and their streams end too."""
-    process = ServerProcess(*POOL, "--shutdown-timeout", "0.3")
+    """Requests that take longer are aborted, and their streams end too. One whose prompt was not computed yet has an
+    answer without log probabilities of it."""
+    process = ServerProcess(*POOL, "--max-num-seqs", "2", "--shutdown-timeout", "0.3")
     try:
         results: list[list[list[bytes]]] = []
         thread = threading.Thread(target=lambda: results.append(stream_all(process, 2, 4000)))
         thread.start()
         wait_until(lambda: process.metric("vllm:num_requests_running") == 2, "two running requests")
+        scored = {"prompt": PROMPT, "echo": True, "logprobs": 1}
+        answers: list[tuple[int, Any]] = []
+        waiting = threading.Thread(target=lambda: answers.append(process.json("/v1/completions", scored)))
+        waiting.start()
+        wait_until(lambda: process.metric("vllm:num_requests_waiting") == 1, "a waiting request")
         process.signal(signal.SIGTERM)
         thread.join(30)
+        waiting.join(30)
+        ((status, answer),) = answers
+        assert status == 200 and answer["choices"][0]["finish_reason"] == "abort", answer
+        assert set(answer["choices"][0]["logprobs"]["token_logprobs"]) == {None}
         for events in results[0]:
             assert events[-1] == b"data: [DONE]" and b'"finish_reason":"abort"' in events[-2]
         assert process.process.wait(30) == 0
