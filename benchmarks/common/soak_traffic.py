@@ -33,9 +33,10 @@ class Traffic:
     wrong: what should not be: errors of the server, streams that break off, tokens that differ.
     """
 
-    def __init__(self, url: str, keys: list[str], seed: int) -> None:
+    def __init__(self, url: str, keys: list[str], reference_key: str, seed: int) -> None:
         self.url = url
         self.keys = keys
+        self.reference_key = reference_key  # of its own: the users of the others cancel requests
         self.rng = random.Random(seed)
         self.outcomes: Counter[tuple[str, str]] = Counter()
         self.wrong: list[str] = []
@@ -134,7 +135,7 @@ class Traffic:
 
     async def _reference_user(self, session: aiohttp.ClientSession) -> None:
         """The same request again and again, whose text must not depend on what else runs."""
-        headers = {"Authorization": f"Bearer {self.keys[0]}"}
+        headers = {"Authorization": f"Bearer {self.reference_key}"}
         while not self._stopping:
             async with session.post("/v1/completions", json=REFERENCE, headers=headers) as answer:
                 if self._check(answer.status, await answer.read(), allowed=(200, 503)) == 200:

@@ -59,13 +59,18 @@ def run_streams(url: str, bodies: list[dict[str, Any]]) -> tuple[float, list[Str
         return runner.run(_together(url, bodies))
 
 
+async def read_stream(url: str, body: dict[str, Any], key: str) -> Stream:
+    """Send one completion, as `run_streams` does. key: of the server's."""
+    return _read(*await _receive(url, body, key))
+
+
 async def _together(url: str, bodies: list[dict[str, Any]]) -> tuple[float, list[Stream]]:
     begin = time.perf_counter()
     received = await asyncio.gather(*(_receive(url, body) for body in bodies))
     return time.perf_counter() - begin, [_read(*each) for each in received]
 
 
-async def _receive(url: str, body: dict[str, Any]) -> tuple[_Receiver, float]:
+async def _receive(url: str, body: dict[str, Any], key: str = "") -> tuple[_Receiver, float]:
     address = urlsplit(url)
     loop = asyncio.get_running_loop()
     assert address.hostname and address.port
@@ -73,7 +78,7 @@ async def _receive(url: str, body: dict[str, Any]) -> tuple[_Receiver, float]:
     content = msgspec.json.encode({**body, "stream": True, "return_token_ids": True})
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(content)}\r\nConnection: close\r\n\r\n"
+        f"Authorization: Bearer {key}\r\nContent-Length: {len(content)}\r\nConnection: close\r\n\r\n"
     )
     transport.write(head.encode() + content)
     return receiver, await receiver.ended

@@ -2,7 +2,7 @@
 
     python -m benchmarks.serving.soak --minutes 20
 
-Users with three keys (weights, guaranteed shares, limits on cached prefixes) send requests of random kinds in bursts:
+Users with keys (weights, guaranteed shares, limits on cached prefixes) send requests of random kinds in bursts:
 streams and whole answers, one or several completions, compressed or not, with structured outputs, shared prefixes and
 priorities; some clients go away, some requests are cancelled, wrong or too many. The pool is small, so windows are
 compressed and sequences preempted. The engine checks its block accounting behind every step. One user sends the same
@@ -41,6 +41,9 @@ name = "bob"
 key = "sk-bob"
 guaranteed_share = 0.25
 max_priority = 0
+[[keys]]
+name = "reference"
+key = "sk-reference"
 [[keys]]
 name = "carol"
 key = "sk-carol"
@@ -118,7 +121,7 @@ def check_rest(server: ServerProcess) -> list[str]:
         if time.monotonic() > end:
             return [f"the engine is not at rest: {left}"]
         time.sleep(0.1)
-    return ["the engine has failed: see the log"] if "Traceback" in server.log else []
+    return [f"the log has an error: {found}" for found in server.tracebacks]
 
 
 def soak(args: argparse.Namespace) -> tuple[list[Reading], Traffic]:
@@ -127,7 +130,7 @@ def soak(args: argparse.Namespace) -> tuple[list[Reading], Traffic]:
         keys.write_text(KEYS)
         server = ServerProcess(*FLAGS, "--api-key-file", str(keys), module="benchmarks.common.run_checked_server")
         try:
-            traffic = Traffic(server.url, ["sk-alice", "sk-bob", "sk-carol"], args.seed)
+            traffic = Traffic(server.url, ["sk-alice", "sk-bob", "sk-carol"], "sk-reference", args.seed)
 
             async def together() -> list[Reading]:
                 watching = asyncio.create_task(watch(server, traffic, args.minutes, args.every))

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 START_SECONDS = 120.0
+TRACEBACK = re.compile(r"^.*\nTraceback .*\n(?: .*\n)*.*", re.MULTILINE)
 COMPLETION_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 """The beginning of a request that is written to a socket."""
 
@@ -40,6 +41,11 @@ class ServerProcess:
         """All that the process has written."""
         with open(self._log.name) as file:
             return file.read()
+
+    @property
+    def tracebacks(self) -> list[str]:
+        """The exceptions in the log, each with the line before it."""
+        return TRACEBACK.findall(self.log)
 
     def request(
         self, path: str, body: Any = None, headers: Mapping[str, str] | None = None, method: str | None = None

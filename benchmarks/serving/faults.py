@@ -1,0 +1,282 @@
+"""A server under requests that no client should send, and the harm that they do to a well-behaved neighbour.
+
+    python -m benchmarks.serving.faults
+
+Parts: broken HTTP; bodies whose fields have random values; rules of structured outputs that explode; readers that do
+not read; writers that send a byte now and then; connections that are opened and dropped. A neighbour with a key of its
+own streams the same completion all the time. Right is: no status of 500 or above but 503, the neighbour's tokens as
+they are without the others, no exception in the log, and an engine at rest, with no file left open, at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+import msgspec
+import psutil
+from msgspec import Struct
+
+from benchmarks.common import command_line, fuzz, machine, raw_http, report
+from benchmarks.common.raw_http import close, connect, count_statuses, exchange, post
+from benchmarks.common.streams import Stream, read_stream
+from kvllm.client.scrape import parse
+from kvllm.config import require
+from tests.helpers.server import ServerProcess
+
+FLAGS = (
+    *("--block-size", "16", "--num-gpu-blocks-override", "256", "--max-model-len", "512", "--max-num-seqs", "32"),
+    *("--max-num-queued-reqs", "256", "--compression", "policy=pressure,window_blocks=3,retain_blocks=2,buffer=8"),
+)
+NEIGHBOUR_KEY, CROWD_KEY = "sk-neighbour", raw_http.KEY.decode()
+AT_ONCE = 24
+NEIGHBOUR = {
+    "prompt": "words: d3,f9,Y0,x9\n#>d+f=k\nk>k-Y=Q\nQ>?Q,k,f\n",
+    "max_tokens": 60,
+    "temperature": 0,
+    "ignore_eos": True,
+    "compression": {"compress": False},
+}
+LONG = {"prompt": "A", "max_tokens": 400, "n": 2, "logprobs": 10, "stream": True, "ignore_eos": True}
+REST_SECONDS = 60.0
+WRITER_SECONDS = 60.0
+"""Time in which the server must have closed the connection of a slow writer."""
+
+
+class Part(Struct, kw_only=True):
+    """One part of the run. statuses: answers by status. resident, files: of the server, behind it.
+
+    neighbours: streams of the neighbour meanwhile. first_token, whole: the longest of them, in seconds.
+    """
+
+    name: str
+    requests: int
+    seconds: float
+    statuses: dict[str, int]
+    neighbours: int
+    first_token: float
+    whole: float
+    resident: int
+    files: int
+
+
+class Faults:
+    """Runs parts against one server, and remembers what was wrong."""
+
+    def __init__(self, server: ServerProcess, seed: int) -> None:
+        self.server = server
+        self.rng = random.Random(seed)
+        self.parts: list[Part] = []
+        self.wrong: list[str] = []
+        self._expected: list[int] = []
+
+    async def begin(self) -> None:
+        """Find the neighbour's tokens, with nobody beside it."""
+        self._expected = (await read_stream(self.server.url, NEIGHBOUR, NEIGHBOUR_KEY)).token_ids
+        await self.run("nothing beside it", 3, lambda number, statuses: asyncio.sleep(1), at_once=1)
+
+    async def run(
+        self, name: str, count: int, one: Callable[[int, Counter[str]], Awaitable[None]], at_once: int = AT_ONCE
+    ) -> None:
+        """Call `one` so many times, some at once, beside the neighbour. It gets its number, and counts its statuses."""
+        statuses: Counter[str] = Counter()
+        numbers = iter(range(count))
+
+        async def work() -> None:
+            for number in numbers:
+                await one(number, statuses)
+
+        begin = time.monotonic()
+        async with self._neighbour() as streams:
+            await asyncio.gather(*(work() for _ in range(min(at_once, count))))
+        process = psutil.Process(self.server.process.pid)
+        part = Part(
+            name=name,
+            requests=count,
+            seconds=time.monotonic() - begin,
+            statuses=dict(sorted(statuses.items())),
+            neighbours=len(streams),
+            first_token=max(stream.first_seconds for stream in streams),
+            whole=max(stream.seconds for stream in streams),
+            resident=process.memory_info().rss,
+            files=process.num_fds(),
+        )
+        self.parts.append(part)
+        self.wrong += [f"{name}: status {status}" for status in statuses if status[0] == "5" and status != "503"]
+        print(f"{name}: {part.seconds:.0f} s, {part.statuses}", flush=True)
+
+    @contextlib.asynccontextmanager
+    async def _neighbour(self) -> AsyncIterator[list[Stream]]:
+        """Streams of the neighbour, one after the other, until the block ends."""
+        streams: list[Stream] = []
+        ended = False
+
+        async def stream() -> None:
+            while not ended or not streams:
+                streams.append(await read_stream(self.server.url, NEIGHBOUR, NEIGHBOUR_KEY))
+
+        task = asyncio.create_task(stream())
+        try:
+            yield streams
+        finally:
+            ended = True
+            await task
+        if any(stream.token_ids != self._expected or not stream.is_whole for stream in streams):
+            self.wrong.append("a stream of the neighbour has other tokens than without the others")
+
+    # The parts
+
+    async def broken_http(self, number: int, statuses: Counter[str]) -> None:
+        count_statuses(statuses, await exchange(self.server.url, fuzz.wire(self.rng), 0.2))
+
+    async def random_body(self, number: int, statuses: Counter[str]) -> None:
+        count_statuses(statuses, await exchange(self.server.url, post(*fuzz.body(self.rng)), 60))
+
+    async def exploding_rule(self, number: int, statuses: Counter[str]) -> None:
+        body = {**fuzz.VALID["/v1/completions"], **fuzz.EXPLODING[number % len(fuzz.EXPLODING)]}
+        data = post("/v1/completions", json.dumps(body).encode())
+        count_statuses(statuses, await exchange(self.server.url, data, 60))
+
+    async def slow_reader(self, number: int, statuses: Counter[str]) -> None:
+        """The answer is not read for a while; then all of it is, or the client goes away."""
+        reader, writer = await connect(self.server.url)
+        writer.write(post("/v1/completions", json.dumps(LONG).encode()))
+        await asyncio.sleep(self.rng.uniform(1, 4))
+        if number % 2:
+            await close(writer, reset=True)
+            statuses["client gone"] += 1
+            return
+        content = await reader.read(-1)
+        statuses["200, whole" if content.rstrip(b"0\r\n").endswith(b"[DONE]") else f"ended with {content[-40:]}"] += 1
+        await close(writer)
+
+    async def slow_writer(self, number: int, statuses: Counter[str]) -> None:
+        """A byte of the headers now and then, until the server closes the connection."""
+        reader, writer = await connect(self.server.url)
+        writer.write(b"GET /version HTTP/1.1\r\nHost: x\r\nX-Header: ")
+        end = time.monotonic() + WRITER_SECONDS
+        with contextlib.suppress(ConnectionError):
+            while not reader.at_eof() and time.monotonic() < end:
+                writer.write(b"a")
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(reader.read(100), 1)
+        closed = time.monotonic() < end
+        statuses["closed by the server" if closed else "still open"] += 1
+        if not closed:
+            self.wrong.append(f"a connection without a whole head was open for {WRITER_SECONDS:.0f} s")
+        await close(writer)
+
+    async def dropped(self, number: int, statuses: Counter[str]) -> None:
+        """A connection that ends before its request, within it, or before the answer."""
+        _, writer = await connect(self.server.url)
+        data = post("/v1/completions", json.dumps(LONG if number % 50 == 0 else fuzz.VALID["/v1/completions"]).encode())
+        writer.write(data[: self.rng.choice((0, 0, 20, len(data) - 5, len(data)))])
+        await close(writer, reset=number % 2 == 1)
+        statuses["dropped"] += 1
+
+    def check_rest(self) -> None:
+        """Remember if the engine does not come to rest, or if files stay open."""
+        end, headers = time.monotonic() + REST_SECONDS, {"Authorization": f"Bearer {CROWD_KEY}"}
+        while True:
+            values = parse(self.server.request("/metrics", headers=headers)[2].decode()).values
+            left = {name: values[name] for name in ("vllm:num_requests_running", "kvllm:blocks_in_use")}
+            left["files"] = psutil.Process(self.server.process.pid).num_fds() - self.parts[0].files
+            if left["vllm:num_requests_running"] == left["kvllm:blocks_in_use"] == 0 and left["files"] <= 4:
+                return
+            if time.monotonic() > end:
+                self.wrong.append(f"the server is not at rest: {left}")
+                return
+            time.sleep(0.2)
+
+
+async def run_parts(faults: Faults, args: argparse.Namespace) -> None:
+    """All parts. The first tenth of the random requests comes first, as a warm-up for the memory."""
+    await faults.begin()
+    half, warm_up = args.requests // 2, max(1, args.requests // 20)
+    await faults.run("broken HTTP, warm-up", warm_up, faults.broken_http)
+    await faults.run("random bodies, warm-up", warm_up, faults.random_body)
+    await faults.run("broken HTTP", half, faults.broken_http)
+    await faults.run("random bodies", half, faults.random_body)
+    await faults.run("exploding rules", args.rules, faults.exploding_rule, at_once=4)
+    await faults.run("slow readers", args.slow, faults.slow_reader, at_once=args.slow)
+    if args.writers:
+        await faults.run("slow writers", args.writers, faults.slow_writer, at_once=args.writers)
+    await faults.run("dropped connections", args.connections, faults.dropped, at_once=100)
+
+
+def show(parts: Sequence[Part]) -> str:
+    header = ["part", "number", "s", "neighbour's\nstreams", "first\ntoken, s", "whole\nstream, s", "resident", "files"]
+    rows = [
+        [
+            part.name,
+            f"{part.requests:,}",
+            f"{part.seconds:.0f}",
+            str(part.neighbours),
+            f"{part.first_token:.2f}",
+            f"{part.whole:.2f}",
+            report.mib(part.resident),
+            str(part.files),
+        ]
+        for part in parts
+    ]
+    statuses = [
+        f"{part.name}: " + ", ".join(f"{status} {count:,}" for status, count in part.statuses.items())
+        for part in parts
+        if part.statuses
+    ]
+    return "\n".join([report.table(header, rows), "", *statuses])
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Run all parts. Exits with an error if anything was wrong."""
+    args = parse_arguments(arguments)
+    provenance = machine.provenance("benchmarks.serving.faults", arguments)
+    print(f"{provenance['command']}\n{machine.describe(provenance['machine'])}", flush=True)
+    server = ServerProcess(*FLAGS, environment={"KVLLM_API_KEY": f"{NEIGHBOUR_KEY},{CROWD_KEY}"})
+    try:
+        faults = Faults(server, args.seed)
+        asyncio.run(run_parts(faults, args))
+        faults.check_rest()
+        faults.wrong += [f"the log has an error: {found}" for found in server.tracebacks]
+    finally:
+        code = server.stop()
+    if code != 0:
+        faults.wrong.append(f"the server has ended with code {code}")
+    wrong = "\n".join(faults.wrong[:20]) or "nothing was wrong"
+    print(f"\n{show(faults.parts)}\n\n{wrong}")
+    content = {"parts": msgspec.to_builtins(faults.parts), "wrong": faults.wrong}
+    report.write_json(args.output / "faults.json", {**provenance, **content})
+    print(f"\nWritten: {args.output / 'faults.json'}")
+    if faults.wrong:
+        sys.exit(1)
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = command_line.make_parser("benchmarks.serving.faults", __doc__)
+    add = parser.add_argument
+    add("--requests", type=int, default=10_000, help="half of them broken HTTP, half random bodies (default 10000)")
+    add("--rules", type=int, default=24, help="exploding rules (default 24)")
+    add("--slow", type=int, default=50, help="slow readers (default 50)")
+    add("--writers", type=int, default=200, help="slow writers: over 30 s, if there are any (default 200)")
+    add("--connections", type=int, default=10_000, help="connections that are dropped (default 10000)")
+    add("--seed", type=int, default=0)
+    command_line.add_output_argument(parser)
+    args = parser.parse_args(arguments)
+    for name in ("requests", "rules", "slow", "connections"):
+        require(getattr(args, name) >= 1, f"--{name}", getattr(args, name), "at least 1")
+    return args
+
+
+def main() -> None:
+    command_line.run_script(run)
+
+
+if __name__ == "__main__":
+    main()
