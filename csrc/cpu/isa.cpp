@@ -1,59 +1,104 @@
 #include "isa.h"
 
-#include <torch/headeronly/util/Exception.h>
-
-#include <algorithm>
 #include <cstdlib>
-#include <vector>
+#include <iterator>
+#include <stdexcept>
+#include <string_view>
+#if defined(__linux__)
+#include <sys/auxv.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace kvllm {
 namespace {
 
 struct Level {
-  std::string name;
-  const KernelSet* kernels;
+  const char* name;
+  bool (*supported)();
+  KernelSet (*kernels)();
 };
 
 // In ascending order; each level includes the ones before it.
-std::vector<Level> supported_levels() {
-  std::vector<Level> levels{{"baseline", &kBaselineKernels}};
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-  __builtin_cpu_init();
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return levels;
-  levels.push_back({"avx2", &kAvx2Kernels});
-  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
-      !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl")) {
-    return levels;
-  }
-  levels.push_back({"avx512", &kAvx512Kernels});
-  if (!__builtin_cpu_supports("avx512vnni")) return levels;
-  levels.push_back({"avx512_vnni", &kAvx512VnniKernels});
-  if (!__builtin_cpu_supports("avx512bf16")) return levels;
-  levels.push_back({"avx512_bf16", &kAvx512Bf16Kernels});
+
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+bool has_avx512_vnni() { return __builtin_cpu_supports("avx512vnni"); }
+bool has_avx512_bf16() { return __builtin_cpu_supports("avx512bf16"); }
+bool has_amx() {
+#if defined(__linux__)  // which gives the tiles to a process that asks for them, and to all of its threads
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  return __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
+         __builtin_cpu_supports("amx-int8") && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
 #endif
-  return levels;
 }
 
-Level choose_level() {
-  const std::vector<Level> levels = supported_levels();
+constexpr Level kLevels[] = {
+    {"baseline", nullptr, [] { return kBaselineKernels; }},
+    {"avx2", has_avx2, [] { return kAvx2Kernels; }},
+    {"avx512", has_avx512, [] { return kAvx512Kernels; }},
+    {"avx512_vnni", has_avx512_vnni, [] { return kAvx512VnniKernels; }},
+    {"avx512_bf16", has_avx512_bf16, [] { return kAvx512Bf16Kernels; }},
+    {"amx", has_amx, make_amx_kernels},
+};
+
+#elif defined(__aarch64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
+
+bool has_arm_bf16() {
+  constexpr unsigned long kBf16 = 1 << 14;
+  return (getauxval(AT_HWCAP2) & kBf16) != 0;
+}
+
+constexpr Level kLevels[] = {
+    {"baseline", nullptr, [] { return kBaselineKernels; }},
+    {"arm_bf16", has_arm_bf16, make_arm_bf16_kernels},
+};
+
+#else
+
+constexpr Level kLevels[] = {{"baseline", nullptr, [] { return kBaselineKernels; }}};
+
+#endif
+
+// The number of levels that KVLLM_CPU_ISA allows.
+size_t allowed_levels() {
   const char* cap = std::getenv("KVLLM_CPU_ISA");
-  if (cap == nullptr || *cap == '\0') return levels.back();
-  const std::vector<std::string> names{"baseline", "avx2", "avx512", "avx512_vnni", "avx512_bf16"};
-  for (size_t i = 0; i < names.size(); ++i) {
-    if (names[i] == cap) return levels[std::min(i, levels.size() - 1)];
+  if (cap == nullptr || *cap == '\0') return std::size(kLevels);
+  std::string names;
+  for (size_t i = 0; i < std::size(kLevels); ++i) {
+    if (std::string_view(cap) == kLevels[i].name) return i + 1;
+    names += i == 0 ? "" : i + 1 < std::size(kLevels) ? ", " : " or ";
+    names += kLevels[i].name;
   }
-  STD_TORCH_CHECK(false, "KVLLM_CPU_ISA is '", cap, "': use baseline, avx2, avx512, avx512_vnni or avx512_bf16");
+  throw std::runtime_error("KVLLM_CPU_ISA is '" + std::string(cap) + "': use " + names);
 }
 
-const Level& level() {
-  static const Level chosen = choose_level();
-  return chosen;
+struct Chosen {
+  std::string name;
+  KernelSet kernels;
+};
+
+// A level beyond those allowed is not asked for: permission for tiles makes every signal's frame larger.
+const Chosen& chosen() {
+  static const Chosen level = [] {
+    const size_t allowed = allowed_levels();
+    size_t best = 0;
+    while (best + 1 < allowed && kLevels[best + 1].supported()) ++best;
+    return Chosen{kLevels[best].name, kLevels[best].kernels()};
+  }();
+  return level;
 }
 
 }  // namespace
 
-const KernelSet& kernel_set() { return *level().kernels; }
+const KernelSet& kernel_set() { return chosen().kernels; }
 
-std::string cpu_isa() { return level().name; }
+std::string cpu_isa() { return chosen().name; }
 
 }  // namespace kvllm

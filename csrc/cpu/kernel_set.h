@@ -32,9 +32,9 @@ constexpr Kernels make_kernels() {
       .add_rms_norm = add_rms_norm<T>,
       .silu_mul = silu_mul<T>,
       .rotary = rotary<T>,
-      .product = {widen_to<T, typename P::Operand>, product<T, P>},
-      .product_int8 = {quantize<T, 8>, product<T, IntegerProduct<8>>},
-      .product_int4 = {quantize<T, 4>, product<T, IntegerProduct<4>>},
+      .product = {widen_to<T, typename P::Operand>, part_rows, product<T, P>},
+      .product_int8 = {quantize<T, 8>, part_rows, product<T, IntegerProduct<8>>},
+      .product_int4 = {quantize<T, 4>, part_rows, product<T, IntegerProduct<4>>},
   };
 }
 

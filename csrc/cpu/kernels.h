@@ -86,7 +86,7 @@ struct Rotary {
 constexpr int kTileColumns = 16;
 
 // Rows that a part of a product has at most.
-constexpr int kMaxPartRows = 48;
+constexpr int kMaxPartRows = 96;
 
 // Channels of a weight that all rows pass before the next ones: they stay in the first cache.
 constexpr int64_t kBlockChannels = 256;
@@ -120,6 +120,8 @@ constexpr int64_t kProductWorkspace = kMaxPartRows * 4 * kTileColumns;
 struct ProductKernels {
   // A row of x, `[depth]`, as operands of a product with a weight of this group; null if operands are what x is.
   void (*prepare)(const void* x, int64_t depth, int64_t group, void* operands);
+  // Rows that a part of a product of `rows` should have.
+  int64_t (*part_rows)(int64_t rows, int64_t depth);
   void (*multiply)(const Product& arguments, const ProductPart& part, float* workspace);
 };
 
@@ -166,5 +168,9 @@ extern const KernelSet kAvx2Kernels;
 extern const KernelSet kAvx512Kernels;
 extern const KernelSet kAvx512VnniKernels;
 extern const KernelSet kAvx512Bf16Kernels;
+
+// The kernels of the level before, and products of their own.
+KernelSet make_amx_kernels();
+KernelSet make_arm_bf16_kernels();
 
 }  // namespace kvllm

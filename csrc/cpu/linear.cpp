@@ -8,14 +8,6 @@ namespace {
 
 int64_t channels_per_word(const Tensor& tensor) { return kWordBytes / tensor.element_size(); }
 
-// Rows of x that a thread multiplies before the next ones: they stay in its second cache.
-int64_t rows_per_part(int64_t rows, int64_t depth) {
-  constexpr int64_t kCachedFloats = 65536;
-  const int64_t cached = std::clamp<int64_t>(kCachedFloats / depth, 12, kMaxPartRows) / 12 * 12;
-  const int64_t parts = (rows + cached - 1) / cached;
-  return (rows + parts - 1) / parts;
-}
-
 // Tiles of a part. Parts are small, so that no thread waits long for the last one of another.
 constexpr int64_t kPartTiles = 4;
 
@@ -102,7 +94,7 @@ void multiply(const Kernels& kernels, const void* x, int64_t rows, const PackedM
     product.x = memory;
     product.x_stride = operands.stride;
   }
-  const int64_t part_rows = rows_per_part(rows, weight.depth), row_parts = (rows + part_rows - 1) / part_rows;
+  const int64_t part_rows = run.part_rows(rows, weight.depth), row_parts = (rows + part_rows - 1) / part_rows;
   const int64_t parts = tile_parts(weight);
   const auto upcoming = next == nullptr ? Upcoming{} : Upcoming{next->data, tile_parts(*next), part_bytes(*next)};
   for_each_in_shares(row_parts * parts, upcoming, [&](int64_t i) {

@@ -11,10 +11,9 @@ namespace {
 
 constexpr int kTileVectors = kTileColumns / kLanes;
 
-// Rows that share one pass over a tile, and sums that several tiles at once may have: all must fit the 32 or 16
-// registers.
-constexpr int kProductRows = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 3;
-constexpr int kSums = kLanes == 16 ? 24 : kLanes == 8 ? 8 : 16;
+// Rows that share one pass over a tile, and sums that several tiles at once may have: all must fit the registers.
+constexpr int kProductRows = kLanes == 16 ? 12 : kLanes == 8 || kRegisters == 32 ? 6 : 3;
+constexpr int kSums = kRegisters == 32 ? 24 : kLanes == 8 ? 8 : 16;
 
 // Bytes between what is multiplied and what is fetched, where rows pass a block once. It is fetched to the second
 // cache: a core can wait for more cache lines there than in the first one.
@@ -53,6 +52,10 @@ struct Block {
   Scales scales;
   Ahead ahead;
 };
+
+// Bytes of a tile that P multiplies at once.
+template <class P>
+constexpr int kStepBytes = P::kWords * sizeof(typename P::Weight);
 
 template <int kRows, int kVectors>
 inline __attribute__((always_inline)) void load_sums(const float* from, bool zero, Vec (&sums)[kRows][kVectors]) {
@@ -93,15 +96,19 @@ template <class P, int kRows, int kTiles>
 void multiply_block(Block<P> block, bool first, float* sums) {
   typename P::Sum accumulated[kRows][kTiles * kTileVectors]{};
   if constexpr (!P::kIntegers) load_sums(sums, first, accumulated);
+  if constexpr (requires { P::rearrange(accumulated); }) P::rearrange(accumulated);
+  constexpr int kLines = kStepBytes<P> / kCacheLine;
+  const int64_t tile_bytes = block.tile_stride * static_cast<int64_t>(sizeof(typename P::Weight));
   for (int64_t k = 0; k < block.depth; k += P::kChannels, block.weight += P::kWords) {
 #pragma GCC unroll 16
-    for (int t = 0; t < kTiles; ++t) {
-      const char* line = block.ahead.data + t * block.tile_stride * static_cast<int64_t>(sizeof(typename P::Weight));
+    for (int i = 0; i < kLines * kTiles; ++i) {
+      const char* line = block.ahead.data + i / kTiles * block.ahead.step + i % kTiles * tile_bytes;
       block.ahead.to_second_cache ? __builtin_prefetch(line, 0, 2) : __builtin_prefetch(line);
     }
-    block.ahead.data += block.ahead.step;
+    block.ahead.data += kLines * block.ahead.step;
     P::template multiply<kRows, kTiles>(block.x + k, block.x_stride, block.weight, block.tile_stride, accumulated);
   }
+  if constexpr (requires { P::rearrange(accumulated); }) P::rearrange(accumulated);
   if constexpr (P::kIntegers) {
     add_scaled(accumulated, block.scales, first, sums);
   } else {
@@ -151,7 +158,7 @@ void sum_tiles(const Product& a, int64_t first_row, int64_t rows, int64_t tile, 
   const int64_t tile_stride = a.depth / P::kChannels * P::kWords;
   const int64_t group = P::kIntegers ? a.group : a.depth;
   // From this channel on, what is fetched is the beginning of the tiles behind these.
-  const int64_t edge = a.depth - kPrefetchDistance / kCacheLine * P::kChannels;
+  const int64_t edge = a.depth - kPrefetchDistance / kStepBytes<P> * P::kChannels;
   for (int64_t begin = 0, depth; begin < a.depth; begin += depth) {
     depth = group - begin % group;
     if ((P::kIntegers || passes > 1) && depth > kBlockChannels) depth = kBlockChannels;
@@ -194,6 +201,15 @@ void product(const Product& a, const ProductPart& part, float* workspace) {
     }
     tile += tiles;
   }
+}
+
+// Rows of a part: so many that they stay in the second cache.
+inline int64_t part_rows(int64_t rows, int64_t depth) {
+  constexpr int64_t kCachedFloats = 65536, kStep = 12, kMost = 48;
+  const int64_t fitting = kCachedFloats / depth / kStep * kStep;
+  const int64_t cached = fitting < kStep ? kStep : fitting > kMost ? kMost : fitting;
+  const int64_t parts = (rows + cached - 1) / cached;
+  return (rows + parts - 1) / parts;
 }
 
 }  // namespace

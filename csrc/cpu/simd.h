@@ -13,12 +13,19 @@
 #include <immintrin.h>
 #elif defined(__SSE2__)
 #include <emmintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace kvllm {
 namespace {
 
 constexpr int kCacheLine = 64;
+#if defined(KVLLM_AVX512) || defined(__aarch64__)
+constexpr int kRegisters = 32;
+#else
+constexpr int kRegisters = 16;
+#endif
 
 #if defined(KVLLM_AVX512)
 
@@ -291,7 +298,11 @@ inline Vec add(Vec a, Vec b) { return a + b; }
 inline Vec sub(Vec a, Vec b) { return a - b; }
 inline Vec mul(Vec a, Vec b) { return a * b; }
 inline Vec div(Vec a, Vec b) { return a / b; }
+#if defined(__aarch64__)
+inline Vec fma(Vec a, Vec b, Vec c) { return vfmaq_f32(c, a, b); }
+#else
 inline Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
+#endif
 inline void add_product(Vec& sum, Vec a, Vec b) { sum = fma(a, b, sum); }
 // The second operand where either is NaN.
 inline Vec max(Vec a, Vec b) { return select(a > b, a, b); }
@@ -353,6 +364,9 @@ inline Words pairs_of_words(Words x) {
 inline void add_pair_products(Words& sum, Words a, Words b) {
 #if defined(__SSE2__)
   sum += reinterpret_cast<Words>(_mm_madd_epi16(reinterpret_cast<__m128i>(a), reinterpret_cast<__m128i>(b)));
+#elif defined(__aarch64__)
+  const auto x = reinterpret_cast<int16x8_t>(a), y = reinterpret_cast<int16x8_t>(b);
+  sum += vpaddq_s32(vmull_s16(vget_low_s16(x), vget_low_s16(y)), vmull_high_s16(x, y));
 #else
   sum += (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
 #endif

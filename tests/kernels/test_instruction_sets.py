@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,10 @@ from tests.helpers.elementwise_checks import (
     assert_silu_of_extreme_gates,
 )
 from tests.helpers.tensors import assert_same_rounding, randn
+
+LEVELS = ["baseline", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx"]
+if platform.machine() == "aarch64":
+    LEVELS = ["baseline", "arm_bf16"]
 
 
 def check_attention() -> None:
@@ -70,7 +75,7 @@ def check_products() -> None:
                 check(dtype, bits)
 
 
-@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512", "avx512_vnni", "avx512_bf16"])
+@pytest.mark.parametrize("isa", LEVELS)
 def test_every_instruction_set(isa: str) -> None:
     script = (
         "import torch\n"
@@ -99,4 +104,4 @@ def test_unknown_instruction_set() -> None:
     environment = {**os.environ, "KVLLM_CPU_ISA": "sse9"}
     result = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert result.returncode != 0
-    assert "KVLLM_CPU_ISA is 'sse9': use baseline, avx2, avx512, avx512_vnni or avx512_bf16" in result.stderr
+    assert f"KVLLM_CPU_ISA is 'sse9': use {', '.join(LEVELS[:-1])} or {LEVELS[-1]}" in result.stderr
