@@ -37,6 +37,7 @@ FLAGS = (
 )
 NEIGHBOUR_KEY, CROWD_KEY = "sk-neighbour", raw_http.KEY.decode()
 AT_ONCE = 24
+GONE = 32
 NEIGHBOUR = {
     "prompt": "words: d3,f9,Y0,x9\n#>d+f=k\nk>k-Y=Q\nQ>?Q,k,f\n",
     "max_tokens": 60,
@@ -134,7 +135,7 @@ class Faults:
     # The parts
 
     async def broken_http(self, number: int, statuses: Counter[str]) -> None:
-        count_statuses(statuses, await exchange(self.server.url, fuzz.wire(self.rng), 0.2))
+        count_statuses(statuses, await exchange(self.server.url, fuzz.wire(self.rng), 1))
 
     async def random_body(self, number: int, statuses: Counter[str]) -> None:
         count_statuses(statuses, await exchange(self.server.url, post(*fuzz.body(self.rng)), 60))
@@ -181,23 +182,42 @@ class Faults:
         await close(writer, reset=number % 2 == 1)
         statuses["dropped"] += 1
 
+    async def clients_gone(self) -> float:
+        """Seconds until the engine is idle and has its blocks back, once the clients of many streams have gone."""
+        data = post("/v1/completions", json.dumps({**LONG, "n": 1}).encode())
+        connections = [await connect(self.server.url) for _ in range(GONE)]
+        for _, writer in connections:
+            writer.write(data)
+        await asyncio.gather(*(reader.readuntil(b"data: ") for reader, _ in connections))
+        begin = time.monotonic()
+        for _, writer in connections:
+            writer.close()
+        while await asyncio.to_thread(self._in_engine) != (0, 0):
+            await asyncio.sleep(0.01)
+        return time.monotonic() - begin
+
+    def _in_engine(self) -> tuple[float, float]:
+        """Running sequences, and blocks in use."""
+        headers = {"Authorization": f"Bearer {CROWD_KEY}"}
+        values = parse(self.server.request("/metrics", headers=headers)[2].decode()).values
+        return values["vllm:num_requests_running"], values["kvllm:blocks_in_use"]
+
     def check_rest(self) -> None:
         """Remember if the engine does not come to rest, or if files stay open."""
-        end, headers = time.monotonic() + REST_SECONDS, {"Authorization": f"Bearer {CROWD_KEY}"}
+        end = time.monotonic() + REST_SECONDS
         while True:
-            values = parse(self.server.request("/metrics", headers=headers)[2].decode()).values
-            left = {name: values[name] for name in ("vllm:num_requests_running", "kvllm:blocks_in_use")}
-            left["files"] = psutil.Process(self.server.process.pid).num_fds() - self.parts[0].files
-            if left["vllm:num_requests_running"] == left["kvllm:blocks_in_use"] == 0 and left["files"] <= 4:
+            left = (*self._in_engine(), psutil.Process(self.server.process.pid).num_fds() - self.parts[0].files)
+            if left[:2] == (0, 0) and left[2] <= 4:
                 return
             if time.monotonic() > end:
-                self.wrong.append(f"the server is not at rest: {left}")
+                self.wrong.append(f"left at the end: sequences, blocks in use, and files more than before: {left}")
                 return
             time.sleep(0.2)
 
 
-async def run_parts(faults: Faults, args: argparse.Namespace) -> None:
-    """All parts. The first tenth of the random requests comes first, as a warm-up for the memory."""
+async def run_parts(faults: Faults, args: argparse.Namespace) -> list[float]:
+    """All parts; a tenth of the random requests comes first, as a warm-up for the memory. Returns the seconds until the
+    engine is idle behind clients that have gone, three times."""
     await faults.begin()
     half, warm_up = args.requests // 2, max(1, args.requests // 20)
     await faults.run("broken HTTP, warm-up", warm_up, faults.broken_http)
@@ -209,6 +229,7 @@ async def run_parts(faults: Faults, args: argparse.Namespace) -> None:
     if args.writers:
         await faults.run("slow writers", args.writers, faults.slow_writer, at_once=args.writers)
     await faults.run("dropped connections", args.connections, faults.dropped, at_once=100)
+    return [await faults.clients_gone() for _ in range(3)]
 
 
 def show(parts: Sequence[Part]) -> str:
@@ -242,7 +263,7 @@ def run(arguments: Sequence[str]) -> None:
     server = ServerProcess(*FLAGS, environment={"KVLLM_API_KEY": f"{NEIGHBOUR_KEY},{CROWD_KEY}"})
     try:
         faults = Faults(server, args.seed)
-        asyncio.run(run_parts(faults, args))
+        idle = asyncio.run(run_parts(faults, args))
         faults.check_rest()
         faults.wrong += [f"the log has an error: {found}" for found in server.tracebacks]
     finally:
@@ -250,8 +271,9 @@ def run(arguments: Sequence[str]) -> None:
     if code != 0:
         faults.wrong.append(f"the server has ended with code {code}")
     wrong = "\n".join(faults.wrong[:20]) or "nothing was wrong"
-    print(f"\n{show(faults.parts)}\n\n{wrong}")
-    content = {"parts": msgspec.to_builtins(faults.parts), "wrong": faults.wrong}
+    gone = ", ".join(f"{seconds:.2f}" for seconds in idle)
+    print(f"\n{show(faults.parts)}\n\n{GONE} clients gone: the engine is idle after {gone} s\n{wrong}")
+    content = {"parts": msgspec.to_builtins(faults.parts), "idle_seconds": idle, "wrong": faults.wrong}
     report.write_json(args.output / "faults.json", {**provenance, **content})
     print(f"\nWritten: {args.output / 'faults.json'}")
     if faults.wrong:

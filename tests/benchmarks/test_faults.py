@@ -23,4 +23,5 @@ def test_no_fault_of_a_client_harms_the_server_or_its_neighbour(
     assert parts["exploding rules"]["statuses"] == {"400": 8}
     assert set(parts["slow readers"]["statuses"]) == {"200, whole", "client gone"}
     assert all(part["neighbours"] > 0 for part in parts.values())
+    assert len(found["idle_seconds"]) == 3
     assert "nothing was wrong" in capsys.readouterr().out

@@ -30,7 +30,7 @@ def stream_all(server: ServerProcess, number: int, max_tokens: int) -> list[list
     async def one() -> list[bytes]:
         host, _, port = server.url.removeprefix("http://").partition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        body = json.dumps({**LONG, "max_tokens": max_tokens, "stream": True}).encode()
+        body = json.dumps({**LONG, "max_tokens": max_tokens, "stream": True, "return_token_ids": True}).encode()
         head = COMPLETION_HEAD.decode() + f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
         content = await reader.read(-1)
@@ -119,14 +119,14 @@ def test_a_client_that_goes_away_with_requests_in_line(server: ServerProcess) ->
 def test_overload_and_a_drain() -> None:
     """More completions in flight than allowed get 503. After a SIGTERM those in flight have all tokens and [DONE];
     meanwhile new requests and /health get 503. The exit code is 0."""
-    process = ServerProcess(*POOL, "--max-num-queued-reqs", "16")
+    process = ServerProcess(*POOL, "--max-num-queued-reqs", "32")
     try:
-        assert process.json("/v1/completions", {"prompt": "a", "n": 17})[0] == 503
-        assert process.json("/v1/completions", {"prompt": "a", "n": 16, "max_tokens": 1})[0] == 200
+        assert process.json("/v1/completions", {"prompt": "a", "n": 33})[0] == 503
+        assert process.json("/v1/completions", {"prompt": "a", "n": 32, "max_tokens": 1})[0] == 200
         results: list[list[list[bytes]]] = []
-        thread = threading.Thread(target=lambda: results.append(stream_all(process, 16, 300)))
+        thread = threading.Thread(target=lambda: results.append(stream_all(process, 32, 300)))
         thread.start()
-        wait_until(lambda: process.metric("vllm:num_requests_running") == 16, "16 running requests")
+        wait_until(lambda: process.metric("vllm:num_requests_running") == 32, "32 running requests")
         for body in ({"prompt": "a"}, {"prompt": "a", "stream": True}):
             status, headers, answer = process.request("/v1/completions", body)
             assert status == 503 and int(headers["retry-after"]) >= 1
@@ -141,6 +141,7 @@ def test_overload_and_a_drain() -> None:
             assert events[-1] == b"data: [DONE]"
             chunks: list[Any] = [json.loads(event.removeprefix(b"data: ")) for event in events[:-1]]
             assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+            assert sum(len(chunk["choices"][0]["token_ids"]) for chunk in chunks) == 300
         assert process.process.wait(30) == 0
     finally:
         assert process.stop() == 0
