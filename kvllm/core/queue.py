@@ -11,6 +11,9 @@ from msgspec import structs
 from kvllm.config import TenantConfig
 from kvllm.core.sequence import Sequence
 
+LOOKAHEAD = 8
+"""Tenants that are looked at when the first of them has to wait."""
+
 Waiting = tuple[bool, int, int, Sequence]
 """Whether it was never preempted, priority, id, and the sequence: the least is the first of its tenant."""
 
@@ -19,15 +22,16 @@ class Tenant:
     """A tenant with unfinished sequences, or one that left with more service than others.
 
     service: virtual time, which is the cost of all its steps divided by its weight.
+    cost: of its steps since it was last taken.
     num_unfinished: sequences that wait or run. num_waiting: those that wait.
     """
 
-    __slots__ = ("entry", "heap", "name", "num_unfinished", "num_waiting", "service", "settings")
+    __slots__ = ("cost", "entry", "heap", "name", "num_unfinished", "num_waiting", "service", "settings")
 
     def __init__(self, name: str, settings: TenantConfig) -> None:
         self.name = name
         self.settings = settings
-        self.service = 0.0
+        self.service = self.cost = 0.0
         self.num_unfinished = 0
         self.num_waiting = 0
         self.heap: list[Waiting] = []
@@ -107,9 +111,19 @@ class FairQueue:
     def tenant(self, seq: Sequence) -> Tenant:
         return self._tenants[seq.tenant]
 
+    def find(self, name: str) -> Tenant | None:
+        """The tenant of that name, if it has unfinished sequences."""
+        tenant = self._tenants.get(name)
+        return tenant if tenant and tenant.num_unfinished else None
+
     def num_waiting(self, name: str) -> int:
         """Waiting sequences of the tenant of that name."""
-        return self._tenants[name].num_waiting if name in self._tenants else 0
+        tenant = self.find(name)
+        return tenant.num_waiting if tenant else 0
+
+    def part(self, tenant: Tenant) -> float:
+        """Of what is shared by weight, what a tenant is entitled to while it has unfinished sequences."""
+        return tenant.settings.weight / self.total_weight
 
     def first(self, count: int) -> Iterator[Tenant]:
         """The first `count` tenants with waiting sequences, the least served first. The queue may not change while
@@ -133,8 +147,16 @@ class FairQueue:
     def charge(self, tenant: Tenant, cost: float) -> None:
         """Account for `cost` tokens that a tenant had."""
         tenant.service += cost / tenant.settings.weight
+        tenant.cost += cost
         if tenant.num_waiting:
             self._enter(tenant)
+
+    def take_costs(self) -> dict[str, float]:
+        """What tenants were charged since the last call, by name."""
+        costs = {name: tenant.cost for name, tenant in self._tenants.items() if tenant.cost}
+        for name in costs:
+            self._tenants[name].cost = 0.0
+        return costs
 
     def advance(self, running: Iterable[Tenant]) -> None:
         """Find the least service after a step, given the tenants with running sequences."""

@@ -9,10 +9,10 @@ from kvllm.core.block_manager import BlockManager
 from kvllm.core.compression_planner import CompressionPlanner
 from kvllm.core.compression_policy import check_fits, make_policy
 from kvllm.core.protocol import SampledToken, StepPlan, StepResult
-from kvllm.core.queue import FairQueue, Tenant
+from kvllm.core.queue import LOOKAHEAD, FairQueue, Tenant
 from kvllm.core.sequence import Sequence
 from kvllm.core.shares import Shares
-from kvllm.core.tenant_admission import LOOKAHEAD, TenantAdmission
+from kvllm.core.tenant_admission import TenantAdmission
 from kvllm.stats import EngineStats
 
 
@@ -129,8 +129,8 @@ class Scheduler:
         held = self.planner.held if self.planner else set[int]()
         order = self.running
         if self.batch.shares:
-            order, yielding = self._order(self.batch.shares)
-            held = held | yielding
+            order, paused = self._order(self.batch.shares)
+            held = held | paused
         position = 0
         while position < len(order) and budget > 0:
             seq = order[position]
@@ -152,9 +152,9 @@ class Scheduler:
         """The running sequences that are not in the plan yet, in the order in which several tenants are served; and the
         ids of those that compute nothing in this step."""
         running = self.batch.candidates
-        yielding = shares.yielding([seq for seq in self.running if seq.is_prefilling])
-        waits = {seq.seq_id for seq in running if seq.tenant in yielding} if yielding else set[int]()
-        return shares.order(running, yielding), waits
+        shares.pause([seq for seq in self.running if seq.is_prefilling])
+        paused = {seq.seq_id for seq in running if seq.tenant in shares.paused} if shares.paused else set[int]()
+        return shares.order(running), paused
 
     def _unblock(self, planner: CompressionPlanner) -> None:
         """If all running sequences wait to be compressed, preempt from the youngest on until the oldest can be. Alone
@@ -216,6 +216,8 @@ class Scheduler:
         shares = self.batch.shares
         waits: Tenant | None = None
         for tenant in self.waiting.first(LOOKAHEAD if shares else 1):
+            if shares and tenant.name in shares.paused:
+                continue
             seq = self.waiting.head(tenant)
             hits = self.admission.match_prefix(seq)
             needed = self.admission.needed_blocks(seq, hits)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from collections.abc import Sequence as Sequences
 
 from kvllm.config import EngineConfig
@@ -59,6 +58,8 @@ class Shares:
 
     A tenant is entitled to the share of the pool that it was guaranteed, and, by weight among those with unfinished
     sequences, to its part of the rest and of the slots. It may have more as long as no other tenant lacks it.
+
+    paused: names of tenants that start and compute nothing in this step.
     """
 
     def __init__(self, config: EngineConfig, queue: FairQueue, blocks: BlockManager, running: list[Sequence]) -> None:
@@ -67,6 +68,7 @@ class Shares:
         self._blocks = blocks
         self._patience = PATIENCE * config.max_num_batched_tokens
         self._holdings: dict[str, Holding] = {}
+        self.paused: set[str] = set()
         for seq in running:
             self.holding(seq).add(seq)
 
@@ -81,17 +83,17 @@ class Shares:
     def _entitlement(self, tenant: Tenant) -> tuple[float, float]:
         """Slots and blocks."""
         settings, config = tenant.settings, self._config
-        part = settings.weight / self.queue.total_weight
+        part = self.queue.part(tenant)
         share = settings.guaranteed_share + part * max(0.0, 1 - self.queue.total_guarantee)
         return max(1.0, part * config.max_num_seqs), max(1.0, share * config.num_blocks)
 
     # The order of a step
 
-    def order(self, running: Sequences[Sequence], yielding: Collection[str]) -> list[Sequence]:
+    def order(self, running: Sequences[Sequence]) -> list[Sequence]:
         """Running sequences in the order in which they get tokens and blocks.
 
         Decodes come first, as each of them takes one token; then prefills, those of the least served tenant first; then
-        what yields. The oldest sequence goes before all others if it may need blocks, so there is always one that
+        what is paused. The oldest sequence goes before all others if it may need blocks, so there is always one that
         advances.
 
         running: by age.
@@ -103,7 +105,7 @@ class Shares:
         for position, seq in enumerate(running):
             name = seq.tenant
             prefilling = seq.is_prefilling
-            if name in yielding:
+            if name in self.paused:
                 last.append(seq)
             elif position == 0 and (not prefilling or seq.num_generated):
                 first.append(seq)
@@ -116,12 +118,12 @@ class Shares:
         prefills.sort(key=lambda seq: (self._holdings[seq.tenant].service, seq.priority, seq.seq_id))
         return first + prefills + last
 
-    def yielding(self, prefilling: Sequences[Sequence]) -> set[str]:
-        """Tenants that have more than they are entitled to, and compute nothing while one that does not, and was served
-        less, computes a prompt: so that its first token does not wait for their decodes, too."""
+    def pause(self, prefilling: Sequences[Sequence]) -> None:
+        """Pause tenants that have more than they are entitled to while one that does not, and was served less, computes
+        a prompt: so that its first token does not wait for their decodes and prompts, too."""
         services = [held.service for held in map(self.holding, prefilling) if held.is_modest]
         least = min(services, default=math.inf)
-        return {name for name, held in self._holdings.items() if not held.is_modest and held.service >= least}
+        self.paused = {name for name, held in self._holdings.items() if not held.is_modest and held.service >= least}
 
     def slots_ahead(self, tenant: Tenant) -> int:
         """Sequences that decode even while one of `tenant` computes its prompt."""

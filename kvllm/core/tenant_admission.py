@@ -5,12 +5,9 @@ from __future__ import annotations
 from kvllm.core.admission import Admission
 from kvllm.core.batch import Batch
 from kvllm.core.compression_planner import CompressionPlanner
-from kvllm.core.queue import Tenant
+from kvllm.core.queue import LOOKAHEAD, Tenant
 from kvllm.core.sequence import Sequence
 from kvllm.core.shares import Shares
-
-LOOKAHEAD = 8
-"""Tenants that are looked at in a step when the first of them has to wait."""
 
 
 class TenantAdmission:

@@ -182,6 +182,19 @@ def test_decodes_above_their_share_pause_for_the_prompt_of_one_below() -> None:
     harness.run()
 
 
+def test_a_tenant_above_its_share_starts_nothing_beside_the_prompt_of_one_below() -> None:
+    """There are slots, blocks and tokens for it, but they would make the step with the first token longer."""
+    harness = crowded(engine_config(1000))
+    for seq in harness.scheduler.running[:2]:
+        harness.finish(seq.seq_id)
+    seq_id = harness.add([0] * 30, 10, tenant="quiet")
+    harness.step()
+    assert [item.seq_id for item in harness.plans[-1].scheduled] == [seq_id]
+    harness.step()
+    assert len(harness.plans[-1].new_seqs) == 1 and len(harness.scheduler.running) == 8
+    harness.run()
+
+
 def test_a_full_pool_of_one_tenant_gives_blocks_to_another() -> None:
     harness = crowded(engine_config(60, watermark=0.0))
     assert harness.scheduler.blocks.num_available < 10
