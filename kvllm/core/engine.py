@@ -13,6 +13,7 @@ from kvllm.core.protocol import PhaseSeconds, PromptLogprobs, StepPlan, StepResu
 from kvllm.core.request import Request
 from kvllm.core.scheduler import Scheduler
 from kvllm.core.sequence import ANONYMOUS, Origin, Sequence
+from kvllm.core.snapshot import EngineSnapshot, take_snapshot
 from kvllm.core.transition import Transition
 from kvllm.outputs import RequestOutput
 from kvllm.sampling_params import SamplingParams
@@ -152,6 +153,10 @@ class LLMEngine:
         if not self.scheduler.has_unfinished and self.scheduler.blocks.num_owned:
             raise RuntimeError(f"{self.scheduler.blocks.num_owned} KV blocks are owned, but no request is unfinished")
         return self.outputs.take_touched()
+
+    def snapshot(self, now: float) -> EngineSnapshot:
+        """The state of the engine at time.monotonic() = `now`, between two steps."""
+        return take_snapshot(self.scheduler, self.outputs.requests, self.stats, now)
 
     @property
     def tokenizer(self) -> Tokenizer | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from kvllm.core.protocol import PromptLogprobs, SampledToken
@@ -38,6 +39,11 @@ class OutputProcessor:
         """Raises RequestError if an unfinished request has this id."""
         if request_id in self.requests:
             raise RequestError(f"request_id={request_id!r} is in use by an unfinished request: choose another")
+
+    def sequences(self, request_id: str) -> Collection[Sequence]:
+        """The unfinished sequences of a request, none if it is unknown."""
+        request = self.requests.get(request_id)
+        return () if request is None else request.sequences.values()
 
     def prepare(self, request: Request) -> None:
         """Make the texts and sequences of a request, whose completions may have tokens already."""

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from msgspec import Struct
 
-from kvllm.core.engine import LLMEngine
 from kvllm.core.request import Request
 from kvllm.core.scheduler import Scheduler
 from kvllm.core.sequence import Sequence
 from kvllm.stats import EngineStats
-
-if TYPE_CHECKING:
-    from kvllm.distributed.replicas.engine import DataParallelEngine
-    from kvllm.engine_builder import Engine
 
 MOST_ROWS = 100
 
@@ -26,7 +20,6 @@ class PoolUse(Struct):
 
     prompt, compressed, tail: owned by running sequences, for prompts, for what compressions left of output, and for
         output that none has covered. A block with KV pairs of several kinds counts where most of these are.
-    other: owned, in replicas, which do not report the kinds.
     reusable: owned by none, with a prefix that a later request may share.
     without_compression: blocks that the same sequences would own if nothing had been dropped.
     """
@@ -35,7 +28,6 @@ class PoolUse(Struct):
     prompt: int = 0
     compressed: int = 0
     tail: int = 0
-    other: int = 0
     reusable: int = 0
     free: int = 0
     without_compression: int = 0
@@ -83,36 +75,32 @@ class EngineSnapshot(Struct):
     rows: list[SequenceRow]
 
 
-def take_snapshot(engine: Engine, now: float) -> EngineSnapshot:
-    """The state of an engine at time.monotonic() = `now`, for its own thread to take."""
-    if isinstance(engine, LLMEngine):
-        scheduler = engine.scheduler
-        pool, running = _pool(scheduler), scheduler.running
-        waiting, waiting_for = list(scheduler.waiting.values()), _waiting_for(scheduler)
-    else:
-        pool, running = _pool_of_replicas(engine), engine.dispatcher.placed
-        waiting, waiting_for = list(engine.dispatcher.waiting.values()), "a replica with room for it"
-    requests = engine.outputs.requests
+def take_snapshot(
+    scheduler: Scheduler, requests: Mapping[str, Request], stats: EngineStats, now: float
+) -> EngineSnapshot:
+    """The state of an engine at time.monotonic() = `now`, for its own thread to take. requests: by their ids."""
+    running, waiting = scheduler.running, list(scheduler.waiting.values())
     largest = sorted(running, key=lambda seq: -len(seq.block_table))[:MOST_ROWS]
-    rows = [_row(seq, requests[seq.request_id], now) for seq in largest]
-    rows += [_row(seq, requests[seq.request_id], now, "waiting") for seq in waiting[: MOST_ROWS - len(rows)]]
+    rows = [make_row(seq, requests[seq.request_id], now) for seq in largest]
+    rows += [make_row(seq, requests[seq.request_id], now, "waiting") for seq in waiting[: MOST_ROWS - len(rows)]]
     return EngineSnapshot(
-        pool,
-        _counters(engine.stats),
+        _pool(scheduler),
+        counters(stats),
         len(running),
         len(waiting),
-        waiting_for if waiting else "",
+        _waiting_for(scheduler) if waiting else "",
         dict(Counter(seq.tenant for seq in waiting)),
         rows,
     )
 
 
-def _counters(stats: EngineStats) -> EngineStats:
-    counters = EngineStats(stats.num_blocks)
+def counters(stats: EngineStats) -> EngineStats:
+    """A copy without the timeline."""
+    found = EngineStats(stats.num_blocks)
     for name in stats.__struct_fields__:
         if name != "packed_timeline":
-            setattr(counters, name, stats[name])
-    return counters
+            setattr(found, name, stats[name])
+    return found
 
 
 def _pool(scheduler: Scheduler) -> PoolUse:
@@ -147,14 +135,6 @@ def _blocks_behind_prompt(seq: Sequence, block_size: int) -> tuple[int, int]:
     return tail, max(0, table - tail - -(-protected // block_size))
 
 
-def _pool_of_replicas(engine: DataParallelEngine) -> PoolUse:
-    stats = engine.stats
-    in_use = 0
-    if engine.has_unfinished_requests():
-        in_use = next((blocks for _, blocks in stats.timeline_since(stats.steps - 1)), 0)
-    return PoolUse(stats.num_blocks, other=in_use, free=stats.num_blocks - in_use, without_compression=in_use)
-
-
 def _waiting_for(scheduler: Scheduler) -> str:
     most, missing = scheduler.config.max_num_seqs, scheduler.missing_blocks
     if len(scheduler.running) >= most:
@@ -166,11 +146,9 @@ def _waiting_for(scheduler: Scheduler) -> str:
     return "the next step"
 
 
-def _row(seq: Sequence, request: Request, now: float, state: str = "") -> SequenceRow:
-    if not state:
-        # In replicas, whose sequences own no blocks here, the first token tells that the prompt is computed.
-        is_prefilling = seq.is_prefilling if seq.block_table else not seq.num_generated
-        state = "prefill" if is_prefilling else "running"
+def make_row(seq: Sequence, request: Request, now: float, state: str = "") -> SequenceRow:
+    """state: that of a sequence that does not run."""
+    state = state or ("prefill" if seq.is_prefilling else "running")
     return SequenceRow(
         seq.request_id,
         seq.index,
@@ -186,9 +164,3 @@ def _row(seq: Sequence, request: Request, now: float, state: str = "") -> Sequen
         seq.preemptions,
         seq.cache_hits,
     )
-
-
-def find_sequences(engine: Engine, request_id: str) -> Collection[Sequence]:
-    """The unfinished sequences of a request, none if it is unknown."""
-    request = engine.outputs.requests.get(request_id)
-    return () if request is None else request.sequences.values()

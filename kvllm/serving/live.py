@@ -7,14 +7,14 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncGenerator
-from functools import partial
+from operator import methodcaller
 from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import Struct
 
 from kvllm.config import CompressionConfig
-from kvllm.core.snapshot import EngineSnapshot, SequenceRow, take_snapshot
+from kvllm.core.snapshot import EngineSnapshot, SequenceRow
 from kvllm.errors import EngineDeadError
 from kvllm.serving.errors import unavailable
 from kvllm.serving.latencies import Latencies
@@ -138,7 +138,7 @@ class LiveFeed:
 
 
 async def _snapshot(llm: AsyncLLM) -> EngineSnapshot:
-    return await llm.inspect(partial(take_snapshot, now=time.monotonic()))
+    return await llm.inspect(methodcaller("snapshot", time.monotonic()))
 
 
 def make_info(state: ServerState, key: str) -> Info:

@@ -12,7 +12,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvllm.core.regions import Region
-from kvllm.core.snapshot import find_sequences
 from kvllm.core.spans import Span, kept_spans
 from kvllm.serving.context import context_of
 from kvllm.serving.errors import ApiError
@@ -103,7 +102,7 @@ def _is_own(request: Request, sequences: list[_Sequence]) -> bool:
 def _read(request_id: str, engine: Engine) -> list[_Sequence]:
     return [
         _Sequence(seq.index, seq.tenant, seq.prompt_length, seq.token_ids[:], seq.logical_length, seq.compressions[:])
-        for seq in find_sequences(engine, request_id)
+        for seq in engine.outputs.sequences(request_id)
     ]
 
 

@@ -22,7 +22,6 @@ class Sample(Struct, array_like=True, frozen=True):
     prompt: int
     compressed: int
     tail: int
-    other: int
     reusable: int
     free: int
     without_compression: int
@@ -55,7 +54,6 @@ def make_sample(time: float, snapshot: EngineSnapshot, first: Percentiles, gap: 
         pool.prompt,
         pool.compressed,
         pool.tail,
-        pool.other,
         pool.reusable,
         pool.free,
         pool.without_compression,

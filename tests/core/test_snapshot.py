@@ -9,7 +9,7 @@ from msgspec import structs
 
 from kvllm import CompressionConfig, SamplingParams
 from kvllm.core.engine import LLMEngine
-from kvllm.core.snapshot import MOST_ROWS, EngineSnapshot, find_sequences, take_snapshot
+from kvllm.core.snapshot import MOST_ROWS, EngineSnapshot
 from kvllm.engine_args import EngineArgs
 from kvllm.engine_builder import build_engine
 
@@ -25,9 +25,9 @@ def make_engine(num_blocks: int = 400, **options) -> LLMEngine:
 
 
 def snapshot(engine: LLMEngine) -> EngineSnapshot:
-    found = take_snapshot(engine, time.monotonic())
+    found = engine.snapshot(time.monotonic())
     pool = found.pool
-    assert pool.total == pool.prompt + pool.compressed + pool.tail + pool.other + pool.reusable + pool.free
+    assert pool.total == pool.prompt + pool.compressed + pool.tail + pool.reusable + pool.free
     assert pool.total - pool.reusable - pool.free == engine.scheduler.blocks.num_owned
     return found
 
@@ -53,11 +53,11 @@ def test_a_row_tells_how_far_a_sequence_is() -> None:
     for _ in range(101):
         engine.step()
     (row,) = snapshot(engine).rows
-    (seq,) = find_sequences(engine, "a")
+    (seq,) = engine.outputs.sequences("a")
     assert (row.id, row.tenant, row.state, row.prompt_tokens, row.output_tokens) == ("a", "alice", "running", 21, 101)
     assert row.tokens == 121 and row.blocks == len(seq.block_table)
     assert row.windows > 0 and row.tokens - row.kept == 12 * row.windows == seq.evicted
-    assert not find_sequences(engine, "b")
+    assert not engine.outputs.sequences("b")
 
 
 def test_the_line_without_compression_is_what_an_engine_without_it_owns() -> None:

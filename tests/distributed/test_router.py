@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvllm.config import EngineConfig
 from kvllm.core.protocol import SampledToken
-from kvllm.core.sequence import Sequence
+from kvllm.core.sequence import Origin, Sequence
 from kvllm.distributed.replicas.dispatcher import Dispatcher
 from kvllm.distributed.replicas.messages import Report, Sampled
 from kvllm.distributed.replicas.router import FULLER, HIT_WEIGHT, SEQUENCES_AHEAD, Router, needed_blocks
@@ -123,6 +123,10 @@ def test_a_lost_engine_has_no_prefixes() -> None:
     assert router.place(prompt, 1) == other  # a little fuller, and the prefix is there
 
 
+def ids_of_waiting(dispatcher: Dispatcher) -> list[int]:
+    return sorted(seq.seq_id for seq in dispatcher.waiting.values())
+
+
 def test_what_a_lost_engine_had_is_queued_again_in_front() -> None:
     """In order of age, with its tokens; each branch of a request on its own."""
     config = EngineConfig(num_blocks=10, max_model_len=64, block_size=BLOCK, max_num_seqs=4)
@@ -132,7 +136,7 @@ def test_what_a_lost_engine_had_is_queued_again_in_front() -> None:
     for seq in sequences:
         dispatcher.add(seq)
     dispatcher.dispatch()
-    assert list(dispatcher.waiting) == [12, 14]  # the other six fill two pools
+    assert ids_of_waiting(dispatcher) == [12, 14]  # the other six fill two pools
     sent = [dispatcher.take(engine) for engine in (0, 1)]
     assert [[start.seq_id for start in starts or []] for starts in sent] == [[0, 4, 8], [2, 6, 10]]
     tokens = [(4, SampledToken(7)), (5, SampledToken(8))]
@@ -140,7 +144,7 @@ def test_what_a_lost_engine_had_is_queued_again_in_front() -> None:
     assert parent is sequences[2] and (child.seq_id, child.index, child.seed, token.token_id) == (5, 1, 2 ^ 1 << 32, 8)
     dispatcher.finish(sequences[0])
     dispatcher.lose(0)
-    assert list(dispatcher.waiting) == [4, 5, 8, 12, 14] and dispatcher.take(0) is None
+    assert ids_of_waiting(dispatcher) == [4, 5, 8, 12, 14] and dispatcher.take(0) is None
     dispatcher.router.report(0, 10)
     dispatcher.dispatch()
     assert list(dispatcher.receive(0, Report([], EngineStats(10), 10))) == []
@@ -151,6 +155,32 @@ def test_what_a_lost_engine_had_is_queued_again_in_front() -> None:
         (5, [8], 1),
         (8, [], 2),
     ]
+
+
+def test_a_replica_whose_requests_were_all_aborted_has_room() -> None:
+    """It reports nothing then."""
+    config = EngineConfig(num_blocks=10, max_model_len=64, block_size=BLOCK, max_num_seqs=4)
+    dispatcher = Dispatcher(config, [10])
+    for turn in range(2):
+        sequences = [
+            Sequence(
+                10 * turn + i,
+                str(i),
+                [i] * 8,
+                SamplingParams(),
+                seed=i,
+                max_length=32,
+                origin=Origin(tenant="ab"[i % 2]),
+            )
+            for i in range(8)
+        ]
+        for seq in sequences:
+            dispatcher.add(seq)
+        dispatcher.dispatch()
+        assert len(dispatcher.placed) >= 4 and dispatcher.waiting
+        for seq in sequences:
+            dispatcher.finish(seq)
+        assert not dispatcher.placed and not dispatcher.waiting
 
 
 def test_what_it_remembers_of_prefixes_is_bounded() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Iterator
 
 from msgspec import structs
@@ -11,13 +10,19 @@ from msgspec import structs
 from kvllm.config import EngineConfig
 from kvllm.core.compression_policy import check_fits, make_policy
 from kvllm.core.protocol import PromptLogprobs, SampledToken, SequenceStart
+from kvllm.core.queue import LOOKAHEAD, FairQueue, Tenant
 from kvllm.core.sequence import Sequence, fork_seed
+from kvllm.distributed.replicas.crowding import Crowding
 from kvllm.distributed.replicas.messages import Report, Sampled
 from kvllm.distributed.replicas.router import Router
 
 
 class Dispatcher:
-    """Keeps the sequences that run elsewhere, each in one of several replicas, under the ids that they have here."""
+    """Keeps the sequences that run elsewhere, each in one of several replicas, under the ids that they have here.
+
+    Those that wait are handed out in the order of the same fair queue that each replica has. What a tenant has had
+    counts over all replicas.
+    """
 
     def __init__(self, config: EngineConfig, num_blocks: list[int]) -> None:
         """num_blocks: of the pool of each replica; of the smallest in `config`, for a request may come to any."""
@@ -28,13 +33,17 @@ class Dispatcher:
 
     def reset(self, sequences: list[Sequence]) -> None:
         """Start over: all replicas are empty, and `sequences`, in order, wait."""
-        self.waiting = OrderedDict((seq.seq_id, seq) for seq in sequences)
+        self.waiting = FairQueue(self.config.tenants)
+        for seq in sequences:
+            self.waiting.add(seq)
         self.router = Router(
             self.num_blocks,
             block_size=self.config.block_size,
             max_num_seqs=self.config.max_num_seqs,
             shares_prefixes=self.config.shares_prefixes,
         )
+        self.crowding = Crowding(self.waiting, len(self.num_blocks), self.config.max_num_seqs)
+        self._prepaid: dict[int, int] = {}  # by sequence without a first token: what it will be charged for its prompt
         self._placed: list[dict[int, Sequence]] = [{} for _ in self.num_blocks]
         self._unsent: list[dict[int, Sequence]] = [{} for _ in self.num_blocks]
         self._replica_of: dict[int, int] = {}
@@ -42,20 +51,28 @@ class Dispatcher:
     def add(self, seq: Sequence) -> None:
         """Queue a sequence. Raises RequestError if no replica could finish it."""
         check_fits(self.config, self._policy, seq)
-        self.waiting[seq.seq_id] = seq
+        self.waiting.add(seq)
 
     def finish(self, seq: Sequence) -> None:
         """Drop a sequence that ended or was aborted, wherever it is."""
-        if self.waiting.pop(seq.seq_id, None) is None:
+        self._repay(seq)
+        if not self.waiting.finish(seq):
             replica = self._replica_of.pop(seq.seq_id)
             del self._placed[replica][seq.seq_id]
             self._unsent[replica].pop(seq.seq_id, None)
             self.router.finish(replica, 1 + seq.forks_pending)
+            self.crowding.remove(replica, seq)
+            if not self._placed[replica]:  # behind an abort it is not asked for a report
+                self.router.report(replica, self.num_blocks[replica])
 
     @property
     def placed(self) -> list[Sequence]:
         """Sequences that have a replica."""
         return [seq for of_replica in self._placed for seq in of_replica.values()]
+
+    def is_in_use(self, replica: int) -> bool:
+        """Whether a replica has sequences."""
+        return bool(self._placed[replica])
 
     def replica_of(self, seq: Sequence) -> int | None:
         """The replica that was sent a sequence."""
@@ -67,17 +84,28 @@ class Dispatcher:
         return [seq_id for seq_id in self._placed[replica] if seq_id not in self._unsent[replica]]
 
     def dispatch(self) -> None:
-        """Choose replicas for what waits, in order, as long as there is room."""
-        while self.waiting:
-            seq = next(iter(self.waiting.values()))
-            replica = self.router.place(seq.token_ids, 1 + seq.forks_pending, seq.cache_salt)
-            if replica is None:
-                return
-            del self.waiting[seq.seq_id]
+        """Choose replicas for what waits, in the order of the queue, as long as they take it."""
+        while found := self._next():
+            tenant, replicas = found
+            seq = self.waiting.take(tenant)
+            replica = self.router.place(seq.token_ids, 1 + seq.forks_pending, seq.cache_salt, replicas)
+            assert replica is not None
             self._place(replica, seq)
             if seq.metrics.scheduled_time is None:
                 seq.metrics.scheduled_time = time.monotonic()
             self._unsent[replica][seq.seq_id] = seq
+            self._prepay(seq)
+
+    def _next(self) -> tuple[Tenant, list[int]] | None:
+        """The tenant whose first sequence is next, and the replicas that take it."""
+        replicas = self.router.open_replicas()
+        for tenant in self.waiting.first(LOOKAHEAD):
+            if replicas:
+                return tenant, replicas
+            making_way = self.crowding.making_way(self.waiting.head(tenant))
+            if takers := [i for i in making_way if i not in self.router.lost]:
+                return tenant, takers
+        return None
 
     def take(self, replica: int) -> list[SequenceStart] | None:
         """The sequences to send to a replica, or None while it has nothing to do."""
@@ -92,6 +120,7 @@ class Dispatcher:
     ) -> Iterator[tuple[list[tuple[Sequence, SampledToken]], list[tuple[Sequence, PromptLogprobs]]]]:
         """Account for a replica's report. For each of its steps come the sequences with their tokens, and those with
         log probabilities of their prompts; the caller ends what finished before it asks for the next."""
+        self._charge(report.costs)
         self.router.report(replica, report.room)
         for seq in self._unsent[replica].values():  # which the report cannot include
             self.router.promise(replica, seq.num_tokens, 1 + seq.forks_pending)
@@ -101,19 +130,41 @@ class Dispatcher:
             yield self._receive_step(replica, step), prompts
 
     def lose(self, replica: int) -> None:
-        """A replica is lost: queue again, in front, what it had. They keep their tokens."""
+        """A replica is lost: queue again what it had. They keep their tokens, and come before what is younger."""
         lost, self._placed[replica], self._unsent[replica] = self._placed[replica], {}, {}
-        for seq_id in sorted(lost, reverse=True):
+        for seq_id in sorted(lost):
             del self._replica_of[seq_id]
-            self.waiting[seq_id] = lost[seq_id]
-            self.waiting.move_to_end(seq_id, last=False)
+            self._repay(lost[seq_id])
+            self.waiting.requeue(lost[seq_id])
         self.router.lose(replica)
+        self.crowding.clear(replica)
+
+    # What tenants had
+
+    def _charge(self, costs: dict[str, float]) -> None:
+        """Account for what tenants had in a replica. Those of them that have ended all meanwhile owe nothing."""
+        for name, cost in costs.items():
+            if tenant := self.waiting.find(name):
+                self.waiting.charge(tenant, cost)
+        self.waiting.advance({seq.tenant: self.waiting.tenant(seq) for seq in self.placed}.values())
+
+    def _prepay(self, seq: Sequence) -> None:
+        """Charge a prompt until its replica does, so that one tenant's do not go out all at once."""
+        self._prepaid[seq.seq_id] = seq.num_tokens
+        self.waiting.charge(self.waiting.tenant(seq), seq.num_tokens)
+
+    def _repay(self, seq: Sequence) -> None:
+        if tokens := self._prepaid.pop(seq.seq_id, 0):
+            self.waiting.charge(self.waiting.tenant(seq), -tokens)
+
+    # Reports
 
     def _receive_step(self, replica: int, step: Sampled) -> list[tuple[Sequence, SampledToken]]:
         placed = self._placed[replica]
         received = []
         for seq_id, token in step.tokens:
             if seq := placed.get(seq_id):  # else it was aborted
+                self._repay(seq)
                 if seq.forks_pending:
                     self._branch(replica, seq)
                 seq.token_ids.append(token.token_id)
@@ -133,12 +184,17 @@ class Dispatcher:
     def _place(self, replica: int, seq: Sequence) -> None:
         self._placed[replica][seq.seq_id] = seq
         self._replica_of[seq.seq_id] = replica
+        self.crowding.add(replica, seq)
 
     def _branch(self, replica: int, parent: Sequence) -> None:
         """The prompt is computed: the replica has made the other completions."""
+        self.crowding.remove(replica, parent)
         for index in range(1, parent.forks_pending + 1):
-            self._place(replica, parent.fork(parent.seq_id + index, index, fork_seed(parent.seed, index)))
+            child = parent.fork(parent.seq_id + index, index, fork_seed(parent.seed, index))
+            self.waiting.fork(child)
+            self._place(replica, child)
         parent.forks_pending = 0
+        self.crowding.add(replica, parent)
 
 
 def _start(seq: Sequence) -> SequenceStart:

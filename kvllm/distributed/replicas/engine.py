@@ -6,10 +6,12 @@ from kvllm.config import EngineConfig
 from kvllm.core.input_processor import InputProcessor, Prompt
 from kvllm.core.output_processor import OutputProcessor
 from kvllm.core.sequence import Origin
+from kvllm.core.snapshot import EngineSnapshot
 from kvllm.core.transition import Transition
 from kvllm.distributed.replicas.dispatcher import Dispatcher
 from kvllm.distributed.replicas.messages import Report
 from kvllm.distributed.replicas.replica_set import ReplicaSet
+from kvllm.distributed.replicas.snapshots import Snapshots
 from kvllm.outputs import RequestOutput
 from kvllm.sampling_params import SamplingParams
 from kvllm.stats import EngineStats
@@ -39,6 +41,7 @@ class DataParallelEngine:
         self.inputs = InputProcessor(config, vocab_size, tokenizer, grammars)
         self.outputs = OutputProcessor(frozenset(eos_token_ids), tokenizer)
         self.dispatcher = Dispatcher(config, replicas.num_blocks)
+        self._snapshots = Snapshots(replicas.num_blocks)
         self._last_steps = [(0, 0)] * len(replicas.num_blocks)
         self._waiting = [0] * len(replicas.num_blocks)  # in each replica, when it last reported
         self._transition = Transition(self._recover)
@@ -73,6 +76,9 @@ class DataParallelEngine:
                 if replica is not None:  # it may have the sequence as a branch of the first
                     self.replicas.drop(replica, [seq.seq_id, seq.seq_id - seq.index])
                 self.dispatcher.finish(seq)
+            for replica in range(len(self.replicas.num_blocks)):
+                if not self.dispatcher.is_in_use(replica):
+                    self._rest(replica)
             self._count_now()
 
     def reset_prefix_cache(self) -> None:
@@ -95,21 +101,32 @@ class DataParallelEngine:
             self._count_now()
         return self.outputs.take_touched()
 
+    def snapshot(self, now: float) -> EngineSnapshot:
+        """See LLMEngine. What replicas tell is a fraction of a second old."""
+        return self._snapshots.merge(self.dispatcher, self.outputs.requests, self.stats, now)
+
     def close(self) -> None:
         self.inputs.close()
         self.replicas.close()
 
     def _receive(self, replica: int, report: Report | None) -> None:
         if report is None:
-            self._last_steps[replica], self._waiting[replica] = (0, 0), 0
+            self._rest(replica)
+            self._snapshots.lose(replica)
             self.dispatcher.lose(replica)
             return
         self._count(replica, report)
+        self._snapshots.receive(replica, report.snapshot)
         for sampled, prompts in self.dispatcher.receive(replica, report):
             for each in prompts:
                 self.outputs.add_prompt_logprobs(*each)
             for seq in self.outputs.process(sampled):
                 self.dispatcher.finish(seq)
+
+    def _rest(self, replica: int) -> None:
+        """A replica has nothing any more, and may not report that."""
+        self._last_steps[replica], self._waiting[replica] = (0, 0), 0
+        self._snapshots.rest(replica)
 
     def _recover(self) -> None:
         """Let the replicas drop everything, and hand it out again under new ids: reports of the old ones may still

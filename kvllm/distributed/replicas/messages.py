@@ -5,6 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from kvllm.core.protocol import PromptLogprobs, SampledToken
+from kvllm.core.snapshot import EngineSnapshot
 from kvllm.stats import EngineStats
 
 
@@ -54,6 +55,8 @@ class Report(Struct, array_like=True):
 
     room: free blocks, less what the waiting sequences are expected to need.
     busy: whether anything is left to do.
+    costs: what tenants were charged in its fair queue, by name.
+    snapshot: of the engine, a fraction of a second old at most; None if there is no newer one than in the last report.
     progress: a number that changes as long as the replica advances; None if it watches its ranks itself.
     """
 
@@ -62,3 +65,5 @@ class Report(Struct, array_like=True):
     room: int
     busy: bool = False
     progress: int | None = None
+    costs: dict[str, float] = {}
+    snapshot: EngineSnapshot | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from functools import partial
 from pathlib import Path
 
@@ -30,6 +31,8 @@ from kvllm.worker.inline import InlineExecutor
 
 REPORT_SECONDS = 0.05
 """A replica at work reports so often: its steps never wait for it."""
+SNAPSHOT_SECONDS = 0.25
+"""A replica at work takes a snapshot so often."""
 
 
 class Reporter:
@@ -42,6 +45,7 @@ class Reporter:
         self._lock = threading.Lock()
         self._unseen: dict[int, int] = {}  # blocks expected for sequences that the engine has not seen yet
         self._report = Report([], EngineStats(0), engine.config.num_blocks)
+        self._next_snapshot = 0.0
         self._loop = EngineLoop(engine, self._collect)
 
     def start(self, starts: list[SequenceStart]) -> None:
@@ -108,6 +112,18 @@ class Reporter:
                 )
             self._report.stats.add(engine.stats.take())
             self._report.room = self._room()
+            self._add_costs(engine.scheduler.waiting.take_costs())
+            self._add_snapshot(time.monotonic())
+
+    def _add_costs(self, costs: dict[str, float]) -> None:
+        for tenant, cost in costs.items():
+            self._report.costs[tenant] = self._report.costs.get(tenant, 0.0) + cost
+
+    def _add_snapshot(self, now: float) -> None:
+        """Take a snapshot if it is time for one, and of an engine at rest, which takes no other until it works."""
+        if now >= self._next_snapshot or not self.engine.has_unfinished_requests():
+            self._report.snapshot = self.engine.snapshot(now)
+            self._next_snapshot = now + SNAPSHOT_SECONDS
 
     def _room(self) -> int:
         """See `Report`."""

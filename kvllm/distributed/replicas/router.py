@@ -24,6 +24,7 @@ class Router:
     """Accounts for the free blocks of replicas that can serve the same requests.
 
     num_blocks: of the pool of each.
+    lost: replicas that were lost, and have not reported since.
     room: for each replica, the blocks that were free at its last report less those promised since. It falls below zero
         when sequences are preempted. A replica without room gets nothing, so those that are done sooner get more.
     """
@@ -34,16 +35,27 @@ class Router:
         self.max_sequences = SEQUENCES_AHEAD * max_num_seqs
         self.shares_prefixes = shares_prefixes
         self.room = list(num_blocks)
+        self.lost: set[int] = set()
         self.sequences = [0] * len(num_blocks)
         self._replica_of: OrderedDict[bytes, int] = OrderedDict()  # by the hash of a block, oldest first
 
-    def place(self, token_ids: Sequence[int], num_sequences: int, cache_salt: str | None = None) -> int | None:
-        """Choose the replica for a request, and promise it the blocks. None: no replica has room now.
+    def open_replicas(self) -> list[int]:
+        """The replicas that have room."""
+        return [i for i, room in enumerate(self.room) if room > 0 and self.sequences[i] < self.max_sequences]
+
+    def place(
+        self,
+        token_ids: Sequence[int],
+        num_sequences: int,
+        cache_salt: str | None = None,
+        replicas: list[int] | None = None,
+    ) -> int | None:
+        """Choose the replica for a request, and promise it the blocks. None: there is nothing to choose from.
 
         token_ids: the prompt and any output. num_sequences: completions that branch off from these.
-        cache_salt: see Origin.
+        cache_salt: see Origin. replicas: to choose from. Default: those that have room.
         """
-        replicas = [i for i, room in enumerate(self.room) if room > 0 and self.sequences[i] < self.max_sequences]
+        replicas = self.open_replicas() if replicas is None else replicas
         if not replicas:
             return None
         chosen = max(replicas, key=lambda i: (self.room[i], -self.sequences[i]))
@@ -63,6 +75,7 @@ class Router:
     def report(self, replica: int, room: int) -> None:
         """Account for a replica's report of its free blocks, less those for what waits there."""
         self.room[replica] = room
+        self.lost.discard(replica)
 
     def finish(self, replica: int, num_sequences: int) -> None:
         """Sequences of a replica have ended."""
@@ -71,6 +84,7 @@ class Router:
     def lose(self, replica: int) -> None:
         """All that a replica had is lost. It gets nothing until it reports."""
         self.room[replica] = self.sequences[replica] = 0
+        self.lost.add(replica)
         self._replica_of = OrderedDict((digest, i) for digest, i in self._replica_of.items() if i != replica)
 
     def _clearly_fuller(self, replica: int, other: int, hits: int) -> bool:

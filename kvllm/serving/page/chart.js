@@ -48,7 +48,7 @@ export class Chart {
     if (!width || !this.points.length || document.hidden) return;
     this.width = width;
     this.end = this.points.at(-1).time;
-    const shown = this.series.filter(each => !each.optional || this.points.some(point => each.value(point) > 0));
+    const shown = this.series;
     const top = niceTop(this.highest(shown));
     this.svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
     const y = value => HEIGHT - BOTTOM - (HEIGHT - BOTTOM - TOP) * Math.min(1, value / top);

@@ -8,7 +8,7 @@ const cells = new Map();
 
 export function showFigures(points) {
   const now = points.at(-1);
-  const total = now.prompt + now.compressed + now.tail + now.other + now.reusable + now.free;
+  const total = now.prompt + now.compressed + now.tail + now.reusable + now.free;
   const used = total - now.reusable - now.free;
   const recent = points.filter(point => point.time > now.time - 5);
   const mean = recent.reduce((sum, point) => sum + speed(point), 0) / recent.length;

@@ -3,7 +3,7 @@
 import { svg } from "./dom.js";
 
 const HATCHES = {
-  prompt: "", compressed: "M-2 2L2 -2M0 8L8 0M6 10L10 6", tail: "M0 4H8", other: "M4 0V8M0 4H8", reusable: "M4 0V8", free: "",
+  prompt: "", compressed: "M-2 2L2 -2M0 8L8 0M6 10L10 6", tail: "M0 4H8", reusable: "M4 0V8", free: "",
 };
 
 export function patterns() {

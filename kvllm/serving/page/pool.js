@@ -5,13 +5,13 @@ import { byId } from "./dom.js";
 import { whole } from "./format.js";
 
 const KINDS = [
-  ["prompts", "prompt"], ["compressed", "compressed"], ["not yet compressed", "tail"], ["in replicas", "other"],
+  ["prompts", "prompt"], ["compressed", "compressed"], ["not yet compressed", "tail"],
   ["reusable prefixes", "reusable"], ["free", "free"],
 ];
 
 export function makePoolChart() {
   const series = KINDS.map(([name, tone]) =>
-    ({ name, tone, stacked: true, optional: tone === "other", value: point => point[tone] }));
+    ({ name, tone, stacked: true, value: point => point[tone] }));
   series.push({ name: "without compression", tone: "ink", dash: "dashed", value: point => point.without_compression });
   return new Chart(byId("pool"), { label: "Blocks of the KV pool", series, format: whole });
 }

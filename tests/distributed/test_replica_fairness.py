@@ -1,0 +1,155 @@
+"""Fairness, priorities, guarantees and snapshots over several replicas, in real Ray actors."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from kvllm import LLM, CompressionConfig, SamplingParams
+from kvllm.config import TenantConfig
+from kvllm.core.snapshot import EngineSnapshot
+from kvllm.distributed.replicas.engine import DataParallelEngine
+from kvllm.engine_args import DEFAULT_MODEL
+from tests.helpers.engines import greedy
+
+pytest.importorskip("ray", reason="needs ray: pip install ray")
+
+pytestmark = pytest.mark.xdist_group("ray")
+
+BLOCKS = 120
+KARA = CompressionConfig(period=4, window_blocks=4, retain_blocks=1, buffer=4, chunk_budget=4)
+SHORT = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def replicas(ray_cluster: None) -> Iterator[DataParallelEngine]:
+    llm = LLM(
+        DEFAULT_MODEL,
+        data_parallel_size=2,
+        block_size=4,
+        num_gpu_blocks_override=BLOCKS,
+        max_num_seqs=8,
+        max_model_len=256,
+        compression=KARA,
+        tenants={"guaranteed": TenantConfig(guaranteed_share=0.6)},
+    )
+    engine = llm.llm_engine
+    assert isinstance(engine, DataParallelEngine)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def engine(replicas: DataParallelEngine) -> Iterator[DataParallelEngine]:
+    """With nothing to do, before and behind each test."""
+    yield replicas
+    abort_all(replicas)
+
+
+def flood(engine: DataParallelEngine, count: int, tokens: int) -> None:
+    """Long requests of one tenant, of which some run everywhere, and most wait here."""
+    for i in range(count):
+        engine.add_request(f"noisy {i}", {"prompt_token_ids": [5 + i % 60] * 30}, greedy(tokens), tenant="noisy")
+    before = engine.stats.output_tokens
+    while engine.stats.output_tokens < before + 100:
+        engine.step()
+    assert engine.dispatcher.waiting
+
+
+def tokens_before(engine: DataParallelEngine, **origin) -> int:
+    """Tokens of other requests until one that is added now has its first."""
+    output = engine.add_request("quiet", {"prompt_token_ids": [7, 9] * 20}, SHORT, **origin)
+    before = engine.stats.output_tokens
+    while not output.outputs[0].token_ids:
+        engine.step()
+    return engine.stats.output_tokens - before
+
+
+def finish(engine: DataParallelEngine) -> None:
+    while engine.has_unfinished_requests():
+        engine.step()
+
+
+def abort_all(engine: DataParallelEngine) -> None:
+    for request_id in list(engine.outputs.requests):
+        engine.abort(request_id)
+
+
+def test_a_quiet_tenant_and_a_priority_come_early_beside_a_flood(engine: DataParallelEngine) -> None:
+    """Both replicas are full, and many requests wait for them."""
+    found = {}
+    for name, origin in {"in turn": {"tenant": "noisy"}, "quiet": {"tenant": "quiet"}}.items():
+        flood(engine, 60, 80)
+        found[name] = tokens_before(engine, **origin)
+        finish(engine)
+    flood(engine, 60, 80)
+    found["priority"] = tokens_before(engine, tenant="noisy", priority=-1)
+    finish(engine)
+    assert found["in turn"] > 60 * 80 * 0.7
+    assert found["quiet"] < 60 * 80 * 0.1, found
+    assert found["priority"] < found["in turn"] * 0.6, found
+
+
+def test_two_tenants_share_all_replicas(engine: DataParallelEngine) -> None:
+    """One has sent all of its requests before the other has sent its first."""
+    flood(engine, 40, 60)
+    outputs = [engine.outputs.requests[f"noisy {i}"].output for i in range(40)]
+    for i in range(40):
+        outputs.append(engine.add_request(f"b {i}", {"prompt_token_ids": [9] * 30}, greedy(60), tenant="b"))
+    while sum(output.finished for output in outputs[40:]) < 20:
+        engine.step()
+    finished = sum(output.finished for output in outputs[:40])
+    assert 10 <= finished <= 36, finished
+    finish(engine)
+
+
+def test_a_guarantee_holds_over_all_replicas(engine: DataParallelEngine) -> None:
+    flood(engine, 60, 80)
+    for i in range(24):
+        prompt = {"prompt_token_ids": [9 + i] * 100}
+        engine.add_request(f"guaranteed {i}", prompt, greedy(150), tenant="guaranteed")
+    blocks = Counter[str]()
+    deadline = time.monotonic() + 60
+    while blocks["guaranteed"] < 0.6 * 2 * BLOCKS - 25:  # a request more would take 25 in each
+        assert time.monotonic() < deadline, blocks
+        engine.step()
+        blocks = Counter[str]()
+        for row in snapshot(engine).rows:
+            blocks[row.tenant] += row.blocks
+
+
+def snapshot(engine: DataParallelEngine) -> EngineSnapshot:
+    found = engine.snapshot(time.monotonic())
+    pool = found.pool
+    assert pool.total == 2 * BLOCKS == pool.prompt + pool.compressed + pool.tail + pool.reusable + pool.free
+    return found
+
+
+def test_a_snapshot_tells_of_all_replicas(engine: DataParallelEngine) -> None:
+    outputs = {}
+    for i in range(20):
+        name = f"request {i}"
+        outputs[name] = engine.add_request(name, {"prompt_token_ids": [5 + i] * 21}, greedy(200), tenant=f"t{i % 2}")
+    kept, rows = set(), []
+    while sum(len(output.outputs[0].token_ids) for output in outputs.values()) < 20 * 100:
+        engine.step()
+        found = snapshot(engine)
+        kept.add(found.pool.compressed > 0)
+        rows = found.rows
+        assert found.running + found.waiting == len(engine.outputs.requests) == len(rows)
+        assert len({row.id for row in rows}) == len(rows) and {row.id for row in rows} <= set(outputs)
+    assert kept == {False, True}
+    computed = [row for row in rows if row.state == "running"]
+    assert len(computed) > 8 and all(row.blocks and row.windows and row.kept < row.tokens for row in computed)
+    for row in computed:
+        assert row.tenant == f"t{int(row.id.split()[1]) % 2}" and row.prompt_tokens == 21
+        assert row.output_tokens == len(outputs[row.id].outputs[0].token_ids)
+    engine.abort(computed[0].id)
+    assert computed[0].id not in {row.id for row in snapshot(engine).rows}
+    abort_all(engine)
+    found = snapshot(engine)
+    assert (found.running, found.waiting, found.rows) == (0, 0, [])
+    assert found.pool.prompt == found.pool.tail == found.pool.compressed == 0 == engine.stats.blocks_in_use
