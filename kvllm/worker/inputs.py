@@ -129,7 +129,7 @@ class InputPreparer:
 
     def clear(self) -> None:
         """Forget a step that was cut short. The device may still read the memory that it had."""
-        self._memory = [torch.empty(0, dtype=torch.uint8)] * 2  # the first is free
+        self._rooms = [_Room(), _Room()]  # the first is free
         self._ahead: _PartialInputs | None = None
 
     def shape(self, num_query_tokens: int, num_seqs: int, num_blocks: int) -> InputShape:
@@ -147,7 +147,7 @@ class InputPreparer:
             inputs = self._begin(states, num_tokens, shape)
         inputs.add_new_blocks(self.tables)
         inputs.complete(self.tables)
-        self._memory.reverse()
+        self._rooms.reverse()
         return inputs.tensors
 
     def prepare_ahead(self, states: list[SequenceState], num_tokens: list[int], shape: InputShape) -> None:
@@ -155,15 +155,28 @@ class InputPreparer:
         self._ahead = self._begin(states, num_tokens, shape)
 
     def _begin(self, states: list[SequenceState], num_tokens: list[int], shape: InputShape) -> _PartialInputs:
-        num_bytes = shape.num_bytes
-        if self._memory[0].numel() < num_bytes:
-            size = 1 << (num_bytes - 1).bit_length()  # so that growing shapes seldom need other memory
-            self._memory[0] = torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-        tensors = StepInputs(shape, self._memory[0])
+        tensors = self._rooms[0].of(shape, pinned=self.device.type == "cuda")
         if tensors.window_start is not None and self.window_start is not None:
             starts = self.window_start[[state.table_slot for state in states]]
             _write(tensors.window_start, starts, spare=np.iinfo(np.int32).max)
         return _PartialInputs.of(states, num_tokens, tensors, self.tables, self.ragged)
+
+
+class _Room:
+    """Memory for the inputs of a step. A step of the same shape as the last one in it gets the same views."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._tensors: StepInputs | None = None
+
+    def of(self, shape: InputShape, *, pinned: bool) -> StepInputs:
+        if self._tensors is None or self._tensors.shape != shape:
+            num_bytes = shape.num_bytes
+            if self._memory.numel() < num_bytes:
+                size = 1 << (num_bytes - 1).bit_length()  # so that growing shapes seldom need other memory
+                self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+            self._tensors = StepInputs(shape, self._memory)
+        return self._tensors
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import torch
 
 from kvllm.attention.base import AttentionBackend, ScoredChunk
@@ -206,7 +206,7 @@ class ModelRunner:
         for item, state in zip(scheduled, states, strict=True):
             state.logical_length += item.num_tokens
             state.cached_length += item.num_tokens
-        return self._sample(scheduled, states, hidden, np.cumsum(num_tokens) - 1)
+        return self._sample(scheduled, states, hidden, [end - 1 for end in accumulate(num_tokens)])
 
     def _run_model(self, states: list[SequenceState], num_tokens: list[int]) -> torch.Tensor:
         """Hidden states `[T, hidden_size]` of the next `num_tokens[i]` tokens of each sequence."""
@@ -265,12 +265,12 @@ class ModelRunner:
         scheduled: list[ScheduledSequence],
         states: list[SequenceState],
         hidden: torch.Tensor,
-        last_rows: np.ndarray,
+        last_rows: list[int],
     ) -> Samples | None:
         """Sample where the plan says so; a fork samples from its parent's logits."""
         logit_rows: list[int] = []
         sample_rows: list[SampleRow] = []
-        for item, state, last_row in zip(scheduled, states, last_rows.tolist(), strict=True):
+        for item, state, last_row in zip(scheduled, states, last_rows, strict=True):
             if not item.samples:
                 continue
             for each in (state, *[self._fork(state, fork) for fork in item.forks]):

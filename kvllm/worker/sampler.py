@@ -204,7 +204,12 @@ def _choose(logits: Tensor, rows: list[SampleRow]) -> Tensor:
 
 def _most_likely(logits: Tensor) -> Tensor:
     """Token ids [r], NO_TOKEN for a row without a finite maximum."""
-    highest, chosen = logits.max(-1)  # the maximum of a row with a NaN is a NaN
+    if logits.device.type == "cpu":  # NumPy's argmax takes a tenth of the time of torch's
+        rows = logits.numpy()
+        found = rows.argmax(-1)
+        found[~np.isfinite(rows[np.arange(len(rows)), found])] = NO_TOKEN
+        return torch.from_numpy(found)
+    highest, chosen = logits.max(-1)  # the maximum of a row with a NaN is a NaN, in NumPy too
     return chosen.masked_fill_(~highest.isfinite(), NO_TOKEN)
 
 

@@ -370,9 +370,14 @@ def test_a_seed_reproduces_its_tokens_and_another_does_not():
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0}, {"temperature": 0, "presence_penalty": 1.0}], ids=str)
 def test_logits_that_are_not_finite_are_an_error_of_their_row(options):
-    for bad in math.nan, math.inf:
-        good, broken = sample(torch.tensor([[0.0, 1.0], [bad, 0.0]]), [row_of(), row_of(output=[1], **options)])
+    for bad in [math.nan, 0.0], [0.0, math.nan], [math.inf, 0.0]:
+        good, broken = sample(torch.tensor([[0.0, 1.0], bad]), [row_of(), row_of(output=[1], **options)])
         assert good.error is None and "not finite" in broken.error
+
+
+def test_a_greedy_row_takes_the_first_of_equal_logits():
+    logits = torch.tensor([[0.0, 2.0, 2.0, 1.0], [3.0, -math.inf, 3.0, 3.0]])
+    assert token_ids(sample(logits, [row_of(temperature=0)] * 2)) == [1, 0]
 
 
 def unchecked(params: SamplingParams, **options) -> SamplingParams:
