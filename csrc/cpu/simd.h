@@ -108,7 +108,7 @@ inline Words pairs_of_words(Words x) {
 // sum += a * b for the first integers of all pairs, and for the second ones.
 inline void add_pair_products(Words& sum, Words a, Words b) {
 #if defined(KVLLM_AVX512_VNNI)
-  sum = _mm512_dpwssd_epi32(sum, a, b);
+  asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));  // g++ would move and spill the sums of many rows
 #else
   asm("vpaddd %1, %0, %0" : "+v"(sum) : "v"(_mm512_madd_epi16(a, b)));  // g++ would add two products first, and spill
 #endif
