@@ -34,6 +34,8 @@ VARIANTS: dict[str, CompressionConfig | None] = {
     "Kara, 257 of 768": CompressionConfig(retain_tokens=257),
     "Kara, 1 block of 3": CompressionConfig(),
     "Kara, 1 of 3, pressure": CompressionConfig(policy="pressure"),
+    "kara_sharp, 1 of 3": CompressionConfig(method="kara_sharp"),
+    "kara_sharp, 1 of 3, pressure": CompressionConfig(method="kara_sharp", policy="pressure"),
 }
 MAX_OUTPUT = 8192
 PROMPT = 128
@@ -44,8 +46,9 @@ def run(args: argparse.Namespace, cost: CostModel, num_seqs: int, compression: C
         num_requests=args.requests, input_len=PROMPT, output_len=MAX_OUTPUT // 2, range_ratio=0.999
     )
     lengths = draw(workload)
+    scored = compression is not None and compression.observes_scores
     config = EngineConfig(
-        num_blocks=cost.pool_blocks(256, args.gpu_memory_utilization),
+        num_blocks=cost.pool_blocks(256, args.gpu_memory_utilization, scored=scored),
         max_model_len=2 * PROMPT + MAX_OUTPUT,
         max_num_seqs=num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,

@@ -77,14 +77,17 @@ class CostModel:
         """Bytes on a device of one KV pair in one layer."""
         return 2 * self.kv_heads * self.model.head_dim * self.itemsize
 
-    def pool_blocks(self, block_size: int, memory_utilization: float) -> int:
+    def pool_blocks(self, block_size: int, memory_utilization: float, *, scored: bool = False) -> int:
         """Blocks of a KV pool in what weights leave of `memory_utilization` of the memory.
+
+        scored: a float32 score for each KV head lies beside every KV pair.
 
         Raises ConfigError if that is not a single block.
         """
         require(0 < memory_utilization <= 1, "gpu_memory_utilization", memory_utilization, "above 0, at most 1")
         usable = self.hardware.memory_bytes * memory_utilization - self.hardware.reserved_bytes
-        blocks = int(usable - self.weight_bytes) // (block_size * self.kv_pair_bytes * self.model.num_layers)
+        pair_bytes = self.kv_pair_bytes + (4 * self.kv_heads if scored else 0)
+        blocks = int(usable - self.weight_bytes) // (block_size * pair_bytes * self.model.num_layers)
         if blocks < 1:
             raise ConfigError(
                 f"weights of {self.weight_bytes / 1e9:.1f} GB leave no room for a KV pool in {usable / 1e9:.1f} GB of "
@@ -125,6 +128,12 @@ class CostModel:
         traffic = keys * self.kv_pair_bytes / 2
         scoring = max(flops / self._score_flops, traffic / self._bytes_per_s)
         return self.model.num_layers * (scoring + self.hardware.select_seconds)
+
+    def observe(self, scored: int) -> float:
+        """Add up scores in all layers while sequences decode, for `scored` KV pairs of all their windows: a product for
+        each query head is written and read twice, a score for each KV head is read and written."""
+        traffic = 4 * scored * (3 * self.query_heads + 2 * self.kv_heads)
+        return self.model.num_layers * traffic / self._bytes_per_s
 
     def compact(self, kv_pairs: int) -> float:
         """Move `kv_pairs`: read and write them in all layers, at once."""

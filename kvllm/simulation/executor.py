@@ -78,6 +78,9 @@ class SimulatedExecutor(Executor):
                 samples += 1
         decode, filling = self.cost.forward(QueryBatch(decoding, decoding, visible, visible), prefill, samples)
         self.seconds.decode += decode
+        if decoding and self.compression and self.compression.observes_scores:
+            half_of_window = self.compression.window_blocks * self.config.block_size // 2  # scored in the mean
+            self.seconds.decode += self.cost.observe(decoding * half_of_window)
         self.seconds.prefill += filling
         return samples
 
