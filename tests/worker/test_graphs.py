@@ -124,7 +124,7 @@ def compressions() -> dict[str, CompressionConfig]:
     found["periodic-kara_sharp"] = CompressionConfig(method="kara_sharp", **clock, **common)
     threshold = {"policy": "threshold", "threshold_tokens": 44, "budget_tokens": 25}
     for method, spec in SPECS.items():
-        if not spec.refusal("threshold"):
+        if not spec.refusal("threshold") and not spec.calibrated:
             found[f"threshold-{method}"] = CompressionConfig(method=method, **threshold, **common)
     return found
 
