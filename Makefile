@@ -1,6 +1,7 @@
 # make demo   the main job: the same problems with and without compression, in a small KV pool
 # make test   lint, type check and tests
 # make test-long   the same with every case and five times the examples
+# make clients  .venv-clients: other people's clients of the server, which the tests use if they are there
 # make venv   the environment alone: .venv with pinned dependencies and the compiled extension
 # make wheel  dist/: one wheel for every Python from 3.11 and every torch from 2.11
 # make docs   site/: the pages of docs/ and the API reference
@@ -8,10 +9,11 @@
 PYTHON ?= python3
 VENV := .venv
 DOCS_VENV := .venv-docs
+CLIENTS_VENV := .venv-clients
 READY := $(VENV)/ready
 SOURCES := $(wildcard csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu csrc/*/*.cuh)
 
-.PHONY: venv demo test test-long lint wheel docs clean
+.PHONY: venv clients demo test test-long lint wheel docs clean
 
 venv: $(READY)
 
@@ -22,6 +24,16 @@ $(READY): constraints.txt pyproject.toml setup.py $(SOURCES)
 	$(VENV)/bin/pip install --quiet -c constraints.txt torch setuptools wheel
 	@echo "Building the operators: for the CPU, and for CUDA if there is an nvcc"
 	$(VENV)/bin/pip install --quiet --no-build-isolation -c constraints.txt -e '.[dev]'
+	touch $@
+
+# Beside the packages of .venv, which it can import, too: torch and transformers are there already.
+clients: $(CLIENTS_VENV)/ready
+
+$(CLIENTS_VENV)/ready: tests/serving/clients/requirements.txt $(READY)
+	$(VENV)/bin/python -m venv --clear $(CLIENTS_VENV)
+	$(CLIENTS_VENV)/bin/pip install --quiet --no-deps --no-compile -r tests/serving/clients/requirements.txt
+	$(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> $$($(CLIENTS_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kvllm.pth
 	touch $@
 
 demo: venv
@@ -54,4 +66,4 @@ $(DOCS_VENV)/ready: constraints.txt pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(DOCS_VENV) build dist site *.egg-info kvllm/*.so
+	rm -rf $(VENV) $(DOCS_VENV) $(CLIENTS_VENV) build dist site *.egg-info kvllm/*.so

@@ -11,7 +11,7 @@ from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvllm.beam_search import begin_search
+from kvllm.beam_search import BeamSearch, begin_search
 from kvllm.core.engine_loop import EngineLoop
 from kvllm.core.input_processor import Prompt
 from kvllm.core.output_stream import OutputStream
@@ -52,6 +52,7 @@ class AsyncLLM:
         self.tokenizer = engine.inputs.tokenizer
         self._engine = engine
         self._streams: dict[str, OutputStream] = {}
+        self._searches: dict[str, BeamSearch] = {}
         self._held: dict[OutputStream, None] = {}  # streams with news that their readers were not told; a set in order
         self._stats = copy(engine.stats)
         self._is_shut_down = False
@@ -120,13 +121,20 @@ class AsyncLLM:
         cache_salt: str | None = None,
     ) -> RequestOutput:
         """Find the likeliest continuations of a prompt, the best one first: see `LLM.beam_search`. Cancelling the task
-        ends the search.
+        ends the search; `abort` ends it with what it has.
 
         Raises:
             RequestError: the prompt cannot be served. EngineDeadError: see `generate`.
         """
         text, search = begin_search(self._engine, await self._encoded(prompt), params)
-        options = {"priority": priority, "tenant": tenant, "cache_salt": cache_salt}
+        self._searches[request_id] = search
+        try:
+            return await self._search(text, search, request_id, priority=priority, tenant=tenant, cache_salt=cache_salt)
+        finally:
+            del self._searches[request_id]
+
+    async def _search(self, text: str | None, search: BeamSearch, request_id: str, **options: Any) -> RequestOutput:
+        """Ask for the beams' next tokens until the search is done."""
         metrics = RequestMetrics(arrival_time=time.monotonic())
         while not search.is_done:
             sampling, length = search.sampling_params(), len(search.beams[0].token_ids)
@@ -136,15 +144,20 @@ class AsyncLLM:
                     for i, token_ids in enumerate(search.prompts())
                 )
             )
-            search.advance([(each.outputs[0].logprobs or [])[0] for each in found])
             _add_metrics(metrics, [each.metrics for each in found])
+            if any(each.outputs[0].finish_reason == "abort" for each in found):
+                search.abort()
+            if not search.is_done:
+                search.advance([(each.outputs[0].logprobs or [])[0] for each in found])
         metrics.finished_time = time.monotonic()
         completions = search.completions(self.tokenizer)
         return RequestOutput(request_id, text, search.prompt_token_ids, completions, True, metrics=metrics)
 
     async def abort(self, request_id: str) -> None:
         """End a request with `finish_reason="abort"`, which its reader gets in its last item. Unknown and finished ids
-        are ignored."""
+        are ignored. A beam search ends behind its current token."""
+        if request_id in self._searches:
+            self._searches[request_id].abort()
         self._loop.submit(partial(self._abort, request_id))
 
     async def reset_prefix_cache(self) -> None:

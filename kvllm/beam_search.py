@@ -6,7 +6,7 @@ Each step is a request of one token for each beam, whose cached blocks the next 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvllm.outputs import CompletionOutput, FinishReason, Logprob
@@ -78,6 +78,12 @@ class BeamSearch:
         self.beams = [beam for beam in candidates if not beam.finish_reason][:width]
         if self.beams and len(self._finished) == width and not self._may_improve():
             self.beams = []
+
+    def abort(self) -> None:
+        """End the search with what it has: the beams that go on come behind the finished ones."""
+        self._finished += [replace(beam, finish_reason="abort") for beam in self.beams]
+        del self._finished[self.params.beam_width :]
+        self.beams = []
 
     def completions(self, tokenizer: Tokenizer | None) -> list[CompletionOutput]:
         """The finished beams, the best one first."""

@@ -7,10 +7,11 @@ import time
 from typing import Any
 
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvllm.serving import chat, completions, information, live_routes, page_files, tokenize
+from kvllm.serving import chat, completions, information, live_routes, messages, page_files, responses_route, tokenize
 from kvllm.serving.context import RequestContext
 from kvllm.serving.errors import ApiError, as_api_error
 from kvllm.serving.request_id import clean_request_id
@@ -18,7 +19,7 @@ from kvllm.serving.sse import ClientGone
 from kvllm.serving.state import ServerState
 
 logger = logging.getLogger(__name__)
-GENERATING = ("/v1/completions", "/v1/chat/completions")
+GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 GONE = 499
 """Status in the log of a request whose client went away, as nginx has it."""
 
@@ -28,6 +29,9 @@ def make_app(state: ServerState) -> ASGIApp:
     routes = [
         Route("/v1/completions", completions.create, methods=["POST"]),
         Route("/v1/chat/completions", chat.create, methods=["POST"]),
+        Route("/v1/responses", responses_route.create, methods=["POST"]),
+        Route("/v1/messages", messages.create, methods=["POST"]),
+        Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
         Route("/v1/models", information.list_models),
         Route("/v1/models/{id:path}", information.get_model),
         Route("/tokenize", tokenize.tokenize, methods=["POST"]),
@@ -69,9 +73,7 @@ class Gate:
         generates = scope["path"] in GENERATING
         self._state.requests += generates
         try:
-            authorization = headers.get(b"authorization")
-            given = None if authorization is None else authorization.decode("latin-1")
-            context.tenant = self._state.options.keys.tenant(scope["path"], given)
+            context.tenant = self._state.options.keys.tenant(scope["path"], _authorization(headers))
             await self._app(scope, receive, answer)
         except ClientGone:
             answer.status = GONE
@@ -88,7 +90,9 @@ class Gate:
             error = ApiError(error.status_code, f"{where}: {message}", headers=error.headers)
         known = as_api_error(error)
         if answer.status is None:
-            await known.response()(scope, receive, answer)
+            body = messages.error_body(known) if scope["path"].startswith(messages.PATH) else known.body()
+            response = Response(body, known.status, known.headers, "application/json")
+            await response(scope, receive, answer)
 
 
 class Answer:
@@ -105,6 +109,13 @@ class Answer:
             request_id = (b"x-request-id", self._context.request_id.encode())
             message = {**message, "headers": [*message.get("headers", ()), request_id]}
         await self._send(message)
+
+
+def _authorization(headers: dict[bytes, bytes]) -> str | None:
+    """The header with the key. Anthropic's clients have one of their own."""
+    if b"authorization" not in headers and b"x-api-key" in headers:
+        return "Bearer " + headers[b"x-api-key"].decode("latin-1")
+    return headers[b"authorization"].decode("latin-1") if b"authorization" in headers else None
 
 
 def _log(scope: Scope, context: RequestContext, status: int | None, seconds: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvllm.outputs import CompletionOutput, RequestOutput
+from kvllm.serving.beams import beam_search
 from kvllm.serving.chat_format import ChatFormat
 from kvllm.serving.context import RequestContext, context_of
 from kvllm.serving.errors import bad_request
@@ -41,6 +43,15 @@ async def create(request: Request) -> Any:
     """Answer a conversation: at once, or as a stream of events."""
     context = context_of(request)
     body = await read_json(request, decoder, context.state.pool)
+    answer = await prepare(context, body)
+    if body.stream:
+        return EventStream(answer.events())
+    response = await until_disconnected(request, answer.complete())
+    return Response(msgspec.json.encode(response), media_type="application/json")
+
+
+async def prepare(context: RequestContext, body: ChatCompletionRequest) -> ChatAnswer:
+    """Check a request, and make its prompt. Raises ApiError, RequestError and ConfigError."""
     context.begin(body)
     check_generation(body)
     tools = tool_choice(body, context.state.options)
@@ -49,11 +60,7 @@ async def create(request: Request) -> Any:
     if body.max_tokens == 0:
         raise bad_request("max_tokens=0 is not allowed: at least 1", "max_tokens")
     prompt = await chat_prompt(context.state, body, body.messages, prompt_limit(context.state, body))
-    answer = ChatAnswer(context, body, prompt, ChatFormat(context.state, body, tools, prompt.text or ""))
-    if body.stream:
-        return EventStream(answer.events())
-    response = await until_disconnected(request, answer.complete())
-    return Response(msgspec.json.encode(response), media_type="application/json")
+    return ChatAnswer(context, body, prompt, ChatFormat(context.state, body, tools, prompt.text or ""))
 
 
 class ChatAnswer:
@@ -74,7 +81,8 @@ class ChatAnswer:
         self._names = TokenNames(state.llm.tokenizer, bool(body.return_tokens_as_token_ids))
         number = max_tokens(state, prompt, body.max_tokens, None)
         params = sampling_params(body, number, state.sampling_defaults, logprobs=self._most, **chat_format.sampling())
-        self._generation = Generation(state, context.origin(body), [prompt], [params])
+        beams = beam_search(body, [number])
+        self._generation = Generation(state, context.origin(body), [prompt], [params], beams)
         context.generation = self._generation
 
     async def complete(self) -> ChatCompletionResponse:
@@ -88,13 +96,20 @@ class ChatAnswer:
         for choice in choices:
             _leave_out_what_is_empty(choice.message)
         response = ChatCompletionResponse(
-            id=self._id, created=self._created, model=self._model, choices=choices, usage=self._usage()
+            id=self._id, created=self._created, model=self._model, choices=choices, usage=self.usage()
         )
         if self._body.prompt_logprobs is not None and of_prompt is not None:
             response.prompt_logprobs = prompt_logprobs(of_prompt)
         if self._body.return_token_ids:
             response.prompt_token_ids = self._prompt.token_ids
         return response
+
+    async def parts(self) -> AsyncGenerator[tuple[MessagePart, CompletionOutput], None]:
+        """What is new of the message, piece by piece, and of the completion that it comes from."""
+        async with aclosing(self._generation.outputs()) as outputs:
+            async for _, output in outputs:
+                for completion in output.outputs:
+                    yield self._parse(completion), completion
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The chunks of a stream: the role first, then what the model writes."""
@@ -105,7 +120,7 @@ class ChatAnswer:
         begun = False
         try:
             async for _, output in outputs:
-                usage = self._usage() if continuous else None if include_usage else UNSET
+                usage = self.usage() if continuous else None if include_usage else UNSET
                 if not begun:
                     begun = True
                     for choice in self._first_choices():
@@ -115,7 +130,7 @@ class ChatAnswer:
         finally:
             await outputs.aclose()
         if include_usage:
-            yield self._chunk([], self._usage())
+            yield self._chunk([], self.usage())
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: Any) -> bytes:
         chunk = ChatCompletionChunk(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage)
@@ -134,7 +149,7 @@ class ChatAnswer:
                 index=completion.index,
                 delta=_delta(part),
                 logprobs=self._logprobs(completion),
-                finish_reason=self._finish_reason(completion),
+                finish_reason=self.finish_reason(completion),
             )
             if completion.finish_reason is not None:
                 choice.stop_reason = completion.stop_reason
@@ -152,11 +167,13 @@ class ChatAnswer:
             part += parser.finish()
         return self._format.shown(part)
 
-    def _finish_reason(self, completion: CompletionOutput) -> str | None:
+    def finish_reason(self, completion: CompletionOutput) -> str | None:
+        """Why a completion has ended, None if it has not."""
         called = completion.finish_reason == "stop" and self._parsers[completion.index].has_calls
         return "tool_calls" if called else completion.finish_reason
 
-    def _usage(self) -> Usage:
+    def usage(self) -> Usage:
+        """What has been used so far."""
         thinks = self._format.tags is not None
         return self._generation.usage(sum(parser.reasoning_tokens for parser in self._parsers) if thinks else None)
 
@@ -175,7 +192,7 @@ class ChatAnswer:
             choice.logprobs.content += piece.content
         if choice.token_ids is not UNSET:
             choice.token_ids += completion.token_ids
-        choice.finish_reason, choice.stop_reason = self._finish_reason(completion), completion.stop_reason
+        choice.finish_reason, choice.stop_reason = self.finish_reason(completion), completion.stop_reason
 
     def _logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
         if self._most is None or completion.logprobs is None:

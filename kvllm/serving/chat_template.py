@@ -125,6 +125,8 @@ def _plain(index: int, message: ChatMessage) -> dict[str, Any]:
     """A message as templates expect it: the content is one text."""
     plain: dict[str, Any] = to_builtins(message)
     plain["content"] = _text_of(index, message)
+    if message.role == "developer":  # OpenAI's newer name, which most templates do not know and would leave out
+        plain["role"] = "system"
     thought = message.reasoning if message.reasoning_content is None else message.reasoning_content
     if thought is not None:  # templates read either name
         plain["reasoning"] = plain["reasoning_content"] = thought

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvllm.outputs import CompletionOutput, RequestOutput
+from kvllm.serving.beams import beam_search
 from kvllm.serving.constraint import constraint
 from kvllm.serving.context import RequestContext, context_of
 from kvllm.serving.errors import bad_request
@@ -64,7 +65,7 @@ class CompletionAnswer:
             of_prompt = 0  # an engine that generates nothing has to compute something
         own = {"logprobs": self._most, "prompt_logprobs": of_prompt, "structured_outputs": constraint(body)}
         params = [sampling_params(body, number, state.sampling_defaults, **own) for number in asked]
-        self._generation = Generation(state, context.origin(body), prompts, params)
+        self._generation = Generation(state, context.origin(body), prompts, params, beam_search(body, asked))
         context.generation = self._generation
         count = len(prompts) * self._n
         self._listers = [LogprobLister(self._names, self._most or 0) for _ in range(count)]

@@ -8,10 +8,11 @@ import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from kvllm.core.input_processor import Prompt
 from kvllm.outputs import RequestMetrics, RequestOutput
-from kvllm.sampling_params import SamplingParams
+from kvllm.sampling_params import BeamSearchParams, SamplingParams
 from kvllm.serving.responses import CompletionTokensDetails, CompressionUsage, PromptTokensDetails, Usage
 from kvllm.serving.state import ServerState
 
@@ -53,12 +54,19 @@ class Generation:
     """Runs prompts, each with its options, and counts what they produce."""
 
     def __init__(
-        self, state: ServerState, origin: Origin, prompts: list[EncodedPrompt], params: list[SamplingParams]
+        self,
+        state: ServerState,
+        origin: Origin,
+        prompts: list[EncodedPrompt],
+        params: list[SamplingParams],
+        beams: list[BeamSearchParams] | None = None,
     ) -> None:
+        """beams: one beam search for each prompt, of which the best `params.n` continuations are given."""
         self._state = state
         self._origin = origin
         self.prompts = prompts
         self._params = params
+        self._beams = beams
         self._progress = [Progress(each.n) for each in params]
         self._begin = time.monotonic()
         self.first_token_seconds: float | None = None
@@ -81,7 +89,8 @@ class Generation:
             KvLLMError: the engine cannot serve it, or cannot serve it to its end.
         """
         self._state.check_ready()
-        completions = sum(params.n for params in self._params)
+        widths = [params.n for params in self._params] if self._beams is None else [b.beam_width for b in self._beams]
+        completions = sum(widths)
         self._state.admission.enter(completions, self.prompt_tokens)
         runs = [self._run(index) for index in range(len(self.prompts))]
         try:
@@ -117,24 +126,22 @@ class Generation:
         return usage
 
     async def _run(self, index: int) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        prompt, origin = self.prompts[index], self._origin
-        state = self._state
+        origin, llm = self._origin, self._state.llm
+        prompt: Prompt = {"prompt_token_ids": self.prompts[index].token_ids}
         request_id = f"{origin.request_id}-{index}-{uuid.uuid4().hex[:8]}"
-        state.running.add(request_id)
-        stream = state.llm.generate(
-            {"prompt_token_ids": prompt.token_ids},
-            self._params[index],
-            request_id,
-            priority=origin.priority,
-            tenant=origin.tenant,
-            cache_salt=origin.cache_salt,
-        )
+        options: Any = {"priority": origin.priority, "tenant": origin.tenant, "cache_salt": origin.cache_salt}
+        self._state.running.add(request_id)
         try:
-            async for output in stream:
-                yield index, output
+            if self._beams is not None:
+                found = await llm.beam_search(prompt, self._beams[index], request_id, **options)
+                del found.outputs[self._params[index].n :]
+                yield index, found
+                return
+            async with aclosing(llm.generate(prompt, self._params[index], request_id, **options)) as stream:
+                async for output in stream:
+                    yield index, output
         finally:
-            state.running.discard(request_id)
-            await stream.aclose()
+            self._state.running.discard(request_id)
 
     def _count(self, index: int, output: RequestOutput) -> None:
         now, progress = time.monotonic(), self._progress[index]

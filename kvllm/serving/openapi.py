@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 import kvllm
-from kvllm.serving import protocol, responses
+from kvllm.serving import messages, messages_protocol, protocol, responses, responses_protocol, responses_route
 
 Route = tuple[str, str, type | None, type | None, str]
 ROUTES: tuple[Route, ...] = (
@@ -19,6 +19,27 @@ ROUTES: tuple[Route, ...] = (
         protocol.ChatCompletionRequest,
         responses.ChatCompletionResponse,
         "Answer a conversation.",
+    ),
+    (
+        "post",
+        "/v1/responses",
+        responses_protocol.ResponsesRequest,
+        responses_route.ResponsesResponse,
+        "Answer a conversation, in the form of OpenAI's newer API.",
+    ),
+    (
+        "post",
+        "/v1/messages",
+        messages_protocol.MessagesRequest,
+        messages.MessagesResponse,
+        "Answer a conversation, in the form of Anthropic's API.",
+    ),
+    (
+        "post",
+        "/v1/messages/count_tokens",
+        messages_protocol.CountTokensRequest,
+        messages.TokenCount,
+        "Count the tokens of such a conversation.",
     ),
     ("get", "/v1/models", None, responses.ModelList, "The names under which the model is served."),
     ("get", "/v1/models/{id}", None, responses.Model, "One of these names."),
@@ -32,6 +53,13 @@ ROUTES: tuple[Route, ...] = (
     ("get", "/metrics", None, None, "Prometheus metrics."),
 )
 """Method, path, types of the body and of the answer, and what it does."""
+STREAMED = (
+    responses.CompletionResponse,
+    responses.ChatCompletionResponse,
+    responses_route.ResponsesResponse,
+    messages.MessagesResponse,
+)
+"""Answers that may come as a stream of events."""
 REFUSALS = {
     "400": "The body is wrong, or asks for what cannot be done.",
     "401": "No key, or a wrong one.",
@@ -46,7 +74,10 @@ REFUSALS = {
 @cache
 def document() -> bytes:
     """The JSON text."""
-    types = {kind for route in ROUTES for kind in route[2:4] if kind is not None} | {responses.ErrorResponse}
+    types = {kind for route in ROUTES for kind in route[2:4] if kind is not None} | {
+        responses.ErrorResponse,
+        messages.MessagesError,
+    }
     _, schemas = msgspec.json.schema_components(sorted(types, key=lambda kind: kind.__name__), ref_template=REFERENCE)
     paths: dict[str, Any] = {}
     for route in ROUTES:
@@ -72,9 +103,8 @@ def _operation(method: str, path: str, body: type | None, answer: type | None, t
     good: dict[str, Any] = {"description": "Success."}
     if answer is not None:
         good["content"] = _content(answer)
-    refusals = {
-        status: {"description": text, "content": _content(responses.ErrorResponse)} for status, text in REFUSALS.items()
-    }
+    error = messages.MessagesError if path.startswith(messages.PATH) else responses.ErrorResponse
+    refusals = {status: {"description": text, "content": _content(error)} for status, text in REFUSALS.items()}
     operation: dict[str, Any] = {"summary": text, "responses": {"200": good} | refusals}
     operation["operationId"] = f"{method}{path.replace('/', '_').replace('{', '').replace('}', '')}"
     if body is not None:
@@ -86,6 +116,6 @@ def _operation(method: str, path: str, body: type | None, answer: type | None, t
 
 def _content(kind: type) -> dict[str, Any]:
     content: dict[str, Any] = {"application/json": {"schema": {"$ref": REFERENCE.format(name=kind.__name__)}}}
-    if kind is responses.CompletionResponse or kind is responses.ChatCompletionResponse:
+    if kind in STREAMED:
         content["text/event-stream"] = {"schema": {"type": "string"}}
     return content

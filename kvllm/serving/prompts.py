@@ -14,6 +14,7 @@ from kvllm.serving.limits import MAX_PROMPTS, check_count
 from kvllm.serving.protocol import ChatCompletionRequest, ChatMessage, CompletionRequest, TokenizeRequest
 from kvllm.serving.state import ServerState
 
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 LONG_TEXT = 4096
 """Characters. A longer text is encoded in a thread: it would hold up the event loop."""
 
@@ -54,8 +55,10 @@ async def chat_prompt(
         both = "Cannot set both `continue_final_message` and `add_generation_prompt` to True."
         raise bad_request(both, "continue_final_message")
     options = dict(request.chat_template_kwargs or {})
-    if isinstance(request, ChatCompletionRequest) and request.documents:
-        options["documents"] = request.documents
+    if isinstance(request, ChatCompletionRequest):
+        options = effort_options(request.reasoning_effort) | options
+        if request.documents:
+            options["documents"] = request.documents
     options["add_generation_prompt"] = not continues and request.add_generation_prompt is not False
     if continues:
         options["continue_final_message"] = True
@@ -64,6 +67,16 @@ async def chat_prompt(
     text = await state.chat_template.render(messages, options)
     # The template has written the special tokens already.
     return await encode(state, text, bool(request.add_special_tokens), longest)
+
+
+def effort_options(effort: str | None) -> dict[str, Any]:
+    """What `reasoning_effort` tells a chat template, which has one switch, the other, or none. Raises ApiError."""
+    if effort is None:
+        return {}
+    if effort not in EFFORTS:
+        allowed = ", ".join(EFFORTS)
+        raise bad_request(f"reasoning_effort={effort[:100]!r} is not allowed: {allowed}", "reasoning_effort")
+    return {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
 
 
 async def encode(state: ServerState, text: str, special: bool, longest: int | None = None) -> EncodedPrompt:

@@ -110,11 +110,11 @@ class GenerationFields(Struct, kw_only=True):
     structured_outputs: dict[str, Any] | None = None
 
     bad_words: list[str] | None = None
+    use_beam_search: bool | None = None
+    best_of: int | None = None
+    length_penalty: float | None = None
 
     # Fields below are known, and are refused unless they ask for nothing (`REFUSED`).
-    best_of: Any = None
-    use_beam_search: Any = None
-    length_penalty: Any = None
     spaces_between_special_tokens: Any = None
     thinking_token_budget: Any = None
     logits_processors: Any = None
@@ -197,12 +197,11 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     tool_choice: str | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
-    reasoning_effort: Any = None
+    reasoning_effort: str | None = None
     functions: Any = None
     function_call: Any = None
     modalities: Any = None
     audio: Any = None
-    prediction: Any = None
     web_search_options: Any = None
     prompt_logprobs: int | None = None
 
@@ -229,12 +228,10 @@ class DetokenizeRequest(Struct, kw_only=True):
     model: str | None = None
 
 
-REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+Refusals = dict[str, tuple[tuple[Any, ...], str]]
+REFUSED: Refusals = {
     "suffix": (("",), "the models complete text at its end only"),
     "prompt_embeds": ((), "prompts are text or token ids"),
-    "best_of": ((1,), "use n"),
-    "use_beam_search": ((False,), "use n with sampling"),
-    "length_penalty": ((1, 1.0), "it belongs to beam search"),
     "spaces_between_special_tokens": ((True,), "text is what the tokenizer makes of the tokens"),
     "thinking_token_budget": ((), "use max_tokens"),
     "logits_processors": (([],), "no code of a request is run"),
@@ -253,8 +250,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "media_io_kwargs": (({},), "messages are text"),
     "modalities": ((["text"],), "messages are text"),
     "audio": ((), "messages are text"),
-    "prediction": ((), "it is not used"),
     "web_search_options": ((), "the server reaches no other host"),
-    "reasoning_effort": ((), "use chat_template_kwargs if the model's template has a switch"),
 }
 """Fields that cannot be obeyed: values that ask for nothing, and what to do instead."""

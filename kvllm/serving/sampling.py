@@ -15,7 +15,7 @@ from kvllm.serving.limits import (
     MAX_STOP_TOKEN_IDS,
     check_count,
 )
-from kvllm.serving.protocol import REFUSED, ChatCompletionRequest, CompletionRequest
+from kvllm.serving.protocol import REFUSED, ChatCompletionRequest, CompletionRequest, Refusals
 
 GenerationRequest = CompletionRequest | ChatCompletionRequest
 SAME_NAME = (
@@ -40,11 +40,11 @@ SAME_NAME = (
 )
 
 
-def check_fields(request: Any) -> None:
+def check_fields(request: Any, refused: Refusals = REFUSED) -> None:
     """Raises ApiError for a known field that asks for what cannot be done."""
     for field in type(request).__struct_fields__:
-        if field in REFUSED and (value := getattr(request, field)) is not None:
-            neutral, instead = REFUSED[field]
+        if field in refused and (value := getattr(request, field)) is not None:
+            neutral, instead = refused[field]
             if value not in neutral:
                 raise bad_request(f"{field} is not supported: {instead}", field)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from kvllm.serving.errors import as_api_error
+from kvllm.serving.errors import ApiError, as_api_error
 
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -27,6 +27,11 @@ T = TypeVar("T")
 
 class ClientGone(Exception):
     """The client has closed its connection."""
+
+
+def named_event(name: str, data: bytes) -> bytes:
+    """One event with a name, which some clients look for."""
+    return b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"
 
 
 def event(data: bytes) -> bytes:
@@ -52,10 +57,19 @@ class EventStream:
 
     Errors before the headers are raised; later ones become an event. Comments keep a silent connection alive. When the
     client goes away, the generator is closed and ClientGone is raised.
+
+    done: what ends the stream. failure: the event of an error.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        done: bytes = DONE,
+        failure: Callable[[ApiError], bytes] = lambda error: event(error.body()),
+    ) -> None:
         self._events = events
+        self._done = done
+        self._failure = failure
         self._has_begun = False
         self._is_silent = True  # since the last look of `_keep_alive`
 
@@ -90,8 +104,8 @@ class EventStream:
             async for data in self._events:
                 await self._send(send, data)
         except Exception as error:
-            await self._send(send, event(as_api_error(error).body()))
-        await self._send(send, DONE, more=False)
+            await self._send(send, self._failure(as_api_error(error)))
+        await self._send(send, self._done, more=False)
 
     async def _keep_alive(self, send: Send) -> None:
         while True:

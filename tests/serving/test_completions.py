@@ -164,7 +164,7 @@ def test_ignored_and_unknown_fields(server: ServerProcess) -> None:
     [
         ({"suffix": "x"}, "suffix", "not supported"),
         ({"best_of": 3}, "best_of", "use n"),
-        ({"use_beam_search": True}, "use_beam_search", "use n"),
+        ({"length_penalty": 2}, "length_penalty", "needs use_beam_search"),
         ({"prompt": None}, "prompt", "a prompt is needed"),
         ({"prompt": []}, "prompt", "a prompt is needed"),
         ({"prompt": ""}, "prompt", "empty"),

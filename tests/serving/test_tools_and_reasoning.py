@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import jsonschema
@@ -17,68 +15,20 @@ import msgspec
 import openai
 import pydantic
 import pytest
-from tokenizers import AddedToken
 
 from kvllm.serving.errors import ApiError
 from kvllm.serving.protocol import ChatCompletionRequest
 from kvllm.serving.state import ServerOptions
 from kvllm.serving.tool_choice import tool_choice
-from tests.helpers.checkpoints import make_parrot
+from tests.helpers.parrot_chat import ANSWER, CITY, QUESTION, TIME, TOOLS
 from tests.helpers.server import ServerProcess
-from tests.helpers.tokenizers import byte_level
 
-# A token each, so that each has one that follows it.
-THOUGHT = ["<think>", "Hm, ", "weather.", "</think>"]
-CALL = ["<tool_call>", '{"name": "get_weather", "arg', 'uments": {"city": "Pa', 'ris"', "}}", "</tool_call>"]
-ANSWER = ["\n", *THOUGHT, "Let me look.", *CALL, "<|im_end|>"]
-TEMPLATE = (
-    "{% for tool in tools or [] %}{{ tool.function.name }};{% endfor %}"
-    "{% for message in messages %}{{ message.role + ':' + (message.content or '') }}"
-    "{% if message.reasoning_content %}[{{ message.reasoning_content }}]{% endif %}"
-    "{% for call in message.tool_calls or [] %}"
-    "({{ call.function.name }} {{ call.function.arguments.city }}){% endfor %}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '\n' }}"
-    "{% if opened %}<think>{% endif %}{% if closed %}<think></think>{% endif %}{% endif %}"
-)
-CITY = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Paris", "Rome"]}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
-HOUR = {"type": "integer", "minimum": 0, "maximum": 23}
-TIME = {"type": "object", "properties": {"hour": HOUR}, "required": ["hour"], "additionalProperties": False}
-TOOLS: Any = [
-    {"type": "function", "function": {"name": "get_weather", "description": "What it is like.", "parameters": CITY}},
-    {"type": "function", "function": {"name": "get_time", "parameters": TIME}},
-]
 NO_THOUGHT = {"chat_template_kwargs": {"closed": True}}
-QUESTION: Any = [{"role": "user", "content": "Is it fine?"}]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    path = tmp_path_factory.mktemp("parrot")
-    make_model(path)
-    flags = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3")
-    process = ServerProcess(str(path), *flags, "--kv-cache-memory-bytes", "64M", "--served-model-name", "parrot")
-    try:
-        yield process
-    finally:
-        assert process.stop() == 0
-
-
-def make_model(path: Path) -> None:
-    hf = byte_level("chat").hf
-    hf.add_tokens([AddedToken(text, normalized=False) for text in ANSWER[2:-1] if text not in ("</think>",)])
-    hf.chat_template = TEMPLATE
-    make_parrot(path, hf, ["Ċ", *ANSWER[1:]])
-    byte_level.cache_clear()  # others get it without these tokens
-
-
-@pytest.fixture(scope="module")
-def client(server: ServerProcess) -> Any:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0)
+def client(parrot_server: ServerProcess) -> Any:
+    return openai.OpenAI(base_url=f"{parrot_server.url}/v1", api_key="unused", max_retries=0)
 
 
 def ask(client: Any, **options: Any) -> Any:
@@ -140,7 +90,7 @@ def test_a_thought_that_the_prompt_opens(client: Any) -> None:
     assert hidden.content and not hasattr(hidden, "reasoning")
 
 
-def test_tools_thoughts_and_earlier_calls_reach_the_template(server: ServerProcess) -> None:
+def test_tools_thoughts_and_earlier_calls_reach_the_template(parrot_server: ServerProcess) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'}}
     messages = [
         {"role": "assistant", "content": "A", "reasoning": "B"},
@@ -148,9 +98,11 @@ def test_tools_thoughts_and_earlier_calls_reach_the_template(server: ServerProce
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "content": "rain", "tool_call_id": "1"},
     ]
-    status, encoded = server.json("/tokenize", {"messages": messages, "tools": TOOLS, "add_generation_prompt": False})
+    status, encoded = parrot_server.json(
+        "/tokenize", {"messages": messages, "tools": TOOLS, "add_generation_prompt": False}
+    )
     assert status == 200, encoded
-    text = server.json("/detokenize", {"tokens": encoded["tokens"]})[1]["prompt"]
+    text = parrot_server.json("/detokenize", {"tokens": encoded["tokens"]})[1]["prompt"]
     assert text == "get_weather;get_time;assistant:A[B]assistant:C[D]assistant:(get_weather Rome)tool:rain"
 
 
@@ -245,8 +197,8 @@ def test_completions_obey_too(client: Any) -> None:
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}, "JSON"),
     ],
 )  # fmt: skip
-def test_refusals(server: ServerProcess, fields: dict[str, Any], words: str) -> None:
-    status, answer = server.json("/v1/chat/completions", {"messages": QUESTION, "max_tokens": 5, **fields})
+def test_refusals(parrot_server: ServerProcess, fields: dict[str, Any], words: str) -> None:
+    status, answer = parrot_server.json("/v1/chat/completions", {"messages": QUESTION, "max_tokens": 5, **fields})
     assert status == 400 and words in answer["error"]["message"], answer
 
 

@@ -1,0 +1,203 @@
+"""POST /v1/responses: OpenAI's newer API over the same chats. Nothing is stored."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvllm.serving.blocks import Block, BlockStep, BlockWriter
+from kvllm.serving.chat import ChatAnswer, prepare
+from kvllm.serving.context import context_of
+from kvllm.serving.limits import read_json
+from kvllm.serving.responses_protocol import Reasoning, ResponsesRequest, TextFormat, chat_of, decoder
+from kvllm.serving.sse import EventStream, named_event, until_disconnected
+
+ID_PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
+
+
+class ResponsesResponse(Struct, kw_only=True):
+    """Answer of /v1/responses, and its state in the events of a stream. output: items of type reasoning, message and
+    function_call."""
+
+    id: str
+    created_at: int
+    model: str
+    output: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    tool_choice: Any
+    parallel_tool_calls: bool
+    text: dict[str, Any]
+    reasoning: Reasoning
+    status: str = "in_progress"
+    usage: dict[str, Any] | None = None
+    incomplete_details: dict[str, str] | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    metadata: dict[str, str] = {}
+    error: None = None
+    previous_response_id: None = None
+    background: bool = False
+    store: bool = False
+    truncation: str = "disabled"
+    object: str = "response"
+
+
+async def create(request: Request) -> Any:
+    """Answer: at once, or as a stream of events."""
+    context = context_of(request)
+    body = await read_json(request, decoder, context.state.pool)
+    chat = await prepare(context, chat_of(body))
+    answer = ResponsesAnswer(chat, body, context.request_id, body.model or context.state.model_name)
+    if body.stream:
+        return EventStream(answer.events(), done=b"")
+    response = await until_disconnected(request, answer.complete())
+    return Response(msgspec.json.encode(response), media_type="application/json")
+
+
+class ResponsesAnswer:
+    """A chat's answer in the form of the API of responses."""
+
+    def __init__(self, chat: ChatAnswer, body: ResponsesRequest, request_id: str, model: str) -> None:
+        self._chat = chat
+        self._request_id = request_id
+        self._writer = BlockWriter()
+        self._finish_reason: str | None = None
+        self._number = 0
+        wanted = body.text.format if body.text and body.text.format else TextFormat()
+        self._response = ResponsesResponse(
+            id=f"resp_{request_id}",
+            created_at=int(time.time()),
+            model=model,
+            output=[],
+            tools=msgspec.to_builtins(body.tools or []),
+            tool_choice=body.tool_choice or "auto",
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            text={"format": {name: value for name, value in msgspec.to_builtins(wanted).items() if value is not None}},
+            reasoning=body.reasoning or Reasoning(),
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            temperature=body.temperature,
+            top_p=body.top_p,
+            metadata=body.metadata or {},
+        )
+
+    async def complete(self) -> ResponsesResponse:
+        """The whole answer."""
+        async for _ in self._steps():
+            pass
+        return self._finished()
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The events of a stream."""
+        begun = False
+        async with aclosing(self._steps()) as steps:
+            async for step in steps:
+                if not begun:  # the engine has taken the request: a refusal would have a status of its own
+                    begun = True
+                    for event in self._begin():
+                        yield event
+                for name, fields in self._of_step(step):
+                    yield self._event(name, **fields)
+        if not begun:
+            for event in self._begin():
+                yield event
+        response = self._finished()
+        yield self._event(f"response.{response.status}", response=response)
+
+    def _begin(self) -> list[bytes]:
+        return [self._event(f"response.{state}", response=self._response) for state in ("created", "in_progress")]
+
+    async def _steps(self) -> AsyncGenerator[BlockStep, None]:
+        async with aclosing(self._chat.parts()) as parts:
+            async for part, completion in parts:
+                for step in self._writer.push(part):
+                    yield step
+                self._finish_reason = self._chat.finish_reason(completion) or self._finish_reason
+        for step in self._writer.finish():
+            yield step
+
+    def _finished(self) -> ResponsesResponse:
+        """The response as it is at its end."""
+        response = self._response
+        is_whole = self._finish_reason not in ("length", "abort")
+        response.status = "completed" if is_whole else "incomplete"
+        if not is_whole:
+            is_long = self._finish_reason == "length"
+            response.incomplete_details = {"reason": "max_output_tokens"} if is_long else None
+        response.output = [self._item(block, "completed") for block in self._writer.blocks]
+        if response.output and not is_whole:
+            response.output[-1]["status"] = "incomplete"
+        usage = self._chat.usage()
+        details = usage.completion_tokens_details
+        response.usage = {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.prompt_tokens_details.cached_tokens},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": details.reasoning_tokens if details else 0},
+            "total_tokens": usage.total_tokens,
+            "kvllm": usage.kvllm,
+        }
+        return response
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        data = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return named_event(kind, msgspec.json.encode(data))
+
+    def _of_step(self, step: BlockStep) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The events of what happens to an item: their types, and their fields."""
+        block = step.block
+        place: dict[str, Any] = {"item_id": self._item_id(block), "output_index": block.index}
+        if block.kind != "call":
+            place["content_index"] = 0
+        name = {"text": "response.output_text", "reasoning": "response.reasoning_text"}.get(
+            block.kind, "response.function_call_arguments"
+        )
+        if step.what == "delta":
+            yield f"{name}.delta", place | {"delta": step.text} | ({"logprobs": []} if block.kind == "text" else {})
+            return
+        if step.what == "start":
+            item = self._item(block, "in_progress", is_empty=True)
+            yield "response.output_item.added", {"output_index": block.index, "item": item}
+            if block.kind != "call":
+                yield "response.content_part.added", place | {"part": _part(block, "")}
+            return
+        if block.kind == "call":
+            yield f"{name}.done", place | {"name": block.name, "arguments": block.text}
+        else:
+            extra = {"logprobs": []} if block.kind == "text" else {}
+            yield f"{name}.done", place | {"text": block.text} | extra
+            yield "response.content_part.done", place | {"part": _part(block, block.text)}
+        item = self._item(block, "completed")
+        yield "response.output_item.done", {"output_index": block.index, "item": item}
+
+    def _item_id(self, block: Block) -> str:
+        return f"{ID_PREFIXES[block.kind]}_{self._request_id}_{block.index}"
+
+    def _item(self, block: Block, status: str, is_empty: bool = False) -> dict[str, Any]:
+        """An item of the output. is_empty: as its stream begins."""
+        item: dict[str, Any] = {"id": self._item_id(block), "status": status}
+        content = [] if is_empty else [_part(block, block.text)]
+        if block.kind == "call":
+            arguments = "" if is_empty else block.text
+            own = {"type": "function_call", "call_id": block.call_id, "name": block.name, "arguments": arguments}
+        elif block.kind == "reasoning":
+            own = {"type": "reasoning", "summary": [], "content": content}
+        else:
+            own = {"type": "message", "role": "assistant", "content": content}
+        return item | own
+
+
+def _part(block: Block, text: str) -> dict[str, Any]:
+    if block.kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

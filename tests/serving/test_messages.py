@@ -1,0 +1,137 @@
+"""/v1/messages with the anthropic client: blocks, streams, tools, errors, counts of tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import anthropic
+import pytest
+
+from tests.helpers.parrot_chat import TOOLS
+from tests.helpers.server import ServerProcess
+
+OWN_TOOLS: Any = [{"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]} for tool in TOOLS]
+ASK: Any = {"model": "parrot", "max_tokens": 100, "messages": [{"role": "user", "content": "Is it fine?"}],
+            "extra_body": {"temperature": 0}}  # fmt: skip
+BODY: Any = {name: value for name, value in ASK.items() if name != "extra_body"}
+
+
+@pytest.fixture(scope="module")
+def client(parrot_server: ServerProcess) -> Any:
+    return anthropic.Anthropic(base_url=parrot_server.url, api_key="unused", max_retries=0)
+
+
+def test_blocks(client: Any) -> None:
+    answer = client.messages.create(**ASK, tools=OWN_TOOLS)
+    thought, text, call = answer.content
+    assert (thought.type, thought.thinking) == ("thinking", "Hm, weather.")
+    assert (text.type, text.text) == ("text", "Let me look.")
+    assert (call.type, call.name, call.input) == ("tool_use", "get_weather", {"city": "Paris"})
+    assert (answer.type, answer.role, answer.model, answer.stop_reason) == (
+        "message", "assistant", "parrot", "tool_use")  # fmt: skip
+    assert answer.usage.input_tokens > 0 and answer.usage.output_tokens > 4
+
+
+def test_the_stream_adds_up(client: Any) -> None:
+    """The client's own helper puts the events together."""
+    whole = client.messages.create(**ASK, tools=OWN_TOOLS)
+    with client.messages.stream(**ASK, tools=OWN_TOOLS) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_message()
+    assert [block.model_dump() for block in final.content][:2] == [block.model_dump() for block in whole.content][:2]
+    assert final.content[2].input == {"city": "Paris"} and final.content[2].name == "get_weather"
+    assert final.stop_reason == "tool_use" and final.usage.output_tokens == whole.usage.output_tokens
+    assert kinds[0] == "message_start" and kinds[-1] == "message_stop"
+    assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 3
+    with client.messages.stream(**ASK, tools=OWN_TOOLS) as stream:
+        assert "".join(stream.text_stream) == "Let me look."
+
+
+def test_a_conversation_with_results(client: Any, parrot_server: ServerProcess) -> None:
+    """It is the same prompt as that of the chat, as the count of its tokens says."""
+    first = client.messages.create(**ASK, tools=OWN_TOOLS)
+    result = {"type": "tool_result", "tool_use_id": first.content[2].id, "content": [{"type": "text", "text": "rain"}]}
+    messages = [
+        *ASK["messages"],
+        {"role": "assistant", "content": first.content},
+        {"role": "user", "content": [result, {"type": "text", "text": "So?"}]},
+    ]
+    fields: Any = {"model": "parrot", "system": [{"type": "text", "text": "Be brief."}], "tools": OWN_TOOLS}
+    counted = client.messages.count_tokens(**fields, messages=messages).input_tokens
+    call = {"id": "x", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}
+    chat = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Is it fine?"},
+        {"role": "assistant", "content": "Let me look.", "reasoning": "Hm, weather.", "tool_calls": [call]},
+        {"role": "tool", "content": "rain", "tool_call_id": "x"},
+        {"role": "user", "content": "So?"},
+    ]
+    assert counted == parrot_server.json("/tokenize", {"messages": chat, "tools": TOOLS})[1]["count"]
+    answer = client.messages.create(**ASK | fields | {"messages": messages})
+    usage = answer.usage
+    assert usage.input_tokens + usage.cache_read_input_tokens == counted
+    assert answer.content[1].text == "Let me look."
+
+
+def test_stops(client: Any) -> None:
+    cut = client.messages.create(**ASK | {"max_tokens": 2})
+    assert cut.stop_reason == "max_tokens" and cut.usage.output_tokens == 2
+    stopped = client.messages.create(**ASK, stop_sequences=["look"])
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "look")
+    assert stopped.content[1].text == "Let me "
+    ended = client.messages.create(**ASK)
+    assert ended.stop_reason == "end_turn" and "<tool_call>" in ended.content[1].text
+
+
+def test_a_tool_that_must_be_called(client: Any) -> None:
+    choice: Any = {"type": "tool", "name": "get_time"}
+    answer = client.messages.create(**BODY, tools=OWN_TOOLS, tool_choice=choice, extra_body={"seed": 1})
+    (call,) = [block for block in answer.content if block.type == "tool_use"]
+    assert call.name == "get_time" and 0 <= call.input["hour"] <= 23
+
+
+def test_errors(client: Any, parrot_server: ServerProcess) -> None:
+    with pytest.raises(anthropic.NotFoundError, match="does not exist") as missing:
+        client.messages.create(**ASK | {"model": "other"})
+    assert missing.value.body["error"]["type"] == "not_found_error"
+    with pytest.raises(anthropic.BadRequestError, match="maximum context length"):
+        client.messages.create(**ASK | {"max_tokens": 5000})
+    image = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
+    for fields, words in (
+        ({"messages": [{"role": "user", "content": [image]}]}, "image"),
+        ({"messages": []}, "empty"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "role"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search"),
+        ({"tools": OWN_TOOLS, "tool_choice": {"type": "some"}}, "auto, any, tool"),
+        ({"max_tokens": 0}, "at least 1"),
+        ({"temperature": -1}, "temperature"),
+    ):
+        status, answer = parrot_server.json("/v1/messages", BODY | fields)
+        assert status == 400 and answer["type"] == "error" and words in answer["error"]["message"], answer
+        assert answer["error"]["type"] == "invalid_request_error"
+
+
+def test_the_key_of_the_client() -> None:
+    """It is sent in a header of its own."""
+    server = ServerProcess("--api-key", "secret", "--kv-cache-memory-bytes", "16M")
+    try:
+        wrong, right = (anthropic.Anthropic(base_url=server.url, api_key=key, max_retries=0) for key in ("x", "secret"))
+        with pytest.raises(anthropic.AuthenticationError):
+            wrong.messages.create(**ASK)
+        with pytest.raises(anthropic.BadRequestError, match="chat template"):
+            right.messages.create(**ASK | {"model": "reasoner"})
+    finally:
+        assert server.stop() == 0
+
+
+def test_asynchronous_streams_at_once(parrot_server: ServerProcess) -> None:
+    async def one(client: anthropic.AsyncAnthropic) -> str:
+        async with client.messages.stream(**ASK, tools=OWN_TOOLS) as stream:
+            return await stream.get_final_text()
+
+    async def all_of_them() -> list[str]:
+        async with anthropic.AsyncAnthropic(base_url=parrot_server.url, api_key="unused") as client:
+            return await asyncio.gather(*(one(client) for _ in range(16)))
+
+    assert asyncio.run(all_of_them()) == ["Let me look."] * 16
