@@ -130,6 +130,27 @@ def test_searches_in_an_event_loop() -> None:
         llm.shutdown()
 
 
+def test_an_aborted_search_gives_what_it_has() -> None:
+    llm = AsyncLLM.from_engine_args(EngineArgs(**OPTIONS))
+
+    async def run() -> RequestOutput:
+        params = BeamSearchParams(beam_width=4, max_tokens=500, ignore_eos=True)
+        search = asyncio.create_task(llm.beam_search(PROMPTS[0], params, "search"))
+        await asyncio.sleep(0.3)
+        await llm.abort("search")
+        found = await asyncio.wait_for(search, 20)
+        while await llm.inspect(lambda engine: engine.has_unfinished_requests()):
+            await asyncio.sleep(0.01)
+        return found
+
+    try:
+        found = asyncio.run(run())
+        assert [completion.finish_reason for completion in found.outputs] == ["abort"] * 4
+        assert all(0 < len(completion.token_ids) < 500 for completion in found.outputs)
+    finally:
+        llm.shutdown()
+
+
 def test_a_bad_prompt_among_others(llm: LLM) -> None:
     params = SEARCHES[1]
     bad, good = llm.beam_search([[], PROMPTS[0]], params)
