@@ -13,7 +13,7 @@ class Crowding:
 
     A replica without room still takes a sequence of a tenant that has less than its part of it, or of a higher priority
     than what its tenant has there: its own scheduler lets others make way. How many blocks a tenant may hold is left to
-    that scheduler, too: a tenant with a guaranteed share of the pool of each replica has it of all.
+    that scheduler, too: a guaranteed share is that of the pool of each replica.
     """
 
     def __init__(self, queue: FairQueue, num_replicas: int, max_num_seqs: int) -> None:
