@@ -138,12 +138,11 @@ class Scheduler:
                 position += 1
                 continue
             num_tokens = 1 if seq.num_uncomputed == 1 else self.admission.chunk(seq, budget)
-            new_blocks = self.blocks.blocks_to_append(seq, num_tokens)
-            if new_blocks > self.blocks.num_available:
-                new_blocks = self._make_room(seq, num_tokens, order, position)
-                if new_blocks is None:
+            if self.blocks.blocks_to_append(seq, num_tokens) > self.blocks.num_available:
+                num_tokens = self._make_room(seq, num_tokens, order, position)
+                if not num_tokens:
                     continue
-            self.batch.append(seq, num_tokens, new_blocks)
+            self.batch.append(seq, num_tokens, self.blocks.blocks_to_append(seq, num_tokens))
             budget -= num_tokens
             position += 1
         return budget
@@ -165,22 +164,27 @@ class Scheduler:
         while not planner.compress_complete(plan, self.running[0]) and len(self.running) > 1:
             self.batch.preempt(self.running[-1])
 
-    def _make_room(self, seq: Sequence, num_tokens: int, order: list[Sequence], position: int) -> int | None:
-        """Preempt until `seq` can grow: by how many blocks. None if it was preempted itself.
+    def _make_room(self, seq: Sequence, num_tokens: int, order: list[Sequence], position: int) -> int:
+        """Preempt until `seq` can grow by `num_tokens`. Returns by how many it can: 0 if it was preempted itself.
 
+        The oldest is not preempted for those that were just started, and are in the plan: it grows as far as it can, or
+        they would take turns for ever.
         order: of the step, with `seq` at `position`. Those before it are in the plan.
         """
-        while (new_blocks := self.blocks.blocks_to_append(seq, num_tokens)) > self.blocks.num_available:
+        while self.blocks.blocks_to_append(seq, num_tokens) > self.blocks.num_available:
             if self.running == [seq] and self.planner and self.planner.compress_complete(self.batch.plan, seq):
                 continue
             victim = self._victim(order, position)
+            if victim is self.running[0] and len(self.running) > 1 and num_tokens > 1:
+                num_tokens -= 1
+                continue
             self.batch.preempt(victim)
             self.admission.close()
             if order is not self.running:
                 order.remove(victim)
             if victim is seq:
-                return None
-        return new_blocks
+                return 0
+        return num_tokens
 
     def _victim(self, order: list[Sequence], position: int) -> Sequence:
         """The one to be preempted of those that are not in the plan: never the oldest while there are others."""

@@ -341,3 +341,33 @@ def test_no_tenant_starves(load: tuple[EngineConfig, list[tuple[str, int, int]]]
         if seq_id in harness.finished:
             return
     raise AssertionError("it has starved")
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "threshold", "budget", "requests"),
+    [(7, 5, 1, [(4, 7, "a"), (5, 8, "b")]), (11, 7, 3, [(3, 13, "a"), (7, 9, "b")])],
+)
+def test_the_oldest_grows_beside_one_that_was_just_started(
+    num_blocks: int, threshold: int, budget: int, requests: list[tuple[int, int, str]]
+) -> None:
+    """Two tenants in a pool for one of them. A sequence that is computed again and compressed on its way in leaves
+    blocks to the other one, and must not be preempted for these: both would take turns for ever."""
+    cut = CompressionConfig(
+        method="sliding_window", policy="threshold", threshold_tokens=threshold, budget_tokens=budget, buffer=0
+    )
+    harness = Harness(
+        EngineConfig(
+            num_blocks=num_blocks,
+            block_size=1,
+            max_model_len=64,
+            max_num_seqs=4,
+            max_num_batched_tokens=16,
+            watermark=0.2 if num_blocks == 7 else 0.0,
+            enable_prefix_caching=False,
+            compression=cut,
+        )
+    )
+    for prompt, output, tenant in requests:
+        harness.add([0] * prompt, output, tenant=tenant)
+    harness.run(200)
+    assert len(harness.finished) == 2
