@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.common.limits import CPULimits
 from benchmarks.common.shapes import SHAPES
+from kvllm.attention.cpu import window_arguments
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -49,6 +50,9 @@ class AttentionCase(msgspec.Struct, frozen=True, tag=True):
         return [f"{seconds * 1e6:.0f}", f"{rate / 1e9:.1f}", f"{rate / limits.read_bytes_per_s:.0%}"]
 
 
+NO_WINDOWS = window_arguments(None)
+
+
 class Decode:
     """One decode step of a case, layer after layer."""
 
@@ -80,5 +84,5 @@ class Decode:
         keys, values = self.cache.keys(layer), self.cache.values(layer)
         tables = self.query_start_loc, self.last_kv_index, self.block_tables
         begin = time.perf_counter()
-        self.attention(self.queries, keys, values, *tables, None, None, self.scale)
+        self.attention(self.queries, keys, values, *tables, *[None] * 4, *NO_WINDOWS, self.scale)
         return time.perf_counter() - begin
