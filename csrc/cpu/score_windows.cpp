@@ -27,12 +27,18 @@ void add_window(const AttentionPlan& plan, const AttentionTask& task, float* sco
   kernels.add_window(queries.kept_scores + begin - queries.kept_begin, queries.count, queries.kept_stride, count,
                      plan.batch.windows.squared, added);
   const int32_t* table = plan.batch.block_tables + task.sequence * plan.batch.table_width;
-  const int64_t block_size = plan.shape.block_size;
-  for (int pair = 0; pair < count; ++pair) {
-    const int64_t index = begin + pair;
-    const int64_t row = table[index / block_size] * plan.shape.kv_heads + task.kv_head;
-    float& score = scores[row * block_size + index % block_size];
-    score = index == queries.last[0] ? added[pair] : score + added[pair];
+  const int block_size = static_cast<int>(plan.shape.block_size);
+  const auto place = [&](int index) {
+    const int64_t row = static_cast<int64_t>(table[index / block_size]) * plan.shape.kv_heads + task.kv_head;
+    return scores + row * block_size + index % block_size;
+  };
+  const int own = queries.last[0];
+  if (begin + count - 1 == own) *place(own) = 0;  // nobody has given it anything so far
+  for (int pair = 0; pair < count;) {
+    const int some = std::min(count - pair, block_size - (begin + pair) % block_size);
+    float* of_block = place(begin + pair);
+    for (int i = 0; i < some; ++i) of_block[i] += added[pair + i];
+    pair += some;
   }
 }
 
