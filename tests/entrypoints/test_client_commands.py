@@ -146,6 +146,8 @@ def test_an_interrupt_ends_the_answer_alone(server):
 
 
 def test_top_shows_what_the_server_counts(kvllm, server):
+    body = {"prompt": "#>d", "max_tokens": 50, "ignore_eos": True}
+    server.request("/v1/completions", body, {"Authorization": f"Bearer {KEY}"})
     code, out, _ = kvllm("top", "--url", server.url)
     assert code == 0 and "\x1b" not in out and "reasoner" in out
     tokens = int(metric(server, "vllm:generation_tokens_total"))
