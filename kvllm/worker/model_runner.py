@@ -226,7 +226,7 @@ class ModelRunner:
 
     def _scored_chunks(self, states: list[SequenceState], num_tokens: list[int]) -> tuple[ScoredChunk, ...]:
         """The query tokens whose scores the attention backend does not add up."""
-        if self.observed is None:
+        if self.observed is None or (self.backend.scores_windows and max(num_tokens) == 1):
             return ()
         chunks, begin = [], 0
         for i, (state, count) in enumerate(zip(states, num_tokens, strict=True)):

@@ -121,7 +121,7 @@ def compressions() -> dict[str, CompressionConfig]:
     clock = {"period": 4, "window_blocks": 2, "retain_tokens": 9}
     found = {f"{name}-kara": CompressionConfig(policy=name, **clock, **common) for name in ("periodic", "pressure")}
     found["periodic-kara-prompt"] = CompressionConfig(compress_prompt=True, **clock, **common)
-    found["periodic-kara_sharp"] = CompressionConfig(method="kara_sharp", **clock, **common)
+    found["periodic-kara_sharp"] = CompressionConfig(method="kara_sharp", period=4, window_blocks=2, **common)
     threshold = {"policy": "threshold", "threshold_tokens": 44, "budget_tokens": 25}
     for method, spec in SPECS.items():
         if not spec.refusal("threshold") and not spec.calibrated:
@@ -137,7 +137,7 @@ def test_compression_events_between_recorded_steps(checkpoint: Path, device: str
     if device == "cuda":
         options |= {"block_size": 16, "num_gpu_blocks_override": 40}
     llm, recordings = assert_same_tokens(checkpoint, device, greedy(60), **options)
-    assert llm.stats().compression_events >= 10
+    assert llm.stats().compression_events > 10
     if recordings.runner.graphs:
         assert recordings.replayed > llm.stats().compression_events
     else:
