@@ -70,6 +70,8 @@ class DecodeGraphs:
             inputs.query_start_loc.copy_(torch.arange(len(inputs.query_start_loc)))
             if inputs.table_slots is not None:
                 inputs.table_slots.fill_(len(self.inputs.tables.table))
+            if inputs.window_start is not None:
+                inputs.window_start.fill_(torch.iinfo(torch.int32).max)
             self._step(shape)
 
     def graph_batch_sizes(self) -> list[InputShape]:

@@ -144,6 +144,20 @@ def test_compression_events_between_recorded_steps(checkpoint: Path, device: str
         assert device == "cpu" and recordings.runner.mass  # attention that is observed is read by the host
 
 
+def test_a_recording_scores_nothing(checkpoint: Path) -> None:
+    """Shapes are recorded with inputs of nobody: no score in the pool may change."""
+    compression = CompressionConfig(method="kara_sharp", window_blocks=2, buffer=4, chunk_budget=3)
+    runner = make_llm(checkpoint, "cpu", compression=compression).llm_engine.executor.runner
+    scores = runner.cache.scores.fill_(7.0)
+
+    def record(step: Step) -> Step:
+        step()  # as a capture does, to compile what it holds
+        return step
+
+    runner.use_graphs(record, runner.cache.num_blocks)
+    assert runner.graphs and (scores == 7.0).all()
+
+
 @pytest.mark.parametrize("method", ["kara", "pyramidkv", "adakv"])
 def test_all_that_a_run_with_recordings_computes(checkpoint: Path, method: str) -> None:
     """Against dense attention over what survived, where all memory that holds no entry is NaN."""
