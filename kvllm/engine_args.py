@@ -134,6 +134,7 @@ class EngineArgs:
                 f"quantization={self.quantization!r} makes weights from those of full precision, and {self.path} is "
                 "quantized already: leave it out"
             )
+        self._check_windows(model)
         return model
 
     @cached_property
@@ -197,6 +198,15 @@ class EngineArgs:
             alone = self.tensor_parallel_size == self.data_parallel_size == 1
             allowed = f'it runs one rank, with {sizes} there are more: use "ray" or None'
             require(alone, "distributed_executor_backend", "inline", allowed)
+
+    def _check_windows(self, model: ModelConfig) -> None:
+        sliding = sum(layer.window is not None for layer in model.layers)
+        if sliding == 0 or self._engine_config(1, 2).active_compression is None:
+            return
+        raise ConfigError(
+            f"{sliding} of the model's {model.num_layers} layers attend only a sliding window. Their KV pairs cannot "
+            "be compressed, and all layers share their blocks: leave compression out"
+        )
 
     def _check_parallel(self, model: ModelConfig) -> None:
         field, value = "tensor_parallel_size", self.tensor_parallel_size

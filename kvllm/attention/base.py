@@ -8,11 +8,13 @@ grouped by sequence, each of which attends the cached KV pairs up to an index of
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from kvllm.attention.layer import PLAIN, LayerAttention
 from kvllm.kvcache.cache import PagedKVCache
 
 
@@ -61,7 +63,8 @@ class AttentionBatch:
         token i attends pairs `0 .. last_kv_index[i]`. Ascending within a sequence. It is an index into the cache, not a
         position: after a compaction the two differ.
     block_tables: `[S, max_blocks]`, KV pair j of sequence s is in block `block_tables[s, j // block_size]`; columns
-        beyond what `last_kv_index` reaches are arbitrary.
+        beyond what `last_kv_index` reaches are arbitrary, and for a layer with a window those before what the
+        sequence's first query token attends.
     packed_len, head_lengths: `[S]` and `[layers, S, kv_heads]`, where heads hold different numbers of KV pairs: index e
         is evicted for head h of layer l of sequence s, not attended, if `head_lengths[l, s, h] <= e < packed_len[s]`.
         The pairs of the query tokens lie behind.
@@ -89,6 +92,8 @@ class AttentionBatch:
 class AttentionBackend(ABC):
     """Attention over one `PagedKVCache`. KV pairs are moved by `kvllm.kvcache.ops`, whatever the backend.
 
+    layers: the options of each layer; none given: all are PLAIN. Layers with a window score no `windows`, and add up
+        no `mass`: their KV pairs are never compressed.
     capturable: a CUDA graph may hold `plan` and `run` for sequences of one query token each. They read nothing back to
         the host, and what they launch depends on the shapes of a batch alone, not on what its tensors hold.
     observes: `run` adds to `AttentionBatch.mass`.
@@ -100,21 +105,25 @@ class AttentionBackend(ABC):
     observes: bool = False
     scores_windows: bool = False
 
-    def __init__(self, cache: PagedKVCache, num_query_heads: int, scale: float) -> None:
+    def __init__(
+        self, cache: PagedKVCache, num_query_heads: int, scale: float, layers: Sequence[LayerAttention] = ()
+    ) -> None:
         self.cache = cache
         self.keys = [cache.keys(layer) for layer in range(cache.shape.num_layers)]
         self.values = [cache.values(layer) for layer in range(cache.shape.num_layers)]
         self.num_query_heads = num_query_heads
         self.scale = scale
+        self.layers = tuple(layers) or (PLAIN,) * cache.shape.num_layers
 
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> Any:
         """Prepare the work that all layers share. The result is passed to `run` unchanged."""
 
     @abstractmethod
-    def run(self, layer: int, queries: torch.Tensor, plan: Any) -> torch.Tensor:
+    def run(self, layer: int, queries: torch.Tensor, plan: Any, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """Causal attention of `queries` `[T, query_heads, head_dim]` over the paged cache -> the same shape.
 
+        sinks: float32 `[query_heads]`, the learned scores of a layer that has them.
         Query head h reads KV head `h // (query_heads // kv_heads)`. Softmax and accumulation in float32. The output
         of a query token depends on it and its sequence's cache alone, bit for bit, whatever else is in the batch.
         """

@@ -30,6 +30,9 @@ class AttentionContext:
         assert self.slot_mapping is not None
         self.operations.store(layer, keys, values, self.slot_mapping)
 
-    def run(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
-        """Attention of `queries` `[T, query_heads, head_dim]` over the cache -> the same shape."""
-        return self.backend.run(layer, queries, self.plan)
+    def run(self, layer: int, queries: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        """Attention of `queries` `[T, query_heads, head_dim]` over the cache -> the same shape.
+
+        sinks: float32 `[query_heads]`, the learned scores of a layer that has them.
+        """
+        return self.backend.run(layer, queries, self.plan, sinks)

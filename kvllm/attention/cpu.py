@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from kvllm._extension import operator
 from kvllm.attention.base import AttentionBackend, AttentionBatch, ScoreWindows
+from kvllm.attention.layer import LayerAttention
 from kvllm.kvcache.cache import PagedKVCache
 
 
@@ -16,14 +19,18 @@ class CpuBackend(AttentionBackend):
     capturable = True
     scores_windows = True
 
-    def __init__(self, cache: PagedKVCache, num_query_heads: int, scale: float) -> None:
-        super().__init__(cache, num_query_heads, scale)
+    def __init__(
+        self, cache: PagedKVCache, num_query_heads: int, scale: float, layers: Sequence[LayerAttention] = ()
+    ) -> None:
+        super().__init__(cache, num_query_heads, scale, layers)
         self._attention = operator("paged_attention")
 
     def plan(self, batch: AttentionBatch) -> AttentionBatch:
         return batch
 
-    def run(self, layer: int, queries: torch.Tensor, plan: AttentionBatch) -> torch.Tensor:
+    def run(
+        self, layer: int, queries: torch.Tensor, plan: AttentionBatch, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         return self._attention(
             queries,
             self.keys[layer],

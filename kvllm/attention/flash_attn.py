@@ -51,7 +51,9 @@ class FlashAttentionBackend(AttentionBackend):
         most = int(runs.sizes.max()), int(runs.lengths.max())
         return ChunkPlan(query_start_loc, kv_start_loc, *most, batch.block_tables[sequences])
 
-    def run(self, layer: int, queries: torch.Tensor, plan: DecodePlan | ChunkPlan) -> torch.Tensor:
+    def run(
+        self, layer: int, queries: torch.Tensor, plan: DecodePlan | ChunkPlan, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         keys, values = self.keys[layer].transpose(1, 2), self.values[layer].transpose(1, 2)
         if isinstance(plan, DecodePlan):
             return flash_attn_with_kvcache(  # pyright: ignore[reportCallIssue]

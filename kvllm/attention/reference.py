@@ -7,6 +7,7 @@ import itertools
 import torch
 
 from kvllm.attention.base import AttentionBackend, AttentionBatch
+from kvllm.attention.layer import LayerAttention
 
 
 class ReferenceBackend(AttentionBackend):
@@ -17,20 +18,26 @@ class ReferenceBackend(AttentionBackend):
     def plan(self, batch: AttentionBatch) -> AttentionBatch:
         return batch
 
-    def run(self, layer: int, queries: torch.Tensor, plan: AttentionBatch) -> torch.Tensor:
+    def run(
+        self, layer: int, queries: torch.Tensor, plan: AttentionBatch, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        options = self.layers[layer]
         keys, values = self.keys[layer], self.values[layer]
         block_size = self.cache.shape.block_size
         starts = plan.query_start_loc.tolist()
         index = plan.last_kv_index.tolist()
         output = torch.empty_like(queries, memory_format=torch.contiguous_format)
         for sequence, (start, end) in enumerate(itertools.pairwise(starts)):
-            kv_index = torch.arange(index[end - 1] + 1, device=queries.device)
+            first = 0 if options.window is None else max(0, index[start] + 1 - options.window)
+            kv_index = torch.arange(first, index[end - 1] + 1, device=queries.device)
             blocks = plan.block_tables[sequence].long()[kv_index // block_size]
             sequence_keys = keys[blocks, :, kv_index % block_size].transpose(0, 1)
             sequence_values = values[blocks, :, kv_index % block_size].transpose(0, 1)
             for token in range(start, end):
                 visible = (kv_index <= index[token]) & ~self._evicted_mask(layer, sequence, kv_index, plan)
-                output[token] = self._attend(queries[token], sequence_keys, sequence_values, visible)
+                if options.window is not None:
+                    visible &= kv_index > index[token] - options.window
+                output[token] = self._attend(queries[token], sequence_keys, sequence_values, visible, options, sinks)
         return output
 
     def _evicted_mask(self, layer: int, sequence: int, kv_index: torch.Tensor, plan: AttentionBatch) -> torch.Tensor:
@@ -41,12 +48,22 @@ class ReferenceBackend(AttentionBackend):
         return (head_lengths <= kv_index) & (kv_index < plan.packed_len[sequence])
 
     def _attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        visible: torch.Tensor,
+        options: LayerAttention,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """`[query_heads, head_dim]` over the `visible` of `[kv_heads, KV pairs, head_dim]` -> the same shape."""
         output = []
         for head, head_queries in enumerate(query.float().unflatten(0, (keys.shape[0], -1))):
             seen = visible[head]  # nothing else is read: a slot without a KV pair may hold a NaN
             scores = head_queries @ keys[head, seen].float().T * self.scale
-            output.append(scores.softmax(-1) @ values[head, seen].float())
+            if options.soft_cap is not None:
+                scores = options.soft_cap * (scores / options.soft_cap).tanh()
+            if sinks is not None:
+                scores = torch.cat((scores, sinks.view(len(keys), -1, 1)[head]), dim=-1)
+            output.append(scores.softmax(-1)[:, : int(seen.sum())] @ values[head, seen].float())
         return torch.cat(output).to(query.dtype)

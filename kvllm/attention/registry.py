@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -11,6 +11,7 @@ from importlib.util import find_spec
 import torch
 
 from kvllm.attention.base import AttentionBackend
+from kvllm.attention.layer import LayerAttention
 from kvllm.errors import ConfigError
 from kvllm.kvcache.cache import PagedKVCache
 
@@ -19,13 +20,27 @@ from kvllm.kvcache.cache import PagedKVCache
 class Case:
     """A request to a backend.
 
-    ragged: heads hold different numbers of KV pairs. observed: attention probabilities are added up.
+    layers: as in AttentionBackend. ragged: heads hold different numbers of KV pairs. observed: attention probabilities
+    are added up.
     """
 
     cache: PagedKVCache
     num_query_heads: int
+    layers: Sequence[LayerAttention] = ()
     ragged: bool = False
     observed: bool = False
+
+
+def _why_not_options(case: Case) -> str | None:
+    """The reason of a backend that attends all earlier KV pairs with a plain softmax."""
+    for options in case.layers:
+        if options.window is not None:
+            return f"attends all earlier tokens, the model has layers with a sliding window of {options.window}"
+        if options.soft_cap is not None:
+            return f"does not bound scores, the model has layers with a soft cap of {options.soft_cap:g}"
+        if options.sinks:
+            return "knows no learned scores beside those of KV pairs, the model has layers with attention sinks"
+    return None
 
 
 def why_not_cpu(case: Case) -> str | None:
@@ -38,7 +53,7 @@ def why_not_cpu(case: Case) -> str | None:
         return f"shares a KV head among at most 64 query heads, the model has {group}"
     if shape.dtype not in (torch.float32, torch.bfloat16) or shape.head_dim % 2:
         return f"reads float32 or bfloat16 with an even head_dim, not {shape.dtype} with head_dim {shape.head_dim}"
-    return None
+    return _why_not_options(case)
 
 
 def why_not_triton(case: Case) -> str | None:
@@ -56,7 +71,7 @@ def why_not_triton(case: Case) -> str | None:
         return f"needs a block_size that is a power of two from 16 on, not {shape.block_size}"
     if shape.head_dim % 16 or not 16 <= shape.head_dim <= 256:
         return f"needs a head_dim that is a multiple of 16 up to 256, not {shape.head_dim}"
-    return None
+    return _why_not_options(case)
 
 
 def why_not_flash_attn(case: Case) -> str | None:
@@ -81,6 +96,8 @@ def _why_not_library(case: Case, module: str, package: str) -> str | None:
     """Limits that the attention libraries have in common."""
     if case.cache.shape.dtype not in (torch.bfloat16, torch.float16):
         return f"computes in bfloat16 or float16, not {case.cache.shape.dtype}"
+    if reason := _why_not_options(case):
+        return reason
     if case.ragged:
         return "cannot leave out KV pairs of single heads, which the compression method asks for"
     if case.observed:
@@ -119,15 +136,17 @@ def make_backend(
     cache: PagedKVCache,
     num_query_heads: int,
     scale: float,
+    layers: Sequence[LayerAttention] = (),
     *,
     ragged: bool = False,
     observed: bool = False,
 ) -> AttentionBackend:
     """The backend `name` over `cache`; "auto" takes the fastest one that can do it.
 
-    ragged, observed: as in Case. Raises ConfigError for a name that is not in BACKENDS, and for a backend that cannot.
+    layers, ragged, observed: as in Case. Raises ConfigError for a name that is not in BACKENDS, and for a backend that
+    cannot.
     """
-    case = Case(cache, num_query_heads, ragged, observed)
+    case = Case(cache, num_query_heads, layers, ragged, observed)
     able = [other for other in FASTEST if BACKENDS[other].why_not(case) is None]
     if name == "auto":
         name = able[0]
@@ -137,7 +156,7 @@ def make_backend(
         alternatives = " or ".join(repr(other) for other in able)
         raise ConfigError(f"the attention backend {name!r} {reason}: use {alternatives}")
     backend: type[AttentionBackend] = getattr(import_module(BACKENDS[name].module), BACKENDS[name].type)
-    return backend(cache, num_query_heads, scale)
+    return backend(cache, num_query_heads, scale, layers)
 
 
 def explain(asked: str, case: Case) -> str:

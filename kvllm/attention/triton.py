@@ -49,7 +49,9 @@ class TritonBackend(AttentionBackend):
             kept = KeptScores(scores, batch.window_start, windows.stride, windows.num_scored, windows.squared)
         return TritonPlan(batch, partials, observed, kept)
 
-    def run(self, layer: int, queries: torch.Tensor, plan: TritonPlan) -> torch.Tensor:
+    def run(
+        self, layer: int, queries: torch.Tensor, plan: TritonPlan, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         batch = plan.batch
         output = torch.empty_like(queries, memory_format=torch.contiguous_format)
         arguments = (

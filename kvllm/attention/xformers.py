@@ -80,7 +80,9 @@ class XformersBackend(AttentionBackend):
         mask = BlockDiagonalCausalFromBottomRightMask.from_seqlens(sizes, lengths.tolist(), device=device)
         return ChunkPlan(torch.from_numpy(tokens).to(device), blocks, kv_index % block_size, mask)
 
-    def run(self, layer: int, queries: torch.Tensor, plan: list[TokenPlan | ChunkPlan]) -> torch.Tensor:
+    def run(
+        self, layer: int, queries: torch.Tensor, plan: list[TokenPlan | ChunkPlan], sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         output = torch.empty_like(queries, memory_format=torch.contiguous_format)
         for part in plan:
             part_queries = queries[part.tokens]

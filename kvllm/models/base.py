@@ -35,7 +35,10 @@ class SelfAttention:
     """The work around attention in a layer: the projections, the norms of heads, if any, and the rotation.
 
     cos_sin: float32 `[max_model_len, head_dim]`, from `rotary_table`; the layers of a model share it.
+    sinks: float32 `[query_heads]`, those of this rank: learned scores of the softmax, where a family has them.
     """
+
+    sinks: torch.Tensor | None = None
 
     def __init__(
         self, config: ModelConfig, shard: Shard, dtype: torch.dtype, device: torch.device, cos_sin: torch.Tensor
@@ -280,7 +283,7 @@ class Decoder:
                 visit(index, queries)
                 if index == last:
                     break
-            x = layer.finish(attention.run(index, queries), residual, self._next_norms[index])
+            x = layer.finish(attention.run(index, queries, layer.attention.sinks), residual, self._next_norms[index])
         return x
 
 

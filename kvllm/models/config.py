@@ -11,6 +11,7 @@ from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
+from kvllm.attention.layer import LayerAttention
 from kvllm.errors import CheckpointError
 from kvllm.models import MODELS, model_family
 from kvllm.models.rope import RopeScaling, TopKeys, read_rope
@@ -42,6 +43,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     architecture: a key of `kvllm.models.MODELS`.
     num_query_heads, num_kv_heads: of the whole model; each has `head_dim` numbers.
     weight_format: None unless the checkpoint is quantized.
+    layers: the options of each layer's attention; none: all attend all earlier tokens, with a plain softmax.
+    softmax_scale: what products of queries and keys are multiplied by; None: `head_dim ** -0.5`.
     qkv_bias: a bias is added to queries, keys and values. qk_norm: each of their heads is normalized before RoPE.
     dtype: the checkpoint's own, one of DTYPES.
     eos_token_ids: all tokens that end a text, perhaps none.
@@ -63,9 +66,15 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     weight_format: WeightFormat | None = None
     qkv_bias: bool = False
     qk_norm: bool = False
+    layers: tuple[LayerAttention, ...] = ()
+    softmax_scale: float | None = None
     dtype: str
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
 
 
 class ConfigKeys(TopKeys, kw_only=True):
@@ -128,19 +137,6 @@ def load_model_config(path: Path) -> ModelConfig:
 def refuse(what: str, advice: str = "use another checkpoint") -> NoReturn:
     """Raise CheckpointError for `what` a checkpoint asks for."""
     raise CheckpointError(f"{what}, which kvllm does not support: {advice}")
-
-
-def refuse_window(keys: ConfigKeys, window: int | None) -> None:
-    """Raise CheckpointError if layers attend only the last `window` tokens, their own included. None: they attend all.
-
-    A window that is at least as long as the longest text has no effect.
-    """
-    if window is not None and window < keys.max_position_embeddings:
-        refuse(
-            f"some layers attend only a sliding window (of {window} tokens)",
-            f"use another checkpoint or, for texts of at most {window} tokens, set max_position_embeddings to {window} "
-            "in its config.json",
-        )
 
 
 def _read(file: Path, kind: type[T]) -> T:
@@ -216,17 +212,13 @@ def _refuse_unsupported(keys: ConfigKeys) -> None:
     if keys.per_layer_config is not None:
         refuse("per_layer_config is given: layers may have other sizes than config.json itself says")
     if keys.layer_types is not None:
-        _refuse_layer_types(keys, keys.layer_types)
+        _check_layer_types(keys, keys.layer_types)
 
 
-def _refuse_layer_types(keys: ConfigKeys, layer_types: list[str]) -> None:
+def _check_layer_types(keys: ConfigKeys, layer_types: list[str]) -> None:
     for kind in layer_types:
         if kind not in ("full_attention", "attention", "sliding_attention"):
             refuse(f"layer_types has {kind!r}")
-    if "sliding_attention" in layer_types:
-        if keys.sliding_window is None:
-            refuse("layer_types has 'sliding_attention', but sliding_window is not given")
-        refuse_window(keys, keys.sliding_window)
     if len(layer_types) != keys.num_hidden_layers:
         raise CheckpointError(
             f"layer_types names {len(layer_types)} layers, but num_hidden_layers is {keys.num_hidden_layers}"

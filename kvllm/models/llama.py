@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from kvllm.models.base import Family, build_decoder
-from kvllm.models.config import ConfigKeys, refuse, refuse_window
+from kvllm.models.config import ConfigKeys, refuse
+from kvllm.models.windows import named_layers, refuse_window
 
 
 class LlamaKeys(ConfigKeys, kw_only=True):
@@ -18,7 +19,8 @@ def read(keys: LlamaKeys) -> dict[str, Any]:
         refuse("attention_bias is true: all four attention projections, o_proj too, have a bias")
     # transformers applies a window to cached tokens alone, so decoding and prefill contradict each other. Checkpoints
     # that were converted from another family have the key, switched off.
-    if keys.layer_types is None and keys.use_sliding_window is not False:
+    switched_on = keys.use_sliding_window is not False
+    if switched_on if keys.layer_types is None else any(named_layers(keys, keys.layer_types)):
         refuse_window(keys, keys.sliding_window)
     return {}
 

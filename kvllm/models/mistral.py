@@ -1,11 +1,12 @@
-"""Mistral: Llama with a sliding window in every layer. Only checkpoints whose window has no effect are accepted."""
+"""Mistral: Llama with a sliding window in every layer, whatever `layer_types` says."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from kvllm.models.base import Family, build_decoder
-from kvllm.models.config import ConfigKeys, refuse_window
+from kvllm.models.config import ConfigKeys
+from kvllm.models.windows import sliding_layers
 
 
 class MistralKeys(ConfigKeys, kw_only=True):
@@ -14,8 +15,7 @@ class MistralKeys(ConfigKeys, kw_only=True):
 
 
 def read(keys: MistralKeys) -> dict[str, Any]:
-    refuse_window(keys, keys.sliding_window)
-    return {}
+    return {"layers": sliding_layers(keys, keys.sliding_window, [True] * keys.num_hidden_layers)}
 
 
 FAMILY = Family(model_type="mistral", keys=MistralKeys, read=read, build=build_decoder)

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvllm.models.base import Family, build_decoder
 from kvllm.models.config import refuse
-from kvllm.models.qwen2 import Qwen2Keys, refuse_last_windows
+from kvllm.models.qwen2 import Qwen2Keys, layers
 
 
 class Qwen3Keys(Qwen2Keys, kw_only=True):
@@ -17,8 +17,7 @@ class Qwen3Keys(Qwen2Keys, kw_only=True):
 def read(keys: Qwen3Keys) -> dict[str, Any]:
     if keys.attention_bias:
         refuse("attention_bias is true: all four attention projections, o_proj too, have a bias")
-    refuse_last_windows(keys)
-    return {"qk_norm": True}
+    return {"qk_norm": True, "layers": layers(keys)}
 
 
 FAMILY = Family(model_type="qwen3", keys=Qwen3Keys, read=read, build=build_decoder)

@@ -118,7 +118,7 @@ class ObservingBackend(AttentionBackend):
     name = "observing"
 
     def __init__(self, backend: AttentionBackend, operations: KVOperations, mass: AttentionMass) -> None:
-        super().__init__(backend.cache, backend.num_query_heads, backend.scale)
+        super().__init__(backend.cache, backend.num_query_heads, backend.scale, backend.layers)
         self.backend = backend
         self.operations = operations
         self.mass = mass
@@ -136,10 +136,10 @@ class ObservingBackend(AttentionBackend):
         ]
         return self.backend.plan(batch), batch, sequences
 
-    def run(self, layer: int, queries: torch.Tensor, plan: Any) -> torch.Tensor:
+    def run(self, layer: int, queries: torch.Tensor, plan: Any, sinks: torch.Tensor | None = None) -> torch.Tensor:
         inner, batch, sequences = plan
         for i, (table_slot, begin, end, length, last_kv_index) in enumerate(sequences):
             blocks = batch.block_tables[i : i + 1, : -(-length // self.cache.shape.block_size)]
             keys, of_sequence = self.operations.gather_keys(layer, blocks), queries[None, begin:end].transpose(1, 2)
             self.mass.add(layer, table_slot, batched_attention_mass(of_sequence, keys, length, last_kv_index)[0])
-        return self.backend.run(layer, queries, inner)
+        return self.backend.run(layer, queries, inner, sinks)

@@ -96,7 +96,7 @@ def _backend(settings: RunnerSettings, shard: Shard, device: torch.device, num_b
     num_query_heads = model.num_query_heads // shard.world_size
     cache = PagedKVCache(shape, num_blocks, device)
     return make_backend(
-        settings.attention_backend, cache, num_query_heads, shape.head_dim**-0.5, **_demands(settings.engine)
+        settings.attention_backend, cache, num_query_heads, model.scale, model.layers, **_demands(settings.engine)
     )
 
 
@@ -104,7 +104,7 @@ def explain_backend(settings: RunnerSettings, backend: AttentionBackend) -> str:
     """The name of the backend that a single rank has, and why."""
     return explain(
         settings.attention_backend,
-        Case(backend.cache, settings.model.num_query_heads, **_demands(settings.engine)),
+        Case(backend.cache, settings.model.num_query_heads, settings.model.layers, **_demands(settings.engine)),
     )
 
 

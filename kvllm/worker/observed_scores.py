@@ -89,20 +89,26 @@ class ScoringBackend(AttentionBackend):
     name = "scoring"
 
     def __init__(self, backend: AttentionBackend, operations: KVOperations) -> None:
-        super().__init__(backend.cache, backend.num_query_heads, backend.scale)
+        super().__init__(backend.cache, backend.num_query_heads, backend.scale, backend.layers)
         self.backend = backend
         self.operations = operations
 
     def plan(self, batch: AttentionBatch) -> tuple[Any, AttentionBatch]:
         return self.backend.plan(batch), batch
 
-    def run(self, layer: int, queries: torch.Tensor, plan: tuple[Any, AttentionBatch]) -> torch.Tensor:
+    def run(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        plan: tuple[Any, AttentionBatch],
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         inner, batch = plan
         for chunk in batch.scored_chunks:
             assert batch.windows is not None
             for start, begin, end in windows_of(chunk, batch.windows):
                 self._add(layer, queries, batch, batch.windows, chunk, start, begin, end)
-        return self.backend.run(layer, queries, inner)
+        return self.backend.run(layer, queries, inner, sinks)
 
     def _add(
         self,

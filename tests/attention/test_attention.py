@@ -27,6 +27,7 @@ from tests.helpers.attention_cases import (
     hole,
     make_case,
     make_ragged_case,
+    with_options,
 )
 
 
@@ -180,6 +181,15 @@ def test_an_empty_batch_is_fine() -> None:
     starts, index = torch.zeros(1, dtype=torch.int32), torch.empty(0, dtype=torch.int32)
     batch = AttentionBatch(starts, index, torch.empty(0, 4, dtype=torch.int32))
     assert replace(case, queries=case.queries[:0], batch=batch).run().shape == (0, 8, 64)
+
+
+@pytest.mark.parametrize("name", ["reference"])
+@pytest.mark.parametrize("options", attention_cases.OPTIONS)
+@pytest.mark.parametrize("block_size", [3, 16])
+def test_options_of_a_layer(name: str, options: str, block_size: int) -> None:
+    """What lies behind a window is neither read nor looked up in a table."""
+    case = make_case(MIXED + EDGES[3:], block_size=block_size, head_dim=16, group=3)
+    assert_matches_dense(with_options(case, attention_cases.OPTIONS[options]), name)
 
 
 def test_make_backend() -> None:

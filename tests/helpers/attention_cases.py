@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvllm.attention.base import AttentionBackend, AttentionBatch, ScoreWindows
+from kvllm.attention.layer import PLAIN, LayerAttention
 from kvllm.attention.registry import make_backend
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 
@@ -29,6 +30,19 @@ RAGGED = [
     ([300], 256, (256, 256)),  # compressed, and no hole
 ]
 NEVER = 2**31 - 1
+# Windows beside the ends of tiles and segments, within a block and longer than a sequence; with learned scores that are
+# far below the others, and far above.
+OPTIONS = {
+    "window 1": LayerAttention(window=1),
+    "window 5": LayerAttention(window=5),
+    "window 64": LayerAttention(window=64),
+    "window 100": LayerAttention(window=100),
+    "window 513": LayerAttention(window=513),
+    "window 5000": LayerAttention(window=5000),
+    "soft cap": LayerAttention(soft_cap=0.5),
+    "sinks": LayerAttention(sinks=True),
+    "all": LayerAttention(window=70, soft_cap=2.0, sinks=True),
+}
 # One behind the other, with a buffer; and each sharing its buffer with the next one.
 WINDOWS = (
     ScoreWindows(96, 96, 80, squared=True),
@@ -39,24 +53,26 @@ WINDOWS = (
 
 @dataclass
 class Case:
-    """A cache with a few sequences in it, and query rows over them."""
+    """A cache with a few sequences in it, and query rows over them. options, sinks: of the only layer."""
 
     cache: PagedKVCache
     keys: list[torch.Tensor]  # per sequence [entries, kv_heads, head_dim]
     values: list[torch.Tensor]
     queries: torch.Tensor
     batch: AttentionBatch
+    options: LayerAttention = PLAIN
+    sinks: torch.Tensor | None = None
 
     @property
     def scale(self) -> float:
         return self.cache.shape.head_dim**-0.5
 
     def backend(self, name: str) -> AttentionBackend:
-        return make_backend(name, self.cache, self.queries.shape[1], self.scale)
+        return make_backend(name, self.cache, self.queries.shape[1], self.scale, (self.options,))
 
     def run(self, name: str = "cpu") -> torch.Tensor:
         backend = self.backend(name)
-        return backend.run(0, self.queries, backend.plan(self.batch))
+        return backend.run(0, self.queries, backend.plan(self.batch), self.sinks)
 
     def rows(self, sequence: int) -> slice:
         return slice(*self.batch.query_start_loc[sequence : sequence + 2].tolist())
@@ -99,6 +115,18 @@ def make_case(
     )
 
 
+def with_options(case: Case, options: LayerAttention) -> Case:
+    """The case with other options of its layer. What lies behind every window is NaN, its table columns invalid."""
+    tables, block_size = case.batch.block_tables.clone(), case.cache.shape.block_size
+    for sequence in range(len(case.keys) if options.window is not None else 0):
+        first = max(0, int(case.batch.last_kv_index[case.rows(sequence).start]) + 1 - options.window)
+        behind = torch.arange(first)
+        case.cache.data[0, :, tables[sequence].long()[behind // block_size], :, behind % block_size] = float("nan")
+        tables[sequence, : first // block_size] = -7
+    sinks = torch.linspace(-9, 9, case.queries.shape[1]) if options.sinks else None
+    return replace(case, batch=replace(case.batch, block_tables=tables), options=options, sinks=sinks)
+
+
 def make_ragged_case(**options) -> Case:
     """The case RAGGED; slots that were evicted from a head are NaN."""
     case = make_case([rows for rows, _, _ in RAGGED], **options)
@@ -126,8 +154,15 @@ def dense_attention(case: Case) -> torch.Tensor:
         for head in range(case.queries.shape[1]):
             hidden = later | hole(case.batch, sequence, head // group, len(keys))
             scores = case.queries[rows, head].double() @ keys[:, head // group].double().T * case.scale
-            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-            output[rows, head] = weights @ values[:, head // group].double()
+            if case.options.window is not None:
+                oldest = case.batch.last_kv_index[rows, None] + 1 - case.options.window
+                hidden |= torch.arange(len(keys)) < oldest
+            if case.options.soft_cap is not None:
+                scores = case.options.soft_cap * (scores / case.options.soft_cap).tanh()
+            scores.masked_fill_(hidden, -torch.inf)
+            if case.sinks is not None:
+                scores = torch.cat((scores, case.sinks[head].double().expand(len(scores), 1)), dim=1)
+            output[rows, head] = scores.softmax(-1)[:, : len(keys)] @ values[:, head // group].double()
     return output
 
 

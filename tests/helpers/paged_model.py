@@ -35,7 +35,7 @@ class PagedModel:
         shape = CacheShape(config.num_layers, model.num_kv_heads, config.head_dim, 4, dtype)
         self.cache = PagedKVCache(shape, num_blocks=48)
         self.cache.data.fill_(float("nan"))
-        self.backend = backend(self.cache, model.num_query_heads, config.head_dim**-0.5)
+        self.backend = backend(self.cache, model.num_query_heads, config.scale, config.layers)
         self.operations = make_operations(self.cache)
         self.tables = torch.randperm(48, generator=torch.Generator().manual_seed(0)).view(3, 16)
         self.lengths = [0, 0, 0]

@@ -107,35 +107,57 @@ def test_refused_rope_keys(tmp_path: Path, qwen3: Path, changes: dict[str, Any],
     assert_refused(tmp_path, qwen3, {"rope_parameters": ..., **changes}, message)
 
 
-WINDOWS: dict[str, tuple[dict[str, Any], bool]] = {
-    "mistral, absent": ({"sliding_window": ...}, False),
-    "mistral, absent, short texts": ({"sliding_window": ..., "max_position_embeddings": 4096}, True),
-    "mistral, null": ({"sliding_window": None}, True),
-    "mistral, one too short": ({"sliding_window": 4999}, False),
-    "mistral, just long enough": ({"sliding_window": 5000}, True),
-    "mistral, layers that it ignores": ({"sliding_window": 8, "layer_types": ["full_attention"] * 3}, False),
-    "mistral, a switch that it ignores": ({"sliding_window": 8, "use_sliding_window": False}, False),
-    "llama, given": ({"sliding_window": 8}, False),
-    "llama, zero": ({"sliding_window": 0}, False),
-    "llama, switched off": ({"sliding_window": 8, "use_sliding_window": False}, True),
-    "qwen2, absent": ({"sliding_window": ..., "use_sliding_window": True, "max_window_layers": 0}, False),
-    "qwen2, switched off": ({"sliding_window": 8, "max_window_layers": 0}, True),
-    "qwen2, null": ({"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}, True),
-    "qwen2, beyond the last layer": ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}, True),
-    "qwen3, last layer": ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}, False),
+SLIDING, FULL = "sliding_attention", "full_attention"
+WINDOWS: dict[str, tuple[dict[str, Any], list[int | None]]] = {
+    "mistral, absent": ({"sliding_window": ...}, [4096] * 3),
+    "mistral, absent, short texts": ({"sliding_window": ..., "max_position_embeddings": 4096}, []),
+    "mistral, null": ({"sliding_window": None}, []),
+    "mistral, one too short": ({"sliding_window": 4999}, [4999] * 3),
+    "mistral, just long enough": ({"sliding_window": 5000}, []),
+    "mistral, layers that it ignores": ({"sliding_window": 8, "layer_types": [FULL] * 3}, [8] * 3),
+    "mistral, a switch that it ignores": ({"sliding_window": 8, "use_sliding_window": False}, [8] * 3),
+    "llama, switched off": ({"sliding_window": 8, "use_sliding_window": False}, []),
+    "llama, no layer": ({"sliding_window": 8, "layer_types": [FULL] * 3}, []),
+    "qwen2, absent": ({"sliding_window": ..., "use_sliding_window": True, "max_window_layers": 0}, [4096] * 3),
+    "qwen2, switched off": ({"sliding_window": 8, "max_window_layers": 0}, []),
+    "qwen2, null": ({"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}, []),
+    "qwen2, beyond the last layer": ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}, []),
+    "qwen3, last layer": (
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
+        [None, None, 8],
+    ),
+    "qwen3, named layers": (
+        {"use_sliding_window": True, "sliding_window": 8, "layer_types": [SLIDING, FULL, SLIDING]},
+        [8, None, 8],
+    ),
 }
 
 
 @pytest.mark.parametrize("case", WINDOWS)
-def test_a_sliding_window_is_refused_where_it_has_an_effect(tmp_path: Path, case: str) -> None:
-    """The last of `max_position_embeddings` tokens attends all of them, or the checkpoint is refused."""
-    changes, accepted = WINDOWS[case]
+def test_windows_of_layers(tmp_path: Path, case: str) -> None:
+    """None where the last of `max_position_embeddings` tokens attends all of them."""
+    changes, expected = WINDOWS[case]
     make_config(tmp_path, case.split(",")[0], max_position_embeddings=5000, layer_types=...)
     edit(tmp_path, **changes)
-    if accepted:
-        load_model_config(tmp_path)
-        return
-    with pytest.raises(CheckpointError, match="some layers attend only a sliding window"):
+    assert [layer.window for layer in load_model_config(tmp_path).layers] == expected
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"sliding_window": 8}, "some layers attend only a sliding window .of 8 tokens"),
+        ({"sliding_window": 8, "layer_types": [FULL, FULL, SLIDING]}, "some layers attend only a sliding window"),
+        ({"sliding_window": 0}, "sliding_window is 0, but must be at least 1"),
+        ({"sliding_window": None, "layer_types": [FULL, FULL, SLIDING]}, "but sliding_window is not given"),
+        ({"layer_types": [FULL]}, "layer_types names 1 layers, but num_hidden_layers is 3"),
+        ({"layer_types": [FULL, FULL, "linear_attention"]}, "layer_types has 'linear_attention'"),
+    ],
+)
+def test_refused_windows(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    """transformers applies Llama's window to cached tokens alone."""
+    make_config(tmp_path, "llama", layer_types=...)
+    edit(tmp_path, **changes)
+    with pytest.raises(CheckpointError, match=message):
         load_model_config(tmp_path)
 
 
@@ -197,8 +219,11 @@ def test_eos_tokens(tmp_path: Path, qwen3: Path, generation: Any, expected: tupl
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu' instead of 'silu'"),
         ({"attention_bias": True}, "o_proj too, have a bias"),
         ({"mlp_bias": True}, "MLP projections have a bias"),
-        ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}, "window .of 8 tokens"),
-        ({"layer_types": ..., "use_sliding_window": True, "max_window_layers": 1, "sliding_window": 8}, "of 8 tokens"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types names 2 layers, but num_hidden_layers"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "sliding_window": 8},
+            "layer_types has 'sliding_attention', but use_sliding_window is false",
+        ),
         ({"quantization_config": {"quant_method": "gguf"}}, "quantized by 'gguf': kvllm computes .* one that is not"),
         ({"quantization_config": {"quant_method": "gptq"}}, "missing required field `bits`"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4}}, "rope type 'yarn': kvllm computes default, linear"),

@@ -38,9 +38,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama-mha-head-dim": {"family": "llama", "num_key_value_heads": 8, "head_dim": 32},
     "mistral": {"family": "mistral", "sliding_window": None},
     "mistral-window-without-effect": {"family": "mistral", "max_position_embeddings": 64, "sliding_window": 64},
+    "mistral-window": {"family": "mistral", "sliding_window": 7},
     "qwen2": {"family": "qwen2"},
+    "qwen2-last-windows": {"family": "qwen2", "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
     "qwen2-tied-sharded": {"family": "qwen2", "tie_word_embeddings": True, "sharded": True},
     "qwen3": {"family": "qwen3", "head_dim": 16},
+    "qwen3-named-windows": {
+        "family": "qwen3",
+        "head_dim": 16,
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
     "qwen3-tied-sharded": {"family": "qwen3", "head_dim": 16, "tie_word_embeddings": True, "sharded": True},
 }
 
@@ -52,9 +61,9 @@ class RecordingBackend(ReferenceBackend):
         super().__init__(*args)
         self.queries: dict[int, list[torch.Tensor]] = {}
 
-    def run(self, layer: int, queries: torch.Tensor, plan: Any) -> torch.Tensor:
+    def run(self, layer: int, queries: torch.Tensor, plan: Any, sinks: torch.Tensor | None = None) -> torch.Tensor:
         self.queries.setdefault(layer, []).append(queries.clone())
-        return super().run(layer, queries, plan)
+        return super().run(layer, queries, plan, sinks)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -65,7 +74,7 @@ def checkpoint(
     return path, make_checkpoint(path, **FAMILIES[request.param])
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("backend", ["reference", "auto"])
 def test_logits_equal_transformers(checkpoint: tuple[Path, torch.nn.Module], backend: str) -> None:
     """Two sequences: a prefill in two chunks, then decodes, one of them beside the other's prefill."""
     path, theirs = checkpoint
@@ -183,7 +192,14 @@ def test_query_projection_is_a_part_of_the_merged_one(tmp_path: Path, packed: bo
 
 
 @pytest.mark.parametrize(
-    ("family", "vocab_size"), [("qwen2", 256), ("qwen2", 257), ("qwen3-tied-sharded", 256), ("qwen3-tied-sharded", 257)]
+    ("family", "vocab_size"),
+    [
+        ("qwen2", 256),
+        ("qwen2", 257),
+        ("qwen3-tied-sharded", 256),
+        ("qwen3-tied-sharded", 257),
+        ("qwen3-named-windows", 256),
+    ],
 )
 def test_two_ranks_equal_one(tmp_path: Path, family: str, vocab_size: int) -> None:
     make_checkpoint(tmp_path, **FAMILIES[family], vocab_size=vocab_size)

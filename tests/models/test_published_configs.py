@@ -153,9 +153,9 @@ SUPPORTED = {
     "Qwen3-4B": (36, 32, 8, 128, True, "bfloat16"),
     "Qwen3-8B": (36, 32, 8, 128, False, "bfloat16"),
     "Qwen3-14B": (40, 40, 8, 128, False, "bfloat16"),
+    "Mistral-7B-v0.1": (32, 32, 8, 128, False, "bfloat16"),
 }
 REFUSED = {
-    "Mistral-7B-v0.1": "sliding window .of 4096 tokens",
     "gemma-3-4b": "unsupported architecture Gemma3ForCausalLM: kvllm runs LlamaForCausalLM, Mistral",
     "gpt-oss-20b": "unsupported architecture GptOssForCausalLM",
 }
@@ -175,6 +175,7 @@ def test_supported(tmp_path: Path, name: str) -> None:
     assert (c.qkv_bias, c.qk_norm) == (name.startswith("Qwen2"), name.startswith("Qwen3"))
     assert (c.rope_scaling is not None) == ("Llama" in name)
     assert c.rope_theta == PUBLISHED[name]["rope_theta"]
+    assert {layer.window for layer in c.layers} == ({4096} if name == "Mistral-7B-v0.1" else set())
     assert c.eos_token_ids == (PUBLISHED[name]["eos_token_id"],)
 
 
