@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from kvllm.config import CompressionConfig
@@ -64,19 +65,26 @@ class Regions(ABC):
     def peak_blocks(self, prompt: int, total: int, tail_start: int) -> int:
         """Most blocks that a sequence alone needs to reach `total` KV pairs if everything is compressed when complete.
 
+        The arguments are those of `cached_lengths`.
+        """
+        return -(-max(self.cached_lengths(prompt, total, tail_start)) // self.block_size)
+
+    def cached_lengths(self, prompt: int, total: int, tail_start: int) -> Iterator[int]:
+        """KV pairs that a sequence alone holds before each compression, and at last with `total` tokens.
+
         The prompt is computed whole; of it, KV pairs from `tail_start` on may be compressed.
         """
         cached = logical = min(prompt, total)
         tail = max(0, logical - tail_start)
-        peak = cached
         while True:
+            yield cached
             if region := self.complete(cached, tail):
                 cached, tail = cached - region.dropped, self.tail_after(cached, region)
             if logical == total:
-                return -(-peak // self.block_size)
+                break
             step = min(total - logical, self.next_end(cached, tail) - cached)
             cached, logical, tail = cached + step, logical + step, tail + step
-            peak = max(peak, cached)
+        yield cached
 
 
 class Windows(Regions):

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
-from kvllm.entrypoints import bench, chat, complete, completion, run_batch, serve, simulate, top
+from kvllm.entrypoints import bench, chat, complete, completion, plan, run_batch, serve, simulate, top
 from kvllm.errors import ConfigError, KvLLMError
 
 FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
@@ -34,6 +34,7 @@ COMMANDS: dict[str, Command] = {
     "bench": bench,
     "top": top,
     "run-batch": run_batch,
+    "plan": plan,
     "simulate": simulate,
     "completion": completion,
 }

@@ -1,0 +1,161 @@
+"""The memory that a model and its KV cache take, and how many sequences fit, from `config.json` alone.
+
+The bytes of a block are those of the engine's own pool (`CacheShape`), and the lengths under compression are those of
+its scheduler (`Regions`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from kvllm.config import EngineConfig, require
+from kvllm.core.kv_memory import LayerType, compressed_length
+from kvllm.core.regions import Regions, make_regions
+from kvllm.models import model_family
+from kvllm.models.config import ModelConfig
+from kvllm.parallel import Shard, SingleRank
+from kvllm.worker.build import DTYPES, rank_cache_shape
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """One model under one configuration of the engine.
+
+    config: `num_blocks` of it is not read. layer_types: all layers, by what they hold of a sequence.
+    weights_bytes: of the whole model, in `dtype`. pair_bytes: of one token in one layer, of all KV heads.
+    rank_weights_bytes, rank_block_bytes: of weights, and of one block over all layers, on each of `num_ranks` ranks.
+    """
+
+    model: ModelConfig
+    config: EngineConfig
+    dtype: str
+    num_ranks: int
+    layer_types: tuple[LayerType, ...]
+    weights_bytes: int
+    pair_bytes: int
+    rank_weights_bytes: int
+    rank_block_bytes: int
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token in all layers."""
+        return self.pair_bytes * self.model.num_layers
+
+    def layer_token_units(self, length: int) -> int:
+        """KV pairs of one sequence, summed over the layers."""
+        return sum(kind.layers * kind.held(length) for kind in self.layer_types)
+
+    def kv_bytes(self, length: int, num_sequences: int = 1) -> int:
+        """Bytes of the KV pairs of sequences of `length` tokens."""
+        return num_sequences * self.pair_bytes * self.layer_token_units(length)
+
+    def blocks_per_sequence(self, length: int) -> dict[str, int]:
+        """Blocks that one sequence needs at most to reach `length` tokens, by the name of the layer type."""
+        return {kind.name: kind.blocks(length, self.config.block_size) for kind in self.layer_types}
+
+    @property
+    def has_windows(self) -> bool:
+        return any(kind.window is not None for kind in self.layer_types)
+
+    @property
+    def compresses(self) -> bool:
+        return self.config.active_compression is not None
+
+    def compressed_length(self, length: int, prompt: int) -> int:
+        """KV pairs that a layer without a window holds at last of `length` tokens, `prompt` of them the prompt."""
+        return compressed_length(self._regions, prompt, length, self._tail_start(prompt)) if self._regions else length
+
+    def compressed_kv_bytes(self, length: int, prompt: int, num_sequences: int = 1) -> int:
+        """Bytes of the KV pairs of sequences of `length` tokens at last, compressed in layers without a window."""
+        full = self.compressed_length(length, prompt)
+        units = sum(kind.layers * (full if kind.window is None else kind.held(length)) for kind in self.layer_types)
+        return num_sequences * self.pair_bytes * units
+
+    def pool_bytes(self, memory: int, utilization: float) -> int:
+        """Bytes of the KV pool on each rank, if each has `memory` bytes of which `utilization` may be in use.
+
+        The memory of a step beside weights and KV pool is measured when an engine starts; here it is left out.
+        Raises ConfigError if the weights leave no room for a block.
+        """
+        require(0 < utilization <= 1, "gpu_memory_utilization", utilization, "above 0, at most 1")
+        left = int(memory * utilization) - self.rank_weights_bytes
+        weights = f"{self.rank_weights_bytes / 1e9:.1f} GB of weights lie on each of {self.num_ranks} ranks"
+        require(left >= self.rank_block_bytes, "gpu_memory", f"{memory / 1e9:g} GB", f"more: {weights}")
+        return left
+
+    def concurrency(self, pool_bytes: int, length: int, prompt: int, *, windows: bool = True, compressed: bool) -> int:
+        """Sequences of `length` tokens that a pool of so many bytes on each rank holds at once.
+
+        windows: sliding layers give up what lies behind their window. compressed: full layers hold what compression
+        leaves of a sequence, at its peak.
+        """
+        size = self.config.block_size
+        blocks = 0.0
+        for kind in self.layer_types:
+            needed = kind.blocks(length, size) if windows else -(-length // size)
+            if compressed and kind.window is None and self._regions:
+                needed = self._regions.peak_blocks(prompt, length, self._tail_start(prompt))
+            blocks += needed * kind.layers / self.model.num_layers
+        return math.floor(pool_bytes // self.rank_block_bytes / blocks)
+
+    @property
+    def _regions(self) -> Regions | None:
+        active = self.config.active_compression
+        return active and make_regions(active, self.config.block_size)
+
+    def _tail_start(self, prompt: int) -> int:
+        compression = self.config.compression
+        return 0 if compression is not None and compression.compress_prompt else prompt
+
+
+def plan_memory(model: ModelConfig, config: EngineConfig, dtype: str, num_ranks: int = 1) -> MemoryPlan:
+    """The plan of a model whose weights have the type `dtype`, on so many tensor-parallel ranks.
+
+    Raises ConfigError if the ranks cannot share the model out equally.
+    """
+    require(num_ranks >= 1, "tensor_parallel_size", num_ranks, "at least 1")
+    whole, rank = (rank_cache_shape(model, dtype, config, ranks) for ranks in (1, num_ranks))
+    return MemoryPlan(
+        model,
+        config,
+        dtype,
+        num_ranks,
+        layer_types(model),
+        weights_bytes(model, dtype, SingleRank()),
+        whole.bytes_per_block // (model.num_layers * config.block_size),
+        weights_bytes(model, dtype, _FirstRank(num_ranks)),
+        rank.bytes_per_block,
+    )
+
+
+def layer_types(model: ModelConfig) -> tuple[LayerType, ...]:
+    """The layers of a model, by what they hold of a sequence."""
+    numbers = Counter(layer.window for layer in model.layers) or Counter({None: model.num_layers})
+    windows = sorted(window for window in numbers if window is not None)
+    found = [LayerType("full", numbers[None])] if None in numbers else []
+    for window in windows:
+        name = "sliding" if len(windows) == 1 else f"sliding {window}"
+        found.append(LayerType(name, numbers[window], window))
+    return tuple(found)
+
+
+def weights_bytes(model: ModelConfig, dtype: str, shard: Shard) -> int:
+    """Bytes of the weights of one rank in that type; an embedding that gives the logits, too, counts once.
+
+    Raises ConfigError if the ranks cannot share the model out equally.
+    """
+    build = model_family(model.architecture).build
+    decoder = build(model, shard, DTYPES[dtype], torch.device("meta"), 1)
+    numbers = sum(math.prod(weight.target.shape) for weight in decoder.weights().values())
+    return numbers * DTYPES[dtype].itemsize
+
+
+class _FirstRank(SingleRank):
+    """The first of several ranks, none of which runs."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size

@@ -1,0 +1,179 @@
+"""`kvllm plan`: figures known from elsewhere, those of checkpoints, and those of engines that run."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from kvllm import LLM, CompressionConfig, SamplingParams
+from kvllm.config import EngineConfig
+from kvllm.engine_args import DEFAULT_MODEL, EngineArgs
+from kvllm.engine_builder import cache_shape
+from kvllm.entrypoints import cli
+from kvllm.memory_plan import plan_memory
+from kvllm.models.config import load_model_config
+
+GIB = 1 << 30
+LLAMA_3_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "bfloat16",
+}
+LLAMA_3_70B = LLAMA_3_8B | {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
+
+
+def config_file(directory: Path, keys: dict[str, Any]) -> Path:
+    path = directory / "model.json"  # a config.json is read under any name
+    path.write_text(json.dumps(keys))
+    return path
+
+
+def figures(capsys: pytest.CaptureFixture[str], model: Path, *options: str) -> dict[str, Any]:
+    cli.main(["plan", "--model", str(model), "--json", *options])
+    return json.loads(capsys.readouterr().out)
+
+
+def test_llama_3_8b(tmp_path, capsys):
+    model = config_file(tmp_path, LLAMA_3_8B)
+    found = figures(capsys, model, "--input-length", "4096", "--num-sequences", "32")
+    assert found["kv_bytes"] == 16 * GIB
+    assert found["bytes_per_token"] == 131072
+    assert found["layer_token_units"] == 32 * 4096
+    assert found["blocks_per_sequence"] == {"full": 16}
+    assert found["weights_bytes"] == 2 * 8_030_261_248  # parameters as published
+
+
+def test_llama_3_70b(tmp_path, capsys):
+    model = config_file(tmp_path, LLAMA_3_70B)
+    found = figures(capsys, model, "--input-length", "4096", "--num-sequences", "64")
+    assert found["kv_bytes"] == 80 * GIB
+    assert found["weights_bytes"] == 2 * 70_553_706_496
+
+
+HALF_SLIDING = LLAMA_3_8B | {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "use_sliding_window": True,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 16,
+}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "units", "blocks"),
+    [
+        (["full_attention"] * 32, 32_000, {"full": 63}),
+        (["sliding_attention"] * 32, 4_096, {"sliding": 9}),
+        (["sliding_attention", "full_attention"] * 16, 18_048, {"full": 63, "sliding": 9}),
+    ],
+)
+def test_layers_with_a_window(kinds, units, blocks, tmp_path, capsys):
+    """1,000 tokens in 32 layers, with a window of 128."""
+    model = config_file(tmp_path, HALF_SLIDING | {"layer_types": kinds})
+    found = figures(capsys, model, "--input-length", "1000", "--block-size", "16")
+    assert found["layer_token_units"] == units
+    assert found["kv_bytes"] == units * 4096
+    assert found["blocks_per_sequence"] == blocks
+
+
+def test_concurrency_is_what_the_memory_leaves(tmp_path, capsys):
+    """Two devices hold half of the weights and half of the KV heads each."""
+    model = config_file(tmp_path, LLAMA_3_8B)
+    options = ("--gpu-memory", "80GB", "--gpu-memory-utilization", "0.9", "--tensor-parallel-size", "2")
+    found = figures(capsys, model, *options, "--max-model-len", "8192", "--compression", "window_blocks=3")
+    norms = 65 * 4096  # which both hold
+    pool = 72 * 10**9 - 2 * ((8_030_261_248 - norms) // 2 + norms)
+    assert found["pool_bytes_per_rank"] == pool
+    blocks = pool // (256 * 131072 // 2)
+    assert found["sequences_at_once"]["nothing released"] == blocks // 32
+    # 8192 tokens: 8 windows of 3 blocks keep one each, and two blocks lie behind the window that is complete last.
+    assert found["sequences_at_once"]["compression"] == blocks // (10 + 2)
+    assert found["compressed_kv_bytes"] == (10 * 256 + 2 * 256) * 131072
+
+
+def test_weights_are_those_of_the_checkpoint():
+    with safe_open(DEFAULT_MODEL / "model.safetensors", "np") as file:
+        names = file.keys()
+        numbers = sum(math.prod(file.get_slice(name).get_shape()) for name in names)
+    model = load_model_config(DEFAULT_MODEL)
+    assert plan_memory(model, EngineConfig(num_blocks=1, max_model_len=64), "float32").weights_bytes == 4 * numbers
+
+
+@pytest.mark.parametrize(
+    "compression", [None, CompressionConfig(method="kara_sharp", window_blocks=8, retain_blocks=2, buffer=16)]
+)
+def test_blocks_have_the_bytes_of_the_engine(compression):
+    args = EngineArgs(block_size=16, compression=compression)
+    plan = plan_memory(args.model_config, args.engine_config, "float32")
+    assert plan.rank_block_bytes == cache_shape(args).bytes_per_block
+    assert plan.pair_bytes * 16 * args.model_config.num_layers == plan.rank_block_bytes
+
+
+def test_compressed_length_is_what_an_engine_holds():
+    """A sequence that is compressed whenever a window is complete holds what the plan says."""
+    compression = CompressionConfig(period=1, window_blocks=4, retain_blocks=2, buffer=16, score_source="recomputed")
+    prompt, output = 40, 300
+    llm = LLM(block_size=16, compression=compression, kv_cache_memory_bytes=1 << 24, max_model_len=512)
+    sampling = SamplingParams(temperature=0, max_tokens=output + 1, ignore_eos=True)
+    [result] = llm.generate([[5] * prompt], sampling, use_tqdm=False)
+    config = EngineConfig(num_blocks=1, max_model_len=512, block_size=16, compression=compression)
+    plan = plan_memory(load_model_config(DEFAULT_MODEL), config, "float32")
+    held = prompt + output - result.metrics.missing_entries
+    assert held < prompt + output - 100
+    assert plan.compressed_length(prompt + output, prompt) == held
+
+
+def test_report_and_plot(tmp_path, capsys):
+    model, plot = config_file(tmp_path, LLAMA_3_8B), tmp_path / "held.png"
+    pytest.importorskip("matplotlib", reason='the plot needs matplotlib: pip install "kvllm[bench]"')
+    cli.main(
+        ["plan", "--model", str(model), "--gpu-memory", "24GiB", "--compression", "period=64", "--plot", str(plot)]
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert "weights: 14.96 GiB; KV pairs of a token in all layers: 131,072 bytes" in lines
+    assert any(line.split() == ["8,192", "8,192", "1,024.0", "3,072", "384.0"] for line in lines)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--gpu-memory", "16GB"], "weights"),
+        (["--tensor-parallel-size", "3", "--gpu-memory", "80GB"], "3"),
+        (["--input-length", "0"], "input_length=0"),
+        (["--prompt-length", "9000"], "prompt_length=9000"),
+        (["--num-sequences", "0"], "num_sequences=0"),
+        (["--compression", "window_block=3"], "window_block=3"),
+    ],
+)
+def test_wrong_values_end_with_a_message(options, message, tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", "--model", str(config_file(tmp_path, LLAMA_3_8B)), *options])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_wrong_size_is_a_wrong_usage(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", "--model", str(tmp_path), "--gpu-memory", "80 gigs"])
+    assert ended.value.code == 2
+    assert "80GB" in capsys.readouterr().err
