@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from kvllm.compression.specs import CHUNK_BUDGET, MAX_CHUNK, SPECS, TOKEN2CHUNK, MethodSpec
 from kvllm.errors import ConfigError
+from kvllm.kvcache.formats import KV_CACHE_DTYPES
 
 POLICIES = ("periodic", "pressure", "standalone", "threshold")
 ORDERS = ("most_uncompressed", "queue")
@@ -246,6 +247,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     """Settings of the core.
 
     num_blocks: blocks in the KV pool, of `block_size` tokens each.
+    kv_cache_dtype: one of `kvllm.kvcache.formats.KV_CACHE_DTYPES`.
     max_model_len: longest sequence, prompt and output together, in tokens.
     max_num_seqs: most sequences that run at once.
     max_num_batched_tokens: most query tokens of one step: decodes, prefill chunks, what a compression recomputes.
@@ -258,6 +260,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     num_blocks: int
     max_model_len: int
     block_size: int = 256
+    kv_cache_dtype: str = "auto"
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     enable_prefix_caching: bool = True
@@ -272,6 +275,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
         require(right, "compression", self.compression, "a CompressionConfig, or None")
         check_types(self)
         require(1 <= self.block_size <= 256, "block_size", self.block_size, "between 1 and 256")
+        dtypes = f"choose one of {', '.join(KV_CACHE_DTYPES)}"
+        require(self.kv_cache_dtype in KV_CACHE_DTYPES, "kv_cache_dtype", self.kv_cache_dtype, dtypes)
         for field in ("num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
             require(getattr(self, field) >= 1, field, getattr(self, field), "at least 1")
         require(0 <= self.watermark < 1, "watermark", self.watermark, "at least 0 and less than 1")

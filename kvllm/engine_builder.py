@@ -85,6 +85,7 @@ def build_engine(args: EngineArgs) -> Engine:
         engine = _load_on(workers, settings, tokenizer) if workers else _load_here(settings, device, tokenizer)
         if args.max_model_len is not None:
             check_pool(engine.config)  # of the size that was found
+        engine.stats.block_bytes = shape.bytes_per_block
         engine.stats.method_state_bytes = state_bytes * args.data_parallel_size
         _log(args, settings, engine, device)
         started.pop_all()
@@ -197,7 +198,7 @@ def _log(args: EngineArgs, settings: RunnerSettings, engine: Engine, device: str
     """Say in a line what was started."""
     config, num_ranks = engine.config, args.tensor_parallel_size * args.data_parallel_size
     logger.info(
-        "%s (%s, %s) on %s%s; attention backend %s; KV pool of %d blocks of %d tokens, %s MiB%s; %s",
+        "%s (%s, %s) on %s%s; attention backend %s; KV pool of %d blocks of %d tokens%s, %s MiB%s; %s",
         args.path.name,
         settings.model.architecture,
         settings.dtype,
@@ -206,6 +207,7 @@ def _log(args: EngineArgs, settings: RunnerSettings, engine: Engine, device: str
         _attention_backend(settings, engine),
         config.num_blocks,
         config.block_size,
+        "" if config.kv_cache_dtype == "auto" else f" in {config.kv_cache_dtype}",
         f"{config.num_blocks * cache_shape(args).bytes_per_block / MIB:,.1f}",
         " for each rank" if num_ranks > 1 else "",
         _compression(settings),

@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import Struct
 
-SIZES = ("num_blocks", "method_state_bytes")
+SIZES = ("num_blocks", "block_bytes", "method_state_bytes")
 MOST_STEPS = 1 << 19
 """In the timeline, or an engine that serves for weeks would fill the memory with it."""
 STEP = Packing("<II")
@@ -22,6 +22,7 @@ class EngineStats(Struct):
 
     Attributes:
         num_blocks: size of the pool.
+        block_bytes: bytes of a block on one rank, in all layers: keys, values, their scales and scores.
         method_state_bytes: memory that the compression method keeps beside the pool.
         steps: forward passes.
         num_running, num_waiting: sequences now.
@@ -51,6 +52,7 @@ class EngineStats(Struct):
     """
 
     num_blocks: int
+    block_bytes: int = 0
     method_state_bytes: int = 0
     num_running: int = 0
     num_waiting: int = 0
@@ -98,7 +100,7 @@ class EngineStats(Struct):
 
     def take(self) -> EngineStats:
         """The counts since the last call."""
-        taken, empty = copy(self), EngineStats(self.num_blocks, self.method_state_bytes)
+        taken, empty = copy(self), EngineStats(self.num_blocks, self.block_bytes, self.method_state_bytes)
         for name in self.__struct_fields__:
             if name not in GAUGES:
                 setattr(self, name, empty[name])

@@ -22,7 +22,6 @@ class ReferenceBackend(AttentionBackend):
         self, layer: int, queries: torch.Tensor, plan: AttentionBatch, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
         options = self.layers[layer]
-        keys, values = self.keys[layer], self.values[layer]
         block_size = self.cache.shape.block_size
         starts = plan.query_start_loc.tolist()
         index = plan.last_kv_index.tolist()
@@ -31,14 +30,19 @@ class ReferenceBackend(AttentionBackend):
             first = 0 if options.window is None else max(0, index[start] + 1 - options.window)
             kv_index = torch.arange(first, index[end - 1] + 1, device=queries.device)
             blocks = plan.block_tables[sequence].long()[kv_index // block_size]
-            sequence_keys = keys[blocks, :, kv_index % block_size].transpose(0, 1)
-            sequence_values = values[blocks, :, kv_index % block_size].transpose(0, 1)
+            sequence_keys, sequence_values = (self._read(layer, plane, blocks, kv_index) for plane in (0, 1))
             for token in range(start, end):
                 visible = (kv_index <= index[token]) & ~self._evicted_mask(layer, sequence, kv_index, plan)
                 if options.window is not None:
                     visible &= kv_index > index[token] - options.window
                 output[token] = self._attend(queries[token], sequence_keys, sequence_values, visible, options, sinks)
         return output
+
+    def _read(self, layer: int, plane: int, blocks: torch.Tensor, kv_index: torch.Tensor) -> torch.Tensor:
+        """Keys or values, float32 `[kv_heads, KV pairs, head_dim]`."""
+        offsets = kv_index % self.cache.shape.block_size
+        rows = [part[layer, plane][blocks, :, offsets] for part in self.cache.parts]
+        return self.cache.decode(rows, torch.float32).transpose(0, 1)
 
     def _evicted_mask(self, layer: int, sequence: int, kv_index: torch.Tensor, plan: AttentionBatch) -> torch.Tensor:
         """bool `[kv_heads, KV pairs]`, true where one was evicted."""
@@ -60,10 +64,10 @@ class ReferenceBackend(AttentionBackend):
         output = []
         for head, head_queries in enumerate(query.float().unflatten(0, (keys.shape[0], -1))):
             seen = visible[head]  # nothing else is read: a slot without a KV pair may hold a NaN
-            scores = head_queries @ keys[head, seen].float().T * self.scale
+            scores = head_queries @ keys[head, seen].T * self.scale
             if options.soft_cap is not None:
                 scores = options.soft_cap * (scores / options.soft_cap).tanh()
             if sinks is not None:
                 scores = torch.cat((scores, sinks.view(len(keys), -1, 1)[head]), dim=-1)
-            output.append(scores.softmax(-1)[:, : int(seen.sum())] @ values[head, seen].float())
+            output.append(scores.softmax(-1)[:, : int(seen.sum())] @ values[head, seen])
         return torch.cat(output).to(query.dtype)

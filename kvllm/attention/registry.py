@@ -14,6 +14,7 @@ from kvllm.attention.base import AttentionBackend
 from kvllm.attention.layer import LayerAttention
 from kvllm.errors import ConfigError
 from kvllm.kvcache.cache import PagedKVCache
+from kvllm.kvcache.formats import KV_FORMATS
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ def why_not_cpu(case: Case) -> str | None:
         return f"shares a KV head among at most 64 query heads, the model has {group}"
     if shape.dtype not in (torch.float32, torch.bfloat16) or shape.head_dim % 2:
         return f"reads float32 or bfloat16 with an even head_dim, not {shape.dtype} with head_dim {shape.head_dim}"
+    if shape.kv_format and (shape.head_dim % 32 or shape.head_dim > 256):
+        return f"reads a KV cache of {shape.kv_format.name} with a head_dim of 32, 64, .. 256, not {shape.head_dim}"
     return _why_not_options(case)
 
 
@@ -113,17 +116,28 @@ def _why_not_library(case: Case, module: str, package: str) -> str | None:
 
 @dataclass(frozen=True)
 class Entry:
-    """module, type: where the backend is; it is imported only when it is asked for."""
+    """module, type: where the backend is; it is imported only when it is asked for.
+
+    reads: quantized caches that it reads, whatever else a case has. limits: the reason why it cannot serve a case.
+    """
 
     module: str
     type: str
-    why_not: Callable[[Case], str | None]
+    limits: Callable[[Case], str | None]
+    reads: tuple[str, ...] = ()
+
+    def why_not(self, case: Case) -> str | None:
+        """The reason why it cannot serve a case, None if it can."""
+        kv_format = case.cache.shape.kv_format
+        if kv_format and kv_format.name not in self.reads:
+            return f"does not read a KV cache of {kv_format.name}"
+        return self.limits(case)
 
 
 BACKENDS = {
     "cpu": Entry("kvllm.attention.cpu", "CpuBackend", why_not_cpu),
     "flash_attn": Entry("kvllm.attention.flash_attn", "FlashAttentionBackend", why_not_flash_attn),
-    "reference": Entry("kvllm.attention.reference", "ReferenceBackend", lambda case: None),
+    "reference": Entry("kvllm.attention.reference", "ReferenceBackend", lambda case: None, tuple(KV_FORMATS)),
     "triton": Entry("kvllm.attention.triton", "TritonBackend", why_not_triton),
     "xformers": Entry("kvllm.attention.xformers", "XformersBackend", why_not_xformers),
 }
@@ -144,12 +158,17 @@ def make_backend(
     """The backend `name` over `cache`; "auto" takes the fastest one that can do it.
 
     layers, ragged, observed: as in Case. Raises ConfigError for a name that is not in BACKENDS, and for a backend that
-    cannot.
+    cannot; and where only the reference reads a quantized cache, unless it is asked for.
     """
     case = Case(cache, num_query_heads, layers, ragged, observed)
     able = [other for other in FASTEST if BACKENDS[other].why_not(case) is None]
     if name == "auto":
         name = able[0]
+        if name == "reference" and cache.shape.kv_format:
+            raise ConfigError(
+                f"kv_cache_dtype={cache.shape.kv_format.name!r}: no attention backend for {cache.data.device} reads it "
+                "but 'reference', which is too slow to serve with: name that one, or take another kv_cache_dtype"
+            )
     if name not in BACKENDS:
         raise ConfigError(f"unknown attention backend {name!r}: use 'auto' or one of {', '.join(sorted(BACKENDS))}")
     if reason := BACKENDS[name].why_not(case):

@@ -13,7 +13,8 @@ from kvllm.errors import OutOfBlocksError
 class BlockManager:
     """Block tables of sequences over one pool. Pure accounting: the data is moved by the workers.
 
-    most_idle: most idle cached blocks of a tenant, by its name; others have no limit.
+    most_idle: most idle cached blocks of a tenant, by its name; others have no limit. kv_cache_dtype: a part of the
+    identity of a block's content.
     """
 
     def __init__(
@@ -22,11 +23,13 @@ class BlockManager:
         block_size: int,
         enable_prefix_caching: bool = True,
         most_idle: dict[str, int] | None = None,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.most_idle = most_idle
+        self.kv_cache_dtype = kv_cache_dtype
         self.clear()
 
     def clear(self) -> None:
@@ -132,7 +135,7 @@ class BlockManager:
 
     def _extend_hashes(self, seq: Sequence, num_blocks: int) -> None:
         for index in range(len(seq.block_hashes), num_blocks):
-            parent = seq.block_hashes[-1] if seq.block_hashes else root_hash(seq.cache_salt)
+            parent = seq.block_hashes[-1] if seq.block_hashes else root_hash(seq.cache_salt, self.kv_cache_dtype)
             tokens = seq.token_ids[index * self.block_size : (index + 1) * self.block_size]
             seq.block_hashes.append(block_hash(parent, tokens))
 

@@ -13,9 +13,13 @@ def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return hashlib.blake2b(array("q", token_ids).tobytes(), key=parent, digest_size=16).digest()
 
 
-def root_hash(cache_salt: str | None) -> bytes:
-    """The `parent` of a sequence's first block: another one for each salt, so that nothing behind it is equal."""
-    return b"" if cache_salt is None else hashlib.blake2b(cache_salt.encode(), digest_size=16).digest()
+def root_hash(cache_salt: str | None, kv_cache_dtype: str = "auto") -> bytes:
+    """The `parent` of a sequence's first block: another one for each salt and dtype, so that nothing behind it is
+    equal."""
+    root = b"" if cache_salt is None else hashlib.blake2b(cache_salt.encode(), digest_size=16).digest()
+    if kv_cache_dtype == "auto":
+        return root
+    return hashlib.blake2b(kv_cache_dtype.encode(), key=root, digest_size=16).digest()
 
 
 class PrefixCache:

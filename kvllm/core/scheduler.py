@@ -33,7 +33,9 @@ class Scheduler:
     def __init__(self, config: EngineConfig, stats: EngineStats) -> None:
         self.config = config
         self.stats = stats
-        self.blocks = BlockManager(config.num_blocks, config.block_size, config.shares_prefixes, most_idle(config))
+        self.blocks = BlockManager(
+            config.num_blocks, config.block_size, config.shares_prefixes, most_idle(config), config.kv_cache_dtype
+        )
         self.policy = make_policy(config)
         self.planner = CompressionPlanner(self.policy, config, self.blocks) if self.policy else None
         self.admission = Admission(config, self.blocks, self.planner)

@@ -17,6 +17,7 @@ import msgspec
 from kvllm.config import EngineConfig
 from kvllm.entrypoints.engine_flags import parse_compression
 from kvllm.errors import CheckpointError
+from kvllm.kvcache.formats import KV_CACHE_DTYPES
 from kvllm.models.config import ModelConfig, load_model_config
 from kvllm.simulation.cost import CostModel, resolve_dtype
 from kvllm.simulation.hardware import load_hardware, shipped_names
@@ -78,6 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--compression", default="", metavar="KEY=VALUE,...", help="options of CompressionConfig; none: only without")
     add("--tensor-parallel-size", type=int, default=1, metavar="N")
     add("--dtype", default="auto", help="bfloat16, float32 or auto (default): the checkpoint's own")
+    add("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="of the KV pool (default: auto, as --dtype)")
     add("--block-size", type=int, default=256)
     add("--max-model-len", type=int, help="longer requests are left out (default: what the model allows)")
     add("--max-num-seqs", type=int, default=256)
@@ -91,7 +93,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     model = read_model_config(args.model_config)
-    cost = CostModel(load_hardware(args.hardware), model, resolve_dtype(args.dtype, model), args.tensor_parallel_size)
+    dtype, size = resolve_dtype(args.dtype, model), args.tensor_parallel_size
+    cost = CostModel(load_hardware(args.hardware), model, dtype, size, args.kv_cache_dtype)
     if args.tenants is not None:
         simulate_tenants(args, cost)
         return

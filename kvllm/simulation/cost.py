@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from kvllm.config import require
 from kvllm.errors import ConfigError
+from kvllm.kvcache.formats import kv_format_of
 from kvllm.models.config import ModelConfig
 from kvllm.simulation.hardware import Hardware
 
@@ -44,8 +45,16 @@ class CostModel:
     Raises ConfigError if the machine has no rate for the dtype, or too few devices, or the model cannot be divided.
     """
 
-    def __init__(self, hardware: Hardware, model: ModelConfig, dtype: str, tensor_parallel_size: int = 1) -> None:
+    def __init__(
+        self,
+        hardware: Hardware,
+        model: ModelConfig,
+        dtype: str,
+        tensor_parallel_size: int = 1,
+        kv_cache_dtype: str = "auto",
+    ) -> None:
         _check(hardware, model, dtype, tensor_parallel_size)
+        self.kv_format = kv_format_of(kv_cache_dtype, dtype, model.head_dim)
         self.hardware = hardware
         self.model = model
         self.devices = tensor_parallel_size
@@ -74,8 +83,10 @@ class CostModel:
 
     @property
     def kv_pair_bytes(self) -> int:
-        """Bytes on a device of one KV pair in one layer."""
-        return 2 * self.kv_heads * self.model.head_dim * self.itemsize
+        """Bytes on a device of one KV pair in one layer, with its scales."""
+        head_dim = self.model.head_dim
+        vector = self.kv_format.vector_bytes(head_dim) if self.kv_format else head_dim * self.itemsize
+        return 2 * self.kv_heads * vector
 
     def pool_blocks(self, block_size: int, memory_utilization: float, *, scored: bool = False) -> int:
         """Blocks of a KV pool in what weights leave of `memory_utilization` of the memory.

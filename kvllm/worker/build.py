@@ -15,6 +15,7 @@ from kvllm.compression.sharded_method import ShardedMethod
 from kvllm.compression.statistics import read_statistics
 from kvllm.config import EngineConfig
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
+from kvllm.kvcache.formats import kv_format_of
 from kvllm.models.base import Decoder
 from kvllm.models.config import QUANTIZATIONS, ModelConfig
 from kvllm.models.layers import rotary_frequencies
@@ -50,11 +51,17 @@ class RunnerSettings(Struct, frozen=True):
 
 
 def rank_cache_shape(model: ModelConfig, dtype: str, engine: EngineConfig, num_ranks: int) -> CacheShape:
-    """Sizes of what each of `num_ranks` ranks stores. With fewer KV heads than ranks, several ranks hold the same."""
+    """Sizes of what each of `num_ranks` ranks stores. With fewer KV heads than ranks, several ranks hold the same.
+
+    Raises ConfigError if keys and values of the model cannot be stored as `kv_cache_dtype`.
+    """
     num_kv_heads = max(1, model.num_kv_heads // num_ranks)
     compression = engine.active_compression
     scored = compression is not None and compression.observes_scores
-    return CacheShape(model.num_layers, num_kv_heads, model.head_dim, engine.block_size, DTYPES[dtype], scored)
+    kv_format = kv_format_of(engine.kv_cache_dtype, dtype, model.head_dim)
+    return CacheShape(
+        model.num_layers, num_kv_heads, model.head_dim, engine.block_size, DTYPES[dtype], scored, kv_format
+    )
 
 
 def method_state_bytes(engine: EngineConfig, shape: CacheShape) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,6 +11,8 @@ from kvllm.attention.base import AttentionBackend, AttentionBatch, ScoreWindows
 from kvllm.attention.layer import PLAIN, LayerAttention
 from kvllm.attention.registry import make_backend
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
+from kvllm.kvcache.formats import KV_FORMATS
+from kvllm.kvcache.ops.plain import TorchOperations
 
 KV_HEADS = 2
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
@@ -30,6 +33,8 @@ RAGGED = [
     ([300], 256, (256, 256)),  # compressed, and no hole
 ]
 NEVER = 2**31 - 1
+# Bits that are NaN, or that make a code or a scale one.
+GARBAGE = {torch.float32: math.nan, torch.bfloat16: math.nan, torch.uint8: 255, torch.int32: -1}
 # Windows beside the ends of tiles and segments, within a block and longer than a sequence; with learned scores that are
 # far below the others, and far above.
 OPTIONS = {
@@ -85,9 +90,13 @@ def make_case(
     head_dim: int = 64,
     group: int = 4,
     dtype: torch.dtype = torch.float32,
+    kv_cache_dtype: str = "auto",
     seed: int = 0,
 ) -> Case:
-    """One sequence per list in `last_kv_index`. Slots that hold no entry are NaN, unused table columns invalid."""
+    """One sequence per list in `last_kv_index`. Slots that hold no entry are NaN, unused table columns invalid.
+
+    Keys and values of a quantized cache are what it holds, in float32.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def randn(*size: int) -> torch.Tensor:
@@ -95,8 +104,10 @@ def make_case(
 
     lengths = [rows[-1] + 1 for rows in last_kv_index]
     num_blocks = [-(-length // block_size) for length in lengths]
-    cache = PagedKVCache(CacheShape(1, KV_HEADS, head_dim, block_size, dtype), sum(num_blocks) + 3)
-    cache.data.fill_(float("nan"))
+    shape = CacheShape(1, KV_HEADS, head_dim, block_size, dtype, kv_format=KV_FORMATS.get(kv_cache_dtype))
+    cache = PagedKVCache(shape, sum(num_blocks) + 3)
+    cache.data.view(torch.uint8).fill_(255)  # NaN in every dtype, or a scale that is one
+    operations = TorchOperations(cache)
     free = torch.randperm(cache.num_blocks, generator=generator).tolist()
     tables = torch.full((len(lengths), max(num_blocks) + 2), -7, dtype=torch.int32)
     keys, values = [], []
@@ -106,8 +117,10 @@ def make_case(
         keys.append(randn(length, KV_HEADS, head_dim))
         values.append(randn(length, KV_HEADS, head_dim))
         entries = torch.arange(length)
-        cache.keys(0)[blocks[entries // block_size], :, entries % block_size] = keys[-1]
-        cache.values(0)[blocks[entries // block_size], :, entries % block_size] = values[-1]
+        slots = blocks[entries // block_size] * block_size + entries % block_size
+        operations.store(0, keys[-1], values[-1], slots)
+        if cache.codec:
+            keys[-1], values[-1] = (cache.codec.dequantize(*cache.codec.quantize(part[-1])) for part in (keys, values))
     index = torch.tensor([i for rows in last_kv_index for i in rows], dtype=torch.int32)
     starts = torch.tensor([0] + [len(rows) for rows in last_kv_index]).cumsum(0).int()
     return Case(
@@ -140,7 +153,8 @@ def make_ragged_case(**options) -> Case:
         for head in range(KV_HEADS):
             (entries,) = hole(batch, sequence, head, len(values)).nonzero(as_tuple=True)
             blocks = batch.block_tables[sequence].long()[entries // block_size]
-            case.cache.data[0, :, blocks, head, entries % block_size] = float("nan")
+            for part in case.cache.parts:
+                part[0, :, blocks, head, entries % block_size] = GARBAGE[part.dtype]
     return replace(case, batch=batch)
 
 

@@ -10,7 +10,8 @@ from kvllm.kvcache.cache import PagedKVCache
 
 
 class KVOperations(ABC):
-    """Moves KV pairs into, within and out of one `PagedKVCache`, bit for bit. See `registry.make_operations`."""
+    """Moves KV pairs into, within and out of one `PagedKVCache`; within it, bit for bit. See
+    `registry.make_operations`."""
 
     def __init__(self, cache: PagedKVCache) -> None:
         self.cache = cache
@@ -21,8 +22,9 @@ class KVOperations(ABC):
     def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Write new KV pairs of one layer to their slots.
 
-        keys, values: `[T, kv_heads, head_dim]` of the cache's dtype, may be strided views. slot_mapping: int64 `[T]`,
-        each slot at most once; a pair whose slot is negative is skipped.
+        keys, values: `[T, kv_heads, head_dim]` of the shape's dtype, may be strided views; a quantized cache rounds
+        them here, and nowhere else. slot_mapping: int64 `[T]`, each slot at most once; a pair whose slot is negative is
+        skipped.
         """
 
     @abstractmethod
@@ -43,9 +45,15 @@ class KVOperations(ABC):
         """
 
     def gather_keys(self, layer: int, block_tables: torch.Tensor) -> torch.Tensor:
-        """Keys of whole blocks: int `[S, n]` block ids -> `[S, kv_heads, n * block_size, head_dim]`, a copy."""
-        return self.keys[layer][block_tables.long()].transpose(1, 2).flatten(2, 3)
+        """Keys of whole blocks, as attention sees them: int `[S, n]` block ids ->
+        `[S, kv_heads, n * block_size, head_dim]` of the shape's dtype, a copy."""
+        return self._gather(layer, 0, block_tables)
 
     def gather_values(self, layer: int, block_tables: torch.Tensor) -> torch.Tensor:
         """Values of whole blocks; arguments and result as for `gather_keys`."""
-        return self.values[layer][block_tables.long()].transpose(1, 2).flatten(2, 3)
+        return self._gather(layer, 1, block_tables)
+
+    def _gather(self, layer: int, plane: int, block_tables: torch.Tensor) -> torch.Tensor:
+        blocks = block_tables.long()
+        rows = [part[layer, plane][blocks].transpose(1, 2).flatten(2, 3) for part in self.cache.parts]
+        return self.cache.decode(rows, self.cache.shape.dtype)

@@ -13,11 +13,13 @@ class TorchOperations(KVOperations):
     def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         stored = slot_mapping >= 0
         slots, block_size = slot_mapping[stored], self.cache.shape.block_size
-        self.keys[layer][slots // block_size, :, slots % block_size] = keys[stored]
-        self.values[layer][slots // block_size, :, slots % block_size] = values[stored]
+        for plane, vectors in enumerate((keys, values)):
+            for part, rows in zip(self.cache.parts, self.cache.encode(vectors[stored]), strict=True):
+                part[layer, plane][slots // block_size, :, slots % block_size] = rows
 
     def copy_blocks(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
-        self.cache.data[:, :, destinations] = self.cache.data[:, :, sources]
+        for part in self.cache.parts:
+            part[:, :, destinations] = part[:, :, sources]
 
     def compact(self, kept: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor) -> None:
         block_size = self.cache.shape.block_size
@@ -25,6 +27,7 @@ class TorchOperations(KVOperations):
             old = kept[layer, sequence, head]
             old = old[old >= 0]
             new = torch.arange(len(old), device=old.device)
-            region = self.cache.data[layer, :, :, head]
-            survivors = region[:, sources[sequence, old // block_size], old % block_size]
-            region[:, destinations[sequence, new // block_size], new % block_size] = survivors
+            for part in self.cache.parts:
+                region = part[layer, :, :, head]
+                survivors = region[:, sources[sequence, old // block_size], old % block_size]
+                region[:, destinations[sequence, new // block_size], new % block_size] = survivors

@@ -16,6 +16,8 @@ VECTOR_BYTES = 16
 
 def make_operations(cache: PagedKVCache) -> KVOperations:
     """The fastest operations for the device of `cache`."""
+    if cache.shape.kv_format:
+        return TorchOperations(cache)
     if cache.data.is_cpu:
         return CpuOperations(cache)
     if cache.data.is_cuda and find_spec("triton"):

@@ -1,0 +1,54 @@
+"""Formats of quantized KV pairs, and the bytes that they take. This module imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvllm.errors import ConfigError
+
+SCALE_BYTES = 4
+"""Of a vector: a float32 scale, or a scale and a zero point in bfloat16."""
+CHANNELS = 8
+"""A head_dim is a multiple of it, so that scales lie at multiples of 4 bytes in blocks of any size."""
+
+
+@dataclass(frozen=True)
+class KVFormat:
+    """A key or a value of one token and one head as codes of `bits` bits, with a scale of its own.
+
+    name: the value of `kv_cache_dtype`. docs/kv-cache-dtypes.md has the formulas.
+    """
+
+    name: str
+    bits: int
+
+    def code_bytes(self, head_dim: int) -> int:
+        return head_dim * self.bits // 8
+
+    def vector_bytes(self, head_dim: int) -> int:
+        """Bytes of a vector with its scale."""
+        return self.code_bytes(head_dim) + SCALE_BYTES
+
+
+KV_FORMATS = {each.name: each for each in (KVFormat("fp8_e4m3", 8), KVFormat("int8", 8), KVFormat("int4", 4))}
+KV_CACHE_DTYPES = ("auto", "bfloat16", *KV_FORMATS)
+"""The values of `kv_cache_dtype`. "auto" is the dtype of the activations."""
+
+
+def kv_format_of(kv_cache_dtype: str, dtype: str, head_dim: int) -> KVFormat | None:
+    """The format of a quantized cache; None for one that holds the dtype of the activations.
+
+    Raises ConfigError if keys and values of the model cannot be stored so.
+    """
+    kv_format = KV_FORMATS.get(kv_cache_dtype)
+    if kv_format is None and kv_cache_dtype not in ("auto", dtype):
+        raise ConfigError(
+            f"kv_cache_dtype={kv_cache_dtype!r} with activations of {dtype}: a cache that is not quantized has their "
+            f"dtype. Give 'auto', one of {', '.join(KV_FORMATS)}, or dtype={kv_cache_dtype!r}"
+        )
+    if kv_format and head_dim % CHANNELS:
+        raise ConfigError(
+            f"kv_cache_dtype={kv_cache_dtype!r} needs a head_dim that is a multiple of {CHANNELS}, the model has "
+            f"{head_dim}: give 'auto'"
+        )
+    return kv_format
