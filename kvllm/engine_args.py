@@ -217,5 +217,5 @@ class EngineArgs:
         heads = model.num_kv_heads
         shared_out = heads % value == 0 or value % heads == 0
         require(shared_out, field, value, f"a divisor of the model's {heads} KV heads, or a multiple of them")
-        for name, size in {"query heads": model.num_query_heads, "MLP columns": model.intermediate_size}.items():
+        for name, size in {"query heads": model.num_query_heads, **model.mlp_columns}.items():
             require(size % value == 0, field, value, f"a divisor of the model's {size} {name}")

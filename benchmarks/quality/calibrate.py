@@ -28,7 +28,7 @@ from kvllm.compression.statistics import QueryStatistics, write_statistics
 from kvllm.config import require
 from kvllm.engine_args import DEFAULT_MODEL
 from kvllm.models.config import load_model_config
-from kvllm.models.layers import rotary_frequencies
+from kvllm.models.rotary import rotary_frequencies
 from kvllm.tokenizer import load_tokenizer
 
 OUTLIERS = 4
@@ -124,7 +124,7 @@ def calibrate(path: Path, pieces: Sequence[list[int]]) -> QueryStatistics:
     model = runner_of(llm).model
     device = model.final_norm.device
     sums = [Sums(config.num_query_heads, config.head_dim, device) for _ in model.layers]
-    frequencies = rotary_frequencies(config).to(device)
+    frequencies = rotary_frequencies(config, longest + 1).to(device)
     for layer, of_layer in zip(model.layers, sums, strict=True):
         layer.attention = Observed(layer.attention, of_layer, frequencies)
     model.compile()  # it has other parts now, so its layers run one by one

@@ -9,11 +9,40 @@ if TYPE_CHECKING:
     from kvllm.models.base import Family
 
 MODELS = {
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3",
+    "GptOssForCausalLM": "gpt_oss",
     "LlamaForCausalLM": "llama",
+    "Ministral3ForCausalLM": "ministral3",
+    "MinistralForCausalLM": "ministral",
     "MistralForCausalLM": "mistral",
+    "MixtralForCausalLM": "mixtral",
+    "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
 }
+
+NOT_COMPUTED = {
+    "DeepseekV2ForCausalLM": "multi-head latent attention (MLA)",
+    "DeepseekV3ForCausalLM": "multi-head latent attention (MLA)",
+    "DeepseekV32ForCausalLM": "multi-head latent attention (MLA)",
+    "KimiLinearForCausalLM": "linear attention",
+    "MambaForCausalLM": "state spaces",
+    "Mamba2ForCausalLM": "state spaces",
+    "FalconH1ForCausalLM": "state spaces",
+    "JambaForCausalLM": "state spaces",
+    "Qwen3NextForCausalLM": "linear attention",
+    "Gemma3nForCausalLM": "layers that share KV pairs",
+}
+"""What well-known architectures have that kvllm does not compute."""
+
+
+def what_is_not_computed(architecture: str) -> str | None:
+    """What kvllm does not compute of an architecture that is not in MODELS; None if that is not known."""
+    if architecture.endswith("ForConditionalGeneration"):
+        return "images or sound beside text"
+    return NOT_COMPUTED.get(architecture)
 
 
 def model_family(architecture: str) -> Family:

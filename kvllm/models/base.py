@@ -24,11 +24,18 @@ from kvllm.models.layers import (
     RowLinear,
     VocabEmbedding,
     Weight,
-    rotary_table,
     whole,
 )
+from kvllm.models.rotary import rotary_table
 from kvllm.models.weights import Packing
 from kvllm.parallel import Shard
+
+
+def norm_weight(config: ModelConfig, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Room for the weight of an RMSNorm `[size]`. With an offset, 16 bits would lose what lies beside the 1."""
+    return torch.empty(
+        size, dtype=torch.float32 if config.float32_norms or config.norm_offset else dtype, device=device
+    )
 
 
 class SelfAttention:
@@ -46,16 +53,18 @@ class SelfAttention:
         self.head_dim = config.head_dim
         self.eps = config.rms_norm_eps
         self.cos_sin = cos_sin
-        self.qkv = QKVLinear(config, shard, dtype, device)
-        self.q_norm = torch.empty(config.head_dim, dtype=dtype, device=device) if config.qk_norm else None
-        self.k_norm = torch.empty(config.head_dim, dtype=dtype, device=device) if config.qk_norm else None
-        self.o = RowLinear(config.num_query_heads * config.head_dim, config.hidden_size, shard, dtype, device)
+        self.qkv = QKVLinear(config, shard, dtype, device, fused=config.fused_projections)
+        self.norm_offset = config.norm_offset
+        self.q_norm = norm_weight(config, config.head_dim, dtype, device) if config.qk_norm else None
+        self.k_norm = norm_weight(config, config.head_dim, dtype, device) if config.qk_norm else None
+        width = config.num_query_heads * config.head_dim
+        self.o = RowLinear(width, config.hidden_size, shard, dtype, device, bias=config.output_bias)
 
     def weights(self, prefix: str) -> dict[str, Weight]:
         found = {**self.qkv.weights(prefix), **self.o.weights(f"{prefix}.o_proj")}
         if self.q_norm is not None and self.k_norm is not None:
-            found[f"{prefix}.q_norm.weight"] = whole(self.q_norm)
-            found[f"{prefix}.k_norm.weight"] = whole(self.k_norm)
+            found[f"{prefix}.q_norm.weight"] = whole(self.q_norm, self.norm_offset)
+            found[f"{prefix}.k_norm.weight"] = whole(self.k_norm, self.norm_offset)
         return found
 
     def allocate(self, packing: Packing) -> None:
@@ -96,7 +105,12 @@ class SelfAttention:
 
 
 class MLP(Protocol):
-    """The part of a layer that computes each token by itself."""
+    """The part of a layer that computes each token by itself.
+
+    name: its name in a checkpoint's layers.
+    """
+
+    name: str
 
     def weights(self, prefix: str) -> dict[str, Weight]:
         """The tensors of the checkpoint by name; each name begins with `prefix`, such as `model.layers.0.mlp`."""
@@ -114,10 +128,13 @@ class MLP(Protocol):
 class GatedMLP:
     """`down(silu(gate(x)) * up(x))`."""
 
+    name = "mlp"
+
     def __init__(self, config: ModelConfig, shard: Shard, dtype: torch.dtype, device: torch.device) -> None:
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self.gate_up = MergedColumnLinear(hidden, inner, ("gate_proj", "up_proj"), shard, dtype, device)
-        self.down = RowLinear(inner, hidden, shard, dtype, device)
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        names, fused = ("gate_proj", "up_proj"), "gate_up_proj" if config.fused_projections else None
+        self.gate_up = MergedColumnLinear(hidden, inner, names, shard, dtype, device, bias=bias, fused=fused)
+        self.down = RowLinear(inner, hidden, shard, dtype, device, bias=bias)
 
     def weights(self, prefix: str) -> dict[str, Weight]:
         return {**self.gate_up.weights(prefix), **self.down.weights(f"{prefix}.down_proj")}
@@ -138,17 +155,21 @@ class DecoderLayer:
         self, config: ModelConfig, attention: SelfAttention, mlp: MLP, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.eps = config.rms_norm_eps
-        self.input_norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
+        self.norm_offset = config.norm_offset
+        self.input_norm = norm_weight(config, config.hidden_size, dtype, device)
         self.attention = attention
-        self.post_attention_norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
+        self.post_attention_norm = norm_weight(config, config.hidden_size, dtype, device)
         self.mlp = mlp
+
+    def norms(self) -> dict[str, torch.Tensor]:
+        """The weights of the layer's own norms, by name."""
+        return {"input_layernorm": self.input_norm, "post_attention_layernorm": self.post_attention_norm}
 
     def weights(self, prefix: str) -> dict[str, Weight]:
         return {
-            f"{prefix}.input_layernorm.weight": whole(self.input_norm),
-            f"{prefix}.post_attention_layernorm.weight": whole(self.post_attention_norm),
+            **{f"{prefix}.{name}.weight": whole(norm, self.norm_offset) for name, norm in self.norms().items()},
             **self.attention.weights(f"{prefix}.self_attn"),
-            **self.mlp.weights(f"{prefix}.mlp"),
+            **self.mlp.weights(f"{prefix}.{self.mlp.name}"),
         }
 
     def allocate(self, packing: Packing) -> None:
@@ -166,7 +187,10 @@ class DecoderLayer:
         return add_rms_norm(residual, self.mlp.forward(x), next_norm, self.eps)
 
 
-def _packed(attention: SelfAttention, mlp: GatedMLP) -> bool:
+def _compilable(attention: SelfAttention, mlp: GatedMLP) -> bool:
+    """Whether the compiled operator computes these parts: packed weights, no bias but that of queries, keys, values."""
+    if any(part.bias is not None for part in (attention.o, mlp.gate_up, mlp.down)):
+        return False
     weights = [part.weight for part in (attention.qkv, attention.o, mlp.gate_up, mlp.down)]
     return all(weight.packed is not None and not weight.sums and weight.order is None for weight in weights)
 
@@ -187,13 +211,15 @@ class Decoder:
         layers: Sequence[DecoderLayer],
         final_norm: torch.Tensor,
         lm_head: LMHead,
-        eps: float,
+        config: ModelConfig,
     ) -> None:
         self.embedding = embedding
         self.layers = layers
         self.final_norm = final_norm
         self.lm_head = lm_head
-        self.eps = eps
+        self.eps = config.rms_norm_eps
+        self.norm_offset = config.norm_offset
+        self.logit_cap = config.logit_cap
         self.num_query_heads = layers[0].attention.qkv.num_query_heads
         self.num_kv_heads = layers[0].attention.qkv.num_kv_heads
         self._next_norms = [layer.input_norm for layer in layers[1:]] + [final_norm]
@@ -204,7 +230,7 @@ class Decoder:
         found = self.embedding.weights("model.embed_tokens")
         for index, layer in enumerate(self.layers):
             found |= layer.weights(f"model.layers.{index}")
-        found["model.norm.weight"] = whole(self.final_norm)
+        found["model.norm.weight"] = whole(self.final_norm, self.norm_offset)
         return found | self.lm_head.weights("lm_head")
 
     def allocate(self, packing: Packing) -> None:
@@ -221,9 +247,10 @@ class Decoder:
         layers = [
             (layer, layer.mlp)
             for layer in self.layers
-            if type(layer.attention) is SelfAttention
+            if type(layer) is DecoderLayer
+            and type(layer.attention) is SelfAttention
             and type(layer.mlp) is GatedMLP
-            and _packed(layer.attention, layer.mlp)
+            and _compilable(layer.attention, layer.mlp)
         ]
         whole = len(layers) == len(self.layers) and self.lm_head.shard.world_size == 1
         self._compiled = CompiledLayers(layers, self.final_norm, self.eps) if whole else None
@@ -240,7 +267,8 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[R, hidden_size]` -> float32 `[R, vocab_size]`."""
-        return self.lm_head.forward(hidden).float()
+        logits = self.lm_head.forward(hidden).float()
+        return logits if self.logit_cap is None else (logits / self.logit_cap).tanh_().mul_(self.logit_cap)
 
     def recompute_queries(
         self,
@@ -295,30 +323,34 @@ def build_decoder(
     max_model_len: int,
     *,
     make_attention: Callable[..., SelfAttention] = SelfAttention,
-    make_mlp: Callable[..., MLP] = GatedMLP,
+    make_mlp: Callable[..., MLP] | None = None,
+    make_layer: Callable[..., DecoderLayer] = DecoderLayer,
 ) -> Decoder:
     """The decoder that all families are, or one with other parts, on one rank.
 
     dtype, device: of weights and activations. max_model_len: positions that the table of rotations has.
-    make_attention, make_mlp: called for each layer with the arguments of SelfAttention and of GatedMLP.
+    make_attention: called for each layer with the arguments of SelfAttention.
+    make_mlp: called with a layer's index and the arguments of GatedMLP, which is the default.
+    make_layer: called for each layer with the arguments of DecoderLayer.
     Raises ConfigError if the ranks cannot share a size out equally.
     """
-    embedding = VocabEmbedding(config.vocab_size, config.hidden_size, shard, dtype, device)
+    embedding = VocabEmbedding(config.vocab_size, config.hidden_size, shard, dtype, device, config.embedding_scale)
     cos_sin = rotary_table(config, max_model_len, device)
+    sliding = cos_sin
+    if config.sliding_rope is not None:
+        sliding = rotary_table(config, max_model_len, device, config.sliding_rope)
     layers = [
-        DecoderLayer(
+        make_layer(
             config,
-            make_attention(config, shard, dtype, device, cos_sin),
-            make_mlp(config, shard, dtype, device),
+            make_attention(config, shard, dtype, device, sliding if index in config.sliding_rope_layers else cos_sin),
+            make_mlp(index, config, shard, dtype, device) if make_mlp else GatedMLP(config, shard, dtype, device),
             dtype,
             device,
         )
-        for _ in range(config.num_layers)
+        for index in range(config.num_layers)
     ]
-    final_norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
-    return Decoder(
-        embedding, layers, final_norm, LMHead(embedding, config.tie_word_embeddings, shard), config.rms_norm_eps
-    )
+    final_norm = norm_weight(config, config.hidden_size, dtype, device)
+    return Decoder(embedding, layers, final_norm, LMHead(embedding, config.tie_word_embeddings, shard), config)
 
 
 @dataclass(frozen=True)

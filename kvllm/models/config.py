@@ -7,15 +7,16 @@ that runs with one feature ignored gives fluent nonsense. Sizes are checked befo
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import msgspec
 
 from kvllm.attention.layer import LayerAttention
 from kvllm.errors import CheckpointError
-from kvllm.models import MODELS, model_family
-from kvllm.models.rope import RopeScaling, TopKeys, read_rope
-from kvllm.models.weight_format import WeightFormat, read_weight_format
+from kvllm.models import MODELS, model_family, what_is_not_computed
+from kvllm.models.mixture import Experts
+from kvllm.models.rope import Rope, TopKeys, read_rope
+from kvllm.models.weight_format import METHODS, WeightFormat, read_weight_format
 
 DTYPES = ("bfloat16", "float16", "float32")
 QUANTIZATIONS = {"int8": 8, "int4": 4}
@@ -45,7 +46,16 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     weight_format: None unless the checkpoint is quantized.
     layers: the options of each layer's attention; none: all attend all earlier tokens, with a plain softmax.
     softmax_scale: what products of queries and keys are multiplied by; None: `head_dim ** -0.5`.
-    qkv_bias: a bias is added to queries, keys and values. qk_norm: each of their heads is normalized before RoPE.
+    max_position_embeddings: tokens of the longest text, those that the scaling of `rope` adds among them.
+    qkv_bias: a bias is added to queries, keys and values. output_bias: to the output of attention, mlp_bias: to all
+        projections of the MLP. qk_norm: heads of queries and keys are normalized before RoPE.
+    fused_projections: the checkpoint has one tensor of queries, keys and values, and one of gate and up projection.
+    sliding_rope: of the layers `sliding_rope_layers`, where they have another.
+    norm_offset: what is added to the checkpoint's weights of norms. float32_norms: these are of float32, whatever dtype
+        the model is computed in, as they are where norm_offset is not 0.
+    embedding_scale: embedded tokens are multiplied by it. logit_cap: logits are bounded by it (`LayerAttention`).
+    query_scaling_beta: queries grow by it with the logarithm of their position, in pretraining lengths (Ministral 3).
+    experts: None unless layers have a mixture of experts, whose size is then not `intermediate_size`.
     dtype: the checkpoint's own, one of DTYPES.
     eos_token_ids: all tokens that end a text, perhaps none.
     """
@@ -59,18 +69,37 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: RopeScaling | None
+    rope: Rope
     max_position_embeddings: int
     tie_word_embeddings: bool
     weight_format: WeightFormat | None = None
     qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
     qk_norm: bool = False
     layers: tuple[LayerAttention, ...] = ()
     softmax_scale: float | None = None
+    fused_projections: bool = False
+    sliding_rope: Rope | None = None
+    sliding_rope_layers: tuple[int, ...] = ()
+    norm_offset: float = 0.0
+    float32_norms: bool = False
+    embedding_scale: float = 1.0
+    logit_cap: float | None = None
+    query_scaling_beta: float = 0.0
+    experts: Experts | None = None
     dtype: str
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+
+    @property
+    def mlp_columns(self) -> dict[str, int]:
+        """Sizes of the model's MLPs, which ranks share out, by their names."""
+        dense = self.experts is None or bool(self.experts.dense_layers)
+        columns = {"MLP columns": self.intermediate_size} if dense else {}
+        if self.experts is not None:
+            columns["MLP columns of an expert"] = self.experts.intermediate_size
+        return columns
 
     @property
     def scale(self) -> float:
@@ -81,14 +110,18 @@ class ConfigKeys(TopKeys, kw_only=True):
     """The keys of `config.json` that all families share, and what transformers assumes where one is absent.
 
     A family with keys or defaults of its own extends this class.
+
+    DTYPE: the dtype where none is given. QUANTIZED: values of `quant_method` that the family computes.
     """
+
+    DTYPE: ClassVar[str] = "float32"
+    QUANTIZED: ClassVar[tuple[str, ...]] = METHODS
 
     vocab_size: int
     hidden_size: int
     intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
-    max_position_embeddings: int
     model_type: str | None = None
     num_key_value_heads: int | None = None
     head_dim: int | None = None
@@ -160,8 +193,13 @@ def _model_config(raw: dict[str, Any], generation: _GenerationConfig) -> ModelCo
         refuse(f"hidden_act is {keys.hidden_act!r} instead of {family.hidden_act!r}")
     _check_sizes(keys)
     heads, kv_heads, head_dim = _heads(keys)
+    rope = read_rope(keys.rope_keys(), head_dim)
+    keys.max_position_embeddings = rope.longest_text(keys.max_position_embeddings)
+    _check_size("max_position_embeddings", keys.max_position_embeddings)
     _refuse_unsupported(keys)
-    theta, scaling = read_rope(keys)
+    fields = family.read(keys)
+    if keys.mlp_bias and not fields.get("mlp_bias"):
+        refuse("mlp_bias is true: the MLP projections have a bias")
     config = ModelConfig(
         architecture=architecture,
         vocab_size=keys.vocab_size,
@@ -172,15 +210,14 @@ def _model_config(raw: dict[str, Any], generation: _GenerationConfig) -> ModelCo
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         rms_norm_eps=keys.rms_norm_eps,
-        rope_theta=theta,
-        rope_scaling=scaling,
+        rope=rope,
         max_position_embeddings=keys.max_position_embeddings,
         tie_word_embeddings=keys.tie_word_embeddings,
         weight_format=_weight_format(keys),
         dtype=_dtype(keys),
         bos_token_id=keys.bos_token_id if keys.bos_token_id is not None else generation.bos_token_id,
         eos_token_ids=_eos_token_ids(keys, generation),
-        **family.read(keys),
+        **fields,
     )
     _check_totals(config)
     _check_token_ids(config)
@@ -194,15 +231,16 @@ def _architecture(raw: dict[str, Any]) -> str:
     for name in MODELS:
         if name in found:
             return name
+    reasons = [what_is_not_computed(name) for name in map(str, found)]
+    reason = "".join(f", which has {each}" for each in reasons if each)
     raise CheckpointError(
-        f"unsupported architecture {', '.join(map(str, found)) or '(none named)'}: kvllm runs {', '.join(MODELS)}"
+        f"unsupported architecture {', '.join(map(str, found)) or '(none named)'}{reason}: kvllm runs "
+        f"{', '.join(MODELS)}"
     )
 
 
 def _refuse_unsupported(keys: ConfigKeys) -> None:
-    """Refuse the features that no family computes. transformers reads these keys for every family, save `mlp_bias`."""
-    if keys.mlp_bias:
-        refuse("mlp_bias is true: the MLP projections have a bias")
+    """Refuse the features that no family computes. transformers reads these keys for every family."""
     if not keys.is_causal:
         refuse("is_causal is false: tokens attend to those behind them, too")
     if keys.attention_chunk_size is not None and keys.attention_chunk_size < keys.max_position_embeddings:
@@ -257,7 +295,9 @@ def _heads(keys: ConfigKeys) -> tuple[int, int, int]:
 def _check_totals(config: ModelConfig) -> None:
     """Sizes that are possible one by one may be absurd together."""
     heads = 2 * (config.num_query_heads + config.num_kv_heads)
-    layer = config.hidden_size * (heads * config.head_dim + 3 * config.intermediate_size)
+    experts = config.experts
+    inner = config.intermediate_size + (experts.count * experts.intermediate_size if experts else 0)
+    layer = config.hidden_size * (heads * config.head_dim + 3 * inner)
     weights = config.num_layers * layer + config.vocab_size * config.hidden_size
     if weights > MOST_WEIGHTS:
         raise CheckpointError(f"its sizes imply {weights:,} weights, more than the {MOST_WEIGHTS:,} that kvllm allows")
@@ -270,11 +310,12 @@ def _check_totals(config: ModelConfig) -> None:
 
 
 def _weight_format(keys: ConfigKeys) -> WeightFormat | None:
-    return None if keys.quantization_config is None else read_weight_format(keys.quantization_config)
+    settings = keys.quantization_config
+    return None if settings is None else read_weight_format(settings, keys.QUANTIZED)
 
 
 def _dtype(keys: ConfigKeys) -> str:
-    dtype = (keys.dtype or keys.torch_dtype or "float32").removeprefix("torch.")
+    dtype = (keys.dtype or keys.torch_dtype or keys.DTYPE).removeprefix("torch.")
     if dtype not in DTYPES:
         raise CheckpointError(f"unsupported dtype {dtype!r}: kvllm reads {', '.join(DTYPES)}")
     return dtype

@@ -30,18 +30,31 @@ def _implementation(name: str, device: str) -> Callable[..., Any]:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm over the last dimension: contiguous `[T, D]`, weight `[D]` of the same dtype -> `[T, D]`."""
+    """RMSNorm over the last dimension: contiguous `[T, D]`, weight `[D]` of the same dtype -> `[T, D]`.
+
+    A weight of float32 for an `x` of 16 bits multiplies before the result is rounded, which happens once.
+    """
+    if weight.dtype != x.dtype:
+        return rms_norm(x.float(), weight, eps).to(x.dtype)
     return _implementation("rms_norm", x.device.type)(x, weight, eps)
 
 
 def add_rms_norm(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Add `x` to `residual` in place and return the RMSNorm of the sum; both `[T, D]`."""
+    """Add `x` to `residual` in place and return the RMSNorm of the sum, as `rms_norm`; both `[T, D]`."""
+    if weight.dtype != x.dtype:
+        return rms_norm(residual.add_(x), weight, eps)
     return _implementation("add_rms_norm", x.device.type)(residual, x, weight, eps)
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """`silu(gate) * up` of `[T, 2 * I]`, gate in the first half -> `[T, I]`."""
     return _implementation("silu_mul", gate_up.device.type)(gate_up)
+
+
+def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """`gelu(gate) * up` of `[T, 2 * I]`, gate in the first half -> `[T, I]`; GELU by its approximation with tanh."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
 
 
 def rotary(
@@ -61,10 +74,22 @@ def rotary(
         is left alone. `num_kv_heads` may be 0.
     positions: int64 `[T]`.
     cos_sin: float32 `[max_positions, head_dim]`, cosines in the first half of a row, sines in the second.
-    q_weight, k_weight: `[head_dim]`, RMSNorm of each head before the rotation (Qwen3), or None.
+    q_weight, k_weight: `[head_dim]`, RMSNorm of each head before the rotation (Qwen3), or None. Of the dtype of `qkv`,
+        or of float32 (`rms_norm`).
     """
+    if q_weight is not None and k_weight is not None and q_weight.dtype != qkv.dtype:
+        queries, keys = num_query_heads * head_dim, num_kv_heads * head_dim
+        _normalize_heads(qkv[:, :queries], q_weight, eps)
+        _normalize_heads(qkv[:, queries : queries + keys], k_weight, eps)
+        q_weight = k_weight = None
     rotate = _implementation("rotary", qkv.device.type)
     rotate(qkv, positions, cos_sin, num_query_heads, num_kv_heads, head_dim, q_weight, k_weight, eps)
+
+
+def _normalize_heads(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+    """RMSNorm of each head, in place."""
+    rows = heads.reshape(-1, len(weight))
+    heads.copy_(rms_norm(rows, weight, eps).view_as(heads))
 
 
 def torch_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

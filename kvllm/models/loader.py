@@ -22,10 +22,11 @@ from kvllm.memory_pages import forget_pages
 from kvllm.models import model_family
 from kvllm.models.base import Decoder
 from kvllm.models.config import ModelConfig
+from kvllm.models.expert_stacks import ExpertMatrices
 from kvllm.models.layers import Weight
-from kvllm.models.quantized_tensors import Stored, read_float8, read_integers, stored_tensors
+from kvllm.models.quantized_tensors import Stored, read_float8, read_integers, read_mxfp4, stored_tensors
 from kvllm.models.weight_format import WeightFormat
-from kvllm.models.weights import MatrixRows, Packing, strips
+from kvllm.models.weights import Packing, strips
 from kvllm.parallel import Shard
 
 SINGLE_FILE = "model.safetensors"
@@ -54,16 +55,17 @@ def load_model(
     files = _find_files(path)
     with ExitStack() as stack:
         found = _tensors([(file, stack.enter_context(_open(file))) for file in files])
-        if config.weight_format and config.weight_format.method == "gptq":
-            found = _without_zero_biases(found)
         without_memory = _empty_model(config, shard, dtype, torch.device("meta"), max_model_len=1)
-        _check(_stored(without_memory.weights(), config), found, config.tie_word_embeddings)
+        stored = _stored(without_memory.weights(), config)
+        if config.weight_format and config.weight_format.method == "gptq":
+            found = _without_zero_biases(found, stored)
+        _check(stored, found, config.tie_word_embeddings)
         if config.tie_word_embeddings and HEAD in found:
             _check_tied_head(without_memory.weights()[EMBEDDING], found, dtype)
         model = _empty_model(config, shard, dtype, device, max_model_len)
         model.allocate(Packing(bits, config.weight_format))
         for name, weight in model.weights().items():
-            if config.weight_format and _is_quantized(name, weight):
+            if config.weight_format and weight.is_quantized(config.weight_format):
                 _read_quantized(name, weight, config.weight_format, found)
                 continue
             for first, rows in _strips(found[name][1], weight):
@@ -92,14 +94,27 @@ def random_model(
         if isinstance(weight.target, torch.Tensor) and name.endswith("norm.weight"):
             weight.target.fill_(1)
             continue
-        for first, last in strips(range(weight.shape[0]), math.prod(weight.shape[1:])):
-            values = torch.empty(last - first, *weight.shape[1:], dtype=dtype, device=device)
-            values.normal_(0, std, generator=generator)
-            begin, end = max(first, weight.rows.start), min(last, weight.rows.stop)
+        drawn = _random_strips(weight.shape, dtype, device, generator, std)
+        if weight.order is not None:
+            weight.write(0, torch.cat([values for _, values in drawn])[weight.order.to(device)])
+            continue
+        rows = weight.rows(0, weight.target.shape[0])
+        assert isinstance(rows, slice)
+        for first, values in drawn:
+            begin, end = max(first, rows.start), min(first + len(values), rows.stop)
             if begin < end:
-                weight.write(begin, values[begin - first : end - first])
+                weight.write(begin - rows.start, values[begin - first : end - first])
     model.compile()
     return model
+
+
+def _random_strips(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, generator: torch.Generator, std: float
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """A random tensor, some rows at a time: the first one's index, and the rows."""
+    for first, last in strips(shape[0], math.prod(shape[1:])):
+        values = torch.empty(last - first, *shape[1:], dtype=dtype, device=device)
+        yield first, values.normal_(0, std, generator=generator)
 
 
 def _empty_model(
@@ -166,7 +181,7 @@ def _stored(weights: dict[str, Weight], config: ModelConfig) -> dict[str, Stored
     """The tensors that a checkpoint must have."""
     stored = {}
     for name, weight in weights.items():
-        if config.weight_format and _is_quantized(name, weight):
+        if config.weight_format and weight.is_quantized(config.weight_format):
             stored |= stored_tensors(config.weight_format, _module(name), weight.shape)
         else:
             stored[name] = Stored(READABLE_DTYPES, (weight.shape,))
@@ -205,12 +220,14 @@ def _check_names(stored: Iterable[str], found: Iterable[str], tied: bool) -> Non
         raise CheckpointError(f"the checkpoint does not fit its config.json: it {' and '.join(parts)}")
 
 
-def _without_zero_biases(found: Tensors) -> Tensors:
+def _without_zero_biases(found: Tensors, stored: Iterable[str]) -> Tensors:
     """AutoGPTQ writes a bias of zeros for projections that have none, where other projections of the model have one."""
     return {
         name: tensor
         for name, tensor in found.items()
-        if not name.endswith(("o_proj.bias", "gate_proj.bias", "up_proj.bias", "down_proj.bias")) or tensor[1][:].any()
+        if name in stored
+        or not name.endswith(("o_proj.bias", "gate_proj.bias", "up_proj.bias", "down_proj.bias"))
+        or tensor[1][:].any()
     }
 
 
@@ -229,33 +246,39 @@ def _module(name: str) -> str:
     return name.removesuffix(".weight")
 
 
-def _is_quantized(name: str, weight: Weight) -> bool:
-    """Whether a quantized checkpoint has other tensors in the place of this one."""
-    return isinstance(weight.target, MatrixRows) and name not in (EMBEDDING, HEAD)
-
-
 def _read_quantized(name: str, weight: Weight, form: WeightFormat, found: Tensors) -> None:
     """Write this rank's part of a matrix, some rows at a time."""
     module = _module(name)
-    tensors = {each: found[each][1][...] for each in stored_tensors(form, module, weight.shape[:2])}
+    tensors = {each: found[each][1][...] for each in stored_tensors(form, module, weight.shape)}
     columns = slice(0, weight.shape[1])
     if weight.dim:
         columns = slice(weight.start, weight.start + weight.target.shape[1])
-    for first, last in strips(weight.rows, weight.shape[1]):
-        if form.method == "float8":
-            weight.write_part(first, read_float8(form, tensors, module, slice(first, last), columns))
-        else:
-            weight.write_part(first, read_integers(form, tensors, module, slice(first, last), columns))
+    if isinstance(weight, ExpertMatrices):
+        for expert in range(weight.shape[0]):
+            weight.write_expert(expert, read_mxfp4(tensors, module, expert))
+    elif weight.order is not None and form.method != "float8":
+        every = slice(0, weight.shape[0])
+        weight.write_part(0, read_integers(form, tensors, module, every, columns).rows(weight.order))
+    else:
+        for first, last in weight.strips():
+            rows = weight.rows(first, last)
+            if form.method == "float8":
+                weight.write_part(first, read_float8(form, tensors, module, rows, columns))
+            else:
+                assert isinstance(rows, slice)
+                weight.write_part(first, read_integers(form, tensors, module, rows, columns))
     for tensor in tensors.values():
         forget_pages(tensor)
 
 
 def _strips(source: Any, weight: Weight) -> Iterator[tuple[int, torch.Tensor]]:
-    """The rows of a tensor in a file that this rank holds, some at a time: the first one's index, and the rows."""
+    """The rows of a tensor in a file that this rank holds, some at a time: the first one's index among them, and the
+    rows."""
     mapped = source[:]  # reads nothing yet
-    for first, last in strips(weight.rows, math.prod(weight.shape[1:])):
-        yield first, mapped[first:last]
-        forget_pages(mapped[:last])
+    for first, last in weight.strips():
+        rows = weight.rows(first, last)
+        yield first, mapped[rows]
+        forget_pages(mapped if isinstance(rows, torch.Tensor) else mapped[: rows.stop])
 
 
 def _some(names: list[str]) -> str:

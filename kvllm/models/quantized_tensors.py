@@ -11,6 +11,9 @@ from kvllm.errors import CheckpointError
 from kvllm.models.weight_format import WeightFormat
 
 SCALES = ("F16", "BF16", "F32")
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The numbers that the four bits of MXFP4 stand for (OCP Microscaling Formats, E2M1)."""
+FP4_GROUP = 32
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where each of eight neighbouring columns lies in a word of AWQ, counted from the lowest bits."""
 
@@ -37,11 +40,18 @@ class Integers:
     scales: torch.Tensor
     order: torch.Tensor | None
 
+    def rows(self, indices: torch.Tensor) -> Integers:
+        """Some of the rows: `indices` is int64 `[m]`."""
+        zeros = None if self.zeros is None else self.zeros[indices]
+        return Integers(self.values[indices], zeros, self.scales[indices], self.order)
+
 
 def stored_tensors(form: WeightFormat, module: str, shape: tuple[int, ...]) -> dict[str, Stored]:
     """The tensors in the place of the matrix `[out_features, in_features]` of `module`, such as "...mlp.up_proj"."""
     if form.method == "float8":
         return _stored_float8(form, module, shape)
+    if form.method == "mxfp4":
+        return _stored_mxfp4(module, shape)
     rows, columns = shape
     word = 32 // form.bits
     group = form.group_size or columns
@@ -72,15 +82,36 @@ def _stored_float8(form: WeightFormat, module: str, shape: tuple[int, ...]) -> d
     }
 
 
+def _stored_mxfp4(module: str, shape: tuple[int, ...]) -> dict[str, Stored]:
+    """For a projection `[experts, in_features, out_features]`."""
+    experts, columns, rows = shape
+    if columns % FP4_GROUP:
+        raise CheckpointError(f"{module} has rows of {columns} weights, but mxfp4 needs a multiple of {FP4_GROUP}")
+    groups = columns // FP4_GROUP
+    return {
+        f"{module}_blocks": Stored(("U8",), ((experts, rows, groups, FP4_GROUP // 2),)),
+        f"{module}_scales": Stored(("U8",), ((experts, rows, groups),)),
+    }
+
+
+def read_mxfp4(tensors: Mapping[str, torch.Tensor], module: str, expert: int) -> torch.Tensor:
+    """One expert's matrix: float32 `[out_features, in_features]`. A byte has two weights, the first in its low bits."""
+    blocks, scales = tensors[f"{module}_blocks"][expert], tensors[f"{module}_scales"][expert]
+    places = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
+    values = torch.tensor(FP4_VALUES)[places.long()]
+    return torch.ldexp(values, scales.int().unsqueeze(-1) - 127).flatten(-2)
+
+
 def read_float8(
-    form: WeightFormat, tensors: Mapping[str, torch.Tensor], module: str, rows: slice, columns: slice
+    form: WeightFormat, tensors: Mapping[str, torch.Tensor], module: str, rows: slice | torch.Tensor, columns: slice
 ) -> torch.Tensor:
-    """Rows of a matrix of 8-bit floats, with their scales: float32 `[n, columns]`."""
+    """Rows of a matrix of 8-bit floats, a slice or their indices, with their scales: float32 `[n, columns]`."""
     values = tensors[f"{module}.weight"][rows, columns].float()
     scales = tensors[f"{module}.{form.scale}"].float()
     if form.block is None:
         return values * (scales.view(-1, 1)[rows] if scales.numel() > 1 else scales.view(1, 1))
-    row_blocks = torch.arange(rows.start, rows.stop) // form.block[0]
+    indices = torch.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+    row_blocks = indices // form.block[0]
     column_blocks = torch.arange(columns.start, columns.stop) // form.block[1]
     return values * scales[row_blocks][:, column_blocks]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from kvllm.models.base import Family, build_decoder
-from kvllm.models.config import refuse
 from kvllm.models.qwen2 import Qwen2Keys, layers
 
 
@@ -15,9 +14,8 @@ class Qwen3Keys(Qwen2Keys, kw_only=True):
 
 
 def read(keys: Qwen3Keys) -> dict[str, Any]:
-    if keys.attention_bias:
-        refuse("attention_bias is true: all four attention projections, o_proj too, have a bias")
-    return {"qk_norm": True, "layers": layers(keys)}
+    bias = bool(keys.attention_bias)
+    return {"qk_norm": True, "qkv_bias": bias, "output_bias": bias, "layers": layers(keys)}
 
 
 FAMILY = Family(model_type="qwen3", keys=Qwen3Keys, read=read, build=build_decoder)

@@ -9,6 +9,7 @@ import msgspec
 from kvllm.errors import CheckpointError
 
 METHODS = ("awq", "gptq", "fp8", "compressed-tensors")
+"""Values of `quant_method` that most families compute."""
 UNQUANTIZED = ("lm_head", "embed_tokens", "norm")
 """What a list of modules that are not quantized may name: no method quantizes them here anyway."""
 
@@ -16,7 +17,7 @@ UNQUANTIZED = ("lm_head", "embed_tokens", "norm")
 class WeightFormat(msgspec.Struct, frozen=True, kw_only=True):
     """How the matrices of all layers are stored; the embedding, the norms and the head are as in other checkpoints.
 
-    method: "awq", "gptq" or "float8".
+    method: "awq", "gptq", "float8", or "mxfp4" where only experts are quantized.
     bits: of a weight.
     group_size: weights of a row that share a scale; None for the whole row.
     zero_points: a group has a zero point, too. plain_zeros: it is stored as it is, and not less one.
@@ -31,6 +32,11 @@ class WeightFormat(msgspec.Struct, frozen=True, kw_only=True):
     plain_zeros: bool = False
     block: tuple[int, int] | None = None
     scale: str = "scales"
+
+    @property
+    def integers(self) -> bool:
+        """Whether weights stay integers. Those of other forms are expanded while they are read."""
+        return self.method in ("awq", "gptq")
 
 
 class _Awq(msgspec.Struct):
@@ -83,9 +89,17 @@ class _Compressed(msgspec.Struct):
     kv_cache_scheme: dict[str, Any] | None = None
 
 
-def read_weight_format(settings: dict[str, Any]) -> WeightFormat:
-    """Raises CheckpointError for what is not computed, and msgspec.ValidationError for a key of another type."""
+def read_weight_format(settings: dict[str, Any], methods: tuple[str, ...] = METHODS) -> WeightFormat:
+    """The form that `quantization_config` describes, with one of `methods`.
+
+    Raises CheckpointError for what is not computed, and msgspec.ValidationError for a key of another type.
+    """
     method = settings.get("quant_method")
+    if method not in methods:
+        raise CheckpointError(
+            f"the weights are quantized by {method!r}: kvllm computes {', '.join(methods)}; use such a checkpoint, or "
+            "one that is not quantized"
+        )
     if method == "awq":
         return _awq(msgspec.convert(settings, _Awq))
     if method == "gptq":
@@ -94,10 +108,7 @@ def read_weight_format(settings: dict[str, Any]) -> WeightFormat:
         return _fp8(msgspec.convert(settings, _Fp8))
     if method == "compressed-tensors":
         return _compressed(msgspec.convert(settings, _Compressed))
-    raise CheckpointError(
-        f"the weights are quantized by {method!r}: kvllm computes {', '.join(METHODS)}; use such a checkpoint, or one "
-        "that is not quantized"
-    )
+    return WeightFormat(method="mxfp4", bits=4)
 
 
 def _awq(keys: _Awq) -> WeightFormat:
@@ -166,8 +177,9 @@ def _block(size: tuple[int, int] | None) -> tuple[int, int]:
 
 def _check_unquantized(names: list[str] | None) -> None:
     for name in names or []:
-        if not any(kind in name for kind in UNQUANTIZED):
-            _refuse("a list of modules that are not quantized", name, "lm_head, embeddings and norms")
+        router = name.rstrip("$").endswith("gate")
+        if not router and not any(kind in name for kind in UNQUANTIZED):
+            _refuse("a list of modules that are not quantized", name, "lm_head, embeddings, norms and routers")
 
 
 def _require(name: str, value: Any, allowed: tuple[Any, ...]) -> None:

@@ -7,6 +7,7 @@ import mmap
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +40,11 @@ class Packing:
         self.bits = bits
         self.form = form
         self._free = torch.empty(0, dtype=torch.uint8)
+
+    @cached_property
+    def unquantized(self) -> Packing:
+        """For the weights of the same model that are never quantized."""
+        return Packing()
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Memory of huge pages on the CPU, behind that of the call before. It takes no room until it is written."""
@@ -78,7 +84,7 @@ class LinearWeight:
         """A weight with the values of `matrix` `[out_features, in_features]`."""
         weight = cls(matrix.shape[0], matrix.shape[1], matrix.dtype, matrix.device)
         weight.allocate(packing)
-        for first, last in strips(range(len(matrix)), weight.in_features):
+        for first, last in strips(len(matrix), weight.in_features):
             weight.write(first, matrix[first:last])
         return weight
 
@@ -87,7 +93,7 @@ class LinearWeight:
         CPU, and where its rows do not fill words of 32 bits."""
         dtype, columns = self.tensor.dtype, self.in_features
         tiles = -(-self.out_features // TILE)
-        if packing and packing.form and packing.form.method != "float8":
+        if packing and packing.form and packing.form.integers:
             self._allocate_integers(packing, packing.form, tiles)
         elif packing is None or not self.tensor.is_cpu or dtype not in PACKABLE_DTYPES:
             self.tensor = self.tensor.new_zeros(self.out_features, columns)
@@ -173,14 +179,14 @@ class LinearWeight:
             return dequantize_rows(self.packed, self.scales, indices).to(self.tensor.dtype)
         return operator("unpack_rows")(self.packed, indices)
 
-    def first_rows(self, count: int) -> LinearWeight:
-        """The matrix of the first `count` rows, in the same memory."""
+    def part(self, first: int, count: int) -> LinearWeight:
+        """The matrix of the `count` rows from `first` on, a multiple of TILE, in the same memory."""
         part = copy(self)
         part.out_features = count
-        tiles = -(-count // TILE)
-        part.tensor = self.tensor[:count]
-        part.packed = None if self.packed is None else self.packed[:tiles]
-        part.scales = None if self.scales is None else self.scales[:tiles]
+        tiles = slice(first // TILE, -(-(first + count) // TILE))
+        part.tensor = self.tensor[first : first + count]
+        part.packed = None if self.packed is None else self.packed[tiles]
+        part.scales = None if self.scales is None else self.scales[tiles]
         return part
 
 
@@ -203,11 +209,11 @@ class MatrixRows:
         return self.count, self.matrix.in_features
 
 
-def strips(rows: range, columns: int) -> Iterator[tuple[int, int]]:
-    """Bounds of the parts in which `rows` of a matrix are read and packed."""
+def strips(rows: int, columns: int) -> Iterator[tuple[int, int]]:
+    """Bounds of the parts in which the rows of a matrix are read and packed."""
     at_once = max(1, STRIP // columns // TILE) * TILE
-    for first in range(rows.start, rows.stop, at_once):
-        yield first, min(first + at_once, rows.stop)
+    for first in range(0, rows, at_once):
+        yield first, min(first + at_once, rows)
 
 
 def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:

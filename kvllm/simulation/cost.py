@@ -185,6 +185,8 @@ def resolve_dtype(dtype: str, model: ModelConfig) -> str:
 
 
 def _check(hardware: Hardware, model: ModelConfig, dtype: str, size: int) -> None:
+    if model.experts is not None:
+        raise ConfigError(f"{model.architecture} has experts, of which the simulator knows no times: simulate another")
     rates = hardware.flops_per_s
     require(dtype in ITEMSIZE, "dtype", dtype, f"choose one of {', '.join(ITEMSIZE)}")
     require(dtype in rates, "dtype", dtype, f"{hardware.name!r} has flops_per_s of {', '.join(rates)}")

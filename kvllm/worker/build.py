@@ -18,8 +18,8 @@ from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.kvcache.formats import kv_format_of
 from kvllm.models.base import Decoder
 from kvllm.models.config import QUANTIZATIONS, ModelConfig
-from kvllm.models.layers import rotary_frequencies
 from kvllm.models.loader import load_model, random_model
+from kvllm.models.rotary import rotary_frequencies
 from kvllm.parallel import Shard, kv_heads
 from kvllm.structured.compile import Grammars
 from kvllm.structured.vocabulary import Vocabulary, read_vocabulary
@@ -147,7 +147,8 @@ def _method(settings: RunnerSettings, shard: Shard, device: torch.device) -> Wit
     if method.spec.calibrated:
         statistics = read_statistics(Path(settings.path), model, held, device)
     sharded = ShardedMethod(compression.method, held, shard) if shard.world_size > 1 else method
-    return WithModelInputs(sharded, rotary_frequencies(model).to(device), statistics)
+    frequencies = rotary_frequencies(model, settings.engine.max_model_len)
+    return WithModelInputs(sharded, frequencies.to(device), statistics)
 
 
 def make_grammars(settings: RunnerSettings) -> Grammars:

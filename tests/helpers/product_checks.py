@@ -64,7 +64,7 @@ def assert_shapes(dtype: torch.dtype, bits: int) -> None:
         assert_product(together, x, matrix, bias, bits)
         for count in (1, 2, 3, 4, 6, 7, 13, 49):
             assert torch.equal(weight.multiply(x[5 : 5 + count], bias), together[5 : 5 + count])
-        part = weight.first_rows(rows - 3)
+        part = weight.part(0, rows - 3)
         assert torch.equal(part.multiply(x), weight.multiply(x)[:, : rows - 3])
 
 

@@ -19,7 +19,8 @@ from kvllm.models.layers import QKVLinear
 from kvllm.models.loader import random_model
 from kvllm.models.weights import LinearWeight, Packing
 from kvllm.parallel import SingleRank, kv_heads, split
-from tests.helpers.checkpoints import LINEAR, LLAMA3, make_checkpoint
+from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.families import FAMILIES
 from tests.helpers.paged_model import PagedModel, load, tokens
 from tests.helpers.thread_shard import ThreadShard
 
@@ -31,27 +32,6 @@ ORDERED_FLOAT32 = pytest.param(
 )
 
 CPU = torch.device("cpu")
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama-tied": {"family": "llama", "tie_word_embeddings": True},
-    "llama3-rope": {"family": "llama", "rope_parameters": LLAMA3},
-    "llama-linear-rope-sharded": {"family": "llama", "rope_parameters": LINEAR, "sharded": True},
-    "llama-mha-head-dim": {"family": "llama", "num_key_value_heads": 8, "head_dim": 32},
-    "mistral": {"family": "mistral", "sliding_window": None},
-    "mistral-window-without-effect": {"family": "mistral", "max_position_embeddings": 64, "sliding_window": 64},
-    "mistral-window": {"family": "mistral", "sliding_window": 7},
-    "qwen2": {"family": "qwen2"},
-    "qwen2-last-windows": {"family": "qwen2", "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
-    "qwen2-tied-sharded": {"family": "qwen2", "tie_word_embeddings": True, "sharded": True},
-    "qwen3": {"family": "qwen3", "head_dim": 16},
-    "qwen3-named-windows": {
-        "family": "qwen3",
-        "head_dim": 16,
-        "use_sliding_window": True,
-        "sliding_window": 9,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-    },
-    "qwen3-tied-sharded": {"family": "qwen3", "head_dim": 16, "tie_word_embeddings": True, "sharded": True},
-}
 
 
 class RecordingBackend(ReferenceBackend):
@@ -170,8 +150,8 @@ def test_rows_of_a_packed_weight(count: int) -> None:
     weight = LinearWeight.pack(matrix, Packing())
     indices = torch.tensor([0, 49, 17, 17])
     assert torch.equal(weight.rows(indices), matrix[indices])
-    assert torch.equal(weight.first_rows(count).multiply(x), weight.multiply(x)[:, :count])
-    assert torch.equal(weight.first_rows(count).rows(indices[:1]), matrix[:1])
+    assert torch.equal(weight.part(0, count).multiply(x), weight.multiply(x)[:, :count])
+    assert torch.equal(weight.part(0, count).rows(indices[:1]), matrix[:1])
     with pytest.raises(RuntimeError, match="row 64 is not among the 64 rows"):
         weight.rows(torch.tensor([64]))
 
@@ -193,13 +173,7 @@ def test_query_projection_is_a_part_of_the_merged_one(tmp_path: Path, packed: bo
 
 @pytest.mark.parametrize(
     ("family", "vocab_size"),
-    [
-        ("qwen2", 256),
-        ("qwen2", 257),
-        ("qwen3-tied-sharded", 256),
-        ("qwen3-tied-sharded", 257),
-        ("qwen3-named-windows", 256),
-    ],
+    [*((family, 256) for family in FAMILIES), ("qwen2", 257), ("qwen3-tied-sharded", 257)],
 )
 def test_two_ranks_equal_one(tmp_path: Path, family: str, vocab_size: int) -> None:
     make_checkpoint(tmp_path, **FAMILIES[family], vocab_size=vocab_size)
@@ -209,8 +183,9 @@ def test_two_ranks_equal_one(tmp_path: Path, family: str, vocab_size: int) -> No
     found: list[torch.Tensor | None] = [None, None]
 
     def run(rank: int) -> None:
-        paged = PagedModel(*load(tmp_path, shard=ThreadShard(rank, barrier, board)))
-        assert paged.cache.data.shape[3] == 1
+        model, config = load(tmp_path, shard=ThreadShard(rank, barrier, board))
+        paged = PagedModel(model, config)
+        assert paged.cache.data.shape[3] == config.num_kv_heads // 2
         found[rank] = torch.cat([paged.logits({0: token_ids[:20]}), paged.logits({0: token_ids[20:]})])
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]

@@ -120,30 +120,113 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "gemma-3-4b": {
         "architectures": ["Gemma3ForCausalLM"],
+        "attention_bias": False,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
         "head_dim": 256,
         "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
         "hidden_size": 2560,
         "intermediate_size": 10240,
+        "max_position_embeddings": 131072,
+        "model_type": "gemma3_text",
         "num_attention_heads": 8,
         "num_hidden_layers": 34,
         "num_key_value_heads": 4,
         "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06,
         "rope_local_base_freq": 10000.0,
+        "rope_scaling": {"factor": 8.0, "type": "linear"},
+        "rope_theta": 1000000.0,
         "sliding_window": 1024,
+        "torch_dtype": "bfloat16",
         "vocab_size": 262208,
     },
     "gpt-oss-20b": {
         "architectures": ["GptOssForCausalLM"],
         "attention_bias": True,
+        "eos_token_id": 200002,
+        "experts_per_token": 4,
+        "head_dim": 64,
+        "hidden_act": "silu",
         "hidden_size": 2880,
+        "initial_context_length": 4096,
+        "intermediate_size": 2880,
         "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "max_position_embeddings": 131072,
         "num_attention_heads": 64,
+        "num_experts_per_tok": 4,
         "num_hidden_layers": 24,
         "num_key_value_heads": 8,
         "num_local_experts": 32,
-        "quantization_config": {"quant_method": "mxfp4"},
+        "quantization_config": {
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn",
+                "model.layers.*.mlp.router",
+                "model.embed_tokens",
+                "lm_head",
+            ],
+            "quant_method": "mxfp4",
+        },
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "rope_theta": 150000,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
         "vocab_size": 201088,
     },
+    "Qwen3-30B-A3B-FP8": {
+        **qwen3(2048, 6144, 48, 32, False),
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_key_value_heads": 4,
+        "quantization_config": {
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "modules_to_not_convert": ["lm_head", "model.layers.0.input_layernorm", "model.layers.0.mlp.gate"],
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+        },
+    },
+    "Phi-4-mini": {
+        "architectures": ["Phi3ForCausalLM"],
+        "attention_bias": False,
+        "bos_token_id": 199999,
+        "eos_token_id": 199999,
+        "hidden_act": "silu",
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 131072,
+        "model_type": "phi3",
+        "num_attention_heads": 24,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "original_max_position_embeddings": 4096,
+        "partial_rotary_factor": 0.75,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {"long_factor": [2.5] * 48, "short_factor": [1.0] * 48, "type": "longrope"},
+        "rope_theta": 10000.0,
+        "sliding_window": 262144,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 200064,
+    },
+    "DeepSeek-V3": {"architectures": ["DeepseekV3ForCausalLM"]},
+    "Qwen3-Next-80B-A3B": {"architectures": ["Qwen3NextForCausalLM"]},
+    "gemma-3-12b-it": {"architectures": ["Gemma3ForConditionalGeneration"]},
 }
 SUPPORTED = {
     "Llama-3.2-1B": (16, 32, 8, 64, True, "float32"),
@@ -153,12 +236,19 @@ SUPPORTED = {
     "Qwen3-4B": (36, 32, 8, 128, True, "bfloat16"),
     "Qwen3-8B": (36, 32, 8, 128, False, "bfloat16"),
     "Qwen3-14B": (40, 40, 8, 128, False, "bfloat16"),
+    "gemma-3-4b": (34, 8, 4, 256, True, "bfloat16"),
+    "gpt-oss-20b": (24, 64, 8, 64, False, "bfloat16"),
+    "Qwen3-30B-A3B-FP8": (48, 32, 4, 128, False, "bfloat16"),
+    "Phi-4-mini": (32, 24, 8, 128, True, "bfloat16"),
     "Mistral-7B-v0.1": (32, 32, 8, 128, False, "bfloat16"),
 }
 REFUSED = {
-    "gemma-3-4b": "unsupported architecture Gemma3ForCausalLM: kvllm runs LlamaForCausalLM, Mistral",
-    "gpt-oss-20b": "unsupported architecture GptOssForCausalLM",
+    "DeepSeek-V3": r"DeepseekV3ForCausalLM, which has multi-head latent attention \(MLA\): kvllm runs Gemma2For",
+    "Qwen3-Next-80B-A3B": "Qwen3NextForCausalLM, which has linear attention",
+    "gemma-3-12b-it": "Gemma3ForConditionalGeneration, which has images or sound beside text",
 }
+WINDOWS = {"Mistral-7B-v0.1": {4096}, "gemma-3-4b": {None, 1024}, "gpt-oss-20b": {None, 128}}
+SCALINGS = {"Llama-3.2-1B": "llama3", "Meta-Llama-3.1-8B": "llama3", "gemma-3-4b": "linear", "gpt-oss-20b": "yarn"}
 
 
 def write_config(path: Path, name: str) -> None:
@@ -172,10 +262,11 @@ def test_supported(tmp_path: Path, name: str) -> None:
     c = load_model_config(tmp_path)
     found = (c.num_layers, c.num_query_heads, c.num_kv_heads, c.head_dim, c.tie_word_embeddings, c.dtype)
     assert found == SUPPORTED[name]
-    assert (c.qkv_bias, c.qk_norm) == (name.startswith("Qwen2"), name.startswith("Qwen3"))
-    assert (c.rope_scaling is not None) == ("Llama" in name)
-    assert c.rope_theta == PUBLISHED[name]["rope_theta"]
-    assert {layer.window for layer in c.layers} == ({4096} if name == "Mistral-7B-v0.1" else set())
+    assert c.qkv_bias == name.startswith(("Qwen2", "gpt"))
+    assert c.qk_norm == name.startswith(("Qwen3", "gemma-3"))
+    assert (c.rope.scaling and c.rope.scaling.kind) == {**SCALINGS, "Phi-4-mini": "longrope"}.get(name)
+    assert c.rope.theta == PUBLISHED[name]["rope_theta"]
+    assert {layer.window for layer in c.layers} == WINDOWS.get(name, set())
     assert c.eos_token_ids == (PUBLISHED[name]["eos_token_id"],)
 
 

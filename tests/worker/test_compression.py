@@ -31,7 +31,8 @@ from kvllm.kvcache.ops.registry import make_operations
 from kvllm.models.base import build_decoder
 from kvllm.models.config import ModelConfig
 from kvllm.models.elementwise import rotary
-from kvllm.models.layers import rotary_table
+from kvllm.models.rope import Rope
+from kvllm.models.rotary import rotary_table
 from kvllm.models.weights import Packing
 from kvllm.parallel import SingleRank
 from kvllm.stats import EngineStats
@@ -187,7 +188,7 @@ def test_rotations_stay_those_of_the_true_positions(load_vectors: Callable, thet
     num_heads, num_kv_heads, head_dim = meta["Hq"], meta["Hkv"], meta["d"]
     raw_queries, raw_keys, values, kept = (torch.from_numpy(arrays[name]) for name in ("q_raw", "k_raw", "v", "kept"))
     length, entries = raw_keys.shape[1], kept.shape[1]
-    cos_sin = rotary_table(model_config(rope_theta=theta, head_dim=head_dim), length + 1, CPU)
+    cos_sin = rotary_table(model_config(rope=Rope(theta), head_dim=head_dim), length + 1, CPU)
 
     def rotated(heads: Tensor, positions: Tensor) -> Tensor:
         """`[heads, T, d]` -> `[T, heads, d]`."""
@@ -233,8 +234,7 @@ def model_config(**options: Any) -> ModelConfig:
         "num_kv_heads": 2,
         "head_dim": 4,
         "rms_norm_eps": 1e-6,
-        "rope_theta": 1000.0,
-        "rope_scaling": None,
+        "rope": Rope(1000.0),
         "max_position_embeddings": 64,
         "tie_word_embeddings": True,
         "qkv_bias": False,

@@ -1,0 +1,67 @@
+"""Every kind of model in an engine: transformers' greedy tokens under chunks, preemption, prefix cache, compression."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvllm import CompressionConfig
+from kvllm.models.config import load_model_config
+from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.engines import assert_greedy, greedy, make_llm, random_prompts, tokens
+from tests.helpers.families import FAMILIES
+
+CASES = (
+    "llama-yarn",
+    "llama-biases",
+    "mistral-window",
+    "ministral",
+    "ministral3",
+    "mixtral",
+    "qwen3-moe",
+    "qwen3-moe-some-layers",
+    "phi3-partial",
+    "phi4-mini",
+    "gemma2",
+    "gemma3",
+    "gpt-oss",
+)
+CROWDED: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 40}
+OPTIONS: dict[str, Any] = {"period": 8, "window_blocks": 3, "buffer": 4, "chunk_budget": 4}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(request.param)
+    make_checkpoint(path, **FAMILIES[request.param])
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> list[list[int]]:
+    """The tokens of an engine with too few blocks, which are transformers'; and the same with a full prefix cache."""
+    llm, prompts = make_llm(checkpoint, **CROWDED), random_prompts(256)
+    found = tokens(llm, prompts)
+    assert_greedy(checkpoint, prompts, found)
+    assert llm.stats().preemptions > 0
+    again = llm.generate(prompts[-1:], greedy(), use_tqdm=False)[0]
+    assert again.outputs[0].token_ids == found[-1] and again.metrics.num_cached_tokens == 96
+    return found
+
+
+def test_greedy_tokens_are_those_of_transformers(expected: list[list[int]]) -> None:
+    assert [len(each) for each in expected] == [128] * 8
+
+
+def test_compression(checkpoint: Path, expected: list[list[int]]) -> None:
+    """Retention of everything changes no token, and what is kept does not depend on the backend."""
+    if load_model_config(checkpoint).layers:
+        pytest.skip("layers with a window, or all of them, are not compressed")
+    prompts = random_prompts(256)
+    whole = CompressionConfig(retain_blocks=3, **OPTIONS)
+    assert tokens(make_llm(checkpoint, compression=whole), prompts) == expected
+    llm = make_llm(checkpoint, compression=CompressionConfig(retain_blocks=1, **OPTIONS), **CROWDED)
+    assert [len(each) for each in tokens(llm, prompts)] == [128] * 8
+    assert llm.stats().windows_compressed >= 8
