@@ -1,4 +1,4 @@
-"""The Triton kernels without a GPU: their compilation to cubins, and the shared memory that these take.
+"""The Triton kernels without a GPU: their compilation to cubins, and the memory and instructions of these.
 
 All compilations for one architecture are done in one process of their own, whose Triton has no interpreter.
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import pytest
@@ -31,7 +33,7 @@ CASES = [(90, False), *(pytest.param(capability, True, marks=pytest.mark.long) f
 
 
 def compile_kernels(capability: int, every_shape: bool) -> None:
-    """Call every launcher with kernels that are compiled, but not started; print their shared memory by name."""
+    """Call every launcher with kernels that are compiled, but not started; print what they are like, by name."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import JITFunction
@@ -48,13 +50,13 @@ def compile_kernels(capability: int, every_shape: bool) -> None:
         def get_current_target(self) -> GPUTarget:
             return GPUTarget("cuda", capability, 32)
 
-    compiled: dict[str, list[int]] = {}
+    compiled: dict[str, list[dict[str, Any]]] = {}
     compile_and_start = JITFunction.run
 
     def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         kernel = compile_and_start(self, *args, grid=grid, warmup=True, **options)
         assert kernel.asm["cubin"].startswith(b"\x7fELF")
-        compiled.setdefault(self.__name__, []).append(kernel.metadata.shared)
+        compiled.setdefault(self.__name__, []).append(describe(kernel))
 
     triton.runtime.driver.set_active(Device())
     JITFunction.run = compile_only
@@ -63,6 +65,31 @@ def compile_kernels(capability: int, every_shape: bool) -> None:
             launch_attention(dtype, head_dim)
         launch_elementwise(dtype)
     print(json.dumps(compiled))
+
+
+def describe(kernel: Any) -> dict[str, Any]:
+    """The bytes of shared memory and of local memory of a compiled kernel, the numbers that it multiplies by tensor
+    cores, and whether whole groups of warps do that."""
+    ptx = kernel.asm["ptx"]
+    return {
+        "shared": kernel.metadata.shared,
+        "local": local_bytes(kernel.asm["cubin"]),
+        "tensor_cores": sorted(set(re.findall(r"mma\S*\.(bf16|f16)\b", ptx))),
+        "warp_groups": "wgmma.mma_async" in ptx,
+    }
+
+
+def local_bytes(cubin: bytes) -> int:
+    """Bytes of memory that a thread has for what its registers do not hold."""
+    import triton
+
+    cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = subprocess.run([cuobjdump, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    [(stack, local)] = re.findall(r"STACK:(\d+) .*LOCAL:(\d+)", usage.stdout + usage.stderr)
+    return int(stack) + int(local)
 
 
 def launch_attention(dtype: torch.dtype, head_dim: int) -> None:
@@ -115,4 +142,13 @@ def test_every_kernel_compiles(tmp_path: Path, capability: int, every_shape: boo
     compiled = run_python(code, __name__, TRITON_CACHE_DIR=str(tmp_path))
     sources = [path.read_text() for path in (ROOT / "kvllm" / "kernels").glob("*.py")]
     assert set(compiled) == {name for source in sources for name in re.findall(r"(\w+)\[\(", source)}
-    assert max(max(shared) for shared in compiled.values()) <= SHARED_MEMORY[capability]
+    kernels = [(name, kernel) for name, of_name in compiled.items() for kernel in of_name]
+    assert max(kernel["shared"] for _, kernel in kernels) <= SHARED_MEMORY[capability]
+    if capability == 90:
+        for name, kernel in kernels:
+            # In float32, a decode with evicted KV pairs keeps a pointer there from its beginning to its end.
+            allowed = 0 if kernel["tensor_cores"] or name != "_attend_segments" else 8
+            assert kernel["local"] <= allowed, name
+        prefills = [kernel for name, kernel in kernels if name == "_attend_chunks" and kernel["tensor_cores"]]
+        assert prefills
+        assert all(kernel["warp_groups"] for kernel in prefills)
