@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from kvllm.config import EngineConfig, require
 from kvllm.entrypoints.engine_flags import parse_compression
 from kvllm.entrypoints.simulate import read_model_config
+from kvllm.kvcache.formats import KV_CACHE_DTYPES
 from kvllm.simulation.cost import resolve_dtype
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tensor-parallel-size", type=int, default=1, metavar="N", help="devices that share the model (default: 1)")
     add("--max-model-len", type=int, metavar="N", help="longest sequence (default: what the model allows)")
     add("--dtype", default="auto", help="bfloat16, float32 or auto (default): the checkpoint's own")
+    add("--kv-cache-dtype", default="auto", metavar="NAME", help=f"of KV pairs: {', '.join(KV_CACHE_DTYPES)}")
     add("--block-size", type=int, default=256, metavar="N", help="tokens of a KV block (default: 256)")
     add("--compression", default="none", metavar="KEY=VALUE,...", help="options of CompressionConfig (default: none)")
     add("--input-length", type=int, metavar="N", help="tokens of a sequence (default: the longest)")
@@ -55,6 +57,7 @@ def run(args: argparse.Namespace) -> None:
         num_blocks=1,
         max_model_len=longest,
         block_size=args.block_size,
+        kv_cache_dtype=args.kv_cache_dtype,
         compression=parse_compression(args.compression),
     )
     plan = plan_memory(model, config, resolve_dtype(args.dtype, model), args.tensor_parallel_size)
@@ -105,7 +108,8 @@ def concurrency(plan: MemoryPlan, pool: int, length: int, prompt: int) -> dict[s
 def report(plan: MemoryPlan, length: int, args: argparse.Namespace) -> Iterator[str]:
     """The lines of the page that people read."""
     model = plan.model
-    yield f"{model.architecture}, {model.num_layers} layers, {plan.dtype}"
+    kv_dtype = "" if plan.config.kv_cache_dtype == "auto" else f", KV cache in {plan.config.kv_cache_dtype}"
+    yield f"{model.architecture}, {model.num_layers} layers, {plan.dtype}{kv_dtype}"
     weights = f"{plan.weights_bytes / GIB:,.2f} GiB"
     if plan.num_ranks > 1:
         weights += f", {plan.rank_weights_bytes / GIB:,.2f} GiB on each of {plan.num_ranks} ranks"

@@ -69,6 +69,13 @@ def test_llama_3_70b(tmp_path, capsys):
     assert found["weights_bytes"] == 2 * 70_553_706_496
 
 
+@pytest.mark.parametrize(("dtype", "of_vector"), [("int8", 128 + 4), ("int4", 64 + 4)])
+def test_quantized_kv_pairs(dtype, of_vector, tmp_path, capsys):
+    """A scale of four bytes lies beside each key and each value of a head."""
+    found = figures(capsys, config_file(tmp_path, LLAMA_3_8B), "--kv-cache-dtype", dtype)
+    assert found["bytes_per_token"] == 32 * 8 * 2 * of_vector
+
+
 HALF_SLIDING = LLAMA_3_8B | {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
@@ -163,6 +170,7 @@ def test_report_and_plot(tmp_path, capsys):
         (["--prompt-length", "9000"], "prompt_length=9000"),
         (["--num-sequences", "0"], "num_sequences=0"),
         (["--compression", "window_block=3"], "window_block=3"),
+        (["--kv-cache-dtype", "int2"], "kv_cache_dtype='int2'"),
     ],
 )
 def test_wrong_values_end_with_a_message(options, message, tmp_path, capsys):
