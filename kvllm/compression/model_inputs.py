@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -23,7 +23,8 @@ class WithModelInputs:
         self.frequencies = frequencies
         self.statistics = statistics
 
-    def __call__(self, queries: Tensor | None, keys: Tensor, *, layer: int, **offered: Any) -> Tensor:
+    def __call__(self, queries: Tensor | None, keys: Tensor, *, layers: Sequence[int], **offered: Any) -> Tensor:
+        """layers: those that the rows of `keys` are of, ascending."""
         if self.statistics:
-            offered["statistics"] = self.statistics.of_layer(layer)
-        return self.method(queries, keys, layer=layer, frequencies=self.frequencies, **offered)
+            offered["statistics"] = self.statistics.of_layers(layers)
+        return self.method(queries, keys, frequencies=self.frequencies, **offered)

@@ -31,14 +31,13 @@ def with_buffer(kept: Tensor, keys: Tensor, buffer: int) -> Tensor:
 def with_sinks(scores: Tensor, starts: Sequence[int], sinks: int) -> Tensor:
     """`scores [S, Hkv, n]` of a region with infinity for the first `sinks` KV pairs of a cache, the attention sinks.
 
-    starts: for each sequence the KV pairs of its cache in front of the region. Most windows lie behind all sinks.
+    starts: for each row the KV pairs of its cache in front of the region. Most windows lie behind all sinks.
     """
     if len(starts) != len(scores):
-        raise ValueError(f"{len(starts)} starts for {len(scores)} sequences: give one for each")
-    scores = scores.clone()
-    for seq_scores, start in zip(scores, starts, strict=True):
-        seq_scores[:, : max(0, sinks - start)] = torch.inf
-    return scores
+        raise ValueError(f"{len(starts)} starts for {len(scores)} rows: give one for each")
+    before = torch.tensor([max(0, sinks - start) for start in starts], device=scores.device)
+    is_sink = torch.arange(scores.shape[-1], device=scores.device) < before[:, None, None]
+    return scores.masked_fill(is_sink, torch.inf)
 
 
 def check_queries(queries: Tensor | None, keys: Tensor) -> Tensor:

@@ -11,22 +11,25 @@ from torch import Tensor
 
 from kvllm.compression.specs import SPECS, MethodSpec
 
+BY_LAYER = ("layer", "num_layers", "capacity", "evicted_mask", "mass")
+"""Inputs of one layer. A method that takes one of them chooses for each layer on its own."""
+
 INPUTS = (
-    "query_offsets", "layer", "num_layers", "seeds", "starts", "last_positions", "values", "frequencies", "statistics",
-    "capacity", "evicted_mask", "mass", "observed",
+    *BY_LAYER, "query_offsets", "seeds", "starts", "last_positions", "values", "frequencies", "statistics", "observed",
 )  # fmt: skip
 """Inputs from the engine, beside queries, keys, `retain`, `buffer` and a method's options. A method gets those that its
-function has as keyword arguments:
+function has as keyword arguments. The S rows of a call are regions of sequences; without queries, in several layers at
+once, of which the first has the first rows.
 
 query_offsets: int64 `[query tokens]`, the offset in the region of each query token.
 layer, num_layers: which layer of the model this is, from 0, and of how many.
-seeds: one int for each sequence, at least 0, that depends on the sequence and on the region's position alone.
-starts: one int for each sequence, the KV pairs of its cache in front of the region.
-last_positions: one int for each sequence, the position in the text of the region's last KV pair. The positions in front
+seeds: one int for each row, at least 0, that depends on the sequence and on the region's position alone.
+starts: one int for each row, the KV pairs of its cache in front of the region.
+last_positions: one int for each row, the position in the text of the region's last KV pair. The positions in front
     of it have no gaps in a window, nor where queries are recomputed.
 values: `[S, Hkv, C, d]`, as keys are.
 frequencies: float32 `[d / 2]`, radians by which the rotary embedding turns each pair of channels per position.
-statistics: a `QueryStatistics` of the layer, for the query heads of these KV heads, from a text that the model read.
+statistics: a `QueryStatistics` of the layers, for the query heads of these KV heads, from a text that the model read.
 capacity: with `ragged`, the most KV pairs that one head or layer may keep.
 evicted_mask: with `ragged`, bool `[S, Hkv, C]`, the slots that an earlier selection left without a KV pair.
 mass: with `observes`, float32 `[S, Hkv, C]`, the attention that each KV pair has received so far.
@@ -50,6 +53,7 @@ class Method:
         if missing := options - set(arguments):
             raise TypeError(f"method {spec.name!r} has an option {min(missing)!r} that its function does not take")
         self.arguments = frozenset(arguments) & (options | set(INPUTS))
+        self.by_layer = not self.arguments.isdisjoint(BY_LAYER)
         needed = {name for name, argument in arguments.items() if argument.default is argument.empty}
         if unknown := needed - self.arguments - {"queries", "keys", "retain", "buffer"}:
             raise TypeError(

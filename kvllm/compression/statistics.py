@@ -6,6 +6,7 @@ replicas of a KV head read all query heads of that one: so all of them keep the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +24,7 @@ FILE = "kv_statistics.safetensors"
 
 @dataclass(frozen=True)
 class QueryStatistics:
-    """Statistics by layer and query head, float32; of one layer alone, without the first dimension.
+    """Statistics by layer and query head, float32.
 
     mean: `[layers, Hq, d]`. magnitude: `[layers, Hq, d / 2]`, the mean length of each pair of channels that turns
     together. covariance: `[layers, Hq, d, d]`.
@@ -33,8 +34,11 @@ class QueryStatistics:
     magnitude: Tensor
     covariance: Tensor
 
-    def of_layer(self, layer: int) -> QueryStatistics:
-        return QueryStatistics(self.mean[layer], self.magnitude[layer], self.covariance[layer])
+    def of_layers(self, layers: Sequence[int]) -> QueryStatistics:
+        if len(layers) == len(self.mean):
+            return self  # without a copy
+        some = list(layers)
+        return QueryStatistics(self.mean[some], self.magnitude[some], self.covariance[some])
 
 
 def write_statistics(folder: Path, statistics: QueryStatistics, metadata: dict[str, str]) -> Path:

@@ -134,11 +134,12 @@ class CostModel:
 
     def score(self, products: int, keys: int) -> float:
         """Score and select in all layers (Kara paper, eq. 4): `products` of a query and a key for each query head, from
-        `keys` cached keys."""
+        `keys` cached keys. Without products, layers are selected from together."""
         flops = 2 * self.query_heads * self.model.head_dim * products
         traffic = keys * self.kv_pair_bytes / 2
         scoring = max(flops / self._score_flops, traffic / self._bytes_per_s)
-        return self.model.num_layers * (scoring + self.hardware.select_seconds)
+        selections = self.model.num_layers if products else 1
+        return self.model.num_layers * scoring + selections * self.hardware.select_seconds
 
     def observe(self, scored: int) -> float:
         """Add up scores in all layers while sequences decode, for `scored` KV pairs of all their windows: a product for

@@ -27,7 +27,8 @@ class Hardware(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     step_seconds: time of a step beside the model: scheduling, building the batch.
     sequence_seconds: the same, for each sequence in it.
     layer_seconds: time of a layer beside its arithmetic: starting its kernels.
-    select_seconds: time of scoring and selecting in a layer beside the products, for each pass over windows.
+    select_seconds: time of scoring and selecting beside the products, for each pass over windows: in a layer, or in all
+        where no queries are recomputed.
     link_bytes_per_s: rate, per direction, at which devices exchange data. link_seconds: latency of a collective.
     """
 

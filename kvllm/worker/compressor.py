@@ -2,12 +2,13 @@
 
 Regions of all sequences go through the model together, in passes of as many as fit the token budget, at least one. All
 passes read the cache as it was before the event; the selection is applied at the end, in one movement. So neither the
-order of the regions nor the size of a pass can change what survives.
+order of the regions nor the size of a pass can change what survives. Without queries to recompute, layers are selected
+from together: operations are as many as for one layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -28,6 +29,11 @@ from kvllm.worker.observed_scores import ObservedScores
 from kvllm.worker.state import BlockTables, SequenceState
 from kvllm.worker.timing import PhaseClock
 from kvllm.worker.transfer import to_device
+
+MAX_GATHERED_BYTES = 64 << 20
+"""Keys and values of several layers that are gathered at once; scoring takes a few times as much."""
+
+Gather = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,7 @@ class Compressor:
         self.mass = mass
         self.observed = observed
         self.select = select or METHODS[config.method]
-        self.gathers_values = "values" in METHODS[config.method].arguments
+        self.method = METHODS[config.method]
         self.query_tokens = QueryTokens.of(config)
         self.options = config.options
         self.block_size = self.cache.shape.block_size
@@ -124,36 +130,39 @@ class Compressor:
         """Offsets that survive in windows of one size: `[layers, windows, kv_heads, retain]`."""
         tables = self._window_tables(windows, size)
         shared = self._shared_inputs(windows, offsets)
+        layers = range(self.cache.shape.num_layers)
         kept: list[torch.Tensor] = []
 
-        def visit(layer: int, queries: torch.Tensor | None) -> None:
+        def select(layers: Sequence[int], queries: torch.Tensor | None) -> None:
             with clock.measure("score"):
-                if queries is not None:
-                    queries = queries.view(len(windows), len(offsets), *queries.shape[1:]).transpose(1, 2)
-                keys = self.operations.gather_keys(layer, tables)[:, :, :size]
-                inputs = shared | self._inputs(windows, layer, tables)
-                if self.gathers_values:
-                    inputs["values"] = self.operations.gather_values(layer, tables)[:, :, :size]
-                chosen = self.select(
-                    queries,
-                    keys,
-                    retain=self._mean_retained(retain),
-                    buffer=self.config.buffer,
-                    **self.options,
-                    **inputs,
-                )
+                inputs = shared | self._inputs(windows, layers, tables, size)
+                chosen = self.select(queries, retain=self._mean_retained(retain), **self.options, **inputs)
                 # Layers and heads may keep fewer than there is room for.
-                kept.append(torch.nn.functional.pad(chosen, (0, retain - chosen.shape[-1]), value=-1))
-            tensors = (keys, *kept, queries, inputs.get("values"))
+                chosen = torch.nn.functional.pad(chosen, (0, retain - chosen.shape[-1]), value=-1)
+                kept.append(chosen.unflatten(0, (len(layers), len(windows))))
+            tensors = (inputs["keys"], *kept, queries, inputs.get("values"))
             held = sum(tensor.nbytes for tensor in tensors if tensor is not None)
             self.event_bytes = max(self.event_bytes, held)
+
+        def visit(layer: int, queries: torch.Tensor) -> None:
+            of_windows = queries.view(len(windows), len(offsets), *queries.shape[1:]).transpose(1, 2)
+            select([layer], of_windows)
 
         if len(offsets):
             self._recompute(windows, offsets, visit)
         else:
-            for layer in range(self.cache.shape.num_layers):
-                visit(layer, None)
-        return torch.stack(kept)
+            at_once = self._layers_at_once(len(windows) * size)
+            for first in range(0, len(layers), at_once):
+                select(layers[first : first + at_once], None)
+        return torch.cat(kept)
+
+    def _layers_at_once(self, num_pairs: int) -> int:
+        """Layers that are selected from in one call, for windows of so many KV pairs together."""
+        if self.method.by_layer:
+            return 1
+        shape, kinds = self.cache.shape, 2 if "values" in self.method.arguments else 1
+        layer_bytes = num_pairs * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize * kinds
+        return max(1, MAX_GATHERED_BYTES // layer_bytes)
 
     def _mean_retained(self, retain: int) -> int:
         """KV pairs that heads keep on average, where `retain` is what they have room for."""
@@ -164,25 +173,41 @@ class Compressor:
     def _shared_inputs(self, windows: list[_Window], offsets: np.ndarray) -> dict[str, Any]:
         """The inputs that are the same in all layers."""
         return {
-            "seeds": [_seed(window) for window in windows],
+            "buffer": self.config.buffer,
+            "num_layers": self.cache.shape.num_layers,
             "query_offsets": to_device(offsets, self.cache.data.device),
-            "starts": [window.start for window in windows],
-            "last_positions": [w.start + w.size - 1 + w.state.dropped for w in windows],
         }
 
-    def _inputs(self, windows: list[_Window], layer: int, tables: torch.Tensor) -> dict[str, Any]:
-        """The inputs of a layer among `kvllm.compression.registry.INPUTS`, but for those that layers share."""
-        inputs: dict[str, Any] = {"layer": layer, "num_layers": self.cache.shape.num_layers}
-        table_slots = [window.state.table_slot for window in windows]
+    def _inputs(self, windows: list[_Window], layers: Sequence[int], tables: torch.Tensor, size: int) -> dict[str, Any]:
+        """Keys, and the inputs among `kvllm.compression.registry.INPUTS` that layers do not share: a row for each
+        window in the first layer, then in the next."""
         starts = [window.start for window in windows]
+        inputs: dict[str, Any] = {
+            "layers": layers,
+            "layer": layers[0],
+            "keys": self._gather(self.operations.gather_keys, layers, tables, size),
+            "seeds": [_seed(window) for window in windows] * len(layers),
+            "starts": starts * len(layers),
+            "last_positions": [w.start + size - 1 + w.state.dropped for w in windows] * len(layers),
+        }
+        if "values" in self.method.arguments:
+            inputs["values"] = self._gather(self.operations.gather_values, layers, tables, size)
+        table_slots = [window.state.table_slot for window in windows]
         if self.ragged:
             inputs["capacity"] = windows[0].retain
-            inputs["evicted_mask"] = self.ragged.evicted_mask(layer, table_slots, starts, windows[0].size)
+            inputs["evicted_mask"] = self.ragged.evicted_mask(layers[0], table_slots, starts, size)
         if self.mass:
-            inputs["mass"] = self.mass.gather(layer, table_slots, starts, windows[0].size)
+            inputs["mass"] = self.mass.gather(layers[0], table_slots, starts, size)
         if self.observed:
-            inputs["observed"] = self.observed.of_windows(layer, tables)
+            inputs["observed"] = self._gather(self.observed.of_windows, layers, tables, size - self.config.buffer)
         return inputs
+
+    @staticmethod
+    def _gather(gather: Gather, layers: Sequence[int], tables: torch.Tensor, size: int) -> torch.Tensor:
+        """What `gather` finds for the first `size` KV pairs of windows in some layers: `[layers * windows, kv_heads,
+        size, ...]`."""
+        of_layers = [gather(layer, tables)[:, :, :size] for layer in layers]
+        return of_layers[0] if len(of_layers) == 1 else torch.cat(of_layers)
 
     def _window_tables(self, windows: list[_Window], size: int) -> torch.Tensor:
         """Block ids of the windows: int32 `[windows, blocks]`."""

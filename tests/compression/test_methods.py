@@ -49,14 +49,14 @@ def frequencies_of(keys):
 
 
 def statistics_of(num_heads, head_dim, first=0):
-    """Of query heads from `first` on: each head has its own, whatever heads there are beside it."""
+    """Of query heads from `first` on in one layer: each head has its own, whatever heads there are beside it."""
     heads = []
     for head in range(first, first + num_heads):
         generator = torch.Generator().manual_seed(head)
         mean, factor = (torch.randn(*shape, generator=generator) for shape in ((head_dim,), (head_dim, head_dim)))
         lengths = torch.hypot(*mean.chunk(2)) + torch.rand(head_dim // 2, generator=generator)
         heads.append((mean, lengths, factor @ factor.T / head_dim))
-    return QueryStatistics(*map(torch.stack, zip(*heads, strict=True)))
+    return QueryStatistics(*(torch.stack(of_heads)[None] for of_heads in zip(*heads, strict=True)))
 
 
 def place_of(i, length):
@@ -287,9 +287,7 @@ def test_heads_decide_alone(name):
         assert torch.equal(second, kept[:, 1:])
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in METHODS if METHODS[name].spec.queries != "none" or name == "keydiff"]
-)
+@pytest.mark.parametrize("name", METHODS)
 def test_batch_mates_change_no_bit_in_real_regions(name):
     tensors = region(3, 3, 8, 2, 384, 64, torch.bfloat16)
     kept = call(name, *tensors, retain=128, buffer=32)
@@ -300,6 +298,33 @@ def test_batch_mates_change_no_bit_in_real_regions(name):
     for scores in (lambda q, k: snapkv.scores(q, k, 32), lambda _, k: keydiff.scores(k)):
         together = scores(queries[:, :, -32:], keys)
         assert torch.equal(scores(queries[2:, :, -32:], keys[2:])[0], together[2])
+
+
+WITHOUT_QUERIES = [name for name, method in METHODS.items() if method.spec.queries == "none" or method.spec.observable]
+
+
+@pytest.mark.parametrize("name", [name for name in WITHOUT_QUERIES if not METHODS[name].by_layer])
+def test_layers_together_keep_what_each_keeps_alone(name):
+    layers, windows, scored = 3, 2, 352
+    _, keys, heavy = region(11, layers * windows, 4, 2, 384, 64, torch.bfloat16)
+    statistics = [statistics_of(4, 64, first=4 * layer) for layer in range(layers)]
+
+    def kept(rows, of_layers):
+        places = [place_of(i, 384) for i in range(windows)] * len(of_layers)
+        offered = {
+            "chunk_budget": CHUNK_BUDGET, "max_chunk": MAX_CHUNK, "values": values_of(keys[rows]),
+            "starts": [start for start, _ in places], "last_positions": [last for _, last in places],
+            "frequencies": frequencies_of(keys), "query_offsets": torch.arange(0), "observed": heavy[rows, :, :scored],
+            "statistics": QueryStatistics(
+                *(torch.cat([getattr(each, field.name) for each in of_layers]) for field in fields(QueryStatistics))
+            ),
+        }  # fmt: skip
+        return METHODS[name](None, keys[rows], retain=128, buffer=32, **(offered | OPTIONS))
+
+    together = kept(slice(None), statistics)
+    for layer in range(layers):
+        rows = slice(layer * windows, (layer + 1) * windows)
+        assert torch.equal(kept(rows, statistics[layer : layer + 1]), together[rows])
 
 
 @pytest.mark.parametrize(
@@ -578,7 +603,7 @@ def literal(name, queries, keys, heavy, seed, retain, buffer, capacity):
             return [best(row, total) for row in lots]
     if name not in LITERALS:
         pytest.skip(f"{name} has no literal reference")
-    as_tensor = torch.tensor(keys)
+    as_tensor, statistics = torch.tensor(keys), statistics_of(len(queries), len(keys[0][0]))
     start, last_position = place_of(seed, len(keys[0]))
     sequence = Sequence(
         queries=np.array(queries),
@@ -588,7 +613,7 @@ def literal(name, queries, keys, heavy, seed, retain, buffer, capacity):
         start=start,
         last_position=last_position,
         frequencies=frequencies_of(as_tensor[None]).double().numpy(),
-        statistics=statistics_of(len(queries), len(keys[0][0])),
+        statistics=QueryStatistics(*(getattr(statistics, field.name)[0] for field in fields(statistics))),
         seed=seed,
         layer=LAYER,
     )

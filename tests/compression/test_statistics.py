@@ -37,12 +37,12 @@ def test_statistics_are_those_of_dense_queries_before_their_rotation(checkpoint:
     decoder = DenseDecoder(checkpoint)
     for layer in range(decoder.num_layers):
         queries = torch.cat([queries_of(decoder, piece)[layer][:, 4:] for piece in pieces], dim=1)
-        of_layer = found.of_layer(layer)
+        of_layer = found.of_layers(range(layer, layer + 1))
         close = {"rtol": 1e-4, "atol": 1e-4, "check_dtype": False}
-        torch.testing.assert_close(of_layer.mean, queries.mean(dim=1), **close)
-        torch.testing.assert_close(of_layer.magnitude, torch.hypot(*queries.chunk(2, dim=-1)).mean(dim=1), **close)
+        torch.testing.assert_close(of_layer.mean[0], queries.mean(dim=1), **close)
+        torch.testing.assert_close(of_layer.magnitude[0], torch.hypot(*queries.chunk(2, dim=-1)).mean(dim=1), **close)
         covariances = torch.stack([torch.cov(of_head.T, correction=0) for of_head in queries])
-        torch.testing.assert_close(of_layer.covariance, covariances, **close)
+        torch.testing.assert_close(of_layer.covariance[0], covariances, **close)
 
 
 def queries_of(decoder: DenseDecoder, tokens: list[int]) -> list[torch.Tensor]:

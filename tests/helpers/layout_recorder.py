@@ -197,9 +197,10 @@ class Recorder(Executor):
     def _windows(self) -> Iterator[tuple[list[Tensor] | None, Tensor, int]]:
         """For each window: its queries by layer, the offsets kept `[layers, kv_heads, any]`, and its seed."""
         layers = self.runner.cache.shape.num_layers
-        for i in range(0, len(self._selections), layers):  # a pass goes through all layers
-            of_pass = self._selections[i : i + layers]
-            for window, seed in enumerate(of_pass[0][2]["seeds"]):
+        of_layers = [each for selection in self._selections for each in split_layers(*selection)]
+        for i in range(0, len(of_layers), layers):  # a pass goes through all layers
+            of_pass = of_layers[i : i + layers]
+            for window, seed in enumerate(of_pass[0][2]):
                 queries = None if of_pass[0][0] is None else [queries[window] for queries, _, _ in of_pass]
                 kept = torch.nn.utils.rnn.pad_sequence(
                     [kept[window].T for _, kept, _ in of_pass], batch_first=True, padding_value=-1
@@ -279,6 +280,18 @@ class Recorder(Executor):
             entries = text.layout.shape[-1]
             assert not mass[..., entries:].any()
             self.masses.append(MassRecord(text, text.length, text.layout, mass[..., :entries].clone()))
+
+
+def split_layers(
+    queries: Tensor | None, kept: Tensor, options: dict[str, Any]
+) -> Iterator[tuple[Tensor | None, Tensor, list[int]]]:
+    """Queries, offsets kept and seeds of each layer that was selected from in one call."""
+    layers = options["layers"]
+    assert queries is None or len(layers) == 1
+    num_windows = len(kept) // len(layers)
+    assert options["seeds"] == options["seeds"][:num_windows] * len(layers)
+    for of_layer in kept.split(num_windows):
+        yield queries, of_layer, options["seeds"][:num_windows]
 
 
 def positions_of(layout: Tensor, size: int) -> Tensor:
@@ -373,7 +386,7 @@ class Expected:
             options |= {"values": self.dense.values[layer].take_along_dim(index[..., None], 1)[None].float()}
             options |= {"frequencies": self.decoder.frequencies} | self.config.options
             if "statistics" in self.method.arguments:
-                of_layer = {name: found[layer] for name, found in self.decoder.statistics.items()}
+                of_layer = {name: found[layer : layer + 1] for name, found in self.decoder.statistics.items()}
                 options["statistics"] = QueryStatistics(**of_layer)
             if self.method.spec.ragged:
                 options |= {"capacity": event.retain, "evicted_mask": evicted_mask[None]}

@@ -118,6 +118,7 @@ def test_a_compression_recomputes_scores_and_moves(cost):
     assert cost.recompute(rows) == pytest.approx(layer + last)
     assert cost.score(100, keys=5) == pytest.approx(2 * (2 * 4 * 2 * 100 / 1e4 + 0.5))
     assert cost.score(1, keys=1000) == pytest.approx(2 * (1000 * 16 / 1e3 + 0.5))
+    assert cost.score(0, keys=1000) == pytest.approx(2 * 1000 * 16 / 1e3 + 0.5)
     assert cost.compact(3) == pytest.approx(2 * 2 * 3 * 32 / 1e3 + 0.25)
 
 
@@ -205,6 +206,8 @@ def some_lengths(count: int, seed: int = 0) -> list[tuple[int, int]]:
         msgspec.structs.replace(KARA, retain_blocks=1, retain_tokens=5),
         msgspec.structs.replace(KARA, compress_prompt=True, query_stride=2),
         CompressionConfig(policy="pressure", period=8, window_blocks=3, retain_blocks=1, buffer=4, chunk_budget=2),
+        msgspec.structs.replace(KARA, method="kara_sharp"),
+        msgspec.structs.replace(KARA, method="kara_sharp", policy="pressure"),
         CompressionConfig(method="snapkv", policy="threshold", threshold_tokens=48, budget_tokens=33, query_window=4),
         CompressionConfig(method="keydiff", period=8, window_blocks=3, retain_blocks=1, buffer=4),
         CompressionConfig(method="sliding_window", policy="threshold", threshold_tokens=48, budget_tokens=32),

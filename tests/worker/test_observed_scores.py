@@ -40,8 +40,8 @@ def scores_of_events(llm: LLM, prompts: list[dict], max_tokens: int) -> list[tor
 
     def recording(queries: torch.Tensor | None, keys: torch.Tensor, **offered: Any) -> torch.Tensor:
         observed = offered.get("observed")
-        recomputed = observed is None
-        found.append(kara_sharp.scores(queries, keys, 8, offered["query_offsets"]) if recomputed else observed)
+        of_layers = kara_sharp.scores(queries, keys, 8, offered["query_offsets"]) if observed is None else observed
+        found.extend(of_layers.chunk(len(offered["layers"])))
         return select(queries, keys, **offered)
 
     compressor.select = recording

@@ -22,7 +22,7 @@ from kvllm.compression.statistics import QueryStatistics
 KEYS_PER_TILE = 4096
 
 Gaussian = tuple[Tensor, Tensor]
-"""Mean `[Hq, d]` and covariance `[Hq, d, d]` of queries before the rotation."""
+"""Mean `[layers, Hq, d]` and covariance `[layers, Hq, d, d]` of queries before the rotation."""
 
 
 def select(
@@ -60,7 +60,7 @@ def select(
     check_queries(queries, keys)
     sequences = zip(queries, last_positions, strict=True)
     of_queries = [_gaussian(unrotate(*each, frequencies)) for each in sequences]
-    found = _scores_of_all(keys, values, of_queries, starts, last_positions, frequencies, future, sinks, buffer)
+    found = _weighted_scores(keys, values, of_queries, starts, last_positions, frequencies, future, sinks, buffer)
     return with_buffer(top_indices(found, retain - buffer), keys, buffer)
 
 
@@ -80,24 +80,25 @@ def select_calibrated(
 ) -> Tensor:
     """Choose KV pairs as `select` does, by the queries of a text. Arguments as there, but `queries` are not used.
 
-    statistics: of the layer, for the query heads of these KV heads.
+    keys, values, starts, last_positions: of sequences in one layer after the other.
+    statistics: of these layers, for the query heads of these KV heads.
     """
     if keeps_everything(keys, retain, buffer):
         return everything(keys)
-    of_queries = [(statistics.mean, statistics.covariance)] * len(keys)
-    found = _scores_of_all(keys, values, of_queries, starts, last_positions, frequencies, future, sinks, buffer)
+    of_queries = [(statistics.mean, statistics.covariance)] * (len(keys) // len(statistics.mean))
+    found = _weighted_scores(keys, values, of_queries, starts, last_positions, frequencies, future, sinks, buffer)
     return with_buffer(top_indices(found, retain - buffer), keys, buffer)
 
 
 def _gaussian(queries: Tensor) -> Gaussian:
-    """Mean and covariance of `[Hq, query tokens, d]`."""
+    """Mean and covariance of `[Hq, query tokens, d]`, in one layer."""
     mean = queries.mean(dim=1)
     centred = queries - mean[:, None]
     with no_tf32():
-        return mean, torch.bmm(centred.mT, centred) / queries.shape[1]
+        return mean[None], torch.bmm(centred.mT, centred)[None] / queries.shape[1]
 
 
-def _scores_of_all(
+def _weighted_scores(
     keys: Tensor,
     values: Tensor,
     of_queries: Sequence[Gaussian],
@@ -108,19 +109,22 @@ def _scores_of_all(
     sinks: int,
     buffer: int,
 ) -> Tensor:
-    """float32 `[S, Hkv, C - buffer]`, infinite for sinks."""
-    num_scored = keys.shape[2] - buffer
+    """Scores times the lengths of values, infinite for sinks: float32 `[layers * S, Hkv, C - buffer]`.
+
+    of_queries: of each sequence.
+    """
+    num_seqs, num_scored = len(of_queries), keys.shape[2] - buffer
+    lengths = values.float().norm(dim=-1)
+    found = lengths.new_zeros(*keys.shape[:2], num_scored)
     ahead = torch.arange(1, future + 1, device=keys.device)
-    of_sequences = []
-    for i, (start, last_position) in enumerate(zip(starts, last_positions, strict=True)):
-        cos, sin = mean_rotation(last_position + ahead, frequencies)
-        mean, covariance = of_queries[i]
-        turned = rotate(rotate(covariance, cos, sin).mT, cos, sin)
-        first = min(max(0, sinks - start), num_scored)
-        expected = scores(keys[i, :, first:], rotate(mean, cos, sin), turned)
-        weighted = expected * values[i, :, first:].float().norm(dim=-1)
-        of_sequences.append(torch.nn.functional.pad(weighted[:, : num_scored - first], (first, 0)))
-    return with_sinks(torch.stack(of_sequences), starts, sinks)
+    for i, (mean, covariance) in enumerate(of_queries):  # whose products must not depend on the others
+        of_sequence = slice(i, None, num_seqs)  # in all layers
+        first = min(max(0, sinks - starts[i]), num_scored)
+        cos, sin = mean_rotation(last_positions[i] + ahead, frequencies)
+        # A product with a turned query is one with the key that is turned back.
+        expected = scores(rotate(keys[of_sequence, :, first:], cos, -sin), mean, covariance)
+        found[of_sequence, :, first:] = (expected * lengths[of_sequence, :, first:])[:, :, : num_scored - first]
+    return with_sinks(found, starts, sinks)
 
 
 @torch.no_grad()
@@ -130,17 +134,20 @@ def scores(keys: Tensor, mean: Tensor, covariance: Tensor) -> Tensor:
     a KV head.
 
     Args:
-        keys: `[Hkv, n, d]`, rotated.
-        mean: `[Hq, d]`, covariance: `[Hq, d, d]`; rotated. Query head h reads KV head `h // (Hq // Hkv)`.
+        keys: float32 `[layers, Hkv, n, d]`, rotated as the queries are.
+        mean: `[layers, Hq, d]`, covariance: `[layers, Hq, d, d]`. Query head h reads KV head `h // (Hq // Hkv)`.
 
     Returns:
-        float32 `[Hkv, n]`; each row sums to 1.
+        float32 `[layers, Hkv, n]`; each row sums to 1.
     """
-    head_dim, group = keys.shape[2], mean.shape[0] // keys.shape[0]
+    num_kv_heads, head_dim = keys.shape[1], keys.shape[3]
+    group = mean.shape[1] // num_kv_heads
+    mean, covariance = mean.flatten(0, 1), covariance.flatten(0, 1)
     logits = []
-    for tile in keys.split(KEYS_PER_TILE, dim=1):
-        of_heads = tile.float().repeat_interleave(group, dim=0)
+    for tile in keys.flatten(0, 1).split(KEYS_PER_TILE, dim=1):
+        of_heads = tile.repeat_interleave(group, dim=0)
         linear = torch.bmm(of_heads, mean[..., None])[..., 0]
         quadratic = (torch.bmm(of_heads, covariance) * of_heads).sum(dim=-1)
         logits.append(linear * head_dim**-0.5 + quadratic / (2 * head_dim))
-    return torch.cat(logits, dim=-1).softmax(dim=-1).unflatten(0, (-1, group)).mean(dim=1)
+    probabilities = torch.cat(logits, dim=-1).softmax(dim=-1)
+    return probabilities.unflatten(0, (-1, num_kv_heads, group)).mean(dim=2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cosine_similarity, normalize
+from torch.nn.functional import normalize
 
 from kvllm.compression.methods.token2chunk import top_indices
 from kvllm.compression.region import everything, keeps_everything, with_buffer
@@ -36,9 +36,6 @@ def scores(keys: Tensor) -> Tensor:
     Returns:
         float32 `[S, Hkv, C]` for keys `[S, Hkv, C, d]`, bit-identical for a sequence whatever the others are.
     """
-    of_sequences = []
-    for seq_keys in keys:
-        seq_keys = seq_keys.float().contiguous()
-        anchor = normalize(seq_keys, dim=-1, eps=1e-12).mean(dim=1, keepdim=True)
-        of_sequences.append(-cosine_similarity(seq_keys, anchor, dim=-1, eps=1e-8))
-    return torch.stack(of_sequences)
+    unit = normalize(keys.float(), dim=-1)
+    anchor = normalize(unit.mean(dim=2, keepdim=True), dim=-1)
+    return -(unit * anchor).sum(dim=-1)

@@ -45,45 +45,44 @@ def select(
     """
     if keeps_everything(keys, retain, buffer):
         return everything(keys)
-    if len(starts) != len(keys):
-        raise ValueError(f"{len(starts)} starts for {len(keys)} sequences: give one for each")
-    of_sequences = []
-    for seq_keys, seq_values, start in zip(keys, values, starts, strict=True):
-        of_sequences.append(scores(seq_keys, seq_values, buffer, max(0, sinks - start), lag))
-    found = with_sinks(torch.stack(of_sequences), starts, sinks)
+    found = with_sinks(torch.zeros(*keys.shape[:2], keys.shape[2] - buffer, device=keys.device), starts, sinks)
+    before = [min(max(0, sinks - start), found.shape[-1]) for start in starts]
+    for first in set(before) - {found.shape[-1]}:  # most windows lie behind all sinks
+        rows = [row for row, own in enumerate(before) if own == first]
+        found[rows, :, first:] = scores(keys[rows], values[rows], buffer, first, lag)
     return with_buffer(top_indices(found, retain - buffer), keys, buffer)
 
 
 @torch.no_grad()
 def scores(keys: Tensor, values: Tensor, buffer: int, first: int, lag: int) -> Tensor:
-    """Rank of each KV pair of one sequence within its chunk, as a share: 1 for the one that stands out most.
+    """Rank of each KV pair within its chunk, as a share: 1 for the one that stands out most.
 
     A chunk with fewer than two KV pairs behind it is compared with itself.
 
     Args:
-        keys, values: `[Hkv, C, d]`, bfloat16 or float32; computed in float32.
-        first: where the first chunk begins. KV pairs in front of it have the score 0.
+        keys, values: `[S, Hkv, C, d]`, bfloat16 or float32; computed in float32.
+        first: where the first chunk begins.
 
     Returns:
-        float32 `[Hkv, C - buffer]`.
+        float32 `[S, Hkv, C - buffer - first]`, of the KV pairs from `first` on.
     """
-    length = keys.shape[1]
-    found = torch.zeros(len(keys), length - buffer, device=keys.device)
+    length = keys.shape[2]
+    found = []
     for end in range(length - buffer, first, -lag):
         begin = max(first, end - lag)
         chunk = slice(begin, end)
         reference = slice(end, end + lag) if length - end >= 2 else chunk
         outstanding = _outstanding(keys, chunk, reference) + _outstanding(values, chunk, reference)
         rank = outstanding.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-        found[:, chunk] = 1 - rank / (end - begin)
-    return found
+        found.append(1 - rank / (end - begin))
+    return torch.cat(found[::-1], dim=-1)
 
 
 def _outstanding(states: Tensor, chunk: slice, reference: slice) -> Tensor:
-    """Softmax over a chunk of the spread of its channels, relative to those of the reference: `[Hkv, chunk]`."""
-    of_reference = states[:, reference].float()
-    least = of_reference.amin(dim=1, keepdim=True)
-    extent = of_reference.amax(dim=1, keepdim=True) - least
+    """Softmax over a chunk of the spread of its channels, relative to those of the reference: `[S, Hkv, chunk]`."""
+    of_reference = states[:, :, reference].float()
+    least = of_reference.amin(dim=2, keepdim=True)
+    extent = of_reference.amax(dim=2, keepdim=True) - least
     # A channel that is constant in the reference has no scale, and says nothing.
-    relative = ((states[:, chunk].float() - least) / extent).masked_fill(extent == 0, 0.0)
+    relative = ((states[:, :, chunk].float() - least) / extent).masked_fill(extent == 0, 0.0)
     return relative.std(dim=-1).softmax(dim=-1)

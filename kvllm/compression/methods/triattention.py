@@ -37,25 +37,28 @@ def select(
 
     Args:
         queries: not used: the statistics hold what is known about them.
-        keys: `[S, Hkv, C, d]`, rotated; query head h reads KV head `h // (Hq // Hkv)`.
+        keys: `[layers * S, Hkv, C, d]`, rotated, of sequences in one layer after the other; query head h reads KV head
+            `h // (Hq // Hkv)`.
         retain: KV pairs kept of the C; everything is kept if `retain >= C`.
         buffer: the last KV pairs of the region, always kept and never scored.
-        last_positions: for each sequence the position of its last key.
+        last_positions: for each row of `keys` the position of its last key.
         frequencies: float32 `[d / 2]`, of the rotary embedding.
-        statistics: of the layer, for the query heads of these KV heads.
+        statistics: of the layers, for the query heads of these KV heads.
         future: the farthest position ahead; 1, 2, 4, 8 and so on up to it count alike.
 
     Returns:
-        int64 `[S, Hkv, min(retain, C)]`: ascending offsets in the region.
+        int64 `[layers * S, Hkv, min(retain, C)]`: ascending offsets in the region.
     """
     if keeps_everything(keys, retain, buffer):
         return everything(keys)
     ahead = 2 ** torch.arange(future.bit_length(), device=keys.device)
+    scored = keys[:, :, : keys.shape[2] - buffer].unflatten(0, (len(statistics.mean), -1))
     of_sequences = []
-    for seq_keys, last_position in zip(keys[:, :, : keys.shape[2] - buffer], last_positions, strict=True):
-        cos, sin = mean_rotation(last_position + 1 + ahead, frequencies)
-        of_sequences.append(scores(seq_keys, statistics, cos, sin))
-    return with_buffer(top_indices(torch.stack(of_sequences), retain - buffer), keys, buffer)
+    for i in range(scored.shape[1]):  # whose products must not depend on the others
+        cos, sin = mean_rotation(last_positions[i] + 1 + ahead, frequencies)
+        of_sequences.append(scores(scored[:, i], statistics, cos, sin))
+    found = torch.stack(of_sequences, dim=1).flatten(0, 1)
+    return with_buffer(top_indices(found, retain - buffer), keys, buffer)
 
 
 @torch.no_grad()
@@ -67,16 +70,17 @@ def scores(keys: Tensor, statistics: QueryStatistics, cos: Tensor, sin: Tensor) 
     product of the rotated centre and the rotated key; so the positions of keys need not be known.
 
     Args:
-        keys: `[Hkv, n, d]`, rotated.
+        keys: `[layers, Hkv, n, d]`, rotated.
         cos, sin: `[d / 2]`, means over the positions ahead.
 
     Returns:
-        float32 `[Hkv, n]`.
+        float32 `[layers, Hkv, n]`.
     """
-    num_kv_heads = keys.shape[0]
-    keys = keys.float().contiguous()
-    centres = rotate(statistics.mean, cos, sin).unflatten(0, (num_kv_heads, -1))
-    spread = (statistics.magnitude - pair_lengths(statistics.mean)).unflatten(0, (num_kv_heads, -1))
+    num_layers, num_kv_heads = keys.shape[:2]
+    keys = keys.float().flatten(0, 1)
+    centres = rotate(statistics.mean, cos, sin).view(len(keys), -1, keys.shape[2])
+    spread = (statistics.magnitude - pair_lengths(statistics.mean)).view(len(keys), -1, keys.shape[2] // 2)
     of_heads = torch.bmm(centres, keys.mT) + torch.bmm(spread, pair_lengths(keys).mT)
     centred = of_heads - of_heads.mean(dim=-1, keepdim=True)
-    return (centred / of_heads.std(dim=-1, correction=0, keepdim=True).clamp(min=1e-6)).amax(dim=1)
+    highest = (centred / of_heads.std(dim=-1, correction=0, keepdim=True).clamp(min=1e-6)).amax(dim=1)
+    return highest.unflatten(0, (num_layers, num_kv_heads))
