@@ -77,6 +77,8 @@ class Batch:
             self._count_admission(seq)
         num_tokens = self.admission.chunk(seq, budget)
         compressed = self.admission.refills_compressed(seq)
+        if self.admission.planner:
+            self.admission.planner.started(self.plan, seq)
         self.blocks.append(seq, num_tokens if compressed else seq.num_uncomputed)
         self.plan.new_seqs.append(
             SequenceStart(seq.seq_id, seq.token_ids[:], seq.prompt_length, seq.cached_length, seq.sampling, seq.seed)
@@ -101,6 +103,7 @@ class Batch:
     def preempt(self, seq: Sequence) -> None:
         """Take everything from a running sequence; it will be recomputed from its tokens."""
         self.plan.compressions = [job for job in self.plan.compressions if job.seq_id != seq.seq_id]
+        self.plan.scored = [start for start in self.plan.scored if start.seq_id != seq.seq_id]
         if self.shares:
             self.shares.holding(seq).remove(seq)
         computed = seq.logical_length

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Sequences
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ from kvllm.compression.queries import window_tokens
 from kvllm.config import EngineConfig
 from kvllm.core.block_manager import BlockManager
 from kvllm.core.compression_policy import CompressionPolicy, EngineLoad, peak_blocks
-from kvllm.core.protocol import CompressionJob, StepPlan
+from kvllm.core.protocol import CompressionJob, ScoringStart, StepPlan
 from kvllm.core.regions import Region
 from kvllm.core.sequence import Sequence
 
@@ -52,6 +53,10 @@ class CompressionPlanner:
         self.held.clear()
         self.blocked = False
         self._tokens = tokens - len(running)
+        load = EngineLoad(decode_steps, self.blocks.num_available, missing_blocks, self._tokens)
+        unscored = self.policy.unscored(running)
+        if unscored and self.policy.foresees_compression(running, load):
+            self._score(plan, unscored)
         decoding = []
         for seq in running:
             if seq.logical_length <= self._compressed_at_once(seq):
@@ -59,13 +64,25 @@ class CompressionPlanner:
                     self._compress_at_once(plan, seq, region)
             elif not seq.is_prefilling:
                 decoding.append(seq)
-        load = EngineLoad(decode_steps, self.blocks.num_available, missing_blocks, self._tokens)
+        load = replace(load, available_blocks=self.blocks.num_available, tokens=self._tokens)
         for seq, region in self.policy.select(decoding, load):
             if self.policy.at_once:
                 self._compress_at_once(plan, seq, region)
             else:
                 self._compress(plan, seq, region)
         return self.tokens_left + len(running)
+
+    def started(self, plan: StepPlan, seq: Sequence) -> None:
+        """A sequence starts, and its first chunk may have output already, which is compressed on its way in."""
+        if self.refills_compressed(seq):
+            self._score(plan, self.policy.unscored([seq]))
+
+    def _score(self, plan: StepPlan, sequences: Iterable[Sequence]) -> None:
+        """Let windows be scored from the first whole block of output on that is not stored yet."""
+        for seq in sequences:
+            first_block = self.blocks.blocks_for(max(seq.cached_length, seq.prompt_length))
+            plan.scored.append(ScoringStart(seq.seq_id, first_block * self.config.block_size))
+            seq.scored()
 
     def can_compress(self, seq: Sequence) -> bool:
         """Whether something of a sequence is complete."""
@@ -102,6 +119,8 @@ class CompressionPlanner:
         return max(seq.refill_length, seq.prompt_length if seq.tail_start < seq.prompt_length else 0)
 
     def _complete(self, seq: Sequence) -> Region | None:
+        if self.policy.unscored([seq]):
+            return None
         return self.policy.regions_of(seq).complete(seq.cached_length, seq.uncompressed_tail)
 
     def _compress(self, plan: StepPlan, seq: Sequence, region: Region) -> bool:

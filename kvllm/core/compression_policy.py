@@ -45,6 +45,7 @@ class CompressionPolicy(ABC):
 
     def __init__(self, config: CompressionConfig, block_size: int) -> None:
         self.config = config
+        self.observes_scores = config.observes_scores
         self.regions = make_regions(config, block_size)
         self._uncompressed = NothingDropped(block_size)
         self._of_retained: dict[int, Regions] = {}  # by retain_blocks of requests
@@ -74,6 +75,16 @@ class CompressionPolicy(ABC):
             self._of_retained[blocks] = make_regions(config, self.regions.block_size)
         return self._of_retained[blocks]
 
+    def unscored(self, sequences: Sequences[Sequence]) -> list[Sequence]:
+        """Those that cannot be compressed as long as their scores are not added up."""
+        if not self.observes_scores:
+            return []
+        return [seq for seq in sequences if not seq.is_scored and seq.sampling.compress]
+
+    def foresees_compression(self, running: Sequences[Sequence], load: EngineLoad) -> bool:
+        """Whether running sequences may be compressed before they end, so that their scores are needed."""
+        return True
+
     @abstractmethod
     def select(self, decoding: Sequences[Sequence], load: EngineLoad) -> list[Candidate]:
         """The jobs to run before the next step."""
@@ -99,7 +110,7 @@ class PeriodicPolicy(CompressionPolicy):
         self._left = 0  # sequences that the present event may still serve
 
     def eligible(self, decoding: Sequences[Sequence]) -> list[Candidate]:
-        if not self.config.observes_scores:
+        if not self.observes_scores:
             return super().eligible(decoding)
         regions = ((seq, self.regions_of(seq).first(seq.cached_length, seq.uncompressed_tail)) for seq in decoding)
         return [(seq, region) for seq, region in regions if region is not None]
@@ -178,12 +189,18 @@ class PressurePolicy(CompressionPolicy):
     ends within `period` steps is left alone, unless the next step would have to preempt. The need is looked at once in
     a period, or when a preemption is near, so that windows are scored together; and in the steps behind, until it is
     met. A step takes more tokens than it should only for blocks that are missing now.
+
+    Where scores are added up while sequences decode, that costs nothing while there is room for all: it begins when the
+    running sequences could outgrow the pool. What they have stored until then stays, unless they are preempted.
     """
 
     def __init__(self, config: CompressionConfig, block_size: int) -> None:
         super().__init__(config, block_size)
         self._last_look = 0
         self._unmet = False
+
+    def foresees_compression(self, running: Sequences[Sequence], load: EngineLoad) -> bool:
+        return load.missing_blocks > 0 or sum(map(self._growth_to_end, running)) > load.available_blocks
 
     def select(self, decoding: Sequences[Sequence], load: EngineLoad) -> list[Candidate]:
         urgent = sum(map(self._fills_block, decoding)) - load.available_blocks
@@ -201,7 +218,8 @@ class PressurePolicy(CompressionPolicy):
 
     def eligible(self, decoding: Sequences[Sequence]) -> list[Candidate]:
         """All that is complete: while blocks lasted, more than one window of a sequence may have filled up."""
-        regions = ((seq, self.regions_of(seq).complete(seq.cached_length, seq.uncompressed_tail)) for seq in decoding)
+        scored = [seq for seq in decoding if seq.is_scored] if self.observes_scores else decoding
+        regions = ((seq, self.regions_of(seq).complete(seq.cached_length, seq.uncompressed_tail)) for seq in scored)
         return [(seq, region) for seq, region in regions if region is not None]
 
     def _enough(self, jobs: list[Candidate], needed: int, urgent: int, tokens: int) -> list[Candidate]:
@@ -234,6 +252,11 @@ class PressurePolicy(CompressionPolicy):
         """Blocks that a sequence adds within `period` steps."""
         pairs = seq.cached_length + min(self.config.period, self._remaining(seq))
         return max(0, -(-pairs // self.regions.block_size) - len(seq.block_table))
+
+    def _growth_to_end(self, seq: Sequence) -> int:
+        """Blocks that a sequence and its completions add if all of them get as long as they may."""
+        pairs = seq.cached_length + seq.max_length - 1 - seq.logical_length  # the last token is never stored
+        return (1 + seq.forks_pending) * -(-pairs // self.regions.block_size) - len(seq.block_table)
 
     def _fills_block(self, seq: Sequence) -> bool:
         return seq.cached_length == len(seq.block_table) * self.regions.block_size

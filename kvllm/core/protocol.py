@@ -1,8 +1,9 @@
 """StepPlan and StepResult: all that the core and its workers exchange.
 
 A plan holds what has changed since the last one, so its size follows the batch and not the context. Every rank receives
-the same bytes and executes the parts in this order: `reset`, `dropped_seq_ids`, `new_seqs`, `compressions`, `copies`,
-then `scheduled`. Compressions come before the forward pass, so the blocks that they empty may already be used by it.
+the same bytes and executes the parts in this order: `reset`, `dropped_seq_ids`, `new_seqs`, `scored`, `compressions`,
+`copies`, then `scheduled`. Compressions come before the forward pass, so the blocks that they empty may already be used
+by it.
 """
 
 from __future__ import annotations
@@ -84,6 +85,14 @@ class CompressionJob(Struct, array_like=True, frozen=True):
         return self.num_windows * (self.size - self.retain)
 
 
+class ScoringStart(Struct, array_like=True, frozen=True):
+    """Scores of a sequence's KV pairs are added up from this step on, in windows of which the first begins at the KV
+    pair `kv_index`. Until then nothing of the sequence is scored."""
+
+    seq_id: int
+    kv_index: int
+
+
 class BlockCopy(Struct, array_like=True, frozen=True):
     """Copy on write: block `index` of a sequence's table becomes `destination`, a copy of what it was."""
 
@@ -97,6 +106,7 @@ class StepPlan(Struct, array_like=True):
 
     dropped_seq_ids: list[int] = []
     new_seqs: list[SequenceStart] = []
+    scored: list[ScoringStart] = []
     compressions: list[CompressionJob] = []
     copies: list[BlockCopy] = []
     scheduled: list[ScheduledSequence] = []
@@ -137,7 +147,8 @@ class StepResult(Struct, array_like=True):
     """tokens: one for each scheduled sequence that samples, in plan order, each followed by those of its forks.
 
     event_bytes: the most that compressing held at once beside the activations of its pass, which are those of a prefill
-        chunk of as many query tokens: the queries of a layer, its gathered keys, and the offsets kept so far.
+        chunk of as many query tokens: the queries of a layer, the gathered keys and values of as many layers as are
+        selected from at once, and the offsets kept so far.
     prompts: of the sequences that asked for it, what the step has found.
     """
 

@@ -39,6 +39,7 @@ class Sequence:
     cached_length: KV pairs in the cache; less than `logical_length` once a window was compressed.
     uncompressed_tail: KV pairs at the end of the cache that no compression has ever covered and that one may cover.
     carried_tail: how many of those were there already at the last compression.
+    is_scored: whether the workers add up scores of its KV pairs.
     compressions: the regions of the cache that were compressed, oldest first, each as it was before.
     """
 
@@ -54,6 +55,7 @@ class Sequence:
         "has_ended",
         "hashed_blocks",
         "index",
+        "is_scored",
         "known_tokens",
         "last_token_time",
         "logical_length",
@@ -124,6 +126,7 @@ class Sequence:
         self.uncompressed_tail = 0
         self.carried_tail = 0
         self.compressions: list[Region] = []
+        self.is_scored = False
         self.hashed_blocks = 0
         self.known_tokens = 0  # tokens that the workers have
         self.last_token_time: float | None = None  # of the token sampled last, if it is running since
@@ -189,6 +192,11 @@ class Sequence:
         if behind > 0:
             self.uncompressed_tail += behind if behind < num_tokens else num_tokens
 
+    def scored(self) -> None:
+        """Scores are added up from now on. KV pairs that are there already have none, and stay as a prompt's do."""
+        self.is_scored = True
+        self.uncompressed_tail = 0
+
     def compacted(self, region: Region, uncompressed_tail: int) -> None:
         """A region of the cache was compressed; `uncompressed_tail` KV pairs were behind its last window."""
         self.cached_length -= region.dropped
@@ -220,6 +228,7 @@ class Sequence:
         child.cached_length = self.cached_length
         child.uncompressed_tail = self.uncompressed_tail
         child.carried_tail = self.carried_tail
+        child.is_scored = self.is_scored
         child.compressions = list(self.compressions)
         child.known_tokens = self.known_tokens
         child.cache_hits = self.cache_hits

@@ -40,14 +40,18 @@ class SimulatedExecutor(Executor):
         self.compression = config.active_compression
         self.seconds = SimulatedSeconds()
         self.cached: dict[int, int] = {}  # KV pairs in the cache, by sequence
+        self.scored = set[int]()  # sequences whose scores are added up
 
     def execute(self, plan: StepPlan) -> StepResult:
         if plan.reset:
             self.cached.clear()
+            self.scored.clear()
         for seq_id in plan.dropped_seq_ids:
             del self.cached[seq_id]
+            self.scored.discard(seq_id)
         for start in plan.new_seqs:
             self.cached[start.seq_id] = start.cached_length
+        self.scored.update(start.seq_id for start in plan.scored)
         if plan.compressions and self.compression:
             self._compress([job for job in plan.compressions if job.destinations], self.compression)
             for job in plan.compressions:
@@ -61,9 +65,9 @@ class SimulatedExecutor(Executor):
 
     def _forward(self, plan: StepPlan) -> int:
         """The model's pass over the scheduled query tokens. Returns how many tokens it samples."""
-        cached = self.cached
+        cached, observed = self.cached, self.scored
         prefill = QueryBatch()
-        decoding = visible = samples = 0
+        decoding = visible = samples = scored = 0
         for item in plan.scheduled:
             before = cached[item.seq_id]
             cached[item.seq_id] = before + item.num_tokens
@@ -71,16 +75,19 @@ class SimulatedExecutor(Executor):
             if item.num_tokens == 1:  # nearly every token of a run passes here
                 decoding += 1
                 visible += before + 1
+                scored += item.seq_id in observed
             else:
                 prefill.add(item.num_tokens, before)
             for fork in item.forks:
                 cached[fork.seq_id] = before + item.num_tokens
+                if item.seq_id in observed:
+                    observed.add(fork.seq_id)
                 samples += 1
         decode, filling = self.cost.forward(QueryBatch(decoding, decoding, visible, visible), prefill, samples)
         self.seconds.decode += decode
-        if decoding and self.compression and self.compression.observes_scores:
+        if scored and self.compression:
             half_of_window = self.compression.window_blocks * self.config.block_size // 2  # scored in the mean
-            self.seconds.decode += self.cost.observe(decoding * half_of_window)
+            self.seconds.decode += self.cost.observe(scored * half_of_window)
         self.seconds.prefill += filling
         return samples
 

@@ -147,6 +147,8 @@ class InputPreparer:
             inputs = self._begin(states, num_tokens, shape)
         inputs.add_new_blocks(self.tables)
         inputs.complete(self.tables)
+        if inputs.tensors.window_start is not None and self.window_start is not None:
+            _write(inputs.tensors.window_start, self.window_start[inputs.table_slots], spare=np.iinfo(np.int32).max)
         self._rooms.reverse()
         return inputs.tensors
 
@@ -156,9 +158,6 @@ class InputPreparer:
 
     def _begin(self, states: list[SequenceState], num_tokens: list[int], shape: InputShape) -> _PartialInputs:
         tensors = self._rooms[0].of(shape, pinned=self.device.type == "cuda")
-        if tensors.window_start is not None and self.window_start is not None:
-            starts = self.window_start[[state.table_slot for state in states]]
-            _write(tensors.window_start, starts, spare=np.iinfo(np.int32).max)
         return _PartialInputs.of(states, num_tokens, tensors, self.tables, self.ragged)
 
 

@@ -131,6 +131,9 @@ class ModelRunner:
             self._reported.discard(seq_id)
         for start in plan.new_seqs:
             self._start(start)
+        for start in plan.scored:
+            if self.observed:
+                self.observed.start(self.states[start.seq_id].table_slot, start.kv_index)
         graphs = self.graphs if all(item.num_tokens == 1 for item in plan.scheduled) else None
         clock, event_bytes = PhaseClock(self.device), 0
         if plan.compressions and self.compressor:
@@ -168,8 +171,6 @@ class ModelRunner:
             cached_length=start.cached_length,
             sample_row=row,
         )
-        if self.observed:
-            self.observed.start(self.states[start.seq_id].table_slot, start.prompt_length, start.sampling)
 
     def _sample_row(self, params: SamplingParams, seed: int, prompt: list[int], output: list[int]) -> SampleRow:
         rule = params.structured_outputs
@@ -178,7 +179,7 @@ class ModelRunner:
 
     def _acquire_slot(self) -> int:
         table_slot = self.tables.acquire()
-        for table in (self.ragged, self.mass):
+        for table in (self.ragged, self.mass, self.observed):
             if table:
                 table.clear(table_slot)
         return table_slot

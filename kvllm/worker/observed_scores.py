@@ -19,7 +19,6 @@ from kvllm.core.protocol import CompressionJob
 from kvllm.core.regions import Windows, make_regions
 from kvllm.kvcache.cache import PagedKVCache
 from kvllm.kvcache.ops.base import KVOperations
-from kvllm.sampling_params import SamplingParams
 from kvllm.worker.transfer import to_device
 
 NEVER = np.iinfo(np.int32).max
@@ -37,7 +36,7 @@ class ObservedScores:
     """Where the scored windows of each running sequence begin, and their scores in a cache.
 
     window_start: int32 `[num_slots]`, on the host: the first KV pair of each sequence's earliest window; NEVER for one
-        that is not compressed.
+        that is not scored.
     """
 
     def __init__(self, cache: PagedKVCache, config: CompressionConfig, num_slots: int) -> None:
@@ -47,17 +46,17 @@ class ObservedScores:
         self.windows = score_windows(config, self.block_size)
         self.window_start = np.full(num_slots, NEVER, dtype=np.int32)
 
-    def start(self, table_slot: int, prompt_length: int, sampling: SamplingParams) -> None:
-        """Windows of a new sequence begin at the first whole block of its output."""
-        self.window_start[table_slot] = self._next_block(prompt_length) if sampling.compress else NEVER
+    def clear(self, table_slot: int) -> None:
+        self.window_start[table_slot] = NEVER
+
+    def start(self, table_slot: int, kv_index: int) -> None:
+        """Windows from KV pair `kv_index` on are scored."""
+        self.window_start[table_slot] = kv_index
 
     def advance(self, table_slot: int, job: CompressionJob) -> None:
         """A job's windows are compressed: the next ones begin at the first whole block of what is left uncompressed."""
         end = job.first_block * self.block_size + job.num_windows * job.stride
-        self.window_start[table_slot] = self._next_block(end - job.dropped)
-
-    def _next_block(self, kv_index: int) -> int:
-        return -(-kv_index // self.block_size) * self.block_size
+        self.window_start[table_slot] = -(-(end - job.dropped) // self.block_size) * self.block_size
 
     def of_windows(self, layer: int, tables: torch.Tensor) -> torch.Tensor:
         """Scores of windows that begin in the first of their blocks: `[S, kv_heads, num_scored]`.

@@ -137,7 +137,7 @@ def configs(draw) -> EngineConfig:
         retain = draw(st.integers(1, window))
         buffer = draw(st.integers(0, min(retain, window - 1)))
         compression = CompressionConfig(
-            method=draw(st.sampled_from(["kara", "sliding_window"])),
+            method=draw(st.sampled_from(["kara", "kara_sharp", "sliding_window"])),
             policy=policy,
             period=draw(st.integers(1, 6)),
             max_sequences=draw(st.integers(1, 3)),

@@ -26,6 +26,7 @@ class LiteralSequence:
         self.table: list[int] = []
         self.logical = cached
         self.cached = cached
+        self.first_scored: int | None = None  # a position; none before it has a score
 
     def entry(self, position: int) -> Entry:
         digest = 0
@@ -63,6 +64,11 @@ class LiteralWorker:
             self.sequences[start.seq_id] = LiteralSequence(
                 start.token_ids, start.prompt_length, start.cached_length, start.sampling
             )
+        for start in plan.scored:
+            seq = self.sequences[start.seq_id]
+            assert start.kv_index % self.config.block_size == 0 and start.kv_index >= seq.cached == seq.logical
+            assert seq.first_scored is None and self.compression.observes_scores
+            seq.first_scored = start.kv_index
         assert len({job.seq_id for job in plan.compressions}) == len(plan.compressions)
         for job in plan.compressions:
             self._compress(self.sequences[job.seq_id], job)
@@ -96,6 +102,8 @@ class LiteralWorker:
             assert [position for position, _ in region] == list(range(start + before, region_end + before)), (
                 "a window holds an entry that was compressed before"
             )
+            if config.observes_scores:
+                assert seq.first_scored is not None and region[0][0] >= seq.first_scored, "it has no scores"
             if not config.compress_prompt:
                 assert region[0][0] >= seq.prompt_length, "the prompt is protected"
         sources = seq.table[job.first_block : job.first_block + job.region_blocks]
@@ -138,6 +146,7 @@ class LiteralWorker:
                 child = LiteralSequence(list(seq.tokens), seq.prompt_length, seq.cached, seq.sampling)
                 child.logical = seq.logical
                 child.table = list(seq.table)
+                child.first_scored = seq.first_scored
                 assert fork.seq_id not in self.sequences
                 self.sequences[fork.seq_id] = child
                 tokens.append(self._sample(fork.seq_id, child))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,6 +11,7 @@ from kvllm.kvcache.cache import CacheShape
 from kvllm.sampling_params import SamplingParams
 from kvllm.worker.attention_state import RaggedLengths
 from kvllm.worker.inputs import InputPreparer, InputShape, StepInputs
+from kvllm.worker.observed_scores import NEVER
 from kvllm.worker.sampler import SampleRow
 from kvllm.worker.state import BlockTables, SequenceState
 from tests.helpers.examples import examples
@@ -24,7 +26,10 @@ class Worker:
     def __init__(self) -> None:
         self.tables = BlockTables(MAX_SEQS, MAX_BLOCKS, BLOCK_SIZE)
         self.ragged = RaggedLengths(CacheShape(2, 3, 8, BLOCK_SIZE, torch.float32), MAX_SEQS, CPU)
-        self.ahead, self.fresh = (InputPreparer(self.tables, self.ragged, True, CPU) for _ in range(2))
+        self.window_start = np.full(MAX_SEQS, NEVER, dtype=np.int32)
+        self.ahead, self.fresh = (
+            InputPreparer(self.tables, self.ragged, True, CPU, self.window_start) for _ in range(2)
+        )
         self.states: list[SequenceState] = []
         self.next_block = 0
 
@@ -56,7 +61,9 @@ def fields(inputs: StepInputs) -> dict[str, list]:
     return {name: getattr(inputs, name).tolist() for name, *_ in inputs.shape.layout()}
 
 
-EVENTS = ("another batch", "a chunk", "more room", "other blocks", "a longer cache", "a compression")
+EVENTS = (
+    "another batch", "a chunk", "more room", "other blocks", "a longer cache", "a compression", "scores are added up",
+)  # fmt: skip
 
 
 @settings(max_examples=examples(600))
@@ -83,6 +90,8 @@ def test_what_was_prepared_ahead_never_shows(events: list[tuple[str, int]]) -> N
             case "a longer cache":
                 worker.grow(state, 2)
                 state.cached_length += 1
+            case "scores are added up":
+                worker.window_start[state.table_slot] = state.cached_length
             case "a compression" if state.cached_length > 2 * BLOCK_SIZE:
                 worker.compress(state)
         for each, count in zip(batch, num_tokens, strict=True):
@@ -109,6 +118,7 @@ def test_inputs_written_out() -> None:
     first.token_ids += [50]
     first.logical_length, first.cached_length = 9, 5  # four pairs are gone
     worker.ragged.set([first.table_slot], [1], torch.tensor([[[3, 0, 1]], [[2, 2, 3]]]), [3])
+    worker.window_start[first.table_slot] = 4
     worker.tables.append(second, [2])
     second.logical_length = second.cached_length = 0
     inputs = worker.ahead.prepare([second, first], [3, 1], worker.ahead.shape(5, 3, 4))
@@ -122,6 +132,7 @@ def test_inputs_written_out() -> None:
         "packed_len": [0, 4, 0],
         "head_lengths": [[[0, 0, 0], [4, 1, 2], [0, 0, 0]], [[0, 0, 0], [3, 3, 4], [0, 0, 0]]],
         "table_slots": [second.table_slot, first.table_slot, MAX_SEQS],
+        "window_start": [NEVER, 4, NEVER],
     }
     assert inputs.memory.numel() == inputs.shape.num_bytes
     assert all(begin % 64 == 0 for *_, begin, _ in inputs.shape.layout())

@@ -38,12 +38,12 @@ from tests.helpers.recorder import assert_dense
 
 THRESHOLD_METHODS = [name for name, spec in SPECS.items() if not spec.refusal("threshold")]
 POLICIES = ("threshold", "periodic", "pressure", "standalone")
-UNDER_EVERY_POLICY = ("kara", "h2o")
+UNDER_EVERY_POLICY = ("kara", "h2o", "expected_attention_calibrated")
 
 
 def cases(*policies: str) -> pytest.MarkDecorator:
     """Every method under every one of these policies that it allows. By default each method is run under the first of
-    them, and two methods under all."""
+    them, and some under all."""
     found = []
     for name, spec in SPECS.items():
         allowed = [policy for policy in policies if not spec.refusal(policy)]
@@ -127,6 +127,25 @@ def test_requests_with_compression_settings_of_their_own(
     ]
     usual = config.retained(block_size)
     assert retained == [set(), {own["retain_blocks"] * block_size if own else usual}, {usual}]
+
+
+@pytest.mark.parametrize("method", ["kara_causal", "kara_sharp"])
+def test_what_was_stored_before_scores_were_added_up_stays(
+    checkpoint: Path, decoder: DenseDecoder, method: str
+) -> None:
+    """One sequence has room for all of its output, until others come."""
+    llm, recorder = make_llm(checkpoint, compression_config(method, "pressure"), num_gpu_blocks_override=26)
+    prompts = random_token_ids(20, 9, 3)
+    llm.llm_engine.add_request("oldest", prompts[0], greedy(150))
+    for _ in range(40):
+        step(llm)
+    oldest = recorder.alive[0]
+    stored = oldest.length
+    run(llm, prompts[1:], [greedy(90, 1), greedy(90, 2)])
+    starts = {event.start for event in recorder.events if event.text is oldest}
+    assert min(starts) == -(-stored // BLOCK_SIZE) * BLOCK_SIZE
+    assert_as_expected(decoder, llm)
+    assert_stats(llm)
 
 
 @cases("periodic", "standalone")

@@ -74,6 +74,22 @@ def test_no_query_is_recomputed(checkpoint: Path) -> None:
     assert llm.stats().compression_events > 0
 
 
+@pytest.mark.parametrize("missing_blocks", [0, 1])
+def test_nothing_is_scored_while_there_is_room_for_all(checkpoint: Path, missing_blocks: int) -> None:
+    """By pressure nothing is compressed then, and scores would be added up for nothing. Outputs fill 7 and 9 blocks."""
+    compression = sharp(policy="pressure", window_blocks=3, period=8)
+    llm = make_llm(checkpoint, compression=compression, num_gpu_blocks_override=16 - missing_blocks, max_model_len=130)
+    scores = llm.llm_engine.executor.runner.cache.scores
+    assert scores is not None
+    scores.fill_(torch.nan)
+    prompts = random_prompts(256, (21, 40))
+    found = tokens(llm, prompts, greedy(90))
+    assert bool(scores.isnan().all()) == (missing_blocks == 0)
+    if not missing_blocks:
+        assert llm.stats().compression_events == 0
+        assert found == tokens(make_llm(checkpoint), prompts, greedy(90))
+
+
 @pytest.mark.parametrize("windows", WINDOWS)
 def test_batch_mates_do_not_change_tokens(checkpoint: Path, windows: str) -> None:
     block_size = 1 if windows == "standalone" else 16
