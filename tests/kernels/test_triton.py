@@ -380,6 +380,25 @@ def gated_activation() -> None:
 
 
 @check
+def products_of_experts() -> None:
+    """Experts without rows, with a part of a tile and with several; sizes that no tile divides."""
+    from kvllm.kernels.grouped_linear import grouped_linear
+
+    for counts, depth, width in (((0, 5, 0, 17, 1), 72, 40), ((100, 0, 3), 130, 96), ((0, 0, 0, 1), 16, 70)):
+        ends = torch.tensor(counts).cumsum(0)
+        experts = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+        for dtype, tolerance in ((torch.float32, 2e-6), (torch.float16, 2e-3)):
+            x = randn(len(experts), depth, dtype=dtype)
+            weight = randn(len(counts), width + 3, depth, dtype=dtype, seed=1)[:, :width]
+            bias = randn(len(counts), width, dtype=dtype, seed=2)
+            exact = (weight[experts].double() @ x.double()[:, :, None])[:, :, 0]
+            for added in (None, bias):
+                expected = exact if added is None else exact + added[experts].double()
+                found = grouped_linear(x, weight, added, ends)
+                torch.testing.assert_close(found.double(), expected, atol=30 * tolerance, rtol=tolerance)
+
+
+@check
 def rotation() -> None:
     """With q/k norm and without, 6 query heads and 3 or no KV heads; values behind them stay."""
     from kvllm.kernels import elementwise

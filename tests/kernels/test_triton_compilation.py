@@ -123,6 +123,7 @@ def launch_attention(dtype: torch.dtype, head_dim: int) -> None:
 
 def launch_elementwise(dtype: torch.dtype) -> None:
     from kvllm.kernels import elementwise
+    from kvllm.kernels.grouped_linear import grouped_linear
     from kvllm.kernels.sampling import top_p_bounds
 
     logits = torch.zeros(1, 9)
@@ -131,6 +132,10 @@ def launch_elementwise(dtype: torch.dtype) -> None:
     elementwise.rms_norm(x, weight, 1e-6)
     elementwise.add_rms_norm(x, x, weight, 1e-6)
     elementwise.silu_mul(x)
+    experts, bias = torch.zeros(8, 96, 6144, dtype=dtype), torch.zeros(8, 96, dtype=dtype)
+    for rows in (3, 300):
+        grouped_linear(torch.zeros(rows, 6144, dtype=dtype), experts, bias, torch.zeros(8, dtype=torch.int64))
+        grouped_linear(torch.zeros(rows, 6144, dtype=dtype), experts, None, torch.zeros(8, dtype=torch.int64))
     positions, table = torch.zeros(3, dtype=torch.int64), torch.zeros(9, 128)
     elementwise.rotary(x, positions, table, 32, 8, 128)
     elementwise.rotary(x, positions, table, 32, 8, 128, weight[:128], weight[:128])
