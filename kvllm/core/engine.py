@@ -158,6 +158,10 @@ class LLMEngine:
         """The state of the engine at time.monotonic() = `now`, between two steps."""
         return take_snapshot(self.scheduler, self.outputs.requests, self.stats, now)
 
+    def num_computed(self, seq: Sequence) -> int:
+        """Tokens of a sequence that are computed, those that compression has dropped among them."""
+        return seq.logical_length
+
     @property
     def tokenizer(self) -> Tokenizer | None:
         return self.inputs.tokenizer

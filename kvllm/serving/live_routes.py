@@ -101,7 +101,9 @@ def _is_own(request: Request, sequences: list[_Sequence]) -> bool:
 
 def _read(request_id: str, engine: Engine) -> list[_Sequence]:
     return [
-        _Sequence(seq.index, seq.tenant, seq.prompt_length, seq.token_ids[:], seq.logical_length, seq.compressions[:])
+        _Sequence(
+            seq.index, seq.tenant, seq.prompt_length, seq.token_ids[:], engine.num_computed(seq), seq.compressions[:]
+        )
         for seq in engine.outputs.sequences(request_id)
     ]
 

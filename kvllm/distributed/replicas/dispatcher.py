@@ -128,12 +128,16 @@ class Dispatcher:
             placed = self._placed[replica]
             prompts = [(placed[prompt.seq_id], prompt) for prompt in step.prompts if prompt.seq_id in placed]
             yield self._receive_step(replica, step), prompts
+        for compressed in report.compressed:
+            if seq := self._placed[replica].get(compressed.seq_id):  # else it has ended
+                seq.compressions[compressed.known :] = compressed.regions
 
     def lose(self, replica: int) -> None:
         """A replica is lost: queue again what it had. They keep their tokens, and come before what is younger."""
         lost, self._placed[replica], self._unsent[replica] = self._placed[replica], {}, {}
         for seq_id in sorted(lost):
             del self._replica_of[seq_id]
+            lost[seq_id].compressions.clear()
             self._repay(lost[seq_id])
             self.waiting.requeue(lost[seq_id])
         self.router.lose(replica)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvllm.config import EngineConfig
 from kvllm.core.input_processor import InputProcessor, Prompt
 from kvllm.core.output_processor import OutputProcessor
-from kvllm.core.sequence import Origin
+from kvllm.core.sequence import Origin, Sequence
 from kvllm.core.snapshot import EngineSnapshot
 from kvllm.core.transition import Transition
 from kvllm.distributed.replicas.dispatcher import Dispatcher
@@ -104,6 +104,13 @@ class DataParallelEngine:
     def snapshot(self, now: float) -> EngineSnapshot:
         """See LLMEngine. What replicas tell is a fraction of a second old."""
         return self._snapshots.merge(self.dispatcher, self.outputs.requests, self.stats, now)
+
+    def num_computed(self, seq: Sequence) -> int:
+        """See LLMEngine. Tokens that are computed again count at once, and so does a prompt of which a part was
+        compressed."""
+        if seq.num_generated:
+            return seq.num_tokens - 1
+        return seq.prompt_length if seq.compressions else 0
 
     def close(self) -> None:
         self.inputs.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from kvllm.core.protocol import PromptLogprobs, SampledToken
+from kvllm.core.regions import Region
 from kvllm.core.snapshot import EngineSnapshot
 from kvllm.stats import EngineStats
 
@@ -50,12 +51,22 @@ class Sampled(Struct, array_like=True, frozen=True):
     prompts: list[PromptLogprobs] = []
 
 
+class Compressed(Struct, array_like=True, frozen=True):
+    """What is new of a sequence's compressions: `regions` follow on the first `known` ones, all in the form of
+    `Sequence.compressions`."""
+
+    seq_id: int
+    known: int
+    regions: list[Region]
+
+
 class Report(Struct, array_like=True):
     """All that has happened in a replica since its last report.
 
     room: free blocks, less what the waiting sequences are expected to need.
     busy: whether anything is left to do.
     costs: what tenants were charged in its fair queue, by name.
+    compressed: the sequences whose compressions have changed.
     snapshot: of the engine, a fraction of a second old at most; None if there is no newer one than in the last report.
     progress: a number that changes as long as the replica advances; None if it watches its ranks itself.
     """
@@ -66,4 +77,5 @@ class Report(Struct, array_like=True):
     busy: bool = False
     progress: int | None = None
     costs: dict[str, float] = {}
+    compressed: list[Compressed] = []
     snapshot: EngineSnapshot | None = None

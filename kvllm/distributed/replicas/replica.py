@@ -17,9 +17,10 @@ from ray.util import get_current_placement_group
 from kvllm.core.engine import LLMEngine
 from kvllm.core.engine_loop import EngineLoop
 from kvllm.core.protocol import SampledToken, SequenceStart
+from kvllm.core.regions import Region
 from kvllm.core.sequence import Sequence
 from kvllm.distributed.executor import RayExecutor
-from kvllm.distributed.replicas.messages import Ended, ReplicaReady, ReplicaSpec, Report, Sampled
+from kvllm.distributed.replicas.messages import Compressed, Ended, ReplicaReady, ReplicaSpec, Report, Sampled
 from kvllm.distributed.replicas.router import needed_blocks
 from kvllm.errors import RequestError
 from kvllm.outputs import RequestOutput
@@ -45,6 +46,7 @@ class Reporter:
         self._lock = threading.Lock()
         self._unseen: dict[int, int] = {}  # blocks expected for sequences that the engine has not seen yet
         self._report = Report([], EngineStats(0), engine.config.num_blocks)
+        self._told: dict[int, tuple[list[Region], int]] = {}  # compressions of a sequence, and how many were reported
         self._next_snapshot = 0.0
         self._loop = EngineLoop(engine, self._collect)
 
@@ -113,6 +115,7 @@ class Reporter:
             self._report.stats.add(engine.stats.take())
             self._report.room = self._room()
             self._add_costs(engine.scheduler.waiting.take_costs())
+            self._report.compressed += self._compressed()
             self._add_snapshot(time.monotonic())
 
     def _add_costs(self, costs: dict[str, float]) -> None:
@@ -131,6 +134,19 @@ class Reporter:
         waiting = scheduler.waiting.values()
         needed = (needed_blocks(seq.num_tokens, 1 + seq.forks_pending, block_size) for seq in waiting)
         return scheduler.blocks.num_available - sum(needed)
+
+    def _compressed(self) -> list[Compressed]:
+        """What is new of compressions since the last call. A sequence that is preempted begins a new list."""
+        now = {_global_id(seq): seq.compressions for seq in self.engine.scheduler.running if seq.compressions}
+        found = [Compressed(seq_id, 0, []) for seq_id in self._told if seq_id not in now]
+        for seq_id, regions in now.items():
+            before, known = self._told.get(seq_id, (regions, 0))
+            if before is not regions:
+                known = 0
+            if len(regions) > known:
+                found.append(Compressed(seq_id, known, regions[known:]))
+        self._told = {seq_id: (regions, len(regions)) for seq_id, regions in now.items()}
+        return found
 
 
 def _ended(seq: Sequence) -> Ended:
