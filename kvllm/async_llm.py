@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable
 from concurrent.futures import Future
@@ -53,7 +54,8 @@ class AsyncLLM:
         self._engine = engine
         self._streams: dict[str, OutputStream] = {}
         self._searches: dict[str, BeamSearch] = {}
-        self._held: dict[OutputStream, None] = {}  # streams with news that their readers were not told; a set in order
+        self._unread: set[str] = set()  # requests of whose output nothing was published
+        self._last_round = -math.inf
         self._stats = copy(engine.stats)
         self._is_shut_down = False
         self._loop = EngineLoop(engine, self._publish, self._fail_all)
@@ -99,7 +101,7 @@ class AsyncLLM:
             if sampling_params.structured_outputs is not None:  # the engine's thread then finds it compiled
                 await asyncio.to_thread(self._engine.inputs.check_grammar, sampling_params)
             options = {"priority": priority, "tenant": tenant, "cache_salt": cache_salt}
-            self._loop.submit(partial(_add, stream, request_id, prompt, sampling_params, options))
+            self._loop.submit(partial(self._add, stream, request_id, prompt, sampling_params, options))
             await self.check_health()  # nobody reads orders behind a failure
             while not finished:
                 delta = await stream.take()
@@ -108,7 +110,7 @@ class AsyncLLM:
         finally:
             del self._streams[request_id]
             if not finished and stream.failure is None:
-                self._loop.submit(lambda engine: engine.abort(request_id))
+                self._loop.submit(partial(self._drop, request_id))
 
     async def beam_search(
         self,
@@ -222,18 +224,42 @@ class AsyncLLM:
     # In the engine's thread
 
     def _publish(self, outputs: Iterable[RequestOutput]) -> None:
-        """Tell readers what is new, those whose turn it is: one call for each event loop, however many these are."""
+        """Tell readers what is new: all of them together in rounds, because many deltas one behind the other cost less
+        than as many on their own; and at once those of whom it is the first or last news."""
         self._stats = copy(self._engine.stats)
-        for output in outputs:
-            stream = self._streams.get(output.request_id)
-            if stream is not None and stream.output is output:
-                self._held[stream] = None
         now = time.monotonic()
         hold = min((len(self._streams) - 1) / MOST_DELTAS_PER_SECOND, LONGEST_HOLD)  # a lone reader gets every token
-        due = [stream for stream in self._held if stream.is_due(now - hold)]
-        for stream in due:
-            del self._held[stream]
-        _wake([stream for stream in due if stream.publish(now)])
+        if now - self._last_round >= hold:
+            self._last_round = now
+            told = list(self._streams.values())
+            self._unread.difference_update(output.request_id for output in outputs)
+        else:
+            ends = {output.request_id for output in outputs if output.finished or output.request_id in self._unread}
+            self._unread -= ends
+            told = [stream for request_id in ends if (stream := self._streams.get(request_id))]
+        _wake([stream for stream in told if stream.publish()])
+
+    def _add(
+        self,
+        stream: OutputStream,
+        request_id: str,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        options: dict[str, Any],
+        engine: Engine,
+    ) -> None:
+        """Add a request to the engine, or let its reader raise the refusal."""
+        try:
+            stream.output = engine.add_request(request_id, prompt, sampling_params, stream=False, **options)
+            self._unread.add(request_id)
+        except Exception as error:
+            if stream.fail(error):
+                _wake([stream])
+
+    def _drop(self, request_id: str, engine: Engine) -> None:
+        """Abort a request that nobody reads any more."""
+        self._unread.discard(request_id)
+        engine.abort(request_id)
 
     def _abort(self, request_id: str, engine: Engine) -> None:
         engine.abort(request_id)
@@ -273,22 +299,6 @@ def _add_metrics(metrics: RequestMetrics, of_step: list[RequestMetrics]) -> None
         metrics.scheduled_time, metrics.first_token_time = first.scheduled_time, first.first_token_time
         metrics.num_cached_tokens = first.num_cached_tokens
     metrics.preemptions += sum(each.preemptions for each in of_step)
-
-
-def _add(
-    stream: OutputStream,
-    request_id: str,
-    prompt: Prompt,
-    sampling_params: SamplingParams,
-    options: dict[str, Any],
-    engine: Engine,
-) -> None:
-    """Add a request to the engine, or let its reader raise the refusal."""
-    try:
-        stream.output = engine.add_request(request_id, prompt, sampling_params, stream=False, **options)
-    except Exception as error:
-        if stream.fail(error):
-            _wake([stream])
 
 
 def _look(found: Future[T], look: Callable[[Engine], T], engine: Engine) -> None:

@@ -25,6 +25,8 @@ def check_types(options: Struct) -> None:
     """Structs accept anything when constructed by hand: hold each field against its annotation, and store its type."""
     for field in _fields(type(options)):
         value = getattr(options, field.name)
+        if value is field.default:  # most fields of most requests
+            continue
         try:
             msgspec.structs.force_setattr(options, field.name, msgspec.convert(value, field.type))
         except msgspec.ValidationError as error:

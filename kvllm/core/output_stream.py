@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvllm.outputs import CompletionOutput, FinishReason, RequestOutput
@@ -36,26 +35,20 @@ class OutputStream:
         self._sampling = sampling
         self.failure: BaseException | None = None
         self._published: _Published | None = None
-        self._published_time = -math.inf
         self._readers: list[_CompletionReader] = []
         self._news = asyncio.Event()
 
     # In the engine's thread
 
-    def is_due(self, before: float) -> bool:
-        """Whether the reader is to be told now: of the first and last news at once, of others if it was last told
-        before this time."""
-        return self._published_time <= before or (self.output is not None and self.output.finished)
-
-    def publish(self, now: float) -> bool:
-        """Let the reader see the output as it is now. Returns whether it must be woken for that.
-
-        now: seconds, by the clock that `is_due` is asked with.
-        """
+    def publish(self) -> bool:
+        """Let the reader see the output as it is now. Returns whether it must be woken for that."""
         output = self.output
-        assert output is not None
-        self._published_time = now
-        self._published = _Published([_progress(completion) for completion in output.outputs], output.finished)
+        if output is None or not (output.finished or output.metrics.first_token_time):  # nothing is there yet
+            return False
+        published = _Published([_progress(completion) for completion in output.outputs], output.finished)
+        if published == self._published:
+            return False
+        self._published = published
         return self._announce()
 
     def fail(self, failure: BaseException) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -128,7 +127,7 @@ class Generation:
     async def _run(self, index: int) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         origin, llm = self._origin, self._state.llm
         prompt: Prompt = {"prompt_token_ids": self.prompts[index].token_ids}
-        request_id = f"{origin.request_id}-{index}-{uuid.uuid4().hex[:8]}"
+        request_id = f"{origin.request_id}-{index}-{next(self._state.numbers)}"
         options: Any = {"priority": origin.priority, "tenant": origin.tenant, "cache_salt": origin.cache_salt}
         self._state.running.add(request_id)
         try:

@@ -77,6 +77,7 @@ async def _serve(state: ServerState, address: Address, bound: socket.socket | No
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,
         backlog=BACKLOG,
         timeout_graceful_shutdown=int(ABORT_SECONDS),
         **address.ssl,

@@ -71,57 +71,60 @@ class EventStream:
         self._done = done
         self._failure = failure
         self._has_begun = False
-        self._is_silent = True  # since the last look of `_keep_alive`
+        self._beginning = asyncio.Lock()
+        self._is_silent = True  # since the last look of `_break_silence`
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        pump, gone = asyncio.ensure_future(self._pump(send)), asyncio.ensure_future(_disconnected(receive))
-        comments = asyncio.ensure_future(self._keep_alive(send))
+        task = asyncio.current_task()
+        assert task is not None
+        gone, silence = asyncio.ensure_future(_disconnected(receive)), asyncio.ensure_future(self._break_silence(send))
+        end_task = lambda _: task.cancel()  # noqa: E731
+        gone.add_done_callback(end_task)
         try:
-            await asyncio.wait((pump, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not pump.done():
-                raise ClientGone
-            pump.result()
+            await self._send_events(send)
+        except asyncio.CancelledError:
+            if not gone.done():
+                raise
+            task.uncancel()
+            raise ClientGone from None
         finally:
-            for task in (gone, comments, pump):
-                await _cancel(task)
+            gone.remove_done_callback(end_task)
+            gone.cancel()
+            silence.cancel()
             await self._events.aclose()
 
-    async def _pump(self, send: Send) -> None:
-        first = asyncio.ensure_future(_first(self._events))
+    async def _send_events(self, send: Send) -> None:
         try:
-            await asyncio.wait((first,), timeout=FIRST_EVENT_SECONDS)
-            if first.done():
-                first.result()  # raises
-            await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
-            self._has_begun = True
-            await self._send_events(send, first)
-        finally:
-            await _cancel(first)
-
-    async def _send_events(self, send: Send, first: asyncio.Future[bytes]) -> None:
-        try:
-            await self._send(send, await first)
             async for data in self._events:
                 await self._send(send, data)
         except Exception as error:
+            if not self._has_begun:
+                raise
             await self._send(send, self._failure(as_api_error(error)))
         await self._send(send, self._done, more=False)
 
-    async def _keep_alive(self, send: Send) -> None:
+    async def _break_silence(self, send: Send) -> None:
+        """Send the headers if the first event is late, and comments between events that come late."""
+        await asyncio.sleep(FIRST_EVENT_SECONDS)
+        await self._begin(send)
         while True:
             self._is_silent = True
             await asyncio.sleep(KEEP_ALIVE_SECONDS)
-            if self._has_begun and self._is_silent:
+            if self._is_silent:
                 await self._send(send, KEEP_ALIVE)
+
+    async def _begin(self, send: Send) -> None:
+        """Send the headers, unless that was done. Two may want to at once."""
+        async with self._beginning:
+            if not self._has_begun:
+                await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+                self._has_begun = True
 
     async def _send(self, send: Send, data: bytes, more: bool = True) -> None:
         self._is_silent = False
+        if not self._has_begun:
+            await self._begin(send)
         await send({"type": "http.response.body", "body": data, "more_body": more})
-
-
-async def _first(events: AsyncGenerator[bytes, None]) -> bytes:
-    """The first event; there is always one."""
-    return await anext(events)
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -54,7 +55,7 @@ class ServerState:
     """The engine and all that belongs to it. Used on the event loop alone.
 
     llm: the engine that runs now.
-    running: ids of the engine's requests.
+    running: ids of the engine's requests. numbers: what makes these ids differ, whatever clients call their requests.
     live: what the live page shows.
     """
 
@@ -63,6 +64,7 @@ class ServerState:
         self.options = options
         self.llm = llm
         self.running: set[str] = set()
+        self.numbers = itertools.count()
         self.requests = 0  # to routes that generate, which have no answer yet
         self.created = int(time.time())
         self.live = LiveFeed()
