@@ -14,8 +14,10 @@ from benchmarks.common.limits import CPULimits
 from benchmarks.common.shapes import SHAPES
 from kvllm.attention.cpu import window_arguments
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
+from kvllm.kvcache.formats import KV_FORMATS
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int8": torch.bfloat16, "int4": torch.bfloat16}
+"""That of queries, by the dtype of the cache."""
 CACHE_BYTES = 256 << 20
 CALLS = 30
 """Layers that one measurement goes through; the fastest counts, because others disturb most calls of a busy machine."""
@@ -39,8 +41,12 @@ class AttentionCase(msgspec.Struct, frozen=True, tag=True):
     @property
     def bytes(self) -> int:
         """Keys and values that one call reads."""
+        return self.batch * self.context * self.cache_shape(1).bytes_per_block // self.block_size
+
+    def cache_shape(self, layers: int) -> CacheShape:
         _, kv_heads, head_dim = self.heads
-        return 2 * self.batch * self.context * kv_heads * head_dim * DTYPES[self.dtype].itemsize
+        kv_format = KV_FORMATS.get(self.dtype)
+        return CacheShape(layers, kv_heads, head_dim, self.block_size, DTYPES[self.dtype], kv_format=kv_format)
 
     def labels(self) -> list[str]:
         return [f"{self.shape} {self.dtype}, blocks of {self.block_size}", str(self.batch), str(self.context)]
@@ -58,14 +64,13 @@ class Decode:
 
     def __init__(self, case: AttentionCase) -> None:
         self.case = case
-        query_heads, kv_heads, head_dim = case.heads
+        query_heads, _, head_dim = case.heads
         dtype = DTYPES[case.dtype]
         width = -(-case.context // case.block_size)
         blocks = case.batch * width
-        layer = CacheShape(1, kv_heads, head_dim, case.block_size, dtype)
-        self.layers = max(2, CACHE_BYTES // (blocks * layer.bytes_per_block))
-        self.cache = PagedKVCache(CacheShape(self.layers, kv_heads, head_dim, case.block_size, dtype), blocks)
-        self.cache.data.uniform_(-1, 1)
+        self.layers = max(2, CACHE_BYTES // (blocks * case.cache_shape(1).bytes_per_block))
+        self.cache = PagedKVCache(case.cache_shape(self.layers), blocks)
+        self._fill()
         generator = torch.Generator().manual_seed(0)
         self.queries = torch.rand(case.batch, query_heads, head_dim, generator=generator).to(dtype)
         self.query_start_loc = torch.arange(case.batch + 1, dtype=torch.int32)
@@ -74,6 +79,15 @@ class Decode:
         self.scale = head_dim**-0.5
         self.attention = torch.ops.kvllm.paged_attention.default
         self.next_layer = 0
+
+    def _fill(self) -> None:
+        """Numbers between -1 and 1, in every format."""
+        if self.cache.codec is None:
+            self.cache.data.uniform_(-1, 1)
+            return
+        vectors = torch.rand(len(self.cache.parts[0][0, 0]), 1, 1, self.case.heads[2]) * 2 - 1
+        for part, rows in zip(self.cache.parts, self.cache.encode(vectors), strict=True):
+            part.copy_(rows)
 
     def seconds(self) -> float:
         """Seconds of one layer."""

@@ -3,6 +3,7 @@
 
 #include "ops.h"
 #include "score_windows.h"
+#include "store.h"
 
 namespace kvllm {
 namespace {
@@ -121,15 +122,17 @@ struct Run {
   const AttentionPlan& plan;
   const AttentionLayer& layer;
   const Kernels& kernels;
+  const KVKernels& kv_kernels;
 
   // KV pairs begin .. end - 1 of a task, as far as it has them.
   PairRange pairs(const AttentionTask& task, int begin, int end) const {
     const AttentionShape& shape = plan.shape;
-    const int64_t offset = task.kv_head * shape.block_size * shape.head_dim * shape.element_size;
+    const int64_t offset = task.kv_head * shape.head_bytes();
+    const int64_t element_bytes = shape.format == KVFormat::kPlain ? shape.element_size : 1;
     const Evicted gap = evicted(plan, layer.head_lengths, task.sequence, task.kv_head);
     const PagedHead head{static_cast<const char*>(layer.keys) + offset,
                          static_cast<const char*>(layer.values) + offset,
-                         shape.kv_heads * shape.block_size * shape.head_dim,
+                         shape.kv_heads * shape.head_bytes() / element_bytes,
                          plan.batch.block_tables + task.sequence * plan.batch.table_width,
                          static_cast<int>(shape.block_size),
                          shape.head_dim,
@@ -182,8 +185,8 @@ struct Run {
     const QueryTile queries = tile(task, memory + floats + workspace_floats());
     const bool more = i + stride < static_cast<int64_t>(plan.tasks.size());
     const PairRange following = pairs_of_task(more ? i + stride : i);
-    kernels.attend(pairs_of_task(i), more ? &following : nullptr, queries, layer.scale, memory + floats, total);
-    kernels.finish(queries, plan.shape.head_dim, total);
+    kv_kernels.attend(pairs_of_task(i), more ? &following : nullptr, queries, layer.scale, memory + floats, total);
+    kv_kernels.finish(queries, plan.shape.head_dim, total);
     add_scores(plan, task, layer, kernels, queries);
   }
 
@@ -195,8 +198,8 @@ struct Run {
     const AttentionTask& task = plan.tasks[piece.task];
     const bool more = i + stride < static_cast<int64_t>(plan.pieces.size());
     const PairRange following = pairs_of_piece(more ? i + stride : i);
-    kernels.attend(pairs_of_piece(i), more ? &following : nullptr, tile(task, kept_scores(piece.task)), layer.scale,
-                   scratch(workspace_floats()), partial(task, plan.partials.data() + piece.offset));
+    kv_kernels.attend(pairs_of_piece(i), more ? &following : nullptr, tile(task, kept_scores(piece.task)), layer.scale,
+                      scratch(workspace_floats()), partial(task, plan.partials.data() + piece.offset));
   }
 
   // In the order in which attend_task adds segments.
@@ -212,7 +215,7 @@ struct Run {
         kernels.merge(queries.count, plan.shape.head_dim, total, part);
       }
       if (piece.begin + kSegmentPairs < task.num_pairs) continue;
-      kernels.finish(queries, plan.shape.head_dim, total);
+      kv_kernels.finish(queries, plan.shape.head_dim, total);
       add_scores(plan, task, layer, kernels, queries);
     }
   }
@@ -232,7 +235,8 @@ void run_attention(AttentionPlan& plan, const AttentionLayer& layer) {
     plan_work(plan, layer.head_lengths);
   }
   const KernelSet& set = kernel_set();
-  const Run run{plan, layer, plan.shape.element_size == sizeof(float) ? set.float32 : set.bfloat16};
+  const Kernels& kernels = plan.shape.element_size == sizeof(float) ? set.float32 : set.bfloat16;
+  const Run run{plan, layer, kernels, kernels.kv[static_cast<int>(plan.shape.format)]};
   const int64_t tasks = static_cast<int64_t>(plan.tasks.size()), pieces = static_cast<int64_t>(plan.pieces.size());
   if (pieces != 0) plan.kept_scores.resize(tasks * kept_floats(plan));
   const int64_t threads = num_threads();
@@ -284,12 +288,11 @@ Tensor paged_attention(const Tensor& queries, const Tensor& key_cache, const Ten
   check_heads(queries, "queries");
   check_contiguous(key_cache, "key_cache", 4);
   check_contiguous(value_cache, "value_cache", 4);
-  check_dtype(key_cache, "key_cache", queries.scalar_type());
-  check_dtype(value_cache, "value_cache", queries.scalar_type());
+  check_dtype(value_cache, "value_cache", key_cache.scalar_type());
   for (int64_t dim = 0; dim < 4; ++dim) check_size(value_cache, "value_cache", dim, key_cache.size(dim));
   const int64_t num_query_tokens = queries.size(0), query_heads = queries.size(1), head_dim = queries.size(2);
   const int64_t kv_heads = key_cache.size(1), sequences = block_tables.size(0);
-  check_size(key_cache, "key_cache", 3, head_dim);
+  const KVFormat format = check_kv_format(key_cache, "key_cache", head_dim, queries.scalar_type());
   check_attention_tables(query_start_loc, last_kv_index, block_tables, packed_len, num_query_tokens);
   STD_TORCH_CHECK(packed_len.has_value() == head_lengths.has_value(), "packed_len and head_lengths go together");
   if (packed_len) {
@@ -300,7 +303,8 @@ Tensor paged_attention(const Tensor& queries, const Tensor& key_cache, const Ten
   }
 
   Tensor out = empty_like(queries, {num_query_tokens, query_heads, head_dim});
-  const AttentionShape shape{static_cast<int>(queries.element_size()),
+  const AttentionShape shape{format,
+                             static_cast<int>(queries.element_size()),
                              static_cast<int>(query_heads),
                              static_cast<int>(kv_heads),
                              static_cast<int>(head_dim),

@@ -8,7 +8,8 @@
 namespace kvllm {
 
 struct AttentionShape {
-  int element_size;  // 4: float32, 2: bfloat16
+  KVFormat format;
+  int element_size;  // of queries; 4: float32, 2: bfloat16
   int query_heads;
   int kv_heads;
   int head_dim;
@@ -16,6 +17,8 @@ struct AttentionShape {
   int64_t block_size;
 
   int group() const { return query_heads / kv_heads; }
+  // Of one head in one block.
+  int64_t head_bytes() const { return block_size * stored_bytes(format, head_dim, element_size); }
 };
 
 // Windows of a sequence's cache whose KV pairs are scored while queries pass by (kvllm/attention/base.py,
@@ -43,7 +46,7 @@ struct AttentionBatch {
 struct AttentionLayer {
   const void* queries;   // [num_query_tokens, query_heads, head_dim]
   int64_t query_stride;  // elements from a query token to the next
-  const void* keys;      // [num_blocks, kv_heads, block_size, head_dim], as are the values
+  const void* keys;      // [num_blocks, kv_heads, block_size, width], as are the values
   const void* values;
   const int32_t* head_lengths;  // [num_sequences, kv_heads]; null exactly where packed_len is
   float* scores;                // [num_blocks, kv_heads, block_size]; null exactly where there are no windows

@@ -5,7 +5,7 @@
 // the same bits in a decode, in a prefill chunk of any size, and beside any other queries.
 #pragma once
 
-#include "simd.h"
+#include "kv_codes.h"
 
 namespace kvllm {
 namespace {
@@ -49,11 +49,16 @@ struct BFloat16Product {
 #endif
 };
 
-constexpr int minimum(int a, int b) { return a < b ? a : b; }
+// KV pairs in the cache that are vectors of T (QuantizedKV: those that are codes).
+template <class T, class P>
+struct PlainKV {
+  using Element = T;
+  using Product = P;
+};
 
 // Addresses of the KV pairs of a tile.
 template <class T>
-struct TilePairs {
+struct TilePairs : PairScales<T> {
   int start;
   int count;
   const T* keys[kTilePairs];
@@ -68,13 +73,16 @@ struct TilePairs {
       const bool before_evicted = start + i < head.evicted_begin;
       const int place = start + i + (before_evicted ? 0 : head.num_evicted);
       const int slot = place % head.block_size;
-      const int64_t offset =
-          head.block_table[place / head.block_size] * head.block_stride + static_cast<int64_t>(slot) * head.head_dim;
+      const int vector = elements<T>(head.head_dim);
+      const int64_t block = head.block_table[place / head.block_size] * head.block_stride;
+      const int64_t offset = block + static_cast<int64_t>(slot) * vector;
       int block_end = minimum(count, i + head.block_size - slot);
       if (before_evicted) block_end = minimum(block_end, head.evicted_begin - start);
       const T* key = static_cast<const T*>(head.keys) + offset;
       const T* value = static_cast<const T*>(head.values) + offset;
-      for (; i < block_end; ++i, key += head.head_dim, value += head.head_dim) {
+      const int64_t to_scales = static_cast<int64_t>(head.block_size - slot) * vector;
+      this->locate_scales(i, block_end, slot, key + to_scales, value + to_scales);
+      for (; i < block_end; ++i, key += vector, value += vector) {
         keys[i] = key;
         values[i] = value;
       }
@@ -83,17 +91,15 @@ struct TilePairs {
       keys[i] = keys[count - 1];
       values[i] = values[count - 1];
     }
+    this->repeat_scales(count);
   }
 };
 
-// Into the second level: the first has no room for the next tile beside this one, and fetches that wait for memory
-// would fill its few slots and hold up the loads of this tile.
-inline void prefetch(const void* address) { __builtin_prefetch(address, 0, 2); }
-
 template <class T>
 inline void prefetch_vectors(const T* const* vectors, int begin, int end, int head_dim) {
+  const int count = elements<T>(head_dim);
   for (int i = begin; i < end; ++i) {
-    for (int channel = 0; channel < head_dim; channel += kCacheLine / sizeof(T)) prefetch(vectors[i] + channel);
+    for (int element = 0; element < count; element += kCacheLine / sizeof(T)) prefetch(vectors[i] + element);
   }
 }
 
@@ -233,16 +239,17 @@ template <class T, int kRows, int kVectors>
 #pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v) registers[r][v] = load(sums + r * head_dim + channel + v * kLanes);
   }
+  if (is_codes<T> && elements<T>(channel) % kCacheLine != 0) next = nullptr;  // several blocks share a cache line
   for (int pair = begin; pair < end; ++pair) {
     if (next != nullptr) {
 #pragma GCC unroll 16
-      for (int v = 0; v < kVectors; v += kCacheLine / (kLanes * static_cast<int>(sizeof(T)))) {
-        prefetch(next[pair] + channel + v * kLanes);
+      for (int v = 0; v < kVectors; v += kCacheLine / elements<T>(kLanes * static_cast<int>(sizeof(T)))) {
+        prefetch(next[pair] + elements<T>(channel + v * kLanes));
       }
     }
     Vec value[kVectors];
 #pragma GCC unroll 16
-    for (int v = 0; v < kVectors; v += 2) load_two(values[pair] + channel + v * kLanes, value + v);
+    for (int v = 0; v < kVectors; v += 2) load_two(values[pair] + elements<T>(channel + v * kLanes), value + v);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
       const Vec weight = broadcast(weights[r * kTilePairs + pair]);
@@ -276,45 +283,64 @@ template <class T, int kRows>
 void weigh(const float* weights, const T* const* values, int begin, int end, int head_dim, float* sums,
            const T* const* next) {
   int channel = weigh_blocks<T, kRows, vector_block(kRows)>(weights, values, begin, end, 0, head_dim, sums, next);
-  for (; channel < head_dim; channel += kLanes) {
-    const int channels = minimum(kLanes, head_dim - channel);
-    for (int r = 0; r < kRows; ++r) {
-      Vec sum = load_first(channels, sums + r * head_dim + channel);
-      for (int pair = begin; pair < end; ++pair) {
-        const Vec value = load_first(channels, values[pair] + channel);
-        sum = fma(broadcast(weights[r * kTilePairs + pair]), value, sum);
+  if constexpr (!is_codes<T>) {
+    for (; channel < head_dim; channel += kLanes) {
+      const int channels = minimum(kLanes, head_dim - channel);
+      for (int r = 0; r < kRows; ++r) {
+        Vec sum = load_first(channels, sums + r * head_dim + channel);
+        for (int pair = begin; pair < end; ++pair) {
+          const Vec value = load_first(channels, values[pair] + channel);
+          sum = fma(broadcast(weights[r * kTilePairs + pair]), value, sum);
+        }
+        store_first(channels, sums + r * head_dim + channel, sum);
       }
-      store_first(channels, sums + r * head_dim + channel, sum);
     }
   }
 }
 
-// All queries of a tile against one tile of KV pairs after the other.
-template <class T, class Product>
-struct TileAttention {
+// The queries of a tile, and the keys that they are multiplied with.
+template <class T, class KV>
+struct TileScores {
+  using Product = typename KV::Product;
   using Word = typename Product::Word;
 
-  const QueryTile& tile;
-  const int head_dim;
-  const int num_words;
   const float scale;
+  const int num_words;
   const int query_floats;
   float* queries;      // [tile.count, query_floats]
   float* packed_keys;  // [num_words, kTilePairs]
 
-  TileAttention(const QueryTile& tile, int head_dim, float scale, float* workspace)
-      : tile(tile),
-        head_dim(head_dim),
+  TileScores(const QueryTile& tile, int head_dim, float scale, float* workspace)
+      : scale(scale),
         num_words(head_dim / Product::kChannels),
-        scale(scale),
         query_floats(num_words * Product::kFactors),
         queries(workspace),
         packed_keys(workspace + kMaxQueries * head_dim) {
     for (int i = 0; i < tile.count; ++i) unpack_query<Product>(tile.queries[i], head_dim, queries + i * query_floats);
   }
 
+  void pack(const TilePairs<T>& pairs) const { pack_keys<Word>(pairs, num_words, packed_keys); }
+
   template <int kRows>
-  void keep_scores(int first, const TilePairs<T>& pairs, const float* scores) const {
+  void score_queries(int first, int count, const PairParameters<T>&, float* scores, const T* const* next) const {
+    score<Product, kRows>(queries + first * query_floats, packed_keys, num_words, scale, count, scores, next);
+  }
+};
+
+// All queries of a tile against one tile of KV pairs after the other.
+template <class T, class KV>
+struct TileAttention {
+  using Element = typename KV::Element;
+
+  const QueryTile& tile;
+  const int head_dim;
+  const TileScores<T, KV> products;
+
+  TileAttention(const QueryTile& tile, int head_dim, float scale, float* workspace)
+      : tile(tile), head_dim(head_dim), products(tile, head_dim, scale, workspace) {}
+
+  template <int kRows>
+  void keep_scores(int first, const TilePairs<Element>& pairs, const float* scores) const {
     const int begin = tile.kept_begin > pairs.start ? tile.kept_begin - pairs.start : 0;
     for (int r = 0; r < kRows; ++r) {
       float* kept = tile.kept_scores + (first + r) * tile.kept_stride + pairs.start - tile.kept_begin;
@@ -324,42 +350,47 @@ struct TileAttention {
 
   // Queries `first` .. `first + kRows - 1` against the KV pairs whose keys are packed.
   template <int kRows>
-  void attend_queries(int first, const TilePairs<T>& pairs, const TilePairs<T>* next,
-                      const PartialSoftmax& result) const {
+  void attend_queries(int first, const TilePairs<Element>& pairs, const PairParameters<Element>& parameters,
+                      const TilePairs<Element>* next, const PartialSoftmax& result) const {
     float scores[kRows * kTilePairs];
     int valid[kRows];
     float* sums = result.weighted_values + first * head_dim;
-    score<Product, kRows>(queries + first * query_floats, packed_keys, num_words, scale, pairs.count, scores,
-                          next == nullptr ? nullptr : next->values);
+    products.template score_queries<kRows>(first, pairs.count, parameters, scores,
+                                           next == nullptr ? nullptr : next->values);
     if (tile.kept_scores != nullptr) keep_scores<kRows>(first, pairs, scores);
     for (int r = 0; r < kRows; ++r) {
       valid[r] = minimum(pairs.count, tile.last[first + r] + 1 - pairs.start);
       softmax(scores + r * kTilePairs, valid[r], head_dim, result.max[first + r], result.sum[first + r],
               sums + r * head_dim);
+      parameters.apply_to_weights(scores + r * kTilePairs, valid[r], head_dim, sums + r * head_dim);
     }
     // A weight of 0 would not hide a NaN among the values: each query stops at its own last pair.
-    weigh<T, kRows>(scores, pairs.values, 0, valid[0], head_dim, sums, next == nullptr ? nullptr : next->keys);
+    weigh<Element, kRows>(scores, pairs.values, 0, valid[0], head_dim, sums, next == nullptr ? nullptr : next->keys);
     if (next != nullptr) {
       prefetch_vectors(next->keys, valid[0], kTilePairs, head_dim);
       prefetch_vectors(next->values, pairs.count, kTilePairs, head_dim);
     }
     for (int r = 1; r < kRows; ++r) {
       if (valid[r] == valid[0]) continue;
-      weigh<T, 1>(scores + r * kTilePairs, pairs.values, valid[0], valid[r], head_dim, sums + r * head_dim, nullptr);
+      weigh<Element, 1>(scores + r * kTilePairs, pairs.values, valid[0], valid[r], head_dim, sums + r * head_dim,
+                        nullptr);
     }
   }
 
   // `next` is the tile to prefetch, or null.
-  void attend_tile(const TilePairs<T>& pairs, const TilePairs<T>* next, const PartialSoftmax& result) const {
-    pack_keys<Word>(pairs, num_words, packed_keys);
+  void attend_tile(const TilePairs<Element>& pairs, const TilePairs<Element>* next,
+                   const PartialSoftmax& result) const {
+    products.pack(pairs);
+    const PairParameters<Element> parameters(pairs);
+    if (next != nullptr) next->prefetch_scales();
     int first = 0;
     while (tile.last[first] < pairs.start) ++first;
     for (int i = first; i < tile.count; i += kRowBlock, next = nullptr) {
       switch (minimum(kRowBlock, tile.count - i)) {
-        case 4: attend_queries<4>(i, pairs, next, result); break;
-        case 3: attend_queries<3>(i, pairs, next, result); break;
-        case 2: attend_queries<2>(i, pairs, next, result); break;
-        case 1: attend_queries<1>(i, pairs, next, result); break;
+        case 4: attend_queries<4>(i, pairs, parameters, next, result); break;
+        case 3: attend_queries<3>(i, pairs, parameters, next, result); break;
+        case 2: attend_queries<2>(i, pairs, parameters, next, result); break;
+        case 1: attend_queries<1>(i, pairs, parameters, next, result); break;
       }
     }
   }
@@ -391,17 +422,17 @@ inline void merge(int count, int head_dim, const PartialSoftmax& into, const Par
   }
 }
 
-template <class T, class Product>
+template <class T, class KV>
 void attend(const PairRange& range, const PairRange* following, const QueryTile& tile, float scale, float* workspace,
             const PartialSoftmax& result) {
   const PagedHead& head = range.head;
   const int end = minimum(range.end, tile.last[tile.count - 1] + 1);
-  TilePairs<T> tiles[2];
+  TilePairs<typename KV::Element> tiles[2];
   int current = 0;
   tiles[current].locate(head, range.begin, end);
   prefetch_vectors(tiles[current].keys, 0, tiles[current].count, head.head_dim);
   prefetch_vectors(tiles[current].values, 0, tiles[current].count, head.head_dim);
-  const TileAttention<T, Product> attention(tile, head.head_dim, scale, workspace);
+  const TileAttention<T, KV> attention(tile, head.head_dim, scale, workspace);
   float* memory = workspace + (kMaxQueries + kTilePairs) * head.head_dim;
   const PartialSoftmax later{memory, memory + tile.count, memory + 2 * tile.count};
   for (int segment = range.begin; segment < end; segment += kSegmentPairs) {
@@ -409,7 +440,7 @@ void attend(const PairRange& range, const PairRange* following, const QueryTile&
     clear(tile.count, head.head_dim, partial);
     const int segment_end = minimum(end, segment + kSegmentPairs);
     for (int start = segment; start < segment_end; start += kTilePairs) {
-      TilePairs<T>& next = tiles[!current];
+      TilePairs<typename KV::Element>& next = tiles[!current];
       next.locate(head, start + kTilePairs, end);
       if (next.count == 0 && following != nullptr) next.locate(following->head, following->begin, following->end);
       attention.attend_tile(tiles[current], next.count == 0 ? nullptr : &next, partial);
@@ -419,7 +450,7 @@ void attend(const PairRange& range, const PairRange* following, const QueryTile&
   }
 }
 
-template <class T>
+template <class T, class KV>
 void finish(const QueryTile& tile, int head_dim, const PartialSoftmax& total) {
   for (int i = 0; i < tile.count; ++i) {
     const Vec inverse = div(broadcast(1.0f), broadcast(total.sum[i]));
@@ -427,7 +458,8 @@ void finish(const QueryTile& tile, int head_dim, const PartialSoftmax& total) {
     const float* sums = total.weighted_values + i * head_dim;
     int channel = 0;
     for (; channel + 2 * kLanes <= head_dim; channel += 2 * kLanes) {
-      store_two(output + channel, mul(inverse, load(sums + channel)), mul(inverse, load(sums + channel + kLanes)));
+      const Vec first = mul(inverse, load(sums + channel)), second = mul(inverse, load(sums + channel + kLanes));
+      store_two_of<typename KV::Element>(output + channel, first, second);
     }
     for (; channel < head_dim; channel += kLanes) {
       const int channels = minimum(kLanes, head_dim - channel);

@@ -1,4 +1,5 @@
-// Data movement in the paged cache. Keys and values are copied as bytes, whatever their dtype.
+// Data movement in the paged cache. Keys and values are copied as bytes, whatever their dtype; a cache of codes is
+// written by the kernels that quantize.
 #include <cstring>
 #include <utility>
 #include <vector>
@@ -9,10 +10,21 @@
 namespace kvllm {
 namespace {
 
-// `[layers, 2, blocks, kv_heads, block_size, head_dim]`
+// Bytes of the vectors of one head in one block that lie together: `bytes` of each, from `begin` on.
+struct Part {
+  int64_t begin, bytes;
+};
+
+bool is_quantized(const Tensor& cache) {
+  const ScalarType dtype = cache.scalar_type();
+  return dtype == ScalarType::Char || dtype == ScalarType::Byte || dtype == ScalarType::Float8_e4m3fn;
+}
+
+// `[layers, 2, blocks, kv_heads, block_size, width]`
 struct Cache {
   int64_t layers, blocks, heads, block_size, vector_bytes;
   char* data;
+  std::vector<Part> parts;  // of a vector: codes and their scale, or all of it
 
   explicit Cache(const Tensor& tensor) {
     check_contiguous(tensor, "cache", 6);
@@ -23,6 +35,9 @@ struct Cache {
     block_size = tensor.size(4);
     vector_bytes = tensor.size(5) * tensor.element_size();
     data = static_cast<char*>(tensor.mutable_data_ptr());
+    const int64_t codes = vector_bytes - kScaleBytes;
+    parts = is_quantized(tensor) ? std::vector<Part>{{0, codes}, {block_size * codes, kScaleBytes}}
+                                 : std::vector<Part>{{0, vector_bytes}};
   }
 
   int64_t block_bytes() const { return heads * block_size * vector_bytes; }
@@ -30,8 +45,8 @@ struct Cache {
   // Block `block` of keys (plane 2 * layer) or values (plane 2 * layer + 1).
   char* block(int64_t plane, int64_t block) const { return data + (plane * blocks + block) * block_bytes(); }
 
-  char* vector(int64_t plane, int64_t id, int64_t head, int64_t offset) const {
-    return block(plane, id) + (head * block_size + offset) * vector_bytes;
+  char* at(const Part& part, int64_t plane, int64_t id, int64_t head, int64_t offset) const {
+    return block(plane, id) + head * block_size * vector_bytes + part.begin + offset * part.bytes;
   }
 };
 
@@ -89,6 +104,22 @@ std::vector<KeptOffsets> check_kept(const Tensor& kept, const Cache& cache, cons
 
 }  // namespace
 
+KVFormat check_kv_format(const Tensor& cache, const char* name, int64_t head_dim, ScalarType dtype) {
+  const ScalarType stored = cache.scalar_type();
+  const KVFormat format = stored == ScalarType::Char   ? KVFormat::kInt8
+                          : stored == ScalarType::Byte ? KVFormat::kInt4
+                                                       : KVFormat::kPlain;
+  if (format == KVFormat::kPlain) {
+    check_dtype(cache, name, dtype);
+    check_size(cache, name, cache.dim() - 1, head_dim);
+    return format;
+  }
+  STD_TORCH_CHECK(head_dim % kCodeChannels == 0 && head_dim <= kMaxCodeChannels, "head_dim is ", head_dim,
+                  ": codes need a multiple of ", kCodeChannels, " up to ", kMaxCodeChannels);
+  check_size(cache, name, cache.dim() - 1, stored_bytes(format, head_dim, 0));
+  return format;
+}
+
 void check_slots(const StoreShape& shape, const int64_t* slots, int64_t num_tokens) {
   for (int64_t t = 0; t < num_tokens; ++t) {
     STD_TORCH_CHECK(slots[t] < shape.num_blocks * shape.block_size, "slot ", slots[t], " is not in the cache of ",
@@ -98,12 +129,20 @@ void check_slots(const StoreShape& shape, const int64_t* slots, int64_t num_toke
 
 void store_layer(const StoreShape& shape, const int64_t* slots, int64_t num_tokens, const StoreLayer& layer) {
   const int64_t vector_bytes = static_cast<int64_t>(shape.head_dim) * shape.element_size;
+  const int64_t codes = code_bytes(shape.format, shape.head_dim);
+  const KernelSet& set = kernel_set();
+  const Kernels& kernels = shape.element_size == sizeof(float) ? set.float32 : set.bfloat16;
+  const auto quantize = kernels.kv[static_cast<int>(shape.format)].quantize;
   const auto store_token = [&](int64_t token, void* cache, const void* vectors, int64_t stride) {
     const int64_t block = slots[token] / shape.block_size, offset = slots[token] % shape.block_size;
     const char* from = static_cast<const char*>(vectors) + token * stride * shape.element_size;
-    char* to = static_cast<char*>(cache) + (block * shape.kv_heads * shape.block_size + offset) * vector_bytes;
-    for (int head = 0; head < shape.kv_heads; ++head, from += vector_bytes, to += shape.block_size * vector_bytes) {
-      std::memcpy(to, from, vector_bytes);
+    char* to = static_cast<char*>(cache) + block * shape.kv_heads * shape.head_bytes();
+    for (int head = 0; head < shape.kv_heads; ++head, from += vector_bytes, to += shape.head_bytes()) {
+      if (quantize == nullptr) {
+        std::memcpy(to + offset * vector_bytes, from, vector_bytes);
+      } else {
+        quantize(from, shape.head_dim, to + offset * codes, to + shape.block_size * codes + offset * kScaleBytes);
+      }
     }
   };
   const int64_t width = 2 * static_cast<int64_t>(shape.kv_heads) * shape.head_dim;
@@ -123,17 +162,23 @@ void store_kv(const Tensor& key_cache, const Tensor& value_cache, const Tensor& 
   check_heads(keys, "keys");
   check_heads(values, "values");
   check_ids(slots, "slots", 1);
-  const int64_t heads = key_cache.size(1), head_dim = key_cache.size(3), num_tokens = slots.size(0);
+  const int64_t heads = key_cache.size(1), head_dim = keys.size(2), num_tokens = slots.size(0);
+  const KVFormat format = check_kv_format(key_cache, "key_cache", head_dim, keys.scalar_type());
+  if (format != KVFormat::kPlain) kernels_for(keys, "keys");
   for (int64_t dim = 0; dim < 4; ++dim) check_size(value_cache, "value_cache", dim, key_cache.size(dim));
   check_dtype(value_cache, "value_cache", key_cache.scalar_type());
   for (const auto& [tensor, name] : {std::pair{&keys, "keys"}, std::pair{&values, "values"}}) {
-    check_dtype(*tensor, name, key_cache.scalar_type());
+    check_dtype(*tensor, name, keys.scalar_type());
     check_size(*tensor, name, 0, num_tokens);
     check_size(*tensor, name, 1, heads);
     check_size(*tensor, name, 2, head_dim);
   }
-  const StoreShape shape{static_cast<int>(key_cache.element_size()), static_cast<int>(heads),
-                         static_cast<int>(head_dim), key_cache.size(0), key_cache.size(2)};
+  const StoreShape shape{format,
+                         static_cast<int>(keys.element_size()),
+                         static_cast<int>(heads),
+                         static_cast<int>(head_dim),
+                         key_cache.size(0),
+                         key_cache.size(2)};
   const int64_t* slot = slots.const_data_ptr<int64_t>();
   check_slots(shape, slot, num_tokens);
   store_layer(shape, slot, num_tokens,
@@ -188,12 +233,14 @@ void compact(const Tensor& tensor, const Tensor& kept, const Tensor& sources, co
         const int64_t* to = destination + sequence * destinations.size(1);
         for (int64_t plane = 2 * layer; plane < 2 * layer + 2; ++plane) {
           // In place, no KV pair moves to a later slot: ascending order reads each slot before it is overwritten.
-          for (int64_t j = 0; j < of_head.count; ++j) {
-            const int64_t offset = of_head.offsets[j];
-            const char* old_slot =
-                cache.vector(plane, from[offset / cache.block_size], head, offset % cache.block_size);
-            char* new_slot = cache.vector(plane, to[j / cache.block_size], head, j % cache.block_size);
-            if (new_slot != old_slot) std::memcpy(new_slot, old_slot, cache.vector_bytes);
+          for (const Part& part : cache.parts) {
+            for (int64_t j = 0; j < of_head.count; ++j) {
+              const int64_t offset = of_head.offsets[j];
+              const char* old_slot =
+                  cache.at(part, plane, from[offset / cache.block_size], head, offset % cache.block_size);
+              char* new_slot = cache.at(part, plane, to[j / cache.block_size], head, j % cache.block_size);
+              if (new_slot != old_slot) std::memcpy(new_slot, old_slot, part.bytes);
+            }
           }
         }
       }

@@ -261,9 +261,9 @@ Tensor run_decoder(const Tensor& tensor, const Tensor& residual, const Tensor& p
   check_dtype(residual, "residual", decoder.dtype);
   check_size(residual, "residual", 1, decoder.hidden_size);
   check_contiguous(cache, "cache", 6);
-  check_dtype(cache, "cache", decoder.dtype);
-  const int64_t cache_sizes[] = {layers, 2, cache.size(2), decoder.kv_heads, cache.size(4), decoder.head_dim};
-  for (int64_t dim = 0; dim < 6; ++dim) check_size(cache, "cache", dim, cache_sizes[dim]);
+  const KVFormat format = check_kv_format(cache, "cache", decoder.head_dim, decoder.dtype);
+  const int64_t cache_sizes[] = {layers, 2, cache.size(2), decoder.kv_heads, cache.size(4)};
+  for (int64_t dim = 0; dim < 5; ++dim) check_size(cache, "cache", dim, cache_sizes[dim]);
   for (const auto& [indices, name] : {std::pair{&positions, "positions"}, {&slots, "slots"}}) {
     check_contiguous(*indices, name, 1);
     check_dtype(*indices, name, ScalarType::Long);
@@ -282,10 +282,10 @@ Tensor run_decoder(const Tensor& tensor, const Tensor& residual, const Tensor& p
   check_positions(position, rows, decoder.cos_sin.size(0));
 
   const int element_size = static_cast<int>(residual.element_size());
-  const StoreShape store{element_size, decoder.kv_heads, decoder.head_dim, cache.size(2), cache.size(4)};
+  const StoreShape store{format, element_size, decoder.kv_heads, decoder.head_dim, cache.size(2), cache.size(4)};
   check_slots(store, slots.const_data_ptr<int64_t>(), rows);
-  const AttentionShape shape{element_size,     decoder.query_heads, decoder.kv_heads,
-                             decoder.head_dim, cache.size(2),       cache.size(4)};
+  const AttentionShape shape{format,           element_size,  decoder.query_heads, decoder.kv_heads,
+                             decoder.head_dim, cache.size(2), cache.size(4)};
   AttentionBatch batch = attention_batch(query_start_loc, last_kv_index, block_tables, packed_len, rows);
   batch.windows = score_windows(window_start, window_size, window_stride, num_scored, squared);
   check_windows(scores, window_start, batch.windows, shape, batch);
@@ -294,7 +294,7 @@ Tensor run_decoder(const Tensor& tensor, const Tensor& residual, const Tensor& p
   Tensor hidden = empty_like(residual, {rows, decoder.hidden_size});
   Pass pass(decoder, rows, plan, store, position, slots.const_data_ptr<int64_t>(), static_cast<float>(scale));
   pass.run(static_cast<char*>(residual.mutable_data_ptr()), static_cast<char*>(hidden.mutable_data_ptr()),
-           static_cast<char*>(cache.mutable_data_ptr()), cache.stride(1) * element_size,
+           static_cast<char*>(cache.mutable_data_ptr()), cache.stride(1) * cache.element_size(),
            head_lengths ? head_lengths->const_data_ptr<int32_t>() : nullptr,
            scores ? scores->mutable_data_ptr<float>() : nullptr);
   return hidden;

@@ -2,11 +2,13 @@
 #pragma once
 
 #include "attention_kernel.h"
+#include "code_scores.h"
 #include "elementwise_kernel.h"
 #include "float_product.h"
 #include "integer_product.h"
 #include "mass_kernel.h"
 #include "product_kernel.h"
+#include "quantize_kernel.h"
 #include "window_kernel.h"
 
 namespace kvllm {
@@ -23,9 +25,10 @@ template <class T, class Score, class P>
 constexpr Kernels make_kernels() {
   return {
       .element_size = sizeof(T),
-      .attend = attend<T, Score>,
+      .kv = {{attend<T, PlainKV<T, Score>>, finish<T, PlainKV<T, Score>>, nullptr},
+             {attend<T, QuantizedKV<T, 8>>, finish<T, QuantizedKV<T, 8>>, quantize_int8<T>},
+             {attend<T, QuantizedKV<T, 4>>, finish<T, QuantizedKV<T, 4>>, quantize_int4<T>}},
       .merge = merge,
-      .finish = finish<T>,
       .add_window = add_window,
       .attention_mass = attention_mass<T, Score>,
       .rms_norm = rms_norm<T>,

@@ -105,6 +105,11 @@ inline Words pairs_of_words(Words x) {
   if constexpr (kBegin + kBits < 16) x = _mm512_slli_epi16(x, 16 - kBegin - kBits);
   return _mm512_srai_epi16(x, 16 - kBits);
 }
+// The same for integers without a sign.
+template <int kBits, int kBegin>
+inline Words unsigned_pairs_of_words(Words x) {
+  return _mm512_and_si512(_mm512_srli_epi16(x, kBegin), _mm512_set1_epi16((1 << kBits) - 1));
+}
 // sum += a * b for the first integers of all pairs, and for the second ones.
 inline void add_pair_products(Words& sum, Words a, Words b) {
 #if defined(KVLLM_AVX512_VNNI)
@@ -114,6 +119,16 @@ inline void add_pair_products(Words& sum, Words a, Words b) {
 #endif
 }
 inline Vec to_float(Words x) { return _mm512_cvtepi32_ps(x); }
+// kLanes integers of 8 bits as words: with a sign, and without.
+inline Words load_signed_bytes(const uint8_t* p) {
+  return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline Words load_bytes(const uint8_t* p) {
+  return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+// The halves of words below 256, of four bits each.
+inline Words low_halves(Words x) { return _mm512_and_si512(x, _mm512_set1_epi32(15)); }
+inline Words high_halves(Words x) { return _mm512_srli_epi32(x, 4); }
 // To the nearest integers, to even ones between two. Numbers beyond 16 bits, and NaN, become some integer.
 inline void store_rounded(int16_t* p, Vec x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x)));
@@ -232,11 +247,26 @@ inline Words pairs_of_words(Words x) {
   if constexpr (kBegin + kBits < 16) x = _mm256_slli_epi16(x, 16 - kBegin - kBits);
   return _mm256_srai_epi16(x, 16 - kBits);
 }
+// The same for integers without a sign.
+template <int kBits, int kBegin>
+inline Words unsigned_pairs_of_words(Words x) {
+  return _mm256_and_si256(_mm256_srli_epi16(x, kBegin), _mm256_set1_epi16((1 << kBits) - 1));
+}
 // sum += a * b for the first integers of all pairs, and for the second ones.
 inline void add_pair_products(Words& sum, Words a, Words b) {
   asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(_mm256_madd_epi16(a, b)));  // g++ would add two products first, and spill
 }
 inline Vec to_float(Words x) { return _mm256_cvtepi32_ps(x); }
+// kLanes integers of 8 bits as words: with a sign, and without.
+inline Words load_signed_bytes(const uint8_t* p) {
+  return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+}
+inline Words load_bytes(const uint8_t* p) {
+  return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+}
+// The halves of words below 256, of four bits each.
+inline Words low_halves(Words x) { return _mm256_and_si256(x, _mm256_set1_epi32(15)); }
+inline Words high_halves(Words x) { return _mm256_srli_epi32(x, 4); }
 // To the nearest integers, to even ones between two. Numbers beyond 16 bits, and NaN, become some integer.
 inline void store_rounded(int16_t* p, Vec x) {
   const __m256i words = _mm256_cvtps_epi32(x);
@@ -360,6 +390,12 @@ template <int kBits, int kBegin>
 inline Words pairs_of_words(Words x) {
   return reinterpret_cast<Words>(reinterpret_cast<Halves>(x) << (16 - kBegin - kBits) >> (16 - kBits));
 }
+// The same for integers without a sign.
+template <int kBits, int kBegin>
+inline Words unsigned_pairs_of_words(Words x) {
+  typedef uint16_t Unsigned __attribute__((vector_size(16)));
+  return reinterpret_cast<Words>(reinterpret_cast<Unsigned>(x) << (16 - kBegin - kBits) >> (16 - kBits));
+}
 // sum += a * b for the first integers of all pairs, and for the second ones.
 inline void add_pair_products(Words& sum, Words a, Words b) {
 #if defined(__SSE2__)
@@ -372,6 +408,12 @@ inline void add_pair_products(Words& sum, Words a, Words b) {
 #endif
 }
 inline Vec to_float(Words x) { return __builtin_convertvector(x, Vec); }
+// kLanes integers of 8 bits as words: with a sign, and without.
+inline Words load_bytes(const uint8_t* p) { return Words{p[0], p[1], p[2], p[3]}; }
+inline Words load_signed_bytes(const uint8_t* p) { return load_bytes(p) << 24 >> 24; }
+// The halves of words below 256, of four bits each.
+inline Words low_halves(Words x) { return x & 15; }
+inline Words high_halves(Words x) { return x >> 4; }
 // To the nearest integers, to even ones between two. Numbers beyond 16 bits, and NaN, become some integer.
 inline void store_rounded(int16_t* p, Vec x) {
   const Bits bits = reinterpret_cast<Bits>(x + broadcast(12582912.0f));  // 1.5 * 2^23: its low bits become the integer
@@ -410,12 +452,30 @@ inline void load_two(const BFloat16* p, Vec* out) {
   out[0] = first_of_pairs(pairs);
   out[1] = second_of_pairs(pairs);
 }
+inline void load_two(const Codes<8>* p, Vec* out) {
+  out[0] = to_float(load_signed_bytes(&p->bits));
+  out[1] = to_float(load_signed_bytes(&p->bits + kLanes));
+}
+inline void load_two(const Codes<4>* p, Vec* out) {
+  const Words bytes = load_bytes(&p->bits);
+  out[0] = to_float(low_halves(bytes));
+  out[1] = to_float(high_halves(bytes));
+}
 inline void store_two(float* p, Vec first, Vec second) {
   store(p, first);
   store(p + kLanes, second);
 }
 inline void store_two(BFloat16* p, Vec first, Vec second) {
   store(reinterpret_cast<float*>(p), join_pairs(first, second));
+}
+
+// First and second of each pair.
+inline void store_pairs(BFloat16* p, Vec first, Vec second) { store_two(p, first, second); }
+inline void store_pairs(float* p, Vec first, Vec second) {
+  float numbers[2][kLanes];
+  store(numbers[0], first);
+  store(numbers[1], second);
+  for (int i = 0; i < 2 * kLanes; ++i) p[i] = numbers[i % 2][i / 2];
 }
 
 inline Vec rounded_to(Vec x, const float*) { return x; }

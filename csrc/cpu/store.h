@@ -1,23 +1,31 @@
 // New KV pairs into the paged cache, without tensors.
 #pragma once
 
-#include <stdint.h>
+#include "ops.h"
 
 namespace kvllm {
 
+// The format of a layer's keys or values `[..., block_size, width]`, whose dtype tells it (kvllm/kvcache/quantize.py).
+// Raises an error unless vectors of `head_dim` channels and `dtype` can be stored there.
+KVFormat check_kv_format(const Tensor& cache, const char* name, int64_t head_dim, ScalarType dtype);
+
 struct StoreShape {
-  int element_size;
+  KVFormat format;
+  int element_size;  // of keys and values before they are stored
   int kv_heads;
   int head_dim;
   int64_t num_blocks;
   int64_t block_size;
+
+  int64_t vector_bytes() const { return stored_bytes(format, head_dim, element_size); }
+  int64_t head_bytes() const { return block_size * vector_bytes(); }  // of one head in one block
 };
 
 // Raises an error for a slot beyond the cache. Once per step: all layers have the same slots.
 void check_slots(const StoreShape& shape, const int64_t* slots, int64_t num_tokens);
 
 // Keys and values are `[num_tokens, kv_heads, head_dim]`, tokens a stride of elements apart; the caches are
-// `[num_blocks, kv_heads, block_size, head_dim]`. A token whose slot is negative is not stored.
+// `[num_blocks, kv_heads, block_size, width]`. A token whose slot is negative is not stored.
 struct StoreLayer {
   const void* keys;
   const void* values;

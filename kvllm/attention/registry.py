@@ -15,6 +15,7 @@ from kvllm.attention.layer import LayerAttention
 from kvllm.errors import ConfigError
 from kvllm.kvcache.cache import PagedKVCache
 from kvllm.kvcache.formats import KV_FORMATS
+from kvllm.kvcache.ops.cpu import QUANTIZED, why_not_quantize
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,8 @@ def why_not_cpu(case: Case) -> str | None:
         return f"shares a KV head among at most 64 query heads, the model has {group}"
     if shape.dtype not in (torch.float32, torch.bfloat16) or shape.head_dim % 2:
         return f"reads float32 or bfloat16 with an even head_dim, not {shape.dtype} with head_dim {shape.head_dim}"
-    if shape.kv_format and (shape.head_dim % 32 or shape.head_dim > 256):
-        return f"reads a KV cache of {shape.kv_format.name} with a head_dim of 32, 64, .. 256, not {shape.head_dim}"
+    if shape.kv_format and (reason := why_not_quantize(shape)):
+        return reason
     return _why_not_options(case)
 
 
@@ -135,7 +136,7 @@ class Entry:
 
 
 BACKENDS = {
-    "cpu": Entry("kvllm.attention.cpu", "CpuBackend", why_not_cpu),
+    "cpu": Entry("kvllm.attention.cpu", "CpuBackend", why_not_cpu, QUANTIZED),
     "flash_attn": Entry("kvllm.attention.flash_attn", "FlashAttentionBackend", why_not_flash_attn),
     "reference": Entry("kvllm.attention.reference", "ReferenceBackend", lambda case: None, tuple(KV_FORMATS)),
     "triton": Entry("kvllm.attention.triton", "TritonBackend", why_not_triton),

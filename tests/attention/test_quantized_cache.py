@@ -9,7 +9,17 @@ from kvllm.attention.registry import make_backend
 from kvllm.errors import ConfigError
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.kvcache.formats import KV_FORMATS
-from tests.helpers.attention_cases import MIXED, assert_matches_dense, make_case, make_ragged_case
+from kvllm.kvcache.ops.cpu import QUANTIZED
+from tests.helpers.attention_cases import (
+    EDGES,
+    MIXED,
+    assert_bits_of_a_row_do_not_depend_on_the_batch,
+    assert_later_entries_stay_hidden,
+    assert_matches_dense,
+    assert_scores,
+    make_case,
+    make_ragged_case,
+)
 
 FORMATS = pytest.mark.parametrize("name", list(KV_FORMATS))
 
@@ -26,6 +36,59 @@ def test_reference_leaves_holes_out(name: str) -> None:
     assert_matches_dense(make_ragged_case(head_dim=16, kv_cache_dtype=name), "reference", tolerance=1e-5)
 
 
+CPU_FORMATS = pytest.mark.parametrize("name", QUANTIZED)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+"""The CPU rounds queries to 16 bits; outputs in bfloat16 are rounded, too."""
+
+
+@CPU_FORMATS
+@DTYPES
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("block_size, head_dim", [(1, 32), (3, 64), (16, 96), (16, 128), (256, 64), (256, 192)])
+def test_cpu_matches_dense(name: str, block_size: int, head_dim: int, group: int, dtype: torch.dtype) -> None:
+    case = make_case(MIXED, block_size=block_size, head_dim=head_dim, group=group, dtype=dtype, kv_cache_dtype=name)
+    assert_matches_dense(case, "cpu", tolerance=TOLERANCE[dtype])
+
+
+@CPU_FORMATS
+@DTYPES
+def test_cpu_matches_dense_at_edges_and_leaves_holes_out(name: str, dtype: torch.dtype) -> None:
+    assert_matches_dense(make_case(EDGES, group=3, dtype=dtype, kv_cache_dtype=name), "cpu", TOLERANCE[dtype])
+    for block_size in (1, 16, 256):
+        case = make_ragged_case(block_size=block_size, head_dim=32, dtype=dtype, kv_cache_dtype=name)
+        assert_matches_dense(case, "cpu", TOLERANCE[dtype])
+
+
+@CPU_FORMATS
+@DTYPES
+def test_bits_of_a_row_do_not_depend_on_the_batch(name: str, dtype: torch.dtype) -> None:
+    for group in (1, 3, 4):
+        assert_bits_of_a_row_do_not_depend_on_the_batch(group, dtype, kv_cache_dtype=name)
+
+
+@CPU_FORMATS
+@DTYPES
+def test_later_pairs_stay_hidden(name: str, dtype: torch.dtype) -> None:
+    assert_later_entries_stay_hidden(dtype, kv_cache_dtype=name)
+
+
+@CPU_FORMATS
+def test_bits_do_not_depend_on_the_number_of_threads(name: str) -> None:
+    decode = make_case([[1500]], kv_cache_dtype=name)
+    long_prefill = make_case([list(range(300)), [900]], kv_cache_dtype=name)
+    outputs = []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        outputs.append(torch.cat((decode.run(), long_prefill.run())))
+    assert all(torch.equal(output, outputs[0]) for output in outputs[1:])
+
+
+@CPU_FORMATS
+def test_scores_of_windows(name: str) -> None:
+    assert_scores("cpu", tolerance=1e-4, kv_cache_dtype=name)
+
+
 @FORMATS
 def test_backends_that_cannot_read_a_format_say_so(name: str) -> None:
     cache = PagedKVCache(CacheShape(1, 2, 64, 256, torch.bfloat16, kv_format=KV_FORMATS[name]), 2)
@@ -35,8 +98,16 @@ def test_backends_that_cannot_read_a_format_say_so(name: str) -> None:
             make_backend(backend, cache, 4, 1.0)
 
 
-@pytest.mark.parametrize("name", ["fp8_e4m3", "int8", "int4"])
-def test_the_reference_serves_only_who_asks_for_it(name: str) -> None:
-    cache = PagedKVCache(CacheShape(1, 2, 64, 256, torch.bfloat16, kv_format=KV_FORMATS[name]), 2)
+@pytest.mark.parametrize("name, head_dim", [("fp8_e4m3", 64), ("int8", 48), ("int4", 288)])
+def test_the_reference_serves_only_who_asks_for_it(name: str, head_dim: int) -> None:
+    cache = PagedKVCache(CacheShape(1, 2, head_dim, 256, torch.bfloat16, kv_format=KV_FORMATS[name]), 2)
     with pytest.raises(ConfigError, match=f"kv_cache_dtype='{name}': no attention backend for cpu reads it"):
         make_backend("auto", cache, 4, 1.0)
+    with pytest.raises(ConfigError, match=f"'cpu' (does not read|reads) a KV cache of {name}.*: use 'reference'"):
+        make_backend("cpu", cache, 4, 1.0)
+
+
+@CPU_FORMATS
+def test_the_cpu_serves_what_it_reads(name: str) -> None:
+    cache = PagedKVCache(CacheShape(1, 2, 64, 256, torch.bfloat16, kv_format=KV_FORMATS[name]), 2)
+    assert make_backend("auto", cache, 4, 1.0).name == "cpu"

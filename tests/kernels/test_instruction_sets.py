@@ -11,6 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvllm.kvcache.cache import CacheShape, PagedKVCache
+from kvllm.kvcache.formats import KV_FORMATS
+from kvllm.kvcache.ops.cpu import QUANTIZED, CpuOperations
+from kvllm.kvcache.ops.plain import TorchOperations
 from kvllm.models import elementwise
 from tests.helpers import product_checks
 from tests.helpers.attention_cases import (
@@ -49,6 +53,28 @@ def check_attention() -> None:
         assert_later_entries_stay_hidden(dtype)
 
 
+def check_quantized_cache() -> None:
+    """Run in a process of its own for each instruction set."""
+    for dtype, tolerance in ((torch.float32, 2e-4), (torch.bfloat16, 2e-2)):
+        for name in QUANTIZED:
+            for head_dim, group, block_size in ((32, 3, 3), (64, 4, 16), (96, 1, 256), (128, 8, 16), (256, 2, 1)):
+                sizes = {"head_dim": head_dim, "group": group, "block_size": block_size}
+                assert_matches_dense(make_case(MIXED, dtype=dtype, kv_cache_dtype=name, **sizes), "cpu", tolerance)
+            assert_matches_dense(make_ragged_case(dtype=dtype, kv_cache_dtype=name), "cpu", tolerance)
+            assert_bits_of_a_row_do_not_depend_on_the_batch(3, dtype, kv_cache_dtype=name)
+            assert_same_codes(name, dtype)
+
+
+def assert_same_codes(name: str, dtype: torch.dtype) -> None:
+    """The operators quantize as the formulas in torch do, bit for bit."""
+    caches = [PagedKVCache(CacheShape(1, 2, 96, 4, dtype, kv_format=KV_FORMATS[name]), 8) for _ in range(2)]
+    vectors = randn(32, 2, 96, dtype=dtype) * torch.logspace(-6, 6, 32, dtype=dtype)[:, None, None]
+    vectors[3], vectors[4] = 0, -2.5
+    for make, cache in zip((CpuOperations, TorchOperations), caches, strict=True):
+        make(cache).store(0, vectors, vectors.flip(0), torch.arange(32))
+    assert torch.equal(caches[0].data, caches[1].data)
+
+
 def check_elementwise() -> None:
     """Run in a process of its own for each instruction set."""
     for dtype in (torch.float32, torch.bfloat16):
@@ -82,6 +108,7 @@ def test_every_instruction_set(isa: str) -> None:
         "from kvllm._extension import operator\n"
         "from tests.kernels import test_instruction_sets\n"
         "test_instruction_sets.check_attention()\n"
+        "test_instruction_sets.check_quantized_cache()\n"
         "test_instruction_sets.check_elementwise()\n"
         "test_instruction_sets.check_products()\n"
         "print(operator('cpu_isa')())\n"

@@ -8,13 +8,16 @@ import numpy as np
 import pytest
 import torch
 
+from kvllm._extension import operator
 from kvllm.core.block_manager import BlockManager
 from kvllm.core.sequence import Origin, Sequence
 from kvllm.errors import ConfigError
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.kvcache.formats import KV_FORMATS, kv_format_of
 from kvllm.kvcache.ops.base import KVOperations
+from kvllm.kvcache.ops.cpu import QUANTIZED, CpuOperations
 from kvllm.kvcache.ops.plain import TorchOperations
+from kvllm.kvcache.ops.registry import make_operations
 from kvllm.kvcache.quantize import codec
 from kvllm.sampling_params import SamplingParams
 from tests.helpers.caches import literal_compaction, random_kept
@@ -23,7 +26,11 @@ from tests.helpers.tensors import randn
 MakeOperations = Callable[[PagedKVCache], KVOperations]
 
 FORMATS = pytest.mark.parametrize("name", list(KV_FORMATS))
-OPERATIONS = pytest.mark.parametrize("make", [TorchOperations], ids=["torch"])
+OPERATIONS = pytest.mark.parametrize("make", [CpuOperations, TorchOperations], ids=["cpu", "torch"])
+STORING = pytest.mark.parametrize(
+    "make, name",
+    [(make, name) for make, names in ((CpuOperations, QUANTIZED), (TorchOperations, KV_FORMATS)) for name in names],
+)
 
 
 def through(name: str, vectors: torch.Tensor) -> torch.Tensor:
@@ -144,21 +151,24 @@ def test_codes_come_first_in_a_head_of_a_block_and_scales_behind(name: str, bloc
         assert torch.equal(words[1, 0, 2, 1, offset].view(torch.uint8), scale)
 
 
-def make_cache(name: str, *, block_size: int = 4, num_blocks: int = 12) -> PagedKVCache:
+def make_cache(
+    name: str, *, block_size: int = 4, num_blocks: int = 12, dtype: torch.dtype = torch.float32
+) -> PagedKVCache:
     """Any bytes, so that a copy by arithmetic would show."""
-    cache = PagedKVCache(CacheShape(2, 3, 16, block_size, torch.float32, kv_format=KV_FORMATS[name]), num_blocks)
+    cache = PagedKVCache(CacheShape(2, 3, 32, block_size, dtype, kv_format=KV_FORMATS[name]), num_blocks)
     cache.data.view(torch.uint8).random_(generator=torch.Generator().manual_seed(0))
     return cache
 
 
-@OPERATIONS
-@FORMATS
-def test_store(make: MakeOperations, name: str) -> None:
-    cache = make_cache(name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@STORING
+def test_store(make: MakeOperations, name: str, dtype: torch.dtype) -> None:
+    cache = make_cache(name, dtype=dtype)
     expected = [part.clone() for part in cache.parts]
     slots = torch.tensor([7, -1, 0, 35, 20])
-    qkv = randn(5, 200)
-    keys, values = qkv[:, 10:58].unflatten(1, (3, 16)), qkv[:, 100:148].unflatten(1, (3, 16))
+    qkv = randn(5, 300, dtype=dtype)
+    keys, values = qkv[:, 10:106].unflatten(1, (3, 32)), qkv[:, 150:246].unflatten(1, (3, 32))
+    keys[2], values[0, 1], values[3, 2] = 0, 2.5, values[3, 2] * 1e4
     for plane, vectors in enumerate((keys, values)):
         quantized = codec(KV_FORMATS[name]).quantize(vectors)
         for part, rows in zip(expected, quantized, strict=True):
@@ -212,18 +222,45 @@ def test_compaction_golden(make: MakeOperations, load_vectors: Callable) -> None
     np.testing.assert_allclose(scales, arrays["int8_scale_after"].reshape(scales.shape), rtol=1e-6)
 
 
-@OPERATIONS
-@FORMATS
+@STORING
 def test_gathered_keys_and_values_are_those_that_attention_sees(make: MakeOperations, name: str) -> None:
-    cache = PagedKVCache(CacheShape(1, 3, 16, 4, torch.bfloat16, kv_format=KV_FORMATS[name]), 9)
-    keys, values = randn(36, 3, 16, dtype=torch.bfloat16), randn(36, 3, 16, dtype=torch.bfloat16, seed=1)
+    cache = PagedKVCache(CacheShape(1, 3, 32, 4, torch.bfloat16, kv_format=KV_FORMATS[name]), 9)
+    keys, values = randn(36, 3, 32, dtype=torch.bfloat16), randn(36, 3, 32, dtype=torch.bfloat16, seed=1)
     operations = make(cache)
     operations.store(0, keys, values, torch.arange(36))
     tables = torch.tensor([[3, 0], [8, 8]], dtype=torch.int32)
     for found, stored in ((operations.gather_keys(0, tables), keys), (operations.gather_values(0, tables), values)):
-        assert found.shape == (2, 3, 8, 16) and found.dtype == torch.bfloat16
+        assert found.shape == (2, 3, 8, 32) and found.dtype == torch.bfloat16
         expected = through(name, stored).bfloat16().unflatten(0, (9, 4))
         assert torch.equal(found, expected[tables.long()].flatten(1, 2).transpose(1, 2))
+
+
+def test_the_shape_of_a_cache_chooses() -> None:
+    for name, head_dim, dtype in (("int8", 32, torch.float32), ("int4", 256, torch.bfloat16)):
+        shape = CacheShape(1, 1, head_dim, 4, dtype, kv_format=KV_FORMATS[name])
+        assert isinstance(make_operations(PagedKVCache(shape, 2)), CpuOperations)
+    for name, head_dim, dtype in (
+        ("int8", 48, torch.float32),
+        ("int4", 64, torch.float16),
+        ("fp8_e4m3", 64, torch.float32),
+    ):
+        shape = CacheShape(1, 1, head_dim, 4, dtype, kv_format=KV_FORMATS[name])
+        assert isinstance(make_operations(PagedKVCache(shape, 2)), TorchOperations)
+
+
+def test_the_compiled_operators_refuse_bad_shapes() -> None:
+    """They would write beyond a slot."""
+    cache = make_cache("int8")
+    store, slots = operator("store_kv"), torch.tensor([0])
+    for vectors, message in (
+        (randn(1, 3, 24), "head_dim is 24: codes"),
+        (randn(1, 3, 64), "dimension 3 of key_cache is 36"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            store(cache.keys(0), cache.values(0), vectors, vectors, slots)
+    half = randn(1, 3, 32, dtype=torch.float16)
+    with pytest.raises(RuntimeError, match="keys has dtype Half"):
+        store(cache.keys(0), cache.values(0), half, half, slots)
 
 
 def test_refusals() -> None:

@@ -10,6 +10,7 @@ import sys
 
 import msgspec
 import pytest
+import torch
 
 from kvllm import LLM, CompressionConfig, ConfigError, RequestError, SamplingParams
 from kvllm.config import EngineConfig
@@ -17,6 +18,8 @@ from kvllm.core.protocol import CompressionJob, ScheduledSequence, SequenceStart
 from kvllm.entrypoints import cli
 from kvllm.entrypoints.engine_flags import parse_compression
 from kvllm.entrypoints.simulate import read_model_config
+from kvllm.kvcache.cache import CacheShape
+from kvllm.kvcache.formats import KV_FORMATS
 from kvllm.models.config import load_model_config
 from kvllm.simulation.cost import CostModel, QueryBatch, resolve_dtype
 from kvllm.simulation.executor import SimulatedExecutor
@@ -140,6 +143,15 @@ def test_weights_and_pool_fill_the_memory(cost):
     assert cost.pool_blocks(4, 0.5) == (10_000 - 5248) // (4 * 2 * 32)
     with pytest.raises(ConfigError, match="leave no room for a KV pool"):
         cost.pool_blocks(4, 0.1)
+
+
+def test_a_simulated_pool_counts_scales(model):
+    model = msgspec.structs.replace(model, head_dim=8)
+    plain, quantized = (CostModel(HARDWARE, model, "float32", kv_cache_dtype=dtype) for dtype in ("auto", "int8"))
+    shape = CacheShape(1, plain.kv_heads, model.head_dim, 4, torch.float32, kv_format=KV_FORMATS["int8"])
+    assert 4 * quantized.kv_pair_bytes == shape.bytes_per_block < 4 * plain.kv_pair_bytes
+    assert quantized.pool_blocks(4, 0.9) > plain.pool_blocks(4, 0.9)
+    assert quantized.compact(100) < plain.compact(100)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -13,15 +13,19 @@ from kvllm.core.engine import LLMEngine
 from kvllm.errors import ConfigError
 from kvllm.kvcache.cache import PagedKVCache
 from kvllm.kvcache.formats import KV_FORMATS
+from kvllm.kvcache.ops.cpu import QUANTIZED
 from kvllm.kvcache.ops.plain import TorchOperations
 from kvllm.kvcache.quantize import CODECS
 from kvllm.worker.inline import InlineExecutor
+from kvllm.worker.model_runner import ModelRunner
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.engines import greedy, make_llm, random_prompts, tokens
 
-BACKENDS = {"fp8_e4m3": "reference", "int8": "reference", "int4": "reference"}
+BACKENDS = {"fp8_e4m3": "reference", "int8": "cpu", "int4": "cpu"}
 FORMATS = pytest.mark.parametrize("name", list(KV_FORMATS))
 PROMPTS = random_prompts(256, (5, 33, 64))
+PERIODIC = {"policy": "periodic", "period": 8, "window_blocks": 2, "retain_blocks": 1}
+THRESHOLD = {"policy": "threshold", "threshold_tokens": 44, "budget_tokens": 25}
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +56,22 @@ def test_chunks_preemption_and_shared_prefixes_do_not_change_tokens(checkpoint: 
     assert_pool(small)
 
 
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_the_operator_of_all_layers_computes_the_tokens_of_the_loop(checkpoint: Path, name: str) -> None:
+    """Scores that a method observes among them: they are added up by the operator as well."""
+    compression = CompressionConfig(method="kara_sharp", buffer=4, score_source="observed", **PERIODIC)
+    found = []
+    for compiled in (True, False):
+        llm = make(checkpoint, name, compression=compression, block_size=8)
+        runner = runner_of(llm)
+        assert runner.model._compiled is not None
+        if not compiled:
+            runner.model._compiled = None
+        found.append(tokens(llm, PROMPTS[:2], greedy(40)))
+        assert llm.stats().entries_evicted > 0
+    assert found[0] == found[1]
+
+
 @FORMATS
 def test_completions_of_one_prompt_copy_their_block(checkpoint: Path, name: str) -> None:
     """Greedy completions are all the same, whoever copied the block that they shared."""
@@ -60,10 +80,6 @@ def test_completions_of_one_prompt_copy_their_block(checkpoint: Path, name: str)
     (output,) = llm.generate(PROMPTS[1:2], greedy(12, n=3), use_tqdm=False)
     assert [completion.token_ids for completion in output.outputs] == [alone] * 3
     assert_pool(llm)
-
-
-PERIODIC = {"policy": "periodic", "period": 8, "window_blocks": 2, "retain_blocks": 1}
-THRESHOLD = {"policy": "threshold", "threshold_tokens": 44, "budget_tokens": 25}
 
 
 @pytest.mark.parametrize(
@@ -96,13 +112,17 @@ class RoundingOperations(TorchOperations):
         self.codec = CODECS[name]
 
     def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        rounded = [self.codec.dequantize(*self.codec.quantize(vectors)) for vectors in (keys, values)]
-        super().store(layer, *rounded, slot_mapping)
+        keys, values = (self.codec.dequantize(*self.codec.quantize(vectors)) for vectors in (keys, values))
+        super().store(layer, keys, values, slot_mapping)
+
+
+def runner_of(llm: LLM) -> ModelRunner:
+    assert isinstance(llm.llm_engine, LLMEngine) and isinstance(llm.llm_engine.executor, InlineExecutor)
+    return llm.llm_engine.executor.runner
 
 
 def round_what_is_stored(llm: LLM, name: str) -> None:
-    assert isinstance(llm.llm_engine, LLMEngine) and isinstance(llm.llm_engine.executor, InlineExecutor)
-    runner = llm.llm_engine.executor.runner
+    runner = runner_of(llm)
     runner.operations = RoundingOperations(runner.cache, name)
 
 

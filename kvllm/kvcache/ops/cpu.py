@@ -5,18 +5,37 @@ from __future__ import annotations
 import torch
 
 from kvllm._extension import operator
-from kvllm.kvcache.cache import PagedKVCache
+from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.kvcache.ops.base import KVOperations
+
+QUANTIZED = ("int8", "int4")
+"""Formats that the operators store and read."""
+
+
+def why_not_quantize(shape: CacheShape) -> str | None:
+    """The reason why the operators cannot store and read a quantized cache, None if they can."""
+    assert shape.kv_format is not None
+    if shape.kv_format.name not in QUANTIZED or shape.dtype not in (torch.float32, torch.bfloat16):
+        return f"does not read a KV cache of {shape.kv_format.name} with activations of {shape.dtype}"
+    if shape.head_dim % 32 or shape.head_dim > 256:
+        return f"reads a KV cache of {shape.kv_format.name} with a head_dim of 32, 64, .. 256, not {shape.head_dim}"
+    return None
 
 
 class CpuOperations(KVOperations):
-    """Any dtype: KV pairs are copied as bytes. Block ids and slots outside of the cache raise RuntimeError."""
+    """Any dtype, and int8 and int4. KV pairs are copied as bytes. Block ids and slots outside of the cache raise
+    RuntimeError."""
 
     def __init__(self, cache: PagedKVCache) -> None:
         super().__init__(cache)
         self._store = operator("store_kv")
         self._copy_blocks = operator("copy_blocks")
         self._compact = operator("compact")
+
+    @staticmethod
+    def serves(cache: PagedKVCache) -> bool:
+        """Whether the operators quantize what they store, where the cache is quantized."""
+        return cache.shape.kv_format is None or why_not_quantize(cache.shape) is None
 
     def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         self._store(self.keys[layer], self.values[layer], keys, values, slot_mapping)

@@ -16,11 +16,9 @@ VECTOR_BYTES = 16
 
 def make_operations(cache: PagedKVCache) -> KVOperations:
     """The fastest operations for the device of `cache`."""
-    if cache.shape.kv_format:
-        return TorchOperations(cache)
-    if cache.data.is_cpu:
+    if cache.data.is_cpu and CpuOperations.serves(cache):
         return CpuOperations(cache)
-    if cache.data.is_cuda and find_spec("triton"):
+    if cache.shape.kv_format is None and cache.data.is_cuda and find_spec("triton"):
         from kvllm.kvcache.ops.gpu import GpuOperations  # cannot be imported without triton
 
         whole_vectors = cache.shape.head_dim * cache.shape.dtype.itemsize % VECTOR_BYTES == 0

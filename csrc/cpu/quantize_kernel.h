@@ -1,0 +1,61 @@
+// Keys and values as codes: the formulas of docs/kv-cache-dtypes.md. A head_dim is a multiple of kCodeChannels. The
+// scale, or the zero point, of a vector that is not finite is NaN.
+#pragma once
+
+#include "integer_product.h"
+
+namespace kvllm {
+namespace {
+
+template <class T>
+void quantize_int8(const void* vector, int head_dim, void* codes, void* word) {
+  const T* x = static_cast<const T*>(vector);
+  const float magnitude = largest_magnitude(x, head_dim);
+  const float scale = (magnitude < 1e-8f ? 1e-8f : magnitude) / 127;
+  auto* out = static_cast<int8_t*>(codes);
+  for (int i = 0; i < head_dim; i += kLanes) {
+    int16_t integers[kLanes];
+    store_rounded(integers, div(load(x + i), broadcast(scale)));
+    for (int lane = 0; lane < kLanes; ++lane) out[i + lane] = static_cast<int8_t>(integers[lane]);
+  }
+  __builtin_memcpy(word, &scale, sizeof(scale));
+}
+
+inline float as_bfloat16(float x) {
+  float lanes[kLanes];
+  store(lanes, round_to_bfloat16(broadcast(x)));
+  return lanes[0];
+}
+
+inline uint32_t bits_of(float x) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &x, sizeof(bits));
+  return bits;
+}
+
+template <class T>
+void quantize_int4(const void* vector, int head_dim, void* codes, void* word) {
+  const T* x = static_cast<const T*>(vector);
+  Vec low = load(x), high = low;
+  for (int i = kLanes; i < head_dim; i += kLanes) {
+    low = min(load(x + i), low);
+    high = max(load(x + i), high);
+  }
+  const float least = 0 - reduce_max(sub(Vec{}, low)) + 0 * largest_magnitude(x, head_dim);
+  const float step = as_bfloat16((reduce_max(high) - least) / 15);
+  const float scale = step == 0 ? 1 : step, zero = as_bfloat16(least);
+  auto* out = static_cast<uint8_t*>(codes);
+  for (int i = 0; i < head_dim; i += kLanes) {
+    int16_t integers[kLanes];
+    const Vec steps = div(sub(load(x + i), broadcast(zero)), broadcast(scale));
+    store_rounded(integers, min(broadcast(15), max(Vec{}, steps)));
+    for (int lane = 0; lane < kLanes; lane += 2) {
+      out[(i + lane) / 2] = static_cast<uint8_t>(integers[lane] | integers[lane + 1] << 4);
+    }
+  }
+  const uint32_t both = bits_of(scale) >> 16 | bits_of(zero);
+  __builtin_memcpy(word, &both, sizeof(both));
+}
+
+}  // namespace
+}  // namespace kvllm
