@@ -15,15 +15,18 @@ from tests.helpers.checkpoints import edit, make_checkpoint
 
 Quantize = Callable[[torch.Tensor, torch.Generator], tuple[dict[str, torch.Tensor], torch.Tensor]]
 """A matrix `[out, in]` -> the tensors in its place by the ends of their names, and the matrix that they stand for."""
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+QWEN3 = {"family": "qwen3", "head_dim": 16, "intermediate_size": 128, "num_attention_heads": 4}
 
 
-def quantize_checkpoint(plain: Path, quantized: Path, settings: dict[str, Any], quantize: Quantize) -> None:
+def quantize_checkpoint(
+    plain: Path, quantized: Path, settings: dict[str, Any], quantize: Quantize, model: dict[str, Any] = QWEN3
+) -> None:
     """Write a random checkpoint with quantized matrices to `quantized`, and to `plain` one of the values they have.
 
-    settings: `quantization_config`.
+    settings: `quantization_config`. model: arguments of `make_checkpoint`.
     """
-    make_checkpoint(plain, "qwen3", head_dim=16, intermediate_size=128, num_attention_heads=4)
+    make_checkpoint(plain, **model)
     generator = torch.Generator().manual_seed(0)
     tensors, stored = load_file(plain / "model.safetensors"), {}
     for name in list(tensors):
