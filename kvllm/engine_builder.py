@@ -59,10 +59,11 @@ def build_engine(args: EngineArgs) -> Engine:
         device = workers.device if workers else local_device(args)
         if device == "cuda" and args.quantization:
             raise ConfigError(f"quantization={args.quantization!r} is computed on a CPU only: leave it out on a GPU")
-        if device == "cuda" and args.model_config.weight_format:
+        form = args.model_config.weight_format
+        if device == "cuda" and form and form.integers:
             raise ConfigError(
-                f"{args.path} is quantized, which is computed on a CPU only: use the checkpoint that is not, or "
-                'device="cpu"'
+                f"{args.path} has weights of integers ({form.method}), which are computed on a CPU only: use a "
+                'checkpoint of floating point, or device="cpu"'
             )
         measures = device == "cuda" and args.num_gpu_blocks_override is None and args.kv_cache_memory_bytes is None
         if not measures:
