@@ -66,6 +66,11 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
             `SamplingParams.budget_tokens` comes first, and moves both by the same number of KV pairs.
         protect_prompt: "threshold" leaves the blocks of the prompt whole, too; they count among `budget_tokens`.
         method_options: further options of the method, by name, as its spec lists them: `{"sinks": 8}` for "streaming".
+        guard_kl: the divergence KL(full || compressed), in nats a token, that compressions should not exceed on
+            average. A sample of windows is judged when `buffer` tokens are behind them: what follows these is predicted
+            with the cache as it was, and with what is left of it. Windows keep more blocks while the mean is above, and
+            fewer again when it is at most half. None: nothing is judged.
+        guard_every: with `guard_kl`, one window of a sequence in so many is judged.
 
     Raises ConfigError for what is not allowed.
     """
@@ -89,6 +94,8 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
     budget_tokens: int | None = None
     protect_prompt: bool = False
     method_options: dict[str, int | float] = {}
+    guard_kl: float | None = None
+    guard_every: int = 8
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -111,6 +118,7 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
             needed = f"at least 1: method={self.method!r} scores with its queries"
             require(self.buffer >= 1, "buffer", self.buffer, needed)
         self._check_score_source()
+        self._check_guard()
         if self.policy == "threshold":
             self._check_threshold()
         else:
@@ -138,6 +146,17 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
             require(self.query_stride == 1, "score_source", source, "only with query_stride=1: all queries pass by")
             allowed = "only without compress_prompt: a cached prefix is shared, and its queries do not pass by"
             require(not self.compress_prompt, "score_source", source, allowed)
+
+    def _check_guard(self) -> None:
+        target = self.guard_kl
+        require(self.guard_every >= 1, "guard_every", self.guard_every, "at least 1")
+        if target is not None:
+            require(0 < target < math.inf, "guard_kl", target, "a number of nats above 0")
+            allowed = (
+                "only with policies that compress windows: what is kept by threshold is a fixed number of KV pairs"
+            )
+            require(self.policy != "threshold", "guard_kl", target, allowed)
+            require(self.buffer >= 1, "buffer", self.buffer, "at least 1 with guard_kl, which judges by its tokens")
 
     def _check_threshold(self) -> None:
         threshold, budget = self.threshold_tokens, self.budget_tokens

@@ -60,6 +60,8 @@ class RequestMetrics:
             brought back and that were dropped again count twice.
         missing_entries: KV pairs that the sequences have computed and do not have now, or did not have at their end.
             What remains of prompts and outputs is the share that was kept.
+        divergences: of the compressions that were judged (`CompressionConfig.guard_kl`), each one's mean of
+            KL(full || compressed), in nats a token.
     """
 
     arrival_time: float = 0.0
@@ -70,6 +72,7 @@ class RequestMetrics:
     preemptions: int = 0
     evicted_entries: int = 0
     missing_entries: int = 0
+    divergences: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)

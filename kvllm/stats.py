@@ -13,7 +13,7 @@ MOST_STEPS = 1 << 19
 """In the timeline, or an engine that serves for weeks would fill the memory with it."""
 STEP = Packing("<II")
 """A step in the timeline: 8 bytes. A tuple in a list takes over 100, which is 60 MiB for MOST_STEPS."""
-GAUGES = ("num_running", "num_waiting", "blocks_in_use")
+GAUGES = ("num_running", "num_waiting", "blocks_in_use", "added_blocks")
 PEAKS = ("peak_blocks", "peak_event_bytes", "longest_stall_seconds")
 
 
@@ -27,6 +27,7 @@ class EngineStats(Struct):
         steps: forward passes.
         num_running, num_waiting: sequences now.
         blocks_in_use: blocks that sequences own now.
+        added_blocks: blocks that windows keep now beyond the configured ones, because of `guard_kl`.
         prompt_tokens: prompt tokens of sequences that were admitted.
         prefix_cache_queries: of these, tokens looked up in the prefix cache.
         prefix_cache_hits: of these, tokens found there.
@@ -38,6 +39,8 @@ class EngineStats(Struct):
         entries_evicted: KV pairs dropped, summed over sequences. A KV pair is one token's keys and
             values over all layers.
         blocks_released: blocks by which block tables shrank.
+        compressions_judged: compressions whose divergence was measured.
+        divergence_sum: of these, KL(full || compressed) in nats a token, summed.
         peak_blocks: most blocks owned by sequences at once.
         step_seconds: time of all steps, from their planning to their outputs.
         decode_seconds: the model's time in steps without prompt tokens.
@@ -45,6 +48,7 @@ class EngineStats(Struct):
         recompute_seconds: time of compression events for the queries.
         score_seconds: time of compression events for scores and selection.
         compact_seconds: time of compression events for the movement of KV pairs.
+        judge_seconds: time of the predictions before and after compressions that are judged.
         longest_stall_seconds: the longest that a running sequence waited for its next token while the engine was at
             work: the step that computed it, and others that had no room for it.
         peak_event_bytes: the most memory that an event took beside the activations of its pass.
@@ -57,6 +61,7 @@ class EngineStats(Struct):
     num_running: int = 0
     num_waiting: int = 0
     blocks_in_use: int = 0
+    added_blocks: int = 0
     steps: int = 0
     prompt_tokens: int = 0
     prefix_cache_queries: int = 0
@@ -68,6 +73,8 @@ class EngineStats(Struct):
     windows_compressed: int = 0
     entries_evicted: int = 0
     blocks_released: int = 0
+    compressions_judged: int = 0
+    divergence_sum: float = 0.0
     peak_blocks: int = 0
     step_seconds: float = 0.0
     decode_seconds: float = 0.0
@@ -75,6 +82,7 @@ class EngineStats(Struct):
     recompute_seconds: float = 0.0
     score_seconds: float = 0.0
     compact_seconds: float = 0.0
+    judge_seconds: float = 0.0
     longest_stall_seconds: float = 0.0
     peak_event_bytes: int = 0
     packed_timeline: bytearray = bytearray()

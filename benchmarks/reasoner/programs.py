@@ -75,13 +75,22 @@ def at_length(line: Line) -> str:
     )
 
 
-def draw_lines(rng: random.Random, count: int) -> tuple[dict[str, int], list[Line]]:
-    """The values of all names, the inputs first, and the lines in running order."""
+def draw_lines(rng: random.Random, count: int, near: int | None = None) -> tuple[dict[str, int], list[Line]]:
+    """The values of all names, the inputs first, and the lines in running order.
+
+    near: take all operands from so many last names. None: as the reasoner's programs do.
+    """
+
+    def operand(known: list[str]) -> str:
+        if near is not None:
+            return rng.choice(known[-near:])
+        return rng.choice(known[-RECENT:] if rng.random() < 0.5 else known[::KEPT])
+
     names = rng.sample(NAMES, NUM_INPUTS + count)
     values = {name: rng.randrange(10) for name in names[:NUM_INPUTS]}
     label, lines = "#", []
     for i in range(NUM_INPUTS, len(names)):
-        x, y = (rng.choice(names[:i][-RECENT:] if rng.random() < 0.5 else names[:i:KEPT]) for _ in "xy")
+        x, y = (operand(names[:i]) for _ in "xy")
         line = Line(label, x, rng.choice("+-"), y, names[i], (values[x], values[y]))
         values[line.z] = line.result
         lines.append(line)
@@ -97,9 +106,15 @@ def make_program(rng: random.Random, count: int, style: str, write: Writer) -> P
     if not 1 <= count <= MAX_LINES:
         raise ValueError(f"lines is {count}; a program has 1 to {MAX_LINES} lines, since every name is one letter")
     values, lines = draw_lines(rng, count)
+    return write_program(rng, values, lines, rng.sample([*values], NUM_ASKED), style, write)
+
+
+def write_program(
+    rng: random.Random, values: dict[str, int], lines: list[Line], asked: list[str], style: str, write: Writer
+) -> Problem:
+    """The problem that asks for the values of some names, with the lines of the prompt out of order."""
     inputs = ",".join(f"{name}{value}" for name, value in [*values.items()][:NUM_INPUTS])
     label = lines[-1].z
-    asked = rng.sample([*values], NUM_ASKED)
     answer = "".join(f"{name}{values[name]}" for name in asked)
     program = [f"{line.label}>{line.code}" for line in lines]
     rng.shuffle(program)

@@ -133,9 +133,13 @@ class CompressionPlanner:
             return False
         destinations = self.blocks.compact(seq, first, blocks, keep)
         count, size, retain, stride = region.count, region.size, region.retain, region.stride
-        plan.compressions.append(CompressionJob(seq.seq_id, first, count, size, retain, stride, blocks, destinations))
+        judged = self.policy.is_judged(seq, region)
+        job = CompressionJob(seq.seq_id, first, count, size, retain, stride, blocks, destinations, judged)
+        plan.compressions.append(job)
         seq.compacted(region, self.policy.regions_of(seq).tail_after(seq.cached_length, region))
         self._tokens -= region.count * window_tokens(self.policy.config, region.size)
+        if judged:
+            self._tokens -= 2 * self.policy.config.buffer  # which the model reads before and after
         return True
 
     def _blocks_of(self, seq: Sequence, region: Region) -> tuple[int, int, int]:
@@ -169,7 +173,7 @@ class CompressionPlanner:
 
     def peak_blocks(self, seq: Sequence, total: int) -> int:
         """Most blocks that a sequence alone needs to reach `total` KV pairs."""
-        return peak_blocks(self.config, self.policy.regions_of(seq), seq.prompt_length, total)
+        return peak_blocks(self.config, self.policy.largest_regions_of(seq), seq.prompt_length, total)
 
     def growth(self, seq: Sequence) -> int:
         """Blocks that a sequence will add to its table before it has a window to compress."""

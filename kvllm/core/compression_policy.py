@@ -11,6 +11,7 @@ from msgspec import structs
 from kvllm.compression.queries import window_tokens
 from kvllm.config import CompressionConfig, EngineConfig, require
 from kvllm.core.regions import NothingDropped, Region, Regions, WholeCache, make_regions
+from kvllm.core.retention_guard import RetentionGuard
 from kvllm.core.sequence import Sequence
 from kvllm.errors import RequestError
 from kvllm.sampling_params import SamplingParams
@@ -47,8 +48,9 @@ class CompressionPolicy(ABC):
         self.config = config
         self.observes_scores = config.observes_scores
         self.regions = make_regions(config, block_size)
+        self.guard = RetentionGuard(config, block_size) if config.guard_kl is not None else None
         self._uncompressed = NothingDropped(block_size)
-        self._of_retained: dict[int, Regions] = {}  # by retain_blocks of requests
+        self._of_retained: dict[int, Regions] = {}  # by KV pairs kept of a window
 
     def check(self, prompt_length: int, sampling: SamplingParams) -> None:
         """Raises RequestError if what a request asks of compression does not go with its prompt or the engine."""
@@ -63,17 +65,36 @@ class CompressionPolicy(ABC):
             )
 
     def regions_of(self, seq: Sequence) -> Regions:
-        """The arithmetic that holds for one sequence."""
+        """The arithmetic that holds for one sequence now."""
+        return self._regions_of(seq, self.guard and self.guard.retained)
+
+    def largest_regions_of(self, seq: Sequence) -> Regions:
+        """The arithmetic that holds for one sequence while the guard lets windows keep as much as it ever may."""
+        return self._regions_of(seq, self.guard and self.guard.most)
+
+    @property
+    def largest_regions(self) -> Regions:
+        """The same for sequences without a budget of their own."""
+        return self._retaining(self.guard.most) if self.guard else self.regions
+
+    def guard_of(self, seq: Sequence) -> RetentionGuard | None:
+        """What a sequence's windows keep follows the guard, unless its request says how much that is."""
+        return self.guard if seq.sampling.retain_blocks is None else None
+
+    def _regions_of(self, seq: Sequence, guarded: int | None) -> Regions:
+        """guarded: KV pairs that the guard lets a window keep."""
         retained = seq.sampling.retain_blocks
         if not seq.sampling.compress or retained == self.config.window_blocks:
             return self._uncompressed
-        return self.regions if retained is None else self._retaining(retained)
+        if retained is not None:
+            return self._retaining(retained * self.regions.block_size)
+        return self.regions if guarded is None else self._retaining(guarded)
 
-    def _retaining(self, blocks: int) -> Regions:
-        if blocks not in self._of_retained:
-            config = structs.replace(self.config, retain_blocks=blocks, retain_tokens=None)
-            self._of_retained[blocks] = make_regions(config, self.regions.block_size)
-        return self._of_retained[blocks]
+    def _retaining(self, tokens: int) -> Regions:
+        if tokens not in self._of_retained:
+            config = structs.replace(self.config, retain_tokens=tokens)
+            self._of_retained[tokens] = make_regions(config, self.regions.block_size)
+        return self._of_retained[tokens]
 
     def unscored(self, sequences: Sequences[Sequence]) -> list[Sequence]:
         """Those that cannot be compressed as long as their scores are not added up."""
@@ -89,10 +110,31 @@ class CompressionPolicy(ABC):
     def select(self, decoding: Sequences[Sequence], load: EngineLoad) -> list[Candidate]:
         """The jobs to run before the next step."""
 
-    def eligible(self, decoding: Sequences[Sequence]) -> list[Candidate]:
-        """All sequences with something to compress, in the order given."""
-        regions = ((seq, self.regions_of(seq).trailing(seq.cached_length, seq.uncompressed_tail)) for seq in decoding)
+    def eligible(self, decoding: Sequences[Sequence], *, may_wait: bool = True) -> list[Candidate]:
+        """All sequences with something to compress, in the order given.
+
+        may_wait: leave out what is to be judged by tokens that are not there yet.
+        """
+        regions = [(seq, self._region_of(seq, may_wait)) for seq in decoding]
         return [(seq, region) for seq, region in regions if region is not None]
+
+    def _region_of(self, seq: Sequence, may_wait: bool) -> Region | None:
+        guard = self.guard_of(seq)
+        if guard is None or not guard.samples(seq):
+            return self._usual_region(seq)
+        first = self.regions_of(seq).first(seq.cached_length, seq.uncompressed_tail)
+        return first if first is None or self.is_judged(seq, first) or not may_wait else None
+
+    def _usual_region(self, seq: Sequence) -> Region | None:
+        """The part of a sequence that the policy compresses next."""
+        return self.regions_of(seq).trailing(seq.cached_length, seq.uncompressed_tail)
+
+    def is_judged(self, seq: Sequence, region: Region) -> bool:
+        """Whether a compression is judged. It takes tokens behind the window, because scores have seen those in it."""
+        guard = self.guard_of(seq)
+        if guard is None or region.count > 1 or not guard.samples(seq):
+            return False
+        return seq.cached_length - region.end >= self.config.buffer
 
 
 class PeriodicPolicy(CompressionPolicy):
@@ -109,11 +151,10 @@ class PeriodicPolicy(CompressionPolicy):
         self._last_event = 0
         self._left = 0  # sequences that the present event may still serve
 
-    def eligible(self, decoding: Sequences[Sequence]) -> list[Candidate]:
+    def _usual_region(self, seq: Sequence) -> Region | None:
         if not self.observes_scores:
-            return super().eligible(decoding)
-        regions = ((seq, self.regions_of(seq).first(seq.cached_length, seq.uncompressed_tail)) for seq in decoding)
-        return [(seq, region) for seq, region in regions if region is not None]
+            return super()._usual_region(seq)
+        return self.regions_of(seq).first(seq.cached_length, seq.uncompressed_tail)
 
     def select(self, decoding: Sequences[Sequence], load: EngineLoad) -> list[Candidate]:
         steps = load.decode_steps
@@ -164,7 +205,7 @@ class ThresholdPolicy(CompressionPolicy):
                 f"{least}: raise budget_tokens, lower buffer" + (" or shorten the prompt" if blocks else "")
             )
 
-    def regions_of(self, seq: Sequence) -> Regions:
+    def _regions_of(self, seq: Sequence, guarded: int | None) -> Regions:
         """A budget of the request's own moves the threshold along with what is kept."""
         if not seq.sampling.compress:
             return self._uncompressed
@@ -212,15 +253,18 @@ class PressurePolicy(CompressionPolicy):
         self._unmet = False
         if needed <= 0:
             return []
-        jobs = [job for job in self.eligible(decoding) if urgent > 0 or self._remaining(job[0]) > self.config.period]
+        jobs = self.eligible(decoding, may_wait=urgent <= 0)
+        jobs = [job for job in jobs if urgent > 0 or self._remaining(job[0]) > self.config.period]
         jobs.sort(key=self._order)
         return self._enough(jobs[: self.config.max_sequences], needed, urgent, load.tokens)
 
-    def eligible(self, decoding: Sequences[Sequence]) -> list[Candidate]:
+    def _usual_region(self, seq: Sequence) -> Region | None:
         """All that is complete: while blocks lasted, more than one window of a sequence may have filled up."""
+        return self.regions_of(seq).complete(seq.cached_length, seq.uncompressed_tail)
+
+    def eligible(self, decoding: Sequences[Sequence], *, may_wait: bool = True) -> list[Candidate]:
         scored = [seq for seq in decoding if seq.is_scored] if self.observes_scores else decoding
-        regions = ((seq, self.regions_of(seq).complete(seq.cached_length, seq.uncompressed_tail)) for seq in scored)
-        return [(seq, region) for seq, region in regions if region is not None]
+        return super().eligible(scored, may_wait=may_wait)
 
     def _enough(self, jobs: list[Candidate], needed: int, urgent: int, tokens: int) -> list[Candidate]:
         """The first windows that release `needed` blocks together, and of these the ones that fit into the tokens; but
@@ -295,7 +339,7 @@ def peak_blocks(config: EngineConfig, regions: Regions | None, prompt: int, tota
 def check_pool(config: EngineConfig) -> None:
     """Raises ConfigError unless a sequence of `max_model_len`, compressed if that is on, fits into the pool."""
     policy = make_policy(config)
-    blocks = peak_blocks(config, policy and policy.regions, 1, config.max_model_len - 1)
+    blocks = peak_blocks(config, policy and policy.largest_regions, 1, config.max_model_len - 1)
     require(
         blocks <= config.num_blocks,
         "max_model_len",
@@ -310,7 +354,7 @@ def check_fits(config: EngineConfig, policy: CompressionPolicy | None, seq: Sequ
     small."""
     if policy:
         policy.check(seq.prompt_length, seq.sampling)
-    regions = policy and policy.regions_of(seq)
+    regions = policy and policy.largest_regions_of(seq)
     needed = peak_blocks(config, regions, seq.prompt_length, seq.max_length - 1)  # the last token is never stored
     if needed > config.num_blocks:
         raise RequestError(

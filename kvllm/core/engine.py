@@ -216,3 +216,4 @@ class LLMEngine:
         stats.recompute_seconds += seconds.recompute
         stats.score_seconds += seconds.score
         stats.compact_seconds += seconds.compact
+        stats.judge_seconds += seconds.judge

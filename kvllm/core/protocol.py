@@ -63,6 +63,8 @@ class CompressionJob(Struct, array_like=True, frozen=True):
     The `region_blocks` blocks from there on (the windows and, in exact mode, the tail behind them) are replaced in the
     table by `destinations`. In place when `destinations` is a prefix of the region, else copied and the sources kept.
     Without destinations nothing survives in the region's blocks, and nothing moves.
+
+    judged: whether StepResult tells how far predictions diverge by it.
     """
 
     seq_id: int
@@ -73,6 +75,7 @@ class CompressionJob(Struct, array_like=True, frozen=True):
     stride: int
     region_blocks: int
     destinations: list[int]
+    judged: bool = False
 
     @property
     def span(self) -> int:
@@ -135,12 +138,14 @@ class PromptLogprobs(Struct, array_like=True, frozen=True):
 
 
 class PhaseSeconds(Struct, array_like=True, frozen=True):
-    """A step's time: that of the model with sampling, and that of the phases of a compression event."""
+    """A step's time: that of the model with sampling, that of the phases of a compression event, and that of judging
+    it."""
 
     model: float = 0.0
     recompute: float = 0.0
     score: float = 0.0
     compact: float = 0.0
+    judge: float = 0.0
 
 
 class StepResult(Struct, array_like=True):
@@ -150,12 +155,15 @@ class StepResult(Struct, array_like=True):
         chunk of as many query tokens: the queries of a layer, the gathered keys and values of as many layers as are
         selected from at once, and the offsets kept so far.
     prompts: of the sequences that asked for it, what the step has found.
+    divergences: of each judged compression, in plan order, the mean over the last tokens of its sequence of
+        KL(full || compressed), in nats, between the predictions before and after it.
     """
 
     tokens: list[SampledToken] = []
     seconds: PhaseSeconds = PhaseSeconds()
     event_bytes: int = 0
     prompts: list[PromptLogprobs] = []
+    divergences: list[float] = []
 
 
 encode = msgpack.Encoder().encode

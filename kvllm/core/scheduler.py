@@ -244,6 +244,8 @@ class Scheduler:
     def update(self, plan: StepPlan, result: StepResult) -> list[tuple[Sequence, SampledToken]]:
         """Account for an executed plan: KV pairs stored, tokens sampled, forks made. The caller ends what finished."""
         self._reset_workers = False
+        if result.divergences:
+            self._record_divergences(plan, result.divergences)
         tokens = iter(result.tokens)
         sampled = []
         for seq, scheduled in zip(self.batch.executed(), plan.scheduled, strict=True):
@@ -256,6 +258,18 @@ class Scheduler:
                 each.token_ids.append(token.token_id)
                 sampled.append((each, token))
         return sampled
+
+    def _record_divergences(self, plan: StepPlan, divergences: list[float]) -> None:
+        """Let the guard follow what was judged. It changes what windows keep from the next step on."""
+        assert self.policy and self.policy.guard
+        running = {seq.seq_id: seq for seq in self.running}
+        judged = [running[job.seq_id] for job in plan.compressions if job.judged]
+        for seq, divergence in zip(judged, divergences, strict=True):
+            seq.judged(divergence)
+        self.policy.guard.record(divergences)
+        self.stats.compressions_judged += len(divergences)
+        self.stats.divergence_sum += sum(divergences)
+        self.stats.added_blocks = self.policy.guard.added_blocks
 
     def reset(self, sequences: list[Sequence]) -> None:
         """Start over with an empty pool after a failed step, of which an unknown part was executed.

@@ -41,6 +41,7 @@ class Sequence:
     carried_tail: how many of those were there already at the last compression.
     is_scored: whether the workers add up scores of its KV pairs.
     compressions: the regions of the cache that were compressed, oldest first, each as it was before.
+    divergences: of the compressions that were judged, see RequestMetrics.
     """
 
     __slots__ = (
@@ -50,6 +51,7 @@ class Sequence:
         "cached_length",
         "carried_tail",
         "compressions",
+        "divergences",
         "evicted",
         "forks_pending",
         "has_ended",
@@ -113,6 +115,7 @@ class Sequence:
         self.refill_length = 0
         self.preemptions = 0
         self.evicted = 0
+        self.divergences: list[float] = []
         self.cache_hits = 0  # tokens found in the prefix cache when the sequence was first admitted
         self.logical_length = self.cached_length = 0
         self.reset()
@@ -206,6 +209,11 @@ class Sequence:
         self.compressions.append(region)
         self.uncompressed_tail = uncompressed_tail
         self.carried_tail = uncompressed_tail
+
+    def judged(self, divergence: float) -> None:
+        """A compression was judged: its KL(full || compressed), in nats a token."""
+        self.divergences.append(divergence)
+        self.metrics.divergences.append(divergence)
 
     def fork(self, seq_id: int, index: int, seed: int) -> Sequence:
         """A sequence that shares the cached KV pairs. The caller shares the blocks."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from statistics import mean
 from typing import Any, TypeVar
 
 from kvllm.core.input_processor import Prompt
@@ -112,13 +113,19 @@ class Generation:
         prompt, output = self.prompt_tokens, self.output_tokens
         metrics = [progress.metrics for progress in self._progress]
         evicted = sum(each.evicted_entries for each in metrics)
+        divergences = [divergence for each in metrics for divergence in each.divergences]
         pairs = output + sum(len(p.token_ids) * q.n for p, q in zip(self.prompts, self._params, strict=True))
         usage = Usage(
             prompt,
             output,
             prompt + output,
             PromptTokensDetails(sum(each.num_cached_tokens for each in metrics)),
-            CompressionUsage(round(1 - evicted / pairs, 4), evicted, sum(each.preemptions for each in metrics)),
+            CompressionUsage(
+                round(1 - evicted / pairs, 4),
+                evicted,
+                sum(each.preemptions for each in metrics),
+                mean(divergences) if divergences else None,
+            ),
         )
         if reasoning_tokens is not None:
             usage.completion_tokens_details = CompletionTokensDetails(reasoning_tokens)

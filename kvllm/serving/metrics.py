@@ -27,8 +27,10 @@ ENGINE_COUNTERS = {
     "kvllm:windows_compressed": ("Windows compressed, summed over sequences.", "windows_compressed"),
     "kvllm:evicted_pairs": ("KV pairs dropped, summed over sequences.", "entries_evicted"),
     "kvllm:blocks_released": ("Blocks that compression returned to the pool.", "blocks_released"),
+    "kvllm:compressions_judged": ("Compressions whose divergence was measured.", "compressions_judged"),
+    "kvllm:divergence": ("KL(full || compressed) of these, in nats a token, summed.", "divergence_sum"),
 }
-PHASES = ("prefill", "decode", "recompute", "score", "compact")
+PHASES = ("prefill", "decode", "recompute", "score", "compact", "judge")
 
 
 class Snapshot:
@@ -59,6 +61,8 @@ class EngineCollector(Collector):
         yield self._gauge("vllm:kv_cache_usage_perc", "Share of the KV blocks in use: 1 is all.", usage)
         yield self._gauge("kvllm:blocks_in_use", "KV blocks that sequences own.", now.blocks)
         yield self._gauge("kvllm:blocks", "KV blocks in the pool.", now.stats.num_blocks)
+        text = "Blocks that windows keep beyond the configured ones, because of guard_kl."
+        yield self._gauge("kvllm:added_blocks", text, now.stats.added_blocks)
         for name, (text, field) in ENGINE_COUNTERS.items():
             counter = CounterMetricFamily(name, text, labels=("model_name", "engine"))
             counter.add_metric(self._labels, now.stats[field])

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from msgspec import Struct
 
 from kvllm.compression.queries import QueryTokens, window_tokens
-from kvllm.config import CompressionConfig, EngineConfig
+from kvllm.config import CompressionConfig, EngineConfig, require
 from kvllm.core.executor import Executor
 from kvllm.core.protocol import CompressionJob, SampledToken, StepPlan, StepResult
 from kvllm.simulation.cost import CostModel, QueryBatch
@@ -37,6 +37,10 @@ class SimulatedExecutor(Executor):
     def __init__(self, cost: CostModel, config: EngineConfig) -> None:
         self.cost = cost
         self.config = config
+        guard = config.compression and config.compression.guard_kl
+        require(
+            guard is None, "guard_kl", guard, "None in a simulation, which runs no model whose predictions to judge"
+        )
         self.compression = config.active_compression
         self.seconds = SimulatedSeconds()
         self.cached: dict[int, int] = {}  # KV pairs in the cache, by sequence

@@ -110,9 +110,10 @@ def _event(config: EngineConfig) -> Iterator[StepPlan]:
     )
     first = region.start // config.block_size
     old, new = _blocks(region.end, config)[first:], _blocks(region.end - region.dropped, config)[first:]
+    judged = compression.guard_kl is not None
     yield StepPlan(
         compressions=[
-            CompressionJob(i, first, region.count, region.size, region.retain, region.stride, len(old), new)
+            CompressionJob(i, first, region.count, region.size, region.retain, region.stride, len(old), new, judged)
             for i in seq_ids
         ],
         scheduled=[ScheduledSequence(i, 1, [0], [0], True) for i in seq_ids],

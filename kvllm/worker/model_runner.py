@@ -14,6 +14,7 @@ from kvllm.attention.context import AttentionContext
 from kvllm.config import CompressionConfig, EngineConfig
 from kvllm.core.protocol import (
     BlockCopy,
+    CompressionJob,
     Fork,
     ScheduledSequence,
     SequenceStart,
@@ -28,6 +29,7 @@ from kvllm.worker.attention_state import AttentionMass, ObservingBackend, Ragged
 from kvllm.worker.compressor import Compressor
 from kvllm.worker.graphs import Capture, DecodeGraphs
 from kvllm.worker.inputs import InputPreparer, StepInputs
+from kvllm.worker.judge import Judge
 from kvllm.worker.observed_scores import ObservedScores, ScoringBackend
 from kvllm.worker.prompt_logprobs import PromptReport
 from kvllm.worker.sampler import SampleRow, Samples, sample
@@ -75,15 +77,19 @@ class ModelRunner:
         self.mass: AttentionMass | None = None
         self.observed: ObservedScores | None = None
         self.compressor = None
+        self.judge: Judge | None = None
         self.graphs: DecodeGraphs | None = None
         if compression := config.active_compression:
             self._prepare_compression(compression, config, select)
         window_start = self.observed.window_start if self.observed else None
-        self.inputs = InputPreparer(self.tables, self.ragged, self.mass is not None, self.device, window_start)
+        self.inputs = InputPreparer(self.tables, self.ragged, config.observes_attention, self.device, window_start)
 
     def _prepare_compression(
         self, compression: CompressionConfig, config: EngineConfig, select: Callable[..., torch.Tensor] | None
     ) -> None:
+        most_tokens = config.max_num_batched_tokens
+        if compression.guard_kl is not None:
+            self.judge = Judge(self.model, self.operations, self.backend, self.tables, compression.buffer, most_tokens)
         if compression.spec.ragged:
             self.ragged = RaggedLengths(self.cache.shape, config.max_num_seqs, self.device)
         if compression.spec.observes:
@@ -97,7 +103,7 @@ class ModelRunner:
             self.backend,
             self.tables,
             compression,
-            config.max_num_batched_tokens,
+            most_tokens,
             self.ragged,
             self.mass,
             self.observed,
@@ -135,9 +141,9 @@ class ModelRunner:
             if self.observed:
                 self.observed.start(self.states[start.seq_id].table_slot, start.kv_index)
         graphs = self.graphs if all(item.num_tokens == 1 for item in plan.scheduled) else None
-        clock, event_bytes = PhaseClock(self.device), 0
+        clock, event_bytes, divergences = PhaseClock(self.device), 0, None
         if plan.compressions and self.compressor:
-            self.compressor.compress(plan.compressions, self.states, clock)
+            divergences = self._compress(self.compressor, plan.compressions, clock)
             event_bytes = self.compressor.event_bytes
         with clock.measure("model"):
             if plan.copies:
@@ -148,7 +154,8 @@ class ModelRunner:
         tokens = samples.tokens() if samples else []
         prompts = [prompt.wait() for prompt in self._prompt_reports]
         self._prompt_reports = []
-        return StepResult(tokens, clock.seconds(), event_bytes, prompts)
+        judged = [] if divergences is None else divergences.tolist()
+        return StepResult(tokens, clock.seconds(), event_bytes, prompts, judged)
 
     def _reset(self) -> None:
         """Drop all sequences, and whatever a step that was cut short has left half done."""
@@ -183,6 +190,18 @@ class ModelRunner:
             if table:
                 table.clear(table_slot)
         return table_slot
+
+    def _compress(self, compressor: Compressor, jobs: list[CompressionJob], clock: PhaseClock) -> torch.Tensor | None:
+        """Execute compressions. Returns the divergences of those that are judged."""
+        judged = [self.states[job.seq_id] for job in jobs if job.judged]
+        if self.judge is None or not judged:
+            compressor.compress(jobs, self.states, clock)
+            return None
+        with clock.measure("judge"):
+            full = self.judge.read(judged)
+        compressor.compress(jobs, self.states, clock)
+        with clock.measure("judge"):
+            return self.judge.divergences(full, self.judge.read(judged))
 
     def _copy_on_write(self, copies: list[BlockCopy]) -> None:
         sources = []

@@ -145,6 +145,8 @@ def configs(draw) -> EngineConfig:
             retain_tokens=retain,
             buffer=buffer,
             compress_prompt=draw(st.booleans()),
+            guard_kl=draw(st.sampled_from([None, 0.01])) if buffer else None,
+            guard_every=draw(st.integers(1, 3)),
         )
     max_num_seqs = draw(st.integers(1, 6))
     watermark = draw(st.sampled_from([0.0, 0.01, 0.2]))

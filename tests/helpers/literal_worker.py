@@ -45,6 +45,7 @@ class LiteralWorker:
         self.cache: dict[int, Entry] = {}
         self.sequences: dict[int, LiteralSequence] = {}
         self.random = random.Random(seed)
+        self.divergences: list[float] = []  # of the step
 
     def slot(self, seq: LiteralSequence, index: int) -> int:
         block, offset = divmod(index, self.config.block_size)
@@ -70,6 +71,7 @@ class LiteralWorker:
             assert seq.first_scored is None and self.compression.observes_scores
             seq.first_scored = start.kv_index
         assert len({job.seq_id for job in plan.compressions}) == len(plan.compressions)
+        self.divergences = []
         for job in plan.compressions:
             self._compress(self.sequences[job.seq_id], job)
         for copy in plan.copies:
@@ -84,6 +86,7 @@ class LiteralWorker:
         own = seq.sampling.retain_blocks
         assert own is None or job.retain == own * self.config.block_size < job.size
         size = self.config.block_size
+        self._judge(seq, job)
         start = job.first_block * size
         region_end = min(seq.cached, (job.first_block + job.region_blocks) * size)
         survivors: list[int] = []
@@ -113,6 +116,18 @@ class LiteralWorker:
         for j, entry in enumerate(kept):
             self.cache[self.slot(seq, start + j)] = entry
         seq.cached -= job.dropped
+
+    def _judge(self, seq: LiteralSequence, job) -> None:
+        """A guard lets windows keep whole blocks more, but never all. It is told numbers of any size."""
+        config = self.compression
+        if seq.sampling.retain_blocks is None and config.policy != "threshold":
+            added = job.retain - config.retained(self.config.block_size)
+            assert added >= 0 and added % self.config.block_size == 0 and job.retain < job.size
+            assert added == 0 or config.guard_kl
+        if job.judged:
+            assert config.guard_kl and seq.sampling.retain_blocks is None and job.num_windows == 1
+            assert seq.cached - job.first_block * self.config.block_size - job.size >= config.buffer
+            self.divergences.append(self.random.choice([0.0, 0.0, 0.0, 1e-9, 0.01, 5.0, float("nan"), float("inf")]))
 
     def _copy(self, seq: LiteralSequence, index: int, destination: int) -> None:
         size = self.config.block_size
@@ -150,7 +165,7 @@ class LiteralWorker:
                 assert fork.seq_id not in self.sequences
                 self.sequences[fork.seq_id] = child
                 tokens.append(self._sample(fork.seq_id, child))
-        return StepResult(tokens)
+        return StepResult(tokens, divergences=self.divergences)
 
     def _sample(self, seq_id: int, seq: LiteralSequence) -> SampledToken:
         return SampledToken(hash((seq_id, tuple(seq.tokens))) % self.vocab)

@@ -182,6 +182,7 @@ class Dispatcher:
                 metrics.preemptions += ended.preemptions
                 metrics.evicted_entries += ended.evicted
                 metrics.missing_entries += ended.missing
+                metrics.divergences += ended.divergences
                 metrics.num_cached_tokens = max(metrics.num_cached_tokens, ended.cache_hits)
         return received
 
