@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvllm.compression.specs import SPECS, MethodSpec
 
-BY_LAYER = ("layer", "num_layers", "capacity", "evicted_mask", "mass")
+BY_LAYER = ("layer", "num_layers", "capacity", "evicted_mask", "mass", "carried")
 """Inputs of one layer. A method that takes one of them chooses for each layer on its own."""
 
 INPUTS = (
@@ -33,6 +33,8 @@ statistics: a `QueryStatistics` of the layers, for the query heads of these KV h
 capacity: with `ragged`, the most KV pairs that one head or layer may keep.
 evicted_mask: with `ragged`, bool `[S, Hkv, C]`, the slots that an earlier selection left without a KV pair.
 mass: with `observes`, float32 `[S, Hkv, C]`, the attention that each KV pair has received so far.
+carried: with `carries`, float32 `[S, Hkv, C]`, what the method left in this tensor for each KV pair at the compression
+    before; 0 for KV pairs that are compressed for the first time.
 observed: with `observable`, where scores were added up while decoding, float32 `[S, Hkv, C - buffer]`; then there are
     no queries.
 """

@@ -53,6 +53,8 @@ class MethodSpec:
         of being computed from all queries afterwards. None: its scores cannot.
     observes: it needs the attention that every KV pair has received so far. This sum belongs to one sequence, so
         sequences share no prefixes.
+    carries: it gives every KV pair a score that it wants back at the next compression of that pair. That goes with
+        policy "threshold" alone, since windows are compressed once.
     whole_layer: it compares the KV heads of a layer, or numbers them, so it must see all of them at once.
     unrotates: it takes the rotation off keys, for which it needs the position of each. KV pairs that were compressed
         before have none that is known.
@@ -68,6 +70,7 @@ class MethodSpec:
     observable: Observable | None = None
     ragged: bool = False
     observes: bool = False
+    carries: bool = False
     whole_layer: bool = False
     unrotates: bool = False
     calibrated: bool = False
@@ -85,6 +88,11 @@ class MethodSpec:
             return (
                 "it needs the position of every KV pair, and those that were compressed before differ from head to "
                 'head: use policy="pressure" or "periodic"'
+            )
+        if policy != "threshold" and self.carries:
+            return (
+                "it looks back at its scores of the compression before, and windows are compressed once: use "
+                f'policy="threshold", not {policy!r}'
             )
         if policy != "threshold" and self.ragged:
             return f'it keeps more in some layers or heads than in others: use policy="threshold", not {policy!r}'
@@ -118,6 +126,13 @@ SPECS: dict[str, MethodSpec] = {
         MethodSpec("snapkv", "what the last queries attend to, smoothed", "recent"),
         MethodSpec(
             "rkv", "what the last queries attend to, less what is said again", "recent", (Option("mix", 0.1, 0.0, 1.0),)
+        ),
+        MethodSpec(
+            "gkv",
+            "what any queries attended to, less what is said again",
+            "recent",
+            (Option("decay", 0.8, 0.0, 1.0), Option("mix", 0.5, 0.0, 1.0)),
+            carries=True,
         ),
         MethodSpec("keydiff", "the keys that differ most from the mean key"),
         MethodSpec("lagkv", "what stands out against the KV pairs that follow", options=(Option("lag", 128, 2), SINKS)),

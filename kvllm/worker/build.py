@@ -66,7 +66,7 @@ def rank_cache_shape(model: ModelConfig, dtype: str, engine: EngineConfig, num_r
 
 def method_state_bytes(engine: EngineConfig, shape: CacheShape) -> int:
     """Bytes that the compression method keeps beside the cache of a rank."""
-    if not engine.observes_attention:
+    if not engine.keeps_scores:
         return 0
     return AttentionMass.bytes_for(shape, engine.max_num_seqs, engine.max_model_len)
 

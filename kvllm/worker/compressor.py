@@ -76,6 +76,7 @@ class Compressor:
         self.mass = mass
         self.observed = observed
         self.select = select or METHODS[config.method]
+        self.carries = config.spec.carries
         self.method = METHODS[config.method]
         self.query_tokens = QueryTokens.of(config)
         self.options = config.options
@@ -137,6 +138,8 @@ class Compressor:
             with clock.measure("score"):
                 inputs = shared | self._inputs(windows, layers, tables, size)
                 chosen = self.select(queries, retain=self._mean_retained(retain), **self.options, **inputs)
+                if self.mass and self.carries:
+                    self.mass.put(layers[0], *_places(windows), inputs["carried"])
                 # Layers and heads may keep fewer than there is room for.
                 chosen = torch.nn.functional.pad(chosen, (0, retain - chosen.shape[-1]), value=-1)
                 kept.append(chosen.unflatten(0, (len(layers), len(windows))))
@@ -181,7 +184,7 @@ class Compressor:
     def _inputs(self, windows: list[_Window], layers: Sequence[int], tables: torch.Tensor, size: int) -> dict[str, Any]:
         """Keys, and the inputs among `kvllm.compression.registry.INPUTS` that layers do not share: a row for each
         window in the first layer, then in the next."""
-        starts = [window.start for window in windows]
+        table_slots, starts = _places(windows)
         inputs: dict[str, Any] = {
             "layers": layers,
             "layer": layers[0],
@@ -192,12 +195,12 @@ class Compressor:
         }
         if "values" in self.method.arguments:
             inputs["values"] = self._gather(self.operations.gather_values, layers, tables, size)
-        table_slots = [window.state.table_slot for window in windows]
         if self.ragged:
             inputs["capacity"] = windows[0].retain
             inputs["evicted_mask"] = self.ragged.evicted_mask(layers[0], table_slots, starts, size)
         if self.mass:
-            inputs["mass"] = self.mass.gather(layers[0], table_slots, starts, size)
+            name = "carried" if self.carries else "mass"
+            inputs[name] = self.mass.gather(layers[0], table_slots, starts, size)
         if self.observed:
             inputs["observed"] = self._gather(self.observed.of_windows, layers, tables, size - self.config.buffer)
         return inputs
@@ -274,6 +277,11 @@ class Compressor:
         longest = max(len(blocks) for blocks in regions)
         padded = np.array([[*blocks, *[blocks[-1]] * (longest - len(blocks))] for blocks in regions], dtype=np.int64)
         return to_device(padded, self.cache.data.device)
+
+
+def _places(windows: list[_Window]) -> tuple[list[int], list[int]]:
+    """Table slots of the windows' sequences, and where the windows begin."""
+    return [window.state.table_slot for window in windows], [window.start for window in windows]
 
 
 def _seed(window: _Window) -> int:

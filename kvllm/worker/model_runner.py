@@ -92,8 +92,9 @@ class ModelRunner:
             self.judge = Judge(self.model, self.operations, self.backend, self.tables, compression.buffer, most_tokens)
         if compression.spec.ragged:
             self.ragged = RaggedLengths(self.cache.shape, config.max_num_seqs, self.device)
-        if compression.spec.observes:
+        if config.keeps_scores:
             self.mass = AttentionMass(self.cache.shape, config.max_num_seqs, config.max_model_len, self.device)
+        if self.mass and config.observes_attention:
             self.backend = ObservingBackend(self.backend, self.operations, self.mass)
         if compression.observes_scores:
             self.observed = ObservedScores(self.cache, compression, config.max_num_seqs)

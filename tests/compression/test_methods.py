@@ -77,6 +77,7 @@ def call(name, queries, keys, heavy, *, retain, buffer, first_seed=0, **options)
     offered = {
         "chunk_budget": CHUNK_BUDGET, "max_chunk": MAX_CHUNK, "layer": LAYER, "num_layers": NUM_LAYERS,
         "seeds": range(first_seed, first_seed + len(keys)), "capacity": retain + 3, "mass": heavy,
+        "carried": None if heavy is None else heavy.clone(),
         "starts": starts, "last_positions": last_positions, "values": values_of(keys),
         "frequencies": frequencies_of(keys), "statistics": on_device(queries, keys),
         "query_offsets": torch.arange(queries.shape[2] - rows, queries.shape[2], device=queries.device),
@@ -372,7 +373,7 @@ def required_options(name, heavy):
     options = {"chunk_budget": 4, "max_chunk": 5, "layer": 0, "num_layers": 2, "seeds": [0, 1], "capacity": 12}
     options |= {"mass": heavy, "query_offsets": torch.arange(heavy.shape[-1]), "starts": [0, 0]}
     options |= {"last_positions": [19, 19], "values": torch.zeros(*heavy.shape, 8), "frequencies": torch.ones(4)}
-    options["statistics"] = statistics_of(4, 8)
+    options |= {"statistics": statistics_of(4, 8), "carried": heavy.clone()}
     return {key: value for key, value in options.items() if key in METHODS[name].arguments}
 
 
@@ -392,6 +393,8 @@ def test_misuse_of_single_methods_is_reported():
         METHODS["random"](None, keys, **sizes, seeds=[1, 2, 3], layer=0)
     with pytest.raises(ValueError, match=r"mass \(2, 2, 19\)"):
         METHODS["h2o"](None, keys, **sizes, mass=heavy[..., 1:])
+    with pytest.raises(ValueError, match=r"carried \(2, 2, 19\)"):
+        METHODS["gkv"](queries, keys, **sizes, carried=heavy[..., 1:])
 
 
 # Against literal references: plain loops in float64, one sequence, lists of lists
@@ -462,15 +465,54 @@ def literal_rkv(queries, keys, retain, buffer):
             for j, probability in enumerate(softmax([max(column) for column in zip(*of_group, strict=True)])):
                 attention[j] += probability / len(group[0])
         importance = [max(attention[max(j - 3, 0) : j + 4]) for j in range(scored)]
-        unit = [[x / (math.sqrt(dot(key, key)) + 1e-8) for x in key] for key in head_keys]
-        similar = [0.0] * length
-        for i in range(length):
-            row = [0.0 if i == j else dot(unit[i], unit[j]) for j in range(length)]
-            row[max([j for j in range(length) if row[j] > 0.5], default=0)] = 0.0
-            similar = [total + value / length for total, value in zip(similar, row, strict=True)]
-        redundancy = softmax(similar)
+        redundancy = literal_redundancy(head_keys)
         kept.append(best([0.1 * importance[j] - 0.9 * redundancy[j] for j in range(scored)], retain - buffer))
     return kept
+
+
+def literal_redundancy(keys):
+    unit = [[x / (math.sqrt(dot(key, key)) + 1e-8) for x in key] for key in keys]
+    similar = [0.0] * len(keys)
+    for i in range(len(keys)):
+        row = [0.0 if i == j else dot(unit[i], unit[j]) for j in range(len(keys))]
+        row[max([j for j in range(len(keys)) if row[j] > 0.5], default=0)] = 0.0
+        similar = [total + value / len(keys) for total, value in zip(similar, row, strict=True)]
+    return softmax(similar)
+
+
+def literal_gkv(queries, keys, earlier, buffer, total):
+    """The kept offsets by head, and the scores that go with the KV pairs."""
+    kept, carried = [], []
+    for head, head_keys in enumerate(keys):
+        group, length = group_of(queries, keys, head), len(head_keys)
+        scored, tokens = length - buffer, len(group[0])
+        attention = [0.0] * scored
+        for i in range(tokens):
+            seen = head_keys[: length - tokens + i + 1]
+            of_group = [softmax(logits_of(rows[i], seen)) for rows in group]
+            for j, column in zip(range(scored), zip(*of_group, strict=True), strict=False):
+                attention[j] += max(column) / tokens
+        local = [each / max(attention) for each in attention]
+        scores = [max(0.8 * before, now) for before, now in zip(earlier[head], local, strict=False)]
+        redundancy = literal_redundancy(head_keys)[:scored]
+        final = [0.5 * scores[j] - 0.5 * redundancy[j] / max(redundancy) for j in range(scored)]
+        kept.append(best(final, total))
+        carried.append(scores + [0.0] * buffer)
+    return kept, carried
+
+
+def test_gkv_leaves_its_scores_for_the_next_compression():
+    """Each is the attention of now or what is left of the score before; the buffer has none."""
+    queries, keys, heavy = region(8, 2, 4, 2, 40, 8)
+    carried = heavy.clone()
+    for _ in range(2):
+        expected = [
+            literal_gkv(queries[i, :, -RECENT_ROWS:].tolist(), keys[i].tolist(), carried[i].tolist(), 6, 10)[1]
+            for i in range(2)
+        ]
+        METHODS["gkv"](queries[:, :, -RECENT_ROWS:], keys, retain=16, buffer=6, carried=carried)
+        torch.testing.assert_close(carried, torch.tensor(expected), **CLOSE)
+    assert (carried[..., -6:] == 0).all() and (carried[..., :-6] > 0).all()
 
 
 def literal_keydiff(keys, retain, buffer):
@@ -590,6 +632,8 @@ def literal(name, queries, keys, heavy, seed, retain, buffer, capacity):
             return literal_chunkkv(literal_snapkv_scores(queries, keys, buffer, 1), total, 10)
         case "rkv":
             return literal_rkv(queries, keys, retain, buffer)
+        case "gkv":
+            return literal_gkv(queries, keys, heavy, buffer, total)[0]
         case "keydiff":
             return literal_keydiff(keys, retain, buffer)
         case "h2o":

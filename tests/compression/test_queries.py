@@ -26,5 +26,5 @@ def test_every_method_recomputes_the_queries_it_needs() -> None:
     options = {"buffer": 5, "query_stride": 3, "query_window": 7}
     threshold = {"policy": "threshold", "threshold_tokens": 64, "budget_tokens": 32}
     for name, spec in SPECS.items():
-        config = CompressionConfig(method=name, **options, **(threshold if spec.ragged else {}))
+        config = CompressionConfig(method=name, **options, **(threshold if spec.refusal("periodic") else {}))
         assert QueryTokens.of(config) == QueryTokens(*expected[spec.queries]), name

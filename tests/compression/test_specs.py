@@ -30,7 +30,8 @@ def test_a_default_of_the_function_is_that_of_the_list(name: str) -> None:
     arguments = inspect.signature(METHODS[name].select).parameters
     for option in SPECS[name].options:
         assert arguments[option.name].default in (inspect.Parameter.empty, option.default)
-        assert CompressionConfig(method=name).options[option.name] == option.default
+        policy = THRESHOLD | {"policy": "threshold"} if SPECS[name].refusal("periodic") else {}
+        assert CompressionConfig(method=name, **policy).options[option.name] == option.default
 
 
 def test_a_function_that_does_not_fit_its_spec_is_refused() -> None:
@@ -51,7 +52,7 @@ def test_a_policy_takes_the_methods_that_the_list_allows(name: str) -> None:
         else:
             assert CompressionConfig(method=name, **(options | {"policy": policy})).spec is spec
     assert (spec.refusal("threshold") is None) == (spec.queries != "window" and not spec.unrotates)
-    assert (spec.refusal("periodic") is None) != spec.ragged
+    assert (spec.refusal("periodic") is None) != (spec.ragged or spec.carries)
 
 
 @pytest.mark.parametrize("name", SPECS)

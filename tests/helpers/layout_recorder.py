@@ -273,7 +273,7 @@ class Recorder(Executor):
                 self._add(fork.seq_id, child)
 
     def _record_mass(self) -> None:
-        if self.runner.mass is None:
+        if not self.config.observes_attention:
             return
         for seq_id, text in self.alive.items():
             mass = self.runner.mass.mass[:, self.runner.states[seq_id].table_slot]
@@ -348,6 +348,7 @@ class Expected:
         self.dense = assert_dense(decoder, text)
         self.length = len(self.dense.logits)
         self.masses = self._masses() if self.method.spec.observes else None
+        self.carried = torch.zeros(*text.layout.shape[:2], text.visible.shape[-1])  # by position
 
     def _masses(self) -> list[Tensor]:
         """By layer `[kv_heads, rows, positions]`: the attention that positions received up to and including a row."""
@@ -394,6 +395,8 @@ class Expected:
                 options["mass"] = self.mass(layer, event.length, index)[None].float()
             if self.config.observes_scores:
                 options["observed"] = self.observed(layer, event)[None].float()
+            if self.method.spec.carries:
+                options["carried"] = self.carried[layer].gather(-1, region)[None].clone()
             chosen = self.method(
                 None if queries is None else queries[layer][None].float(),
                 keys.take_along_dim(index[..., None], 1).masked_fill(evicted_mask[..., None], torch.nan)[None].float(),
@@ -402,6 +405,11 @@ class Expected:
                 query_offsets=event.query_offsets(self.config),
                 **options,
             )
+            if self.method.spec.carries:
+                scores = options["carried"][0].gather(-1, chosen[0])
+                self.carried[layer] = torch.zeros_like(self.carried[layer]).scatter(
+                    -1, region.gather(-1, chosen[0]), scores
+                )
             kept.append(without_padding(chosen[0]))
         return kept
 

@@ -111,7 +111,7 @@ def compressions() -> dict[str, CompressionConfig]:
     common: dict[str, Any] = {"buffer": 8, "chunk_budget": 4, "query_window": 8}
     found = {}
     for method, spec in SPECS.items():
-        if not spec.ragged:
+        if not spec.refusal("periodic"):
             found[method] = CompressionConfig(method=method, **common)
         if not spec.refusal("threshold"):
             sizes = {"threshold_tokens": 100, "budget_tokens": 50}
