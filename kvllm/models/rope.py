@@ -233,6 +233,8 @@ def _check_channels(rope: Rope, head_dim: int) -> None:
         )
     if rope.scaling is None:
         return
+    if rope.scaling.kind == "yarn" and rope.theta <= 1:
+        raise CheckpointError(f"rope type 'yarn' needs a rope_theta above 1, but has {rope.theta}")
     if rope.scaling.kind == "dynamic" and rotated < 4:
         raise CheckpointError(f"rope type 'dynamic' needs at least 4 rotated channels, but has {rotated}")
     for name in ("short_factor", "long_factor"):

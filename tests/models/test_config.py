@@ -260,6 +260,7 @@ def test_eos_tokens(tmp_path: Path, qwen3: Path, generation: Any, expected: tupl
         ({"rope_parameters": {"rope_type": "xpos"}}, "rope type 'xpos': kvllm computes default, linear, dynamic"),
         ({"rope_parameters": ..., "rope_scaling": {"type": "dynamic"}}, "rope type 'dynamic' needs factor"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope type 'yarn' needs factor, a positive number"),
+        ({"rope_parameters": {**YARN, "rope_theta": 1}}, "rope type 'yarn' needs a rope_theta above 1, but has 1.0"),
         ({"rope_parameters": {**YARN, "attention_factor": -1}}, "attention_factor is -1.0, but must be a positive"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "'longrope' needs short_factor, a list of positive numbers"),
         ({"rope_parameters": LONGROPE}, "short_factor has 32 numbers, but 16 rotated channels need 8"),
