@@ -1,4 +1,4 @@
-"""The base of all families: the parts of a decoder layer, the loop over the layers, and a family's description.
+"""The base of all families: the loop over the layers of a decoder, and the description of a family.
 
 A model is put together from parts: an embedding, layers of an attention part and an MLP part, and a head. Every part
 has `weights`, the tensors of the checkpoint that it holds, and `allocate`, which makes room for them. A family that
@@ -9,182 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from kvllm.attention.context import AttentionContext
 from kvllm.models.compiled import CompiledLayers
 from kvllm.models.config import ConfigKeys, ModelConfig
-from kvllm.models.elementwise import add_rms_norm, rms_norm, rotary, silu_mul
-from kvllm.models.layers import (
-    LMHead,
-    MergedColumnLinear,
-    QKVLinear,
-    RowLinear,
-    VocabEmbedding,
-    Weight,
-    whole,
-)
+from kvllm.models.elementwise import rms_norm
+from kvllm.models.layers import LMHead, VocabEmbedding, Weight, whole
+from kvllm.models.parts import MLP, DecoderLayer, GatedMLP, SelfAttention, norm_weight
 from kvllm.models.rotary import rotary_table
 from kvllm.models.weights import Packing
 from kvllm.parallel import Shard
-
-
-def norm_weight(config: ModelConfig, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Room for the weight of an RMSNorm `[size]`. With an offset, 16 bits would lose what lies beside the 1."""
-    return torch.empty(
-        size, dtype=torch.float32 if config.float32_norms or config.norm_offset else dtype, device=device
-    )
-
-
-class SelfAttention:
-    """The work around attention in a layer: the projections, the norms of heads, if any, and the rotation.
-
-    cos_sin: float32 `[max_model_len, head_dim]`, from `rotary_table`; the layers of a model share it.
-    sinks: float32 `[query_heads]`, those of this rank: learned scores of the softmax, where a family has them.
-    """
-
-    sinks: torch.Tensor | None = None
-
-    def __init__(
-        self, config: ModelConfig, shard: Shard, dtype: torch.dtype, device: torch.device, cos_sin: torch.Tensor
-    ) -> None:
-        self.head_dim = config.head_dim
-        self.eps = config.rms_norm_eps
-        self.cos_sin = cos_sin
-        self.qkv = QKVLinear(config, shard, dtype, device, fused=config.fused_projections)
-        self.norm_offset = config.norm_offset
-        self.q_norm = norm_weight(config, config.head_dim, dtype, device) if config.qk_norm else None
-        self.k_norm = norm_weight(config, config.head_dim, dtype, device) if config.qk_norm else None
-        width = config.num_query_heads * config.head_dim
-        self.o = RowLinear(width, config.hidden_size, shard, dtype, device, bias=config.output_bias)
-
-    def weights(self, prefix: str) -> dict[str, Weight]:
-        found = {**self.qkv.weights(prefix), **self.o.weights(f"{prefix}.o_proj")}
-        if self.q_norm is not None and self.k_norm is not None:
-            found[f"{prefix}.q_norm.weight"] = whole(self.q_norm, self.norm_offset)
-            found[f"{prefix}.k_norm.weight"] = whole(self.k_norm, self.norm_offset)
-        return found
-
-    def allocate(self, packing: Packing) -> None:
-        self.qkv.allocate(packing)
-        self.o.allocate(packing)
-
-    def project(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`[T, hidden_size]` -> rotated queries `[T, query_heads, head_dim]`; rotated keys, and values,
-        `[T, kv_heads, head_dim]`."""
-        qkv = self.qkv.forward(x)
-        self._rotate(qkv, positions, self.qkv.num_kv_heads)
-        queries, keys, values = qkv.split(self.qkv.sizes, 1)
-        heads = (-1, self.head_dim)
-        return queries.unflatten(1, heads), keys.unflatten(1, heads), values.unflatten(1, heads)
-
-    def project_queries(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The queries of `project` alone."""
-        queries = self.qkv.forward_queries(x)
-        self._rotate(queries, positions, 0)
-        return queries.unflatten(1, (-1, self.head_dim))
-
-    def finish(self, attended: torch.Tensor) -> torch.Tensor:
-        """Attention's result `[T, query_heads, head_dim]` -> `[T, hidden_size]`."""
-        return self.o.forward(attended.flatten(1))
-
-    def _rotate(self, heads: torch.Tensor, positions: torch.Tensor, num_kv_heads: int) -> None:
-        rotary(
-            heads,
-            positions,
-            self.cos_sin,
-            self.qkv.num_query_heads,
-            num_kv_heads,
-            self.head_dim,
-            self.q_norm,
-            self.k_norm,
-            self.eps,
-        )
-
-
-class MLP(Protocol):
-    """The part of a layer that computes each token by itself.
-
-    name: its name in a checkpoint's layers.
-    """
-
-    name: str
-
-    def weights(self, prefix: str) -> dict[str, Weight]:
-        """The tensors of the checkpoint by name; each name begins with `prefix`, such as `model.layers.0.mlp`."""
-        ...
-
-    def allocate(self, packing: Packing) -> None:
-        """Make room for the matrices, before they are written."""
-        ...
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[T, hidden_size]` -> `[T, hidden_size]`, summed over the ranks."""
-        ...
-
-
-class GatedMLP:
-    """`down(silu(gate(x)) * up(x))`."""
-
-    name = "mlp"
-
-    def __init__(self, config: ModelConfig, shard: Shard, dtype: torch.dtype, device: torch.device) -> None:
-        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        names, fused = ("gate_proj", "up_proj"), "gate_up_proj" if config.fused_projections else None
-        self.gate_up = MergedColumnLinear(hidden, inner, names, shard, dtype, device, bias=bias, fused=fused)
-        self.down = RowLinear(inner, hidden, shard, dtype, device, bias=bias)
-
-    def weights(self, prefix: str) -> dict[str, Weight]:
-        return {**self.gate_up.weights(prefix), **self.down.weights(f"{prefix}.down_proj")}
-
-    def allocate(self, packing: Packing) -> None:
-        self.gate_up.allocate(packing)
-        self.down.allocate(packing)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[T, hidden_size]` -> `[T, hidden_size]`."""
-        return self.down.forward(silu_mul(self.gate_up.forward(x)))
-
-
-class DecoderLayer:
-    """One layer: attention, then the MLP, each behind a norm and added to the residual."""
-
-    def __init__(
-        self, config: ModelConfig, attention: SelfAttention, mlp: MLP, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.eps = config.rms_norm_eps
-        self.norm_offset = config.norm_offset
-        self.input_norm = norm_weight(config, config.hidden_size, dtype, device)
-        self.attention = attention
-        self.post_attention_norm = norm_weight(config, config.hidden_size, dtype, device)
-        self.mlp = mlp
-
-    def norms(self) -> dict[str, torch.Tensor]:
-        """The weights of the layer's own norms, by name."""
-        return {"input_layernorm": self.input_norm, "post_attention_layernorm": self.post_attention_norm}
-
-    def weights(self, prefix: str) -> dict[str, Weight]:
-        return {
-            **{f"{prefix}.{name}.weight": whole(norm, self.norm_offset) for name, norm in self.norms().items()},
-            **self.attention.weights(f"{prefix}.self_attn"),
-            **self.mlp.weights(f"{prefix}.{self.mlp.name}"),
-        }
-
-    def allocate(self, packing: Packing) -> None:
-        self.attention.allocate(packing)
-        self.mlp.allocate(packing)
-
-    def finish(self, attended: torch.Tensor, residual: torch.Tensor, next_norm: torch.Tensor) -> torch.Tensor:
-        """All that follows attention.
-
-        attended: `[T, query_heads, head_dim]`. residual: `[T, hidden_size]`, updated in place. next_norm:
-        `[hidden_size]`, the norm that follows the layer, because a residual addition and a norm are one operation.
-        Returns the normalized input of the next layer `[T, hidden_size]`.
-        """
-        x = add_rms_norm(residual, self.attention.finish(attended), self.post_attention_norm, self.eps)
-        return add_rms_norm(residual, self.mlp.forward(x), next_norm, self.eps)
 
 
 def _compilable(attention: SelfAttention, mlp: GatedMLP) -> bool:

@@ -12,7 +12,7 @@ from kvllm.attention.context import AttentionContext
 from kvllm.attention.cpu import CpuBackend, window_arguments
 
 if TYPE_CHECKING:
-    from kvllm.models.base import DecoderLayer, GatedMLP
+    from kvllm.models.parts import DecoderLayer, GatedMLP
 
 
 class CompiledLayers:

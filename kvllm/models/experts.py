@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from kvllm.models.base import GatedMLP
 from kvllm.models.config import ModelConfig
 from kvllm.models.elementwise import silu_mul
 from kvllm.models.layers import Weight, row_part
+from kvllm.models.parts import GatedMLP
 from kvllm.models.quantize import TILE
 from kvllm.models.weights import LinearWeight, MatrixRows, Packing
 from kvllm.parallel import Shard, split

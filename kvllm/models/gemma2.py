@@ -10,9 +10,10 @@ import torch
 
 from kvllm.attention.layer import LayerAttention
 from kvllm.errors import CheckpointError
-from kvllm.models.base import DecoderLayer, Family, GatedMLP, build_decoder
+from kvllm.models.base import Family, build_decoder
 from kvllm.models.config import ConfigKeys, refuse
 from kvllm.models.elementwise import add_rms_norm, gelu_mul, rms_norm
+from kvllm.models.parts import DecoderLayer, GatedMLP
 from kvllm.models.windows import has_effect, named_layers
 
 GELU = "gelu_pytorch_tanh"

@@ -10,12 +10,13 @@ import torch
 
 from kvllm.attention.layer import LayerAttention
 from kvllm.errors import CheckpointError
-from kvllm.models.base import Family, SelfAttention, build_decoder
+from kvllm.models.base import Family, build_decoder
 from kvllm.models.config import ConfigKeys, ModelConfig
 from kvllm.models.expert_stacks import ExpertMatrices, ExpertVectors
 from kvllm.models.experts import ExpertsMLP, whole_matrix
 from kvllm.models.layers import Weight, whole
 from kvllm.models.mixture import make_experts
+from kvllm.models.parts import SelfAttention
 from kvllm.models.rope import TopKeys
 from kvllm.models.weights import MatrixRows
 from kvllm.models.windows import has_effect, named_layers

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from kvllm.errors import CheckpointError
-from kvllm.models.base import Family, SelfAttention, build_decoder
+from kvllm.models.base import Family, build_decoder
 from kvllm.models.config import ConfigKeys, ModelConfig
+from kvllm.models.parts import SelfAttention
 from kvllm.models.rope import TopKeys
 from kvllm.models.windows import sliding_layers
 from kvllm.parallel import Shard

@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 from kvllm import LLM, SamplingParams
 from kvllm.attention.cpu import CpuBackend
 from kvllm.errors import CheckpointError, ConfigError
-from kvllm.models.base import Decoder, GatedMLP
+from kvllm.models.base import Decoder
 from kvllm.models.config import load_model_config
 from kvllm.models.loader import random_model
+from kvllm.models.parts import GatedMLP
 from kvllm.parallel import SingleRank
 from tests.helpers.checkpoints import edit
 from tests.helpers.paged_model import CPU, PagedModel, load, tokens
