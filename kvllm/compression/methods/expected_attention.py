@@ -19,7 +19,7 @@ from kvllm.compression.region import check_queries, everything, keeps_everything
 from kvllm.compression.rotation import mean_rotation, rotate, unrotate
 from kvllm.compression.statistics import QueryStatistics
 
-KEYS_PER_TILE = 4096
+KEYS_PER_TILE = 256
 
 Gaussian = tuple[Tensor, Tensor]
 """Mean `[layers, Hq, d]` and covariance `[layers, Hq, d, d]` of queries before the rotation."""
@@ -140,14 +140,15 @@ def scores(keys: Tensor, mean: Tensor, covariance: Tensor) -> Tensor:
     Returns:
         float32 `[layers, Hkv, n]`; each row sums to 1.
     """
-    num_kv_heads, head_dim = keys.shape[1], keys.shape[3]
-    group = mean.shape[1] // num_kv_heads
-    mean, covariance = mean.flatten(0, 1), covariance.flatten(0, 1)
+    num_layers, num_kv_heads, _, head_dim = keys.shape
+    num_heads = num_layers * num_kv_heads
+    # One product for all query heads of a KV head; covariances are symmetric. With c for k covariance, both terms are
+    # k (2 sqrt(d) mean + c)' / (2 d).
+    covariances = covariance.reshape(num_heads, -1, head_dim).mT
+    means = mean.reshape(num_heads, 1, -1) * (2 * head_dim**0.5)
     logits = []
     for tile in keys.flatten(0, 1).split(KEYS_PER_TILE, dim=1):
-        of_heads = tile.repeat_interleave(group, dim=0)
-        linear = torch.bmm(of_heads, mean[..., None])[..., 0]
-        quadratic = (torch.bmm(of_heads, covariance) * of_heads).sum(dim=-1)
-        logits.append(linear * head_dim**-0.5 + quadratic / (2 * head_dim))
-    probabilities = torch.cat(logits, dim=-1).softmax(dim=-1)
-    return probabilities.unflatten(0, (-1, num_kv_heads, group)).mean(dim=2)
+        products = torch.baddbmm(means, tile, covariances).unflatten(-1, (-1, head_dim))
+        logits.append(products.mul_(tile[:, :, None]).sum(dim=-1))
+    of_heads = torch.cat(logits, dim=1).mT / (2 * head_dim)  # [heads, query heads of each, n]
+    return of_heads.softmax(dim=-1).mean(dim=1).unflatten(0, (num_layers, num_kv_heads))
