@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from functools import cache
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvllm.kvcache.formats import KV_CACHE_DTYPES
 POLICIES = ("periodic", "pressure", "standalone", "threshold")
 ORDERS = ("most_uncompressed", "queue")
 SCORE_SOURCES = ("observed", "recomputed")
+PAPER_SEQUENCES = 30
 
 
 _fields = cache(msgspec.structs.fields)
@@ -47,6 +49,8 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
             `max_sequences` sequences), "pressure" (only while blocks are short, and only what is needed to make them
             last `period` steps more), "standalone" (each sequence whenever its tail fills a window; block_size 1) or
             "threshold" (a sequence's whole cache, once it has `threshold_tokens` KV pairs, to `budget_tokens`).
+        max_sequences: most sequences that an event compresses. None: 30, as in the paper, where queries are recomputed;
+            without that an event costs little, and has no limit but the tokens of its step.
         window_blocks: blocks of one window, the trailing full blocks that were never compressed.
         retain_blocks: whole blocks kept of a window. A whole number of blocks leaves the partial last block in place.
         retain_tokens: KV pairs kept of a window, buffer included; overrides `retain_blocks` (the paper: 257 of 768).
@@ -78,7 +82,7 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
     method: str = "kara"
     policy: str = "periodic"
     period: int = 128
-    max_sequences: int = 30
+    max_sequences: int | None = None
     window_blocks: int = 3
     retain_blocks: int = 1
     retain_tokens: int | None = None
@@ -102,8 +106,10 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
         require(self.method in SPECS, "method", self.method, f"choose one of {', '.join(SPECS)}")
         require(self.policy in POLICIES, "policy", self.policy, f"choose one of {', '.join(POLICIES)}")
         require(self.order in ORDERS, "order", self.order, f"choose one of {', '.join(ORDERS)}")
-        for field in ("period", "max_sequences", "window_blocks", "retain_blocks", "query_stride", "query_window"):
+        for field in ("period", "window_blocks", "retain_blocks", "query_stride", "query_window"):
             require(getattr(self, field) >= 1, field, getattr(self, field), "at least 1")
+        most = self.max_sequences
+        require(most is None or most >= 1, "max_sequences", most, "at least 1, or None")
         require(self.buffer >= 0, "buffer", self.buffer, "at least 0")
         self._check_options()
         require(
@@ -185,6 +191,13 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
         if self.score_source is not None:
             return self.score_source == "observed"
         return self.spec.observable is not None and self.query_stride == 1 and not self.compress_prompt
+
+    @property
+    def event_sequences(self) -> int:
+        """Most sequences that an event compresses."""
+        if self.max_sequences is not None:
+            return self.max_sequences
+        return sys.maxsize if self.observes_scores or self.spec.queries == "none" else PAPER_SEQUENCES
 
     @property
     def options(self) -> dict[str, int | float]:

@@ -161,7 +161,7 @@ class PeriodicPolicy(CompressionPolicy):
         due = steps > self.config.window_blocks * self.regions.block_size and steps % self.config.period == 0
         if due and steps != self._last_event:  # steps without a decode do not move the clock
             self._last_event = steps
-            self._left = self.config.max_sequences
+            self._left = self.config.event_sequences
         if not self._left:
             return []
         jobs = self.eligible(decoding)
@@ -256,7 +256,7 @@ class PressurePolicy(CompressionPolicy):
         jobs = self.eligible(decoding, may_wait=urgent <= 0)
         jobs = [job for job in jobs if urgent > 0 or self._remaining(job[0]) > self.config.period]
         jobs.sort(key=self._order)
-        return self._enough(jobs[: self.config.max_sequences], needed, urgent, load.tokens)
+        return self._enough(jobs[: self.config.event_sequences], needed, urgent, load.tokens)
 
     def _usual_region(self, seq: Sequence) -> Region | None:
         """All that is complete: while blocks lasted, more than one window of a sequence may have filled up."""

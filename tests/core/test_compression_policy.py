@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -128,6 +129,13 @@ def test_events_fall_on_multiples_of_the_period(load_vectors) -> None:
     fired = sorted({event[0] for event in events})
     assert set(fired) <= set(vectors["fires"].tolist()) and fired[0] == vectors["fires"][0]
     assert all(sum(event[0] == step for event in events) <= 30 for step in fired)
+
+
+@pytest.mark.parametrize(("method", "most"), [("kara", 30), ("kara_sharp", 59), ("keydiff", 59)])
+def test_an_event_has_a_limit_where_queries_are_recomputed(method: str, most: int) -> None:
+    events, _ = run(CompressionConfig(method=method), 256, [(10, 1030)] * 59)
+    assert max(Counter(event[0] for event in events).values()) == most
+    assert CompressionConfig(method=method, max_sequences=7).event_sequences == 7
 
 
 def test_standalone_schedule(load_vectors) -> None:
