@@ -13,6 +13,7 @@ from msgspec import Struct
 from kvllm.compression.specs import CHUNK_BUDGET, MAX_CHUNK, SPECS, TOKEN2CHUNK, MethodSpec
 from kvllm.errors import ConfigError
 from kvllm.kvcache.formats import KV_CACHE_DTYPES
+from kvllm.kvcache.groups import UNIFORM, KVGroup, has_full
 
 POLICIES = ("periodic", "pressure", "standalone", "threshold")
 ORDERS = ("most_uncompressed", "queue")
@@ -289,6 +290,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     high_watermark: share of the pool that must be free behind a preemption, before anything is admitted again. None:
         admission goes on at once.
     tenants: settings by the name of the tenant; others have those of `TenantConfig()`.
+    kv_groups: groups of layers with tables and lifetimes of their own, from `make_groups`.
     """
 
     num_blocks: int
@@ -303,6 +305,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     seed: int = 0
     compression: CompressionConfig | None = None
     tenants: dict[str, TenantConfig] = {}
+    kv_groups: tuple[KVGroup, ...] = UNIFORM
 
     def __post_init__(self) -> None:
         right = isinstance(self.compression, CompressionConfig | None)
@@ -325,9 +328,29 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
         )
         if self.compression is not None:
             self.compression.retained(self.block_size)
+        if self.active_compression is not None:
+            self._check_compressible(self.active_compression)
         guaranteed = sum(tenant.guaranteed_share for tenant in self.tenants.values())
         allowed = "the guaranteed_share of all tenants together is at most 1"
         require(guaranteed <= 1 + 1e-9, "tenants: guaranteed_share", guaranteed, allowed)
+
+    def _check_compressible(self, compression: CompressionConfig) -> None:
+        """Behind a window nothing is left of which queries could be computed again, or attention be added up."""
+        if all(group.window is None for group in self.kv_groups):
+            return
+        allowed = "the model has no layer that attends all tokens, so nothing can be compressed: leave it out"
+        require(has_full(self.kv_groups), "compression", compression.method, allowed)
+        spec = compression.spec
+        needs_nothing = (spec.queries == "none" and not spec.observes) or compression.observes_scores
+        able = ", ".join(name for name, each in SPECS.items() if each.queries == "none" and not each.observes)
+        observable = ", ".join(name for name, each in SPECS.items() if each.observable)
+        allowed = (
+            "the model has layers with a sliding window, whose KV pairs are released, so no query can be computed "
+            f"again: use one of {able}, or {observable} with observed scores"
+        )
+        require(needs_nothing, "method", compression.method, allowed)
+        allowed = "the model has layers with a sliding window: without what is behind it, no token is predicted again"
+        require(compression.guard_kl is None, "guard_kl", compression.guard_kl, f"{allowed}: leave it out")
 
     @property
     def active_compression(self) -> CompressionConfig | None:

@@ -15,6 +15,7 @@ import msgspec
 
 from kvllm.config import CompressionConfig, EngineConfig, TenantConfig, require
 from kvllm.errors import ConfigError
+from kvllm.kvcache.groups import UNIFORM, KVGroup, make_groups
 from kvllm.models.config import DTYPES, QUANTIZATIONS, ModelConfig, load_model_config
 
 DEFAULT_MODEL = Path(__file__).parent / "assets" / "reasoner"
@@ -60,6 +61,8 @@ class EngineArgs:
         gpu_memory_utilization: share of a GPU's memory that may be in use, by other processes too.
         enforce_eager: on a GPU, launch kernels one by one, instead of replaying CUDA graphs of decode steps.
         enable_prefix_caching: let requests share the blocks of equal beginnings.
+        disable_hybrid_kv_cache_manager: let all layers share their blocks, so that layers with a sliding window keep
+            those behind it, too.
         tensor_parallel_size: ranks that share the model, each a process; more than one need Ray (docs/distributed.md).
         data_parallel_size: replicas that share out the requests, each with its own ranks and KV pool, on Ray.
         distributed_executor_backend: "inline" (one rank, in this process) or "ray"; default "ray" for several ranks.
@@ -93,6 +96,7 @@ class EngineArgs:
     gpu_memory_utilization: float = 0.9
     enforce_eager: bool = False
     enable_prefix_caching: bool = True
+    disable_hybrid_kv_cache_manager: bool = False
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
     distributed_executor_backend: str | None = None
@@ -144,9 +148,20 @@ class EngineArgs:
     def engine_config(self) -> EngineConfig:
         """With as many blocks as can be of use: there may be memory for fewer."""
         length = self.max_model_len or self.model_config.max_position_embeddings
-        return self._engine_config(self.max_num_seqs * -(-length // self.block_size), length)
+        groups = self._kv_groups(self.model_config, length)
+        most = (group.most_blocks(length, self.block_size, self.max_num_batched_tokens) for group in groups)
+        return self._engine_config(self.max_num_seqs * sum(most), length, groups)
 
-    def _engine_config(self, num_blocks: int, max_model_len: int) -> EngineConfig:
+    def _kv_groups(self, model: ModelConfig, max_model_len: int) -> tuple[KVGroup, ...]:
+        """A window that holds the longest text is none."""
+        if self.disable_hybrid_kv_cache_manager:
+            return UNIFORM
+        windows = [layer.window for layer in model.layers]
+        return make_groups([window if window and window < max_model_len else None for window in windows])
+
+    def _engine_config(
+        self, num_blocks: int, max_model_len: int, kv_groups: tuple[KVGroup, ...] = UNIFORM
+    ) -> EngineConfig:
         return EngineConfig(
             num_blocks=num_blocks,
             max_model_len=max_model_len,
@@ -160,6 +175,7 @@ class EngineArgs:
             watermark=self.watermark,
             high_watermark=self.high_watermark,
             tenants=self.tenants,
+            kv_groups=kv_groups,
         )
 
     def _check_types(self) -> None:
@@ -205,11 +221,12 @@ class EngineArgs:
 
     def _check_windows(self, model: ModelConfig) -> None:
         sliding = sum(layer.window is not None for layer in model.layers)
-        if sliding == 0 or self._engine_config(1, 2).active_compression is None:
+        active = self._engine_config(1, 2).active_compression
+        if sliding == 0 or active is None or not self.disable_hybrid_kv_cache_manager:
             return
         raise ConfigError(
             f"{sliding} of the model's {model.num_layers} layers attend only a sliding window. Their KV pairs cannot "
-            "be compressed, and all layers share their blocks: leave compression out"
+            "be compressed, and with disable_hybrid_kv_cache_manager=True all layers share their blocks: leave one out"
         )
 
     def _check_parallel(self, model: ModelConfig) -> None:

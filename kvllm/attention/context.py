@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,3 +37,25 @@ class AttentionContext:
         sinks: float32 `[query_heads]`, the learned scores of a layer that has them.
         """
         return self.backend.run(layer, queries, self.plan, sinks)
+
+
+@dataclass(frozen=True, slots=True)
+class PartedAttention:
+    """The same for layers in several parts of KV groups, which have block tables of their own.
+
+    parts: one context for each. part_of: the index of each layer's.
+    """
+
+    parts: Sequence[AttentionContext]
+    part_of: Sequence[int]
+
+    def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """As AttentionContext.store."""
+        self.parts[self.part_of[layer]].store(layer, keys, values)
+
+    def run(self, layer: int, queries: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        """As AttentionContext.run."""
+        return self.parts[self.part_of[layer]].run(layer, queries, sinks)
+
+
+Attention = AttentionContext | PartedAttention

@@ -40,7 +40,7 @@ class CpuBackend(AttentionBackend):
             plan.block_tables,
             plan.packed_len,
             None if plan.head_lengths is None else plan.head_lengths[layer],
-            None if plan.window_start is None or self.cache.scores is None else self.cache.scores[layer],
+            None if plan.window_start is None else self.cache.scores_of(layer),
             plan.window_start,
             *window_arguments(plan.windows),
             self.scale,

@@ -80,7 +80,7 @@ class TritonBackend(AttentionBackend):
                 self.scale,
                 plan.observed,
             )
-        if plan.kept is not None and self.cache.scores is not None:
-            scores = self.cache.scores[layer]
+        scores = self.cache.scores_of(layer)
+        if plan.kept is not None and scores is not None:
             add_windows(scores, plan.kept, batch.query_start_loc, batch.last_kv_index, batch.block_tables)
         return output

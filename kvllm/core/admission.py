@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvllm.config import EngineConfig
-from kvllm.core.block_manager import BlockManager
+from kvllm.core.block_manager import BlockManager, PrefixHit
 from kvllm.core.compression_planner import CompressionPlanner
 from kvllm.core.sequence import Sequence
 
@@ -30,9 +30,9 @@ class Admission:
         """A running sequence was preempted, because blocks ran out."""
         self.is_closed = self._high is not None
 
-    def needed_blocks(self, seq: Sequence, hits: list[int]) -> int:
-        """Available blocks that the prefill of a sequence takes, of which the blocks `hits` are found cached."""
-        return self.blocks.blocks_to_admit(self._peak_pairs(seq), hits)
+    def needed_blocks(self, seq: Sequence, hit: PrefixHit) -> int:
+        """Available blocks that the prefill of a sequence takes, of which those of `hit` are found cached."""
+        return self.blocks.blocks_to_admit(seq, self._peak_pairs(seq), self.config.max_num_batched_tokens, hit)
 
     def spare_blocks(self, seq: Sequence, growth: int) -> int:
         """Blocks to leave free beside others that run, and grow by `growth` blocks."""
@@ -49,7 +49,7 @@ class Admission:
         """
         return sum(map(self.planner.growth, sequences)) if self.planner else 0
 
-    def match_prefix(self, seq: Sequence) -> list[int]:
+    def match_prefix(self, seq: Sequence) -> PrefixHit:
         """Cached blocks that a sequence may start from.
 
         The last token is always computed, for its logits. Where output is compressed on the way in, the last one of the
@@ -57,7 +57,7 @@ class Admission:
         probabilities are asked for is computed whole.
         """
         if seq.sampling.prompt_logprobs is not None and not seq.num_generated:
-            return []
+            return self.blocks.no_hit
         limit = seq.prompt_length if self.refills_compressed(seq) else seq.num_tokens
         return self.blocks.match_prefix(seq, limit - 1)
 

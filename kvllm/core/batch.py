@@ -7,8 +7,8 @@ from bisect import insort
 
 from kvllm.config import EngineConfig
 from kvllm.core.admission import Admission
-from kvllm.core.block_manager import BlockManager
-from kvllm.core.protocol import BlockCopy, Fork, ScheduledSequence, SequenceStart, StepPlan
+from kvllm.core.block_manager import BlockManager, PrefixHit
+from kvllm.core.protocol import BlockCopy, Fork, ScheduledSequence, SequenceStart, SlidingChange, StepPlan
 from kvllm.core.queue import FairQueue
 from kvllm.core.sequence import Sequence, fork_seed
 from kvllm.core.shares import Shares
@@ -67,12 +67,12 @@ class Batch:
         """Sequences that may start beside those that run or are about to branch off."""
         return self.config.max_num_seqs - len(self.running) - sum(seq.forks_pending for seq in self.running)
 
-    def start(self, seq: Sequence, hits: list[int], budget: int) -> int:
+    def start(self, seq: Sequence, hit: PrefixHit, budget: int) -> int:
         """Admit a sequence: own the cached prefix, allocate its prefill, plan the first chunk. Returns its tokens."""
         insort(self.running, seq, key=lambda each: each.seq_id)
-        self.blocks.share(seq, hits)
-        seq.advance(len(hits) * self.config.block_size)
-        seq.hashed_blocks = len(hits)
+        self.blocks.share(seq, hit)
+        seq.advance(hit.num_blocks * self.config.block_size)
+        seq.hashed_blocks = hit.num_blocks
         if not seq.refill_length:
             self._count_admission(seq)
         num_tokens = self.admission.chunk(seq, budget)
@@ -84,6 +84,7 @@ class Batch:
             SequenceStart(seq.seq_id, seq.token_ids[:], seq.prompt_length, seq.cached_length, seq.sampling, seq.seed)
         )
         seq.known_tokens = seq.num_tokens
+        self._append_sliding(seq, num_tokens, hit)
         self._schedule(seq, num_tokens, seq.block_table[:])
         if self.shares:
             self.shares.holding(seq).add(seq)
@@ -92,6 +93,8 @@ class Batch:
 
     def append(self, seq: Sequence, num_tokens: int, num_blocks: int) -> None:
         """Put `num_tokens` of a running sequence into the plan, for which it needs `num_blocks` more."""
+        if seq.sliding:
+            self._append_sliding(seq, num_tokens)
         if not num_blocks:
             self._schedule(seq, num_tokens, [])
             return
@@ -132,6 +135,23 @@ class Batch:
         self.running[position:position] = children
         parent.forks_pending = 0
         return children
+
+    def _append_sliding(self, seq: Sequence, num_tokens: int, hit: PrefixHit | None = None) -> None:
+        """Plan how a sequence's sliding tables change. hit: what it starts with, if it starts."""
+        for group, table in enumerate(seq.sliding):
+            copies, new_blocks = self.blocks.append_sliding(table, seq.logical_length, num_tokens)
+            if hit:
+                new_blocks = hit.sliding[group] + new_blocks
+            written = seq.logical_length // self.config.block_size
+            self.plan.copies += [
+                BlockCopy(seq.seq_id, written, block, part) for part, block in zip(table.parts, copies, strict=False)
+            ]
+            if new_blocks or table.first != table.sent:
+                self.plan.sliding += [
+                    SlidingChange(seq.seq_id, part, table.first, new_blocks[i :: len(table.parts)])
+                    for i, part in enumerate(table.parts)
+                ]
+                table.sent = table.first
 
     def _schedule(self, seq: Sequence, num_tokens: int, new_blocks: list[int]) -> None:
         if self.shares:

@@ -1,20 +1,40 @@
-"""The owner of each block. Every block is free, cached (idle in the prefix cache) or owned."""
+"""The block tables of sequences: how they grow, shrink and share what is equal."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable
+from collections.abc import Sequence as Sequences
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
-from kvllm.core.prefix_cache import PrefixCache, block_hash, root_hash
+from kvllm.core.block_pool import BlockPool
+from kvllm.core.prefix_cache import PrefixCache, block_hash, part_hash, root_hash
 from kvllm.core.sequence import Sequence
-from kvllm.errors import OutOfBlocksError
+from kvllm.core.sliding_table import SlidingTable
+from kvllm.kvcache.groups import UNIFORM, KVGroup, has_full, sliding_blocks
+
+
+class PrefixHit(NamedTuple):
+    """Cached blocks that hold the first `num_blocks` blocks of a text.
+
+    full: all of them, if there is a group of layers that attend all tokens. sliding: for each sliding group those that
+    the next token attends.
+    """
+
+    num_blocks: int
+    full: list[int]
+    sliding: list[list[int]]
 
 
 class BlockManager:
     """Block tables of sequences over one pool. Pure accounting: the data is moved by the workers.
 
-    most_idle: most idle cached blocks of a tenant, by its name; others have no limit. kv_cache_dtype: a part of the
-    identity of a block's content.
+    A sequence has a `block_table` in the group of layers that attend all tokens, if the model has such layers, and a
+    SlidingTable in each other group.
+
+    most_idle: see BlockPool. kv_cache_dtype: a part of the identity of a block's content. sliding: the groups whose
+    blocks are released behind a window.
     """
 
     def __init__(
@@ -24,24 +44,29 @@ class BlockManager:
         enable_prefix_caching: bool = True,
         most_idle: dict[str, int] | None = None,
         kv_cache_dtype: str = "auto",
+        groups: Sequences[KVGroup] = UNIFORM,
     ) -> None:
+        self.pool = BlockPool(num_blocks, enable_prefix_caching, most_idle)
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.enable_prefix_caching = enable_prefix_caching
-        self.most_idle = most_idle
         self.kv_cache_dtype = kv_cache_dtype
-        self.clear()
+        self.has_full = has_full(groups)
+        self.sliding = [group for group in groups if group.window is not None]
+        ends = list(accumulate((len(group.parts) for group in self.sliding), initial=int(self.has_full)))
+        self._parts = [range(*ends) for ends in pairwise(ends)]  # of each sliding group, among those of all groups
 
-    def clear(self) -> None:
-        """Make all blocks free: their content is lost. No sequence may own one."""
-        self.prefix_cache = PrefixCache(self.most_idle) if self.enable_prefix_caching else None
-        self._free = deque(range(self.num_blocks))
-        self._references = [0] * self.num_blocks
+    @property
+    def no_hit(self) -> PrefixHit:
+        return PrefixHit(0, [], [[] for _ in self.sliding])
+
+    @property
+    def prefix_cache(self) -> PrefixCache | None:
+        return self.pool.prefix_cache
 
     @property
     def num_available(self) -> int:
         """Blocks that can be allocated now: free ones and idle cached ones."""
-        return len(self._free) + self.num_idle
+        return self.pool.num_available
 
     @property
     def num_idle(self) -> int:
@@ -55,83 +80,139 @@ class BlockManager:
     def blocks_for(self, num_pairs: int) -> int:
         return -(-num_pairs // self.block_size)
 
-    def is_shared(self, block: int) -> bool:
-        return self._references[block] > 1
-
     def num_exclusive(self, seq: Sequence) -> int:
         """Blocks that become available when `seq` lets go of its blocks."""
-        return sum(self._references[block] == 1 for block in seq.block_table)
+        tables = (seq.block_table, *(table.blocks for table in seq.sliding))
+        return sum(self.pool.references[block] == 1 for table in tables for block in table)
 
     # Growth
 
-    def match_prefix(self, seq: Sequence, limit: int) -> list[int]:
-        """Cached blocks that hold the first tokens of `seq`, at most `limit` tokens. Owns nothing yet."""
-        if self.prefix_cache is None:
-            return []
-        self._extend_hashes(seq, limit // self.block_size)
-        return self.prefix_cache.match(seq.block_hashes[: limit // self.block_size])
+    def blocks_to_admit(self, seq: Sequence, num_pairs: int, chunk: int, hit: PrefixHit) -> int:
+        """Blocks that leave the available ones when a sequence starts with `hit` and is computed, `chunk` tokens a step
+        at most.
 
-    def blocks_to_admit(self, num_pairs: int, hits: list[int]) -> int:
-        """Blocks that leave the available ones when `num_pairs` are allocated of which `hits` are found cached."""
-        owned_hits = sum(1 for block in hits if self._references[block])
-        return self.blocks_for(num_pairs) - owned_hits
+        num_pairs: most KV pairs that its table of all tokens has to hold meanwhile.
+        """
+        owned_hits = sum(1 for block in hit.full if self.pool.references[block])
+        needed = self.blocks_for(num_pairs) - owned_hits if self.has_full else 0
+        # A sliding table lets go of what it shares while the prompt is computed: that saves no block.
+        return needed + sliding_blocks(self.sliding, seq.num_tokens, self.block_size, chunk)
 
-    def share(self, seq: Sequence, blocks: list[int]) -> None:
-        """Append cached or owned blocks to the table of `seq`."""
-        for block in blocks:
-            self._references[block] += 1
-            if self.prefix_cache:
-                self.prefix_cache.set_owned(block)
-        seq.block_table.extend(blocks)
+    def share(self, seq: Sequence, hit: PrefixHit) -> None:
+        """Begin the tables of `seq` with cached or owned blocks."""
+        self.pool.own(hit.full)
+        seq.block_table.extend(hit.full)
+        length = hit.num_blocks * self.block_size
+        for group, parts, blocks in zip(self.sliding, self._parts, hit.sliding, strict=True):
+            self.pool.own(blocks)
+            seq.sliding.append(SlidingTable(group, parts, self.block_size, length, blocks[:]))
 
     def blocks_to_append(self, seq: Sequence, num_tokens: int) -> int:
-        """Blocks that `append` will allocate."""
-        # Asked of every sequence at every step: the calls of `blocks_for` and `_writes_shared_block` would show.
-        cached, table = seq.cached_length, seq.block_table
-        missing = -(-(cached + num_tokens) // self.block_size) - len(table)
-        index, offset = divmod(cached, self.block_size)
-        shared = offset > 0 and self._references[table[index]] > 1
-        return (missing if missing > 0 else 0) + shared
+        """Blocks that `append` and `append_sliding` will allocate."""
+        needed = 0
+        if self.has_full:
+            # Asked of every sequence at every step: the calls of `blocks_for` and `_writes_shared_block` would show.
+            cached, table = seq.cached_length, seq.block_table
+            missing = -(-(cached + num_tokens) // self.block_size) - len(table)
+            index, offset = divmod(cached, self.block_size)
+            needed = missing if missing > 0 else 0
+            needed += offset > 0 and self.pool.references[table[index]] > 1
+        for table in seq.sliding:
+            needed += table.num_missing(seq.logical_length + num_tokens)
+            needed += len(table.parts) * self._writes_shared(table, seq.logical_length)
+        return needed
 
     def append(self, seq: Sequence, num_tokens: int) -> tuple[list[int], int | None]:
-        """Make room for `num_tokens` KV pairs behind the cached ones.
+        """Make room for `num_tokens` KV pairs behind the cached ones in the table of all tokens.
 
         Returns the blocks appended to the table, and the index of a table entry that was replaced because the block
         there is shared and is about to be written (copy on write), if any.
         """
+        if not self.has_full:
+            return [], None
         replaced = None
         if self._writes_shared_block(seq):
             replaced = seq.cached_length // self.block_size
             shared = seq.block_table[replaced]
-            seq.block_table[replaced] = self._allocate(1)[0]
-            self._release([shared])
+            seq.block_table[replaced] = self.pool.allocate(1)[0]
+            self.pool.release([shared])
         missing = self.blocks_for(seq.cached_length + num_tokens) - len(seq.block_table)
-        new_blocks = self._allocate(missing) if missing > 0 else []
+        new_blocks = self.pool.allocate(missing) if missing > 0 else []
         seq.block_table.extend(new_blocks)
         return new_blocks, replaced
 
+    def append_sliding(self, table: SlidingTable, length: int, num_tokens: int) -> tuple[list[int], list[int]]:
+        """Make room for `num_tokens` tokens behind the first `length` in a sliding table.
+
+        Returns the blocks that replaced those of the last block of the text, because these are shared and about to be
+        written, and the blocks appended.
+        """
+        copies: list[int] = []
+        if self._writes_shared(table, length):
+            written = table.at(length)
+            shared = table.blocks[written]
+            table.blocks[written] = copies = self.pool.allocate(len(shared))
+            self.pool.release(shared)
+        new_blocks = self.pool.allocate(table.num_missing(length + num_tokens))
+        table.blocks += new_blocks
+        return copies, new_blocks
+
     def fork(self, child: Sequence) -> None:
-        """`child` was made by `Sequence.fork` and holds a copy of its parent's table: count its references."""
-        for block in child.block_table:
-            self._references[block] += 1
+        """`child` was made by `Sequence.fork` and holds copies of its parent's tables: count their references."""
+        self.pool.own(child.block_table)
+        for table in child.sliding:
+            self.pool.own(table.blocks)
 
     def _writes_shared_block(self, seq: Sequence) -> bool:
         index, offset = divmod(seq.cached_length, self.block_size)
-        return offset > 0 and self.is_shared(seq.block_table[index])
+        return offset > 0 and self.pool.is_shared(seq.block_table[index])
+
+    def _writes_shared(self, table: SlidingTable, length: int) -> bool:
+        return length % self.block_size > 0 and self.pool.is_shared(table.blocks[table.at(length)][0])
 
     # Prefix caching
 
+    def match_prefix(self, seq: Sequence, limit: int) -> PrefixHit:
+        """Cached blocks that hold the first tokens of `seq`, at most `limit` tokens. Owns nothing yet."""
+        cache, count = self.prefix_cache, limit // self.block_size
+        if cache is None:
+            return self.no_hit
+        self._extend_hashes(seq, count)
+        hashes = seq.block_hashes[:count]
+        full = cache.match(hashes) if self.has_full else []
+        count = len(full) if self.has_full else count
+        if not self.sliding:
+            return PrefixHit(count, full, [])
+        while (missing := self._missing_block(cache, hashes, count)) is not None:
+            count = missing
+        sliding = [self._window(cache, hashes, count, i) for i in range(len(self.sliding))]
+        return PrefixHit(count, full[:count], sliding)
+
     def cache_full_blocks(self, seq: Sequence) -> None:
         """Offer the full blocks of `seq` to later sequences. Does nothing once `seq` was compacted."""
-        if self.prefix_cache is None or seq.was_compacted:
+        cache = self.pool.prefix_cache
+        if cache is None or seq.was_compacted:
             return
-        full = seq.cached_length // self.block_size
+        full = seq.logical_length // self.block_size
         if full == seq.hashed_blocks:
             return
         self._extend_hashes(seq, full)
         for index in range(seq.hashed_blocks, full):
-            self.prefix_cache.insert(seq.block_hashes[index], seq.block_table[index], seq.tenant)
+            digest = seq.block_hashes[index]
+            if not self.sliding:
+                cache.insert(digest, seq.block_table[index], seq.tenant)
+                continue
+            # Where a window was missing, blocks were computed again of which idle ones are there.
+            if self.has_full:
+                self.pool.renew(digest, seq.block_table[index], seq.tenant)
+            for table in seq.sliding:
+                for part, block in zip(table.parts, table.of_block(index), strict=True):
+                    self.pool.renew(part_hash(digest, part), block, seq.tenant)
         seq.hashed_blocks = full
+
+    def forget_prefixes(self) -> None:
+        """Let later sequences find nothing of what is cached so far. Owners keep their blocks."""
+        self.pool.forget_prefixes()
 
     def _extend_hashes(self, seq: Sequence, num_blocks: int) -> None:
         for index in range(len(seq.block_hashes), num_blocks):
@@ -139,16 +220,31 @@ class BlockManager:
             tokens = seq.token_ids[index * self.block_size : (index + 1) * self.block_size]
             seq.block_hashes.append(block_hash(parent, tokens))
 
-    def forget_prefixes(self) -> None:
-        """Let later sequences find nothing of what is cached so far. Owners keep their blocks."""
-        if self.prefix_cache is not None:
-            self._free.extend(self.prefix_cache.clear())
+    def _missing_block(self, cache: PrefixCache, hashes: list[bytes], count: int) -> int | None:
+        """The last block of a text that a sliding group lacks of those that the token behind `count` blocks attends."""
+        for group, parts in zip(self.sliding, self._parts, strict=True):
+            first = group.first_block(count * self.block_size, self.block_size)
+            for index in range(count - 1, first - 1, -1):
+                if any(cache.find(part_hash(hashes[index], part)) is None for part in parts):
+                    return index
+        return None
+
+    def _window(self, cache: PrefixCache, hashes: list[bytes], count: int, sliding: int) -> list[int]:
+        """The blocks of a sliding group that the token behind `count` blocks attends, all of which are cached."""
+        first = self.sliding[sliding].first_block(count * self.block_size, self.block_size)
+        keys = [part_hash(digest, part) for digest in hashes[first:count] for part in self._parts[sliding]]
+        return [block for key in keys if (block := cache.find(key)) is not None]
 
     # Shrinking
 
+    def release_behind(self, seq: Sequence) -> None:
+        """Let go of the blocks behind the windows of the next token."""
+        for table in seq.sliding:
+            self.pool.release(table.take_behind(seq.logical_length))
+
     def blocks_to_compact(self, seq: Sequence, first: int, count: int, keep: int) -> int:
         """Blocks that `compact` must allocate before it can release any: none in place, `keep` if one is shared."""
-        return keep if any(self.is_shared(block) for block in seq.block_table[first : first + count]) else 0
+        return keep if any(self.pool.is_shared(block) for block in seq.block_table[first : first + count]) else 0
 
     def compact(self, seq: Sequence, first: int, count: int, keep: int) -> list[int]:
         """Replace blocks `first .. first + count` of the table by the `keep` blocks that will hold the survivors.
@@ -159,58 +255,39 @@ class BlockManager:
         """
         region = seq.block_table[first : first + count]
         if not keep or self.blocks_to_compact(seq, first, count, keep):
-            destinations = self._allocate(keep)
-            self._release(region)
+            destinations = self.pool.allocate(keep)
+            self.pool.release(region)
         else:
             destinations = region[:keep]
             if self.prefix_cache:
                 for block in region:
                     self.prefix_cache.remove(block)
-            self._release(region[keep:])
+            self.pool.release(region[keep:])
         seq.block_table[first : first + count] = destinations
         return destinations
 
     def release(self, seq: Sequence) -> None:
         """Let go of all blocks of `seq`."""
-        self._release(seq.block_table)
+        self.pool.release(seq.block_table)
         seq.block_table = []
-
-    def _allocate(self, count: int) -> list[int]:
-        if count > self.num_available:
-            raise OutOfBlocksError(f"{count} blocks were asked for, {self.num_available} of {self.num_blocks} are free")
-        blocks = []
-        for _ in range(count):
-            block = self._free.popleft() if self._free or self.prefix_cache is None else self.prefix_cache.evict()
-            self._references[block] = 1
-            blocks.append(block)
-        return blocks
-
-    def _release(self, blocks: list[int]) -> None:
-        # Last block first: a prefix is only worth keeping as long as what precedes it, so its end is evicted first.
-        for block in reversed(blocks):
-            self._references[block] -= 1
-            if self._references[block]:
-                continue
-            if self.prefix_cache and block in self.prefix_cache:
-                block = self.prefix_cache.set_idle(block)
-            if block is not None:
-                self._free.append(block)
+        for table in seq.sliding:
+            self.pool.release(table.blocks)
+        seq.sliding = []
 
     # Integrity
 
     def check(self, sequences: Iterable[Sequence]) -> None:
-        """Raise RuntimeError unless every block is free, cached or owned, and owned as often as tables name it."""
+        """Raise RuntimeError unless every block is free, cached or owned, and owned as often as tables name it; and
+        every table holds what it has to."""
         sequences = list(sequences)
-        owned = Counter(block for seq in sequences for block in seq.block_table)
-        if any(self._references[block] != owned[block] for block in range(self.num_blocks)):
-            raise RuntimeError("a block's reference count is not the number of block table entries that name it")
-        free = Counter(self._free)
-        for block in range(self.num_blocks):
-            idle = self.prefix_cache is not None and self.prefix_cache.is_idle(block)
-            if free[block] + idle + bool(owned[block]) != 1:
-                raise RuntimeError(f"block {block} must be exactly one of free, cached and owned")
+        tables = [table for seq in sequences for table in (seq.block_table, *(each.blocks for each in seq.sliding))]
+        self.pool.check(Counter(block for table in tables for block in table))
+        for table in tables:
+            if len(set(table)) != len(table):
+                raise RuntimeError(f"a block table names a block twice: {table}")
         for seq in sequences:
-            if len(seq.block_table) < self.blocks_for(seq.cached_length):
+            if self.has_full and len(seq.block_table) < self.blocks_for(seq.cached_length):
                 raise RuntimeError(f"{len(seq.block_table)} blocks cannot hold {seq.cached_length} KV pairs")
-            if len(set(seq.block_table)) != len(seq.block_table):
-                raise RuntimeError(f"the block table of sequence {seq.seq_id} names a block twice")
+            for table in seq.sliding:
+                if table.num_missing(seq.logical_length) or table.first != table.first_of(seq.logical_length):
+                    raise RuntimeError(f"a window of sequence {seq.seq_id} is not what its next token attends")

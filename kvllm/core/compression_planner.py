@@ -53,7 +53,7 @@ class CompressionPlanner:
         self.held.clear()
         self.blocked = False
         self._tokens = tokens - len(running)
-        load = EngineLoad(decode_steps, self.blocks.num_available, missing_blocks, self._tokens)
+        load = EngineLoad(decode_steps, self._available(running), missing_blocks, self._tokens)
         unscored = self.policy.unscored(running)
         if unscored and self.policy.foresees_compression(running, load):
             self._score(plan, unscored)
@@ -64,7 +64,7 @@ class CompressionPlanner:
                     self._compress_at_once(plan, seq, region)
             elif not seq.is_prefilling:
                 decoding.append(seq)
-        load = replace(load, available_blocks=self.blocks.num_available, tokens=self._tokens)
+        load = replace(load, available_blocks=self._available(decoding), tokens=self._tokens)
         for seq, region in self.policy.select(decoding, load):
             if self.policy.at_once:
                 self._compress_at_once(plan, seq, region)
@@ -181,4 +181,17 @@ class CompressionPlanner:
         cached = seq.cached_length + logical - seq.logical_length
         complete = self.policy.regions_of(seq).next_end(cached, seq.uncompressed_tail)
         target = min(complete, cached + seq.max_length - 1 - logical)
-        return max(0, self.blocks.blocks_for(target) - len(seq.block_table))
+        growth = max(0, self.blocks.blocks_for(target) - len(seq.block_table))
+        for table in seq.sliding:
+            most = table.group.most_blocks(logical + target - cached, self.config.block_size, 1)
+            growth += max(0, most - len(table.blocks))
+        return growth
+
+    def _available(self, sequences: Sequences[Sequence]) -> int:
+        """Blocks that are left for what can be compressed, once each of some sequences has its next token in sliding
+        groups."""
+        available = self.blocks.num_available
+        if not self.blocks.sliding:
+            return available
+        growth = (table.num_missing(seq.logical_length + 1) for seq in sequences for table in seq.sliding)
+        return available - sum(growth)

@@ -14,6 +14,7 @@ from kvllm.core.regions import NothingDropped, Region, Regions, WholeCache, make
 from kvllm.core.retention_guard import RetentionGuard
 from kvllm.core.sequence import Sequence
 from kvllm.errors import RequestError
+from kvllm.kvcache.groups import has_full, sliding_blocks
 from kvllm.sampling_params import SamplingParams
 
 Candidate = tuple[Sequence, Region]
@@ -326,7 +327,8 @@ def make_policy(config: EngineConfig) -> CompressionPolicy | None:
 
 
 def peak_blocks(config: EngineConfig, regions: Regions | None, prompt: int, total: int) -> int:
-    """Most blocks that a sequence alone needs to reach `total` KV pairs, `prompt` of them its prompt.
+    """Most blocks that a sequence alone needs in the group of layers that attend all tokens, to reach `total` KV pairs,
+    `prompt` of them its prompt.
 
     regions: None if nothing is ever dropped.
     """
@@ -336,10 +338,16 @@ def peak_blocks(config: EngineConfig, regions: Regions | None, prompt: int, tota
     return regions.peak_blocks(prompt, total, 0 if compresses_prompt else prompt)
 
 
+def blocks_alone(config: EngineConfig, regions: Regions | None, prompt: int, total: int) -> int:
+    """Most blocks that a sequence alone needs in all KV groups; arguments as for `peak_blocks`."""
+    full = peak_blocks(config, regions, prompt, total) if has_full(config.kv_groups) else 0
+    return full + sliding_blocks(config.kv_groups, total, config.block_size, config.max_num_batched_tokens)
+
+
 def check_pool(config: EngineConfig) -> None:
     """Raises ConfigError unless a sequence of `max_model_len`, compressed if that is on, fits into the pool."""
     policy = make_policy(config)
-    blocks = peak_blocks(config, policy and policy.largest_regions, 1, config.max_model_len - 1)
+    blocks = blocks_alone(config, policy and policy.largest_regions, 1, config.max_model_len - 1)
     require(
         blocks <= config.num_blocks,
         "max_model_len",
@@ -355,7 +363,7 @@ def check_fits(config: EngineConfig, policy: CompressionPolicy | None, seq: Sequ
     if policy:
         policy.check(seq.prompt_length, seq.sampling)
     regions = policy and policy.largest_regions_of(seq)
-    needed = peak_blocks(config, regions, seq.prompt_length, seq.max_length - 1)  # the last token is never stored
+    needed = blocks_alone(config, regions, seq.prompt_length, seq.max_length - 1)  # the last token is never stored
     if needed > config.num_blocks:
         raise RequestError(
             f"a prompt of {seq.prompt_length} tokens with output up to {seq.max_length} tokens in all needs "

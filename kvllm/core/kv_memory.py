@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvllm.core.regions import Regions
+from kvllm.kvcache.groups import KVGroup
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,7 @@ class LayerType:
 
         chunk: tokens of it that a step computes.
         """
-        blocks = -(-length // block_size)
-        if self.window is None:
-            return blocks
-        return min(blocks, -(-(self.window - 1 + chunk) // block_size) + 1)
+        return KVGroup(self.window).most_blocks(length, block_size, chunk)
 
 
 def compressed_length(regions: Regions, prompt: int, length: int, tail_start: int) -> int:

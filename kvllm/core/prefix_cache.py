@@ -22,6 +22,11 @@ def root_hash(cache_salt: str | None, kv_cache_dtype: str = "auto") -> bytes:
     return hashlib.blake2b(kv_cache_dtype.encode(), key=root, digest_size=16).digest()
 
 
+def part_hash(digest: bytes, part: int) -> bytes:
+    """Identity of the block that a part of a sliding KV group has for the same tokens; `part` is its index."""
+    return digest + part.to_bytes(2)
+
+
 class PrefixCache:
     """Which block holds which content. A block is idle when it is cached and no sequence owns it.
 
@@ -56,6 +61,10 @@ class PrefixCache:
                 break
             blocks.append(block)
         return blocks
+
+    def find(self, digest: bytes) -> int | None:
+        """The block with this content, if there is one."""
+        return self._block_of.get(digest)
 
     def insert(self, digest: bytes, block: int, tenant: str = "") -> None:
         """Offer a full block of a tenant to later sequences; the first block with this content stays."""

@@ -2,8 +2,8 @@
 
 A plan holds what has changed since the last one, so its size follows the batch and not the context. Every rank receives
 the same bytes and executes the parts in this order: `reset`, `dropped_seq_ids`, `new_seqs`, `scored`, `compressions`,
-`copies`, then `scheduled`. Compressions come before the forward pass, so the blocks that they empty may already be used
-by it.
+`copies`, `sliding`, then `scheduled`. Compressions come before the forward pass, so the blocks that they empty may
+already be used by it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ScheduledSequence(Struct, array_like=True, frozen=True, gc=False):
     """One sequence in the forward pass.
 
     num_tokens: query tokens, from the first token on that is not computed yet.
-    new_blocks: block ids appended to its block table before the pass.
+    new_blocks: block ids appended to its block table, that of the layers which attend all tokens, before the pass.
     new_tokens: tokens that the workers do not have yet (a decode: the one sampled last).
     samples: whether the last query token's logits are sampled.
     """
@@ -97,11 +97,30 @@ class ScoringStart(Struct, array_like=True, frozen=True):
 
 
 class BlockCopy(Struct, array_like=True, frozen=True):
-    """Copy on write: block `index` of a sequence's table becomes `destination`, a copy of what it was."""
+    """Copy on write: block `index` of a sequence's table becomes `destination`, a copy of what it was.
+
+    part: index of the table's part among those of all KV groups. In a sliding group, `index` is among the blocks of the
+        text.
+    """
 
     seq_id: int
     index: int
     destination: int
+    part: int = 0
+
+
+class SlidingChange(Struct, array_like=True, frozen=True):
+    """A change of a scheduled sequence's table in a part of a sliding KV group, made before the pass.
+
+    part: index among the parts of all groups.
+    first: index, among the blocks of the text, of the first one that is held from now on; those before it are dropped.
+    new_blocks: block ids appended.
+    """
+
+    seq_id: int
+    part: int
+    first: int
+    new_blocks: list[int]
 
 
 class StepPlan(Struct, array_like=True):
@@ -114,6 +133,7 @@ class StepPlan(Struct, array_like=True):
     copies: list[BlockCopy] = []
     scheduled: list[ScheduledSequence] = []
     reset: bool = False
+    sliding: list[SlidingChange] = []
 
 
 class SampledToken(Struct, array_like=True, frozen=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvllm.config import EngineConfig
 from kvllm.core.admission import Admission
 from kvllm.core.batch import Batch
-from kvllm.core.block_manager import BlockManager
+from kvllm.core.block_manager import BlockManager, PrefixHit
 from kvllm.core.compression_planner import CompressionPlanner
 from kvllm.core.compression_policy import check_fits, make_policy
 from kvllm.core.protocol import SampledToken, StepPlan, StepResult
@@ -34,7 +34,12 @@ class Scheduler:
         self.config = config
         self.stats = stats
         self.blocks = BlockManager(
-            config.num_blocks, config.block_size, config.shares_prefixes, most_idle(config), config.kv_cache_dtype
+            config.num_blocks,
+            config.block_size,
+            config.shares_prefixes,
+            most_idle(config),
+            config.kv_cache_dtype,
+            config.kv_groups,
         )
         self.policy = make_policy(config)
         self.planner = CompressionPlanner(self.policy, config, self.blocks) if self.policy else None
@@ -140,11 +145,13 @@ class Scheduler:
                 position += 1
                 continue
             num_tokens = 1 if seq.num_uncomputed == 1 else self.admission.chunk(seq, budget)
-            if self.blocks.blocks_to_append(seq, num_tokens) > self.blocks.num_available:
+            num_blocks = self.blocks.blocks_to_append(seq, num_tokens)
+            if num_blocks > self.blocks.num_available:
                 num_tokens = self._make_room(seq, num_tokens, order, position)
                 if not num_tokens:
                     continue
-            self.batch.append(seq, num_tokens, self.blocks.blocks_to_append(seq, num_tokens))
+                num_blocks = self.blocks.blocks_to_append(seq, num_tokens)
+            self.batch.append(seq, num_tokens, num_blocks)
             budget -= num_tokens
             position += 1
         return budget
@@ -206,13 +213,13 @@ class Scheduler:
             return
         growth = self.admission.growth(self.running)
         while budget > 0 and (found := self._next(growth)):
-            tenant, hits = found
+            tenant, hit = found
             self.admission.is_closed = False
             seq = self.waiting.take(tenant)
-            budget -= self.batch.start(seq, hits, budget)
+            budget -= self.batch.start(seq, hit, budget)
             growth += self.admission.growth([seq])
 
-    def _next(self, growth: int) -> tuple[Tenant, list[int]] | None:
+    def _next(self, growth: int) -> tuple[Tenant, PrefixHit] | None:
         """The tenant whose first sequence starts next, and the cached blocks that are found for it.
 
         Where that of the first tenant has to wait, the next tenants may start what they are entitled to, unless they
@@ -225,15 +232,15 @@ class Scheduler:
             if shares and tenant.name in shares.paused:
                 continue
             seq = self.waiting.head(tenant)
-            hits = self.admission.match_prefix(seq)
-            needed = self.admission.needed_blocks(seq, hits)
+            hit = self.admission.match_prefix(seq)
+            needed = self.admission.needed_blocks(seq, hit)
             if waits and not (shares and shares.may_pass(tenant, waits) and shares.is_entitled(seq, needed)):
                 continue
             spare = self.admission.spare_blocks(seq, growth) if self.running else 0
             missing = max(0, needed + spare - self.blocks.num_available)
             has_slots = 1 + seq.forks_pending <= self.batch.free_slots
             if has_slots and not missing:
-                return tenant, hits
+                return tenant, hit
             if not waits:
                 self._missing_blocks = missing if has_slots else 0
                 waits = tenant
@@ -251,6 +258,8 @@ class Scheduler:
         for seq, scheduled in zip(self.batch.executed(), plan.scheduled, strict=True):
             seq.advance(scheduled.num_tokens)
             self.blocks.cache_full_blocks(seq)
+            if seq.sliding:
+                self.blocks.release_behind(seq)
             if not scheduled.samples:
                 continue
             for each in (seq, *self.batch.fork(seq, scheduled.forks)) if scheduled.forks else (seq,):
@@ -276,7 +285,7 @@ class Scheduler:
 
         sequences: all that are unfinished, with nothing in the cache. The workers are told to drop theirs.
         """
-        self.blocks.clear()
+        self.blocks.pool.clear()
         self.waiting = FairQueue(self.config.tenants)
         for seq in sorted(sequences, key=lambda seq: seq.seq_id):
             self.waiting.add(seq)
@@ -287,5 +296,5 @@ class Scheduler:
     def check(self) -> None:
         """Raise RuntimeError if the accounting of blocks is not consistent."""
         self.blocks.check(self.running)
-        if any(seq.block_table for seq in self.waiting.values()):
+        if any(seq.num_blocks for seq in self.waiting.values()):
             raise RuntimeError("a waiting sequence owns blocks")

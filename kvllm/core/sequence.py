@@ -1,10 +1,11 @@
-"""One running text: its tokens, its block table, and three lengths that compression pulls apart."""
+"""One running text: its tokens, its block tables, and three lengths that compression pulls apart."""
 
 from __future__ import annotations
 
 from msgspec import Struct
 
 from kvllm.core.regions import Region
+from kvllm.core.sliding_table import SlidingTable
 from kvllm.outputs import RequestMetrics
 from kvllm.sampling_params import SamplingParams
 
@@ -36,6 +37,7 @@ class Sequence:
     """State of one sequence in the scheduler.
 
     logical_length: tokens computed so far, and so the position of the next one, whatever was evicted.
+    block_table: its blocks in the group of layers that attend all tokens. sliding: a table for each other KV group.
     cached_length: KV pairs in the cache; less than `logical_length` once a window was compressed.
     uncompressed_tail: KV pairs at the end of the cache that no compression has ever covered and that one may cover.
     carried_tail: how many of those were there already at the last compression.
@@ -71,6 +73,7 @@ class Sequence:
         "sampling",
         "seed",
         "seq_id",
+        "sliding",
         "tail_start",
         "token_ids",
         "uncompressed_tail",
@@ -124,6 +127,7 @@ class Sequence:
         """Drop all state of the cache; the blocks must have been released."""
         self.metrics.missing_entries -= self.logical_length - self.cached_length
         self.block_table: list[int] = []
+        self.sliding: list[SlidingTable] = []
         self.logical_length = 0
         self.cached_length = 0
         self.uncompressed_tail = 0
@@ -163,6 +167,11 @@ class Sequence:
     def is_prefilling(self) -> bool:
         """Computing its prompt, or after a preemption its prompt and earlier output."""
         return self.logical_length < self.prompt_length or self.logical_length < self.refill_length
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that its tables name."""
+        return len(self.block_table) + sum(len(table.blocks) for table in self.sliding)
 
     @property
     def was_compacted(self) -> bool:
@@ -230,6 +239,7 @@ class Sequence:
             metrics=self.metrics,
         )
         child.block_table = list(self.block_table)
+        child.sliding = [table.fork() for table in self.sliding]
         child.block_hashes = list(self.block_hashes)
         child.hashed_blocks = self.hashed_blocks
         child.logical_length = self.logical_length

@@ -46,11 +46,11 @@ class Holding:
 
     def add(self, seq: Sequence) -> None:
         self.slots += 1 + seq.forks_pending
-        self.blocks += len(seq.block_table)
+        self.blocks += seq.num_blocks
 
     def remove(self, seq: Sequence) -> None:
         self.slots -= 1 + seq.forks_pending
-        self.blocks -= len(seq.block_table)
+        self.blocks -= seq.num_blocks
 
 
 class Shares:
@@ -171,7 +171,7 @@ class Shares:
             if not above or self._is_protected(seq) or not self._owes(tenant, seq):
                 continue
             freed = self._blocks.num_exclusive(seq)
-            left[seq.tenant] = held_slots - 1 - seq.forks_pending, held_blocks - len(seq.block_table)
+            left[seq.tenant] = held_slots - 1 - seq.forks_pending, held_blocks - seq.num_blocks
             slots, blocks = slots - 1 - seq.forks_pending, blocks - freed
             chosen.append(seq)
         return chosen if slots <= 0 and blocks <= 0 else None

@@ -18,7 +18,8 @@ MOST_ROWS = 100
 class PoolUse(Struct):
     """Blocks of the KV pool. They add up to `total`.
 
-    prompt, compressed, tail: owned by running sequences, for prompts, for what compressions left of output, and for
+    sliding: owned by running sequences, for layers that attend only a window.
+    prompt, compressed, tail: owned for the other layers, for prompts, for what compressions left of output, and for
         output that none has covered. A block with KV pairs of several kinds counts where most of these are.
     reusable: owned by none, with a prefix that a later request may share.
     without_compression: blocks that the same sequences would own if nothing had been dropped.
@@ -31,6 +32,7 @@ class PoolUse(Struct):
     reusable: int = 0
     free: int = 0
     without_compression: int = 0
+    sliding: int = 0
 
 
 class SequenceRow(Struct):
@@ -80,7 +82,7 @@ def take_snapshot(
 ) -> EngineSnapshot:
     """The state of an engine at time.monotonic() = `now`, for its own thread to take. requests: by their ids."""
     running, waiting = scheduler.running, list(scheduler.waiting.values())
-    largest = sorted(running, key=lambda seq: -len(seq.block_table))[:MOST_ROWS]
+    largest = sorted(running, key=lambda seq: -seq.num_blocks)[:MOST_ROWS]
     rows = [make_row(seq, requests[seq.request_id], now) for seq in largest]
     rows += [make_row(seq, requests[seq.request_id], now, "waiting") for seq in waiting[: MOST_ROWS - len(rows)]]
     return EngineSnapshot(
@@ -111,12 +113,13 @@ def _pool(scheduler: Scheduler) -> PoolUse:
         tail, compressed = _blocks_behind_prompt(seq, blocks.block_size)
         pool.tail += tail
         pool.compressed += compressed
+        pool.sliding += seq.num_blocks - len(seq.block_table)
         named += len(seq.block_table)
         dropped += blocks.blocks_for(seq.logical_length) - blocks.blocks_for(seq.cached_length)
     # Blocks that several tables name are taken from the prompts first, which is what sequences share.
     pool.prompt = named - pool.tail - pool.compressed
-    shared = named - blocks.num_owned
-    for kind in ("prompt", "tail", "compressed"):
+    shared = named + pool.sliding - blocks.num_owned
+    for kind in ("prompt", "sliding", "tail", "compressed"):
         surplus = min(shared, getattr(pool, kind))
         setattr(pool, kind, getattr(pool, kind) - surplus)
         shared -= surplus
@@ -157,7 +160,7 @@ def make_row(seq: Sequence, request: Request, now: float, state: str = "") -> Se
         round(now - request.output.metrics.arrival_time, 1),
         seq.prompt_length,
         seq.num_generated,
-        len(seq.block_table),
+        seq.num_blocks,
         seq.logical_length,
         seq.cached_length,
         sum(region.count for region in seq.compressions),

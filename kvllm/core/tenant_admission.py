@@ -97,8 +97,8 @@ class TenantAdmission:
                 continue
             if compressed and not planner.tokens_left:
                 return True
-            before = len(seq.block_table)
+            before = seq.num_blocks
             planner.compress_complete(plan, seq)
-            shares.holding(seq).blocks -= before - len(seq.block_table)
+            shares.holding(seq).blocks -= before - seq.num_blocks
             compressed.add(seq.seq_id)
         return False

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kvllm.attention.context import AttentionContext
+from kvllm.attention.context import Attention
 from kvllm.models.compiled import CompiledLayers
 from kvllm.models.config import ConfigKeys, ModelConfig
 from kvllm.models.elementwise import rms_norm
@@ -92,7 +92,7 @@ class Decoder:
         whole = len(layers) == len(self.layers) and self.lm_head.shard.world_size == 1
         self._compiled = CompiledLayers(layers, self.final_norm, self.eps) if whole else None
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionContext) -> torch.Tensor:
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
         """Compute tokens and write their keys and values to the cache.
 
         token_ids, positions: int64 `[T]`; positions below `max_model_len`. attention: for these query tokens.
@@ -111,7 +111,7 @@ class Decoder:
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
-        attention: AttentionContext,
+        attention: Attention,
         visit: Visitor,
     ) -> None:
         """Recover the queries of cached tokens: a forward pass that reads the cache and writes nothing.
@@ -128,7 +128,7 @@ class Decoder:
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
-        attention: AttentionContext,
+        attention: Attention,
         visit: Visitor | None,
     ) -> torch.Tensor:
         """The loop over the layers.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 
 from kvllm._extension import operator
-from kvllm.attention.context import AttentionContext
+from kvllm.attention.context import Attention, AttentionContext
 from kvllm.attention.cpu import CpuBackend, window_arguments
 
 if TYPE_CHECKING:
@@ -72,6 +72,9 @@ class CompiledLayers:
         )
 
     @staticmethod
-    def serves(attention: AttentionContext) -> bool:
-        """Whether the operator computes the attention of a step: it is the CPU's own, and nobody observes it."""
+    def serves(attention: Attention) -> TypeGuard[AttentionContext]:
+        """Whether the operator computes the attention of a step: it is the CPU's own, all layers share a block table,
+        and nobody observes it."""
+        if not isinstance(attention, AttentionContext):
+            return False
         return type(attention.backend) is CpuBackend and attention.slot_mapping is not None

@@ -11,7 +11,7 @@ class Sample(Struct, array_like=True, frozen=True):
     """Seconds are rounded to 0.1 ms. Counters are those since the engine started: they fall when it starts again.
 
     time: seconds since 1970.
-    prompt ... without_compression: blocks, see `kvllm.core.snapshot.PoolUse`.
+    prompt ... without_compression: blocks, see `kvllm.core.snapshot.PoolUse`; `prompt` has those of sliding groups.
     running, waiting: sequences.
     steps ... evicted: counters, see `kvllm.stats.EngineStats`.
     model_seconds ... compact_seconds: counters of a step's phases.
@@ -51,7 +51,7 @@ def make_sample(time: float, snapshot: EngineSnapshot, first: Percentiles, gap: 
     pool, stats = snapshot.pool, snapshot.stats
     return Sample(
         round(time, 2),
-        pool.prompt,
+        pool.prompt + pool.sliding,
         pool.compressed,
         pool.tail,
         pool.reusable,

@@ -16,6 +16,7 @@ from kvllm.compression.statistics import read_statistics
 from kvllm.config import EngineConfig
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.kvcache.formats import kv_format_of
+from kvllm.kvcache.groups import layer_parts
 from kvllm.models.base import Decoder
 from kvllm.models.config import QUANTIZATIONS, ModelConfig
 from kvllm.models.loader import load_model, random_model
@@ -59,8 +60,17 @@ def rank_cache_shape(model: ModelConfig, dtype: str, engine: EngineConfig, num_r
     compression = engine.active_compression
     scored = compression is not None and compression.observes_scores
     kv_format = kv_format_of(engine.kv_cache_dtype, dtype, model.head_dim)
+    parts = layer_parts(engine.kv_groups)
+    place_of = {layer: place for part in parts for place, layer in enumerate(part)}
     return CacheShape(
-        model.num_layers, num_kv_heads, model.head_dim, engine.block_size, DTYPES[dtype], scored, kv_format
+        model.num_layers,
+        num_kv_heads,
+        model.head_dim,
+        engine.block_size,
+        DTYPES[dtype],
+        scored,
+        kv_format,
+        places=tuple(place_of[layer] for layer in range(model.num_layers)) if len(parts) > 1 else (),
     )
 
 

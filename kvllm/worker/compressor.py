@@ -49,6 +49,7 @@ class _Window:
 class Compressor:
     """Executes the compression jobs of a plan.
 
+    tables: of the layers that attend all tokens. layers: their indices; nothing of others is compressed.
     ragged, mass, observed: state that some methods keep beside the cache. select: called in place of the method itself.
     """
 
@@ -58,6 +59,7 @@ class Compressor:
         operations: KVOperations,
         backend: AttentionBackend,
         tables: BlockTables,
+        layers: Sequence[int],
         config: CompressionConfig,
         max_num_batched_tokens: int,
         ragged: RaggedLengths | None = None,
@@ -70,6 +72,7 @@ class Compressor:
         self.cache = operations.cache
         self.backend = backend
         self.tables = tables
+        self.layers = layers
         self.config = config
         self.max_num_batched_tokens = max_num_batched_tokens
         self.ragged = ragged
@@ -97,7 +100,7 @@ class Compressor:
                 self._compact(moving, states, kept)
             for job in jobs:
                 state = states[job.seq_id]
-                self.tables.replace(state, job.first_block, job.region_blocks, job.destinations)
+                self.tables.replace(state.table_slot, job.first_block, job.region_blocks, job.destinations)
                 if self.observed:
                     self.observed.advance(state.table_slot, job)
                 state.cached_length -= job.dropped
@@ -131,7 +134,7 @@ class Compressor:
         """Offsets that survive in windows of one size: `[layers, windows, kv_heads, retain]`."""
         tables = self._window_tables(windows, size)
         shared = self._shared_inputs(windows, offsets)
-        layers = range(self.cache.shape.num_layers)
+        layers = self.layers
         kept: list[torch.Tensor] = []
 
         def select(layers: Sequence[int], queries: torch.Tensor | None) -> None:

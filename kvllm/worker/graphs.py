@@ -28,7 +28,8 @@ class DecodeGraphs:
 
     forward: the model's pass over inputs on the device -> hidden states `[num_query_tokens, hidden_size]`. It must read
         nothing back to the host. capture: `cuda_capture()`; where there are no graphs, anything that keeps the step.
-    inputs: prepares the inputs of other steps, too. max_blocks: of one sequence.
+    inputs: prepares the inputs of other steps, too. max_blocks: of one sequence in the first part of the KV groups.
+    others: columns of the block tables of the other parts, where a step has one token of each sequence.
     """
 
     def __init__(
@@ -37,10 +38,11 @@ class DecodeGraphs:
         capture: Capture,
         inputs: InputPreparer,
         max_blocks: int,
+        others: tuple[int, ...] = (),
     ) -> None:
         self.inputs = inputs
-        max_num_seqs = len(inputs.tables.table)
-        self.largest = inputs.shape(max_num_seqs, max_num_seqs, max_blocks)
+        max_num_seqs = len(inputs.tables[0].table)
+        self.largest = inputs.shape(max_num_seqs, max_num_seqs, max_blocks, *others)
         self._forward = forward
         self._capture = capture
         self._steps: dict[InputShape, Step] = {}
@@ -66,10 +68,11 @@ class DecodeGraphs:
         for shape in shapes:
             self._static.zero_()
             inputs = StepInputs(shape, self._static)
-            inputs.slot_mapping.fill_(-1)
+            for part in inputs.parts:
+                part.slot_mapping.fill_(-1)
             inputs.query_start_loc.copy_(torch.arange(len(inputs.query_start_loc)))
             if inputs.table_slots is not None:
-                inputs.table_slots.fill_(len(self.inputs.tables.table))
+                inputs.table_slots.fill_(len(self.inputs.tables[0].table))
             if inputs.window_start is not None:
                 inputs.window_start.fill_(torch.iinfo(torch.int32).max)
             self._step(shape)
@@ -85,12 +88,12 @@ class DecodeGraphs:
         bits = (num_seqs - 1).bit_length()
         size = 1 << bits if num_seqs <= 8 else _rounded_up(num_seqs, max(16, 1 << (bits - 4)))
         size = min(size, self.largest.num_seqs)
-        width = max(-(-LEAST_KV_PAIRS // self.inputs.tables.block_size), 1 << (num_blocks - 1).bit_length())
-        return self.inputs.shape(size, size, min(width, self.largest.num_blocks))
+        width = max(-(-LEAST_KV_PAIRS // self.inputs.tables[0].block_size), 1 << (num_blocks - 1).bit_length())
+        return self.inputs.shape(size, size, min(width, self.largest.num_blocks), *self.largest.others)
 
     def _shape_of(self, states: list[SequenceState]) -> InputShape:
         longest = max(state.cached_length for state in states)
-        return self.shape_for(len(states), longest // self.inputs.tables.block_size + 1)
+        return self.shape_for(len(states), longest // self.inputs.tables[0].block_size + 1)
 
     def _step(self, shape: InputShape) -> Step:
         if shape not in self._steps:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -20,7 +20,8 @@ ALIGNMENT = 64
 
 class InputShape(NamedTuple):
     """num_blocks: columns of the block tables. heads: layers and KV heads, where these hold different numbers of KV
-    pairs. observed: whether attention is added up. scored: whether windows are scored."""
+    pairs. observed: whether attention is added up. scored: whether windows are scored. others: columns of the block
+    tables of each part of the KV groups but the first."""
 
     num_query_tokens: int
     num_seqs: int
@@ -28,6 +29,7 @@ class InputShape(NamedTuple):
     heads: tuple[int, int] | None = None
     observed: bool = False
     scored: bool = False
+    others: tuple[int, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -55,11 +57,24 @@ class InputShape(NamedTuple):
             yield "table_slots", torch.int32, (self.num_seqs,)
         if self.scored:
             yield "window_start", torch.int32, (self.num_seqs,)
+        for part, num_blocks in enumerate(self.others, start=1):
+            yield f"slot_mapping_{part}", torch.int64, (self.num_query_tokens,)
+            yield f"last_kv_index_{part}", torch.int32, (self.num_query_tokens,)
+            yield f"block_tables_{part}", torch.int32, (self.num_seqs, num_blocks)
+
+
+class PartInputs(NamedTuple):
+    """The inputs that the parts of KV groups do not share."""
+
+    slot_mapping: torch.Tensor
+    last_kv_index: torch.Tensor
+    block_tables: torch.Tensor
 
 
 class StepInputs:
-    """Views of `memory`, uint8: token ids, positions and slot mapping, int64 `[num_query_tokens]`; and the tensors of
-    an AttentionBatch."""
+    """Views of `memory`, uint8: token ids and positions, int64 `[num_query_tokens]`; and the tensors of an
+    AttentionBatch. `slot_mapping` (int64 `[num_query_tokens]`), `last_kv_index` and `block_tables` are those of the
+    first part of the KV groups; `parts` has those of all."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor
@@ -77,6 +92,7 @@ class StepInputs:
         self.memory = memory[: shape.num_bytes]
         for name, dtype, size, begin, end in shape.layout():
             setattr(self, name, memory[begin:end].view(dtype).view(size))
+        self.parts = [self._part(index) for index in range(1 + len(shape.others))]
 
     def to(self, device: torch.device) -> StepInputs:
         """A copy that nobody waits for; on the CPU these inputs themselves."""
@@ -84,7 +100,13 @@ class StepInputs:
             return self
         return StepInputs(self.shape, self.memory.to(device, non_blocking=True))
 
+    def _part(self, index: int) -> PartInputs:
+        suffix = f"_{index}" if index else ""
+        names = ("slot_mapping", "last_kv_index", "block_tables")
+        return PartInputs(*(cast(torch.Tensor, getattr(self, name + suffix)) for name in names))
+
     def attention_batch(self) -> AttentionBatch:
+        """That of the first part. What compressions need stands beside it alone."""
         return AttentionBatch(
             self.query_start_loc,
             self.last_kv_index,
@@ -94,6 +116,10 @@ class StepInputs:
             self.table_slots,
             window_start=self.window_start,
         )
+
+    def other_batches(self) -> list[AttentionBatch]:
+        """Those of the parts behind the first."""
+        return [AttentionBatch(self.query_start_loc, part.last_kv_index, part.block_tables) for part in self.parts[1:]]
 
 
 class InputPreparer:
@@ -109,12 +135,13 @@ class InputPreparer:
     A shape may have room for more sequences, of one query token each. These store nothing, and attend to a single KV
     pair; where attention is added up, they share the slot behind those of all sequences.
 
+    tables: one for each part of the KV groups.
     window_start: of all sequences, where windows are scored.
     """
 
     def __init__(
         self,
-        tables: BlockTables,
+        tables: Sequence[BlockTables],
         ragged: RaggedLengths | None,
         observed: bool,
         device: torch.device,
@@ -132,10 +159,11 @@ class InputPreparer:
         self._rooms = [_Room(), _Room()]  # the first is free
         self._ahead: _PartialInputs | None = None
 
-    def shape(self, num_query_tokens: int, num_seqs: int, num_blocks: int) -> InputShape:
+    def shape(self, num_query_tokens: int, num_seqs: int, *num_blocks: int) -> InputShape:
+        """num_blocks: columns of the block tables of each part."""
         heads = self.ragged.heads if self.ragged else None
         scored = self.window_start is not None
-        return InputShape(num_query_tokens, num_seqs, num_blocks, heads, self.observed, scored)
+        return InputShape(num_query_tokens, num_seqs, num_blocks[0], heads, self.observed, scored, num_blocks[1:])
 
     def prepare(self, states: list[SequenceState], num_tokens: list[int], shape: InputShape) -> StepInputs:
         """Inputs of the step that computes the next `num_tokens[i]` tokens of each sequence, which have their blocks.
@@ -182,16 +210,17 @@ class _Room:
 class _PartialInputs:
     """Inputs of a step without its tokens and their slots, and what they follow from.
 
-    table_slots: `[S]`. kv_index: `[T]`, where in its sequence's cache the KV pair of each query token will be.
+    table_slots: `[S]`. Of each part of the KV groups: num_blocks, in the tables of the sequences; num_replacements, of
+    the tables; kv_index, `[T]`, where in its sequence's table the KV pair of each query token will be.
     """
 
     states: list[SequenceState]
     num_tokens: list[int]
     cached_lengths: list[int]
-    num_blocks: list[int]
-    num_replacements: int
+    num_blocks: list[list[int]]
+    num_replacements: list[int]
     table_slots: np.ndarray
-    kv_index: np.ndarray
+    kv_index: list[np.ndarray]
     tensors: StepInputs
 
     @staticmethod
@@ -199,7 +228,7 @@ class _PartialInputs:
         states: list[SequenceState],
         num_tokens: list[int],
         tensors: StepInputs,
-        tables: BlockTables,
+        tables: Sequence[BlockTables],
         ragged: RaggedLengths | None,
     ) -> _PartialInputs:
         starts = np.concatenate([[0], np.cumsum(num_tokens)])
@@ -207,49 +236,53 @@ class _PartialInputs:
         table_slots = np.array([state.table_slot for state in states])
         cached_lengths = [state.cached_length for state in states]
         logical_lengths = [state.logical_length for state in states]
-        kv_index = np.repeat(cached_lengths, num_tokens) + offset
+        kv_index = [np.repeat(part.kv_lengths(states), num_tokens) + offset for part in tables]
         spare = tensors.shape.num_seqs - len(states)
         _write(tensors.positions, np.repeat(logical_lengths, num_tokens) + offset)
-        _write(tensors.last_kv_index, kv_index)
-        _write(tensors.block_tables, tables.table[table_slots, : tensors.shape.num_blocks])
+        for part, of_part, index in zip(tables, tensors.parts, kv_index, strict=True):
+            _write(of_part.last_kv_index, index)
+            _write(of_part.block_tables, part.table[table_slots, : of_part.block_tables.shape[1]])
         _write(tensors.query_start_loc, np.concatenate([starts, starts[-1] + 1 + np.arange(spare)]))
         if ragged and tensors.packed_len is not None and tensors.head_lengths is not None:
             _write(tensors.packed_len, ragged.packed_len[table_slots])
             _write(tensors.head_lengths.transpose(0, 1), ragged.head_lengths[:, table_slots].swapaxes(0, 1))
         if tensors.table_slots is not None:
-            _write(tensors.table_slots, table_slots, spare=len(tables.table))
-        num_blocks = [state.num_blocks for state in states]
+            _write(tensors.table_slots, table_slots, spare=len(tables[0].table))
+        num_blocks = [[part.num_blocks[state.table_slot] for state in states] for part in tables]
+        num_replacements = [part.num_replacements for part in tables]
         return _PartialInputs(
-            states, num_tokens, cached_lengths, num_blocks, tables.num_replacements, table_slots, kv_index, tensors
+            states, num_tokens, cached_lengths, num_blocks, num_replacements, table_slots, kv_index, tensors
         )
 
     def are_of(
-        self, states: list[SequenceState], num_tokens: list[int], shape: InputShape, tables: BlockTables
+        self, states: list[SequenceState], num_tokens: list[int], shape: InputShape, tables: Sequence[BlockTables]
     ) -> bool:
         """Whether all that is written is right for a step, but for blocks at the ends of tables."""
         return (
             shape == self.tensors.shape
-            and tables.num_replacements == self.num_replacements
+            and [part.num_replacements for part in tables] == self.num_replacements
             and num_tokens == self.num_tokens
             and states == self.states
             and [state.cached_length for state in states] == self.cached_lengths
         )
 
-    def add_new_blocks(self, tables: BlockTables) -> None:
+    def add_new_blocks(self, tables: Sequence[BlockTables]) -> None:
         """Tables that have grown since they were written."""
-        block_tables = self.tensors.block_tables.numpy()
-        for i, (state, num_blocks) in enumerate(zip(self.states, self.num_blocks, strict=True)):
-            if state.num_blocks != num_blocks:
-                block_tables[i] = tables.table[state.table_slot, : block_tables.shape[1]]
+        for part, of_part, before in zip(tables, self.tensors.parts, self.num_blocks, strict=True):
+            block_tables = of_part.block_tables.numpy()
+            for i, (state, num_blocks) in enumerate(zip(self.states, before, strict=True)):
+                if part.num_blocks[state.table_slot] != num_blocks:
+                    block_tables[i] = part.table[state.table_slot, : block_tables.shape[1]]
 
-    def complete(self, tables: BlockTables) -> None:
+    def complete(self, tables: Sequence[BlockTables]) -> None:
         """The tokens themselves, and where their KV pairs are stored."""
         token_ids: list[int] = []
         for state, count in zip(self.states, self.num_tokens, strict=True):
             token_ids += state.token_ids[state.logical_length : state.logical_length + count]
         _write(self.tensors.token_ids, token_ids)
-        slot_mapping = tables.slot_mapping(np.repeat(self.table_slots, self.num_tokens), self.kv_index)
-        _write(self.tensors.slot_mapping, slot_mapping, spare=-1)
+        table_slots = np.repeat(self.table_slots, self.num_tokens)
+        for part, of_part, kv_index in zip(tables, self.tensors.parts, self.kv_index, strict=True):
+            _write(of_part.slot_mapping, part.slot_mapping(table_slots, kv_index), spare=-1)
 
 
 def _write(tensor: torch.Tensor, values: list[int] | np.ndarray, *, spare: int = 0) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kvllm.attention.base import AttentionBackend, ScoredChunk
-from kvllm.attention.context import AttentionContext
+from kvllm.attention.context import Attention, AttentionContext, PartedAttention
 from kvllm.config import CompressionConfig, EngineConfig
 from kvllm.core.protocol import (
     BlockCopy,
@@ -18,10 +18,12 @@ from kvllm.core.protocol import (
     Fork,
     ScheduledSequence,
     SequenceStart,
+    SlidingChange,
     StepPlan,
     StepResult,
 )
 from kvllm.kvcache.cache import PagedKVCache
+from kvllm.kvcache.groups import KVGroup, layer_parts
 from kvllm.kvcache.ops.registry import make_operations
 from kvllm.sampling_params import SamplingParams
 from kvllm.structured.compile import Grammars
@@ -71,8 +73,14 @@ class ModelRunner:
         self.states: dict[int, SequenceState] = {}
         self._reported: set[int] = set()  # sequences whose prompt's log probabilities are asked for and not complete
         self._prompt_reports: list[PromptReport] = []  # of the step
-        max_blocks = -(-config.max_model_len // config.block_size)
-        self.tables = BlockTables(config.max_num_seqs, max_blocks, config.block_size)
+        self.free_slots = list(reversed(range(config.max_num_seqs)))
+        self.tables = [_block_tables(group, config) for group in config.kv_groups for _ in group.parts]
+        self._part_of = _part_of_layers(config, cache.shape.num_layers)
+        self._decode_widths = [
+            group.most_blocks(config.max_model_len, config.block_size, 1) // len(group.parts)
+            for group in config.kv_groups
+            for _ in group.parts
+        ]
         self.ragged: RaggedLengths | None = None
         self.mass: AttentionMass | None = None
         self.observed: ObservedScores | None = None
@@ -89,7 +97,9 @@ class ModelRunner:
     ) -> None:
         most_tokens = config.max_num_batched_tokens
         if compression.guard_kl is not None:
-            self.judge = Judge(self.model, self.operations, self.backend, self.tables, compression.buffer, most_tokens)
+            self.judge = Judge(
+                self.model, self.operations, self.backend, self.tables[0], compression.buffer, most_tokens
+            )
         if compression.spec.ragged:
             self.ragged = RaggedLengths(self.cache.shape, config.max_num_seqs, self.device)
         if config.keeps_scores:
@@ -102,7 +112,8 @@ class ModelRunner:
             self.model,
             self.operations,
             self.backend,
-            self.tables,
+            self.tables[0],
+            [layer for layer, part in enumerate(self._part_of) if part == 0],
             compression,
             most_tokens,
             self.ragged,
@@ -119,8 +130,10 @@ class ModelRunner:
         num_blocks: in the pool. largest_alone: record the rest when it is needed.
         """
         if self.backend.capturable and (self.observed is None or self.backend.scores_windows):
-            max_blocks = min(num_blocks, self.tables.table.shape[1])
-            self.graphs = DecodeGraphs(self._forward_inputs, capture, self.inputs, max_blocks)
+            first, *others = self._decode_widths
+            self.graphs = DecodeGraphs(
+                self._forward_inputs, capture, self.inputs, min(num_blocks, first), tuple(others)
+            )
             self.graphs.capture(self.graphs.graph_batch_sizes()[: 1 if largest_alone else None])
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -134,7 +147,7 @@ class ModelRunner:
         if plan.reset:
             self._reset()
         for seq_id in plan.dropped_seq_ids:
-            self.tables.release(self.states.pop(seq_id).table_slot)
+            self.free_slots.append(self.states.pop(seq_id).table_slot)
             self._reported.discard(seq_id)
         for start in plan.new_seqs:
             self._start(start)
@@ -149,6 +162,8 @@ class ModelRunner:
         with clock.measure("model"):
             if plan.copies:
                 self._copy_on_write(plan.copies)
+            for change in plan.sliding:
+                self._slide(change)
             samples = self._forward(plan.scheduled, graphs) if plan.scheduled else None
         if plan.scheduled and graphs:  # the next step is probably one more token of each, and this one still runs
             graphs.prepare_ahead([self.states[item.seq_id] for item in plan.scheduled])
@@ -163,7 +178,7 @@ class ModelRunner:
         self.states = {}
         self._reported.clear()
         self._prompt_reports = []
-        self.tables.clear()
+        self.free_slots = list(reversed(range(len(self.tables[0].table))))
         self.inputs.clear()
 
     def _start(self, start: SequenceStart) -> None:
@@ -174,7 +189,6 @@ class ModelRunner:
         self.states[start.seq_id] = SequenceState(
             token_ids=start.token_ids,
             table_slot=self._acquire_slot(),
-            num_blocks=0,
             logical_length=start.cached_length,
             cached_length=start.cached_length,
             sample_row=row,
@@ -186,8 +200,8 @@ class ModelRunner:
         return SampleRow(params, seed, prompt, output, self.eos_token_ids, matcher)
 
     def _acquire_slot(self) -> int:
-        table_slot = self.tables.acquire()
-        for table in (self.ragged, self.mass, self.observed):
+        table_slot = self.free_slots.pop()
+        for table in (*self.tables, self.ragged, self.mass, self.observed):
             if table:
                 table.clear(table_slot)
         return table_slot
@@ -207,11 +221,17 @@ class ModelRunner:
     def _copy_on_write(self, copies: list[BlockCopy]) -> None:
         sources = []
         for copy in copies:
-            state = self.states[copy.seq_id]
-            sources.append(int(self.tables.table[state.table_slot, copy.index]))
-            self.tables.replace(state, copy.index, 1, [copy.destination])
+            tables, table_slot = self.tables[copy.part], self.states[copy.seq_id].table_slot
+            index = copy.index - int(tables.first[table_slot])
+            sources.append(int(tables.table[table_slot, index]))
+            tables.replace(table_slot, index, 1, [copy.destination])
         destinations = [copy.destination for copy in copies]
         self.operations.copy_blocks(to_device(sources, self.device), to_device(destinations, self.device))
+
+    def _slide(self, change: SlidingChange) -> None:
+        tables, table_slot = self.tables[change.part], self.states[change.seq_id].table_slot
+        tables.slide(table_slot, change.first)
+        tables.append(table_slot, change.new_blocks)
 
     def _forward(self, scheduled: list[ScheduledSequence], graphs: DecodeGraphs | None) -> Samples | None:
         """Run the model and sample. On a GPU both have only been launched when this returns."""
@@ -219,7 +239,7 @@ class ModelRunner:
         for item, state in zip(scheduled, states, strict=True):
             state.extend(item.new_tokens)
             if item.new_blocks:
-                self.tables.append(state, item.new_blocks)
+                self.tables[0].append(state.table_slot, item.new_blocks)
         num_tokens = [item.num_tokens for item in scheduled]
         hidden = graphs.run(states) if graphs else self._run_model(states, num_tokens)
         if self._reported:
@@ -231,7 +251,9 @@ class ModelRunner:
 
     def _run_model(self, states: list[SequenceState], num_tokens: list[int]) -> torch.Tensor:
         """Hidden states `[T, hidden_size]` of the next `num_tokens[i]` tokens of each sequence."""
-        shape = self.inputs.shape(sum(num_tokens), len(states), max(state.num_blocks for state in states))
+        table_slots = [state.table_slot for state in states]
+        num_blocks = [max(part.num_blocks[table_slot] for table_slot in table_slots) for part in self.tables]
+        shape = self.inputs.shape(sum(num_tokens), len(states), *num_blocks)
         inputs = self.inputs.prepare(states, num_tokens, shape)
         return self._forward_inputs(inputs.to(self.device), self._scored_chunks(states, num_tokens))
 
@@ -242,7 +264,12 @@ class ModelRunner:
             batch = replace(batch, windows=self.observed.windows, scored_chunks=chunks)
         if chunks:
             backend = ScoringBackend(backend, self.operations)
-        attention = AttentionContext(backend, self.operations, backend.plan(batch), inputs.slot_mapping)
+        batches = [batch, *inputs.other_batches()]
+        parts = [
+            AttentionContext(backend, self.operations, backend.plan(of_part), part.slot_mapping)
+            for of_part, part in zip(batches, inputs.parts, strict=True)
+        ]
+        attention: Attention = parts[0] if len(parts) == 1 else PartedAttention(parts, self._part_of)
         return self.model.forward(inputs.token_ids, inputs.positions, attention)
 
     def _scored_chunks(self, states: list[SequenceState], num_tokens: list[int]) -> tuple[ScoredChunk, ...]:
@@ -310,15 +337,29 @@ class ModelRunner:
         child = SequenceState(
             token_ids=parent.token_ids[:],
             table_slot=self._acquire_slot(),
-            num_blocks=parent.num_blocks,
             logical_length=parent.logical_length,
             cached_length=parent.cached_length,
             sample_row=row,
         )
-        self.tables.copy(parent, child.table_slot)
+        for tables in self.tables:
+            tables.copy(parent.table_slot, child.table_slot)
         if self.observed:
             self.observed.window_start[child.table_slot] = self.observed.window_start[parent.table_slot]
         if self.mass:  # lengths need no copy: forks come before any compression
             self.mass.copy(parent.table_slot, child.table_slot)
         self.states[fork.seq_id] = child
         return child
+
+
+def _block_tables(group: KVGroup, config: EngineConfig) -> BlockTables:
+    """The tables of a part of a group, for as many blocks as a sequence can hold."""
+    most = group.most_blocks(config.max_model_len, config.block_size, config.max_num_batched_tokens)
+    num_blocks = most // len(group.parts)
+    return BlockTables(config.max_num_seqs, num_blocks, config.block_size, slides=group.window is not None)
+
+
+def _part_of_layers(config: EngineConfig, num_layers: int) -> list[int]:
+    """The index of each layer's part."""
+    parts = layer_parts(config.kv_groups)
+    part_of = {layer: index for index, layers in enumerate(parts) for layer in layers}
+    return [part_of.get(layer, 0) for layer in range(num_layers)]

@@ -41,6 +41,7 @@ class ObservedScores:
 
     def __init__(self, cache: PagedKVCache, config: CompressionConfig, num_slots: int) -> None:
         assert cache.scores is not None
+        self.place = cache.place
         self.scores = cache.scores
         self.block_size = cache.shape.block_size
         self.windows = score_windows(config, self.block_size)
@@ -63,7 +64,7 @@ class ObservedScores:
 
         tables: int32 `[S, blocks]`.
         """
-        scores = self.scores[layer][tables.long()]  # [S, blocks, kv_heads, block_size]
+        scores = self.scores[self.place(layer)][tables.long()]  # [S, blocks, kv_heads, block_size]
         return scores.transpose(1, 2).flatten(2)[:, :, : self.windows.num_scored]
 
     def compact(self, job: CompressionJob, sources: np.ndarray, offsets: torch.Tensor) -> None:
@@ -134,7 +135,7 @@ class ScoringBackend(AttentionBackend):
             torch.arange(begin - start, end - start, device=queries.device).clamp_(max=num_scored - 1),
             squared=windows.squared,
         )[0]
-        scores = self.cache.scores[layer]
+        scores = self.cache.scores[self.cache.place(layer)]
         of_blocks = scores[blocks[0].long()].transpose(0, 1).flatten(1)  # [kv_heads, KV pairs of the blocks], a copy
         of_blocks[:, max(0, begin - start) : num_scored] = 0
         of_blocks[:, :num_scored] += of_window

@@ -11,11 +11,10 @@ from kvllm.worker.sampler import SampleRow
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """table_slot: where its block table lies. Lengths as in `kvllm.core.sequence.Sequence`."""
+    """table_slot: where its block tables lie. Lengths as in `kvllm.core.sequence.Sequence`."""
 
     token_ids: list[int]
     table_slot: int
-    num_blocks: int
     logical_length: int
     cached_length: int
     sample_row: SampleRow
@@ -31,47 +30,60 @@ class SequenceState:
 
 
 class BlockTables:
-    """Block tables of all sequences of a worker, one slot each, so that a batch is a slice and not a Python loop.
+    """Block tables of all sequences of a worker in one part of a KV group, one slot each, so that a batch is a slice
+    and not a Python loop.
 
-    table: int32 `[max_num_seqs, max_blocks]`.
+    slides: tables begin at the first block of the text that is held, and a KV pair's index follows from its position.
+    table: int32 `[max_num_seqs, max_blocks]`. num_blocks: by slot.
+    first: int64 `[max_num_seqs]`, the index among the blocks of the text of a table's first; 0 unless it slides.
     num_replacements: how often blocks of a table were replaced. As long as it stays, tables only grow at their ends.
     """
 
-    def __init__(self, max_num_seqs: int, max_blocks: int, block_size: int) -> None:
+    def __init__(self, max_num_seqs: int, max_blocks: int, block_size: int, *, slides: bool = False) -> None:
         self.table = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
+        self.num_blocks = [0] * max_num_seqs
+        self.first = np.zeros(max_num_seqs, dtype=np.int64)
         self.block_size = block_size
+        self.slides = slides
         self.num_replacements = 0
-        self.clear()
 
-    def clear(self) -> None:
-        """Make all slots free."""
-        self._free_slots = list(reversed(range(len(self.table))))
+    def clear(self, table_slot: int) -> None:
+        self.num_blocks[table_slot] = 0
+        self.first[table_slot] = 0
 
-    @property
-    def num_free(self) -> int:
-        return len(self._free_slots)
+    def append(self, table_slot: int, blocks: list[int]) -> None:
+        before = self.num_blocks[table_slot]
+        self.table[table_slot, before : before + len(blocks)] = blocks
+        self.num_blocks[table_slot] += len(blocks)
 
-    def acquire(self) -> int:
-        return self._free_slots.pop()
-
-    def release(self, table_slot: int) -> None:
-        self._free_slots.append(table_slot)
-
-    def append(self, state: SequenceState, blocks: list[int]) -> None:
-        self.table[state.table_slot, state.num_blocks : state.num_blocks + len(blocks)] = blocks
-        state.num_blocks += len(blocks)
-
-    def replace(self, state: SequenceState, first: int, count: int, blocks: list[int]) -> None:
+    def replace(self, table_slot: int, first: int, count: int, blocks: list[int]) -> None:
         """Blocks `first .. first + count` become `blocks` (not more); what is behind them moves up."""
-        table = self.table[state.table_slot]
-        behind = table[first + count : state.num_blocks].copy()
+        table = self.table[table_slot]
+        behind = table[first + count : self.num_blocks[table_slot]].copy()
         table[first : first + len(blocks)] = blocks
         table[first + len(blocks) : first + len(blocks) + len(behind)] = behind
-        state.num_blocks += len(blocks) - count
+        self.num_blocks[table_slot] += len(blocks) - count
         self.num_replacements += 1
 
-    def copy(self, source: SequenceState, table_slot: int) -> None:
-        self.table[table_slot, : source.num_blocks] = self.table[source.table_slot, : source.num_blocks]
+    def slide(self, table_slot: int, first: int) -> None:
+        """Drop the blocks before block `first` of the text."""
+        dropped = first - int(self.first[table_slot])
+        if dropped:
+            self.replace(table_slot, 0, min(dropped, self.num_blocks[table_slot]), [])
+            self.first[table_slot] = first
+
+    def copy(self, source: int, table_slot: int) -> None:
+        num_blocks = self.num_blocks[source]
+        self.table[table_slot, :num_blocks] = self.table[source, :num_blocks]
+        self.num_blocks[table_slot] = num_blocks
+        self.first[table_slot] = self.first[source]
+
+    def kv_lengths(self, states: list[SequenceState]) -> np.ndarray:
+        """The index in its table of each sequence's next KV pair: int64 `[S]`."""
+        if not self.slides:
+            return np.array([state.cached_length for state in states])
+        slots = [state.table_slot for state in states]
+        return np.array([state.logical_length for state in states]) - self.first[slots] * self.block_size
 
     def slot_mapping(self, table_slots: np.ndarray, kv_index: np.ndarray) -> np.ndarray:
         """Cache slot of KV pair `kv_index[i]` of the sequence in `table_slots[i]`: int64."""

@@ -239,7 +239,8 @@ def keys_of(llm, seq_id, layer):
     """Keys of a sequence that ended last, `[kv_heads, entries, head_dim]`: the worker is told with the next plan."""
     runner = llm.llm_engine.executor.runner
     state = runner.states[seq_id]
-    table = torch.from_numpy(runner.tables.table[[state.table_slot], : state.num_blocks])
+    (tables,), slot = runner.tables, state.table_slot
+    table = torch.from_numpy(tables.table[[slot], : tables.num_blocks[slot]])
     return runner.operations.gather_keys(layer, table)[0, :, : state.cached_length]
 
 

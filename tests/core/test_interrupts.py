@@ -83,7 +83,7 @@ def check_nothing_leaks(engine: LLMEngine) -> None:
     engine.scheduler.check()
     assert engine.scheduler.blocks.num_owned == 0 and not engine.scheduler.has_unfinished
     runner = engine.executor.runner  # type: ignore[attr-defined]
-    assert len(runner.states) + runner.tables.num_free == len(runner.tables.table)
+    assert len(runner.states) + len(runner.free_slots) == len(runner.tables[0].table)
 
 
 def results(outputs: dict[str, RequestOutput]) -> dict[str, list[Any]]:

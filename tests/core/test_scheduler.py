@@ -15,6 +15,7 @@ from kvllm.core import compression_policy
 from kvllm.core.scheduler import Scheduler
 from kvllm.core.sequence import Origin, Sequence
 from kvllm.errors import RequestError
+from kvllm.kvcache.groups import UNIFORM, KVGroup, has_full
 from kvllm.sampling_params import SamplingParams
 from kvllm.stats import EngineStats
 from tests.helpers.examples import examples
@@ -114,11 +115,22 @@ def engine_config(num_blocks: int, **options) -> EngineConfig:
     return EngineConfig(num_blocks=num_blocks, **(defaults | options))
 
 
+def kv_groups() -> st.SearchStrategy[tuple[KVGroup, ...]]:
+    """One, two or three groups, the first of them in one part."""
+    window = st.integers(1, 20)
+    sliding = st.builds(KVGroup, window, st.sampled_from([((0,),), ((0,), (1,))]))
+    first = st.builds(KVGroup, st.one_of(st.none(), st.none(), window))
+    return st.one_of(st.just(UNIFORM), st.tuples(first), st.tuples(first, sliding), st.tuples(first, sliding, sliding))
+
+
 @st.composite
 def configs(draw) -> EngineConfig:
     block_size = draw(st.sampled_from([1, 2, 4, 8]))
     compression = None
-    kind = draw(st.sampled_from(["none", "windows", "windows", "threshold"]))
+    groups = draw(kv_groups())
+    slides = any(group.window is not None for group in groups)
+    kinds = ["none", "windows", "windows", "threshold"] if has_full(groups) else ["none"]
+    kind = draw(st.sampled_from(kinds))
     if kind == "threshold":
         threshold = draw(st.integers(2, 40))
         budget = draw(st.integers(1, threshold))
@@ -136,16 +148,20 @@ def configs(draw) -> EngineConfig:
         window = window_blocks * block_size
         retain = draw(st.integers(1, window))
         buffer = draw(st.integers(0, min(retain, window - 1)))
+        compress_prompt = draw(st.booleans())
+        methods = ["keydiff" if slides else "kara", "sliding_window"]
+        if not (slides and compress_prompt):  # then its queries would be computed again
+            methods.append("kara_sharp")
         compression = CompressionConfig(
-            method=draw(st.sampled_from(["kara", "kara_sharp", "sliding_window"])),
+            method=draw(st.sampled_from(methods)),
             policy=policy,
             period=draw(st.integers(1, 6)),
             max_sequences=draw(st.integers(1, 3)),
             window_blocks=window_blocks,
             retain_tokens=retain,
             buffer=buffer,
-            compress_prompt=draw(st.booleans()),
-            guard_kl=draw(st.sampled_from([None, 0.01])) if buffer else None,
+            compress_prompt=compress_prompt,
+            guard_kl=draw(st.sampled_from([None, 0.01])) if buffer and not slides else None,
             guard_every=draw(st.integers(1, 3)),
         )
     max_num_seqs = draw(st.integers(1, 6))
@@ -161,6 +177,7 @@ def configs(draw) -> EngineConfig:
         high_watermark=draw(st.sampled_from([None, watermark, 0.5])),
         compression=compression,
         tenants=draw(tenants()),
+        kv_groups=groups,
     )
 
 
@@ -207,8 +224,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         try:
             self.harness.add(prompt, max_tokens, n, sampling, tenant=tenant, priority=priority)
         except RequestError:
-            alone = Harness(self.harness.config).scheduler.blocks
-            assert alone.blocks_for(len(prompt) + max_tokens - 1) > alone.num_blocks
+            config, length = self.harness.config, len(prompt) + max_tokens - 1
+            most = [
+                group.most_blocks(length, config.block_size, config.max_num_batched_tokens)
+                for group in config.kv_groups
+            ]
+            assert sum(most) > config.num_blocks
 
     @precondition(lambda self: self.harness.finished)
     @rule(data=st.data(), max_tokens=st.integers(1, 8))

@@ -29,28 +29,38 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
 }
+SMALL_POOL = {"every layer": 6, "the last layers": 20, "named layers": 20}
+"""Blocks of the size that each model's groups have."""
 MODES: dict[str, dict[str, Any]] = {
     "prompts in chunks": {"max_num_batched_tokens": 24, "max_num_seqs": 8},
-    "preemption": {"num_gpu_blocks_override": 24},
+    "preemption": {"max_num_batched_tokens": 24, "max_num_seqs": 8, "watermark": 0.0},
+    "blocks kept": {"disable_hybrid_kv_cache_manager": True},
+    "blocks kept, preemption": {"disable_hybrid_kv_cache_manager": True, "num_gpu_blocks_override": 24},
     "large blocks": {"block_size": 64, "num_gpu_blocks_override": 60},
 }
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def checkpoint(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("sliding")
-    make_checkpoint(path, **FAMILIES[request.param])
+    make_checkpoint(path, **FAMILIES[family])
     return path
 
 
-def test_tokens_equal_transformers(checkpoint: Path) -> None:
+def test_tokens_equal_transformers(checkpoint: Path, family: str) -> None:
     prompts, params = random_prompts(256), greedy(64)
     expected = tokens(make_llm(checkpoint), prompts, params)
     assert_greedy(checkpoint, prompts, expected)
     for name, options in MODES.items():
-        llm = make_llm(checkpoint, **options)
+        pool = {"num_gpu_blocks_override": SMALL_POOL[family]} if name == "preemption" else {}
+        llm = make_llm(checkpoint, **pool, **options)
         assert tokens(llm, prompts, params) == expected, name
-        assert (llm.stats().preemptions > 0) == (name == "preemption")
+        assert (llm.stats().preemptions > 0) == ("preemption" in name)
 
 
 def test_a_shared_prefix_longer_than_the_window(checkpoint: Path) -> None:
@@ -65,5 +75,5 @@ def test_a_shared_prefix_longer_than_the_window(checkpoint: Path) -> None:
 
 def test_compression_is_refused(checkpoint: Path) -> None:
     compression = CompressionConfig(period=8, window_blocks=3, retain_blocks=1, buffer=4, chunk_budget=4)
-    with pytest.raises(ConfigError, match="layers attend only a sliding window.*: leave compression out"):
-        make_llm(checkpoint, compression=compression)
+    with pytest.raises(ConfigError, match="layers attend only a sliding window.*all layers share their blocks"):
+        make_llm(checkpoint, compression=compression, disable_hybrid_kv_cache_manager=True)

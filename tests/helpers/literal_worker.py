@@ -1,21 +1,36 @@
 """A worker that executes plans literally, entry by entry, on a cache that stores what each entry stands for.
 
 It shares no code with the real worker. An entry is (position, digest of all tokens up to it), so a wrong prefix hit, a
-lost copy on write, a slot written twice or a misplaced survivor shows at once.
+lost copy on write, a slot written twice or a misplaced survivor shows at once. Entries of sliding KV groups also say
+whose part they are of.
 """
 
 from __future__ import annotations
 
+import copy
 import random
 from itertools import pairwise
 
 from kvllm.config import EngineConfig
-from kvllm.core.protocol import SampledToken, StepPlan, StepResult, decode_plan, encode
+from kvllm.core.protocol import BlockCopy, SampledToken, StepPlan, StepResult, decode_plan, encode
 from kvllm.core.sequence import Sequence
 from kvllm.core.spans import Span, kept_spans
 from kvllm.sampling_params import SamplingParams
 
-Entry = tuple[int, int]
+Entry = tuple[int, ...]
+
+
+class LiteralTable:
+    """Blocks of a sequence in a part of a sliding group, from block `first` of the text on."""
+
+    def __init__(self) -> None:
+        self.first = 0
+        self.blocks: list[int] = []
+
+    def slide(self, first: int) -> None:
+        assert first >= self.first
+        self.blocks = self.blocks[first - self.first :]
+        self.first = first
 
 
 class LiteralSequence:
@@ -24,6 +39,7 @@ class LiteralSequence:
         self.sampling = sampling
         self.prompt_length = prompt_length
         self.table: list[int] = []
+        self.sliding: dict[int, LiteralTable] = {}
         self.logical = cached
         self.cached = cached
         self.first_scored: int | None = None  # a position; none before it has a score
@@ -42,6 +58,7 @@ class LiteralWorker:
         self.config = config
         self.vocab = vocab
         self.compression = config.active_compression
+        self.windows = [group.window for group in config.kv_groups for _ in group.parts]
         self.cache: dict[int, Entry] = {}
         self.sequences: dict[int, LiteralSequence] = {}
         self.random = random.Random(seed)
@@ -50,6 +67,12 @@ class LiteralWorker:
     def slot(self, seq: LiteralSequence, index: int) -> int:
         block, offset = divmod(index, self.config.block_size)
         return seq.table[block] * self.config.block_size + offset
+
+    def sliding_slot(self, seq: LiteralSequence, part: int, position: int) -> int:
+        block, offset = divmod(position, self.config.block_size)
+        table = seq.sliding[part]
+        assert block >= table.first, "this block is released"
+        return table.blocks[block - table.first] * self.config.block_size + offset
 
     def entries(self, seq: LiteralSequence) -> list[Entry]:
         return [self.cache[self.slot(seq, index)] for index in range(seq.cached)]
@@ -74,8 +97,12 @@ class LiteralWorker:
         self.divergences = []
         for job in plan.compressions:
             self._compress(self.sequences[job.seq_id], job)
-        for copy in plan.copies:
-            self._copy(self.sequences[copy.seq_id], copy.index, copy.destination)
+        for block_copy in plan.copies:
+            self._copy(self.sequences[block_copy.seq_id], block_copy)
+        for change in plan.sliding:
+            table = self.sequences[change.seq_id].sliding.setdefault(change.part, LiteralTable())
+            table.slide(change.first)
+            table.blocks += change.new_blocks
         return self._forward(plan)
 
     def _compress(self, seq: LiteralSequence, job) -> None:
@@ -129,9 +156,12 @@ class LiteralWorker:
             assert seq.cached - job.first_block * self.config.block_size - job.size >= config.buffer
             self.divergences.append(self.random.choice([0.0, 0.0, 0.0, 1e-9, 0.01, 5.0, float("nan"), float("inf")]))
 
-    def _copy(self, seq: LiteralSequence, index: int, destination: int) -> None:
-        size = self.config.block_size
-        source, seq.table[index] = seq.table[index], destination
+    def _copy(self, seq: LiteralSequence, plan: BlockCopy) -> None:
+        size, destination = self.config.block_size, plan.destination
+        index, table = plan.index, seq.table
+        if self.windows[plan.part] is not None:
+            index, table = index - seq.sliding[plan.part].first, seq.sliding[plan.part].blocks
+        source, table[index] = table[index], destination
         for offset in range(size):
             if source * size + offset in self.cache:
                 self.cache[destination * size + offset] = self.cache[source * size + offset]
@@ -147,12 +177,17 @@ class LiteralWorker:
             if threshold is not None and seq.logical >= seq.prompt_length:
                 assert seq.cached < threshold, "it runs on without the compression that is due"
             for _ in range(item.num_tokens):
-                self.cache[self.slot(seq, seq.cached)] = seq.entry(seq.logical)
+                if None in self.windows:
+                    self.cache[self.slot(seq, seq.cached)] = seq.entry(seq.logical)
+                for part in seq.sliding:
+                    self.cache[self.sliding_slot(seq, part, seq.logical)] = (part, *seq.entry(seq.logical))
                 seq.cached += 1
                 seq.logical += 1
         for item in plan.scheduled:  # every write of the step is done: nobody wrote over somebody else's entries
             seq = self.sequences[item.seq_id]
-            self._check_entries(seq)
+            if None in self.windows:
+                self._check_entries(seq)
+            self._check_windows(seq, item.num_tokens)
             assert item.samples == (seq.logical == len(seq.tokens))
             if not item.samples:
                 continue
@@ -162,6 +197,7 @@ class LiteralWorker:
                 child.logical = seq.logical
                 child.table = list(seq.table)
                 child.first_scored = seq.first_scored
+                child.sliding = copy.deepcopy(seq.sliding)
                 assert fork.seq_id not in self.sequences
                 self.sequences[fork.seq_id] = child
                 tokens.append(self._sample(fork.seq_id, child))
@@ -181,10 +217,26 @@ class LiteralWorker:
         elif not self.compression.compress_prompt and self.compression.policy != "threshold":
             assert positions[: seq.prompt_length] == list(range(min(seq.prompt_length, seq.logical)))
 
+    def _check_windows(self, seq: LiteralSequence, num_tokens: int) -> None:
+        """All that the step's query tokens attend is there, in as few blocks as the chunk allows."""
+        size = self.config.block_size
+        for part, window in enumerate(self.windows):
+            if window is None:
+                continue
+            for position in range(max(0, seq.logical - num_tokens + 1 - window), seq.logical):
+                assert self.cache[self.sliding_slot(seq, part, position)] == (part, *seq.entry(position))
+            assert len(seq.sliding[part].blocks) <= -(-(window - 1 + num_tokens) // size) + 1
+
     def check_agrees(self, seq: Sequence) -> None:
-        """The scheduler's idea of a running sequence is the worker's."""
+        """The scheduler's idea of a running sequence is the worker's, but for what it releases in the next step."""
         mine = self.sequences[seq.seq_id]
         assert (mine.logical, mine.cached) == (seq.logical_length, seq.cached_length)
+        for table in seq.sliding:
+            for i, part in enumerate(table.parts):
+                of_part = mine.sliding[part]
+                assert of_part.blocks[table.first - of_part.first :] == table.blocks[i :: len(table.parts)]
+        if None not in self.windows:
+            return
         self._check_spans(mine, kept_spans(seq.compressions, seq.logical_length))
 
     def _check_spans(self, seq: LiteralSequence, spans: list[Span]) -> None:

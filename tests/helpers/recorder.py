@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,8 @@ from tests.helpers.dense_decoder import DenseDecoder, DensePass
 
 @dataclass
 class Text:
-    """The tokens and logits of a sequence, from its start to its end or preemption.
+    """The tokens and logits of a sequence, from its start to its end or preemption; of the layers that a block of its
+    first table holds.
 
     cached: bool `[layers, kv_heads, positions]`, true where a KV pair is cached; they lie in order of position.
     visible: bool `[layers, kv_heads, tokens, positions]`, the positions cached when a token was computed.
@@ -50,14 +52,15 @@ class Event:
     position: int
     cached: Tensor
     copied: bool
-    queries: list[Tensor]
+    queries: list[Tensor | None]
     kept: Tensor
 
 
 def block_table_of(runner: ModelRunner, seq_id: int) -> list[int]:
     """The block table of a sequence, as the worker has it."""
     state = runner.states[seq_id]
-    return runner.tables.table[state.table_slot, : state.num_blocks].tolist()
+    tables = runner.tables[0]
+    return tables.table[state.table_slot, : tables.num_blocks[state.table_slot]].tolist()
 
 
 def kv_pairs_of(runner: ModelRunner, seq_id: int) -> Tensor:
@@ -79,7 +82,7 @@ class Recorder(Executor):
         self.events: list[Event] = []
         self.hidden: list[Tensor] = []
         self._logits: list[Tensor] = []
-        self._selections: list[tuple[Tensor, Tensor]] = []
+        self._selections: list[tuple[Tensor | None, Tensor]] = []
         self._compute_logits, runner.model.logits = runner.model.logits, self._record_logits
         self._select, runner.compressor.select = runner.compressor.select, self._record_selection
 
@@ -89,9 +92,9 @@ class Recorder(Executor):
         self._logits += logits
         return logits
 
-    def _record_selection(self, queries: Tensor, keys: Tensor, **options: int) -> Tensor:
-        kept = self._select(queries, keys, **options)
-        self._selections.append((queries, kept))
+    def _record_selection(self, queries: Tensor | None, layers: Sequence[int], **options: Any) -> Tensor:
+        kept = self._select(queries, layers=layers, **options)
+        self._selections += [(queries, of_layer) for of_layer in kept.unflatten(0, (len(layers), -1))]
         return kept
 
     def close(self) -> None:
@@ -122,9 +125,9 @@ class Recorder(Executor):
     def _start(self, start: SequenceStart) -> None:
         shape, size = self.runner.cache.shape, self.config.max_model_len
         hit = start.cached_length
-        cached = torch.zeros(shape.num_layers, shape.num_kv_heads, size, dtype=torch.bool)
+        cached = torch.zeros(shape.num_places, shape.num_kv_heads, size, dtype=torch.bool)
         cached[..., :hit] = True
-        visible = torch.zeros(shape.num_layers, shape.num_kv_heads, size, size, dtype=torch.bool)
+        visible = torch.zeros(shape.num_places, shape.num_kv_heads, size, size, dtype=torch.bool)
         visible[..., :hit, :] = torch.ones(size, size, dtype=torch.bool).tril()[:hit]
         resumed = len(start.token_ids) > start.prompt_length
         self._add(start.seq_id, Text(list(start.token_ids), hit, cached, visible, resumed))
@@ -136,9 +139,9 @@ class Recorder(Executor):
 
     def _windows(self, jobs: list[CompressionJob]) -> Iterator[list[tuple[list[Tensor], Tensor]]]:
         """For each job its windows' queries by layer, and offsets kept `[layers, kv_heads, retain]`."""
-        layers = range(self.runner.cache.shape.num_layers)
+        layers = range(self.runner.cache.shape.num_places)
         by_layer = [self._selections[layer :: len(layers)] for layer in layers]  # a pass goes through all layers
-        queries = [[row for batch, _ in selections for row in batch] for selections in by_layer]
+        queries = [[row for batch, of in selections for row in rows_of(batch, len(of))] for selections in by_layer]
         kept = [[row for _, batch in selections for row in batch] for selections in by_layer]
         windows = zip(zip(*queries, strict=True), map(torch.stack, zip(*kept, strict=True)), strict=True)
         for job in jobs:
@@ -180,6 +183,11 @@ class Recorder(Executor):
                 self._add(fork.seq_id, child)
 
 
+def rows_of(queries: Tensor | None, count: int) -> Iterable[Tensor | None]:
+    """The queries of each window, for methods that get any."""
+    return [None] * count if queries is None else queries
+
+
 def surviving(entries: Tensor, survives: Tensor) -> Tensor:
     """`entries` `[layers, 2, kv_heads, n, d]` where `survives` `[layers, kv_heads, n]` is set: as many in each head."""
     layers, _, heads, _, _ = entries.shape
@@ -193,7 +201,13 @@ def poison(scheduler: Scheduler, cache: PagedKVCache) -> None:
     owned = torch.zeros(cache.num_blocks, size, dtype=torch.bool)
     for seq in scheduler.running:
         index = torch.arange(seq.cached_length)
-        owned[torch.tensor(seq.block_table)[index // size], index % size] = True
+        if seq.block_table:
+            owned[torch.tensor(seq.block_table)[index // size], index % size] = True
+        for table in seq.sliding:
+            for part in range(len(table.parts)):
+                blocks = torch.tensor(table.blocks[part :: len(table.parts)], dtype=torch.long)
+                index = torch.arange(seq.logical_length - table.first * size)
+                owned[blocks[index // size], index % size] = True
     if prefix_cache := scheduler.blocks.prefix_cache:
         owned[[prefix_cache.is_idle(block) for block in range(cache.num_blocks)]] = True
     cache.data.masked_fill_(~owned[:, None, :, None], float("nan"))

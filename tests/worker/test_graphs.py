@@ -191,7 +191,8 @@ def test_padding_is_not_stored(checkpoint: Path, device: str) -> None:
     states = recordings.runner.states.values()
     index = torch.tensor([state.cached_length - 1 for state in states])
     blocks = [
-        int(recordings.runner.tables.table[state.table_slot, i // 16]) for state, i in zip(states, index, strict=True)
+        int(recordings.runner.tables[0].table[state.table_slot, i // 16])
+        for state, i in zip(states, index, strict=True)
     ]
     assert written.nonzero().tolist() == sorted(map(list, zip(blocks, (index % 16).tolist(), strict=True)))
 
@@ -238,7 +239,7 @@ def test_what_was_prepared_before_a_chunk_of_a_prompt_is_not_used_behind_it(chec
 
 
 def graphs_of(tables: BlockTables, max_blocks: int) -> DecodeGraphs:
-    inputs = InputPreparer(tables, None, False, torch.device("cpu"))
+    inputs = InputPreparer([tables], None, False, torch.device("cpu"))
     return DecodeGraphs(lambda inputs: inputs.slot_mapping, lambda step: step, inputs, max_blocks)
 
 

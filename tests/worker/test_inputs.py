@@ -25,10 +25,11 @@ class Worker:
 
     def __init__(self) -> None:
         self.tables = BlockTables(MAX_SEQS, MAX_BLOCKS, BLOCK_SIZE)
+        self.sliding = BlockTables(MAX_SEQS, MAX_BLOCKS, BLOCK_SIZE, slides=True)
         self.ragged = RaggedLengths(CacheShape(2, 3, 8, BLOCK_SIZE, torch.float32), MAX_SEQS, CPU)
         self.window_start = np.full(MAX_SEQS, NEVER, dtype=np.int32)
         self.ahead, self.fresh = (
-            InputPreparer(self.tables, self.ragged, True, CPU, self.window_start) for _ in range(2)
+            InputPreparer([self.tables, self.sliding], self.ragged, True, CPU, self.window_start) for _ in range(2)
         )
         self.states: list[SequenceState] = []
         self.next_block = 0
@@ -36,12 +37,19 @@ class Worker:
     def start(self, length: int) -> None:
         tokens = list(range(100 * len(self.states), 100 * len(self.states) + length))
         row = SampleRow(SamplingParams(), 0, tokens, [])
-        self.states.append(SequenceState(tokens, self.tables.acquire(), 0, length - 1, length - 1, row))
+        self.states.append(SequenceState(tokens, len(self.states), length - 1, length - 1, row))
 
     def grow(self, state: SequenceState, num_tokens: int) -> None:
         """Blocks for so many more pairs."""
-        missing = -(-(state.cached_length + num_tokens) // BLOCK_SIZE) - state.num_blocks
-        self.tables.append(state, self.new_blocks(missing))
+        slot = state.table_slot
+        missing = -(-(state.cached_length + num_tokens) // BLOCK_SIZE) - self.tables.num_blocks[slot]
+        self.tables.append(slot, self.new_blocks(missing))
+        held = int(self.sliding.first[slot]) + self.sliding.num_blocks[slot]
+        self.sliding.append(slot, self.new_blocks(-(-(state.logical_length + num_tokens) // BLOCK_SIZE) - held))
+
+    def slide(self, state: SequenceState) -> None:
+        """Only the block of the next token is left."""
+        self.sliding.slide(state.table_slot, state.logical_length // BLOCK_SIZE)
 
     def new_blocks(self, count: int) -> list[int]:
         self.next_block += count
@@ -49,12 +57,12 @@ class Worker:
 
     def compress(self, state: SequenceState) -> None:
         """Two blocks of pairs become one, of which heads keep different numbers."""
-        self.tables.replace(state, 0, 2, self.new_blocks(1))
+        self.tables.replace(state.table_slot, 0, 2, self.new_blocks(1))
         state.cached_length -= BLOCK_SIZE
         self.ragged.set([state.table_slot], [0], torch.randint(5, (2, 1, 3)), [BLOCK_SIZE])
 
     def shape(self, states: list[SequenceState], num_tokens: list[int], spare: int) -> InputShape:
-        return self.ahead.shape(sum(num_tokens) + spare, len(states) + spare, MAX_BLOCKS)
+        return self.ahead.shape(sum(num_tokens) + spare, len(states) + spare, MAX_BLOCKS, MAX_BLOCKS)
 
 
 def fields(inputs: StepInputs) -> dict[str, list]:
@@ -63,6 +71,7 @@ def fields(inputs: StepInputs) -> dict[str, list]:
 
 EVENTS = (
     "another batch", "a chunk", "more room", "other blocks", "a longer cache", "a compression", "scores are added up",
+    "a slide",
 )  # fmt: skip
 
 
@@ -86,7 +95,7 @@ def test_what_was_prepared_ahead_never_shows(events: list[tuple[str, int]]) -> N
             case "more room":
                 spare = 1 + number
             case "other blocks":
-                worker.tables.replace(state, 1, 1, worker.new_blocks(1))
+                worker.tables.replace(state.table_slot, 1, 1, worker.new_blocks(1))
             case "a longer cache":
                 worker.grow(state, 2)
                 state.cached_length += 1
@@ -94,6 +103,8 @@ def test_what_was_prepared_ahead_never_shows(events: list[tuple[str, int]]) -> N
                 worker.window_start[state.table_slot] = state.cached_length
             case "a compression" if state.cached_length > 2 * BLOCK_SIZE:
                 worker.compress(state)
+            case "a slide":
+                worker.slide(state)
         for each, count in zip(batch, num_tokens, strict=True):
             worker.grow(each, count)
             each.token_ids += range(each.logical_length, each.logical_length + count)
@@ -114,14 +125,17 @@ def test_inputs_written_out() -> None:
     worker.start(9)
     worker.start(3)
     first, second = worker.states
-    worker.tables.append(first, [7, 4, 9])
+    worker.tables.append(first.table_slot, [7, 4, 9])
+    worker.sliding.slide(first.table_slot, 1)
+    worker.sliding.append(first.table_slot, [8, 3])
     first.token_ids += [50]
     first.logical_length, first.cached_length = 9, 5  # four pairs are gone
     worker.ragged.set([first.table_slot], [1], torch.tensor([[[3, 0, 1]], [[2, 2, 3]]]), [3])
     worker.window_start[first.table_slot] = 4
-    worker.tables.append(second, [2])
+    worker.tables.append(second.table_slot, [2])
+    worker.sliding.append(second.table_slot, [1])
     second.logical_length = second.cached_length = 0
-    inputs = worker.ahead.prepare([second, first], [3, 1], worker.ahead.shape(5, 3, 4))
+    inputs = worker.ahead.prepare([second, first], [3, 1], worker.ahead.shape(5, 3, 4, 2))
     assert fields(inputs) == {
         "token_ids": [*second.token_ids, 50, 0],
         "positions": [0, 1, 2, 9, 0],
@@ -133,6 +147,9 @@ def test_inputs_written_out() -> None:
         "head_lengths": [[[0, 0, 0], [4, 1, 2], [0, 0, 0]], [[0, 0, 0], [3, 3, 4], [0, 0, 0]]],
         "table_slots": [second.table_slot, first.table_slot, MAX_SEQS],
         "window_start": [NEVER, 4, NEVER],
+        "slot_mapping_1": [4, 5, 6, 13, -1],
+        "last_kv_index_1": [0, 1, 2, 5, 0],
+        "block_tables_1": [[1, 0], [8, 3], [0, 0]],
     }
     assert inputs.memory.numel() == inputs.shape.num_bytes
     assert all(begin % 64 == 0 for *_, begin, _ in inputs.shape.layout())

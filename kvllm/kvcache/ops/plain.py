@@ -15,7 +15,7 @@ class TorchOperations(KVOperations):
         slots, block_size = slot_mapping[stored], self.cache.shape.block_size
         for plane, vectors in enumerate((keys, values)):
             for part, rows in zip(self.cache.parts, self.cache.encode(vectors[stored]), strict=True):
-                part[layer, plane][slots // block_size, :, slots % block_size] = rows
+                part[self.cache.place(layer), plane][slots // block_size, :, slots % block_size] = rows
 
     def copy_blocks(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
         for part in self.cache.parts:

@@ -1,0 +1,60 @@
+"""The block table of a sequence in a sliding group: it begins where the window does."""
+
+from __future__ import annotations
+
+from kvllm.kvcache.groups import KVGroup
+
+
+class SlidingTable:
+    """Blocks of one sequence in one group. Those behind the window are released.
+
+    first: index, among the blocks of the text, of the first one that is held.
+    blocks: from `first` on; for each block of the text one for each part of the group, next to each other.
+    parts: indices of these parts among those of all groups.
+    sent: `first` as the workers have it.
+    """
+
+    __slots__ = ("block_size", "blocks", "first", "group", "parts", "sent")
+
+    def __init__(self, group: KVGroup, parts: range, block_size: int, length: int, blocks: list[int]) -> None:
+        """The table of a text of `length` tokens, of which the next token attends `blocks`."""
+        self.group = group
+        self.block_size = block_size
+        self.parts = parts
+        self.first = self.first_of(length)
+        self.sent = 0
+        self.blocks = blocks
+
+    def first_of(self, length: int) -> int:
+        """`first` where the next token is at position `length`."""
+        return self.group.first_block(length, self.block_size)
+
+    def num_missing(self, end: int) -> int:
+        """Blocks to append until there is room for `end` tokens of the text."""
+        missing = -(-end // self.block_size) - self.first - len(self.blocks) // len(self.parts)
+        return missing * len(self.parts) if missing > 0 else 0
+
+    def at(self, position: int) -> slice:
+        """Where in `blocks` those are that hold a token."""
+        index = (position // self.block_size - self.first) * len(self.parts)
+        return slice(index, index + len(self.parts))
+
+    def of_block(self, index: int) -> list[int]:
+        """The blocks that hold block `index` of the text."""
+        return self.blocks[self.at(index * self.block_size)]
+
+    def take_behind(self, length: int) -> list[int]:
+        """Remove the blocks that the next token, at position `length`, does not attend any more."""
+        first = self.first_of(length)
+        if first == self.first:
+            return []
+        count = (first - self.first) * len(self.parts)
+        behind, self.blocks = self.blocks[:count], self.blocks[count:]
+        self.first = first
+        return behind
+
+    def fork(self) -> SlidingTable:
+        """A copy, for a sequence that shares the blocks."""
+        copy = SlidingTable(self.group, self.parts, self.block_size, 0, self.blocks[:])
+        copy.first, copy.sent = self.first, self.sent
+        return copy

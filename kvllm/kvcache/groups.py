@@ -1,0 +1,79 @@
+"""KV groups: layers whose KV pairs live equally long, and the blocks that a sequence needs of each.
+
+All groups take blocks of equal size from one pool. A block holds `block_size` tokens of the layers of one *part*; a
+group with more layers than fit has several parts, each with a block of its own for the same tokens.
+
+This module imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+
+class KVGroup(Struct, frozen=True):
+    """Layers that attend the same tokens.
+
+    window: how many of the last tokens they attend, the query token's own included. Blocks behind it are released at
+        every step. None: all tokens, as far as no compression drops them.
+    parts: indices of the layers, in parts of equal size; the last one may have fewer. `((),)`: all layers of the model.
+    """
+
+    window: int | None = None
+    parts: tuple[tuple[int, ...], ...] = ((),)
+
+    def first_block(self, length: int, block_size: int) -> int:
+        """The first block that the query token at position `length`, or any behind it, attends."""
+        if self.window is None:
+            return 0
+        return max(0, length + 1 - self.window) // block_size
+
+    def most_blocks(self, num_tokens: int, block_size: int, chunk: int) -> int:
+        """Most blocks that a sequence holds at once until it has `num_tokens` tokens, up to `chunk` of them a step."""
+        blocks = -(-num_tokens // block_size)
+        if self.window is not None:
+            # The window and the chunk may begin and end inside of blocks.
+            blocks = min(blocks, -(-(self.window - 1 + min(chunk, num_tokens)) // block_size) + 1)
+        return blocks * len(self.parts)
+
+
+UNIFORM = (KVGroup(),)
+"""The groups of a model all of whose layers attend all tokens."""
+
+
+def make_groups(windows: Sequence[int | None]) -> tuple[KVGroup, ...]:
+    """The groups of a model, from the window of each of its layers.
+
+    The first group has all layers that attend all tokens, or, where there are none, those of the window that fewest
+    layers have. Its layers fit into a block; so no compression has to act in two places, and what fills up the last
+    part of another group takes no more than a window.
+    """
+    layers_of: dict[int | None, list[int]] = {}
+    for layer, window in enumerate(windows):
+        layers_of.setdefault(window, []).append(layer)
+    if len(layers_of) <= 1:
+        return tuple(KVGroup(window) for window in layers_of) or UNIFORM
+    order = sorted(layers_of, key=lambda window: (window is not None, len(layers_of[window])))
+    size = len(layers_of[order[0]])
+    return tuple(KVGroup(window, _parts(layers_of[window], size)) for window in order)
+
+
+def sliding_blocks(groups: Sequence[KVGroup], num_tokens: int, block_size: int, chunk: int) -> int:
+    """Most blocks that all sliding groups hold at once of a sequence; arguments as for `KVGroup.most_blocks`."""
+    return sum(group.most_blocks(num_tokens, block_size, chunk) for group in groups if group.window is not None)
+
+
+def layer_parts(groups: Sequence[KVGroup]) -> list[tuple[int, ...]]:
+    """The parts of all groups, each with the indices of its layers. `[()]`: all layers of the model are in one."""
+    return [part for group in groups for part in group.parts]
+
+
+def has_full(groups: Sequence[KVGroup]) -> bool:
+    """Whether some layers attend all tokens."""
+    return groups[0].window is None
+
+
+def _parts(layers: list[int], size: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(layers[i : i + size]) for i in range(0, len(layers), size))
