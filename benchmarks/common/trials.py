@@ -39,6 +39,7 @@ class Trial(Struct, frozen=True, kw_only=True):
     name: str
     compression: CompressionConfig | None = None
     budgets: list[int] | None = None
+    kv_cache_dtype: str = "auto"
 
     @property
     def block_size(self) -> int:
@@ -107,6 +108,7 @@ def make_engine(setting: Setting, trial: Trial, questions: Questions) -> LLM:
         DEFAULT_MODEL if setting.model == REASONER else setting.model,
         dtype=setting.dtype,
         block_size=trial.block_size,
+        kv_cache_dtype=trial.kv_cache_dtype,
         max_num_seqs=min(setting.max_num_seqs, len(questions.prompts)),
         num_gpu_blocks_override=pool_blocks(setting, trial, questions),
         compression=trial.compression,

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.common import compressions, intervals
 from benchmarks.common.questions import QuestionSource, read_records, same_answer
 from benchmarks.paper import figure_5, table_1
-from benchmarks.quality import settings
+from benchmarks.quality import kv_dtypes, settings
 from kvllm.errors import ConfigError
 
 
@@ -50,6 +50,21 @@ def test_table_1_takes_parts_of_kara_away(tmp_path: Path, monkeypatch: pytest.Mo
     for trial in parts:
         assert (trial["compression"]["window_blocks"], trial["compression"]["retain_tokens"]) == (96, 16 + 16)
         assert trial["windows"] > 0 and trial["kept"] < full["kept"] == 1
+
+
+def test_kv_dtypes_count_the_bytes_that_are_held(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    arguments = [*SMALL[:-2], "--window", "96", "--buffer", "16", "--retentions", "0.2"]
+    kv_dtypes.run_table([*arguments, "--kv-cache-dtypes", "auto", "int8", "--output", str(tmp_path)])
+    trials = json.loads((tmp_path / "kv_dtypes.json").read_text())["trials"]
+    full, quantized = trials["auto, all"], trials["int8, all"]
+    cut, both = trials["auto, kara_sharp 0.2"], trials["int8, kara_sharp 0.2"]
+    assert full["right"] == quantized["right"] == [True, True]
+    assert full["kept"] == quantized["kept"] == 1 and both["kept"] < 0.9
+    assert cut["windows"] > 0 and both["windows"] > 0
+    lines = capsys.readouterr().out.partition("right, %")[2].splitlines()
+    cells = {name: next(line for line in lines if name in line) for name in trials}
+    assert f"{100 * 68 / 256:.1f}" in cells["int8, all"]  # 64 codes and a scale, of 64 floats
+    assert f"{100 * both['kept'] * 68 / 256:.1f}" in cells["int8, kara_sharp 0.2"]
 
 
 def test_settings_change_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
