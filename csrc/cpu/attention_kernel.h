@@ -322,8 +322,9 @@ struct TileScores {
   void pack(const TilePairs<T>& pairs) const { pack_keys<Word>(pairs, num_words, packed_keys); }
 
   template <int kRows>
-  void score_queries(int first, int count, const PairParameters<T>&, float* scores, const T* const* next) const {
-    score<Product, kRows>(queries + first * query_floats, packed_keys, num_words, scale, count, scores, next);
+  void score_queries(int first, const TilePairs<T>& pairs, const PairParameters<T>&, float* scores,
+                     const T* const* next) const {
+    score<Product, kRows>(queries + first * query_floats, packed_keys, num_words, scale, pairs.count, scores, next);
   }
 };
 
@@ -355,8 +356,7 @@ struct TileAttention {
     float scores[kRows * kTilePairs];
     int valid[kRows];
     float* sums = result.weighted_values + first * head_dim;
-    products.template score_queries<kRows>(first, pairs.count, parameters, scores,
-                                           next == nullptr ? nullptr : next->values);
+    products.template score_queries<kRows>(first, pairs, parameters, scores, next == nullptr ? nullptr : next->values);
     if (tile.kept_scores != nullptr) keep_scores<kRows>(first, pairs, scores);
     for (int r = 0; r < kRows; ++r) {
       valid[r] = minimum(pairs.count, tile.last[first + r] + 1 - pairs.start);

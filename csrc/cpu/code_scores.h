@@ -13,62 +13,114 @@ struct QuantizedKV {
   using Element = Codes<kBits>;
 };
 
-// sums += products of the pairs of a word of codes, from pair kPair on.
-template <int kBits, int kPair, int kRows, int kVectors>
-inline __attribute__((always_inline)) void add_code_products(const int16_t* queries, int query_stride,
-                                                             const float* keys, Words (&sums)[kRows][kVectors]) {
-  Words codes[kVectors];
-#pragma GCC unroll 16
-  for (int v = 0; v < kVectors; ++v) {
-    const Words words = load_words(keys + v * kLanes);
-    if constexpr (kBits == 8) {
-      codes[v] = pairs_of_words<kBits, kPair * kBits>(words);
-    } else {
-      codes[v] = unsigned_pairs_of_words<kBits, kPair * kBits>(words);
-    }
-  }
-#pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r) {
-    const Words pair = broadcast_pair(queries + r * query_stride + 2 * kPair);
-#pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v) add_pair_products(sums[r][v], pair, codes[v]);
-  }
-  if constexpr (kPair + 1 < 16 / kBits) {
-    asm("" : "+r"(keys));  // or g++ keeps the words in registers, which the sums need
-    add_code_products<kBits, kPair + 1>(queries, query_stride, keys, sums);
+// Bytes of codes that are multiplied at once, and their channels: in 8 / kBits vectors of integers of 16 bits, each
+// with every 8 / kBits-th channel.
+constexpr int kCodeBytes = 2 * kLanes;
+template <int kBits>
+constexpr int kChunk = kCodeBytes * 8 / kBits;
+
+template <int kBits>
+inline void load_code_pairs(const uint8_t* bytes, Words* out) {
+  if constexpr (kBits == 8) {
+    out[0] = load_signed_pairs(bytes);
+  } else {
+    const Words both = load_byte_pairs(bytes);
+    out[0] = unsigned_pairs_of_words<kBits, 0>(both);
+    out[1] = unsigned_pairs_of_words<kBits, kBits>(both);
   }
 }
 
-// score() of attention_kernel.h. A query is head_dim integers, the float that they are multiples of, and their sum.
-template <int kBits, int kRows>
-[[gnu::noinline]] void score_codes(const float* queries, const float* packed_keys, int head_dim, float scale, int count,
-                                   const PairParameters<Codes<kBits>>& parameters, float* scores,
-                                   const Codes<kBits>* const* next) {
-  constexpr int kVectors = minimum(vector_block(kRows), kTilePairs / kLanes);
-  const int num_words = head_dim * kBits / 32;
-  for (int pair = 0; pair < count; pair += kVectors * kLanes) {
-    Words sums[kRows][kVectors] = {};
-    const auto* integers = reinterpret_cast<const int16_t*>(queries);
-    for (int word = 0; word < num_words; ++word, integers += 32 / kBits) {
-      if (next != nullptr) {
-        constexpr int kPairs = kVectors * kLanes;
-#pragma GCC unroll 16
-        for (int i = 0; i < (kPairs + 15) / 16; ++i) {
-          prefetch(next[pair + word % 16 * kPairs / 16 + i] + word / 16 * kCacheLine);
-        }
-      }
-      add_code_products<kBits, 0>(integers, 2 * head_dim, packed_keys + word * kTilePairs + pair, sums);
+// Queries as integers in the order of load_code_pairs. A row has head_dim integers, up to a whole chunk zeros, and at
+// its end the float that they are multiples of, and their sum.
+template <int kBits>
+struct QueryIntegers {
+  float* rows;
+  int stride;
+
+  QueryIntegers(float* memory, int head_dim) : rows(memory), stride(2 * head_dim) {}
+
+  const float* row(int i) const { return rows + i * stride; }
+
+  template <class T>
+  void set(int i, const void* query, int head_dim) const {
+    float* row = rows + i * stride;
+    auto* integers = reinterpret_cast<int16_t*>(row);
+    quantize<T, 16>(query, head_dim, head_dim, integers);
+    float factor;
+    __builtin_memcpy(&factor, integers + head_dim, sizeof(factor));
+    int sum = 0;
+    for (int channel = 0; channel < head_dim; ++channel) sum += integers[channel];
+    for (int channel = head_dim; channel % kChunk<kBits> != 0; ++channel) integers[channel] = 0;
+    for (int begin = 0; kBits == 4 && begin < head_dim; begin += kChunk<kBits>) separate(integers + begin);
+    row[stride - 2] = factor;
+    row[stride - 1] = static_cast<float>(sum);
+  }
+
+ private:
+  // The second of each pair of a chunk behind the first ones.
+  static void separate(int16_t* chunk) {
+    int16_t second[kCodeBytes];
+    for (int i = 0; i < kCodeBytes; ++i) {
+      second[i] = chunk[2 * i + 1];
+      chunk[i] = chunk[2 * i];
     }
+    __builtin_memcpy(chunk + kCodeBytes, second, sizeof(second));
+  }
+};
+
+// sums[row][key] += products of a chunk, whose codes begin at codes[key], and whose integers begin at queries[row].
+template <int kBits, int kRows, int kKeys>
+inline __attribute__((always_inline)) void add_chunk(const float* queries, int stride, const uint8_t* const* codes,
+                                                     Words* sums) {
+#pragma GCC unroll 16
+  for (int key = 0; key < kKeys; ++key) {
+    Words pairs[8 / kBits];
+    load_code_pairs<kBits>(codes[key], pairs);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-      const float* of_query = queries + r * head_dim + head_dim / 2;
-      const Vec factor = broadcast(scale * of_query[0]), query_sum = mul(factor, broadcast(of_query[1]));
-#pragma GCC unroll 16
-      for (int v = 0; v < kVectors; ++v) {
-        const int place = pair + v * kLanes;
-        const Vec products = mul(to_float(sums[r][v]), factor);
-        store(scores + r * kTilePairs + place, parameters.scores(place, products, query_sum));
+#pragma GCC unroll 2
+      for (int v = 0; v < 8 / kBits; ++v) {
+        add_pair_products(sums[r * kKeys + key], load_words(queries + r * stride + v * kLanes), pairs[v]);
       }
+    }
+  }
+}
+
+// products[row][pair] <- the exact sums of queries and codes, for kRows queries and the pairs of a tile, with some more
+// that fill blocks. Meanwhile the vectors of `next` are fetched, unless that is null.
+template <int kBits, int kRows>
+[[gnu::noinline]] void multiply_codes(const float* queries, int stride, const Codes<kBits>* const* keys, int head_dim,
+                                      int count, int32_t* products, const Codes<kBits>* const* next) {
+  constexpr int kKeys = vector_block(kRows), kSums = (kRows * kKeys + 3) / 4 * 4;
+  const int bytes = head_dim * kBits / 8;
+  for (int pair = 0; pair < count; pair += kKeys) {
+    Words sums[kSums] = {};
+    const uint8_t* codes[kKeys];
+    for (int key = 0; key < kKeys; ++key) {
+      codes[key] = &keys[pair + key]->bits;
+      if (next == nullptr) continue;
+      for (int byte = 0; byte < bytes; byte += kCacheLine) prefetch(next[pair + key] + byte);
+    }
+    const float* integers = queries;
+    int rest = bytes;
+    for (; rest >= kCodeBytes; rest -= kCodeBytes, integers += kChunk<kBits> / 2) {
+      add_chunk<kBits, kRows, kKeys>(integers, stride, codes, sums);
+      for (int key = 0; key < kKeys; ++key) codes[key] += kCodeBytes;
+    }
+    if (rest != 0) {
+      uint8_t padded[kKeys][kCodeBytes] = {};
+      for (int key = 0; key < kKeys; ++key) {
+        __builtin_memcpy(padded[key], codes[key], rest);
+        codes[key] = padded[key];
+      }
+      add_chunk<kBits, kRows, kKeys>(integers, stride, codes, sums);
+    }
+    int32_t of_block[kSums];
+#pragma GCC unroll 16
+    for (int i = 0; i < kSums; i += 4) store_sums_of_four(sums + i, of_block + i);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      __builtin_memcpy(products + r * kTilePairs + pair, of_block + r * kKeys, kKeys * sizeof(int32_t));
     }
   }
 }
@@ -77,27 +129,29 @@ template <class T, int kBits>
 struct TileScores<T, QuantizedKV<T, kBits>> {
   const float scale;
   const int head_dim;
-  float* queries;      // [tile.count, head_dim]
-  float* packed_keys;  // [head_dim * kBits / 32, kTilePairs]
+  const QueryIntegers<kBits> queries;
 
   TileScores(const QueryTile& tile, int head_dim, float scale, float* workspace)
-      : scale(scale), head_dim(head_dim), queries(workspace), packed_keys(workspace + kMaxQueries * head_dim) {
-    for (int i = 0; i < tile.count; ++i) {
-      auto* integers = reinterpret_cast<int16_t*>(queries + i * head_dim);
-      quantize<T, kBits>(tile.queries[i], head_dim, head_dim, integers);
-      int sum = 0;
-      for (int channel = 0; channel < head_dim; ++channel) sum += integers[channel];
-      queries[i * head_dim + head_dim / 2 + 1] = static_cast<float>(sum);
-    }
+      : scale(scale), head_dim(head_dim), queries(workspace, head_dim) {
+    for (int i = 0; i < tile.count; ++i) queries.template set<T>(i, tile.queries[i], head_dim);
   }
 
-  void pack(const TilePairs<Codes<kBits>>& pairs) const { pack_keys<float>(pairs, head_dim * kBits / 32, packed_keys); }
+  void pack(const TilePairs<Codes<kBits>>&) const {}
 
   template <int kRows>
-  void score_queries(int first, int count, const PairParameters<Codes<kBits>>& parameters, float* scores,
-                     const Codes<kBits>* const* next) const {
-    score_codes<kBits, kRows>(queries + first * head_dim, packed_keys, head_dim, scale, count, parameters, scores,
-                              next);
+  void score_queries(int first, const TilePairs<Codes<kBits>>& pairs, const PairParameters<Codes<kBits>>& parameters,
+                     float* scores, const Codes<kBits>* const* next) const {
+    int32_t products[kRows * kTilePairs];
+    multiply_codes<kBits, kRows>(queries.row(first), queries.stride, pairs.keys, head_dim, pairs.count, products, next);
+    for (int r = 0; r < kRows; ++r) {
+      const float* end_of_row = queries.row(first + r + 1);
+      const Vec factor = broadcast(scale * end_of_row[-2]), query_sum = mul(factor, broadcast(end_of_row[-1]));
+      for (int pair = 0; pair < pairs.count; pair += kLanes) {
+        const int place = r * kTilePairs + pair;
+        const Vec product = mul(to_float(load_words(products + place)), factor);
+        store(scores + place, parameters.scores(pair, product, query_sum));
+      }
+    }
   }
 };
 

@@ -123,6 +123,21 @@ inline Vec to_float(Words x) { return _mm512_cvtepi32_ps(x); }
 inline Words load_signed_bytes(const uint8_t* p) {
   return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
+// 2 * kLanes of them as pairs of 16 bits.
+inline Words load_signed_pairs(const uint8_t* p) {
+  return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+inline Words load_byte_pairs(const uint8_t* p) {
+  return _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+// out[i] <- the sum of the words of x[i].
+inline void store_sums_of_four(const Words* x, int32_t* out) {
+  __m256i y[4];
+  for (int i = 0; i < 4; ++i) y[i] = _mm256_add_epi32(_mm512_castsi512_si256(x[i]), _mm512_extracti64x4_epi64(x[i], 1));
+  const __m256i sums = _mm256_hadd_epi32(_mm256_hadd_epi32(y[0], y[1]), _mm256_hadd_epi32(y[2], y[3]));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out),
+                   _mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1)));
+}
 inline Words load_bytes(const uint8_t* p) {
   return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
@@ -260,6 +275,19 @@ inline Vec to_float(Words x) { return _mm256_cvtepi32_ps(x); }
 // kLanes integers of 8 bits as words: with a sign, and without.
 inline Words load_signed_bytes(const uint8_t* p) {
   return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+}
+// 2 * kLanes of them as pairs of 16 bits.
+inline Words load_signed_pairs(const uint8_t* p) {
+  return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline Words load_byte_pairs(const uint8_t* p) {
+  return _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+// out[i] <- the sum of the words of x[i].
+inline void store_sums_of_four(const Words* x, int32_t* out) {
+  const __m256i sums = _mm256_hadd_epi32(_mm256_hadd_epi32(x[0], x[1]), _mm256_hadd_epi32(x[2], x[3]));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out),
+                   _mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1)));
 }
 inline Words load_bytes(const uint8_t* p) {
   return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
@@ -411,6 +439,21 @@ inline Vec to_float(Words x) { return __builtin_convertvector(x, Vec); }
 // kLanes integers of 8 bits as words: with a sign, and without.
 inline Words load_bytes(const uint8_t* p) { return Words{p[0], p[1], p[2], p[3]}; }
 inline Words load_signed_bytes(const uint8_t* p) { return load_bytes(p) << 24 >> 24; }
+// 2 * kLanes of them as pairs of 16 bits.
+inline Words load_signed_pairs(const uint8_t* p) {
+  Halves x;
+  for (int i = 0; i < 2 * kLanes; ++i) x[i] = static_cast<int8_t>(p[i]);
+  return reinterpret_cast<Words>(x);
+}
+inline Words load_byte_pairs(const uint8_t* p) {
+  Halves x;
+  for (int i = 0; i < 2 * kLanes; ++i) x[i] = p[i];
+  return reinterpret_cast<Words>(x);
+}
+// out[i] <- the sum of the words of x[i].
+inline void store_sums_of_four(const Words* x, int32_t* out) {
+  for (int i = 0; i < 4; ++i) out[i] = x[i][0] + x[i][1] + x[i][2] + x[i][3];
+}
 // The halves of words below 256, of four bits each.
 inline Words low_halves(Words x) { return x & 15; }
 inline Words high_halves(Words x) { return x >> 4; }
