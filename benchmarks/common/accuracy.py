@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from matplotlib.figure import Figure
 from benchmarks.common import command_line, machine, report
 from benchmarks.common.intervals import interval, paired_difference
 from benchmarks.common.questions import QuestionSource
-from benchmarks.common.trials import REASONER, Outcome, Setting, Trial, percent, run_all
+from benchmarks.common.trials import REASONER, Outcome, Setting, Trial, fingerprint, percent, run_all
 from benchmarks.reasoner.tasks import DEFAULT_TASK, TASKS
 from kvllm.config import require
 from kvllm.engine_args import DEFAULT_MODEL
@@ -40,6 +41,7 @@ def make_parser(module: str, description: str | None) -> argparse.ArgumentParser
     add("--seed", type=int, default=1, help="seed of the problems (default 1)")
     add("--max-num-seqs", type=int, default=192, metavar="N", help="most sequences at once (default 192)")
     add("--processes", type=int, help="trials side by side (default: one for each core; 1 with a GPU)")
+    add("--resume", action="store_true", help="take the trials that the report in the output folder has already")
     command_line.add_output_argument(parser)
     return parser
 
@@ -83,15 +85,24 @@ def dtype_of(args: argparse.Namespace) -> str:
 
 
 class Log:
-    """Prints trials as they end, and writes all results so far to a file, because a long run may be cut short."""
+    """Prints trials as they end, and writes all results so far to a file, because a long run may be cut short.
 
-    def __init__(self, path: Path, header: dict[str, Any]) -> None:
+    known: outcomes that the file has from an earlier run, by fingerprint; none unless `resume` is set.
+    """
+
+    def __init__(self, path: Path, header: dict[str, Any], setting: Setting, resume: bool) -> None:
         self.path = path
+        self.setting = setting
         self.content: dict[str, Any] = {**header, "trials": {}}
+        self.known: dict[str, Outcome] = {}
+        if resume and path.is_file():
+            trials = json.loads(path.read_text())["trials"].values()
+            self.known = {trial["fingerprint"]: msgspec.convert(trial, Outcome) for trial in trials}
 
     def __call__(self, trial: Trial, outcome: Outcome) -> None:
         print(f"  {trial.name}: {percent(outcome)} % right, {outcome.seconds:.0f} s", flush=True)
         self.content["trials"][trial.name] = {
+            "fingerprint": fingerprint(self.setting, trial),
             "compression": msgspec.to_builtins(trial.compression),
             "accuracy": outcome.accuracy,
             "interval": interval(sum(outcome.right), len(outcome.right)),
@@ -112,7 +123,8 @@ def run_comparison(module: str, arguments: Sequence[str], args: argparse.Namespa
     header = provenance(module, arguments, setting)
     name = module.rpartition(".")[2]
     print(f"{machine.describe(header['machine'])}\n{setting.questions.load().describe()}", flush=True)
-    outcomes = run_all(setting, trials, processes, Log(args.output / f"{name}.json", header))
+    log = Log(args.output / f"{name}.json", header, setting, args.resume)
+    outcomes = run_all(setting, trials, processes, log, log.known)
     title = f"retention {args.retention}"
     print(f"\n{title}\n{compare(outcomes)}")
     plot_bars(args.output / f"{name}.png", title, outcomes)

@@ -33,7 +33,24 @@ def kara(
     )
 
 
-def threshold(method: str, *, recent: int = RECENT, gap: int = GAP) -> CompressionConfig:
+def retained_of(budget: int, length: int, start: int, window: int, buffer: int) -> int:
+    """KV pairs to keep of each window, so that a text ends with at most `budget`.
+
+    length: KV pairs of the whole text. start: KV pairs in front of its first window.
+
+    Raises ConfigError if the buffers alone take more.
+    """
+    count = max(0, length - 1 - start - buffer) // (window - buffer)  # a window full at the last token stays
+    most = window - buffer
+    allowed = (
+        f"at least {length - count * most} for a text of {length} tokens with windows of {window} KV pairs and a "
+        f"buffer of {buffer}, from token {start} on: raise it, lower --buffer, or leave out methods by windows"
+    )
+    require(length - count * most <= budget, "--budgets", budget, allowed)
+    return window if length <= budget else window - -(-(length - budget) // count)
+
+
+def threshold(method: str, *, recent: int = RECENT, gap: int = GAP, protect_prompt: bool = True) -> CompressionConfig:
     """A baseline that cuts a cache to its budget whenever it has `gap` KV pairs more. Prompts stay whole, as with Kara.
 
     The budget of each question replaces the one here.
@@ -41,7 +58,7 @@ def threshold(method: str, *, recent: int = RECENT, gap: int = GAP) -> Compressi
     return CompressionConfig(
         method=method,
         policy="threshold",
-        protect_prompt=True,
+        protect_prompt=protect_prompt,
         threshold_tokens=1024 + gap,
         budget_tokens=1024,
         buffer=recent,

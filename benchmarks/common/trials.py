@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from statistics import mean
 
+import msgspec
 import torch
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from benchmarks.common.child import run_child
 from benchmarks.common.compressions import BLOCK_SIZE
@@ -34,12 +36,17 @@ class Setting(Struct, frozen=True, kw_only=True):
 
 
 class Trial(Struct, frozen=True, kw_only=True):
-    """One way to compress. budgets: KV pairs to which policy="threshold" cuts the cache of each question."""
+    """One way to compress.
+
+    budgets: KV pairs to which policy="threshold" cuts the cache of each question. retained: KV pairs that
+    policy="standalone" keeps of the windows of each question.
+    """
 
     name: str
     compression: CompressionConfig | None = None
     budgets: list[int] | None = None
     kv_cache_dtype: str = "auto"
+    retained: list[int] | None = None
 
     @property
     def block_size(self) -> int:
@@ -51,7 +58,8 @@ class Outcome(Struct, kw_only=True):
 
     cached_lengths: KV pairs in the cache when the last token was sampled. logical_lengths: KV pairs that were computed
     until then. tokens: generated ones. seconds: of the whole trial. Trials run side by side, so this is no measure of
-    speed.
+    speed. cpu_seconds: of the processor, for the whole trial. event_seconds: of the compressions; scores that are
+    observed while decoding are not part of it.
     """
 
     right: list[bool]
@@ -61,6 +69,8 @@ class Outcome(Struct, kw_only=True):
     tokens: list[int]
     windows: int
     seconds: float
+    cpu_seconds: float
+    event_seconds: float
 
     @property
     def accuracy(self) -> float:
@@ -86,8 +96,9 @@ def run(job: Job) -> Outcome:
     torch.set_num_threads(setting.threads)
     questions = setting.questions.load()
     llm = make_engine(setting, trial, questions)
-    begin = time.perf_counter()
+    begin, cpu_begin = time.perf_counter(), time.process_time()
     outputs = answer(llm, trial, questions)
+    seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu_begin
     grades = [questions.grade(i, output.outputs[0].text) for i, output in enumerate(outputs)]
     tokens = [len(output.outputs[0].token_ids) for output in outputs]
     # The token sampled last is never stored.
@@ -99,8 +110,16 @@ def run(job: Job) -> Outcome:
         logical_lengths=lengths,
         tokens=tokens,
         windows=llm.stats().windows_compressed,
-        seconds=time.perf_counter() - begin,
+        seconds=seconds,
+        cpu_seconds=cpu_seconds,
+        event_seconds=event_seconds(llm),
     )
+
+
+def event_seconds(llm: LLM) -> float:
+    """Seconds of all compressions so far: queries computed again, scores, and the movement of KV pairs."""
+    stats = llm.stats()
+    return stats.recompute_seconds + stats.score_seconds + stats.compact_seconds
 
 
 def make_engine(setting: Setting, trial: Trial, questions: Questions) -> LLM:
@@ -126,10 +145,11 @@ def pool_blocks(setting: Setting, trial: Trial, questions: Questions) -> int | N
 
 def answer(llm: LLM, trial: Trial, questions: Questions) -> list[RequestOutput]:
     """Raises the error of the first question that could not be answered."""
-    budgets = trial.budgets or [None] * len(questions.prompts)
+    none = [None] * len(questions.prompts)
+    limits = zip(questions.max_tokens, trial.budgets or none, trial.retained or none, strict=True)
     params = [
-        SamplingParams(temperature=0, max_tokens=tokens, budget_tokens=budget)
-        for tokens, budget in zip(questions.max_tokens, budgets, strict=True)
+        SamplingParams(temperature=0, max_tokens=tokens, budget_tokens=budget, retain_blocks=retained)
+        for tokens, budget, retained in limits
     ]
     generate = llm.chat if questions.chat else llm.generate
     with show_progress(llm, trial.name, len(questions.prompts), SECONDS_SIDE_BY_SIDE):
@@ -144,15 +164,25 @@ def answer(llm: LLM, trial: Trial, questions: Questions) -> list[RequestOutput]:
 
 
 def run_all(
-    setting: Setting, trials: Sequence[Trial], processes: int, finished: Callable[[Trial, Outcome], None]
+    setting: Setting,
+    trials: Sequence[Trial],
+    processes: int,
+    finished: Callable[[Trial, Outcome], None],
+    known: Mapping[str, Outcome] | None = None,
 ) -> dict[str, Outcome]:
     """Run trials side by side, each in a process of its own, and call `finished` for each as it ends.
+
+    known: outcomes of an earlier run by fingerprint; these trials are not run again.
 
     Raises KvLLMError with the message of the first trial that failed.
     """
     lock = threading.Lock()
 
     def run_one(trial: Trial) -> Outcome:
+        if known and (found := known.get(fingerprint(setting, trial))):
+            with lock:
+                finished(trial, found)
+            return found
         job = Job(setting=setting, trial=trial)
         threads = {"OMP_NUM_THREADS": str(setting.threads)}
         outcome = run_child("benchmarks.common.run_trial", trial.name, job, Outcome, threads)
@@ -163,6 +193,12 @@ def run_all(
     with ThreadPoolExecutor(processes) as executor:
         outcomes = list(executor.map(run_one, trials))
     return {trial.name: outcome for trial, outcome in zip(trials, outcomes, strict=True)}
+
+
+def fingerprint(setting: Setting, trial: Trial) -> str:
+    """A number for all that decides the answers of a trial."""
+    parts = msgspec.json.encode([structs.replace(setting, threads=1), trial])
+    return hashlib.sha256(parts).hexdigest()[:16]
 
 
 def percent(outcome: Outcome) -> str:

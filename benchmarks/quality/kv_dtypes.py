@@ -78,7 +78,8 @@ def run_table(arguments: Sequence[str]) -> None:
     header = accuracy.provenance("benchmarks.quality.kv_dtypes", arguments, setting)
     print(f"{machine.describe(header['machine'])}\n{setting.questions.load().describe()}", flush=True)
     trials, path = trials_of(args), args.output / "kv_dtypes.json"
-    outcomes = run_all(setting, trials, processes, accuracy.Log(path, header))
+    log = accuracy.Log(path, header, setting, args.resume)
+    outcomes = run_all(setting, trials, processes, log, log.known)
     print(f"\n{table(args, trials, outcomes)}\nWritten: {path}")
 
 

@@ -32,7 +32,7 @@ from msgspec import structs
 
 from benchmarks.common import accuracy, command_line, compressions, intervals, machine, report
 from benchmarks.common.teacher_forcing import feed
-from benchmarks.common.trials import REASONER, Outcome, Trial, percent
+from benchmarks.common.trials import REASONER, Outcome, Trial, event_seconds, percent
 from benchmarks.reasoner.problems import Problem, grade
 from benchmarks.reasoner.recall import hide
 from benchmarks.reasoner.tasks import TASKS
@@ -110,9 +110,9 @@ def run(args: argparse.Namespace, trial: Trial, needles: Sequence[Needle], token
         SamplingParams(temperature=0, max_tokens=len(given) + limit, budget_tokens=budget)
         for given, limit, budget in zip(forced, limits, trial.budgets or [None] * len(needles), strict=True)
     ]
-    begin = time.perf_counter()
+    begin, cpu_begin = time.perf_counter(), time.process_time()
     outputs = feed(llm, prompts, forced, params, title=trial.name)
-    seconds = time.perf_counter() - begin
+    seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu_begin
     answers = [output.outputs[0].token_ids[len(given) :] for output, given in zip(outputs, forced, strict=True)]
     texts = [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
     grades = [grade(needle.problem, text) for needle, text in zip(needles, texts, strict=True)]
@@ -126,6 +126,8 @@ def run(args: argparse.Namespace, trial: Trial, needles: Sequence[Needle], token
         tokens=[len(answer) for answer in answers],
         windows=llm.stats().windows_compressed,
         seconds=seconds,
+        cpu_seconds=cpu_seconds,
+        event_seconds=event_seconds(llm),
     )
 
 

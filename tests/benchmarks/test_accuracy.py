@@ -27,8 +27,59 @@ def test_figure_5_compares_methods_at_equal_memory(tmp_path: Path, capsys: pytes
         kara["cached_lengths"], streaming["cached_lengths"], streaming["logical_lengths"], strict=True
     ):
         assert min(budget, logical) <= held < budget + 64
-    assert "minus Kara" in capsys.readouterr().out.replace("Minus", "minus")
+    assert "Minus kara, same questions" in capsys.readouterr().out
     assert (tmp_path / "figure_5.png").stat().st_size > 1000
+
+
+def figure_5_trials(arguments: list[str], output: Path) -> dict[str, dict]:
+    few = ["--problems", "2", "--sizes", "6", "7", "--window", "64", "--buffer", "16", "--output", str(output)]
+    figure_5.run_figure([*few, *arguments])
+    return json.loads((output / "figure_5.json").read_text())["trials"]
+
+
+def test_figure_5_takes_budgets_in_kv_pairs(tmp_path: Path) -> None:
+    """Windows end just below the budget if the text is as long as with the full cache, cuts just above it."""
+    trials = figure_5_trials(["--budgets", "270", "--methods", "keydiff", "--windows", "keydiff"], tmp_path)
+    full, cut, windows = (trials[name] for name in ("full cache", "keydiff 270", "keydiff, windows 270"))
+    same = [n for n in range(2) if windows["logical_lengths"][n] == full["logical_lengths"][n]]
+    assert same and all(length > 300 for length in full["logical_lengths"])
+    for n in same:
+        assert 270 - (length := full["logical_lengths"][n]) // 48 < windows["cached_lengths"][n] <= 270 < length
+    assert all(270 <= held < 270 + 64 for held in cut["cached_lengths"])
+    assert cut["cpu_seconds"] > cut["event_seconds"] > full["event_seconds"] == 0
+
+
+def test_figure_5_compresses_prompts_and_goes_on_with_what_it_has(tmp_path: Path) -> None:
+    arguments = ["--retentions", "0.2", "--unprotected", "--methods", "kara"]
+    first = figure_5_trials(arguments, tmp_path)
+    again = figure_5_trials([*arguments, "keydiff", "--resume"], tmp_path)
+    assert {name: again[name] for name in first} == first  # the seconds, too
+    kara, keydiff = again["kara 0.2"], again["keydiff 0.2"]
+    assert kara["compression"]["compress_prompt"] and not keydiff["compression"]["protect_prompt"]
+    assert kara["kept"] < 0.4  # with whole prompts 45%
+    for budget, held in zip(kara["cached_lengths"], keydiff["cached_lengths"], strict=True):
+        assert held <= budget + 64
+
+
+@pytest.mark.parametrize("length", [100, 130, 131, 500])
+@pytest.mark.parametrize("start", [0, 30])
+def test_windows_that_leave_a_budget(length: int, start: int) -> None:
+    """Windows of 40 KV pairs with a buffer of 10 are compressed before the step that finds them full."""
+
+    def held(retained: int) -> int:
+        cached, tail = length, 0
+        for _ in range(start, length - 1):
+            tail += 1
+            if tail == 40:
+                cached, tail = cached - (40 - retained), 10
+        return cached
+
+    least = held(10)
+    for budget in range(least, length + 10):
+        retained = compressions.retained_of(budget, length, start, 40, 10)
+        assert held(retained) <= budget and (retained == 40 or held(retained + 1) > budget)
+    with pytest.raises(ConfigError, match=f"at least {least} for a text of {length} tokens"):
+        compressions.retained_of(least - 1, length, start, 40, 10)
 
 
 SMALL = ["--problems", "2", "--sizes", "6", "7", "--retention", "0.2"]
