@@ -1,10 +1,13 @@
 """Statistics of a model's queries on a text, for the methods that need them: a file beside the checkpoint.
 
     python -m benchmarks.quality.calibrate --model DIR --text FILE
+    python -m benchmarks.quality.calibrate --model benchmarks/reasoner/earlier --task program
 
 The model reads the text in pieces. Of every layer and query head the script takes the mean, the covariance and the
 lengths of queries before rotary embedding, without the first four tokens of a piece, which are outliers. The text
-should be like what the model will write. For the model of the package, problems with their workings are the default.
+should have all kinds of what the model will write, for KV pairs that only other kinds ask for are dropped. `--task`
+reads problems of the reasoner with their workings instead, a piece for each. The default for the model of the package
+is problems of all its tasks in turn.
 
 The file is kv_statistics.safetensors in the checkpoint's folder. It takes 4 bytes for each of `d * d + 1.5 * d` numbers
 of a query head: 65 MiB for 32 layers of 32 heads with 128 channels.
@@ -13,6 +16,7 @@ of a query head: 65 MiB for 32 layers of 32 heads with 128 channels.
 from __future__ import annotations
 
 import argparse
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +24,9 @@ from typing import Any
 import torch
 
 from benchmarks.common import command_line
-from benchmarks.common.internals import runner_of
-from benchmarks.common.questions import QuestionSource, ReasonerQuestions
+from benchmarks.common.internals import observe_projections, runner_of
+from benchmarks.reasoner.problems import Problem
+from benchmarks.reasoner.tasks import TASKS, make_problem
 from kvllm import LLM, SamplingParams
 from kvllm.compression.rotation import pair_lengths, rotate, rotation
 from kvllm.compression.statistics import QueryStatistics, write_statistics
@@ -34,7 +39,10 @@ from kvllm.tokenizer import load_tokenizer
 OUTLIERS = 4
 """First tokens of a piece that are left out: the attention sinks."""
 BLOCK_SIZE = 16
-REASONER = QuestionSource(sizes=(18, 48), count=64, seed=7)
+SEED = 7
+"""Of the problems: other ones than those that the scripts about answers ask."""
+SMALLEST = 1 / 3
+"""Of a task's largest size."""
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -42,13 +50,16 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", type=Path, default=Path(DEFAULT_MODEL), metavar="DIR", help="default: the model of the package")
     add("--text", type=Path, metavar="FILE", help="default, for the model of the package: its problems")
+    add("--task", choices=TASKS, help="problems of one task of the reasoner")
+    add("--seed", type=int, default=SEED, help=f"seed of problems (default {SEED})")
     add("--length", type=int, default=2048, metavar="N", help="tokens of a piece (default 2048)")
     add("--pieces", type=int, default=64, metavar="N", help="most pieces (default 64)")
     args = parser.parse_args(arguments)
     require(args.length > OUTLIERS, "--length", args.length, f"more than {OUTLIERS}")
     require(args.pieces >= 1, "--pieces", args.pieces, "at least 1")
-    given = args.text is not None or args.model == Path(DEFAULT_MODEL)
-    require(given, "--text", args.text, "a file, for a model that is not the package's")
+    require(not (args.text and args.task), "--text", args.text, "without --task")
+    given = args.text or args.task or args.model == Path(DEFAULT_MODEL)
+    require(bool(given), "--text", args.text, "a file, for a model that is not the package's")
     require(args.text is None or args.text.is_file(), "--text", args.text, "an existing file")
     return args
 
@@ -56,14 +67,19 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 def read_pieces(args: argparse.Namespace) -> list[list[int]]:
     encode = load_tokenizer(str(args.model)).encode
     if args.text is None:
-        questions = REASONER.load()
-        assert isinstance(questions, ReasonerQuestions)
-        texts = [encode(problem.prompt + problem.working)[: args.length] for problem in questions.problems]
-        return texts[: args.pieces]
+        problems = [draw_problem(args, index) for index in range(args.pieces)]
+        return [encode(problem.prompt + problem.working)[: args.length] for problem in problems]
     token_ids = encode(args.text.read_text())
     starts = range(0, len(token_ids) - OUTLIERS, args.length)
     require(bool(starts), "--text", args.text, f"a text of more than {OUTLIERS} tokens")
     return [token_ids[start : start + args.length] for start in starts][: args.pieces]
+
+
+def draw_problem(args: argparse.Namespace, index: int) -> Problem:
+    name = args.task or [*TASKS][index % len(TASKS)]
+    task, rng = TASKS[name], random.Random(f"calibration/{args.seed}/{index}")
+    smallest = max(task.smallest, round(SMALLEST * task.largest))
+    return make_problem(rng, rng.randint(smallest, task.largest), name)
 
 
 class Sums:
@@ -89,24 +105,6 @@ class Sums:
         return QueryStatistics(mean, self.magnitude / self.count, covariance)
 
 
-class Observed:
-    """The attention part of a layer, whose queries are added up on the way."""
-
-    def __init__(self, attention: Any, sums: Sums, frequencies: torch.Tensor) -> None:
-        self.attention = attention
-        self.sums = sums
-        self.frequencies = frequencies
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.attention, name)
-
-    def project(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        queries, keys, values = self.attention.project(x, positions)
-        cos, sin = rotation(positions, self.frequencies)
-        self.sums.add(rotate(queries.transpose(0, 1), cos, -sin)[:, positions >= OUTLIERS])
-        return queries, keys, values
-
-
 @torch.inference_mode()
 def calibrate(path: Path, pieces: Sequence[list[int]]) -> QueryStatistics:
     """Statistics of a checkpoint's queries, `[layers, Hq, ...]`, over texts given as token ids."""
@@ -121,13 +119,15 @@ def calibrate(path: Path, pieces: Sequence[list[int]]) -> QueryStatistics:
         enable_prefix_caching=False,
         enforce_eager=True,
     )
-    model = runner_of(llm).model
-    device = model.final_norm.device
-    sums = [Sums(config.num_query_heads, config.head_dim, device) for _ in model.layers]
+    device = runner_of(llm).model.final_norm.device
+    sums = [Sums(config.num_query_heads, config.head_dim, device) for _ in range(config.num_layers)]
     frequencies = rotary_frequencies(config, longest + 1).to(device)
-    for layer, of_layer in zip(model.layers, sums, strict=True):
-        layer.attention = Observed(layer.attention, of_layer, frequencies)
-    model.compile()  # it has other parts now, so its layers run one by one
+
+    def observe(layer: int, queries: torch.Tensor, _: torch.Tensor, positions: torch.Tensor) -> None:
+        cos, sin = rotation(positions, frequencies)
+        sums[layer].add(rotate(queries.transpose(0, 1), cos, -sin)[:, positions >= OUTLIERS])
+
+    observe_projections(llm, observe)
     prompts = [{"prompt_token_ids": piece} for piece in pieces]
     outputs = llm.generate(prompts, SamplingParams(max_tokens=1), use_tqdm=False)
     for output in outputs:
@@ -145,7 +145,10 @@ def run_calibration(arguments: Sequence[str]) -> None:
     args = parse_arguments(arguments)
     pieces = read_pieces(args)
     num_tokens = sum(map(len, pieces))
-    metadata = {"text": args.text.name if args.text else "problems of the reasoner", "tokens": str(num_tokens)}
+    metadata = {
+        "text": args.text.name if args.text else f"problems of the reasoner: {args.task or 'all tasks'}",
+        "tokens": str(num_tokens),
+    }
     written = write_statistics(args.model, calibrate(args.model, pieces), metadata)
     print(f"Written: {written} ({written.stat().st_size / 1024:.0f} KiB), from {num_tokens:,} tokens")
 

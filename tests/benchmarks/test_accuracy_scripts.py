@@ -16,7 +16,7 @@ from torch import nn
 from benchmarks.common import compressions
 from benchmarks.common.questions import QuestionSource
 from benchmarks.common.teacher_forcing import feed
-from benchmarks.paper import figure_7
+from benchmarks.paper import figure_7, figures_3_4_6
 from benchmarks.quality import agreement, niah
 from benchmarks.reasoner.checkpoint import save_checkpoint
 from benchmarks.reasoner.model import HIDDEN, ROPE_THETA, Reasoner
@@ -251,6 +251,44 @@ def test_figure_7_shows_what_is_in_the_cache(checkpoint: Path, tmp_path: Path, c
     shown = capsys.readouterr().out
     assert all(name in shown for name in sets)
     assert (tmp_path / "figure_7.png").stat().st_size > 1000
+
+
+# Causal and bidirectional attention
+
+
+def test_figures_3_4_6_show_dense_attention(checkpoint: Path, tmp_path: Path, capsys) -> None:
+    """One layer and KV head of two query heads, every probability written out."""
+    arguments = ["--model", str(checkpoint), "--size", "4", "--window", "60", "--buffer", "20", "--retention", "0.25"]
+    arguments += ["--layer", "2", "--head", "1", "--token", "11", "--output", str(tmp_path)]
+    figures_3_4_6.run_figures(arguments)
+    written = json.loads((tmp_path / "figures_3_4_6.json").read_text())
+    problem = QuestionSource(sizes=(4, 4), count=1).load().problems[0]
+    tokens, start, scored = encode(problem.prompt + problem.working), len(encode(problem.prompt)), 40
+    assert written["start"] == start and len(written["tokens"]) == len(tokens)
+    visible = torch.ones(4, 2, len(tokens), len(tokens), dtype=torch.bool).tril()
+    text = DenseDecoder(checkpoint).forward(tokens, visible)
+    queries, keys = text.queries[2][2:], text.keys[2][1]
+    logits = (queries @ keys.T / 64**0.5)[..., start : start + scored]
+    inside = logits[:, start : start + 60]
+    causal = inside.masked_fill(torch.ones(60, scored).triu(1).bool(), -torch.inf).softmax(-1).mean(0)
+    both = inside.softmax(-1).mean(0)
+    for name, expected in (("causal", causal), ("bidirectional", both)):
+        assert written["figure_3"][name] == pytest.approx(expected[:, 11].tolist(), abs=1e-5)
+
+    later = (queries @ keys.T / 64**0.5).masked_fill(~visible[2, 1], -torch.inf).softmax(-1).mean(0)
+    behind = later[start + 60 :, start : start + scored].sum(0)
+    kept = {name: set(of_kind.sum(0).topk(10).indices.tolist()) for name, of_kind in (("c", causal), ("b", both))}
+    layer = figures_3_4_6.Layer(*(part[2].float() for part in (text.queries, text.keys)), start, 60, 20)
+    assert layer.behind[1].tolist() == pytest.approx(behind.tolist(), abs=1e-5)
+    best = behind.topk(10).values.sum()
+    one_head = figures_3_4_6.Layer(queries.float(), keys[None].float(), start, 60, 20).compare(0.25)
+    assert one_head["in common"] == pytest.approx(len(kept["c"] & kept["b"]) / 10) and 0 < one_head["in common"] < 1
+    for name, of_kind in (("causal", "c"), ("bidirectional", "b")):
+        caught = behind[list(kept[of_kind])].sum() / best
+        assert one_head[f"caught, {name}"] == pytest.approx(caught.item(), abs=1e-5)
+    assert len(written["figure_6"]) == 4 and "caught, causal" in capsys.readouterr().out
+    for figure in ("figure_3", "figure_4", "figure_6"):
+        assert (tmp_path / f"{figure}.png").stat().st_size > 1000
 
 
 def test_figure_7_in_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
