@@ -10,7 +10,16 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from kvllm.compression.specs import CHUNK_BUDGET, MAX_CHUNK, SPECS, TOKEN2CHUNK, MethodSpec
+from kvllm.compression.specs import (
+    AUTO,
+    CALIBRATED,
+    CHUNK_BUDGET,
+    MAX_CHUNK,
+    SPECS,
+    TOKEN2CHUNK,
+    UNCALIBRATED,
+    MethodSpec,
+)
 from kvllm.errors import ConfigError
 from kvllm.kvcache.formats import KV_CACHE_DTYPES
 from kvllm.kvcache.groups import UNIFORM, KVGroup, has_full
@@ -45,7 +54,9 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
     """How the KV cache is compressed while decoding.
 
     Attributes:
-        method: which KV pairs survive (`kvllm.compression.specs.SPECS`).
+        method: which KV pairs survive (`kvllm.compression.specs.SPECS`). "auto", for windows, is
+            "expected_attention_calibrated" where the checkpoint has statistics of its queries
+            (`kv_statistics.safetensors`) and `score_source` is None, and "kara_sharp" elsewhere.
         policy: which sequences compress and when: "periodic" (every `period` decode steps of the engine, at most
             `max_sequences` sequences), "pressure" (only while blocks are short, and only what is needed to make them
             last `period` steps more), "standalone" (each sequence whenever its tail fills a window; block_size 1) or
@@ -80,7 +91,7 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
     Raises ConfigError for what is not allowed.
     """
 
-    method: str = "kara"
+    method: str = AUTO
     policy: str = "periodic"
     period: int = 128
     max_sequences: int | None = None
@@ -104,7 +115,7 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_types(self)
-        require(self.method in SPECS, "method", self.method, f"choose one of {', '.join(SPECS)}")
+        require(self.method in (AUTO, *SPECS), "method", self.method, f"choose one of {', '.join((AUTO, *SPECS))}")
         require(self.policy in POLICIES, "policy", self.policy, f"choose one of {', '.join(POLICIES)}")
         require(self.order in ORDERS, "order", self.order, f"choose one of {', '.join(ORDERS)}")
         for field in ("period", "window_blocks", "retain_blocks", "query_stride", "query_window"):
@@ -119,6 +130,9 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
             self.retain_blocks,
             f"at most window_blocks={self.window_blocks} (retention 100%)",
         )
+        if self.method == AUTO and self.policy == "threshold":
+            allowed = 'only with windows: policy="threshold" needs the name of a method, such as "keydiff"'
+            require(False, "method", self.method, allowed)
         refusal = self.spec.refusal(self.policy)
         require(refusal is None, "method", self.method, refusal or "")
         if self.spec.queries == "buffer":
@@ -183,8 +197,15 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def spec(self) -> MethodSpec:
-        """Facts about the method that the engine reads."""
-        return SPECS[self.method]
+        """Facts about the method that the engine reads. Of "auto", those of the method without statistics."""
+        return SPECS[UNCALIBRATED if self.method == AUTO else self.method]
+
+    def with_method(self, calibrated: bool) -> CompressionConfig:
+        """The same with a method instead of "auto". calibrated: whether the checkpoint has statistics."""
+        if self.method != AUTO:
+            return self
+        chosen = CALIBRATED if calibrated and self.score_source is None else UNCALIBRATED
+        return msgspec.structs.replace(self, method=chosen)
 
     @property
     def observes_scores(self) -> bool:

@@ -13,6 +13,7 @@ from typing import get_type_hints
 
 import msgspec
 
+from kvllm.compression.specs import STATISTICS_FILE
 from kvllm.config import CompressionConfig, EngineConfig, TenantConfig, require
 from kvllm.errors import ConfigError
 from kvllm.kvcache.groups import UNIFORM, KVGroup, make_groups
@@ -171,12 +172,18 @@ class EngineArgs:
             max_num_batched_tokens=self.max_num_batched_tokens,
             enable_prefix_caching=self.enable_prefix_caching,
             seed=self.seed,
-            compression=self.compression,
+            compression=self._compression(),
             watermark=self.watermark,
             high_watermark=self.high_watermark,
             tenants=self.tenants,
             kv_groups=kv_groups,
         )
+
+    def _compression(self) -> CompressionConfig | None:
+        """With the method that goes with the checkpoint. EngineConfig refuses what is no CompressionConfig."""
+        if not isinstance(self.compression, CompressionConfig):
+            return self.compression
+        return self.compression.with_method((self.path / STATISTICS_FILE).is_file())
 
     def _check_types(self) -> None:
         require(isinstance(self.model, str | Path), "model", self.model, "the directory of a checkpoint")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from msgspec import structs
 
+from kvllm.compression.specs import AUTO, STATISTICS_FILE
 from kvllm.config import require
 from kvllm.core.compression_policy import check_pool
 from kvllm.core.engine import LLMEngine
@@ -211,7 +212,7 @@ def _log(args: EngineArgs, settings: RunnerSettings, engine: Engine, device: str
         "" if config.kv_cache_dtype == "auto" else f" in {config.kv_cache_dtype}",
         f"{config.num_blocks * cache_shape(args).bytes_per_block / MIB:,.1f}",
         " for each rank" if num_ranks > 1 else "",
-        _compression(settings),
+        _compression(args, settings),
     )
 
 
@@ -221,6 +222,12 @@ def _attention_backend(settings: RunnerSettings, engine: Engine) -> str:
     return f"{settings.attention_backend} (each rank chooses)"
 
 
-def _compression(settings: RunnerSettings) -> str:
+def _compression(args: EngineArgs, settings: RunnerSettings) -> str:
     compression = settings.engine.compression
-    return "no compression" if compression is None else f"compression by {compression.method}, {compression.policy}"
+    if compression is None or args.compression is None:
+        return "no compression"
+    chosen = ""
+    if args.compression.method == AUTO:
+        found = f"the checkpoint has {'' if compression.spec.calibrated else 'no '}{STATISTICS_FILE}"
+        chosen = f" (method=auto: {found if compression.score_source is None else 'score_source is set'})"
+    return f"compression by {compression.method}{chosen}, {compression.policy}"

@@ -61,7 +61,8 @@ def paper_variants(block_size: int) -> dict[str, Variant]:
     )
 
     def kara(**options: Any) -> CompressionConfig:
-        return CompressionConfig(period=block_size // 2, buffer=eighth, chunk_budget=eighth, **options)
+        eighths: dict[str, Any] = {"period": block_size // 2, "buffer": eighth, "chunk_budget": eighth}
+        return CompressionConfig(method="kara", **eighths, **options)
 
     return {
         "vanilla": Variant("vanilla"),

@@ -23,7 +23,9 @@ MAX_TOKENS = 1800  # the longest working has about 1,600
 PROBLEMS, MAX_NUM_SEQS = 120, 48
 
 # A window must last until most facts were looked up once: a shorter one keeps the wrong KV pairs.
-KARA = CompressionConfig(policy="pressure", period=32, window_blocks=16, retain_blocks=8, buffer=32, chunk_budget=8)
+KARA = CompressionConfig(
+    method="kara", policy="pressure", period=32, window_blocks=16, retain_blocks=8, buffer=32, chunk_budget=8
+)
 
 
 class Run(Struct):

@@ -50,10 +50,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 TINY = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
 SMALL = {"head_dim": 32, "initializer_range": 0.2}  # beside `tests.helpers.checkpoints.SIZES`
 COMPRESSIONS = {
-    "kara, periodic": CompressionConfig(period=8, buffer=4, chunk_budget=4),
-    "kara, every second query": CompressionConfig(period=8, buffer=4, chunk_budget=4, query_stride=2),
-    "kara, exact count": CompressionConfig(period=8, retain_tokens=17, buffer=4, chunk_budget=4),
-    "kara, pressure": CompressionConfig(policy="pressure", period=8, buffer=4, chunk_budget=4),
+    "kara, periodic": CompressionConfig(method="kara", period=8, buffer=4, chunk_budget=4),
+    "kara, every second query": CompressionConfig(method="kara", period=8, buffer=4, chunk_budget=4, query_stride=2),
+    "kara, exact count": CompressionConfig(method="kara", period=8, retain_tokens=17, buffer=4, chunk_budget=4),
+    "kara, pressure": CompressionConfig(method="kara", policy="pressure", period=8, buffer=4, chunk_budget=4),
     **{
         f"{method}, threshold": CompressionConfig(
             method=method, policy="threshold", threshold_tokens=96, budget_tokens=48, query_window=8, buffer=8

@@ -77,6 +77,7 @@ def events(target: Target, setting: Setting, stride: int) -> Figures:
     """An event goes on in the next steps if its windows exceed a step's token budget. Its cost is the time of these
     steps, less as many without one."""
     compression = CompressionConfig(
+        method="kara",
         period=setting.period,
         retain_tokens=setting.block_size + 1,
         buffer=setting.buffer,

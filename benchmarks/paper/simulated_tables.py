@@ -31,9 +31,9 @@ VARIANTS: dict[str, CompressionConfig | None] = {
     "SnapKV, 1280 to 1025": CompressionConfig(
         method="snapkv", policy="threshold", threshold_tokens=1280, budget_tokens=1025, query_window=32
     ),
-    "Kara, 257 of 768": CompressionConfig(retain_tokens=257),
-    "Kara, 1 block of 3": CompressionConfig(),
-    "Kara, 1 of 3, pressure": CompressionConfig(policy="pressure"),
+    "Kara, 257 of 768": CompressionConfig(method="kara", retain_tokens=257),
+    "Kara, 1 block of 3": CompressionConfig(method="kara"),
+    "Kara, 1 of 3, pressure": CompressionConfig(method="kara", policy="pressure"),
     "kara_sharp, 1 of 3": CompressionConfig(method="kara_sharp"),
     "kara_sharp, 1 of 3, pressure": CompressionConfig(method="kara_sharp", policy="pressure"),
 }

@@ -27,7 +27,7 @@ from kvllm.simulation.workload import SyntheticWorkload, arrival_times, draw
 
 VARIANTS: dict[str, CompressionConfig | None] = {
     "full cache": None,
-    "Kara, pressure": CompressionConfig(policy="pressure", window_blocks=24, retain_blocks=8, buffer=64),
+    "Kara, pressure": CompressionConfig(method="kara", policy="pressure", window_blocks=24, retain_blocks=8, buffer=64),
 }
 BLOCK_SIZE = 16
 

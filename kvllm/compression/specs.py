@@ -99,6 +99,11 @@ class MethodSpec:
         return None
 
 
+AUTO = "auto"
+"""A name for `CALIBRATED` where the checkpoint's folder has `STATISTICS_FILE`, and for `UNCALIBRATED` elsewhere."""
+CALIBRATED, UNCALIBRATED = "expected_attention_calibrated", "kara_sharp"
+STATISTICS_FILE = "kv_statistics.safetensors"
+
 CHUNK_BUDGET = Option("chunk_budget", default=32, least=0)
 MAX_CHUNK = Option("max_chunk", default=8, least=3)
 TOKEN2CHUNK = (CHUNK_BUDGET, MAX_CHUNK)

@@ -15,11 +15,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from kvllm.compression.specs import STATISTICS_FILE
 from kvllm.errors import CheckpointError
 from kvllm.models.config import ModelConfig
 from kvllm.parallel import KVHeads
-
-FILE = "kv_statistics.safetensors"
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class QueryStatistics:
 
 def write_statistics(folder: Path, statistics: QueryStatistics, metadata: dict[str, str]) -> Path:
     """Write the file of all heads to the checkpoint's folder. Returns its path."""
-    path = folder / FILE
+    path = folder / STATISTICS_FILE
     names = ("mean", "magnitude", "covariance")
     save_file({name: getattr(statistics, name).float().contiguous().cpu() for name in names}, path, metadata)
     return path
@@ -54,10 +53,12 @@ def read_statistics(folder: Path, model: ModelConfig, heads: KVHeads, device: to
 
     Raises CheckpointError if the checkpoint's folder has no such file, or one that is not of this model.
     """
-    path = folder / FILE
+    path = folder / STATISTICS_FILE
     command = f"python -m benchmarks.quality.calibrate --model {folder} --text FILE"
     if not path.is_file():
-        raise CheckpointError(f"{folder} has no {FILE}, which the compression method needs: write it with `{command}`")
+        raise CheckpointError(
+            f"{folder} has no {STATISTICS_FILE}, which the compression method needs: write it with `{command}`"
+        )
     num_heads, width = model.num_query_heads, model.head_dim
     shapes = {
         "mean": (model.num_layers, num_heads, width),

@@ -129,9 +129,11 @@ def test_blocks_of_256_give_the_settings_of_the_paper():
         method="snapkv", policy="threshold", threshold_tokens=1280, budget_tokens=1025, query_window=32
     )
     assert variants["snapkv"] == snapkv
-    assert variants["periodic"] == CompressionConfig(retain_tokens=257)  # the other defaults are the paper's
-    assert variants["periodic-blocks"] == CompressionConfig()
-    assert variants["pressure"] == CompressionConfig(policy="pressure")
+    assert variants["periodic"] == CompressionConfig(
+        method="kara", retain_tokens=257
+    )  # the other defaults are the paper's
+    assert variants["periodic-blocks"] == CompressionConfig(method="kara")
+    assert variants["pressure"] == CompressionConfig(method="kara", policy="pressure")
     assert [name for name in variants if kara_paper.published_gain(name) == "+12.75%"] == ["periodic"]
 
 

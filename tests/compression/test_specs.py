@@ -61,7 +61,7 @@ def test_the_list_says_which_methods_read_statistics(name: str) -> None:
 
 
 def test_options_of_a_method() -> None:
-    assert CompressionConfig(chunk_budget=3).options == {"chunk_budget": 3, "max_chunk": 8}
+    assert CompressionConfig(method="kara", chunk_budget=3).options == {"chunk_budget": 3, "max_chunk": 8}
     assert CompressionConfig(method="streaming").options == {"sinks": 4}
     assert CompressionConfig(method="streaming", method_options={"sinks": 9}).options == {"sinks": 9}
     assert CompressionConfig(method="rkv", method_options={"mix": 1}).options == {"mix": 1}

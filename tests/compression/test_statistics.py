@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from benchmarks.common.questions import QuestionSource
 from benchmarks.quality import calibrate
 from kvllm import LLM, CheckpointError, CompressionConfig, ConfigError, SamplingParams
-from kvllm.compression.statistics import FILE, read_statistics, write_statistics
+from kvllm.compression.specs import STATISTICS_FILE
+from kvllm.compression.statistics import read_statistics, write_statistics
 from kvllm.engine_args import DEFAULT_MODEL
 from kvllm.models.config import load_model_config
 from kvllm.parallel import KVHeads
@@ -56,7 +57,7 @@ def test_a_rank_reads_the_query_heads_of_its_kv_heads(checkpoint: Path) -> None:
     """Eight query heads, two KV heads. Replicas of a KV head read the same."""
     model = load_model_config(checkpoint)
     write_statistics(checkpoint, calibrate.calibrate(checkpoint, random_token_ids(20)), {})
-    whole = load_file(checkpoint / FILE)
+    whole = load_file(checkpoint / STATISTICS_FILE)
     for heads, of_rank in ((KVHeads(1, 1, 1), slice(4, 8)), (KVHeads(0, 1, 2), slice(0, 4))):
         found = read_statistics(checkpoint, model, heads, CPU)
         for name, tensor in whole.items():
@@ -73,10 +74,10 @@ def test_a_checkpoint_without_statistics_is_refused(tmp_path: Path) -> None:
         return str(error.value)
 
     command = f"python -m benchmarks.quality.calibrate --model {tmp_path} --text FILE"
-    assert f"has no {FILE}, which the compression method needs" in refusal() and command in refusal()
-    save_file({"mean": torch.zeros(3, 8, 16)}, tmp_path / FILE)
+    assert f"has no {STATISTICS_FILE}, which the compression method needs" in refusal() and command in refusal()
+    save_file({"mean": torch.zeros(3, 8, 16)}, tmp_path / STATISTICS_FILE)
     assert "is not of this model" in refusal() and command in refusal()
-    (tmp_path / FILE).write_bytes(b"no such thing")
+    (tmp_path / STATISTICS_FILE).write_bytes(b"no such thing")
     assert "cannot be read" in refusal() and command in refusal()
     LLM(tmp_path, num_gpu_blocks_override=4, compression=CompressionConfig(method="expected_attention"))
 
@@ -91,13 +92,13 @@ def test_the_model_of_the_package_has_statistics(method: str) -> None:
 
 def test_the_script_writes_beside_the_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     for file in Path(DEFAULT_MODEL).iterdir():
-        if file.name != FILE:
+        if file.name != STATISTICS_FILE:
             (tmp_path / file.name).symlink_to(file)
     (tmp_path / "text").write_text(QuestionSource(sizes=(6, 6), count=1).load().problems[0].working)
     arguments = ["--model", str(tmp_path), "--text", str(tmp_path / "text"), "--length", "40", "--pieces", "2"]
     calibrate.run_calibration(arguments)
-    assert str(tmp_path / FILE) in capsys.readouterr().out
-    assert {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / FILE).items()} == {
+    assert str(tmp_path / STATISTICS_FILE) in capsys.readouterr().out
+    assert {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / STATISTICS_FILE).items()} == {
         "mean": (4, 4, 64),
         "magnitude": (4, 4, 32),
         "covariance": (4, 4, 64, 64),

@@ -91,7 +91,9 @@ def as_in_vectors(history: list, events: list) -> np.ndarray:
 @pytest.mark.parametrize(("name", "order"), [("small", "most_uncompressed"), ("small_queue", "queue")])
 def test_small_engine(load_vectors, name: str, order: str) -> None:
     vectors, _ = load_vectors("periodic_policy")
-    compression = CompressionConfig(period=4, max_sequences=1, window_blocks=3, retain_tokens=9, buffer=2, order=order)
+    compression = CompressionConfig(
+        method="kara", period=4, max_sequences=1, window_blocks=3, retain_tokens=9, buffer=2, order=order
+    )
     events, history = run(compression, 8, [(10, 400), (3, 260), (17, 120), (0, 400)])
     expected = vectors[f"{name}_events"]
     assert events == expected[: len(events)].tolist()
@@ -102,7 +104,7 @@ def test_small_engine(load_vectors, name: str, order: str) -> None:
 
 def test_paper_settings(load_vectors) -> None:
     vectors, _ = load_vectors("periodic_policy")
-    events, history = run(CompressionConfig(retain_tokens=257), 256, [(100, 4000)])
+    events, history = run(CompressionConfig(method="kara", retain_tokens=257), 256, [(100, 4000)])
     assert events == vectors["paper_events"].tolist()
     assert (as_in_vectors(history, events)[:, 0] == vectors["paper_hist"]).all()
 
@@ -110,7 +112,7 @@ def test_paper_settings(load_vectors) -> None:
 def test_many_sequences(load_vectors) -> None:
     vectors, _ = load_vectors("periodic_policy")
     lengths = list(zip(vectors["many_prompt"].tolist(), vectors["many_gen"].tolist(), strict=True))
-    events, history = run(CompressionConfig(retain_tokens=257), 256, lengths)
+    events, history = run(CompressionConfig(method="kara", retain_tokens=257), 256, lengths)
     assert events == vectors["many_events"].tolist()
     total = as_in_vectors(history, events)[:, :, 0].sum(1)
     assert (total == vectors["many_total"][: len(total)]).all()
@@ -125,7 +127,7 @@ def test_eligibility(load_vectors) -> None:
 def test_events_fall_on_multiples_of_the_period(load_vectors) -> None:
     vectors, _ = load_vectors("periodic_policy")
     lengths = [(10 * i, 2000) for i in range(1, 60)]
-    events, _ = run(CompressionConfig(), 256, lengths)
+    events, _ = run(CompressionConfig(method="kara"), 256, lengths)
     fired = sorted({event[0] for event in events})
     assert set(fired) <= set(vectors["fires"].tolist()) and fired[0] == vectors["fires"][0]
     assert all(sum(event[0] == step for event in events) <= 30 for step in fired)
@@ -145,7 +147,12 @@ def test_standalone_schedule(load_vectors) -> None:
         compressible = window - buffer
         retain = buffer + -(-compressible * int(case["r"][2:]) // 10)
         compression = CompressionConfig(
-            policy="standalone", window_blocks=window, retain_tokens=retain, buffer=buffer, chunk_budget=case["alpha"]
+            method="kara",
+            policy="standalone",
+            window_blocks=window,
+            retain_tokens=retain,
+            buffer=buffer,
+            chunk_budget=case["alpha"],
         )
         events, history = run(compression, 1, [(prefix, case["decode_tokens"])])
         traced = np.array(history)[:, 0]
@@ -302,7 +309,7 @@ def test_the_same_requests_are_compressed_the_same_way_under_pressure() -> None:
 
 def pressure(**options: Any) -> PressurePolicy:
     sizes = {"period": 8, "window_blocks": 4, "retain_blocks": 1, "buffer": 1}
-    return PressurePolicy(CompressionConfig(policy="pressure", **(sizes | options)), 4)
+    return PressurePolicy(CompressionConfig(method="kara", policy="pressure", **(sizes | options)), 4)
 
 
 def decoding(seq_id: int, cached: int, remaining: int = 100, carried: int = 0) -> Sequence:
@@ -397,7 +404,9 @@ def test_blocks_that_are_missing_now_come_before_the_tokens() -> None:
 
 
 def test_an_event_goes_on_until_its_sequences_are_served() -> None:
-    compression = CompressionConfig(period=20, window_blocks=4, retain_blocks=1, buffer=1, max_sequences=5)
+    compression = CompressionConfig(
+        method="kara", period=20, window_blocks=4, retain_blocks=1, buffer=1, max_sequences=5
+    )
     policy = PeriodicPolicy(compression, 4)
     sequences = [decoding(i, 20, carried=i) for i in range(7)]
     found = []
@@ -455,7 +464,7 @@ def test_peak_without_compression() -> None:
         ({"retain_blocks": 0}, "retain_blocks=0 is not allowed: at least 1"),
         ({"retain_blocks": 4}, r"retain_blocks=4 is not allowed: at most window_blocks=3"),
         ({"window_blocks": 2.5}, "window_blocks=2.5: Expected `int`"),
-        ({"method": "kora"}, "method='kora' is not allowed: choose one of kara"),
+        ({"method": "kora"}, "method='kora' is not allowed: choose one of auto, kara"),
         ({"policy": "sometimes"}, "policy='sometimes'"),
         ({"period": 0}, "period=0 is not allowed: at least 1"),
         ({"max_chunk": 2}, "max_chunk=2 is not allowed: at least 3"),

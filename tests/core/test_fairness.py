@@ -221,7 +221,7 @@ def test_slots_follow_the_weights() -> None:
 
 
 def test_debtors_are_compressed_before_they_are_preempted() -> None:
-    compression = CompressionConfig(period=10**6, window_blocks=2, retain_blocks=1, buffer=1)
+    compression = CompressionConfig(method="kara", period=10**6, window_blocks=2, retain_blocks=1, buffer=1)
     harness = crowded(engine_config(85, compression=compression), count=7, steps=33)
     stats = harness.scheduler.stats
     assert stats.windows_compressed == stats.preemptions == 0 and harness.scheduler.blocks.num_available < 15

@@ -132,7 +132,7 @@ def test_preemption_changes_none_of_them(vocabulary_prompts, expected) -> None:
 
 
 def test_compression_comes_behind_them(vocabulary_prompts, expected) -> None:
-    compression = CompressionConfig(period=8, buffer=4, chunk_budget=4, compress_prompt=True)
+    compression = CompressionConfig(method="kara", period=8, buffer=4, chunk_budget=4, compress_prompt=True)
     llm = make_llm(DEFAULT_MODEL, compression=compression, **BIG_POOL)
     for output, wanted in zip(llm.generate(vocabulary_prompts, scored(20), use_tqdm=False), expected, strict=True):
         assert_close(values(output), wanted)

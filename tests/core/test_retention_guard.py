@@ -26,7 +26,7 @@ BLOCK_SIZE = 4
 
 def config(**options: Any) -> CompressionConfig:
     sizes = {"period": 4, "window_blocks": 8, "retain_blocks": 2, "buffer": 2, "guard_kl": 0.01, "guard_every": 1}
-    return CompressionConfig(**(sizes | options))
+    return CompressionConfig(**({"method": "kara"} | sizes | options))
 
 
 def guard(**options: Any) -> RetentionGuard:

@@ -280,7 +280,7 @@ def test_config_names_what_exists() -> None:
 
 
 def test_a_lone_sequence_longer_than_the_pool_finishes_by_compression() -> None:
-    compression = CompressionConfig(period=10**6, window_blocks=3, retain_blocks=1, buffer=1)
+    compression = CompressionConfig(method="kara", period=10**6, window_blocks=3, retain_blocks=1, buffer=1)
     harness = Harness(engine_config(20, compression=compression))
     seq_id = harness.add([1] * 10, 150)  # 40 blocks without compression
     harness.run()
@@ -289,7 +289,7 @@ def test_a_lone_sequence_longer_than_the_pool_finishes_by_compression() -> None:
 
 
 def test_a_resumed_sequence_that_fits_only_compressed_is_compressed_on_the_way_in() -> None:
-    compression = CompressionConfig(period=10**6, window_blocks=3, retain_blocks=1, buffer=1)
+    compression = CompressionConfig(method="kara", period=10**6, window_blocks=3, retain_blocks=1, buffer=1)
     harness = Harness(engine_config(24, compression=compression, max_num_seqs=2))
     for _ in range(2):
         harness.add([1] * 10, 150)
@@ -301,7 +301,7 @@ def test_a_resumed_sequence_that_fits_only_compressed_is_compressed_on_the_way_i
 
 def test_completions_that_share_a_compressible_prompt_finish_in_a_tight_pool() -> None:
     """While siblings share the prompt it cannot be compressed in place; the one that is left alone has to."""
-    compression = CompressionConfig(window_blocks=2, retain_blocks=1, buffer=8, compress_prompt=True)
+    compression = CompressionConfig(method="kara", window_blocks=2, retain_blocks=1, buffer=8, compress_prompt=True)
     harness = Harness(engine_config(9, block_size=16, max_num_batched_tokens=32, compression=compression))
     harness.add([0, 1] * 50 + [0], 159, n=2)
     harness.run(limit=2000)
@@ -310,7 +310,7 @@ def test_completions_that_share_a_compressible_prompt_finish_in_a_tight_pool() -
 
 def test_the_windows_of_a_prompt_go_together_where_survivors_fill_no_whole_blocks() -> None:
     """One by one, the later windows would begin inside of blocks, and the sequence would need a seventh block."""
-    compression = CompressionConfig(window_blocks=3, retain_tokens=3, buffer=0, compress_prompt=True)
+    compression = CompressionConfig(method="kara", window_blocks=3, retain_tokens=3, buffer=0, compress_prompt=True)
     harness = Harness(engine_config(6, block_size=2, max_num_batched_tokens=5, max_num_seqs=2, compression=compression))
     seq_id = harness.add([0, 1] * 6, 9)
     harness.run(limit=2000)
@@ -339,7 +339,7 @@ def test_preemption_takes_the_youngest_and_the_oldest_is_never_preempted() -> No
 
 def test_the_same_requests_give_the_same_plans() -> None:
     def plans():
-        compression = CompressionConfig(period=4, window_blocks=2, buffer=1, max_sequences=2)
+        compression = CompressionConfig(method="kara", period=4, window_blocks=2, buffer=1, max_sequences=2)
         harness = Harness(engine_config(30, compression=compression))
         for i in range(12):
             harness.add([i % 2, 1, 0] * (1 + i % 5), 30 + i)
@@ -350,7 +350,7 @@ def test_the_same_requests_give_the_same_plans() -> None:
 
 
 def test_every_eligible_sequence_is_compressed_eventually() -> None:
-    compression = CompressionConfig(period=3, max_sequences=1, window_blocks=2, buffer=1)
+    compression = CompressionConfig(method="kara", period=3, max_sequences=1, window_blocks=2, buffer=1)
     harness = Harness(engine_config(400, compression=compression))
     sequences = [harness.live[harness.add([i], 200)] for i in range(8)]
     harness.run()
@@ -358,9 +358,15 @@ def test_every_eligible_sequence_is_compressed_eventually() -> None:
 
 
 BUDGETED = {
-    "periodic": (4, CompressionConfig(period=20, window_blocks=4, retain_blocks=1, buffer=1)),
-    "prompts": (4, CompressionConfig(period=1000, window_blocks=4, retain_blocks=1, buffer=1, compress_prompt=True)),
-    "standalone": (1, CompressionConfig(policy="standalone", window_blocks=16, retain_tokens=8, buffer=2)),
+    "periodic": (4, CompressionConfig(method="kara", period=20, window_blocks=4, retain_blocks=1, buffer=1)),
+    "prompts": (
+        4,
+        CompressionConfig(method="kara", period=1000, window_blocks=4, retain_blocks=1, buffer=1, compress_prompt=True),
+    ),
+    "standalone": (
+        1,
+        CompressionConfig(method="kara", policy="standalone", window_blocks=16, retain_tokens=8, buffer=2),
+    ),
     "threshold": (
         4,
         CompressionConfig(
@@ -390,7 +396,7 @@ def test_compression_takes_no_more_tokens_than_decodes_leave(name: str) -> None:
 
 
 def test_the_clock_counts_decode_steps_only() -> None:
-    compression = CompressionConfig(period=5, window_blocks=2, buffer=1)
+    compression = CompressionConfig(method="kara", period=5, window_blocks=2, buffer=1)
     harness = Harness(engine_config(100, compression=compression, max_num_batched_tokens=8))
     harness.add([0, 1] * 20, 30)  # five prefill steps
     events = []
@@ -409,7 +415,7 @@ def test_retention_of_everything_is_no_compression() -> None:
         harness.run()
         return harness.plans
 
-    everything = CompressionConfig(period=2, window_blocks=2, retain_blocks=2, buffer=1)
+    everything = CompressionConfig(method="kara", period=2, window_blocks=2, retain_blocks=2, buffer=1)
     assert plans(everything) == plans(None)
 
 

@@ -74,6 +74,6 @@ def test_a_shared_prefix_longer_than_the_window(checkpoint: Path) -> None:
 
 
 def test_compression_is_refused(checkpoint: Path) -> None:
-    compression = CompressionConfig(period=8, window_blocks=3, retain_blocks=1, buffer=4, chunk_budget=4)
+    compression = CompressionConfig(method="kara", period=8, window_blocks=3, retain_blocks=1, buffer=4, chunk_budget=4)
     with pytest.raises(ConfigError, match="layers attend only a sliding window.*all layers share their blocks"):
         make_llm(checkpoint, compression=compression, disable_hybrid_kv_cache_manager=True)

@@ -13,7 +13,7 @@ from kvllm.core.snapshot import MOST_ROWS, EngineSnapshot
 from kvllm.engine_args import EngineArgs
 from kvllm.engine_builder import build_engine
 
-KARA = CompressionConfig(period=4, window_blocks=4, retain_blocks=1, buffer=4, chunk_budget=4)
+KARA = CompressionConfig(method="kara", period=4, window_blocks=4, retain_blocks=1, buffer=4, chunk_budget=4)
 LONG = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True)
 
 

@@ -14,7 +14,7 @@ OPTIONS = {
     "blocks are short, compressed": {
         "num_gpu_blocks_override": 60,
         "max_num_seqs": 32,
-        "compression": CompressionConfig(policy="pressure", window_blocks=3, retain_blocks=1, buffer=8),
+        "compression": CompressionConfig(method="kara", policy="pressure", window_blocks=3, retain_blocks=1, buffer=8),
     },
 }
 QUIET = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

@@ -19,7 +19,9 @@ pytest.importorskip("ray", reason="needs ray: pip install ray")
 pytestmark = pytest.mark.xdist_group("ray")
 
 BLOCKS = 120
-KARA = CompressionConfig(period=4, window_blocks=4, retain_blocks=1, buffer=4, chunk_budget=4, guard_kl=1e6)
+KARA = CompressionConfig(
+    method="kara", period=4, window_blocks=4, retain_blocks=1, buffer=4, chunk_budget=4, guard_kl=1e6
+)
 SHORT = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 

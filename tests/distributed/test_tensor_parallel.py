@@ -47,7 +47,7 @@ ray = pytest.importorskip("ray", reason="needs ray: pip install ray")
 pytestmark = pytest.mark.xdist_group("ray")
 
 FAMILIES = {"qwen3": {"head_dim": 16}, "llama": {"tie_word_embeddings": True, "vocab_size": 257}}
-KARA = CompressionConfig(period=8, window_blocks=3, retain_blocks=1, buffer=4, chunk_budget=4)
+KARA = CompressionConfig(method="kara", period=8, window_blocks=3, retain_blocks=1, buffer=4, chunk_budget=4)
 
 
 @pytest.fixture(scope="module")

@@ -55,8 +55,14 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"attention_backend": "flash"}, "unknown attention backend 'flash': use 'auto' or one of cpu, flash_attn"),
         ({"load_format": "pt"}, "load_format='pt' is not allowed: choose one of auto, dummy"),
         ({"quantization": "int3"}, "quantization='int3' is not allowed: choose one of int8, int4, None"),
-        ({"compression": CompressionConfig()}, "buffer=32 is not allowed: at most what a window keeps, 16 KV pairs"),
-        ({"compression": CompressionConfig(buffer=4, retain_tokens=49)}, "retain_tokens=49 .* between 1 and 48"),
+        (
+            {"compression": CompressionConfig(method="kara")},
+            "buffer=32 is not allowed: at most what a window keeps, 16 KV pairs",
+        ),
+        (
+            {"compression": CompressionConfig(method="kara", buffer=4, retain_tokens=49)},
+            "retain_tokens=49 .* between 1 and 48",
+        ),
         ({"compression": {"method": "kara"}}, "compression="),
         ({"enable_prefix_caching": "yes"}, "enable_prefix_caching='yes': Expected `bool`"),
     ],
@@ -71,7 +77,7 @@ def test_a_typo_in_an_option_is_named(path: Path) -> None:
     with pytest.raises(TypeError, match="max_model_length"):
         LLM(path, max_model_length=100)
     with pytest.raises(TypeError, match="window_block"):
-        CompressionConfig(window_block=3)
+        CompressionConfig(method="kara", window_block=3)
     with pytest.raises(TypeError, match="max_token"):
         SamplingParams(max_token=3)
 

@@ -106,7 +106,7 @@ def test_concurrency_is_what_the_memory_leaves(tmp_path, capsys):
     """Two devices hold half of the weights and half of the KV heads each."""
     model = config_file(tmp_path, LLAMA_3_8B)
     options = ("--gpu-memory", "80GB", "--gpu-memory-utilization", "0.9", "--tensor-parallel-size", "2")
-    found = figures(capsys, model, *options, "--max-model-len", "8192", "--compression", "window_blocks=3")
+    found = figures(capsys, model, *options, "--max-model-len", "8192", "--compression", "method=kara,window_blocks=3")
     norms = 65 * 4096  # which both hold
     pool = 72 * 10**9 - 2 * ((8_030_261_248 - norms) // 2 + norms)
     assert found["pool_bytes_per_rank"] == pool
@@ -137,7 +137,9 @@ def test_blocks_have_the_bytes_of_the_engine(compression):
 
 def test_compressed_length_is_what_an_engine_holds():
     """A sequence that is compressed whenever a window is complete holds what the plan says."""
-    compression = CompressionConfig(period=1, window_blocks=4, retain_blocks=2, buffer=16, score_source="recomputed")
+    compression = CompressionConfig(
+        method="kara", period=1, window_blocks=4, retain_blocks=2, buffer=16, score_source="recomputed"
+    )
     prompt, output = 40, 300
     llm = LLM(block_size=16, compression=compression, kv_cache_memory_bytes=1 << 24, max_model_len=512)
     sampling = SamplingParams(temperature=0, max_tokens=output + 1, ignore_eos=True)
@@ -153,7 +155,17 @@ def test_report_and_plot(tmp_path, capsys):
     model, plot = config_file(tmp_path, LLAMA_3_8B), tmp_path / "held.png"
     pytest.importorskip("matplotlib", reason='the plot needs matplotlib: pip install "kvllm[bench]"')
     cli.main(
-        ["plan", "--model", str(model), "--gpu-memory", "24GiB", "--compression", "period=64", "--plot", str(plot)]
+        [
+            "plan",
+            "--model",
+            str(model),
+            "--gpu-memory",
+            "24GiB",
+            "--compression",
+            "method=kara,period=64",
+            "--plot",
+            str(plot),
+        ]
     )
     lines = capsys.readouterr().out.splitlines()
     assert "weights: 14.96 GiB; KV pairs of a token in all layers: 131,072 bytes" in lines

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kvllm.compression.statistics import FILE
+from kvllm.compression.specs import STATISTICS_FILE
 
 
 @dataclass
@@ -38,7 +38,7 @@ class DenseDecoder:
         self.head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         self.eps = config["rms_norm_eps"]
         theta = config["rope_parameters"]["rope_theta"]
-        self.statistics = load_file(path / FILE) if (path / FILE).is_file() else {}
+        self.statistics = load_file(path / STATISTICS_FILE) if (path / STATISTICS_FILE).is_file() else {}
         self.frequencies = 1 / theta ** (torch.arange(0, self.head_dim, 2).float() / self.head_dim)
 
     def forward(self, token_ids: list[int], visible: Tensor) -> DensePass:

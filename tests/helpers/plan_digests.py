@@ -10,9 +10,11 @@ from kvllm.core.protocol import StepPlan, encode
 
 COMPRESSIONS: dict[str, CompressionConfig | None] = {
     "none": None,
-    "periodic": CompressionConfig(period=4, max_sequences=2, window_blocks=2, buffer=1),
-    "prompts": CompressionConfig(period=6, window_blocks=3, buffer=2, compress_prompt=True),
-    "pressure": CompressionConfig(policy="pressure", period=5, max_sequences=3, window_blocks=2, buffer=1),
+    "periodic": CompressionConfig(method="kara", period=4, max_sequences=2, window_blocks=2, buffer=1),
+    "prompts": CompressionConfig(method="kara", period=6, window_blocks=3, buffer=2, compress_prompt=True),
+    "pressure": CompressionConfig(
+        method="kara", policy="pressure", period=5, max_sequences=3, window_blocks=2, buffer=1
+    ),
     "threshold": CompressionConfig(
         method="keydiff", policy="threshold", threshold_tokens=30, budget_tokens=17, buffer=2, query_window=1
     ),

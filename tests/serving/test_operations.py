@@ -212,7 +212,7 @@ def test_a_unix_socket(tmp_path: Path) -> None:
         (["--port", "99999"], "port"),
         (["--device", "abacus"], "choose one of auto, cuda, cpu"),
         (["--block-size", "0"], "between 1 and 256"),
-        (["--compression", "method=nothing"], "choose one of kara"),
+        (["--compression", "method=nothing"], "choose one of auto, kara"),
         (["--compression", "period"], "name=value"),
         (["--max-model-len", "many"], "4K"),
         (["--chat-template", "no/such/file"], "no/such/file"),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 HOSTILE = "<img src=x onerror=document.title='harmed'>"
 KEYS = {"alice": "alice-key", HOSTILE: "bob-key"}
-COMPRESSION = "period=16,window_blocks=8,retain_blocks=2,buffer=16,chunk_budget=8"
+COMPRESSION = "method=kara,period=16,window_blocks=8,retain_blocks=2,buffer=16,chunk_budget=8"
 ENGINE = ("--block-size", "16", "--num-gpu-blocks-override", "320", "--max-num-seqs", "4")
 PHONE = {"width": 390, "height": 844}
 

@@ -53,7 +53,7 @@ HARDWARE = Hardware(
     link_bytes_per_s=100.0,
     link_seconds=0.1,
 )
-KARA = CompressionConfig(period=8, window_blocks=3, retain_blocks=1, buffer=4, chunk_budget=2)
+KARA = CompressionConfig(method="kara", period=8, window_blocks=3, retain_blocks=1, buffer=4, chunk_budget=2)
 
 
 @pytest.fixture
@@ -217,7 +217,9 @@ def some_lengths(count: int, seed: int = 0) -> list[tuple[int, int]]:
         KARA,
         msgspec.structs.replace(KARA, retain_blocks=1, retain_tokens=5),
         msgspec.structs.replace(KARA, compress_prompt=True, query_stride=2),
-        CompressionConfig(policy="pressure", period=8, window_blocks=3, retain_blocks=1, buffer=4, chunk_budget=2),
+        CompressionConfig(
+            method="kara", policy="pressure", period=8, window_blocks=3, retain_blocks=1, buffer=4, chunk_budget=2
+        ),
         msgspec.structs.replace(KARA, method="kara_sharp"),
         msgspec.structs.replace(KARA, method="kara_sharp", policy="pressure"),
         CompressionConfig(method="snapkv", policy="threshold", threshold_tokens=48, budget_tokens=33, query_window=4),
@@ -447,7 +449,7 @@ def test_traces_tell_when_requests_arrive(tmp_path):
         read_timed_trace(mooncake, None, 10)
 
 
-SETTINGS = "period=8,buffer=4,chunk_budget=2"
+SETTINGS = "method=kara,period=8,buffer=4,chunk_budget=2"
 
 
 def test_command_shows_both_runs_and_their_ratio(tmp_path, model_file):

@@ -143,6 +143,7 @@ def test_paged_compaction(load_vectors: Callable, name: str, backend: str) -> No
             max_num_seqs=1,
             enable_prefix_caching=False,
             compression=CompressionConfig(
+                method="kara",
                 period=max(1, length - prompt),
                 window_blocks=case["window_blocks"],
                 retain_tokens=case["keep_total"],
@@ -256,7 +257,7 @@ def standalone(case: dict[str, Any], **options: Any) -> CompressionConfig:
         buffer=case["U"],
         chunk_budget=case["alpha"],
         max_chunk=case["gamma"],
-        **options,
+        **({"method": "kara"} | options),
     )
 
 
@@ -361,7 +362,8 @@ def decoders(checkpoints: dict[str, Path]) -> dict[str, DenseDecoder]:
 
 
 def compression_config(**options: Any) -> CompressionConfig:
-    return CompressionConfig(**({"period": 8, "window_blocks": 2, "buffer": 4, "chunk_budget": 4} | options))
+    kara = {"method": "kara", "period": 8, "window_blocks": 2, "buffer": 4, "chunk_budget": 4}
+    return CompressionConfig(**(kara | options))
 
 
 def run_engine(path: Path, prompts: list[list[int]], params: SamplingParams, **options: Any) -> tuple[LLM, Recorder]:

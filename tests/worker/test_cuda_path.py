@@ -53,7 +53,7 @@ def cases() -> dict[str, tuple[dict[str, Any], list[SamplingParams]]]:
             {
                 "num_gpu_blocks_override": None,
                 "gpu_memory_utilization": 0.02,
-                "compression": CompressionConfig(retain_tokens=9, **window),
+                "compression": CompressionConfig(method="kara", retain_tokens=9, **window),
             },
             [params()] * 3,
         ),

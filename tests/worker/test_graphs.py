@@ -119,8 +119,9 @@ def test_forks_and_preemption(checkpoint: Path, device: str) -> None:
 def compressions() -> dict[str, CompressionConfig]:
     common: dict[str, Any] = {"buffer": 4, "chunk_budget": 3, "query_window": 6}
     clock = {"period": 4, "window_blocks": 2, "retain_tokens": 9}
-    found = {f"{name}-kara": CompressionConfig(policy=name, **clock, **common) for name in ("periodic", "pressure")}
-    found["periodic-kara-prompt"] = CompressionConfig(compress_prompt=True, **clock, **common)
+    kara: dict[str, Any] = {"method": "kara", **clock, **common}
+    found = {f"{name}-kara": CompressionConfig(policy=name, **kara) for name in ("periodic", "pressure")}
+    found["periodic-kara-prompt"] = CompressionConfig(compress_prompt=True, **kara)
     found["periodic-kara_sharp"] = CompressionConfig(method="kara_sharp", period=4, window_blocks=2, **common)
     threshold = {"policy": "threshold", "threshold_tokens": 44, "budget_tokens": 25}
     for method, spec in SPECS.items():

@@ -25,7 +25,7 @@ from tests.helpers.layout_recorder import (
 )
 
 BUFFER = 6
-KARA = CompressionConfig(period=8, window_blocks=3, retain_blocks=1, buffer=BUFFER, chunk_budget=4)
+KARA = CompressionConfig(method="kara", period=8, window_blocks=3, retain_blocks=1, buffer=BUFFER, chunk_budget=4)
 
 
 @pytest.fixture(scope="module")

@@ -142,7 +142,7 @@ def test_full_layers_are_compressed_and_the_others_not(checkpoint: Path, name: s
 
 def test_what_needs_queries_again_is_refused(checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match="method='kara' is not allowed: the model has layers with a sliding window"):
-        make_llm(checkpoint, compression=CompressionConfig(buffer=4))
+        make_llm(checkpoint, compression=CompressionConfig(method="kara", buffer=4))
     with pytest.raises(ConfigError, match=r"guard_kl=0\.1 is not allowed: the model has layers with a sliding window"):
         make_llm(checkpoint, compression=CompressionConfig(method="keydiff", buffer=4, guard_kl=0.1))
     with pytest.raises(ConfigError, match="method='h2o' is not allowed"):

@@ -169,7 +169,7 @@ def test_a_score_source_that_cannot_be(options: dict[str, Any], message: str) ->
 
 def test_the_source_of_scores_where_none_is_named() -> None:
     assert sharp().observes_scores and CompressionConfig(method="kara_causal").observes_scores
-    assert not CompressionConfig().observes_scores
+    assert not CompressionConfig(method="kara").observes_scores
     assert not sharp(compress_prompt=True).observes_scores
     assert not sharp(query_stride=2).observes_scores
     assert not sharp(score_source="recomputed").observes_scores
