@@ -18,6 +18,11 @@ void check_shape(const AttentionShape& shape) {
                   kMaxQueries, " is supported");
 }
 
+// Where the tile begins that has the first KV pair that a query token attends.
+int first_tile(const AttentionBatch& batch, int64_t token) {
+  return std::max(0, batch.last_kv_index[token] + 1 - batch.sliding_window) / kTilePairs * kTilePairs;
+}
+
 void check_batch(const AttentionShape& shape, const AttentionBatch& batch) {
   const int32_t* start = batch.query_start_loc;
   STD_TORCH_CHECK(start[0] == 0 && start[batch.num_sequences] == batch.num_query_tokens, "query_start_loc runs from ",
@@ -36,7 +41,7 @@ void check_batch(const AttentionShape& shape, const AttentionBatch& batch) {
                     "sequence ", s, " has ", batch.packed_len[s], " packed KV pairs, and queries among them");
     STD_TORCH_CHECK(previous < batch.table_width * shape.block_size, "last_kv_index ", previous,
                     " is beyond a table of ", batch.table_width, " blocks of ", shape.block_size);
-    for (int64_t b = 0; b <= previous / shape.block_size; ++b) {
+    for (int64_t b = first_tile(batch, start[s]) / shape.block_size; b <= previous / shape.block_size; ++b) {
       const int32_t block = batch.block_tables[s * batch.table_width + b];
       STD_TORCH_CHECK(block >= 0 && block < shape.num_blocks, "block ", block, " of sequence ", s,
                       " is not in the cache of ", shape.num_blocks, " blocks");
@@ -80,20 +85,25 @@ void make_tasks(AttentionPlan& plan, const int32_t* head_lengths) {
       const int count = std::min(tokens_per_task, batch.query_start_loc[s + 1] - token);
       const int last = batch.last_kv_index[token + count - 1] + 1;
       for (int head = 0; head < plan.shape.kv_heads; ++head)
-        plan.tasks.push_back({s, head, token, count, last - evicted(plan, head_lengths, s, head).count});
+        plan.tasks.push_back(
+            {s, head, token, count, last - evicted(plan, head_lengths, s, head).count, first_tile(batch, token)});
     }
   }
-  const auto cost = [](const AttentionTask& task) { return static_cast<int64_t>(task.num_tokens) * task.num_pairs; };
+  const auto cost = [](const AttentionTask& task) {
+    return static_cast<int64_t>(task.num_tokens) * (task.num_pairs - task.begin);
+  };
   std::sort(plan.tasks.begin(), plan.tasks.end(),
             [&](const AttentionTask& a, const AttentionTask& b) { return cost(a) > cost(b); });
 }
+
+int first_segment(const AttentionTask& task) { return task.begin / kSegmentPairs * kSegmentPairs; }
 
 // Few tasks over many KV pairs are cut into segments, so that all threads have work.
 void make_pieces(AttentionPlan& plan) {
   plan.pieces.clear();
   int64_t floats = 0;
   for (size_t i = 0; i < plan.tasks.size(); ++i) {
-    for (int begin = 0; begin < plan.tasks[i].num_pairs; begin += kSegmentPairs) {
+    for (int begin = first_segment(plan.tasks[i]); begin < plan.tasks[i].num_pairs; begin += kSegmentPairs) {
       plan.pieces.push_back({static_cast<int>(i), begin, floats});
       floats += partial_floats(plan.shape, plan.tasks[i]);
     }
@@ -105,8 +115,9 @@ void plan_work(AttentionPlan& plan, const int32_t* head_lengths) {
   make_tasks(plan, head_lengths);
   int64_t products = 0, floats = 0;
   for (const AttentionTask& task : plan.tasks) {
-    const int64_t segments = (task.num_pairs + kSegmentPairs - 1) / kSegmentPairs;
-    products += static_cast<int64_t>(task.num_tokens) * plan.shape.group() * task.num_pairs * plan.shape.head_dim;
+    const int64_t segments = (task.num_pairs - first_segment(task) + kSegmentPairs - 1) / kSegmentPairs;
+    const int64_t queries = static_cast<int64_t>(task.num_tokens) * plan.shape.group();
+    products += queries * (task.num_pairs - task.begin) * plan.shape.head_dim;
     floats += partial_floats(plan.shape, task) * segments;
   }
   const int64_t threads = num_threads();
@@ -138,7 +149,7 @@ struct Run {
                          shape.head_dim,
                          gap.begin,
                          gap.count};
-    return {head, begin, std::min(end, task.num_pairs)};
+    return {head, std::max(begin, task.begin), std::min(end, task.num_pairs)};
   }
 
   // kept_scores: memory for the scores of windows, where the task's are wanted.
@@ -147,6 +158,10 @@ struct Run {
     const int num_evicted = evicted(plan, layer.head_lengths, task.sequence, task.kv_head).count;
     QueryTile tile;
     tile.count = 0;
+    tile.group = shape.group();
+    tile.window = plan.batch.sliding_window;
+    tile.soft_cap = layer.soft_cap;
+    tile.sinks = layer.sinks == nullptr ? nullptr : layer.sinks + task.kv_head * shape.group();
     keep_scores(plan, task, kept_scores, tile);
     for (int64_t token = task.first_token; token < task.first_token + task.num_tokens; ++token) {
       for (int head = task.kv_head * shape.group(); head < (task.kv_head + 1) * shape.group(); ++head) {
@@ -209,7 +224,7 @@ struct Run {
       const AttentionTask& task = plan.tasks[piece.task];
       const QueryTile queries = tile(task, kept_scores(piece.task));
       const PartialSoftmax part = partial(task, plan.partials.data() + piece.offset);
-      if (piece.begin == 0) {
+      if (piece.begin <= task.begin) {
         total = part;
       } else {
         kernels.merge(queries.count, plan.shape.head_dim, total, part);
@@ -224,6 +239,8 @@ struct Run {
 }  // namespace
 
 AttentionPlan::AttentionPlan(const AttentionShape& shape, const AttentionBatch& batch) : shape(shape), batch(batch) {
+  STD_TORCH_CHECK(batch.sliding_window == kNoWindow || (batch.packed_len == nullptr && batch.windows.start == nullptr),
+                  "a layer with a sliding window holds all KV pairs, and scores none");
   check_shape(shape);
   check_batch(shape, batch);
   if (batch.packed_len == nullptr) plan_work(*this, nullptr);
@@ -279,11 +296,17 @@ AttentionBatch attention_batch(const Tensor& query_start_loc, const Tensor& last
           {}};
 }
 
+int sliding_window(int64_t window) {
+  STD_TORCH_CHECK(window >= 0, "the window of a layer is ", window, ": it must be positive, or 0 for none");
+  return window == 0 ? kNoWindow : static_cast<int>(std::min<int64_t>(window, kNoWindow));
+}
+
 Tensor paged_attention(const Tensor& queries, const Tensor& key_cache, const Tensor& value_cache,
                        const Tensor& query_start_loc, const Tensor& last_kv_index, const Tensor& block_tables,
                        const std::optional<Tensor>& packed_len, const std::optional<Tensor>& head_lengths,
                        const std::optional<Tensor>& scores, const std::optional<Tensor>& window_start,
-                       int64_t window_size, int64_t window_stride, int64_t num_scored, bool squared, double scale) {
+                       int64_t window_size, int64_t window_stride, int64_t num_scored, bool squared, double scale,
+                       int64_t window, double soft_cap, const std::optional<Tensor>& sinks) {
   kernels_for(queries, "queries");
   check_heads(queries, "queries");
   check_contiguous(key_cache, "key_cache", 4);
@@ -313,11 +336,14 @@ Tensor paged_attention(const Tensor& queries, const Tensor& key_cache, const Ten
   AttentionBatch batch = attention_batch(query_start_loc, last_kv_index, block_tables, packed_len, num_query_tokens);
   batch.windows = score_windows(window_start, window_size, window_stride, num_scored, squared);
   check_windows(scores, window_start, batch.windows, shape, batch);
+  batch.sliding_window = sliding_window(window);
+  check_sinks(sinks, query_heads);
   AttentionPlan plan(shape, batch);
   run_attention(
       plan, {queries.data_ptr(), queries.stride(0), key_cache.data_ptr(), value_cache.data_ptr(),
              head_lengths ? head_lengths->const_data_ptr<int32_t>() : nullptr,
-             scores ? scores->mutable_data_ptr<float>() : nullptr, out.mutable_data_ptr(), static_cast<float>(scale)});
+             scores ? scores->mutable_data_ptr<float>() : nullptr, out.mutable_data_ptr(), static_cast<float>(scale),
+             static_cast<float>(soft_cap), sinks ? sinks->const_data_ptr<float>() : nullptr});
   return out;
 }
 

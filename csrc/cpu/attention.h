@@ -41,6 +41,7 @@ struct AttentionBatch {
   const int32_t* block_tables;     // [num_sequences, table_width]
   const int32_t* packed_len;       // [num_sequences]; null: all heads hold the same KV pairs
   ScoreWindows windows;            // none beside packed_len
+  int sliding_window = kNoWindow;  // KV pairs that a query token attends at most; neither beside packed_len nor windows
 };
 
 struct AttentionLayer {
@@ -52,6 +53,8 @@ struct AttentionLayer {
   float* scores;                // [num_blocks, kv_heads, block_size]; null exactly where there are no windows
   void* outputs;                // [num_query_tokens, query_heads, head_dim]
   float scale;
+  float soft_cap = 0;            // of scores; 0: they have none
+  const float* sinks = nullptr;  // [query_heads], learned scores; null: there are none
 };
 
 // Consecutive query tokens of one sequence, with the query heads of one KV head.
@@ -60,7 +63,8 @@ struct AttentionTask {
   int kv_head;
   int first_token;
   int num_tokens;
-  int num_pairs;  // KV pairs that its last token attends
+  int num_pairs;  // where what its last token attends ends
+  int begin;      // the tile in which what its first token attends begins
 };
 
 // One segment of a task, whose partial softmax is kept at `offset` until all of its task are merged.
@@ -91,5 +95,8 @@ void check_attention_tables(const Tensor& query_start_loc, const Tensor& last_kv
                             const std::optional<Tensor>& packed_len, int64_t num_query_tokens);
 AttentionBatch attention_batch(const Tensor& query_start_loc, const Tensor& last_kv_index, const Tensor& block_tables,
                                const std::optional<Tensor>& packed_len, int64_t num_query_tokens);
+
+// `sliding_window` of a batch from a layer's window, 0 for none.
+int sliding_window(int64_t window);
 
 }  // namespace kvllm

@@ -193,14 +193,28 @@ void unpack_query(const void* query, int head_dim, float* factors) {
   }
 }
 
-// Turn the first `count` scores of a query into weights, and rescale what it has so far.
-inline void softmax(float* scores, int count, int head_dim, float& max_so_far, float& sum_so_far,
+// Bound the first `count` scores of a query, and some that fill a vector: soft_cap * tanh(score / soft_cap).
+inline void bound_scores(float* scores, int count, float soft_cap) {
+  for (int pair = 0; pair < count; pair += kLanes) {
+    const Vec power = exp(mul(load(scores + pair), broadcast(2 / soft_cap)));
+    const Vec below = div(broadcast(2 * soft_cap), add(power, broadcast(1.0f)));  // tanh(x) = 1 - 2 / (e^2x + 1)
+    store(scores + pair, sub(broadcast(soft_cap), below));
+  }
+}
+
+// Turn scores begin .. count - 1 of a query, at least one, into weights, and rescale what it has so far.
+inline void softmax(float* scores, int begin, int count, int head_dim, float& max_so_far, float& sum_so_far,
                     float* values_so_far) {
   const Vec minus_infinity = broadcast(-__builtin_inff());
+  const int first = begin / kLanes * kLanes;
   Vec largest = minus_infinity;
-  for (int pair = 0; pair < count; pair += kLanes) {
+  for (int pair = first; pair < count; pair += kLanes) {
     const int valid = count - pair;
     Vec x = load(scores + pair);
+    if (pair < begin) {
+      x = keep_first(begin - pair, minus_infinity, x);
+      store(scores + pair, x);
+    }
     if (valid < kLanes) {
       x = keep_first(valid, x, minus_infinity);
       store(scores + pair, x);
@@ -211,7 +225,7 @@ inline void softmax(float* scores, int count, int head_dim, float& max_so_far, f
   const float new_max = tile_max > max_so_far ? tile_max : max_so_far;
 
   Vec sum = {};
-  for (int pair = 0; pair < count; pair += kLanes) {
+  for (int pair = first; pair < count; pair += kLanes) {
     const Vec weight = exp(sub(load(scores + pair), broadcast(new_max)));
     store(scores + pair, weight);
     sum = add(sum, weight);
@@ -354,28 +368,43 @@ struct TileAttention {
   void attend_queries(int first, const TilePairs<Element>& pairs, const PairParameters<Element>& parameters,
                       const TilePairs<Element>* next, const PartialSoftmax& result) const {
     float scores[kRows * kTilePairs];
-    int valid[kRows];
+    int begin[kRows], valid[kRows];
     float* sums = result.weighted_values + first * head_dim;
     products.template score_queries<kRows>(first, pairs, parameters, scores, next == nullptr ? nullptr : next->values);
+    if (tile.soft_cap != 0) {
+      for (int r = 0; r < kRows; ++r) bound_scores(scores + r * kTilePairs, pairs.count, tile.soft_cap);
+    }
     if (tile.kept_scores != nullptr) keep_scores<kRows>(first, pairs, scores);
     for (int r = 0; r < kRows; ++r) {
       valid[r] = minimum(pairs.count, tile.last[first + r] + 1 - pairs.start);
-      softmax(scores + r * kTilePairs, valid[r], head_dim, result.max[first + r], result.sum[first + r],
+      begin[r] = maximum(0, oldest(first + r) - pairs.start);
+      if (begin[r] >= valid[r]) continue;
+      softmax(scores + r * kTilePairs, begin[r], valid[r], head_dim, result.max[first + r], result.sum[first + r],
               sums + r * head_dim);
-      parameters.apply_to_weights(scores + r * kTilePairs, valid[r], head_dim, sums + r * head_dim);
+      parameters.apply_to_weights(scores + r * kTilePairs, begin[r], valid[r], head_dim, sums + r * head_dim);
     }
-    // A weight of 0 would not hide a NaN among the values: each query stops at its own last pair.
-    weigh<Element, kRows>(scores, pairs.values, 0, valid[0], head_dim, sums, next == nullptr ? nullptr : next->keys);
+    // A weight of 0 would not hide a NaN among the values: each query begins and stops at pairs of its own.
+    const int all_begin = begin[kRows - 1], all_end = maximum(all_begin, valid[0]);  // of all queries
+    for (int r = 0; r < kRows; ++r) {
+      if (begin[r] >= minimum(all_begin, valid[r])) continue;
+      weigh<Element, 1>(scores + r * kTilePairs, pairs.values, begin[r], minimum(all_begin, valid[r]), head_dim,
+                        sums + r * head_dim, nullptr);
+    }
+    weigh<Element, kRows>(scores, pairs.values, all_begin, valid[0], head_dim, sums,
+                          next == nullptr ? nullptr : next->keys);
     if (next != nullptr) {
       prefetch_vectors(next->keys, valid[0], kTilePairs, head_dim);
       prefetch_vectors(next->values, pairs.count, kTilePairs, head_dim);
     }
-    for (int r = 1; r < kRows; ++r) {
-      if (valid[r] == valid[0]) continue;
-      weigh<Element, 1>(scores + r * kTilePairs, pairs.values, valid[0], valid[r], head_dim, sums + r * head_dim,
+    for (int r = 0; r < kRows; ++r) {
+      if (valid[r] <= all_end) continue;
+      weigh<Element, 1>(scores + r * kTilePairs, pairs.values, all_end, valid[r], head_dim, sums + r * head_dim,
                         nullptr);
     }
   }
+
+  // The first KV pair that a query attends, or a number below 0.
+  int oldest(int query) const { return tile.last[query] + 1 - tile.window; }
 
   // `next` is the tile to prefetch, or null.
   void attend_tile(const TilePairs<Element>& pairs, const TilePairs<Element>* next,
@@ -385,8 +414,10 @@ struct TileAttention {
     if (next != nullptr) next->prefetch_scales();
     int first = 0;
     while (tile.last[first] < pairs.start) ++first;
-    for (int i = first; i < tile.count; i += kRowBlock, next = nullptr) {
-      switch (minimum(kRowBlock, tile.count - i)) {
+    int end = tile.count;
+    while (end > first && oldest(end - 1) >= pairs.start + pairs.count) --end;
+    for (int i = first; i < end; i += kRowBlock, next = nullptr) {
+      switch (minimum(kRowBlock, end - i)) {
         case 4: attend_queries<4>(i, pairs, parameters, next, result); break;
         case 3: attend_queries<3>(i, pairs, parameters, next, result); break;
         case 2: attend_queries<2>(i, pairs, parameters, next, result); break;
@@ -435,25 +466,30 @@ void attend(const PairRange& range, const PairRange* following, const QueryTile&
   const TileAttention<T, KV> attention(tile, head.head_dim, scale, workspace);
   float* memory = workspace + (kMaxQueries + kTilePairs) * head.head_dim;
   const PartialSoftmax later{memory, memory + tile.count, memory + 2 * tile.count};
-  for (int segment = range.begin; segment < end; segment += kSegmentPairs) {
-    const PartialSoftmax& partial = segment == range.begin ? result : later;
+  for (int segment = range.begin / kSegmentPairs * kSegmentPairs; segment < end; segment += kSegmentPairs) {
+    const PartialSoftmax& partial = segment <= range.begin ? result : later;
     clear(tile.count, head.head_dim, partial);
     const int segment_end = minimum(end, segment + kSegmentPairs);
-    for (int start = segment; start < segment_end; start += kTilePairs) {
+    for (int start = maximum(segment, range.begin); start < segment_end; start += kTilePairs) {
       TilePairs<typename KV::Element>& next = tiles[!current];
       next.locate(head, start + kTilePairs, end);
       if (next.count == 0 && following != nullptr) next.locate(following->head, following->begin, following->end);
       attention.attend_tile(tiles[current], next.count == 0 ? nullptr : &next, partial);
       current = !current;
     }
-    if (segment != range.begin) merge(tile.count, head.head_dim, result, later);
+    if (segment > range.begin) merge(tile.count, head.head_dim, result, later);
   }
 }
 
 template <class T, class KV>
 void finish(const QueryTile& tile, int head_dim, const PartialSoftmax& total) {
   for (int i = 0; i < tile.count; ++i) {
-    const Vec inverse = div(broadcast(1.0f), broadcast(total.sum[i]));
+    Vec inverse = div(broadcast(1.0f), broadcast(total.sum[i]));
+    if (tile.sinks != nullptr) {
+      const float sink = tile.sinks[i % tile.group], largest = sink > total.max[i] ? sink : total.max[i];
+      const Vec shrink = exp(broadcast(total.max[i] - largest));
+      inverse = div(shrink, fma(shrink, broadcast(total.sum[i]), exp(broadcast(sink - largest))));
+    }
     T* output = static_cast<T*>(tile.outputs[i]);
     const float* sums = total.weighted_values + i * head_dim;
     int channel = 0;

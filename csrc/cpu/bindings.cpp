@@ -16,10 +16,10 @@ STABLE_TORCH_LIBRARY(kvllm, m) {
   m.def(
       "paged_attention(Tensor queries, Tensor key_cache, Tensor value_cache, Tensor query_start_loc, "
       "Tensor last_kv_index, Tensor block_tables, Tensor? packed_len, Tensor? head_lengths, " SCORE_WINDOWS
-      "float scale) -> Tensor");
+      "float scale, int sliding_window=0, float soft_cap=0.0, Tensor? sinks=None) -> Tensor");
   m.def(
       "attention_mass(Tensor queries, Tensor keys, int num_scored, float scale, Tensor? last_kv_index=None, "
-      "bool squared=False) -> Tensor");
+      "bool squared=False, float soft_cap=0.0, Tensor? sinks=None) -> Tensor");
   m.def("store_kv(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor keys, Tensor values, Tensor slots) -> ()");
   m.def("copy_blocks(Tensor(a!) cache, Tensor sources, Tensor destinations) -> ()");
   m.def("compact(Tensor(a!) cache, Tensor kept, Tensor sources, Tensor destinations) -> ()");
@@ -36,7 +36,7 @@ STABLE_TORCH_LIBRARY(kvllm, m) {
   m.def(
       "run_decoder(Tensor decoder, Tensor(a!) residual, Tensor positions, Tensor slots, Tensor(b!) cache, Tensor "
       "query_start_loc, Tensor last_kv_index, Tensor block_tables, Tensor? packed_len, Tensor? "
-      "head_lengths, " SCORE_WINDOWS "float scale) -> Tensor");
+      "head_lengths, " SCORE_WINDOWS "float scale, Tensor? sliding_windows=None) -> Tensor");
   m.def("cpu_isa() -> str");
   m.def("set_loop_threads(int threads) -> ()");
 }

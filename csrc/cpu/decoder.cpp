@@ -1,6 +1,7 @@
 // All layers of a decoder as one operator: the loop of kvllm/models/base.py over the same kernels, in memory that is
 // kept from step to step.
 #include <cstring>
+#include <deque>
 #include <memory>
 
 #include "attention.h"
@@ -69,16 +70,45 @@ Decoder& decoder_in(const Tensor& tensor) {
   return decoder;
 }
 
+// A plan for each window that layers have.
+class LayerPlans {
+ public:
+  // windows: of each layer, 0 for none; null: none has one.
+  LayerPlans(const AttentionShape& shape, const AttentionBatch& batch, const int64_t* windows, int64_t layers) {
+    for (int64_t layer = 0; layer < layers; ++layer) {
+      const int window = sliding_window(windows == nullptr ? 0 : windows[layer]);
+      const auto same = [&](const AttentionPlan& plan) { return plan.batch.sliding_window == window; };
+      auto found = std::find_if(plans_.begin(), plans_.end(), same);
+      of_layer_.push_back(found != plans_.end() ? &*found : &add(shape, batch, window));
+    }
+  }
+
+  AttentionPlan& operator[](int64_t layer) { return *of_layer_[layer]; }
+
+ private:
+  AttentionPlan& add(const AttentionShape& shape, AttentionBatch batch, int window) {
+    if (window != kNoWindow) {
+      batch.packed_len = nullptr;
+      batch.windows.start = nullptr;
+    }
+    batch.sliding_window = window;
+    return plans_.emplace_back(shape, batch);
+  }
+
+  std::deque<AttentionPlan> plans_;
+  std::vector<AttentionPlan*> of_layer_;
+};
+
 // One pass over the layers.
 class Pass {
  public:
-  Pass(Decoder& decoder, int64_t rows, AttentionPlan& plan, const StoreShape& store, const int64_t* positions,
+  Pass(Decoder& decoder, int64_t rows, LayerPlans& plans, const StoreShape& store, const int64_t* positions,
        const int64_t* slots, float scale)
       : d_(decoder),
         kernels_(decoder.dtype == ScalarType::Float ? kernel_set().float32 : kernel_set().bfloat16),
         bytes_(decoder.dtype == ScalarType::Float ? 4 : 2),
         rows_(rows),
-        plan_(plan),
+        plans_(plans),
         store_(store),
         positions_(positions),
         slots_(slots),
@@ -91,16 +121,18 @@ class Pass {
       kernels_.rms_norm(at(residual, begin, d_.hidden_size), d_.layers[0].input_norm, at(x, begin, d_.hidden_size),
                         end - begin, d_.hidden_size, d_.eps);
     });
-    const int64_t lengths = plan_.batch.num_sequences * d_.kv_heads;
-    const int64_t scores_of_layer = plan_.shape.num_blocks * d_.kv_heads * plan_.shape.block_size;
+    const int64_t lengths = plans_[0].batch.num_sequences * d_.kv_heads;
+    const int64_t scores_of_layer = store_.num_blocks * d_.kv_heads * store_.block_size;
     for (size_t i = 0; i < d_.layers.size(); ++i) {
       const Layer& layer = d_.layers[i];
       const bool last = i + 1 == d_.layers.size();
       char* keys = cache + 2 * static_cast<int64_t>(i) * plane_bytes;
+      AttentionPlan& plan = plans_[static_cast<int64_t>(i)];
+      const bool full = plan.batch.sliding_window == kNoWindow;
       const char* attended =
-          attend(layer, x, keys, keys + plane_bytes,
-                 head_lengths == nullptr ? nullptr : head_lengths + static_cast<int64_t>(i) * lengths,
-                 scores == nullptr ? nullptr : scores + static_cast<int64_t>(i) * scores_of_layer);
+          attend(layer, plan, x, keys, keys + plane_bytes,
+                 head_lengths == nullptr || !full ? nullptr : head_lengths + static_cast<int64_t>(i) * lengths,
+                 scores == nullptr || !full ? nullptr : scores + static_cast<int64_t>(i) * scores_of_layer);
       add_norm(residual, product(attended, layer.output, nullptr, d_.projected, &layer.gate_up),
                layer.post_attention_norm, x);
       const char* gate_up = product(x, layer.gate_up, nullptr, d_.gate_up, &layer.down);
@@ -133,8 +165,8 @@ class Pass {
     return out;
   }
 
-  const char* attend(const Layer& layer, const char* x, char* keys, char* values, const int32_t* head_lengths,
-                     float* scores) {
+  const char* attend(const Layer& layer, AttentionPlan& plan, const char* x, char* keys, char* values,
+                     const int32_t* head_lengths, float* scores) {
     const int64_t width = d_.qkv_size();
     product(x, layer.qkv, layer.qkv_bias, d_.qkv, &layer.output);
     char* qkv = d_.qkv.get(0);
@@ -153,7 +185,7 @@ class Pass {
     const char* new_values = new_keys + static_cast<int64_t>(d_.kv_heads) * d_.head_dim * bytes_;
     store_layer(store_, slots_, rows_, {new_keys, new_values, width, width, keys, values});
     char* attended = d_.attended.get(rows_ * d_.query_size() * bytes_);
-    run_attention(plan_, {qkv, width, keys, values, head_lengths, scores, attended, scale_});
+    run_attention(plan, {qkv, width, keys, values, head_lengths, scores, attended, scale_});
     return attended;
   }
 
@@ -168,7 +200,7 @@ class Pass {
   const Kernels& kernels_;
   const int64_t bytes_;
   const int64_t rows_;
-  AttentionPlan& plan_;
+  LayerPlans& plans_;
   const StoreShape& store_;
   const int64_t* positions_;
   const int64_t* slots_;
@@ -254,7 +286,7 @@ Tensor run_decoder(const Tensor& tensor, const Tensor& residual, const Tensor& p
                    const Tensor& block_tables, const std::optional<Tensor>& packed_len,
                    const std::optional<Tensor>& head_lengths, const std::optional<Tensor>& scores,
                    const std::optional<Tensor>& window_start, int64_t window_size, int64_t window_stride,
-                   int64_t num_scored, bool squared, double scale) {
+                   int64_t num_scored, bool squared, double scale, const std::optional<Tensor>& sliding_windows) {
   Decoder& decoder = decoder_in(tensor);
   const int64_t rows = residual.size(0), layers = static_cast<int64_t>(decoder.layers.size());
   check_contiguous(residual, "residual", 2);
@@ -278,6 +310,11 @@ Tensor run_decoder(const Tensor& tensor, const Tensor& residual, const Tensor& p
     check_size(*head_lengths, "head_lengths", 1, block_tables.size(0));
     check_size(*head_lengths, "head_lengths", 2, decoder.kv_heads);
   }
+  if (sliding_windows) {
+    check_contiguous(*sliding_windows, "sliding_windows", 1);
+    check_dtype(*sliding_windows, "sliding_windows", ScalarType::Long);
+    check_size(*sliding_windows, "sliding_windows", 0, layers);
+  }
   const int64_t* position = positions.const_data_ptr<int64_t>();
   check_positions(position, rows, decoder.cos_sin.size(0));
 
@@ -290,9 +327,9 @@ Tensor run_decoder(const Tensor& tensor, const Tensor& residual, const Tensor& p
   batch.windows = score_windows(window_start, window_size, window_stride, num_scored, squared);
   check_windows(scores, window_start, batch.windows, shape, batch);
   if (scores) check_size(*scores, "scores", 0, layers);
-  AttentionPlan plan(shape, batch);
+  LayerPlans plans(shape, batch, sliding_windows ? sliding_windows->const_data_ptr<int64_t>() : nullptr, layers);
   Tensor hidden = empty_like(residual, {rows, decoder.hidden_size});
-  Pass pass(decoder, rows, plan, store, position, slots.const_data_ptr<int64_t>(), static_cast<float>(scale));
+  Pass pass(decoder, rows, plans, store, position, slots.const_data_ptr<int64_t>(), static_cast<float>(scale));
   pass.run(static_cast<char*>(residual.mutable_data_ptr()), static_cast<char*>(hidden.mutable_data_ptr()),
            static_cast<char*>(cache.mutable_data_ptr()), cache.stride(1) * cache.element_size(),
            head_lengths ? head_lengths->const_data_ptr<int32_t>() : nullptr,

@@ -69,17 +69,26 @@ struct PagedHead {
   int num_evicted;
 };
 
-// KV pairs begin .. end - 1 of a head.
+// KV pairs begin .. end - 1 of a head; `begin` is a multiple of kTilePairs.
 struct PairRange {
   PagedHead head;
   int begin;
   int end;
 };
 
-// Queries of that sequence and head. Query i attends KV pairs 0 .. last[i]; `last` does not decrease. Their scores of
-// the pairs from `kept_begin` on are kept in rows of `kept_stride` floats, unless `kept_scores` is null.
+// A window that is longer than any sequence.
+constexpr int kNoWindow = 1 << 30;
+
+// Queries of that sequence and head. Query i attends `window` KV pairs up to last[i], or as many as there are; `last`
+// does not decrease. Scores are bounded by `soft_cap`, unless it is 0. Query i has a learned score sinks[i % group] in
+// its softmax, unless `sinks` is null. Their scores of the pairs from `kept_begin` on are kept in rows of `kept_stride`
+// floats, unless `kept_scores` is null.
 struct QueryTile {
   int count;
+  int group;
+  int window;
+  float soft_cap;
+  const float* sinks;
   float* kept_scores;
   int kept_begin;
   int kept_stride;
@@ -153,9 +162,8 @@ struct ProductKernels {
 
 // What depends on how the cache holds KV pairs.
 struct KVKernels {
-  // Queries against KV pairs, as far as each attends them; `begin` is a multiple of kSegmentPairs. The beginning of
-  // `following`, which this thread will probably attend next, is prefetched; it may be null. `workspace` has
-  // kWorkspaceRows rows.
+  // Queries against KV pairs, as far as each attends them. The beginning of `following`, which this thread will
+  // probably attend next, is prefetched; it may be null. `workspace` has kWorkspaceRows rows.
   void (*attend)(const PairRange& range, const PairRange* following, const QueryTile& tile, float scale,
                  float* workspace, const PartialSoftmax& result);
   void (*finish)(const QueryTile& tile, int head_dim, const PartialSoftmax& total);
@@ -171,13 +179,16 @@ struct Kernels {
   void (*merge)(int count, int head_dim, const PartialSoftmax& into, const PartialSoftmax& later);
 
   // See window_kernel.h.
-  void (*add_window)(float* scores, int num_queries, int stride, int count, bool squared, float* added);
+  void (*add_window)(float* scores, int num_queries, int stride, int count, bool squared, const float* sinks,
+                     float* added);
 
   // mass[key] <- sum of the softmax weights, or their squares, that `num_queries` queries give it, each over the first
-  // `attended` (one number for each) of `num_keys` dense keys. `mass` has room for whole tiles of keys, `workspace` for
+  // `attended` (one number for each) of `num_keys` dense keys, with a learned score of each in `sinks`, unless that is
+  // null. Scores are bounded by `soft_cap`, unless it is 0. `mass` has room for whole tiles of keys, `workspace` for
   // mass_workspace_floats.
   void (*attention_mass)(const void* const* queries, const int* attended, int num_queries, const void* keys,
-                         int num_keys, int head_dim, float scale, bool squared, float* workspace, float* mass);
+                         int num_keys, int head_dim, float scale, float soft_cap, const float* sinks, bool squared,
+                         float* workspace, float* mass);
 
   void (*rms_norm)(const void* x, const void* weight, void* out, int64_t rows, int64_t width, float eps);
   void (*add_rms_norm)(void* residual, const void* x, const void* weight, void* out, int64_t rows, int64_t width,

@@ -8,6 +8,7 @@ namespace kvllm {
 namespace {
 
 constexpr int minimum(int a, int b) { return a < b ? a : b; }
+constexpr int maximum(int a, int b) { return a > b ? a : b; }
 
 // Into the second level: the first has no room for the next tile beside this one, and fetches that wait for memory
 // would fill its few slots and hold up the loads of this tile.
@@ -83,7 +84,7 @@ struct PairScales<Codes<kBits>> {
 template <class Element>
 struct PairParameters {
   explicit PairParameters(const PairScales<Element>&) {}
-  void apply_to_weights(float*, int, int, float*) const {}
+  void apply_to_weights(float*, int, int, int, float*) const {}
 };
 
 template <int kBits>
@@ -106,13 +107,14 @@ struct PairParameters<Codes<kBits>> {
     return fma(load(key_zeros + pair), query_sum, scaled);
   }
 
-  // Turn the first `count` weights of a query into those of codes. Zero points are added to its sums.
-  void apply_to_weights(float* weights, int count, int head_dim, float* sums) const {
+  // Turn weights begin .. count - 1 of a query into those of codes. Zero points are added to its sums.
+  void apply_to_weights(float* weights, int begin, int count, int head_dim, float* sums) const {
     Vec zero_sum = {};
-    for (int pair = 0; pair < count; pair += kLanes) {
+    for (int pair = begin / kLanes * kLanes; pair < count; pair += kLanes) {
       const Vec weight = load(weights + pair);
       if constexpr (kBits == 4) {
-        const Vec zeros = mul(weight, load(value_zeros + pair));
+        Vec zeros = mul(weight, load(value_zeros + pair));
+        if (pair < begin) zeros = keep_first(begin - pair, Vec{}, zeros);
         zero_sum = add(zero_sum, count - pair < kLanes ? keep_first(count - pair, zeros, Vec{}) : zeros);
       }
       store(weights + pair, mul(weight, load(value_scales + pair)));

@@ -13,7 +13,8 @@ constexpr int64_t kQueriesPerTask = 512;
 }  // namespace
 
 Tensor attention_mass(const Tensor& queries, const Tensor& keys, int64_t num_scored, double scale,
-                      const std::optional<Tensor>& last_kv_index, bool squared) {
+                      const std::optional<Tensor>& last_kv_index, bool squared, double soft_cap,
+                      const std::optional<Tensor>& sinks) {
   const Kernels& kernels = kernels_for(queries, "queries");
   STD_TORCH_CHECK(queries.dim() == 4, "queries has ", queries.dim(), " dimensions, not 4");
   check_contiguous(keys, "keys", 4);
@@ -33,6 +34,8 @@ Tensor attention_mass(const Tensor& queries, const Tensor& keys, int64_t num_sco
     check_dtype(*last_kv_index, "last_kv_index", ScalarType::Long);
     check_size(*last_kv_index, "last_kv_index", 0, num_tokens);
   }
+  check_sinks(sinks, query_heads);
+  const float* sink = sinks ? sinks->const_data_ptr<float>() : nullptr;
   const int64_t* index = last_kv_index ? static_cast<const int64_t*>(last_kv_index->data_ptr()) : nullptr;
 
   const int64_t group = query_heads / kv_heads, group_queries = group * num_tokens;
@@ -55,13 +58,16 @@ Tensor attention_mass(const Tensor& queries, const Tensor& keys, int64_t num_sco
     const int64_t end = std::min(group_queries, begin + kQueriesPerTask);
     const void* task_queries[kQueriesPerTask];
     int task_attended[kQueriesPerTask];
+    float task_sinks[kQueriesPerTask];
     for (int64_t query = begin; query < end; ++query) {
       task_queries[query - begin] = pointer(head, query);
       task_attended[query - begin] = attended(query);
+      if (sinks) task_sinks[query - begin] = sink[head % kv_heads * group + query / num_tokens];
     }
     const char* head_keys = static_cast<const char*>(keys.data_ptr()) + head * keys.stride(1) * element_size;
     kernels.attention_mass(task_queries, task_attended, static_cast<int>(end - begin), head_keys,
-                           static_cast<int>(num_scored), static_cast<int>(head_dim), static_cast<float>(scale), squared,
+                           static_cast<int>(num_scored), static_cast<int>(head_dim), static_cast<float>(scale),
+                           static_cast<float>(soft_cap), sinks ? task_sinks : nullptr, squared,
                            scratch(mass_workspace_floats(num_scored, head_dim)), partial.data() + task * padded);
   });
 

@@ -18,18 +18,21 @@ struct WindowMass {
   const int head_dim;
   const int num_words;
   const float scale;
+  const float soft_cap;
   const bool squared;
   float* packed_keys;  // [num_tiles, num_words, kTilePairs]
   float* scores;       // [num_tiles, kRowBlock, kTilePairs]
   float* rows;         // [kRowBlock, head_dim]
   float* mass;         // [num_tiles * kTilePairs]
 
-  WindowMass(const void* keys, int num_keys, int head_dim, float scale, bool squared, float* workspace, float* mass)
+  WindowMass(const void* keys, int num_keys, int head_dim, float scale, float soft_cap, bool squared, float* workspace,
+             float* mass)
       : num_keys(num_keys),
         num_tiles((num_keys + kTilePairs - 1) / kTilePairs),
         head_dim(head_dim),
         num_words(head_dim / Product::kChannels),
         scale(scale),
+        soft_cap(soft_cap),
         squared(squared),
         packed_keys(workspace),
         scores(packed_keys + static_cast<int64_t>(num_tiles) * head_dim * kTilePairs),
@@ -48,16 +51,18 @@ struct WindowMass {
   }
 
   template <int kRows>
-  void add_queries(const void* const* queries, const int* attended) const {
+  void add_queries(const void* const* queries, const int* attended, const float* sinks) const {
     const int query_floats = num_words * Product::kFactors;
     for (int r = 0; r < kRows; ++r) unpack_query<Product>(queries[r], head_dim, rows + r * query_floats);
     for (int t = 0; t < num_tiles; ++t) {
       const float* keys = packed_keys + static_cast<int64_t>(t) * num_words * kTilePairs;
       score<Product, kRows>(rows, keys, num_words, scale, kTilePairs, scores + t * kRows * kTilePairs, nullptr);
     }
+    if (soft_cap != 0) bound_scores(scores, num_tiles * kRows * kTilePairs, soft_cap);
     Vec inverse[kRows];
     for (int r = 0; r < kRows; ++r) {
-      inverse[r] = exponentiate(scores + r * kTilePairs, kRows * kTilePairs, attended[r]);
+      inverse[r] = exponentiate(scores + r * kTilePairs, kRows * kTilePairs, attended[r],
+                                sinks == nullptr ? nullptr : sinks + r);
     }
     for (int t = 0; t < num_tiles; ++t) {
       for (int key = 0; key < kTilePairs; key += kLanes) {
@@ -74,8 +79,8 @@ struct WindowMass {
   }
 
   // Scores of one query, tiles `stride` apart, to e^(score - max), 0 behind the first `attended`. Returns 1 / their
-  // sum.
-  Vec exponentiate(float* query_scores, int stride, int attended) const {
+  // sum, which a score without a key may be a part of.
+  Vec exponentiate(float* query_scores, int stride, int attended, const float* sink) const {
     const Vec minus_infinity = broadcast(-__builtin_inff());
     Vec largest = minus_infinity;
     for (int t = 0; t < num_tiles; ++t) {
@@ -86,6 +91,7 @@ struct WindowMass {
         largest = max(load(place), largest);
       }
     }
+    if (sink != nullptr) largest = max(largest, broadcast(*sink));
     const Vec shift = broadcast(reduce_max(largest));
     Vec sum = {};
     for (int t = 0; t < num_tiles; ++t) {
@@ -96,20 +102,24 @@ struct WindowMass {
         sum = add(sum, weight);
       }
     }
-    return div(broadcast(1.0f), broadcast(reduce_add(sum)));
+    Vec total = broadcast(reduce_add(sum));
+    if (sink != nullptr) total = add(total, exp(sub(broadcast(*sink), shift)));
+    return div(broadcast(1.0f), total);
   }
 };
 
 template <class T, class Product>
 void attention_mass(const void* const* queries, const int* attended, int num_queries, const void* keys, int num_keys,
-                    int head_dim, float scale, bool squared, float* workspace, float* mass) {
-  const WindowMass<T, Product> window(keys, num_keys, head_dim, scale, squared, workspace, mass);
+                    int head_dim, float scale, float soft_cap, const float* sinks, bool squared, float* workspace,
+                    float* mass) {
+  const WindowMass<T, Product> window(keys, num_keys, head_dim, scale, soft_cap, squared, workspace, mass);
   for (int i = 0; i < num_queries; i += kRowBlock) {
+    const float* some = sinks == nullptr ? nullptr : sinks + i;
     switch (minimum(kRowBlock, num_queries - i)) {
-      case 4: window.template add_queries<4>(queries + i, attended + i); break;
-      case 3: window.template add_queries<3>(queries + i, attended + i); break;
-      case 2: window.template add_queries<2>(queries + i, attended + i); break;
-      case 1: window.template add_queries<1>(queries + i, attended + i); break;
+      case 4: window.template add_queries<4>(queries + i, attended + i, some); break;
+      case 3: window.template add_queries<3>(queries + i, attended + i, some); break;
+      case 2: window.template add_queries<2>(queries + i, attended + i, some); break;
+      case 1: window.template add_queries<1>(queries + i, attended + i, some); break;
     }
   }
 }

@@ -31,9 +31,11 @@ Tensor paged_attention(const Tensor& queries, const Tensor& key_cache, const Ten
                        const Tensor& query_start_loc, const Tensor& last_kv_index, const Tensor& block_tables,
                        const std::optional<Tensor>& packed_len, const std::optional<Tensor>& head_lengths,
                        const std::optional<Tensor>& scores, const std::optional<Tensor>& window_start,
-                       int64_t window_size, int64_t window_stride, int64_t num_scored, bool squared, double scale);
+                       int64_t window_size, int64_t window_stride, int64_t num_scored, bool squared, double scale,
+                       int64_t sliding_window, double soft_cap, const std::optional<Tensor>& sinks);
 Tensor attention_mass(const Tensor& queries, const Tensor& keys, int64_t num_scored, double scale,
-                      const std::optional<Tensor>& last_kv_index, bool squared);
+                      const std::optional<Tensor>& last_kv_index, bool squared, double soft_cap,
+                      const std::optional<Tensor>& sinks);
 void store_kv(const Tensor& key_cache, const Tensor& value_cache, const Tensor& keys, const Tensor& values,
               const Tensor& slots);
 void copy_blocks(const Tensor& cache, const Tensor& sources, const Tensor& destinations);
@@ -59,13 +61,14 @@ void add_decoder_layer(const Tensor& decoder, const Tensor& input_norm, const Te
                        const Tensor& post_attention_norm, const Tensor& gate_up,
                        const std::optional<Tensor>& gate_up_scales, const Tensor& down,
                        const std::optional<Tensor>& down_scales, int64_t inner_size);
-// residual: the embedded tokens, overwritten. cache: of all layers. Returns the normalized hidden states.
+// residual: the embedded tokens, overwritten. cache: of all layers. sliding_windows: int64 `[layers]`, 0 for a layer
+// that has none; or all have none. Returns the normalized hidden states.
 Tensor run_decoder(const Tensor& decoder, const Tensor& residual, const Tensor& positions, const Tensor& slots,
                    const Tensor& cache, const Tensor& query_start_loc, const Tensor& last_kv_index,
                    const Tensor& block_tables, const std::optional<Tensor>& packed_len,
                    const std::optional<Tensor>& head_lengths, const std::optional<Tensor>& scores,
                    const std::optional<Tensor>& window_start, int64_t window_size, int64_t window_stride,
-                   int64_t num_scored, bool squared, double scale);
+                   int64_t num_scored, bool squared, double scale, const std::optional<Tensor>& sliding_windows);
 
 void check_positions(const int64_t* positions, int64_t count, int64_t num_positions);
 
@@ -81,6 +84,14 @@ inline void check_dtype(const Tensor& tensor, const char* name, ScalarType dtype
 
 inline void check_size(const Tensor& tensor, const char* name, int64_t dim, int64_t size) {
   STD_TORCH_CHECK(tensor.size(dim) == size, "dimension ", dim, " of ", name, " is ", tensor.size(dim), ", not ", size);
+}
+
+// Learned scores, one for each query head.
+inline void check_sinks(const std::optional<Tensor>& sinks, int64_t query_heads) {
+  if (!sinks) return;
+  check_contiguous(*sinks, "sinks", 1);
+  check_dtype(*sinks, "sinks", ScalarType::Float);
+  check_size(*sinks, "sinks", 0, query_heads);
 }
 
 // An uninitialized tensor. The stable new_empty goes through the boxed dispatcher, which would

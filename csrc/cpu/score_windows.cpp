@@ -25,7 +25,7 @@ void add_window(const AttentionPlan& plan, const AttentionTask& task, float* sco
                 const QueryTile& queries, int begin, int count) {
   float* added = queries.kept_scores + queries.count * queries.kept_stride;
   kernels.add_window(queries.kept_scores + begin - queries.kept_begin, queries.count, queries.kept_stride, count,
-                     plan.batch.windows.squared, added);
+                     plan.batch.windows.squared, queries.sinks, added);
   const int32_t* table = plan.batch.block_tables + task.sequence * plan.batch.table_width;
   const int block_size = static_cast<int>(plan.shape.block_size);
   const auto place = [&](int index) {

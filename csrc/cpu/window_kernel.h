@@ -6,9 +6,11 @@
 namespace kvllm {
 namespace {
 
-// added[pair] <- sum over `num_queries` rows of their softmax over the first `count` scores, or of its squares. The
-// rows, `stride` floats apart, are overwritten; they have room for whole vectors, as `added` has.
-inline void add_window(float* scores, int num_queries, int stride, int count, bool squared, float* added) {
+// added[pair] <- sum over `num_queries` rows of their softmax over the first `count` scores, and over one of `sinks`
+// for each row, unless that is null; or of its squares. The rows, `stride` floats apart, are overwritten; they have
+// room for whole vectors, as `added` has.
+inline void add_window(float* scores, int num_queries, int stride, int count, bool squared, const float* sinks,
+                       float* added) {
   const Vec minus_infinity = broadcast(-__builtin_inff());
   for (int query = 0; query < num_queries; ++query) {
     float* row = scores + query * stride;
@@ -17,6 +19,7 @@ inline void add_window(float* scores, int num_queries, int stride, int count, bo
       if (count - pair < kLanes) store(row + pair, keep_first(count - pair, load(row + pair), minus_infinity));
       largest = max(load(row + pair), largest);
     }
+    if (sinks != nullptr) largest = max(largest, broadcast(sinks[query]));
     const Vec shift = broadcast(reduce_max(largest));
     Vec sum = {};
     for (int pair = 0; pair < count; pair += kLanes) {
@@ -24,7 +27,9 @@ inline void add_window(float* scores, int num_queries, int stride, int count, bo
       store(row + pair, weight);
       sum = add(sum, weight);
     }
-    const Vec inverse = div(broadcast(1.0f), broadcast(reduce_add(sum)));
+    Vec total = broadcast(reduce_add(sum));
+    if (sinks != nullptr) total = add(total, exp(sub(broadcast(sinks[query]), shift)));
+    const Vec inverse = div(broadcast(1.0f), total);
     for (int pair = 0; pair < count; pair += kLanes) {
       const Vec probability = mul(load(row + pair), inverse);
       const Vec term = squared ? mul(probability, probability) : probability;

@@ -63,8 +63,8 @@ class AttentionBatch:
         token i attends pairs `0 .. last_kv_index[i]`. Ascending within a sequence. It is an index into the cache, not a
         position: after a compaction the two differ.
     block_tables: `[S, max_blocks]`, KV pair j of sequence s is in block `block_tables[s, j // block_size]`; columns
-        beyond what `last_kv_index` reaches are arbitrary, and for a layer with a window those before what the
-        sequence's first query token attends.
+        beyond what `last_kv_index` reaches are arbitrary. For a layer with a window, those before what the sequence's
+        first query token attends may name any block of the cache: nothing that they hold counts.
     packed_len, head_lengths: `[S]` and `[layers, S, kv_heads]`, where heads hold different numbers of KV pairs: index e
         is evicted for head h of layer l of sequence s, not attended, if `head_lengths[l, s, h] <= e < packed_len[s]`.
         The pairs of the query tokens lie behind.
@@ -87,6 +87,11 @@ class AttentionBatch:
     window_start: torch.Tensor | None = None
     windows: ScoreWindows | None = None
     scored_chunks: tuple[ScoredChunk, ...] = ()
+
+    @property
+    def of_window(self) -> AttentionBatch:
+        """The batch for layers with a window: none of their KV pairs was evicted, and none is scored."""
+        return AttentionBatch(self.query_start_loc, self.last_kv_index, self.block_tables)
 
 
 class AttentionBackend(ABC):

@@ -24,6 +24,9 @@ class CpuBackend(AttentionBackend):
     ) -> None:
         super().__init__(cache, num_query_heads, scale, layers)
         self._attention = operator("paged_attention")
+        windows = [options.window or 0 for options in self.layers]
+        self.sliding_windows = torch.tensor(windows) if any(windows) else None
+        """int64 `[layers]`, 0 for a layer that has none; None where no layer has one."""
 
     def plan(self, batch: AttentionBatch) -> AttentionBatch:
         return batch
@@ -31,6 +34,9 @@ class CpuBackend(AttentionBackend):
     def run(
         self, layer: int, queries: torch.Tensor, plan: AttentionBatch, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
+        options = self.layers[layer]
+        if options.window is not None:
+            plan = plan.of_window
         return self._attention(
             queries,
             self.keys[layer],
@@ -44,6 +50,9 @@ class CpuBackend(AttentionBackend):
             plan.window_start,
             *window_arguments(plan.windows),
             self.scale,
+            options.window or 0,
+            options.soft_cap or 0.0,
+            sinks,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,6 +64,7 @@ class FlashAttentionBackend(AttentionBackend):
                 cache_seqlens=plan.lengths,
                 block_table=plan.block_tables,
                 softmax_scale=self.scale,
+                **self._options(layer),
             ).squeeze(1)
         return flash_attn_varlen_func(  # pyright: ignore[reportCallIssue]
             queries,
@@ -75,4 +77,14 @@ class FlashAttentionBackend(AttentionBackend):
             softmax_scale=self.scale,
             causal=True,
             block_table=plan.block_tables,
+            **self._options(layer),
         )
+
+    def _options(self, layer: int) -> dict[str, Any]:
+        """What the library is told of a layer's window and soft cap, if it has any."""
+        options, arguments = self.layers[layer], {}
+        if options.window is not None:
+            arguments["window_size"] = (options.window - 1, 0)  # tokens before a query's own, and behind it
+        if options.soft_cap is not None:
+            arguments["softcap"] = options.soft_cap
+        return arguments

@@ -34,14 +34,12 @@ class Case:
 
 
 def _why_not_options(case: Case) -> str | None:
-    """The reason of a backend that attends all earlier KV pairs with a plain softmax."""
+    """The reason of a backend that attends all earlier KV pairs, with scores that have no bound."""
     for options in case.layers:
         if options.window is not None:
             return f"attends all earlier tokens, the model has layers with a sliding window of {options.window}"
         if options.soft_cap is not None:
             return f"does not bound scores, the model has layers with a soft cap of {options.soft_cap:g}"
-        if options.sinks:
-            return "knows no learned scores beside those of KV pairs, the model has layers with attention sinks"
     return None
 
 
@@ -57,7 +55,7 @@ def why_not_cpu(case: Case) -> str | None:
         return f"reads float32 or bfloat16 with an even head_dim, not {shape.dtype} with head_dim {shape.head_dim}"
     if shape.kv_format and (reason := why_not_quantize(shape)):
         return reason
-    return _why_not_options(case)
+    return None
 
 
 def why_not_triton(case: Case) -> str | None:
@@ -75,7 +73,7 @@ def why_not_triton(case: Case) -> str | None:
         return f"needs a block_size that is a power of two from 16 on, not {shape.block_size}"
     if shape.head_dim % 16 or not 16 <= shape.head_dim <= 256:
         return f"needs a head_dim that is a multiple of 16 up to 256, not {shape.head_dim}"
-    return _why_not_options(case)
+    return None
 
 
 def why_not_flash_attn(case: Case) -> str | None:
@@ -93,15 +91,15 @@ def why_not_xformers(case: Case) -> str | None:
         return f"needs a block_size that is a multiple of 64, not {shape.block_size}"
     if shape.head_dim not in (16, 32, 64, 128, 256):
         return f"needs a head_dim that is a power of two from 16 to 256, not {shape.head_dim}"
-    return _why_not_library(case, "xformers", "xformers")
+    return _why_not_options(case) or _why_not_library(case, "xformers", "xformers")
 
 
 def _why_not_library(case: Case, module: str, package: str) -> str | None:
     """Limits that the attention libraries have in common."""
     if case.cache.shape.dtype not in (torch.bfloat16, torch.float16):
         return f"computes in bfloat16 or float16, not {case.cache.shape.dtype}"
-    if reason := _why_not_options(case):
-        return reason
+    if any(options.sinks for options in case.layers):
+        return "knows no learned scores beside those of KV pairs, the model has layers with attention sinks"
     if case.ragged:
         return "cannot leave out KV pairs of single heads, which the compression method asks for"
     if case.observed:

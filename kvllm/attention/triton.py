@@ -52,6 +52,9 @@ class TritonBackend(AttentionBackend):
     def run(
         self, layer: int, queries: torch.Tensor, plan: TritonPlan, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
+        options = self.layers[layer]
+        if options.window is not None:
+            plan = TritonPlan(plan.batch.of_window, plan.partials, None, None)
         batch = plan.batch
         output = torch.empty_like(queries, memory_format=torch.contiguous_format)
         arguments = (
@@ -65,9 +68,11 @@ class TritonBackend(AttentionBackend):
             None if batch.head_lengths is None else batch.head_lengths[layer],
             self.scale,
         )
-        paged_decode(*arguments, plan.partials, plan.observed, plan.kept, output)
+        paged_decode(
+            *arguments, plan.partials, plan.observed, plan.kept, output, options.window, options.soft_cap, sinks
+        )
         if len(queries) > len(batch.block_tables):
-            paged_prefill(*arguments, plan.observed, output)
+            paged_prefill(*arguments, plan.observed, output, options.window, options.soft_cap, sinks)
         if batch.mass is not None and plan.observed is not None and batch.table_slots is not None:
             add_mass(
                 batch.mass[layer],
@@ -79,8 +84,9 @@ class TritonBackend(AttentionBackend):
                 batch.table_slots,
                 self.scale,
                 plan.observed,
+                options.soft_cap,
             )
         scores = self.cache.scores_of(layer)
         if plan.kept is not None and scores is not None:
-            add_windows(scores, plan.kept, batch.query_start_loc, batch.last_kv_index, batch.block_tables)
+            add_windows(scores, plan.kept, batch.query_start_loc, batch.last_kv_index, batch.block_tables, sinks)
         return output

@@ -16,6 +16,7 @@ BY_LAYER = ("layer", "num_layers", "capacity", "evicted_mask", "mass", "carried"
 
 INPUTS = (
     *BY_LAYER, "query_offsets", "seeds", "starts", "last_positions", "values", "frequencies", "statistics", "observed",
+    "softmax",
 )  # fmt: skip
 """Inputs from the engine, beside queries, keys, `retain`, `buffer` and a method's options. A method gets those that its
 function has as keyword arguments. The S rows of a call are regions of sequences; without queries, in several layers at
@@ -23,6 +24,7 @@ once, of which the first has the first rows.
 
 query_offsets: int64 `[query tokens]`, the offset in the region of each query token.
 layer, num_layers: which layer of the model this is, from 0, and of how many.
+softmax: with queries, a `kvllm.compression.mass.Softmax`, that of the layer's attention.
 seeds: one int for each row, at least 0, that depends on the sequence and on the region's position alone.
 starts: one int for each row, the KV pairs of its cache in front of the region.
 last_positions: one int for each row, the position in the text of the region's last KV pair. The positions in front

@@ -9,10 +9,13 @@ Most methods look at one KV head at a time, so ranks have nothing to tell each o
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
+from kvllm.compression.mass import Softmax
 from kvllm.compression.registry import METHODS
 from kvllm.parallel import KVHeads, Shard
 
@@ -32,6 +35,7 @@ class ShardedMethod:
         if self.heads.replicas > 1:
             if queries is not None:
                 queries = self._of_replicas(queries).flatten(1, 2)
+                options["softmax"] = self._with_sinks(options["softmax"], self._of_replicas)
             for name in {"mass", "observed"} & set(options):
                 options[name] = self._of_replicas(options[name]).sum(dim=1)
         return self.method(queries, keys, **options)
@@ -39,6 +43,7 @@ class ShardedMethod:
     def _of_whole_layer(self, queries: Tensor | None, keys: Tensor, options: dict[str, Any]) -> Tensor:
         if queries is not None:
             queries = self._gather(queries).flatten(1, 2)
+            options["softmax"] = self._with_sinks(options["softmax"], self._gather)
         keys = self._of_all_heads(keys)
         if "values" in options:
             options["values"] = self._of_all_heads(options["values"])
@@ -46,6 +51,12 @@ class ShardedMethod:
             options["evicted_mask"] = self._of_all_heads(options["evicted_mask"].byte()).bool()
         kept = self.method(queries, keys, **options)
         return kept[:, self.heads.first : self.heads.first + self.heads.count]
+
+    def _with_sinks(self, softmax: Softmax, gather: Callable[[Tensor], Tensor]) -> Softmax:
+        """The softmax of all query heads that `gather` brings together."""
+        if softmax.sinks is None:
+            return softmax
+        return replace(softmax, sinks=gather(softmax.sinks[None]).flatten())
 
     def _of_all_heads(self, x: Tensor) -> Tensor:
         """`[S, kv_heads of this rank, ...]` -> `[S, all KV heads, ...]`."""

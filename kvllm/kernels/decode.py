@@ -15,6 +15,7 @@ from kvllm.kernels.score_windows import KeptScores, window_of
 from kvllm.kernels.tiles import (
     LOG2_E,
     SEGMENT,
+    add_sinks,
     attend_tile,
     decode_rows,
     evicted_range,
@@ -87,6 +88,12 @@ def _decode_length(
     return length - num_evicted, evicted_begin, num_evicted
 
 
+@triton.jit
+def _oldest(length, WINDOW: tl.constexpr):
+    """The first KV pair that a query token attends."""
+    return tl.maximum(0, length - WINDOW) if WINDOW else 0
+
+
 @triton.jit(do_not_specialize=["table_stride", "num_segments", "observed_width"])
 def _attend_segments(
     queries,
@@ -119,6 +126,8 @@ def _attend_segments(
     OBSERVED: tl.constexpr,
     STRIDE: tl.constexpr,
     OVERLAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
 ):
     sequence, head = tl.program_id(0), tl.program_id(1)
     token = tl.load(query_start_loc + sequence)
@@ -137,14 +146,17 @@ def _attend_segments(
     observed_begin = 0  # the first KV pair whose score is wanted: of all, or of a window
     if STRIDE:
         _, observed_begin = window_of(window_start, sequence, length - 1, STRIDE, OVERLAP)
-    for segment in range(tl.program_id(2), tl.cdiv(length, SEGMENT), tl.num_programs(2)):
+    oldest = _oldest(length, WINDOW)
+    for segment in range(oldest // SEGMENT + tl.program_id(2), tl.cdiv(length, SEGMENT), tl.num_programs(2)):
         maximum = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         weighted = tl.zeros([ROWS, CHANNELS], tl.float32)
         begin = segment * SEGMENT
-        for start in range(begin, tl.minimum(begin + SEGMENT, length), TILE):
+        for start in range(tl.maximum(begin, oldest // TILE * TILE), tl.minimum(begin + SEGMENT, length), TILE):
             kv_index = start + tl.arange(0, TILE)
             exists = kv_index < length
+            if WINDOW:
+                exists = exists & (kv_index >= oldest)
             offsets = kv_offsets(
                 table, kv_index, exists, head, evicted_begin, num_evicted, KV_HEADS, BLOCK_SIZE, HEAD_DIM
             )
@@ -161,6 +173,7 @@ def _attend_segments(
                 weighted,
                 HEAD_DIM,
                 CHANNELS,
+                SOFT_CAP,
             )
             if OBSERVED:
                 first_place = (sequence.to(tl.int64) * (KV_HEADS * GROUP) + query_head) * observed_width
@@ -184,6 +197,7 @@ def _merge_segments(
     partial_maximum,
     partial_total,
     observed_totals,
+    sinks,
     num_segments,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -193,6 +207,8 @@ def _merge_segments(
     SEGMENT: tl.constexpr,
     RAGGED: tl.constexpr,
     OBSERVED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
     MERGED: tl.constexpr,
 ):
     sequence, head = tl.program_id(0), tl.program_id(1)
@@ -210,7 +226,7 @@ def _merge_segments(
     weighted = tl.zeros([ROWS, CHANNELS], tl.float32)
     first_partial = (sequence.to(tl.int64) * (KV_HEADS * GROUP) + query_head) * num_segments
     held_segments = tl.cdiv(length, SEGMENT)
-    for first_segment in range(0, held_segments, MERGED):
+    for first_segment in range(_oldest(length, WINDOW) // SEGMENT, held_segments, MERGED):
         for i in tl.static_range(MERGED):  # their reads need not wait for each other
             held = exists & (first_segment + i < held_segments)
             partial = first_partial + first_segment + i
@@ -219,6 +235,8 @@ def _merge_segments(
             places = partial[:, None] * HEAD_DIM + channel[None, :]
             later_weighted = tl.load(partial_weighted + places, mask=mask & held[:, None], other=0.0)
             maximum, total, weighted = merge(maximum, total, weighted, later_maximum, later_total, later_weighted)
+    if SINKS:
+        maximum, total, weighted = add_sinks(maximum, total, weighted, sinks, query_head, exists)
 
     output_row = token.to(tl.int64) * (KV_HEADS * GROUP) + query_head
     if OBSERVED:
@@ -241,6 +259,9 @@ def paged_decode(
     observed: Observed | None,
     kept: KeptScores | None,
     output: torch.Tensor,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Attention of the sequences that have exactly one query token; those of others are left alone in `output`.
 
@@ -251,6 +272,8 @@ def paged_decode(
     observed: where scores and totals are written, if they are wanted. KV pairs are counted without evicted ones.
     kept: where the scores of windows are written, if these are wanted; not beside `observed`.
     output: contiguous, the shape and dtype of `queries`.
+    window, soft_cap: as in LayerAttention; a window neither beside `packed_len` nor beside `observed` or `kept`. sinks:
+        as in `AttentionBackend.run`.
 
     Source: Flash-Decoding (Dao et al., 2023) over block tables, the query heads of a KV head in one tile.
     """
@@ -270,6 +293,7 @@ def paged_decode(
         "ROWS": rows,
         "SEGMENT": SEGMENT,
         "RAGGED": packed_len is not None,
+        "WINDOW": window or 0,
         "num_warps": warps(queries.dtype, rows, head_dim),
     }
     programs = min(num_segments, triton.cdiv(_PROGRAMS, max(1, num_sequences * kv_heads)))
@@ -296,6 +320,7 @@ def paged_decode(
         OBSERVED=scores is not partials.total,
         STRIDE=kept.stride if kept else 0,
         OVERLAP=kept.overlap if kept else 0,
+        SOFT_CAP=(soft_cap or 0.0) * LOG2_E,
         num_stages=stages(head_dim),
         **shape,
     )
@@ -308,8 +333,10 @@ def paged_decode(
         partials.maximum,
         partials.total,
         observed.totals if observed else partials.total,
+        partials.total if sinks is None else sinks,
         num_segments,
         OBSERVED=observed is not None,
+        SINKS=sinks is not None,
         MERGED=_MERGED,
         **shape,
     )

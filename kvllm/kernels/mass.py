@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kvllm.kernels.decode import Observed
-from kvllm.kernels.tiles import LOG2_E, kv_offsets
+from kvllm.kernels.tiles import LOG2_E, bounded, kv_offsets
 
 # Programs for each KV head of a sequence, at most.
 _PROGRAMS = 32
@@ -71,6 +71,7 @@ def _add_of_chunks(
     CHANNELS: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
 ):
     """Sequences with several query tokens: the product of queries and keys again, but neither a softmax nor values."""
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -97,7 +98,7 @@ def _add_of_chunks(
             query = tl.load(queries + query_offsets[:, None] + channel[None, :], mask=query_mask, other=0.0)
             newest = tl.load(last_kv_index + token, mask=token_exists, other=-1)
             total = tl.load(totals + token.to(tl.int64) * (KV_HEADS * GROUP) + query_head, mask=token_exists, other=0.0)
-            scores = tl.dot(query, tl.trans(tile_keys), input_precision="ieee") * scale
+            scores = bounded(tl.dot(query, tl.trans(tile_keys), input_precision="ieee") * scale, SOFT_CAP)
             seen = kv_index[None, :] <= newest[:, None]
             added += tl.where(seen, tl.exp2(scores - total[:, None]), 0.0)
         tl.store(mass + kv_index, tl.load(mass + kv_index, mask=exists, other=0.0) + tl.sum(added, 0), mask=exists)
@@ -113,6 +114,7 @@ def add_mass(
     table_slots: torch.Tensor,
     scale: float,
     observed: Observed,
+    soft_cap: float | None = None,
 ) -> None:
     """Add to the mass of each KV pair what all query tokens attended to it, summed over the query heads of a KV head.
 
@@ -164,6 +166,7 @@ def add_mass(
         CHANNELS=triton.next_power_of_2(head_dim),
         ROWS=tile,
         TILE=tile,
+        SOFT_CAP=(soft_cap or 0.0) * LOG2_E,
         num_warps=4,
         num_stages=2,
     )

@@ -13,6 +13,7 @@ from kvllm.kernels.decode import Observed
 from kvllm.kernels.tiles import (
     LOG2_E,
     SEGMENT,
+    add_sinks,
     attend_tile,
     evicted_range,
     kv_offsets,
@@ -56,18 +57,23 @@ def _attend_kv_pairs(
     CHANNELS: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
 ):
-    """Softmax of a tile of queries over KV pairs `begin .. end - 1`; a query attends those below its `length`."""
+    """Softmax of a tile of queries over KV pairs `begin .. end - 1`; a query attends those below its `length`, and of
+    these, with a window, the last WINDOW."""
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     weighted = tl.zeros([ROWS, CHANNELS], tl.float32)
-    for start in range(begin, end, TILE):
+    for start in range(begin // TILE * TILE, end, TILE):
         kv_index = start + tl.arange(0, TILE)
-        exists = kv_index < end
+        exists = (kv_index >= begin) & (kv_index < end) if WINDOW else kv_index < end
         offsets = kv_offsets(table, kv_index, exists, head, evicted_begin, num_evicted, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
         visible = kv_index[None, :] < length[:, None]
+        if WINDOW:
+            visible = visible & (kv_index[None, :] >= length[:, None] - WINDOW)
         _, maximum, total, weighted = attend_tile(
-            query, keys, values, offsets, exists, visible, scale, maximum, total, weighted, HEAD_DIM, CHANNELS
+            query, keys, values, offsets, exists, visible, scale, maximum, total, weighted, HEAD_DIM, CHANNELS, SOFT_CAP
         )
     return maximum, total, weighted
 
@@ -84,6 +90,7 @@ def _attend_chunks(
     packed_len,
     head_lengths,
     observed_totals,
+    sinks,
     scale,
     query_stride,
     table_stride,
@@ -100,6 +107,9 @@ def _attend_chunks(
     SEGMENTED: tl.constexpr,
     RAGGED: tl.constexpr,
     OBSERVED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     tile, head = tl.program_id(0), tl.program_id(1)
     sequence = _sequence_of(tile, query_start_loc, num_sequences, QUERIES)
@@ -123,22 +133,23 @@ def _attend_chunks(
     query_offsets = token.to(tl.int64)[:, None] * query_stride + query_head[:, None] * HEAD_DIM + channel[None, :]
     query = tl.load(queries + query_offsets, mask=mask, other=0.0)
     length = tl.load(last_kv_index + token, mask=exists, other=0) + 1 - num_evicted
-    length = tl.where(exists, length, 1)  # rows without a query attend something, too: no NaN
-    end = tl.max(length, 0)
+    end = tl.max(tl.where(exists, length, 0), 0)
+    length = tl.where(exists, length, end)  # rows without a query attend something, too: no NaN
+    oldest = tl.maximum(0, tl.min(length, 0) - WINDOW) if WINDOW else 0
 
     table = tables + tl.cast(sequence, tl.int64) * table_stride
     if SEGMENTED:
         maximum = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         weighted = tl.zeros([ROWS, CHANNELS], tl.float32)
-        for begin in range(0, end, SEGMENT):
+        for segment in range(oldest // SEGMENT * SEGMENT, end, SEGMENT):
             later_maximum, later_total, later_weighted = _attend_kv_pairs(
                 query,
                 keys,
                 values,
                 table,
-                begin,
-                tl.minimum(begin + SEGMENT, end),
+                tl.maximum(segment, oldest),
+                tl.minimum(segment + SEGMENT, end),
                 length,
                 head,
                 evicted_begin,
@@ -150,6 +161,8 @@ def _attend_chunks(
                 CHANNELS,
                 ROWS,
                 TILE,
+                WINDOW,
+                SOFT_CAP,
             )
             maximum, total, weighted = merge(maximum, total, weighted, later_maximum, later_total, later_weighted)
     else:
@@ -158,7 +171,7 @@ def _attend_chunks(
             keys,
             values,
             table,
-            0,
+            oldest,
             end,
             length,
             head,
@@ -171,7 +184,11 @@ def _attend_chunks(
             CHANNELS,
             ROWS,
             TILE,
+            WINDOW,
+            SOFT_CAP,
         )
+    if SINKS:
+        maximum, total, weighted = add_sinks(maximum, total, weighted, sinks, query_head, exists)
 
     output_row = token.to(tl.int64) * (KV_HEADS * GROUP) + query_head
     if OBSERVED:
@@ -192,6 +209,9 @@ def paged_prefill(
     scale: float,
     observed: Observed | None,
     output: torch.Tensor,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Attention of the sequences that have two query tokens or more; those of others are left alone in `output`.
 
@@ -216,6 +236,7 @@ def paged_prefill(
         block_tables,
         *((packed_len, head_lengths) if packed_len is not None else (last_kv_index, last_kv_index)),
         observed.totals if observed else output,
+        output if sinks is None else sinks,
         scale * LOG2_E,
         queries.stride(0),
         block_tables.stride(0),
@@ -232,6 +253,9 @@ def paged_prefill(
         SEGMENTED=queries.dtype == torch.float32,  # as in a decode
         RAGGED=packed_len is not None,
         OBSERVED=observed is not None,
+        WINDOW=window or 0,
+        SOFT_CAP=(soft_cap or 0.0) * LOG2_E,
+        SINKS=sinks is not None,
         num_warps=warps(queries.dtype, rows, head_dim),
         num_stages=stages(head_dim),
     )

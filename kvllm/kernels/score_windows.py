@@ -47,6 +47,7 @@ def _add_window(
     scores,
     table,
     kept,
+    sink,
     member,
     head,
     begin,
@@ -57,10 +58,15 @@ def _add_window(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     SQUARED: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
-    """Add the softmax of each row of `kept` over its first `count` scores to those of the pairs from `begin` on."""
+    """Add the softmax of each row of `kept` over its first `count` scores to those of the pairs from `begin` on. With
+    SINKS, `sink` takes part in it, a score of each row in base 2."""
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
+    if SINKS:
+        maximum = sink
+        total = tl.where(member, 1.0, 0.0)
     for start in range(0, count, TILE):
         pair = start + tl.arange(0, TILE)
         tile = tl.load(kept + pair[None, :], mask=member[:, None] & (pair < count)[None, :], other=float("-inf"))
@@ -90,6 +96,7 @@ def _add_windows(
     last_kv_index,
     tables,
     window_start,
+    sinks,
     table_stride,
     kept_width,
     KV_HEADS: tl.constexpr,
@@ -101,6 +108,7 @@ def _add_windows(
     OVERLAP: tl.constexpr,
     NUM_SCORED: tl.constexpr,
     SQUARED: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """A program for each sequence and KV head."""
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -115,13 +123,46 @@ def _add_windows(
     query_head = head * GROUP + tl.arange(0, ROWS)
     rows = kept + ((sequence * (KV_HEADS * GROUP) + query_head) * kept_width)[:, None]
     table = tables + sequence * table_stride
+    sink = 0.0
+    if SINKS:
+        sink = tl.load(sinks + query_head, mask=member, other=float("-inf")) * 1.4426950408889634
     if earliest < window:
         _add_window(
-            scores, table, rows, member, head, earliest, NUM_SCORED, index, KV_HEADS, BLOCK_SIZE, ROWS, TILE, SQUARED
+            scores,
+            table,
+            rows,
+            sink,
+            member,
+            head,
+            earliest,
+            NUM_SCORED,
+            index,
+            KV_HEADS,
+            BLOCK_SIZE,
+            ROWS,
+            TILE,
+            SQUARED,
+            SINKS,
         )
     count = tl.minimum(index - window + 1, NUM_SCORED)
     of_window = rows + (window - earliest)
-    _add_window(scores, table, of_window, member, head, window, count, index, KV_HEADS, BLOCK_SIZE, ROWS, TILE, SQUARED)
+    _add_window(
+        scores,
+        table,
+        of_window,
+        sink,
+        member,
+        head,
+        window,
+        count,
+        index,
+        KV_HEADS,
+        BLOCK_SIZE,
+        ROWS,
+        TILE,
+        SQUARED,
+        SINKS,
+    )
 
 
 def add_windows(
@@ -130,6 +171,7 @@ def add_windows(
     query_start_loc: torch.Tensor,
     last_kv_index: torch.Tensor,
     block_tables: torch.Tensor,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Add what sequences with one query token give the KV pairs of their windows.
 
@@ -146,6 +188,7 @@ def add_windows(
         last_kv_index,
         block_tables,
         kept.window_start,
+        kept.scores if sinks is None else sinks,
         block_tables.stride(0),
         width,
         KV_HEADS=kv_heads,
@@ -157,5 +200,6 @@ def add_windows(
         OVERLAP=kept.overlap,
         NUM_SCORED=kept.num_scored,
         SQUARED=kept.squared,
+        SINKS=sinks is not None,
         num_warps=4,
     )

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvllm.kernels.tiles import LOG2_E
+from kvllm.kernels.tiles import LOG2_E, bounded
 
 
 @triton.jit
@@ -65,6 +65,7 @@ def _row_softmax(
     last_kv_index,
     maxima,
     inverses,
+    sinks,
     scale,
     num_tokens,
     num_keys,
@@ -77,12 +78,15 @@ def _row_softmax(
     HEAD_DIM: tl.constexpr,
     CHANNELS: tl.constexpr,
     MASKED: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    SINKS: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
     """First pass: the maximum of each row's scores and 1 / the sum of their exponentials.
 
-    MASKED: a query token attends to keys up to its `last_kv_index`, int64 `[num_tokens]`, else to all.
+    MASKED: a query token attends to keys up to its `last_kv_index`, int64 `[num_tokens]`, else to all. SINKS: the
+    learned score of the row's query head is one of its scores.
     """
     sequence, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tile * ROWS + tl.arange(0, ROWS)
@@ -102,10 +106,14 @@ def _row_softmax(
     last = _last_key(last_kv_index, row, num_tokens, num_keys, GROUP, MASKED)
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
+    if SINKS:
+        exists = row < GROUP * num_tokens
+        maximum = tl.load(sinks + head * GROUP + row // num_tokens, mask=exists, other=0.0) * 1.4426950408889634
+        total += 1.0
     for begin in range(0, num_keys, KEYS):
         key = begin + tl.arange(0, KEYS)
         key_tile = _load_keys(keys, sequence, head, key, num_keys, window, KV_HEADS, HEAD_DIM, CHANNELS)
-        scores = tl.dot(query, tl.trans(key_tile), input_precision="ieee") * scale
+        scores = bounded(tl.dot(query, tl.trans(key_tile), input_precision="ieee") * scale, SOFT_CAP)
         scores = tl.where(key[None, :] <= last[:, None], scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
         total = total * tl.exp2(maximum - new_maximum) + tl.sum(tl.exp2(scores - new_maximum[:, None]), 1)
@@ -135,6 +143,7 @@ def _column_sums(
     HEAD_DIM: tl.constexpr,
     CHANNELS: tl.constexpr,
     MASKED: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
     SQUARED: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -163,7 +172,7 @@ def _column_sums(
         exists = row < GROUP * num_tokens
         maximum = tl.load(maxima + first_place + row, mask=exists, other=0.0)
         inverse = tl.load(inverses + first_place + row, mask=exists, other=0.0)
-        scores = tl.dot(query, tl.trans(key_tile), input_precision="ieee") * scale
+        scores = bounded(tl.dot(query, tl.trans(key_tile), input_precision="ieee") * scale, SOFT_CAP)
         probabilities = tl.exp2(scores - maximum[:, None]) * inverse[:, None]
         if MASKED:
             last = _last_key(last_kv_index, row, num_tokens, num_keys, GROUP, MASKED)
@@ -181,13 +190,15 @@ def window_scores(
     last_kv_index: torch.Tensor | None = None,
     *,
     squared: bool = False,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention probability that each of the first `num_keys` keys receives from all queries (Kara paper, Eq. 4).
 
     queries: `[S, Hq, query tokens, d]`; the channels contiguous, or they are copied.
     keys: contiguous `[S, Hkv, W, d]` of the same dtype.
     last_kv_index: int64 `[query tokens]`, the key up to which each token attends; None: to all.
-    squared: add up the squares.
+    squared: add up the squares. soft_cap, sinks: as in Softmax.
 
     Returns float32 `[S, Hkv, num_keys]`; products are accumulated in float32, and sums have an order that depends on
     none of S, Hq and Hkv.
@@ -208,18 +219,30 @@ def window_scores(
         "HEAD_DIM": head_dim,
         "CHANNELS": max(16, triton.next_power_of_2(head_dim)),
         "MASKED": last_kv_index is not None,
+        "SOFT_CAP": (soft_cap or 0.0) * LOG2_E,
         "num_stages": 2,
     }
+    plain = soft_cap is None and sinks is None  # others need more registers
     if keys.dtype == torch.float32:
-        first = second = {"ROWS": 32, "KEYS": 32, "num_warps": 4}
+        rows, num_warps = (32, 4) if plain else (16, 8)
+        first = second = {"ROWS": rows, "KEYS": 32, "num_warps": num_warps}
     else:
         # The side that a program keeps is as large as it can be, because all of the other side passes through.
         width = 128 if head_dim <= 128 else 64
-        first = {"ROWS": 128, "KEYS": width, "num_warps": 8}
+        first = {"ROWS": 128 if plain else 64, "KEYS": width, "num_warps": 8}
         second = {"ROWS": 64, "KEYS": width, "num_warps": 4}
     row_tiles, key_tiles = triton.cdiv(group * num_tokens, first["ROWS"]), triton.cdiv(num_keys, second["KEYS"])
     _row_softmax[(num_sequences, kv_heads, row_tiles)](
-        queries, keys, last_kv_index, maxima, inverses, *sizes, **shape, **first
+        queries,
+        keys,
+        last_kv_index,
+        maxima,
+        inverses,
+        maxima if sinks is None else sinks,
+        *sizes,
+        **shape,
+        **first,
+        SINKS=sinks is not None,
     )
     _column_sums[(num_sequences, kv_heads, key_tiles)](
         mass, queries, keys, last_kv_index, maxima, inverses, *sizes, **shape, **second, SQUARED=squared

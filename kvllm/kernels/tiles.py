@@ -78,6 +78,15 @@ def kv_offsets(
 
 
 @triton.jit
+def bounded(scores, SOFT_CAP: tl.constexpr):
+    """`SOFT_CAP * tanh(scores / SOFT_CAP)`; the scores themselves if it is 0. Both in base 2."""
+    if SOFT_CAP != 0:
+        power = tl.exp2(scores * (2.0 * 1.4426950408889634 / SOFT_CAP))
+        scores = SOFT_CAP - 2.0 * SOFT_CAP / (power + 1.0)  # tanh(x) = 1 - 2 / (e^2x + 1)
+    return scores
+
+
+@triton.jit
 def attend_tile(
     queries,
     keys,
@@ -91,6 +100,7 @@ def attend_tile(
     weighted,
     HEAD_DIM: tl.constexpr,
     CHANNELS: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
 ):
     """Add one tile of KV pairs to the softmax of `queries` `[rows, CHANNELS]`.
 
@@ -104,6 +114,7 @@ def attend_tile(
     # KV pairs that do not exist are read as 0: a weight of 0 would not hide a NaN among them.
     tile_keys = tl.load(keys + pointers, mask=mask, other=0.0)
     scores = tl.dot(queries, tl.trans(tile_keys), input_precision="ieee") * scale
+    scores = bounded(scores, SOFT_CAP)
     scores = tl.where(visible, scores, float("-inf"))
     new_maximum = tl.maximum(maximum, tl.max(scores, 1))
     shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # a query that has seen nothing yet
@@ -118,10 +129,20 @@ def attend_tile(
 
 @triton.jit
 def merge(maximum, total, weighted, later_maximum, later_total, later_weighted):
-    """The softmax over two segments from those over each; one of them may be empty (maximum -inf, sums 0)."""
+    """The softmax over two segments from those over each, which may be empty (maximum -inf, sums 0)."""
     new_maximum = tl.maximum(maximum, later_maximum)
-    shrink = tl.exp2(maximum - new_maximum)
-    later_shrink = tl.exp2(later_maximum - new_maximum)
+    shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # both are empty
+    shrink = tl.exp2(maximum - shift)
+    later_shrink = tl.exp2(later_maximum - shift)
     total = total * shrink + later_total * later_shrink
     weighted = weighted * shrink[:, None] + later_weighted * later_shrink[:, None]
     return new_maximum, total, weighted
+
+
+@triton.jit
+def add_sinks(maximum, total, weighted, sinks, query_head, exists):
+    """The softmax with a learned score for each query head, which has no value."""
+    sink = tl.load(sinks + query_head, mask=exists, other=float("-inf")) * 1.4426950408889634
+    new_maximum = tl.maximum(maximum, sink)
+    shrink = tl.exp2(maximum - new_maximum)
+    return new_maximum, total * shrink + tl.exp2(sink - new_maximum), weighted * shrink[:, None]

@@ -53,6 +53,7 @@ class CompiledLayers:
     def forward(self, residual: torch.Tensor, positions: torch.Tensor, attention: AttentionContext) -> torch.Tensor:
         """Embedded tokens `[T, hidden_size]`, which are overwritten -> the normalized hidden states, as many."""
         batch, backend = attention.plan, attention.backend
+        assert isinstance(backend, CpuBackend)  # as `serves` has said
         scores = None if batch.window_start is None else backend.cache.scores
         return self._run(
             self._decoder,
@@ -69,12 +70,15 @@ class CompiledLayers:
             batch.window_start,
             *window_arguments(batch.windows),
             backend.scale,
+            backend.sliding_windows,
         )
 
     @staticmethod
     def serves(attention: Attention) -> TypeGuard[AttentionContext]:
         """Whether the operator computes the attention of a step: it is the CPU's own, all layers share a block table,
-        and nobody observes it."""
+        nobody observes it, and no layer has options but a window."""
         if not isinstance(attention, AttentionContext):
             return False
-        return type(attention.backend) is CpuBackend and attention.slot_mapping is not None
+        if type(attention.backend) is not CpuBackend or attention.slot_mapping is None:
+            return False
+        return all(options.soft_cap is None and not options.sinks for options in attention.backend.layers)

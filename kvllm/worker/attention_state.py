@@ -15,7 +15,7 @@ import torch
 
 from kvllm._extension import has_cuda_operators, operator
 from kvllm.attention.base import AttentionBackend, AttentionBatch
-from kvllm.compression.mass import batched_attention_mass
+from kvllm.compression.mass import Softmax, batched_attention_mass
 from kvllm.kvcache.cache import CacheShape
 from kvllm.kvcache.compaction import pad
 from kvllm.kvcache.ops.base import KVOperations
@@ -144,8 +144,10 @@ class ObservingBackend(AttentionBackend):
 
     def run(self, layer: int, queries: torch.Tensor, plan: Any, sinks: torch.Tensor | None = None) -> torch.Tensor:
         inner, batch, sequences = plan
+        softmax = Softmax(self.scale, self.layers[layer].soft_cap, sinks)
         for i, (table_slot, begin, end, length, last_kv_index) in enumerate(sequences):
             blocks = batch.block_tables[i : i + 1, : -(-length // self.cache.shape.block_size)]
             keys, of_sequence = self.operations.gather_keys(layer, blocks), queries[None, begin:end].transpose(1, 2)
-            self.mass.add(layer, table_slot, batched_attention_mass(of_sequence, keys, length, last_kv_index)[0])
+            mass = batched_attention_mass(of_sequence, keys, length, last_kv_index, softmax=softmax)
+            self.mass.add(layer, table_slot, mass[0])
         return self.backend.run(layer, queries, inner, sinks)

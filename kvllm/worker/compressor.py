@@ -18,6 +18,7 @@ import torch
 
 from kvllm.attention.base import AttentionBackend, AttentionBatch
 from kvllm.attention.context import AttentionContext
+from kvllm.compression.mass import Softmax
 from kvllm.compression.queries import QueryTokens, window_tokens
 from kvllm.compression.registry import METHODS
 from kvllm.config import CompressionConfig
@@ -191,6 +192,7 @@ class Compressor:
         inputs: dict[str, Any] = {
             "layers": layers,
             "layer": layers[0],
+            "softmax": self._softmax(layers[0]),
             "keys": self._gather(self.operations.gather_keys, layers, tables, size),
             "seeds": [_seed(window) for window in windows] * len(layers),
             "starts": starts * len(layers),
@@ -214,6 +216,12 @@ class Compressor:
         size, ...]`."""
         of_layers = [gather(layer, tables)[:, :, :size] for layer in layers]
         return of_layers[0] if len(of_layers) == 1 else torch.cat(of_layers)
+
+    def _softmax(self, layer: int) -> Softmax:
+        """The softmax of a layer's attention."""
+        options = self.backend.layers[layer]
+        sinks = self.model.layers[layer].attention.sinks if options.sinks else None
+        return Softmax(self.backend.scale, options.soft_cap, sinks)
 
     def _window_tables(self, windows: list[_Window], size: int) -> torch.Tensor:
         """Block ids of the windows: int32 `[windows, blocks]`."""

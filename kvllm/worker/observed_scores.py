@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from kvllm.attention.base import AttentionBackend, AttentionBatch, ScoredChunk, ScoreWindows
-from kvllm.compression.mass import batched_attention_mass
+from kvllm.compression.mass import Softmax, batched_attention_mass
 from kvllm.config import CompressionConfig
 from kvllm.core.protocol import CompressionJob
 from kvllm.core.regions import Windows, make_regions
@@ -104,16 +104,18 @@ class ScoringBackend(AttentionBackend):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         inner, batch = plan
-        for chunk in batch.scored_chunks:
+        softmax = Softmax(self.scale, self.layers[layer].soft_cap, sinks)
+        for chunk in batch.scored_chunks if self.layers[layer].window is None else ():
             assert batch.windows is not None
             for start, begin, end in windows_of(chunk, batch.windows):
-                self._add(layer, queries, batch, batch.windows, chunk, start, begin, end)
+                self._add(layer, queries, softmax, batch, batch.windows, chunk, start, begin, end)
         return self.backend.run(layer, queries, inner, sinks)
 
     def _add(
         self,
         layer: int,
         queries: torch.Tensor,
+        softmax: Softmax,
         batch: AttentionBatch,
         windows: ScoreWindows,
         chunk: ScoredChunk,
@@ -134,6 +136,7 @@ class ScoringBackend(AttentionBackend):
             num_scored,
             torch.arange(begin - start, end - start, device=queries.device).clamp_(max=num_scored - 1),
             squared=windows.squared,
+            softmax=softmax,
         )[0]
         scores = self.cache.scores[self.cache.place(layer)]
         of_blocks = scores[blocks[0].long()].transpose(0, 1).flatten(1)  # [kv_heads, KV pairs of the blocks], a copy

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvllm.attention.base import AttentionBatch, ScoredChunk, ScoreWindows
+from kvllm.attention.layer import LayerAttention
 from kvllm.attention.registry import make_backend
 from kvllm.errors import ConfigError
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
@@ -183,13 +184,36 @@ def test_an_empty_batch_is_fine() -> None:
     assert replace(case, queries=case.queries[:0], batch=batch).run().shape == (0, 8, 64)
 
 
-@pytest.mark.parametrize("name", ["reference"])
+@pytest.mark.parametrize("name", ["cpu", "reference"])
 @pytest.mark.parametrize("options", attention_cases.OPTIONS)
 @pytest.mark.parametrize("block_size", [3, 16])
 def test_options_of_a_layer(name: str, options: str, block_size: int) -> None:
-    """What lies behind a window is neither read nor looked up in a table."""
+    """What lies behind a window is not read."""
     case = make_case(MIXED + EDGES[3:], block_size=block_size, head_dim=16, group=3)
     assert_matches_dense(with_options(case, attention_cases.OPTIONS[options]), name)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4"])
+@pytest.mark.parametrize("options", ["window 5", "window 100", "all"])
+def test_windows_over_codes(options: str, kv_cache_dtype: str) -> None:
+    """The codes behind a window, their scales and their zero points do not count."""
+    case = make_case(MIXED, head_dim=32, kv_cache_dtype=kv_cache_dtype)
+    assert_matches_dense(with_options(case, attention_cases.OPTIONS[options]), "cpu", 1e-4)
+
+
+@pytest.mark.parametrize("options", ["window 5", "window 100", "all"])
+@pytest.mark.parametrize("group", [1, 3])
+def test_bits_of_a_row_with_options_do_not_depend_on_the_batch(options: str, group: int) -> None:
+    assert_bits_of_a_row_do_not_depend_on_the_batch(group, torch.bfloat16, attention_cases.OPTIONS[options])
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_windows_over_several_segments(num_threads: int) -> None:
+    """Few sequences, whose segments threads share out; and a window that begins in the middle of one."""
+    torch.set_num_threads(num_threads)
+    for window in (700, 1000, 1024, 1500):
+        case = make_case([[3000], list(range(1490, 1520))], head_dim=32)
+        assert_matches_dense(with_options(case, LayerAttention(window=window)), "cpu")
 
 
 def test_make_backend() -> None:
@@ -222,8 +246,9 @@ def test_later_entries_of_the_same_sequence_stay_hidden(dtype: torch.dtype) -> N
 # Scores of windows
 
 
-def test_scores_of_windows() -> None:
-    attention_cases.assert_scores("cpu")
+@pytest.mark.parametrize("options", ["plain", "soft cap", "sinks"])
+def test_scores_of_windows(options: str) -> None:
+    attention_cases.assert_scores("cpu", attention_cases.OPTIONS[options])
 
 
 @pytest.mark.parametrize("windows", attention_cases.WINDOWS, ids=str)

@@ -17,6 +17,7 @@ import torch
 
 from kvllm import LLM, CompressionConfig
 from kvllm.attention import registry as backends
+from kvllm.attention.layer import LayerAttention
 from kvllm.attention.registry import make_backend
 from kvllm.attention.runs import runs_of
 from kvllm.errors import ConfigError
@@ -29,12 +30,18 @@ needs_triton = pytest.mark.skipif(
 
 
 def attend(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, scale: float
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    visible: torch.Tensor,
+    scale: float,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """`[T, query_heads, d]` over `[entries, kv_heads, d]`, of which a row sees those in bool `[T, entries]`."""
     group = queries.shape[1] // keys.shape[1]
     keys, values = (tensor.repeat_interleave(group, dim=1) for tensor in (keys, values))
-    scores = torch.einsum("thd,ehd->hte", queries, keys) * scale
+    scores = torch.einsum("thd,ehd->hte", queries, keys.nan_to_num()) * scale
+    scores = softcap * (scores / softcap).tanh() if softcap else scores
     return torch.einsum("hte,ehd->thd", scores.masked_fill(~visible, -torch.inf).softmax(-1), values.nan_to_num())
 
 
@@ -67,15 +74,21 @@ def flash_attn_with_kvcache(
     cache_seqlens: torch.Tensor,
     block_table: torch.Tensor,
     softmax_scale: float,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """q `[S, 1, query_heads, d]`: the newest row of each sequence."""
-    rows = zip(q, cache_seqlens.tolist(), block_table, strict=True)
-    return torch.stack(
-        [
-            attend(row, paged(k_cache, table, n), paged(v_cache, table, n), torch.ones(1, n).bool(), softmax_scale)
-            for row, n, table in rows
-        ]
-    )
+    output = []
+    for row, n, table in zip(q, cache_seqlens.tolist(), block_table, strict=True):
+        visible = in_window(torch.ones(1, n).bool(), window_size)
+        output.append(attend(row, paged(k_cache, table, n), paged(v_cache, table, n), visible, softmax_scale, softcap))
+    return torch.stack(output)
+
+
+def in_window(visible: torch.Tensor, window_size: tuple[int, int]) -> torch.Tensor:
+    """Without what is more than `window_size[0]` entries before a row's own; the last row's own is the last entry."""
+    num_rows, length = visible.shape
+    return visible if window_size == (-1, -1) else visible.triu(length - num_rows - window_size[0])
 
 
 def flash_attn_varlen_func(
@@ -90,6 +103,8 @@ def flash_attn_varlen_func(
     softmax_scale: float,
     causal: bool,
     block_table: torch.Tensor,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """q `[T, query_heads, d]`; the last row of each sequence sees all of its entries, the one before one less."""
     assert causal and cu_seqlens_q.dtype == cu_seqlens_k.dtype == block_table.dtype == torch.int32
@@ -97,25 +112,27 @@ def flash_attn_varlen_func(
     assert max_seqlen_q == max(sizes) and max_seqlen_k == max(lengths)
     output = []
     for rows, n, table in zip(q.split(sizes), lengths, block_table, strict=True):
-        visible = torch.ones(len(rows), n).tril(n - len(rows)).bool()
-        output.append(attend(rows, paged(k, table, n), paged(v, table, n), visible, softmax_scale))
+        visible = in_window(torch.ones(len(rows), n).tril(n - len(rows)).bool(), window_size)
+        output.append(attend(rows, paged(k, table, n), paged(v, table, n), visible, softmax_scale, softcap))
     return torch.cat(output)
 
 
 def on_the_cpu(module: str, name: str, case: attention_cases.Case) -> Any:
     """A backend over a cache on the CPU, which `make_backend` does not allow."""
-    return getattr(import_module(module), name)(case.cache, case.queries.shape[1], case.scale)
+    return getattr(import_module(module), name)(case.cache, case.queries.shape[1], case.scale, (case.options,))
 
 
 @needs_triton
 @pytest.mark.parametrize("rows", [attention_cases.MIXED, [[600], [0], [255]]], ids=["mixed", "decodes"])
-def test_flash_attn(monkeypatch: pytest.MonkeyPatch, rows: list[list[int]]) -> None:
+@pytest.mark.parametrize("options", ["plain", "window 5", "window 100", "soft cap"])
+def test_flash_attn(monkeypatch: pytest.MonkeyPatch, rows: list[list[int]], options: str) -> None:
     library = ModuleType("flash_attn")
     library.flash_attn_with_kvcache = flash_attn_with_kvcache
     library.flash_attn_varlen_func = flash_attn_varlen_func
     monkeypatch.setitem(sys.modules, "flash_attn", library)
     monkeypatch.delitem(sys.modules, "kvllm.attention.flash_attn", raising=False)
     case = attention_cases.make_case(rows, block_size=256, head_dim=64, group=3)
+    case = attention_cases.with_options(case, attention_cases.OPTIONS[options])
     backend = on_the_cpu("kvllm.attention.flash_attn", "FlashAttentionBackend", case)
     found = backend.run(0, case.queries, backend.plan(case.batch))
     monkeypatch.delitem(sys.modules, "kvllm.attention.flash_attn")
@@ -178,6 +195,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         (heads, {"head_dim": 300}, {}),
         ("cannot leave out KV pairs of single heads", {}, {"ragged": True}),
         ("does not tell the attention probabilities", {}, {"observed": True}),
+        ("knows no learned scores", {}, {"layers": (LayerAttention(sinks=True),)}),
     ):
         with pytest.raises(ConfigError, match=f"'{name}' .*{message}.*: use 'cpu' or 'reference'"):
             make_backend(name, PagedKVCache(replace(SHAPE, **fields), 1), 4, 1.0, **options)
@@ -189,6 +207,13 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(backends, "find_spec", lambda package: True)
     with pytest.raises(ConfigError, match="runs on CUDA devices, not on cpu: use 'cpu' or 'reference'"):
         make_backend(name, PagedKVCache(SHAPE, 1), 4, 1.0)
+
+
+@pytest.mark.parametrize("name", ["window 5", "soft cap"])
+def test_xformers_refuses_options_of_layers(name: str) -> None:
+    message = {"window 5": "attends all earlier tokens.* sliding window of 5", "soft cap": "a soft cap of 0.5"}[name]
+    with pytest.raises(ConfigError, match=f"'xformers' .*{message}: use 'cpu' or 'reference'"):
+        make_backend("xformers", PagedKVCache(SHAPE, 1), 4, 1.0, (attention_cases.OPTIONS[name],))
 
 
 @needs_triton

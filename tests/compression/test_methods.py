@@ -582,6 +582,24 @@ def test_compiled_mass_of_masked_rows_equals_torch(rows, dtype, squared):
     assert torch.equal(alone[0], found[1])
 
 
+@pytest.mark.parametrize("squared", [False, True])
+def test_mass_goes_through_the_softmax_of_the_layer(squared):
+    """Another scale, a soft cap and learned scores: compiled, in torch, and written out."""
+    queries, keys, _ = region(12, 2, 4, 2, 90, 16)
+    last_kv_index = torch.arange(5, 90, 3)
+    rows, softmax = queries[:, :, last_kv_index], mass.Softmax(0.3, 1.5, torch.linspace(-2, 3, 4))
+    options = {"squared": squared, "softmax": softmax}
+    found = mass.batched_attention_mass(rows, keys, 77, last_kv_index, **options)
+    logits = rows.double().unflatten(1, (2, 2)) @ keys[:, :, None, :77].double().mT * 0.3
+    logits = (1.5 * (logits / 1.5).tanh()).masked_fill(torch.arange(77) > last_kv_index[:, None], -torch.inf)
+    sinks = softmax.sinks.double().view(1, 2, 2, 1, 1).expand(*logits.shape[:-1], 1)
+    probabilities = torch.cat((logits, sinks), dim=-1).softmax(-1)[..., :77]
+    expected = (probabilities.square() if squared else probabilities).sum((2, 3))
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+    in_torch = [attention_mass(*each, last_kv_index, **options) for each in zip(rows, keys[:, :, :77], strict=True)]
+    torch.testing.assert_close(torch.stack(in_torch).double(), expected, rtol=1e-5, atol=1e-6)
+
+
 def literal_chunkkv(scores, total, chunk):
     count = len(scores[0])
     chunks = [range(start, min(start + chunk, count)) for start in range(0, count, chunk)]

@@ -34,10 +34,17 @@ RAGGED = [
 ]
 NEVER = 2**31 - 1
 # Bits that are NaN, or that make a code or a scale one.
-GARBAGE = {torch.float32: math.nan, torch.bfloat16: math.nan, torch.uint8: 255, torch.int32: 0x7FC07FC0}
+GARBAGE = {
+    torch.float32: math.nan,
+    torch.float16: math.nan,
+    torch.bfloat16: math.nan,
+    torch.uint8: 255,
+    torch.int32: 0x7FC07FC0,
+}
 # Windows beside the ends of tiles and segments, within a block and longer than a sequence; with learned scores that are
 # far below the others, and far above.
 OPTIONS = {
+    "plain": PLAIN,
     "window 1": LayerAttention(window=1),
     "window 5": LayerAttention(window=5),
     "window 64": LayerAttention(window=64),
@@ -129,13 +136,16 @@ def make_case(
 
 
 def with_options(case: Case, options: LayerAttention) -> Case:
-    """The case with other options of its layer. What lies behind every window is NaN, its table columns invalid."""
+    """The case with other options of its layer. What lies behind every window is NaN, in a block that no one holds."""
     tables, block_size = case.batch.block_tables.clone(), case.cache.shape.block_size
+    unused = min(set(range(case.cache.num_blocks)) - set(tables.flatten().tolist()))
     for sequence in range(len(case.keys) if options.window is not None else 0):
         first = max(0, int(case.batch.last_kv_index[case.rows(sequence).start]) + 1 - options.window)
         behind = torch.arange(first)
-        case.cache.data[0, :, tables[sequence].long()[behind // block_size], :, behind % block_size] = float("nan")
-        tables[sequence, : first // block_size] = -7
+        blocks = tables[sequence].long()[behind // block_size]
+        for part in case.cache.parts:
+            part[0, :, blocks, :, behind % block_size] = GARBAGE[part.dtype]
+        tables[sequence, : first // block_size] = unused
     sinks = torch.linspace(-9, 9, case.queries.shape[1]) if options.sinks else None
     return replace(case, batch=replace(case.batch, block_tables=tables), options=options, sinks=sinks)
 
@@ -208,8 +218,10 @@ def assert_each_layer_has_its_own_holes(name: str) -> None:
         torch.testing.assert_close(found.double(), dense_attention(one), atol=2e-6, rtol=2e-6)
 
 
-def assert_bits_of_a_row_do_not_depend_on_the_batch(group: int, dtype: torch.dtype, **options) -> None:
-    case = make_case(MIXED + EDGES, group=group, dtype=dtype, **options)
+def assert_bits_of_a_row_do_not_depend_on_the_batch(
+    group: int, dtype: torch.dtype, layer: LayerAttention = PLAIN, **options
+) -> None:
+    case = with_options(make_case(MIXED + EDGES, group=group, dtype=dtype, **options), layer)
     together = case.run()
     for sequence in range(len(case.keys)):
         rows = case.rows(sequence)
@@ -260,7 +272,12 @@ def dense_scores(case: Case) -> torch.Tensor:
                 continue
             pairs = torch.arange(start, min(index + 1, start + windows.num_scored))
             keys = case.keys[sequence][pairs].double().transpose(0, 1)
-            probabilities = (queries @ keys.mT * case.scale).softmax(-1)
+            logits = queries @ keys.mT * case.scale
+            if case.options.soft_cap is not None:
+                logits = case.options.soft_cap * (logits / case.options.soft_cap).tanh()
+            if case.sinks is not None:
+                logits = torch.cat((logits, case.sinks.double().view(KV_HEADS, -1, 1)), dim=-1)
+            probabilities = logits.softmax(-1)[..., : len(pairs)]
             added = (probabilities.square() if windows.squared else probabilities).sum(1)
             places = (0, table[pairs // block_size], slice(None), pairs % block_size)
             before = scores[places].T
@@ -269,12 +286,18 @@ def dense_scores(case: Case) -> torch.Tensor:
     return scores
 
 
-def assert_scores(name: str, tolerance: float = 2e-6, **common) -> None:
+def assert_scores(
+    name: str,
+    layer: LayerAttention = PLAIN,
+    all_windows: tuple[ScoreWindows, ...] = WINDOWS,
+    tolerance: float = 2e-6,
+    **common,
+) -> None:
     """A backend adds to the scores of windows, whatever the lengths, and leaves all others; its output is the same."""
     tokens = [(0, 0), (16, 16), (15, 16), (95, 16), (111, 16), (130, 16), (160, 0), (700, 640), (1500, 512), (9, NEVER)]
-    for windows in WINDOWS:
+    for windows in all_windows:
         for options in ({}, {"group": 3, "head_dim": 32}, {"group": 1, "block_size": 64, "head_dim": 96}):
-            case = make_scored_case(windows, tokens, **options, **common)
+            case = with_options(make_scored_case(windows, tokens, **options, **common), layer)
             expected, before = dense_scores(case), case.cache.scores.clone()
             output = case.run(name)
             unscored = replace(case.batch, window_start=None, windows=None)

@@ -6,6 +6,7 @@ of their own.
 
 from __future__ import annotations
 
+import itertools
 import json
 import traceback
 from collections.abc import Callable
@@ -20,6 +21,7 @@ import torch
 
 from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.attention.base import AttentionBatch
+from kvllm.attention.layer import LayerAttention
 from kvllm.attention.registry import make_backend
 from kvllm.compression import mass
 from kvllm.errors import ConfigError
@@ -117,6 +119,16 @@ def holes_are_not_attended() -> None:
 
 
 @check
+def options_of_a_layer() -> None:
+    """Windows within tiles and over segments, soft caps and learned scores, of decodes and chunks side by side."""
+    rows = [[64], [0], list(range(40, 59)), list(range(7, 80, 9)), [600], list(range(505, 520))]
+    for name, options in attention_cases.OPTIONS.items():
+        dtype = torch.float32 if name != "all" else torch.float16
+        case = attention_cases.make_case(rows, head_dim=16, group=3, dtype=dtype)
+        assert_matches_dense(attention_cases.with_options(case, options))
+
+
+@check
 def each_layer_has_its_own_holes() -> None:
     attention_cases.assert_each_layer_has_its_own_holes("triton")
 
@@ -133,20 +145,27 @@ def dense_mass(case: attention_cases.Case, sequence: int) -> torch.Tensor:
     keys, rows = case.keys[sequence].double(), case.rows(sequence)
     queries = case.queries[rows].double().unflatten(1, (attention_cases.KV_HEADS, -1))
     scores = torch.einsum("thgd,ehd->thge", queries, keys) * case.scale
+    if case.options.soft_cap is not None:
+        scores = case.options.soft_cap * (scores / case.options.soft_cap).tanh()
     later = torch.arange(len(keys)) > case.batch.last_kv_index[rows, None]
-    return scores.masked_fill(later[:, None, None], -torch.inf).softmax(-1).sum((0, 2))
+    scores.masked_fill_(later[:, None, None], -torch.inf)
+    if case.sinks is not None:
+        sinks = case.sinks.double().view(1, attention_cases.KV_HEADS, -1, 1)
+        scores = torch.cat((scores, sinks.expand(len(scores), -1, -1, -1)), dim=-1)
+    return scores.softmax(-1)[..., : len(keys)].sum((0, 2))
 
 
 @check
 def attention_mass() -> None:
     """Added to what is there, for decodes and chunks, long and short; attention itself has the same bits."""
-    for head_dim, group, block_size, dtype in (
-        (96, 3, 16, torch.float32),
-        (64, 4, 64, torch.float16),
-        (16, 1, 256, torch.float32),
+    for head_dim, group, block_size, dtype, layer in (
+        (96, 3, 16, torch.float32, "plain"),
+        (64, 4, 64, torch.float16, "soft cap"),
+        (16, 1, 256, torch.float32, "sinks"),
     ):
         options = {"head_dim": head_dim, "group": group, "block_size": block_size, "dtype": dtype}
         case = attention_cases.make_case([[64], [0], list(range(35)), list(range(40, 59)), [1100]], **options)
+        case = attention_cases.with_options(case, attention_cases.OPTIONS[layer])
         mass = torch.rand(1, 7, attention_cases.KV_HEADS, 1200)
         before, rows = mass.clone(), [4, 0, 6, 2, 1]
         assert torch.equal(run_observed(case, mass, rows), case.run("triton"))
@@ -170,6 +189,7 @@ def attention_mass_of_decodes_alone() -> None:
 @check
 def scores_of_windows() -> None:
     attention_cases.assert_scores("triton")
+    attention_cases.assert_scores("triton", LayerAttention(soft_cap=0.5, sinks=True), attention_cases.WINDOWS[1:2])
 
 
 @check
@@ -328,11 +348,15 @@ def scores_of_rows_that_see_no_later_key() -> None:
     queries, keys = window_tensors(2, 2, 4, 2, 90, 64)
     last_kv_index = torch.tensor([0, 5, *range(31, 66, 3), 76, 77, 89])
     rows = queries[:, :, last_kv_index]
+    sinks = torch.linspace(-2, 2, 4)
+    for squared, softmax in itertools.product((False, True), (mass.Softmax(), mass.Softmax(0.2, 1.5, sinks))):
+        options = {"squared": squared, "soft_cap": softmax.soft_cap, "sinks": softmax.sinks}
+        found = window_scores(rows, keys, 77, softmax.scale_of(64), last_kv_index, **options)
+        sequences = zip(rows, keys[:, :, :77], strict=True)
+        expected = [mass.attention_mass(*each, last_kv_index, squared=squared, softmax=softmax) for each in sequences]
+        torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-6)
     for squared in (False, True):
         found = window_scores(rows, keys, 77, 0.125, last_kv_index, squared=squared)
-        sequences = zip(rows, keys[:, :, :77], strict=True)
-        expected = [mass.attention_mass(*each, last_kv_index, squared=squared) for each in sequences]
-        torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-6)
         assert torch.equal(window_scores(rows[1:], keys[1:], 77, 0.125, last_kv_index, squared=squared), found[1:])
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from kvllm.attention.base import AttentionBatch, ScoreWindows
+from kvllm.attention.layer import LayerAttention
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from tests.helpers.processes import ROOT, run_python
 
@@ -110,6 +111,8 @@ def launch_attention(dtype: torch.dtype, head_dim: int) -> None:
     for options in ({}, with_holes, observed, windows) if head_dim == 128 else ({},):
         batch = AttentionBatch(torch.tensor([0, 1, 33], dtype=torch.int32), ints(33), ints(2, 8), **options)
         backend.run(0, queries, backend.plan(batch))
+        if head_dim == 128 and dtype == torch.bfloat16 and options is not with_holes:
+            launch_options(cache, queries, batch, None if options else 1024)
     alone = AttentionBatch(torch.tensor([0, 33], dtype=torch.int32), ints(33), ints(1, 1))
     backend.run(0, queries, backend.plan(alone))
     operations = GpuOperations(cache, compiled=False)
@@ -119,6 +122,15 @@ def launch_attention(dtype: torch.dtype, head_dim: int) -> None:
     window = queries[None].transpose(1, 2), torch.zeros(1, 8, 768, head_dim, dtype=dtype), 736, 0.1
     window_scores(*window)
     window_scores(*window, ints(33).long(), squared=True)
+    window_scores(*window, ints(33).long(), soft_cap=50.0, sinks=torch.zeros(32))
+
+
+def launch_options(cache: PagedKVCache, queries: torch.Tensor, batch: AttentionBatch, window: int | None) -> None:
+    """A layer with a soft cap and learned scores."""
+    from kvllm.attention.triton import TritonBackend
+
+    backend = TritonBackend(cache, 32, 0.1, (LayerAttention(window=window, soft_cap=50.0, sinks=True),))
+    backend.run(0, queries, backend.plan(batch), torch.zeros(32))
 
 
 def launch_elementwise(dtype: torch.dtype) -> None:

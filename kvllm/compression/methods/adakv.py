@@ -8,12 +8,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kvllm.compression.mass import PLAIN_SOFTMAX, Softmax
 from kvllm.compression.methods import snapkv
 from kvllm.compression.region import everything, keeps_everything
 
 
 def select(
-    queries: Tensor, keys: Tensor, *, retain: int, buffer: int, capacity: int, evicted_mask: Tensor | None = None
+    queries: Tensor,
+    keys: Tensor,
+    *,
+    retain: int,
+    buffer: int,
+    capacity: int,
+    evicted_mask: Tensor | None = None,
+    softmax: Softmax = PLAIN_SOFTMAX,
 ) -> Tensor:
     """Choose the KV pairs of a region to keep, per sequence and KV head; the heads keep `retain` in the mean.
 
@@ -26,13 +34,15 @@ def select(
         capacity: the most KV pairs one head may keep, buffer included, at least `retain`.
         evicted_mask: bool `[S, Hkv, C]`, slots that an earlier selection left without a KV pair, none of them in
             the buffer. They are neither attended to nor kept.
+        softmax: of the layer.
 
     Returns:
         int64 `[S, Hkv, min(capacity, C)]`: ascending offsets in the region, then -1 in heads that keep fewer.
     """
     if keeps_everything(keys, retain, buffer):
         return everything(keys)
-    return kept_offsets(snapkv.scores(queries, keys, buffer, evicted_mask=evicted_mask), retain, buffer, capacity)
+    scores = snapkv.scores(queries, keys, buffer, evicted_mask=evicted_mask, softmax=softmax)
+    return kept_offsets(scores, retain, buffer, capacity)
 
 
 def kept_offsets(

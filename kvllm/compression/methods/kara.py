@@ -8,12 +8,21 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from kvllm.compression.mass import batched_attention_mass
+from kvllm.compression.mass import PLAIN_SOFTMAX, Softmax, batched_attention_mass
 from kvllm.compression.methods.token2chunk import expand
 from kvllm.compression.region import check_queries, everything, keeps_everything, with_buffer
 
 
-def select(queries: Tensor, keys: Tensor, *, retain: int, buffer: int, chunk_budget: int, max_chunk: int) -> Tensor:
+def select(
+    queries: Tensor,
+    keys: Tensor,
+    *,
+    retain: int,
+    buffer: int,
+    chunk_budget: int,
+    max_chunk: int,
+    softmax: Softmax = PLAIN_SOFTMAX,
+) -> Tensor:
     """Choose the KV pairs of a window to keep, per sequence and KV head (Kara paper, section 4.1).
 
     Args:
@@ -24,19 +33,22 @@ def select(queries: Tensor, keys: Tensor, *, retain: int, buffer: int, chunk_bud
         buffer: the last positions of the window, always kept and never scored.
         chunk_budget: how many of the kept KV pairs Token2Chunk may spend (alpha); 0 keeps the plain top scores.
         max_chunk: longest chunk, both ends counted (gamma).
+        softmax: of the layer.
 
     Returns:
         int64 `[S, Hkv, min(retain, W)]`: ascending positions in the window.
     """
     if keeps_everything(keys, retain, buffer):
         return everything(keys)
-    kept = expand(scores(queries, keys, buffer), retain - buffer, chunk_budget, max_chunk)
+    kept = expand(scores(queries, keys, buffer, softmax), retain - buffer, chunk_budget, max_chunk)
     return with_buffer(kept, keys, buffer)
 
 
-def select_tokens(queries: Tensor, keys: Tensor, *, retain: int, buffer: int) -> Tensor:
+def select_tokens(
+    queries: Tensor, keys: Tensor, *, retain: int, buffer: int, softmax: Softmax = PLAIN_SOFTMAX
+) -> Tensor:
     """The ablation without Token2Chunk: `select` with all of the budget for the best tokens."""
-    return select(queries, keys, retain=retain, buffer=buffer, chunk_budget=0, max_chunk=3)
+    return select(queries, keys, retain=retain, buffer=buffer, chunk_budget=0, max_chunk=3, softmax=softmax)
 
 
 def select_causal(
@@ -49,6 +61,7 @@ def select_causal(
     max_chunk: int,
     query_offsets: Tensor,
     observed: Tensor | None = None,
+    softmax: Softmax = PLAIN_SOFTMAX,
 ) -> Tensor:
     """The ablation that never looks ahead: `select`, but no query attends to a KV pair that comes after it.
 
@@ -59,12 +72,14 @@ def select_causal(
         return everything(keys)
     if observed is None:
         num_scored = keys.shape[2] - buffer
-        observed = batched_attention_mass(check_queries(queries, keys), keys, num_scored, query_offsets)
+        observed = batched_attention_mass(
+            check_queries(queries, keys), keys, num_scored, query_offsets, softmax=softmax
+        )
     return with_buffer(expand(observed, retain - buffer, chunk_budget, max_chunk), keys, buffer)
 
 
 @torch.no_grad()
-def scores(queries: Tensor, keys: Tensor, buffer: int) -> Tensor:
+def scores(queries: Tensor, keys: Tensor, buffer: int, softmax: Softmax = PLAIN_SOFTMAX) -> Tensor:
     """Attention mass each compressible position receives (Kara paper, Eq. 4).
 
     Every query attends to the first n = W - buffer keys and only to these, later ones included (no causal mask).
@@ -82,7 +97,7 @@ def scores(queries: Tensor, keys: Tensor, buffer: int) -> Tensor:
     window = keys.shape[2]
     if not 0 <= buffer < window:
         raise ValueError(f"buffer={buffer} must leave at least one of the {window} positions of the window to score")
-    return batched_attention_mass(queries, keys, window - buffer)
+    return batched_attention_mass(queries, keys, window - buffer, softmax=softmax)
 
 
 def budget(num_scored: int, retention: Fraction | str | int, chunk_budget: int) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvllm.compression.mass import batched_attention_mass
+from kvllm.compression.mass import PLAIN_SOFTMAX, Softmax, batched_attention_mass
 from kvllm.compression.methods import keydiff
 from kvllm.compression.methods.token2chunk import expand, top_indices
 from kvllm.compression.region import check_queries, everything, keeps_everything, with_buffer
@@ -31,6 +31,7 @@ def select(
     max_chunk: int,
     query_offsets: Tensor,
     observed: Tensor | None = None,
+    softmax: Softmax = PLAIN_SOFTMAX,
 ) -> Tensor:
     """Choose the KV pairs of a window to keep, per sequence and KV head. Arguments and result as for Kara.
 
@@ -39,7 +40,7 @@ def select(
     """
     if keeps_everything(keys, retain, buffer):
         return everything(keys)
-    looked_up = scores(queries, keys, buffer, query_offsets) if observed is None else observed
+    looked_up = scores(queries, keys, buffer, query_offsets, softmax) if observed is None else observed
     total = retain - buffer
     distinct = top_indices(keydiff.scores(keys)[..., : looked_up.shape[-1]], total // DISTINCT_SHARE)
     highest = looked_up.amax(dim=-1, keepdim=True)
@@ -48,7 +49,9 @@ def select(
 
 
 @torch.no_grad()
-def scores(queries: Tensor | None, keys: Tensor, buffer: int, query_offsets: Tensor) -> Tensor:
+def scores(
+    queries: Tensor | None, keys: Tensor, buffer: int, query_offsets: Tensor, softmax: Softmax = PLAIN_SOFTMAX
+) -> Tensor:
     """Squared attention that each compressible position receives from its own query token and later ones.
 
     As in Kara, every query attends to compressible keys only; but to none that comes after it. The squares are summed
@@ -58,4 +61,5 @@ def scores(queries: Tensor | None, keys: Tensor, buffer: int, query_offsets: Ten
         float32 `[S, Hkv, W - buffer]`, bit-identical for a sequence whatever the others in the batch are.
     """
     queries = check_queries(queries, keys)
-    return batched_attention_mass(queries, keys, keys.shape[2] - buffer, query_offsets, squared=True)
+    num_scored = keys.shape[2] - buffer
+    return batched_attention_mass(queries, keys, num_scored, query_offsets, squared=True, softmax=softmax)

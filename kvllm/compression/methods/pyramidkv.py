@@ -7,6 +7,7 @@ from fractions import Fraction
 
 from torch import Tensor
 
+from kvllm.compression.mass import PLAIN_SOFTMAX, Softmax
 from kvllm.compression.methods import snapkv
 
 
@@ -20,6 +21,7 @@ def select(
     num_layers: int,
     capacity: int | None = None,
     evicted_mask: Tensor | None = None,
+    softmax: Softmax = PLAIN_SOFTMAX,
 ) -> Tensor:
     """Choose the KV pairs of a region to keep in one layer, per sequence and KV head.
 
@@ -34,13 +36,16 @@ def select(
         layer: number of the layer among the `num_layers`, from 0.
         evicted_mask: bool `[S, Hkv, C]`, slots that an earlier selection left without a KV pair, none of them in
             the buffer. They are neither attended to nor kept.
+        softmax: of the layer.
 
     Returns:
         int64 `[S, Hkv, layer_budgets(...)[layer] + buffer]`: ascending offsets in the region.
     """
     length = keys.shape[2] if capacity is None else min(capacity, keys.shape[2])
     budget = layer_budgets(num_layers, length, retain, buffer)[layer]
-    return snapkv.select(queries, keys, retain=budget + buffer, buffer=buffer, evicted_mask=evicted_mask)
+    return snapkv.select(
+        queries, keys, retain=budget + buffer, buffer=buffer, evicted_mask=evicted_mask, softmax=softmax
+    )
 
 
 def layer_budgets(num_layers: int, length: int, retain: int, buffer: int, beta: int = 20) -> list[int]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import max_pool1d
 
-from kvllm.compression.mass import queries_per_tile
+from kvllm.compression.mass import PLAIN_SOFTMAX, Softmax, queries_per_tile
 from kvllm.compression.methods.token2chunk import top_indices
 from kvllm.compression.precision import no_tf32
 from kvllm.compression.region import check_queries, everything, keeps_everything, with_buffer
@@ -22,6 +22,7 @@ def select(
     kernel: int = 7,
     threshold: float = 0.5,
     strict_public: bool = True,
+    softmax: Softmax = PLAIN_SOFTMAX,
 ) -> Tensor:
     """Choose the KV pairs of a region to keep, per sequence and KV head.
 
@@ -36,6 +37,7 @@ def select(
         kernel: see `importance`.
         threshold: see `redundancy`.
         strict_public: see `redundancy`.
+        softmax: of the layer.
 
     Returns:
         int64 `[S, Hkv, min(retain, C)]`: ascending offsets in the region.
@@ -46,7 +48,7 @@ def select(
     num_scored = keys.shape[2] - buffer
     scores = []
     for seq_queries, seq_keys in zip(queries, keys, strict=True):
-        important = importance(seq_queries, seq_keys[:, :num_scored], kernel)
+        important = importance(seq_queries, seq_keys[:, :num_scored], kernel, softmax)
         redundant = redundancy(seq_keys, threshold, strict_public)[:, :num_scored]
         scores.append(mix * important - (1 - mix) * redundant)
     return with_buffer(top_indices(torch.stack(scores), retain - buffer), keys, buffer)
@@ -54,10 +56,11 @@ def select(
 
 @torch.no_grad()
 @no_tf32()
-def importance(queries: Tensor, keys: Tensor, kernel: int = 7) -> Tensor:
+def importance(queries: Tensor, keys: Tensor, kernel: int = 7, softmax: Softmax = PLAIN_SOFTMAX) -> Tensor:
     """Mean attention of one sequence's query tokens to the scored keys and to these only, max-pooled over neighbours.
 
-    The query heads of a KV head join before the softmax: the largest of their logits counts. No causal mask.
+    The query heads of a KV head join before the softmax: the largest of their logits counts, and of their learned
+    scores. No causal mask.
 
     Args:
         queries: `[Hq, query tokens, d]` and
@@ -72,12 +75,15 @@ def importance(queries: Tensor, keys: Tensor, kernel: int = 7) -> Tensor:
     num_kv_heads, num_scored, head_dim = keys.shape
     num_tokens, group = queries.shape[1], queries.shape[0] // num_kv_heads
     by_token = queries.float().contiguous().view(num_kv_heads, group, num_tokens, head_dim).transpose(1, 2)
-    scaled_keys = (keys.float() * head_dim**-0.5).contiguous()
+    scaled_keys = (keys.float() * softmax.scale_of(head_dim)).contiguous()
     mass = torch.zeros(num_kv_heads, num_scored, device=keys.device)
     for tile in by_token.split(max(1, queries_per_tile(keys) // group), dim=1):
-        logits = torch.bmm(tile.flatten(1, 2), scaled_keys.mT)
+        logits = softmax.bounded(torch.bmm(tile.flatten(1, 2), scaled_keys.mT))
         of_group = logits.view(num_kv_heads, -1, group, num_scored).amax(dim=2)
-        mass += torch.softmax(of_group, dim=-1).sum(dim=1)
+        if softmax.sinks is not None:
+            largest = softmax.sinks.view(num_kv_heads, 1, group).amax(dim=2, keepdim=True)
+            of_group = torch.cat((of_group, largest.expand(-1, of_group.shape[1], -1)), dim=-1)
+        mass += torch.softmax(of_group, dim=-1)[..., :num_scored].sum(dim=1)
     return max_pool1d(mass / num_tokens, kernel, stride=1, padding=kernel // 2)
 
 

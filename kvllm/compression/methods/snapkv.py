@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
-from kvllm.compression.mass import attention_mass
+from kvllm.compression.mass import PLAIN_SOFTMAX, Softmax, attention_mass
 from kvllm.compression.methods.token2chunk import top_indices
 from kvllm.compression.region import check_queries, everything, keeps_everything, with_buffer
 
@@ -24,6 +24,7 @@ def select(
     kernel: int = 5,
     pool: Pool = "average",
     evicted_mask: Tensor | None = None,
+    softmax: Softmax = PLAIN_SOFTMAX,
 ) -> Tensor:
     """Choose the KV pairs of a region to keep, per sequence and KV head.
 
@@ -36,13 +37,14 @@ def select(
         pool: "average" or "max". "max" makes neighbours tie; the first of them wins.
         evicted_mask: bool `[S, Hkv, C]`, slots that an earlier selection left without a KV pair, none of them in
             the buffer. They are neither attended to nor kept, as long as a head has `retain` others.
+        softmax: of the layer.
 
     Returns:
         int64 `[S, Hkv, min(retain, C)]`: ascending offsets in the region.
     """
     if keeps_everything(keys, retain, buffer):
         return everything(keys)
-    kept = top_indices(scores(queries, keys, buffer, kernel, pool, evicted_mask), retain - buffer)
+    kept = top_indices(scores(queries, keys, buffer, kernel, pool, evicted_mask, softmax), retain - buffer)
     return with_buffer(kept, keys, buffer)
 
 
@@ -54,6 +56,7 @@ def scores(
     kernel: int = 5,
     pool: Pool = "average",
     evicted_mask: Tensor | None = None,
+    softmax: Softmax = PLAIN_SOFTMAX,
 ) -> Tensor:
     """Mean attention of the last query tokens, pooled over neighbours.
 
@@ -75,7 +78,8 @@ def scores(
     last_kv_index = torch.arange(length - num_tokens, length, device=keys.device)
     of_sequences = []
     for i in range(len(keys)):
-        mass = attention_mass(queries[i], keys[i], last_kv_index, None if evicted_mask is None else evicted_mask[i])
+        evicted = None if evicted_mask is None else evicted_mask[i]
+        mass = attention_mass(queries[i], keys[i], last_kv_index, evicted, softmax=softmax)
         scored = mass[:, : length - buffer] / queries_per_kv_head
         of_sequences.append(pooling(scored, kernel, stride=1, padding=kernel // 2))
     pooled = torch.stack(of_sequences)

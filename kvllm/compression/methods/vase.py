@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
-from kvllm.compression.mass import batched_attention_mass
+from kvllm.compression.mass import PLAIN_SOFTMAX, Softmax, batched_attention_mass
 from kvllm.compression.methods.token2chunk import top_indices
 from kvllm.compression.region import check_queries, everything, keeps_everything, with_buffer, with_sinks
 
@@ -35,6 +35,7 @@ def select(
     layer: int,
     protected: float = 0.1,
     sinks: int = 4,
+    softmax: Softmax = PLAIN_SOFTMAX,
 ) -> Tensor:
     """Choose the KV pairs of a region to keep, per sequence and KV head.
 
@@ -50,6 +51,7 @@ def select(
         layer: makes the layers of a sequence differ.
         protected: share of the KV pairs kept, buffer aside, that goes to the values of the greatest range.
         sinks: the first KV pairs of the cache, which are protected before those.
+        softmax: of the layer.
 
     Returns:
         int64 `[S, Hkv, min(retain, C)]`: ascending offsets in the region.
@@ -61,19 +63,19 @@ def select(
     ranges = values[:, :, :num_scored].float()
     ranges = with_sinks(ranges.amax(dim=-1) - ranges.amin(dim=-1), starts, sinks)
     lasting = top_indices(ranges, int(protected * total))
-    attention = scores(queries, keys, num_scored)
+    attention = scores(queries, keys, num_scored, softmax)
     # The greatest quotients by exponential lots are a sample without replacement (Efraimidis and Spirakis).
     drawn = (attention / _lots(attention, seeds, layer)).scatter(-1, lasting, torch.inf)
     return with_buffer(top_indices(drawn, total), keys, buffer)
 
 
-def scores(queries: Tensor, keys: Tensor, num_scored: int) -> Tensor:
+def scores(queries: Tensor, keys: Tensor, num_scored: int, softmax: Softmax = PLAIN_SOFTMAX) -> Tensor:
     """Attention of the query tokens to the first `num_scored` keys and to these only, averaged over neighbours.
 
     Returns:
         float32 `[S, Hkv, num_scored]`, bit-identical for a sequence whatever the others in the batch are.
     """
-    mass = batched_attention_mass(queries, keys, num_scored)
+    mass = batched_attention_mass(queries, keys, num_scored, softmax=softmax)
     return torch.stack([avg_pool1d(of_sequence, KERNEL, stride=1, padding=KERNEL // 2) for of_sequence in mass])
 
 
