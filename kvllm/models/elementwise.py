@@ -34,14 +34,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
     A weight of float32 for an `x` of 16 bits multiplies before the result is rounded, which happens once.
     """
-    if weight.dtype != x.dtype:
+    if _is_wider(weight, x):
         return rms_norm(x.float(), weight, eps).to(x.dtype)
     return _implementation("rms_norm", x.device.type)(x, weight, eps)
 
 
 def add_rms_norm(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Add `x` to `residual` in place and return the RMSNorm of the sum, as `rms_norm`; both `[T, D]`."""
-    if weight.dtype != x.dtype:
+    if _is_wider(weight, x):
         return rms_norm(residual.add_(x), weight, eps)
     return _implementation("add_rms_norm", x.device.type)(residual, x, weight, eps)
 
@@ -77,7 +77,7 @@ def rotary(
     q_weight, k_weight: `[head_dim]`, RMSNorm of each head before the rotation (Qwen3), or None. Of the dtype of `qkv`,
         or of float32 (`rms_norm`).
     """
-    if q_weight is not None and k_weight is not None and q_weight.dtype != qkv.dtype:
+    if q_weight is not None and k_weight is not None and _is_wider(q_weight, qkv):
         queries, keys = num_query_heads * head_dim, num_kv_heads * head_dim
         _normalize_heads(qkv[:, :queries], q_weight, eps)
         _normalize_heads(qkv[:, queries : queries + keys], k_weight, eps)
@@ -126,3 +126,8 @@ def torch_rotary(
         x = heads if weight is None else torch_rms_norm(heads, weight, eps)
         low, high = x.float().chunk(2, dim=-1)
         heads.copy_(torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1))
+
+
+def _is_wider(weight: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether a weight of float32 belongs to an `x` of 16 bits."""
+    return weight.dtype == torch.float32 != x.dtype

@@ -95,7 +95,7 @@ def test_operators_refuse_bad_tensors() -> None:
     x, weight = randn(4, 8), randn(8)
     table, positions = cos_sin_table(4), torch.arange(4)
     calls: dict[str, Callable[[], object]] = {
-        "x has dtype Half: float32 and bfloat16": lambda: elementwise.rms_norm(x.half(), weight, EPS),
+        "x has dtype Half: float32 and bfloat16": lambda: elementwise.rms_norm(x.half(), weight.half(), EPS),
         "weight has dtype BFloat16, not Float": lambda: elementwise.rms_norm(x, weight.bfloat16(), EPS),
         "dimension 0 of weight is 7, not 8": lambda: elementwise.rms_norm(x, weight[:7], EPS),
         "x is not contiguous": lambda: elementwise.rms_norm(randn(8, 4).T, weight, EPS),
