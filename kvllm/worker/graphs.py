@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from kvllm.worker.inputs import InputPreparer, InputShape, StepInputs
+from kvllm.worker.inputs import InputPreparer
 from kvllm.worker.state import SequenceState
+from kvllm.worker.step_inputs import InputShape, StepInputs
 
 Step = Callable[[], torch.Tensor]
 Capture = Callable[[Step], Step]

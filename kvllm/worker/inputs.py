@@ -2,124 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
-from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 
-from kvllm.attention.base import AttentionBatch
 from kvllm.worker.attention_state import RaggedLengths
 from kvllm.worker.state import BlockTables, SequenceState
-
-ALIGNMENT = 64
-"""Bytes. Triton compiles its kernels anew for pointers that are aligned otherwise."""
-
-
-class InputShape(NamedTuple):
-    """num_blocks: columns of the block tables. heads: layers and KV heads, where these hold different numbers of KV
-    pairs. observed: whether attention is added up. scored: whether windows are scored. others: columns of the block
-    tables of each part of the KV groups but the first."""
-
-    num_query_tokens: int
-    num_seqs: int
-    num_blocks: int
-    heads: tuple[int, int] | None = None
-    observed: bool = False
-    scored: bool = False
-    others: tuple[int, ...] = ()
-
-    @property
-    def num_bytes(self) -> int:
-        return max(end for *_, end in self.layout())
-
-    def layout(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...], int, int]]:
-        """Name, type and size of every tensor, its first byte and the one behind its last."""
-        begin = 0
-        for name, dtype, size in self._tensors():
-            end = begin + dtype.itemsize * prod(size)
-            yield name, dtype, size, begin, end
-            begin = -(-end // ALIGNMENT) * ALIGNMENT
-
-    def _tensors(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
-        for name in ("token_ids", "positions", "slot_mapping"):
-            yield name, torch.int64, (self.num_query_tokens,)
-        yield "query_start_loc", torch.int32, (self.num_seqs + 1,)
-        yield "last_kv_index", torch.int32, (self.num_query_tokens,)
-        yield "block_tables", torch.int32, (self.num_seqs, self.num_blocks)
-        if self.heads:
-            layers, kv_heads = self.heads
-            yield "packed_len", torch.int32, (self.num_seqs,)
-            yield "head_lengths", torch.int32, (layers, self.num_seqs, kv_heads)
-        if self.observed:
-            yield "table_slots", torch.int32, (self.num_seqs,)
-        if self.scored:
-            yield "window_start", torch.int32, (self.num_seqs,)
-        for part, num_blocks in enumerate(self.others, start=1):
-            yield f"slot_mapping_{part}", torch.int64, (self.num_query_tokens,)
-            yield f"last_kv_index_{part}", torch.int32, (self.num_query_tokens,)
-            yield f"block_tables_{part}", torch.int32, (self.num_seqs, num_blocks)
-
-
-class PartInputs(NamedTuple):
-    """The inputs that the parts of KV groups do not share."""
-
-    slot_mapping: torch.Tensor
-    last_kv_index: torch.Tensor
-    block_tables: torch.Tensor
-
-
-class StepInputs:
-    """Views of `memory`, uint8: token ids and positions, int64 `[num_query_tokens]`; and the tensors of an
-    AttentionBatch. `slot_mapping` (int64 `[num_query_tokens]`), `last_kv_index` and `block_tables` are those of the
-    first part of the KV groups; `parts` has those of all."""
-
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    slot_mapping: torch.Tensor
-    query_start_loc: torch.Tensor
-    last_kv_index: torch.Tensor
-    block_tables: torch.Tensor
-    packed_len: torch.Tensor | None = None
-    head_lengths: torch.Tensor | None = None
-    table_slots: torch.Tensor | None = None
-    window_start: torch.Tensor | None = None
-
-    def __init__(self, shape: InputShape, memory: torch.Tensor) -> None:
-        self.shape = shape
-        self.memory = memory[: shape.num_bytes]
-        for name, dtype, size, begin, end in shape.layout():
-            setattr(self, name, memory[begin:end].view(dtype).view(size))
-        self.parts = [self._part(index) for index in range(1 + len(shape.others))]
-
-    def to(self, device: torch.device) -> StepInputs:
-        """A copy that nobody waits for; on the CPU these inputs themselves."""
-        if device.type == "cpu":
-            return self
-        return StepInputs(self.shape, self.memory.to(device, non_blocking=True))
-
-    def _part(self, index: int) -> PartInputs:
-        suffix = f"_{index}" if index else ""
-        names = ("slot_mapping", "last_kv_index", "block_tables")
-        return PartInputs(*(cast(torch.Tensor, getattr(self, name + suffix)) for name in names))
-
-    def attention_batch(self) -> AttentionBatch:
-        """That of the first part. What compressions need stands beside it alone."""
-        return AttentionBatch(
-            self.query_start_loc,
-            self.last_kv_index,
-            self.block_tables,
-            self.packed_len,
-            self.head_lengths,
-            self.table_slots,
-            window_start=self.window_start,
-        )
-
-    def other_batches(self) -> list[AttentionBatch]:
-        """Those of the parts behind the first."""
-        return [AttentionBatch(self.query_start_loc, part.last_kv_index, part.block_tables) for part in self.parts[1:]]
+from kvllm.worker.step_inputs import InputShape, StepInputs
 
 
 class InputPreparer:
@@ -127,6 +18,9 @@ class InputPreparer:
 
     `prepare` returns all inputs of a step. They hold until it is called again: two pieces of memory take turns, and one
     may be on its way to the device while the other is written.
+
+    A step that computes one more token of each sequence of an earlier one writes over that one's inputs, of which the
+    tables and whatever belongs to the batch stay.
 
     Most inputs follow from lengths and tables alone. `prepare_ahead` writes these for the next step while the device
     still works on this one, and is never more than a guess: `prepare` takes them if the step is of that batch, shape
@@ -185,16 +79,25 @@ class InputPreparer:
         self._ahead = self._begin(states, num_tokens, shape)
 
     def _begin(self, states: list[SequenceState], num_tokens: list[int], shape: InputShape) -> _PartialInputs:
-        tensors = self._rooms[0].of(shape, pinned=self.device.type == "cuda")
-        return _PartialInputs.of(states, num_tokens, tensors, self.tables, self.ragged)
+        room = self._rooms[0]
+        if room.inputs and shape.is_decode and room.inputs.are_of_batch(states, num_tokens, shape, self.tables):
+            room.inputs.go_on(self.tables)
+        else:
+            tensors = room.of(shape, pinned=self.device.type == "cuda")
+            room.inputs = _PartialInputs.of(states, num_tokens, tensors, self.tables, self.ragged)
+        return room.inputs
 
 
 class _Room:
-    """Memory for the inputs of a step. A step of the same shape as the last one in it gets the same views."""
+    """Memory for the inputs of a step. A step of the same shape as the last one in it gets the same views.
+
+    inputs: those of that step.
+    """
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._tensors: StepInputs | None = None
+        self.inputs: _PartialInputs | None = None
 
     def of(self, shape: InputShape, *, pinned: bool) -> StepInputs:
         if self._tensors is None or self._tensors.shape != shape:
@@ -206,12 +109,13 @@ class _Room:
         return self._tensors
 
 
-@dataclass(frozen=True)
+@dataclass
 class _PartialInputs:
     """Inputs of a step without its tokens and their slots, and what they follow from.
 
-    table_slots: `[S]`. Of each part of the KV groups: num_blocks, in the tables of the sequences; num_replacements, of
-    the tables; kv_index, `[T]`, where in its sequence's table the KV pair of each query token will be.
+    table_slots: `[S]`, of the sequences; token_slots, `[T]`, of the query tokens. Of each part of the KV groups:
+    num_blocks, in the tables of the sequences; num_replacements, of the tables; kv_index, `[T]`, where in its
+    sequence's table the KV pair of each query token will be.
     """
 
     states: list[SequenceState]
@@ -220,6 +124,7 @@ class _PartialInputs:
     num_blocks: list[list[int]]
     num_replacements: list[int]
     table_slots: np.ndarray
+    token_slots: np.ndarray
     kv_index: list[np.ndarray]
     tensors: StepInputs
 
@@ -248,10 +153,16 @@ class _PartialInputs:
             _write(tensors.head_lengths.transpose(0, 1), ragged.head_lengths[:, table_slots].swapaxes(0, 1))
         if tensors.table_slots is not None:
             _write(tensors.table_slots, table_slots, spare=len(tables[0].table))
-        num_blocks = [[part.num_blocks[state.table_slot] for state in states] for part in tables]
-        num_replacements = [part.num_replacements for part in tables]
         return _PartialInputs(
-            states, num_tokens, cached_lengths, num_blocks, num_replacements, table_slots, kv_index, tensors
+            states,
+            num_tokens,
+            cached_lengths,
+            [part.num_blocks_of(states) for part in tables],
+            [part.num_replacements for part in tables],
+            table_slots,
+            np.repeat(table_slots, num_tokens),
+            kv_index,
+            tensors,
         )
 
     def are_of(
@@ -259,30 +170,52 @@ class _PartialInputs:
     ) -> bool:
         """Whether all that is written is right for a step, but for blocks at the ends of tables."""
         return (
+            self.are_of_batch(states, num_tokens, shape, tables)
+            and [state.cached_length for state in states] == self.cached_lengths
+        )
+
+    def are_of_batch(
+        self, states: list[SequenceState], num_tokens: list[int], shape: InputShape, tables: Sequence[BlockTables]
+    ) -> bool:
+        """Whether all but what follows from lengths, and blocks at the ends of tables, is right for a step."""
+        return (
             shape == self.tensors.shape
             and [part.num_replacements for part in tables] == self.num_replacements
             and num_tokens == self.num_tokens
             and states == self.states
-            and [state.cached_length for state in states] == self.cached_lengths
         )
+
+    def go_on(self, tables: Sequence[BlockTables]) -> None:
+        """Write what follows from the lengths, which are others now, of sequences with one query token each."""
+        self.cached_lengths = [state.cached_length for state in self.states]
+        self.kv_index = [part.kv_lengths(self.states) for part in tables]
+        _write(self.tensors.positions, [state.logical_length for state in self.states])
+        for of_part, index in zip(self.tensors.parts, self.kv_index, strict=True):
+            _write(of_part.last_kv_index, index)
 
     def add_new_blocks(self, tables: Sequence[BlockTables]) -> None:
         """Tables that have grown since they were written."""
-        for part, of_part, before in zip(tables, self.tensors.parts, self.num_blocks, strict=True):
+        for number, (part, of_part) in enumerate(zip(tables, self.tensors.parts, strict=True)):
+            before, after = self.num_blocks[number], part.num_blocks_of(self.states)
+            if after == before:
+                continue
             block_tables = of_part.block_tables.numpy()
-            for i, (state, num_blocks) in enumerate(zip(self.states, before, strict=True)):
-                if part.num_blocks[state.table_slot] != num_blocks:
+            for i, state in enumerate(self.states):
+                if after[i] != before[i]:
                     block_tables[i] = part.table[state.table_slot, : block_tables.shape[1]]
+            self.num_blocks[number] = after
 
     def complete(self, tables: Sequence[BlockTables]) -> None:
         """The tokens themselves, and where their KV pairs are stored."""
         token_ids: list[int] = []
-        for state, count in zip(self.states, self.num_tokens, strict=True):
-            token_ids += state.token_ids[state.logical_length : state.logical_length + count]
+        if self.tensors.shape.is_decode:
+            token_ids = [state.token_ids[state.logical_length] for state in self.states]
+        else:
+            for state, count in zip(self.states, self.num_tokens, strict=True):
+                token_ids += state.token_ids[state.logical_length : state.logical_length + count]
         _write(self.tensors.token_ids, token_ids)
-        table_slots = np.repeat(self.table_slots, self.num_tokens)
         for part, of_part, kv_index in zip(tables, self.tensors.parts, self.kv_index, strict=True):
-            _write(of_part.slot_mapping, part.slot_mapping(table_slots, kv_index), spare=-1)
+            _write(of_part.slot_mapping, part.slot_mapping(self.token_slots, kv_index), spare=-1)
 
 
 def _write(tensor: torch.Tensor, values: list[int] | np.ndarray, *, spare: int = 0) -> None:

@@ -30,12 +30,13 @@ from kvllm.structured.compile import Grammars
 from kvllm.worker.attention_state import AttentionMass, ObservingBackend, RaggedLengths
 from kvllm.worker.compressor import Compressor
 from kvllm.worker.graphs import Capture, DecodeGraphs
-from kvllm.worker.inputs import InputPreparer, StepInputs
+from kvllm.worker.inputs import InputPreparer
 from kvllm.worker.judge import Judge
 from kvllm.worker.observed_scores import ObservedScores, ScoringBackend
 from kvllm.worker.prompt_logprobs import PromptReport
 from kvllm.worker.sampler import SampleRow, Samples, sample
 from kvllm.worker.state import BlockTables, SequenceState
+from kvllm.worker.step_inputs import StepInputs
 from kvllm.worker.threads import operators_alone
 from kvllm.worker.timing import PhaseClock
 from kvllm.worker.transfer import to_device

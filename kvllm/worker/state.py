@@ -78,6 +78,10 @@ class BlockTables:
         self.num_blocks[table_slot] = num_blocks
         self.first[table_slot] = self.first[source]
 
+    def num_blocks_of(self, states: list[SequenceState]) -> list[int]:
+        """Blocks of each sequence."""
+        return [self.num_blocks[state.table_slot] for state in states]
+
     def kv_lengths(self, states: list[SequenceState]) -> np.ndarray:
         """The index in its table of each sequence's next KV pair: int64 `[S]`."""
         if not self.slides:

@@ -1,4 +1,4 @@
-"""Inputs of a step: what was prepared ahead never shows, and is in nobody's way."""
+"""Inputs of a step: what was prepared before never shows, and is in nobody's way."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from kvllm.kvcache.cache import CacheShape
 from kvllm.sampling_params import SamplingParams
 from kvllm.worker.attention_state import RaggedLengths
-from kvllm.worker.inputs import InputPreparer, InputShape, StepInputs
+from kvllm.worker.inputs import InputPreparer
 from kvllm.worker.observed_scores import NEVER
 from kvllm.worker.sampler import SampleRow
 from kvllm.worker.state import BlockTables, SequenceState
+from kvllm.worker.step_inputs import InputShape, StepInputs
 from tests.helpers.examples import examples
 
 CPU = torch.device("cpu")
@@ -21,18 +22,20 @@ BLOCK_SIZE, MAX_SEQS, MAX_BLOCKS = 4, 5, 16
 
 
 class Worker:
-    """Sequences, and two that prepare inputs for them: one ahead, the other never."""
+    """Sequences, and two that prepare inputs of all their steps: one ahead, too."""
 
     def __init__(self) -> None:
         self.tables = BlockTables(MAX_SEQS, MAX_BLOCKS, BLOCK_SIZE)
         self.sliding = BlockTables(MAX_SEQS, MAX_BLOCKS, BLOCK_SIZE, slides=True)
         self.ragged = RaggedLengths(CacheShape(2, 3, 8, BLOCK_SIZE, torch.float32), MAX_SEQS, CPU)
         self.window_start = np.full(MAX_SEQS, NEVER, dtype=np.int32)
-        self.ahead, self.fresh = (
-            InputPreparer([self.tables, self.sliding], self.ragged, True, CPU, self.window_start) for _ in range(2)
-        )
+        self.ahead, self.usual = self.preparer(), self.preparer()
         self.states: list[SequenceState] = []
         self.next_block = 0
+
+    def preparer(self) -> InputPreparer:
+        """One that has prepared nothing yet, and so writes all anew."""
+        return InputPreparer([self.tables, self.sliding], self.ragged, True, CPU, self.window_start)
 
     def start(self, length: int) -> None:
         tokens = list(range(100 * len(self.states), 100 * len(self.states) + length))
@@ -77,8 +80,9 @@ EVENTS = (
 
 @settings(max_examples=examples(600))
 @given(st.lists(st.tuples(st.sampled_from(("nothing", *EVENTS)), st.integers(0, 2)), min_size=1, max_size=8))
-def test_what_was_prepared_ahead_never_shows(events: list[tuple[str, int]]) -> None:
-    """Whatever happens between two steps, and whether tables grow."""
+def test_what_was_prepared_before_never_shows(events: list[tuple[str, int]]) -> None:
+    """Whatever happens between two steps, and whether tables grow: the inputs of earlier steps, which stay in place
+    where they are right, and those that were prepared ahead."""
     worker = Worker()
     for length in (12, 12, 12):
         worker.start(length)
@@ -110,7 +114,9 @@ def test_what_was_prepared_ahead_never_shows(events: list[tuple[str, int]]) -> N
             each.token_ids += range(each.logical_length, each.logical_length + count)
         shape = worker.shape(batch, num_tokens, spare)
         found = worker.ahead.prepare(batch, num_tokens, shape)
-        assert fields(found) == fields(worker.fresh.prepare(batch, num_tokens, shape))
+        anew = fields(worker.preparer().prepare(batch, num_tokens, shape))
+        assert fields(found) == anew
+        assert fields(worker.usual.prepare(batch, num_tokens, shape)) == anew
         for each, count in zip(batch, num_tokens, strict=True):
             each.logical_length += count
             each.cached_length += count

@@ -1,0 +1,123 @@
+"""The tensors of a step's inputs, as views of one piece of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import NamedTuple, cast
+
+import torch
+
+from kvllm.attention.base import AttentionBatch
+
+ALIGNMENT = 64
+"""Bytes. Triton compiles its kernels anew for pointers that are aligned otherwise."""
+
+
+class InputShape(NamedTuple):
+    """num_blocks: columns of the block tables. heads: layers and KV heads, where these hold different numbers of KV
+    pairs. observed: whether attention is added up. scored: whether windows are scored. others: columns of the block
+    tables of each part of the KV groups but the first."""
+
+    num_query_tokens: int
+    num_seqs: int
+    num_blocks: int
+    heads: tuple[int, int] | None = None
+    observed: bool = False
+    scored: bool = False
+    others: tuple[int, ...] = ()
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether each sequence has one query token."""
+        return self.num_query_tokens == self.num_seqs
+
+    @property
+    def num_bytes(self) -> int:
+        return max(end for *_, end in self.layout())
+
+    def layout(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...], int, int]]:
+        """Name, type and size of every tensor, its first byte and the one behind its last."""
+        begin = 0
+        for name, dtype, size in self._tensors():
+            end = begin + dtype.itemsize * prod(size)
+            yield name, dtype, size, begin, end
+            begin = -(-end // ALIGNMENT) * ALIGNMENT
+
+    def _tensors(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
+        for name in ("token_ids", "positions", "slot_mapping"):
+            yield name, torch.int64, (self.num_query_tokens,)
+        yield "query_start_loc", torch.int32, (self.num_seqs + 1,)
+        yield "last_kv_index", torch.int32, (self.num_query_tokens,)
+        yield "block_tables", torch.int32, (self.num_seqs, self.num_blocks)
+        if self.heads:
+            layers, kv_heads = self.heads
+            yield "packed_len", torch.int32, (self.num_seqs,)
+            yield "head_lengths", torch.int32, (layers, self.num_seqs, kv_heads)
+        if self.observed:
+            yield "table_slots", torch.int32, (self.num_seqs,)
+        if self.scored:
+            yield "window_start", torch.int32, (self.num_seqs,)
+        for part, num_blocks in enumerate(self.others, start=1):
+            yield f"slot_mapping_{part}", torch.int64, (self.num_query_tokens,)
+            yield f"last_kv_index_{part}", torch.int32, (self.num_query_tokens,)
+            yield f"block_tables_{part}", torch.int32, (self.num_seqs, num_blocks)
+
+
+class PartInputs(NamedTuple):
+    """The inputs that the parts of KV groups do not share."""
+
+    slot_mapping: torch.Tensor
+    last_kv_index: torch.Tensor
+    block_tables: torch.Tensor
+
+
+class StepInputs:
+    """Views of `memory`, uint8: token ids and positions, int64 `[num_query_tokens]`; and the tensors of an
+    AttentionBatch. `slot_mapping` (int64 `[num_query_tokens]`), `last_kv_index` and `block_tables` are those of the
+    first part of the KV groups; `parts` has those of all."""
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    query_start_loc: torch.Tensor
+    last_kv_index: torch.Tensor
+    block_tables: torch.Tensor
+    packed_len: torch.Tensor | None = None
+    head_lengths: torch.Tensor | None = None
+    table_slots: torch.Tensor | None = None
+    window_start: torch.Tensor | None = None
+
+    def __init__(self, shape: InputShape, memory: torch.Tensor) -> None:
+        self.shape = shape
+        self.memory = memory[: shape.num_bytes]
+        for name, dtype, size, begin, end in shape.layout():
+            setattr(self, name, memory[begin:end].view(dtype).view(size))
+        self.parts = [self._part(index) for index in range(1 + len(shape.others))]
+
+    def to(self, device: torch.device) -> StepInputs:
+        """A copy that nobody waits for; on the CPU these inputs themselves."""
+        if device.type == "cpu":
+            return self
+        return StepInputs(self.shape, self.memory.to(device, non_blocking=True))
+
+    def _part(self, index: int) -> PartInputs:
+        suffix = f"_{index}" if index else ""
+        names = ("slot_mapping", "last_kv_index", "block_tables")
+        return PartInputs(*(cast(torch.Tensor, getattr(self, name + suffix)) for name in names))
+
+    def attention_batch(self) -> AttentionBatch:
+        """That of the first part. What compressions need stands beside it alone."""
+        return AttentionBatch(
+            self.query_start_loc,
+            self.last_kv_index,
+            self.block_tables,
+            self.packed_len,
+            self.head_lengths,
+            self.table_slots,
+            window_start=self.window_start,
+        )
+
+    def other_batches(self) -> list[AttentionBatch]:
+        """Those of the parts behind the first."""
+        return [AttentionBatch(self.query_start_loc, part.last_kv_index, part.block_tables) for part in self.parts[1:]]
