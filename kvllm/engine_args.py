@@ -154,11 +154,7 @@ class EngineArgs:
         return self._engine_config(self.max_num_seqs * sum(most), length, groups)
 
     def _kv_groups(self, model: ModelConfig, max_model_len: int) -> tuple[KVGroup, ...]:
-        """A window that holds the longest text is none."""
-        if self.disable_hybrid_kv_cache_manager:
-            return UNIFORM
-        windows = [layer.window for layer in model.layers]
-        return make_groups([window if window and window < max_model_len else None for window in windows])
+        return UNIFORM if self.disable_hybrid_kv_cache_manager else make_groups(model.windows, max_model_len)
 
     def _engine_config(
         self, num_blocks: int, max_model_len: int, kv_groups: tuple[KVGroup, ...] = UNIFORM

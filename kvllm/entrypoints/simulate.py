@@ -18,6 +18,7 @@ from kvllm.config import EngineConfig
 from kvllm.entrypoints.engine_flags import parse_compression
 from kvllm.errors import CheckpointError
 from kvllm.kvcache.formats import KV_CACHE_DTYPES
+from kvllm.kvcache.groups import block_layers, make_groups
 from kvllm.models.config import ModelConfig, load_model_config
 from kvllm.simulation.cost import CostModel, resolve_dtype
 from kvllm.simulation.hardware import load_hardware, shipped_names
@@ -116,15 +117,17 @@ def longest_request(args: argparse.Namespace, cost: CostModel) -> int:
 
 def make_config(args: argparse.Namespace, cost: CostModel, max_model_len: int) -> EngineConfig:
     """The simulated engine, without compression."""
+    groups = make_groups(cost.model.windows, max_model_len)
     blocks = args.num_blocks
     if blocks is None:
-        blocks = cost.pool_blocks(args.block_size, args.gpu_memory_utilization)
+        blocks = cost.pool_blocks(args.block_size, args.gpu_memory_utilization, kv_groups=groups)
     return EngineConfig(
         num_blocks=blocks,
         max_model_len=max_model_len,
         block_size=args.block_size,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
+        kv_groups=groups,
     )
 
 
@@ -180,12 +183,14 @@ def describe(args: argparse.Namespace, cost: CostModel, config: EngineConfig, wo
     prompts, outputs = (sum(column) / requests for column in zip(*workload.lengths, strict=True))
     arrival = "all at once" if args.rate is None else f"{args.rate:g} a second"
     left_out = f"; {workload.left_out} of the file left out as too long or empty" if workload.left_out else ""
-    pool = config.num_blocks * config.block_size
-    gib = pool * cost.kv_pair_bytes * cost.model.num_layers / (1 << 30)
+    tokens = config.num_blocks * config.block_size
+    layers = block_layers(config.kv_groups, cost.model.num_layers)
+    of_layers = "" if layers == cost.model.num_layers else f" in {layers} of {cost.model.num_layers} layers"
+    gib = tokens * cost.kv_pair_bytes * layers / (1 << 30)
     return (
         f"{args.model_config.name} on {cost.hardware.name}, tensor parallel {cost.devices}: weights "
         f"{cost.weight_bytes / (1 << 30):.1f} GiB and KV pool {gib:.1f} GiB a device\n"
-        f"KV pool: {config.num_blocks:,} blocks of {config.block_size} = {pool:,} tokens; "
+        f"KV pool: {config.num_blocks:,} blocks of {config.block_size} = {tokens:,} tokens{of_layers}; "
         f"at most {config.max_num_seqs} sequences at once\n"
         f"Workload {args.workload.name}: {requests:,} requests, {arrival}, mean {prompts:.0f} + {outputs:.0f} tokens, "
         f"longest {workload.longest}{left_out}\n"

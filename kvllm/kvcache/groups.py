@@ -43,8 +43,8 @@ UNIFORM = (KVGroup(),)
 """The groups of a model all of whose layers attend all tokens."""
 
 
-def make_groups(windows: Sequence[int | None]) -> tuple[KVGroup, ...]:
-    """The groups of a model, from the window of each of its layers.
+def make_groups(windows: Sequence[int | None], max_model_len: int) -> tuple[KVGroup, ...]:
+    """The groups of a model, from the window of each of its layers. A window that holds the longest text is none.
 
     The first group has all layers that attend all tokens, or, where there are none, those of the window that fewest
     layers have. Its layers fit into a block; so no compression has to act in two places, and what fills up the last
@@ -52,7 +52,8 @@ def make_groups(windows: Sequence[int | None]) -> tuple[KVGroup, ...]:
     """
     layers_of: dict[int | None, list[int]] = {}
     for layer, window in enumerate(windows):
-        layers_of.setdefault(window, []).append(layer)
+        bounds = window is not None and window < max_model_len
+        layers_of.setdefault(window if bounds else None, []).append(layer)
     if len(layers_of) <= 1:
         return tuple(KVGroup(window) for window in layers_of) or UNIFORM
     order = sorted(layers_of, key=lambda window: (window is not None, len(layers_of[window])))
@@ -68,6 +69,11 @@ def sliding_blocks(groups: Sequence[KVGroup], num_tokens: int, block_size: int, 
 def layer_parts(groups: Sequence[KVGroup]) -> list[tuple[int, ...]]:
     """The parts of all groups, each with the indices of its layers. `[()]`: all layers of the model are in one."""
     return [part for group in groups for part in group.parts]
+
+
+def block_layers(groups: Sequence[KVGroup], num_layers: int) -> int:
+    """Layers of the model's `num_layers` that a block has places for: those of the first group."""
+    return len(groups[0].parts[0]) or num_layers
 
 
 def has_full(groups: Sequence[KVGroup]) -> bool:

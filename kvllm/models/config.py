@@ -102,6 +102,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return columns
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer; None: it attends all earlier tokens."""
+        return tuple(layer.window for layer in self.layers) or (None,) * self.num_layers
+
+    @property
     def scale(self) -> float:
         return self.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
 

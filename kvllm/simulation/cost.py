@@ -7,11 +7,14 @@ tensor-parallel group; all figures are those of one of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from kvllm.config import require
 from kvllm.errors import ConfigError
 from kvllm.kvcache.formats import kv_format_of
+from kvllm.kvcache.groups import UNIFORM, KVGroup, block_layers
 from kvllm.models.config import ModelConfig
 from kvllm.simulation.hardware import Hardware
 
@@ -19,17 +22,28 @@ ITEMSIZE = {"bfloat16": 2, "float32": 4}
 
 
 @dataclass(slots=True)
+class Attended:
+    """KV pairs that a pass attends in one layer.
+
+    visible: those of each token, summed over tokens. read: those of all tokens of a sequence, summed over sequences.
+    """
+
+    visible: int = 0
+    read: int = 0
+
+
+@dataclass(slots=True)
 class QueryBatch:
     """Query tokens of a pass.
 
-    visible: KV pairs that the tokens attend, summed over tokens. read: KV pairs of their sequences, summed over
-        sequences.
+    visible, read: see Attended; of layers without a window. sliding: of those with one, by their window.
     """
 
     sequences: int = 0
     tokens: int = 0
     visible: int = 0
     read: int = 0
+    sliding: dict[int, Attended] = field(default_factory=dict)
 
     def add(self, tokens: int, cached: int) -> None:
         """Add new tokens of a sequence with `cached` KV pairs: each attends those, the ones before it, and itself."""
@@ -37,6 +51,13 @@ class QueryBatch:
         self.tokens += tokens
         self.visible += tokens * cached + tokens * (tokens + 1) // 2
         self.read += cached + tokens
+
+    def add_sliding(self, window: int, tokens: int, position: int) -> None:
+        """Add what new tokens of a sequence, the first of them at `position`, attend in a layer with that window."""
+        attended = self.sliding.setdefault(window, Attended())
+        growing = min(tokens, max(0, window - position))  # tokens whose window begins with the text
+        attended.visible += growing * position + growing * (growing + 1) // 2 + (tokens - growing) * window
+        attended.read += min(position, window - 1) + tokens
 
 
 class CostModel:
@@ -57,6 +78,7 @@ class CostModel:
         self.kv_format = kv_format_of(kv_cache_dtype, dtype, model.head_dim)
         self.hardware = hardware
         self.model = model
+        self.layers_of = Counter(model.windows)
         self.devices = tensor_parallel_size
         self.itemsize = ITEMSIZE[dtype]
         self.query_heads = model.num_query_heads // tensor_parallel_size
@@ -88,17 +110,25 @@ class CostModel:
         vector = self.kv_format.vector_bytes(head_dim) if self.kv_format else head_dim * self.itemsize
         return 2 * self.kv_heads * vector
 
-    def pool_blocks(self, block_size: int, memory_utilization: float, *, scored: bool = False) -> int:
+    def pool_blocks(
+        self,
+        block_size: int,
+        memory_utilization: float,
+        *,
+        scored: bool = False,
+        kv_groups: Sequence[KVGroup] = UNIFORM,
+    ) -> int:
         """Blocks of a KV pool in what weights leave of `memory_utilization` of the memory.
 
-        scored: a float32 score for each KV head lies beside every KV pair.
+        scored: a float32 score for each KV head lies beside every KV pair. kv_groups: see EngineConfig.
 
         Raises ConfigError if that is not a single block.
         """
         require(0 < memory_utilization <= 1, "gpu_memory_utilization", memory_utilization, "above 0, at most 1")
         usable = self.hardware.memory_bytes * memory_utilization - self.hardware.reserved_bytes
         pair_bytes = self.kv_pair_bytes + (4 * self.kv_heads if scored else 0)
-        blocks = int(usable - self.weight_bytes) // (block_size * pair_bytes * self.model.num_layers)
+        layers = block_layers(kv_groups, self.model.num_layers)
+        blocks = int(usable - self.weight_bytes) // (block_size * pair_bytes * layers)
         if blocks < 1:
             raise ConfigError(
                 f"weights of {self.weight_bytes / 1e9:.1f} GB leave no room for a KV pool in {usable / 1e9:.1f} GB of "
@@ -114,8 +144,8 @@ class CostModel:
         layer = self._matmul(tokens, self.layer_weights) + 2 * self._all_reduce(tokens) + self.hardware.layer_seconds
         shared = self.model.num_layers * layer + self.logits(samples) + self.hardware.step_seconds
         shared += (decode.sequences + prefill.sequences) * self.hardware.sequence_seconds
-        decoding = self.model.num_layers * self._attention(decode) + shared * decode.tokens / tokens
-        return decoding, self.model.num_layers * self._attention(prefill) + shared * prefill.tokens / tokens
+        decoding = self._attention(decode) + shared * decode.tokens / tokens
+        return decoding, self._attention(prefill) + shared * prefill.tokens / tokens
 
     def logits(self, samples: int) -> float:
         """The head, and its float32 result brought together, written and read once."""
@@ -126,39 +156,49 @@ class CostModel:
 
     def recompute(self, queries: QueryBatch) -> float:
         """A pass that recovers queries: no keys, values or logits, and only queries in the last layer (Kara paper,
-        appendix C.2)."""
-        layer = self._matmul(queries.tokens, 2 * self.q_weights + self.mlp_weights) + self._attention(queries)
+        appendix C.2). No layer has a window: behind it nothing could be recovered."""
+        layer = self._matmul(queries.tokens, 2 * self.q_weights + self.mlp_weights)
+        layer += self._layer_attention(queries.visible, queries.read)
         layer += 2 * self._all_reduce(queries.tokens) + self.hardware.layer_seconds
         last = self._matmul(queries.tokens, self.q_weights) + self.hardware.layer_seconds
         return (self.model.num_layers - 1) * layer + last
 
-    def score(self, products: int, keys: int) -> float:
-        """Score and select in all layers (Kara paper, eq. 4): `products` of a query and a key for each query head, from
-        `keys` cached keys. Without products, layers are selected from together."""
+    def score(self, products: int, keys: int, layers: int) -> float:
+        """Score and select in so many layers (Kara paper, eq. 4): `products` of a query and a key for each query head,
+        from `keys` cached keys. Without products, layers are selected from together."""
         flops = 2 * self.query_heads * self.model.head_dim * products
         traffic = keys * self.kv_pair_bytes / 2
         scoring = max(flops / self._score_flops, traffic / self._bytes_per_s)
-        selections = self.model.num_layers if products else 1
-        return self.model.num_layers * scoring + selections * self.hardware.select_seconds
+        selections = layers if products else 1
+        return layers * scoring + selections * self.hardware.select_seconds
 
-    def observe(self, scored: int) -> float:
-        """Add up scores in all layers while sequences decode, for `scored` KV pairs of all their windows: a product for
-        each query head is written and read twice, a score for each KV head is read and written."""
+    def observe(self, scored: int, layers: int) -> float:
+        """Add up scores in so many layers while sequences decode, for `scored` KV pairs that can be compressed: a
+        product for each query head is written and read twice, a score for each KV head is read and written."""
         traffic = 4 * scored * (3 * self.query_heads + 2 * self.kv_heads)
-        return self.model.num_layers * traffic / self._bytes_per_s
+        return layers * traffic / self._bytes_per_s
 
-    def compact(self, kv_pairs: int) -> float:
-        """Move `kv_pairs`: read and write them in all layers, at once."""
-        moved = 2 * self.model.num_layers * kv_pairs * self.kv_pair_bytes
+    def compact(self, kv_pairs: int, layers: int) -> float:
+        """Move `kv_pairs`: read and write them in so many layers, at once."""
+        moved = 2 * layers * kv_pairs * self.kv_pair_bytes
         return moved / self._bytes_per_s + self.hardware.layer_seconds
 
     def _matmul(self, tokens: int, weights: int) -> float:
         return max(2 * tokens * weights / self._matmul_flops, weights * self.itemsize / self._bytes_per_s)
 
     def _attention(self, queries: QueryBatch) -> float:
-        """One layer: a product with a key and one with a value for each visible KV pair, each KV pair read once."""
-        flops = 4 * self.query_heads * self.model.head_dim * queries.visible
-        return max(flops / self._attention_flops, queries.read * self.kv_pair_bytes / self._bytes_per_s)
+        """All layers."""
+        seconds, full = 0.0, self.model.num_layers
+        for window, attended in queries.sliding.items():
+            layers = self.layers_of[window]
+            seconds += layers * self._layer_attention(attended.visible, attended.read)
+            full -= layers
+        return seconds + full * self._layer_attention(queries.visible, queries.read)
+
+    def _layer_attention(self, visible: int, read: int) -> float:
+        """A product with a key and one with a value for each visible KV pair, each KV pair read once."""
+        flops = 4 * self.query_heads * self.model.head_dim * visible
+        return max(flops / self._attention_flops, read * self.kv_pair_bytes / self._bytes_per_s)
 
     def _all_reduce(self, tokens: int) -> float:
         """Sum hidden states of `tokens` over the devices, in a ring: each byte travels twice, less the own part."""

@@ -10,6 +10,7 @@ from kvllm.compression.queries import QueryTokens, window_tokens
 from kvllm.config import CompressionConfig, EngineConfig, require
 from kvllm.core.executor import Executor
 from kvllm.core.protocol import CompressionJob, SampledToken, StepPlan, StepResult
+from kvllm.kvcache.groups import block_layers
 from kvllm.simulation.cost import CostModel, QueryBatch
 
 TOKEN = SampledToken(0)
@@ -43,15 +44,21 @@ class SimulatedExecutor(Executor):
         )
         self.compression = config.active_compression
         self.seconds = SimulatedSeconds()
-        self.cached: dict[int, int] = {}  # KV pairs in the cache, by sequence
+        # All layers without a window lie in one block. So these are what is compressed, and what is copied.
+        self.layers = block_layers(config.kv_groups, cost.model.num_layers)
+        self.windows = [window for window in cost.layers_of if window is not None and window < config.max_model_len]
+        self.cached: dict[int, int] = {}  # KV pairs in the cache of layers without a window, by sequence
+        self.dropped: dict[int, int] = {}  # those that compressions dropped there, of sequences that were compressed
         self.scored = set[int]()  # sequences whose scores are added up
 
     def execute(self, plan: StepPlan) -> StepResult:
         if plan.reset:
             self.cached.clear()
+            self.dropped.clear()
             self.scored.clear()
         for seq_id in plan.dropped_seq_ids:
             del self.cached[seq_id]
+            self.dropped.pop(seq_id, None)
             self.scored.discard(seq_id)
         for start in plan.new_seqs:
             self.cached[start.seq_id] = start.cached_length
@@ -60,8 +67,9 @@ class SimulatedExecutor(Executor):
             self._compress([job for job in plan.compressions if job.destinations], self.compression)
             for job in plan.compressions:
                 self.cached[job.seq_id] -= job.dropped
+                self.dropped[job.seq_id] = self.dropped.get(job.seq_id, 0) + job.dropped
         if plan.copies:
-            self.seconds.decode += self.cost.compact(len(plan.copies) * self.config.block_size)
+            self.seconds.decode += self.cost.compact(len(plan.copies) * self.config.block_size, self.layers)
         return StepResult([TOKEN] * self._forward(plan)) if plan.scheduled else StepResult()
 
     def close(self) -> None:
@@ -84,16 +92,29 @@ class SimulatedExecutor(Executor):
                 prefill.add(item.num_tokens, before)
             for fork in item.forks:
                 cached[fork.seq_id] = before + item.num_tokens
+                if item.seq_id in self.dropped:
+                    self.dropped[fork.seq_id] = self.dropped[item.seq_id]
                 if item.seq_id in observed:
                     observed.add(fork.seq_id)
                 samples += 1
-        decode, filling = self.cost.forward(QueryBatch(decoding, decoding, visible, visible), prefill, samples)
-        self.seconds.decode += decode
+        decode = QueryBatch(decoding, decoding, visible, visible)
+        if self.windows:
+            self._attend_windows(plan, decode, prefill)
+        decode_seconds, prefill_seconds = self.cost.forward(decode, prefill, samples)
+        self.seconds.decode += decode_seconds
         if scored and self.compression:
             half_of_window = self.compression.window_blocks * self.config.block_size // 2  # scored in the mean
-            self.seconds.decode += self.cost.observe(scored * half_of_window)
-        self.seconds.prefill += filling
+            self.seconds.decode += self.cost.observe(scored * half_of_window, self.layers)
+        self.seconds.prefill += prefill_seconds
         return samples
+
+    def _attend_windows(self, plan: StepPlan, decode: QueryBatch, prefill: QueryBatch) -> None:
+        """Add what the scheduled tokens attend in layers with a window: there nothing is compressed."""
+        for item in plan.scheduled:
+            position = self.cached[item.seq_id] + self.dropped.get(item.seq_id, 0) - item.num_tokens
+            batch = decode if item.num_tokens == 1 else prefill
+            for window in self.windows:
+                batch.add_sliding(window, item.num_tokens, position)
 
     def _compress(self, jobs: list[CompressionJob], compression: CompressionConfig) -> None:
         """Select and move the survivors of jobs that have any."""
@@ -107,7 +128,7 @@ class SimulatedExecutor(Executor):
         for batch in self._passes(windows, compression):
             self._select(batch, compression)
         if moved:
-            self.seconds.compact += self.cost.compact(moved)
+            self.seconds.compact += self.cost.compact(moved, self.layers)
 
     def _passes(self, windows: list[Window], config: CompressionConfig) -> Iterator[list[Window]]:
         """Windows that go through the model together: as many as fit the token budget, at least one."""
@@ -137,4 +158,4 @@ class SimulatedExecutor(Executor):
             keys += size
         if recomputed.tokens:
             self.seconds.recompute += self.cost.recompute(recomputed)
-        self.seconds.score += self.cost.score(products, keys)
+        self.seconds.score += self.cost.score(products, keys, self.layers)

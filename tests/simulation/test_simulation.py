@@ -24,7 +24,7 @@ from kvllm.models.config import load_model_config
 from kvllm.simulation.cost import CostModel, QueryBatch, resolve_dtype
 from kvllm.simulation.executor import SimulatedExecutor
 from kvllm.simulation.hardware import Hardware, load_hardware, shipped_names
-from kvllm.simulation.simulate import simulate
+from kvllm.simulation.simulate import Outcome, simulate
 from kvllm.simulation.workload import arrival_times, load_workload, read_timed_trace
 from tests.helpers.checkpoints import make_checkpoint
 
@@ -119,10 +119,12 @@ def test_a_compression_recomputes_scores_and_moves(cost):
     layer = 2 * 100 * 512 / 1e4 + 4 * 4 * 2 * 5050 / 1e4 + 0.25  # no key and value projection
     last = 2 * 100 * 64 / 1e4 + 0.25  # the queries alone
     assert cost.recompute(rows) == pytest.approx(layer + last)
-    assert cost.score(100, keys=5) == pytest.approx(2 * (2 * 4 * 2 * 100 / 1e4 + 0.5))
-    assert cost.score(1, keys=1000) == pytest.approx(2 * (1000 * 16 / 1e3 + 0.5))
-    assert cost.score(0, keys=1000) == pytest.approx(2 * 1000 * 16 / 1e3 + 0.5)
-    assert cost.compact(3) == pytest.approx(2 * 2 * 3 * 32 / 1e3 + 0.25)
+    assert cost.score(100, keys=5, layers=2) == pytest.approx(2 * (2 * 4 * 2 * 100 / 1e4 + 0.5))
+    assert cost.score(1, keys=1000, layers=2) == pytest.approx(2 * (1000 * 16 / 1e3 + 0.5))
+    assert cost.score(0, keys=1000, layers=2) == pytest.approx(2 * 1000 * 16 / 1e3 + 0.5)
+    assert cost.score(0, keys=1000, layers=1) == pytest.approx(1000 * 16 / 1e3 + 0.5)
+    assert cost.compact(3, layers=2) == pytest.approx(2 * 2 * 3 * 32 / 1e3 + 0.25)
+    assert cost.compact(3, layers=1) == pytest.approx(2 * 3 * 32 / 1e3 + 0.25)
 
 
 def test_efficiencies_stretch_what_they_are_of(model):
@@ -132,7 +134,7 @@ def test_efficiencies_stretch_what_they_are_of(model):
     bare = [2 * 0.25 + 1.0 + 0.5] * 2
     decode = [c.forward(QueryBatch(1, 1, 10, 10), QueryBatch(), 0)[0] - b for c, b in zip(costs, bare, strict=True)]
     prefill = [c.forward(QueryBatch(), QueryBatch(1, 100, 0, 0), 0)[1] - b for c, b in zip(costs, bare, strict=True)]
-    score = [c.score(1000, 0) - 1.0 for c in costs]
+    score = [c.score(1000, 0, layers=2) - 1.0 for c in costs]
     assert decode[1] == pytest.approx(2 * decode[0])
     assert prefill[1] == pytest.approx(4 * prefill[0])
     assert score[1] == pytest.approx(10 * score[0])
@@ -151,7 +153,7 @@ def test_a_simulated_pool_counts_scales(model):
     shape = CacheShape(1, plain.kv_heads, model.head_dim, 4, torch.float32, kv_format=KV_FORMATS["int8"])
     assert 4 * quantized.kv_pair_bytes == shape.bytes_per_block < 4 * plain.kv_pair_bytes
     assert quantized.pool_blocks(4, 0.9) > plain.pool_blocks(4, 0.9)
-    assert quantized.compact(100) < plain.compact(100)
+    assert quantized.compact(100, layers=2) < plain.compact(100, layers=2)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -181,7 +183,7 @@ def test_executor_follows_lengths(cost):
     assert executor.seconds.decode == pytest.approx(
         cost.forward(QueryBatch(2, 2, 25 + 33, 25 + 33), QueryBatch(), 2)[0]
     )
-    assert executor.seconds.compact == pytest.approx(cost.compact(2 * 4 + 4))
+    assert executor.seconds.compact == pytest.approx(cost.compact(2 * 4 + 4, layers=2))
     executor.execute(StepPlan(dropped_seq_ids=[0]))
     assert executor.cached == {1: 33}
 
@@ -197,12 +199,20 @@ def test_windows_go_through_the_model_in_passes_that_fit_the_budget(cost, budget
         batch, starts = starts[:count], starts[count:]
         visible = sum(12 * start + 78 for start in batch)
         expected += cost.recompute(QueryBatch(count, 12 * count, visible, sum(start + 12 for start in batch)))
-        scored += cost.score(12 * 8 * count, 12 * count)
+        scored += cost.score(12 * 8 * count, 12 * count, layers=2)
     assert executor.seconds.recompute == pytest.approx(expected)
     assert executor.seconds.score == pytest.approx(scored)
 
 
 # Runs
+
+
+def check_counts(outcome: Outcome, llm: LLM) -> None:
+    real = llm.stats()
+    counters = ["steps", "output_tokens", "preemptions", "compression_events", "windows_compressed", "entries_evicted"]
+    for name in [*counters, "blocks_released", "peak_blocks"]:
+        assert getattr(outcome, name) == real[name], name
+    assert outcome.mean_concurrency == sum(running for running, _ in real.timeline) / real.steps
 
 
 def some_lengths(count: int, seed: int = 0) -> list[tuple[int, int]]:
@@ -238,11 +248,7 @@ def test_counts_are_those_of_the_real_engine(tmp_path, compression):
     cost = CostModel(HARDWARE, llm.model_config, "float32")
     config = EngineConfig(num_blocks=110, compression=compression, **options)
     outcome = simulate(config, cost, lengths, arrival_times(len(lengths), None))
-    real = llm.stats()
-    counters = ["steps", "output_tokens", "preemptions", "compression_events", "windows_compressed", "entries_evicted"]
-    for name in [*counters, "blocks_released", "peak_blocks"]:
-        assert getattr(outcome, name) == real[name], name
-    assert outcome.mean_concurrency == sum(running for running, _ in real.timeline) / real.steps
+    check_counts(outcome, llm)
     assert outcome.preemptions > 0 or compression is not None
     assert (outcome.windows_compressed > 0) == (compression is not None)
 
