@@ -13,8 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from kvllm.config import EngineConfig, require
+from kvllm.core.compression_policy import peak_blocks
 from kvllm.core.kv_memory import LayerType, compressed_length
 from kvllm.core.regions import Regions, make_regions
+from kvllm.kvcache.groups import UNIFORM, block_layers, has_full, sliding_blocks
 from kvllm.models import model_family
 from kvllm.models.config import ModelConfig
 from kvllm.parallel import Shard, SingleRank
@@ -27,7 +29,7 @@ class MemoryPlan:
 
     config: `num_blocks` of it is not read. layer_types: all layers, by what they hold of a sequence.
     weights_bytes: of the whole model, in `dtype`. pair_bytes: of one token in one layer, of all KV heads.
-    rank_weights_bytes, rank_block_bytes: of weights, and of one block over all layers, on each of `num_ranks` ranks.
+    rank_weights_bytes, rank_block_bytes: of weights, and of one block, on each of `num_ranks` ranks.
     """
 
     model: ModelConfig
@@ -56,6 +58,16 @@ class MemoryPlan:
     def blocks_per_sequence(self, length: int) -> dict[str, int]:
         """Blocks that one sequence needs at most to reach `length` tokens, by the name of the layer type."""
         return {kind.name: kind.blocks(length, self.config.block_size) for kind in self.layer_types}
+
+    @property
+    def block_layers(self) -> int:
+        """Layers that a block has places for."""
+        return block_layers(self.config.kv_groups, self.model.num_layers)
+
+    @property
+    def all_layers_block_bytes(self) -> int:
+        """Bytes on each rank of a block, if it has places for all layers."""
+        return self.rank_block_bytes // self.block_layers * self.model.num_layers
 
     @property
     def has_windows(self) -> bool:
@@ -93,14 +105,15 @@ class MemoryPlan:
         windows: sliding layers give up what lies behind their window. compressed: full layers hold what compression
         leaves of a sequence, at its peak.
         """
-        size = self.config.block_size
-        blocks = 0.0
-        for kind in self.layer_types:
-            needed = kind.blocks(length, size) if windows else -(-length // size)
-            if compressed and kind.window is None and self._regions:
-                needed = self._regions.peak_blocks(prompt, length, self._tail_start(prompt))
-            blocks += needed * kind.layers / self.model.num_layers
-        return math.floor(pool_bytes // self.rank_block_bytes / blocks)
+        if windows:
+            return pool_bytes // self.rank_block_bytes // self.blocks_held(length, prompt, compressed=compressed)
+        return pool_bytes // self.all_layers_block_bytes // UNIFORM[0].most_blocks(length, self.config.block_size, 1)
+
+    def blocks_held(self, length: int, prompt: int, *, compressed: bool) -> int:
+        """Blocks of the pool that a sequence holds at most when it decodes up to `length` tokens, in all KV groups."""
+        groups, regions = self.config.kv_groups, self._regions if compressed else None
+        full = peak_blocks(self.config, regions, prompt, length) if has_full(groups) else 0
+        return full + sliding_blocks(groups, length, self.config.block_size, 1)
 
     @property
     def _regions(self) -> Regions | None:
@@ -126,7 +139,7 @@ def plan_memory(model: ModelConfig, config: EngineConfig, dtype: str, num_ranks:
         num_ranks,
         layer_types(model),
         weights_bytes(model, dtype, SingleRank()),
-        whole.bytes_per_block // (model.num_layers * config.block_size),
+        whole.bytes_per_block // (whole.num_places * config.block_size),
         weights_bytes(model, dtype, _FirstRank(num_ranks)),
         rank.bytes_per_block,
     )
@@ -134,7 +147,7 @@ def plan_memory(model: ModelConfig, config: EngineConfig, dtype: str, num_ranks:
 
 def layer_types(model: ModelConfig) -> tuple[LayerType, ...]:
     """The layers of a model, by what they hold of a sequence."""
-    numbers = Counter(layer.window for layer in model.layers) or Counter({None: model.num_layers})
+    numbers = Counter(model.windows)
     windows = sorted(window for window in numbers if window is not None)
     found = [LayerType("full", numbers[None])] if None in numbers else []
     for window in windows:

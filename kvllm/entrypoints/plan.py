@@ -18,6 +18,7 @@ from kvllm.config import EngineConfig, require
 from kvllm.entrypoints.engine_flags import parse_compression
 from kvllm.entrypoints.simulate import read_model_config
 from kvllm.kvcache.formats import KV_CACHE_DTYPES
+from kvllm.kvcache.groups import make_groups
 from kvllm.simulation.cost import resolve_dtype
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def run(args: argparse.Namespace) -> None:
         block_size=args.block_size,
         kv_cache_dtype=args.kv_cache_dtype,
         compression=parse_compression(args.compression),
+        kv_groups=make_groups(model.windows, longest),
     )
     plan = plan_memory(model, config, resolve_dtype(args.dtype, model), args.tensor_parallel_size)
     length = longest if args.input_length is None else args.input_length
@@ -124,10 +126,12 @@ def report(plan: MemoryPlan, length: int, args: argparse.Namespace) -> Iterator[
     yield from _lengths(plan, args.prompt_length)
     if args.gpu_memory is not None:
         pool = plan.pool_bytes(args.gpu_memory, args.gpu_memory_utilization)
+        layers, places = model.num_layers, plan.block_layers
+        of_layers = "" if places == layers else f" tokens in {places} of {layers} layers"
         yield ""
         yield (
             f"KV pool of a rank: {pool / GIB:,.2f} GiB, {pool // plan.rank_block_bytes:,} blocks of "
-            f"{plan.config.block_size}; what steps need beside it is measured when an engine starts"
+            f"{plan.config.block_size}{of_layers}; what steps need beside it is measured when an engine starts"
         )
         for what, number in concurrency(plan, pool, length, args.prompt_length).items():
             yield f"sequences of {length:,} tokens at once, {what}: {number:,}"

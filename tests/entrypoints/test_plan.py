@@ -17,6 +17,7 @@ from kvllm.engine_builder import cache_shape
 from kvllm.entrypoints import cli
 from kvllm.memory_plan import plan_memory
 from kvllm.models.config import load_model_config
+from tests.helpers.checkpoints import make_checkpoint
 
 GIB = 1 << 30
 LLAMA_3_8B = {
@@ -102,6 +103,22 @@ def test_layers_with_a_window(kinds, units, blocks, tmp_path, capsys):
     assert found["blocks_per_sequence"] == blocks
 
 
+def test_concurrency_counts_places_that_no_layer_fills(tmp_path, capsys):
+    """Five full layers, which a block holds, and 27 with a window: six parts, of which the last has two layers."""
+    kinds = ["full_attention" if layer % 6 == 5 else "sliding_attention" for layer in range(32)]
+    model = config_file(tmp_path, HALF_SLIDING | {"layer_types": kinds})
+    options = ("--input-length", "1000", "--block-size", "16", "--gpu-memory", "40GB")
+    found = figures(capsys, model, *options, "--compression", "method=keydiff,window_blocks=3,buffer=4")
+    pool, block = found["pool_bytes_per_rank"], 5 * 16 * 4096
+    assert found["kv_bytes"] == (5 * 1000 + 27 * 128) * 4096  # of what is attended, not padded
+    assert found["sequences_at_once"]["nothing released"] == pool // (32 * 16 * 4096) // 63
+    assert found["sequences_at_once"]["windows"] == pool // block // (63 + 6 * 9)
+    # 1000 tokens: 20 windows of 3 blocks keep one each, and three blocks lie behind them.
+    assert found["sequences_at_once"]["compression"] == pool // block // (20 + 3 + 6 * 9)
+    cli.main(["plan", "--model", str(model), *options])
+    assert f" {pool // block:,} blocks of 16 tokens in 5 of 32 layers; " in capsys.readouterr().out
+
+
 def test_concurrency_is_what_the_memory_leaves(tmp_path, capsys):
     """Two devices hold half of the weights and half of the KV heads each."""
     model = config_file(tmp_path, LLAMA_3_8B)
@@ -133,6 +150,21 @@ def test_blocks_have_the_bytes_of_the_engine(compression):
     plan = plan_memory(args.model_config, args.engine_config, "float32")
     assert plan.rank_block_bytes == cache_shape(args).bytes_per_block
     assert plan.pair_bytes * 16 * args.model_config.num_layers == plan.rank_block_bytes
+
+
+def test_groups_have_the_blocks_of_the_engine(tmp_path):
+    """Two layers of five attend all tokens, so the other three have two parts."""
+    kinds = ["full_attention" if layer in (1, 4) else "sliding_attention" for layer in range(5)]
+    options: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 20, "layer_types": kinds}
+    make_checkpoint(tmp_path, "qwen3", head_dim=16, num_hidden_layers=5, **options)
+    args = EngineArgs(tmp_path, block_size=4, max_model_len=200, num_gpu_blocks_override=200)
+    plan = plan_memory(args.model_config, args.engine_config, "float32")
+    assert plan.rank_block_bytes == cache_shape(args).bytes_per_block == 2 * 4 * plan.pair_bytes
+    llm = LLM(tmp_path, block_size=4, max_model_len=200, num_gpu_blocks_override=200, dtype="float32")
+    prompt, output = 4, 150  # in one chunk no larger than a block, so that decoding holds the most
+    sampling = SamplingParams(temperature=0, max_tokens=output + 1, ignore_eos=True)
+    llm.generate([[5] * prompt], sampling, use_tqdm=False)
+    assert llm.stats().peak_blocks == plan.blocks_held(prompt + output, prompt, compressed=False)
 
 
 def test_compressed_length_is_what_an_engine_holds():
