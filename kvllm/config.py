@@ -86,7 +86,7 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
             average. A sample of windows is judged when `buffer` tokens are behind them: what follows these is predicted
             with the cache as it was, and with what is left of it. Windows keep more blocks while the mean is above, and
             fewer again when it is at most half. None: nothing is judged.
-        guard_every: with `guard_kl`, one window of a sequence in so many is judged.
+        guard_every: with `guard_kl`, a sequence's first window is judged, and of its others one in so many.
 
     Raises ConfigError for what is not allowed.
     """

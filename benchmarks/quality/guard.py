@@ -203,7 +203,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--retain-blocks", type=int, default=11, help=f"blocks kept of a window of {WINDOW // BLOCK_SIZE} (default 11)")
     add("--period", type=int, default=16, help="decode steps between compressions (default 16)")
     add("--guard-kl", type=float, default=0.005, help="nats a token (default 0.005)")
-    add("--guard-every", type=int, default=8, metavar="N", help="one compression in N is judged (default 8)")
+    add("--guard-every", type=int, default=8, metavar="N", help="of compressions behind the first (default 8)")
     add("--max-num-seqs", type=int, default=16, metavar="N", help="most programs at once (default 16)")
     add("--seed", type=int, default=1, help="seed of the programs (default 1)")
     command_line.add_output_argument(parser)

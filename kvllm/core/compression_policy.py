@@ -130,6 +130,13 @@ class CompressionPolicy(ABC):
         """The part of a sequence that the policy compresses next."""
         return self.regions_of(seq).trailing(seq.cached_length, seq.uncompressed_tail)
 
+    def _in_turn(self, jobs: list[Candidate]) -> list[Candidate]:
+        """All but the judged first windows of sequences behind the first of these. They wait for the next step, whose
+        retention follows what was found, so that a batch of another kind loses one window and not one each."""
+        first = [seq.seq_id for seq, region in jobs if not seq.compressions and self.is_judged(seq, region)]
+        later = set(first[1:])
+        return [job for job in jobs if job[0].seq_id not in later]
+
     def is_judged(self, seq: Sequence, region: Region) -> bool:
         """Whether a compression is judged. It takes tokens behind the window, because scores have seen those in it."""
         guard = self.guard_of(seq)
@@ -144,7 +151,8 @@ class PeriodicPolicy(CompressionPolicy):
     The first event is not before more than a window's length of steps. It takes a sequence's trailing window, as in the
     paper; where scores are observed it takes the earliest one, since these belong to windows that follow each other. Of
     the eligible sequences those that stored most since they were last served go first (`order="most_uncompressed"`), so
-    none starves. An event for which the tokens of a step do not suffice goes on in the following steps.
+    none starves. An event for which the tokens of a step do not suffice, or in which windows wait for what is judged,
+    goes on in the following steps.
     """
 
     def __init__(self, config: CompressionConfig, block_size: int) -> None:
@@ -169,9 +177,10 @@ class PeriodicPolicy(CompressionPolicy):
         if self.config.order == "most_uncompressed":
             jobs.sort(key=lambda job: (job[0].carried_tail - job[0].uncompressed_tail, job[0].seq_id))
         jobs = jobs[: self._left]
-        affordable = max(1, load.tokens // window_tokens(self.config, jobs[0][1].size)) if jobs else 0
-        self._left = self._left - affordable if affordable < len(jobs) else 0
-        return jobs[:affordable]
+        now = self._in_turn(jobs)
+        affordable = max(1, load.tokens // window_tokens(self.config, now[0][1].size)) if now else 0
+        self._left = self._left - affordable if affordable < len(now) else len(jobs) - len(now)
+        return now[:affordable]
 
 
 class StandalonePolicy(CompressionPolicy):
@@ -183,7 +192,7 @@ class StandalonePolicy(CompressionPolicy):
     at_once = True
 
     def select(self, decoding: Sequences[Sequence], load: EngineLoad) -> list[Candidate]:
-        return self.eligible(decoding)
+        return self._in_turn(self.eligible(decoding))
 
 
 class ThresholdPolicy(CompressionPolicy):
@@ -257,7 +266,10 @@ class PressurePolicy(CompressionPolicy):
         jobs = self.eligible(decoding, may_wait=urgent <= 0)
         jobs = [job for job in jobs if urgent > 0 or self._remaining(job[0]) > self.config.period]
         jobs.sort(key=self._order)
-        return self._enough(jobs[: self.config.event_sequences], needed, urgent, load.tokens)
+        now = jobs if urgent > 0 else self._in_turn(jobs)
+        chosen = self._enough(now[: self.config.event_sequences], needed, urgent, load.tokens)
+        self._unmet = self._unmet or len(now) < len(jobs)
+        return chosen
 
     def _usual_region(self, seq: Sequence) -> Region | None:
         """All that is complete: while blocks lasted, more than one window of a sequence may have filled up."""

@@ -26,8 +26,8 @@ class Scheduler:
     """Plans one step at a time; `schedule` and `update` alternate.
 
     `running` is ordered by age (sequence id). Where blocks run out, the youngest sequence is preempted, of the tenant
-    that is most above what it is entitled to; the oldest always advances. A step's cost follows the running batch,
-    never the queue.
+    that is most above what it is entitled to; the oldest always advances, unless a guard lets it be computed again,
+    which happens once. A step's cost follows the running batch, never the queue.
     """
 
     def __init__(self, config: EngineConfig, stats: EngineStats) -> None:
