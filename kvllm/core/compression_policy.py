@@ -137,6 +137,14 @@ class CompressionPolicy(ABC):
         later = set(first[1:])
         return [job for job in jobs if job[0].seq_id not in later]
 
+    def is_restored(self, seq: Sequence) -> bool:
+        """Whether a sequence is to be computed again, now that windows keep more. That is cheap behind its first
+        window. It happens once at most, so that every sequence ends."""
+        guard = self.guard_of(seq)
+        if guard is None or seq.preemptions or len(seq.compressions) != 1:
+            return False
+        return seq.compressions[0].retain < guard.retained
+
     def is_judged(self, seq: Sequence, region: Region) -> bool:
         """Whether a compression is judged. It takes tokens behind the window, because scores have seen those in it."""
         guard = self.guard_of(seq)

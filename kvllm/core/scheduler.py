@@ -46,6 +46,7 @@ class Scheduler:
         self.admission = Admission(config, self.blocks, self.planner)
         self.reset([])
         self._reset_workers = False
+        self._has_risen = False  # what windows keep, in the last step
         self._decode_steps = 0
         self._missing_blocks = 0
 
@@ -86,6 +87,8 @@ class Scheduler:
         """The next step. It may schedule nothing when a lone sequence had to be preempted; the one after will."""
         batch = self.batch
         plan = batch.begin(reset=self._reset_workers)
+        if self._has_risen:
+            self._restore_first_windows()
         budget = self.config.max_num_batched_tokens
         if self.planner:
             budget = self.planner.plan(
@@ -275,10 +278,19 @@ class Scheduler:
         judged = [running[job.seq_id] for job in plan.compressions if job.judged]
         for seq, divergence in zip(judged, divergences, strict=True):
             seq.judged(divergence)
+        before = self.policy.guard.added_blocks
         self.policy.guard.record(divergences)
+        self._has_risen = self.policy.guard.added_blocks > before
         self.stats.compressions_judged += len(divergences)
         self.stats.divergence_sum += sum(divergences)
         self.stats.added_blocks = self.policy.guard.added_blocks
+
+    def _restore_first_windows(self) -> None:
+        """Let sequences be computed again that lost a first window while windows kept too little."""
+        assert self.policy
+        self._has_risen = False
+        for seq in [seq for seq in self.running if self.policy.is_restored(seq)]:
+            self.batch.preempt(seq)
 
     def reset(self, sequences: list[Sequence]) -> None:
         """Start over with an empty pool after a failed step, of which an unknown part was executed.
