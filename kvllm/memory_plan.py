@@ -13,14 +13,34 @@ from dataclasses import dataclass
 import torch
 
 from kvllm.config import EngineConfig, require
-from kvllm.core.compression_policy import peak_blocks
-from kvllm.core.kv_memory import LayerType, compressed_length
+from kvllm.core.compression_policy import peak_blocks, tail_start
 from kvllm.core.regions import Regions, make_regions
-from kvllm.kvcache.groups import UNIFORM, block_layers, has_full, sliding_blocks
+from kvllm.kvcache.groups import UNIFORM, KVGroup, block_layers, has_full, sliding_blocks
 from kvllm.models import model_family
 from kvllm.models.config import ModelConfig
 from kvllm.parallel import Shard, SingleRank
 from kvllm.worker.build import DTYPES, rank_cache_shape
+
+
+@dataclass(frozen=True)
+class LayerType:
+    """Layers that hold the same KV pairs of a sequence.
+
+    name: "full" or "sliding". layers: how many there are. window: tokens that a token attends, its own included; None
+    for all before it.
+    """
+
+    name: str
+    layers: int
+    window: int | None = None
+
+    def held(self, length: int) -> int:
+        """KV pairs in one layer that a sequence of `length` tokens needs, if nothing is compressed."""
+        return length if self.window is None else min(length, self.window)
+
+    def blocks(self, length: int, block_size: int) -> int:
+        """Blocks that one sequence needs at most to decode up to `length` tokens, if nothing is compressed."""
+        return KVGroup(self.window).most_blocks(length, block_size, 1)
 
 
 @dataclass(frozen=True)
@@ -79,7 +99,10 @@ class MemoryPlan:
 
     def compressed_length(self, length: int, prompt: int) -> int:
         """KV pairs that a layer without a window holds at last of `length` tokens, `prompt` of them the prompt."""
-        return compressed_length(self._regions, prompt, length, self._tail_start(prompt)) if self._regions else length
+        if self._regions is None:
+            return length
+        *_, held = self._regions.cached_lengths(prompt, length, tail_start(self.config, prompt))
+        return held
 
     def compressed_kv_bytes(self, length: int, prompt: int, num_sequences: int = 1) -> int:
         """Bytes of the KV pairs of sequences of `length` tokens at last, compressed in layers without a window."""
@@ -119,10 +142,6 @@ class MemoryPlan:
     def _regions(self) -> Regions | None:
         active = self.config.active_compression
         return active and make_regions(active, self.config.block_size)
-
-    def _tail_start(self, prompt: int) -> int:
-        compression = self.config.compression
-        return 0 if compression is not None and compression.compress_prompt else prompt
 
 
 def plan_memory(model: ModelConfig, config: EngineConfig, dtype: str, num_ranks: int = 1) -> MemoryPlan:

@@ -354,8 +354,12 @@ def peak_blocks(config: EngineConfig, regions: Regions | None, prompt: int, tota
     """
     if regions is None:
         return -(-total // config.block_size)
-    compresses_prompt = config.compression is not None and config.compression.compress_prompt
-    return regions.peak_blocks(prompt, total, 0 if compresses_prompt else prompt)
+    return regions.peak_blocks(prompt, total, tail_start(config, prompt))
+
+
+def tail_start(config: EngineConfig, prompt: int) -> int:
+    """The first KV pair of a sequence that compression may touch, behind `prompt` tokens of its prompt or at 0."""
+    return 0 if config.compression is not None and config.compression.compress_prompt else prompt
 
 
 def blocks_alone(config: EngineConfig, regions: Regions | None, prompt: int, total: int) -> int:

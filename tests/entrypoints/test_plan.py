@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
+from benchmarks.common.shapes import SHAPES
 from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.config import EngineConfig
 from kvllm.engine_args import DEFAULT_MODEL, EngineArgs
@@ -20,20 +21,7 @@ from kvllm.models.config import load_model_config
 from tests.helpers.checkpoints import make_checkpoint
 
 GIB = 1 << 30
-LLAMA_3_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-    "rope_theta": 500000.0,
-    "rms_norm_eps": 1e-5,
-    "torch_dtype": "bfloat16",
-}
+LLAMA_3_8B = SHAPES["8b"] | {"max_position_embeddings": 8192}
 LLAMA_3_70B = LLAMA_3_8B | {
     "hidden_size": 8192,
     "intermediate_size": 28672,
