@@ -46,7 +46,7 @@ lint: venv
 	$(VENV)/bin/clang-format --dry-run --Werror $(SOURCES) tests/kernels/*.cpp
 
 test: lint
-	$(VENV)/bin/python -m pytest -n auto --dist loadgroup
+	$(VENV)/bin/python -m pytest -n auto --dist loadgroup --durations 40
 
 test-long: lint
 	$(VENV)/bin/python -m pytest -n auto --dist loadgroup --long
