@@ -21,12 +21,15 @@ from kvllm.compression.specs import (
     MethodSpec,
 )
 from kvllm.errors import ConfigError
-from kvllm.kvcache.formats import KV_CACHE_DTYPES
+from kvllm.kvcache.formats import KV_CACHE_DTYPES, KV_FORMATS
 from kvllm.kvcache.groups import UNIFORM, KVGroup, has_full
 
 POLICIES = ("periodic", "pressure", "standalone", "threshold")
 ORDERS = ("most_uncompressed", "queue")
 SCORE_SOURCES = ("observed", "recomputed")
+SWAP_MODES = ("auto", "always", "never")
+"""Whether a preempted sequence's cache goes to the host: where that is cheaper than to compute it again, whenever there
+is room, or not at all."""
 PAPER_SEQUENCES = 30
 
 
@@ -312,6 +315,9 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
         admission goes on at once.
     tenants: settings by the name of the tenant; others have those of `TenantConfig()`.
     kv_groups: groups of layers with tables and lifetimes of their own, from `make_groups`.
+    num_host_blocks: blocks in host memory, for what leaves the pool.
+    kv_offload_dtype: of keys and values there; "auto": that of the cache.
+    swap: what becomes of a preempted sequence's cache: one of SWAP_MODES.
     """
 
     num_blocks: int
@@ -327,6 +333,9 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     compression: CompressionConfig | None = None
     tenants: dict[str, TenantConfig] = {}
     kv_groups: tuple[KVGroup, ...] = UNIFORM
+    num_host_blocks: int = 0
+    kv_offload_dtype: str = "auto"
+    swap: str = "auto"
 
     def __post_init__(self) -> None:
         right = isinstance(self.compression, CompressionConfig | None)
@@ -335,6 +344,14 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
         require(1 <= self.block_size <= 256, "block_size", self.block_size, "between 1 and 256")
         dtypes = f"choose one of {', '.join(KV_CACHE_DTYPES)}"
         require(self.kv_cache_dtype in KV_CACHE_DTYPES, "kv_cache_dtype", self.kv_cache_dtype, dtypes)
+        require(self.swap in SWAP_MODES, "swap", self.swap, f"choose one of {', '.join(SWAP_MODES)}")
+        dtypes = f"choose one of auto, {', '.join(KV_FORMATS)}"
+        require(self.kv_offload_dtype in ("auto", *KV_FORMATS), "kv_offload_dtype", self.kv_offload_dtype, dtypes)
+        if self.kv_offload_dtype != "auto" and self.kv_cache_dtype in KV_FORMATS:
+            raise ConfigError(
+                f"kv_offload_dtype={self.kv_offload_dtype!r} with kv_cache_dtype={self.kv_cache_dtype!r}: what is "
+                'quantized already goes to the host as it is. Give kv_offload_dtype="auto"'
+            )
         for field in ("num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
             require(getattr(self, field) >= 1, field, getattr(self, field), "at least 1")
         require(0 <= self.watermark < 1, "watermark", self.watermark, "at least 0 and less than 1")

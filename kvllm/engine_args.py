@@ -25,6 +25,7 @@ EXECUTOR_BACKENDS = ("inline", "ray")
 PLACEMENTS = ("STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD")
 LOAD_FORMATS = ("auto", "dummy")
 INT64 = 1 << 63
+GIB = 1 << 30
 SIZES: dict[str, tuple[int, int]] = {
     "max_model_len": (2, INT64 - 1),  # the model says how many
     "max_num_seqs": (1, 1 << 16),  # each takes a slot in tables that are allocated at the start
@@ -74,6 +75,13 @@ class EngineArgs:
         watermark: share of the KV pool that admission leaves free, so that running sequences can grow.
         high_watermark: share that must be free behind a preemption, before anything is admitted again; None for none.
         tenants: weights, guarantees and limits by the name of the tenant; others have those of `TenantConfig()`.
+        kv_offloading_size: GiB of host memory for what leaves the KV pool, of all ranks of an engine together; None for
+            none (docs/tiers.md).
+        kv_offloading_backend: "native", which is this engine's own.
+        kv_offload_dtype: of keys and values on the host: "int8", "int4" or "fp8_e4m3", which changes them a little, or
+            "auto" for what the pool has.
+        swap: whether the cache of a preempted sequence goes to the host: "auto" where that is cheaper than to compute
+            it again, "always" while there is room, or "never".
         attention_backend: "triton", "flash_attn", "xformers", "cpu", "reference", or "auto" for the fastest of those
             that can do what is asked.
         load_format: "auto" reads the checkpoint's weights, "dummy" makes random ones from its config.json alone.
@@ -108,6 +116,10 @@ class EngineArgs:
     watermark: float = 0.01
     high_watermark: float | None = None
     tenants: dict[str, TenantConfig] = dataclasses.field(default_factory=dict)
+    kv_offloading_size: float | None = None
+    kv_offloading_backend: str = "native"
+    kv_offload_dtype: str = "auto"
+    swap: str = "auto"
     attention_backend: str = "auto"
     load_format: str = "auto"
     quantization: str | None = None
@@ -173,6 +185,8 @@ class EngineArgs:
             high_watermark=self.high_watermark,
             tenants=self.tenants,
             kv_groups=kv_groups,
+            kv_offload_dtype=self.kv_offload_dtype,
+            swap=self.swap,
         )
 
     def _compression(self) -> CompressionConfig | None:
@@ -199,6 +213,7 @@ class EngineArgs:
             "placement_strategy": PLACEMENTS,
             "load_format": LOAD_FORMATS,
             "quantization": (*QUANTIZATIONS, None),
+            "kv_offloading_backend": ("native",),
         }
         for field, names in allowed.items():
             value = getattr(self, field)
@@ -211,6 +226,8 @@ class EngineArgs:
             require(value is None or value <= most, field, value, f"at most {most}")
         field, value = "gpu_memory_utilization", self.gpu_memory_utilization
         require(0 < value <= 1, field, value, "greater than 0 and at most 1")
+        size = self.kv_offloading_size
+        require(size is None or 0 < size < INT64 / GIB, "kv_offloading_size", size, "a number of GiB above 0")
         if self.num_gpu_blocks_override is not None and self.kv_cache_memory_bytes is not None:
             raise ConfigError(
                 f"num_gpu_blocks_override={self.num_gpu_blocks_override} and "

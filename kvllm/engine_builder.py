@@ -10,7 +10,7 @@ import torch
 from msgspec import structs
 
 from kvllm.compression.specs import AUTO, STATISTICS_FILE
-from kvllm.config import require
+from kvllm.config import EngineConfig, require
 from kvllm.core.compression_policy import check_pool
 from kvllm.core.engine import LLMEngine
 from kvllm.engine_args import EngineArgs
@@ -19,10 +19,12 @@ from kvllm.kvcache.cache import CacheShape
 from kvllm.parallel import SingleRank
 from kvllm.structured.checker import GrammarChecker
 from kvllm.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
+from kvllm.worker import host_memory
 from kvllm.worker.build import (
     RunnerSettings,
     available_memory,
     explain_backend,
+    host_block_bytes,
     make_grammars,
     make_runner,
     method_state_bytes,
@@ -71,6 +73,7 @@ def build_engine(args: EngineArgs) -> Engine:
             free = workers.available_memory if workers else available_memory(device, 1)
             num_blocks = _num_blocks(args, config.num_blocks, shape.bytes_per_block, state_bytes, free)
             config = structs.replace(config, num_blocks=num_blocks)
+        config = structs.replace(config, num_host_blocks=_num_host_blocks(args, config, shape))
         if args.max_model_len is not None:
             check_pool(config)
         settings = RunnerSettings(
@@ -88,6 +91,7 @@ def build_engine(args: EngineArgs) -> Engine:
         if args.max_model_len is not None:
             check_pool(engine.config)  # of the size that was found
         engine.stats.block_bytes = shape.bytes_per_block
+        engine.stats.num_host_blocks = config.num_host_blocks * args.data_parallel_size
         engine.stats.method_state_bytes = state_bytes * args.data_parallel_size
         _log(args, settings, engine, device)
         started.pop_all()
@@ -190,6 +194,20 @@ def _num_blocks(args: EngineArgs, most_useful: int, block_bytes: int, state_byte
     require(
         needed <= free, field, value, f"it takes {needed / GIB:.1f} GiB, and {free / GIB:.1f} GiB of memory are free"
     )
+    return blocks
+
+
+def _num_host_blocks(args: EngineArgs, config: EngineConfig, shape: CacheShape) -> int:
+    """Blocks of each rank in host memory, of which all ranks of an engine together take `kv_offloading_size`."""
+    if args.kv_offloading_size is None:
+        return 0
+    block_bytes = host_block_bytes(config, shape) * args.tensor_parallel_size
+    blocks = int(args.kv_offloading_size * GIB) // block_bytes
+    least = f"at least a block of {args.block_size} tokens, {block_bytes / GIB:.2g} GiB"
+    require(blocks >= 1, "kv_offloading_size", args.kv_offloading_size, least)
+    free = host_memory.available_memory() / GIB
+    allowed = f"{free:.1f} GiB of this machine's memory are free"
+    require(args.kv_offloading_size <= free, "kv_offloading_size", args.kv_offloading_size, allowed)
     return blocks
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 from msgspec import Struct
 
-SIZES = ("num_blocks", "block_bytes", "method_state_bytes")
+SIZES = ("num_blocks", "block_bytes", "method_state_bytes", "num_host_blocks")
 MOST_STEPS = 1 << 19
 """In the timeline, or an engine that serves for weeks would fill the memory with it."""
 STEP = Packing("<II")
 """A step in the timeline: 8 bytes. A tuple in a list takes over 100, which is 60 MiB for MOST_STEPS."""
-GAUGES = ("num_running", "num_waiting", "blocks_in_use", "added_blocks")
+GAUGES = ("num_running", "num_waiting", "blocks_in_use", "added_blocks", "host_blocks_in_use")
 PEAKS = ("peak_blocks", "peak_event_bytes", "longest_stall_seconds")
 
 
@@ -34,6 +34,10 @@ class EngineStats(Struct):
         output_tokens: tokens sampled.
         preemptions: sequences that lost their cache and were queued again.
         tokens_recomputed: tokens that these had computed.
+        num_host_blocks, host_blocks_in_use: blocks in host memory, and those that hold something now.
+        swapped_out, swapped_in: preempted sequences whose blocks went to the host, and those that came back so.
+        blocks_stored, blocks_loaded: blocks that went to the host, and that came back.
+        prefix_host_hits: of prefix_cache_hits, tokens whose KV pairs came back from the host.
         compression_events: steps that compressed.
         windows_compressed: summed over sequences; a cache cut by threshold counts as a window.
         entries_evicted: KV pairs dropped, summed over sequences. A KV pair is one token's keys and
@@ -69,6 +73,13 @@ class EngineStats(Struct):
     output_tokens: int = 0
     preemptions: int = 0
     tokens_recomputed: int = 0
+    num_host_blocks: int = 0
+    host_blocks_in_use: int = 0
+    swapped_out: int = 0
+    swapped_in: int = 0
+    blocks_stored: int = 0
+    blocks_loaded: int = 0
+    prefix_host_hits: int = 0
     compression_events: int = 0
     windows_compressed: int = 0
     entries_evicted: int = 0

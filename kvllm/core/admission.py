@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from kvllm.config import EngineConfig
 from kvllm.core.block_manager import BlockManager, PrefixHit
 from kvllm.core.compression_planner import CompressionPlanner
+from kvllm.core.offloading import Offloading
 from kvllm.core.sequence import Sequence
 
 
@@ -22,6 +23,7 @@ class Admission:
         self.config = config
         self.blocks = blocks
         self.planner = planner
+        self.offloading: Offloading | None = None  # of the batch that starts what is admitted
         self.is_closed = False
         self._low = int(config.watermark * config.num_blocks)
         self._high = None if config.high_watermark is None else int(config.high_watermark * config.num_blocks)
@@ -31,7 +33,10 @@ class Admission:
         self.is_closed = self._high is not None
 
     def needed_blocks(self, seq: Sequence, hit: PrefixHit) -> int:
-        """Available blocks that the prefill of a sequence takes, of which those of `hit` are found cached."""
+        """Available blocks that the prefill of a sequence takes, or its cache that is on the host. Those of `hit` are
+        found in the pool."""
+        if seq.host_tables is not None:
+            return self.blocks.blocks_to_restore(map(len, seq.host_tables), hit)
         return self.blocks.blocks_to_admit(seq, self._peak_pairs(seq), self.config.max_num_batched_tokens, hit)
 
     def spare_blocks(self, seq: Sequence, growth: int) -> int:
@@ -54,12 +59,15 @@ class Admission:
 
         The last token is always computed, for its logits. Where output is compressed on the way in, the last one of the
         prompt is, so that a chunk ends there and the prompt is compressed first, if it may be. A prompt whose log
-        probabilities are asked for is computed whole.
+        probabilities are asked for is computed whole. One whose cache is on the host shares what is still in the pool.
         """
+        if seq.host_tables is not None:
+            return self.blocks.match_unchanged(seq)
         if seq.sampling.prompt_logprobs is not None and not seq.num_generated:
             return self.blocks.no_hit
         limit = seq.prompt_length if self.refills_compressed(seq) else seq.num_tokens
-        return self.blocks.match_prefix(seq, limit - 1)
+        hit = self.blocks.match_prefix(seq, limit - 1)
+        return self.offloading.match(seq, hit, limit - 1) if self.offloading else hit
 
     def chunk(self, seq: Sequence, budget: int) -> int:
         """Tokens of the next chunk: those left, within the budget, and never past a point of compression."""

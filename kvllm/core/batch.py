@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import time
 from bisect import insort
+from collections.abc import Iterable
 
 from kvllm.config import EngineConfig
 from kvllm.core.admission import Admission
 from kvllm.core.block_manager import BlockManager, PrefixHit
-from kvllm.core.protocol import BlockCopy, Fork, ScheduledSequence, SequenceStart, SlidingChange, StepPlan
+from kvllm.core.offloading import Offloading, sliding_changes
+from kvllm.core.protocol import (
+    BlockCopy,
+    Fork,
+    ScheduledSequence,
+    SequenceStart,
+    SlidingChange,
+    StepPlan,
+    StepResult,
+)
 from kvllm.core.queue import FairQueue
 from kvllm.core.sequence import Sequence, fork_seed
 from kvllm.core.shares import Shares
@@ -22,6 +32,7 @@ class Batch:
     plan: of the step that is planned. scheduled: its sequences, in its order.
     shares: of the tenants in that step; None if all unfinished sequences are alike.
     has_preempted: whether a sequence was preempted in that step.
+    offloading: None if nothing goes to the host.
     """
 
     def __init__(
@@ -32,6 +43,8 @@ class Batch:
         self.blocks = blocks
         self.waiting = waiting
         self.admission = admission
+        self.offloading = Offloading(config, stats, blocks) if config.num_host_blocks else None
+        admission.offloading = self.offloading
         self.running: list[Sequence] = []
         self.plan = StepPlan()
         self.scheduled: list[Sequence] = []
@@ -44,14 +57,24 @@ class Batch:
         self.plan = StepPlan(reset=reset)
         self.shares = None
         self.has_preempted = False
+        if self.offloading:
+            for seq in self.offloading.take_lost():
+                self.waiting.requeue(seq)
+            for seq, resumed in self.offloading.take_loaded():
+                self._begin(seq, seq.block_table[:], resumed=resumed)
+                self.plan.sliding += sliding_changes(seq)
         return self.plan
 
     def complete(self) -> None:
-        """Let the plan, to which nothing is added any more, name all that the workers are to drop."""
+        """Let the plan, to which nothing is added any more, name all that the workers are to drop and to move."""
         self.plan.dropped_seq_ids = self._dropped_seq_ids[:]
+        if self.offloading:
+            self.offloading.complete(self.plan)
 
-    def executed(self) -> list[Sequence]:
+    def executed(self, result: StepResult) -> list[Sequence]:
         """The workers have executed the plan. Returns its sequences."""
+        if self.offloading:
+            self.offloading.update(self.plan, result)
         self._dropped_seq_ids = []
         scheduled, self.scheduled = self.scheduled, []
         return scheduled
@@ -65,31 +88,74 @@ class Batch:
     @property
     def free_slots(self) -> int:
         """Sequences that may start beside those that run or are about to branch off."""
-        return self.config.max_num_seqs - len(self.running) - sum(seq.forks_pending for seq in self.running)
+        taken = [*self.running, *self.loading]
+        return self.config.max_num_seqs - len(taken) - sum(seq.forks_pending for seq in taken)
+
+    @property
+    def loading(self) -> Iterable[Sequence]:
+        """Sequences that own blocks, and will run when the content of these has come from the host."""
+        return self.offloading.loading.values() if self.offloading else ()
 
     def start(self, seq: Sequence, hit: PrefixHit, budget: int) -> int:
-        """Admit a sequence: own the cached prefix, allocate its prefill, plan the first chunk. Returns its tokens."""
-        insort(self.running, seq, key=lambda each: each.seq_id)
-        self.blocks.share(seq, hit)
-        seq.advance(hit.num_blocks * self.config.block_size)
-        seq.hashed_blocks = hit.num_blocks
-        if not seq.refill_length:
-            self._count_admission(seq)
+        """Admit a sequence: own the cached prefix, allocate its prefill, plan the first chunk. Returns its tokens.
+
+        One that has blocks on the host begins to load these instead.
+        """
+        if self.offloading and (seq.host_tables is not None or hit.host):
+            self._load(self.offloading, seq, hit)
+            return 0
+        self._share(seq, hit)
         num_tokens = self.admission.chunk(seq, budget)
         compressed = self.admission.refills_compressed(seq)
-        if self.admission.planner:
-            self.admission.planner.started(self.plan, seq)
+        self._begin(seq, [])
         self.blocks.append(seq, num_tokens if compressed else seq.num_uncomputed)
-        self.plan.new_seqs.append(
-            SequenceStart(seq.seq_id, seq.token_ids[:], seq.prompt_length, seq.cached_length, seq.sampling, seq.seed)
-        )
-        seq.known_tokens = seq.num_tokens
         self._append_sliding(seq, num_tokens, hit)
         self._schedule(seq, num_tokens, seq.block_table[:])
         if self.shares:
             self.shares.holding(seq).add(seq)
             self.shares.charge_tokens(self.waiting.tenant(seq))
         return num_tokens
+
+    def _share(self, seq: Sequence, hit: PrefixHit) -> None:
+        """Let a sequence that has nothing begin with cached blocks."""
+        self.blocks.share(seq, hit)
+        seq.advance(hit.num_blocks * self.config.block_size)
+        seq.hashed_blocks = hit.num_blocks
+
+    def _load(self, offloading: Offloading, seq: Sequence, hit: PrefixHit) -> None:
+        """Own all blocks that a sequence needs to begin, and load what the host has of them."""
+        if seq.host_tables is None:
+            self._share(seq, hit)
+            num_tokens = len(hit.host) * self.config.block_size
+            self.blocks.append(seq, num_tokens)
+            offloading.load(seq, hit)
+            seq.advance(num_tokens)
+            if not self.admission.refills_compressed(seq):
+                self.blocks.append(seq, seq.num_uncomputed)
+        else:
+            offloading.load(seq, hit)
+
+    def _begin(self, seq: Sequence, block_table: list[int], *, resumed: bool = False) -> None:
+        """Let a sequence run. block_table: what it has before it is scheduled. resumed: it goes on where it was."""
+        insort(self.running, seq, key=lambda each: each.seq_id)
+        if not seq.refill_length and not seq.preemptions:
+            self._count_admission(seq)
+        if self.admission.planner and not resumed:
+            self.admission.planner.started(self.plan, seq)
+        dropped = seq.logical_length - seq.cached_length
+        self.plan.new_seqs.append(
+            SequenceStart(
+                seq.seq_id,
+                seq.token_ids[:],
+                seq.prompt_length,
+                seq.cached_length,
+                seq.sampling,
+                seq.seed,
+                dropped=dropped,
+                block_table=block_table,
+            )
+        )
+        seq.known_tokens = seq.num_tokens
 
     def append(self, seq: Sequence, num_tokens: int, num_blocks: int) -> None:
         """Put `num_tokens` of a running sequence into the plan, for which it needs `num_blocks` more."""
@@ -103,25 +169,56 @@ class Batch:
             self.plan.copies.append(BlockCopy(seq.seq_id, replaced, seq.block_table[replaced]))
         self._schedule(seq, num_tokens, new_blocks)
 
-    def preempt(self, seq: Sequence) -> None:
-        """Take everything from a running sequence; it will be recomputed from its tokens."""
+    def preempt(self, seq: Sequence, *, recompute: bool = False) -> None:
+        """Take everything from a running sequence. It comes back from the host, or is computed again from its tokens.
+
+        recompute: it has to be computed again.
+        """
+        # What was planned for it in this step counts as done in its tables and lengths, but workers will not do it.
+        changed = any(each.seq_id == seq.seq_id for each in (*self.plan.compressions, *self.plan.scored))
         self.plan.compressions = [job for job in self.plan.compressions if job.seq_id != seq.seq_id]
         self.plan.scored = [start for start in self.plan.scored if start.seq_id != seq.seq_id]
         if self.shares:
             self.shares.holding(seq).remove(seq)
-        computed = seq.logical_length
         self.has_preempted = True
-        self.remove(seq)
-        self.blocks.release(seq)
-        seq.preempted()
-        self.waiting.requeue(seq)
         self.stats.preemptions += 1
-        self.stats.tokens_recomputed += computed
+        if any(start.seq_id == seq.seq_id for start in self.plan.new_seqs):
+            self._withdraw(seq)
+        else:
+            self.remove(seq)
+        suspends = self.offloading is not None and not (recompute or changed) and self.offloading.suspend(seq)
+        self.blocks.release(seq)
+        if not suspends:
+            self.stats.tokens_recomputed += seq.logical_length
+            if self.offloading:
+                self.offloading.forget(seq)
+            seq.preempted()
+        self.waiting.requeue(seq)
+
+    def cancel_load(self) -> bool:
+        """Let the youngest of the sequences that load their blocks wait again. Returns whether there was one."""
+        seq = self.offloading.cancel_youngest() if self.offloading else None
+        if seq:
+            self.waiting.requeue(seq)
+        return seq is not None
+
+    def finish(self, seq: Sequence) -> None:
+        """A sequence ends, whether it runs, loads its blocks or waits. The caller releases them."""
+        if seq in self.running:
+            self.remove(seq)
+        if self.offloading:
+            self.offloading.finish(seq)
 
     def remove(self, seq: Sequence) -> None:
         """A sequence runs no longer."""
         self.running.remove(seq)
         self._dropped_seq_ids.append(seq.seq_id)
+
+    def _withdraw(self, seq: Sequence) -> None:
+        """A sequence has begun to run in this step, and does not."""
+        self.running.remove(seq)
+        self.plan.new_seqs = [start for start in self.plan.new_seqs if start.seq_id != seq.seq_id]
+        self.plan.sliding = [change for change in self.plan.sliding if change.seq_id != seq.seq_id]
 
     def fork(self, parent: Sequence, forks: list[Fork]) -> list[Sequence]:
         """Let the other completions of a request branch off: they share all blocks computed so far."""

@@ -19,12 +19,13 @@ class PrefixHit(NamedTuple):
     """Cached blocks that hold the first `num_blocks` blocks of a text.
 
     full: all of them, if there is a group of layers that attend all tokens. sliding: for each sliding group those that
-    the next token attends.
+    the next token attends. host: the host blocks that hold the blocks behind them.
     """
 
     num_blocks: int
     full: list[int]
     sliding: list[list[int]]
+    host: Sequences[int] = ()
 
 
 class BlockManager:
@@ -98,6 +99,10 @@ class BlockManager:
         # A sliding table lets go of what it shares while the prompt is computed: that saves no block.
         return needed + sliding_blocks(self.sliding, seq.num_tokens, self.block_size, chunk)
 
+    def blocks_to_restore(self, counts: Iterable[int], hit: PrefixHit) -> int:
+        """Blocks that leave the available ones by `restore`."""
+        return sum(counts) - sum(1 for block in hit.full if self.pool.references[block])
+
     def share(self, seq: Sequence, hit: PrefixHit) -> None:
         """Begin the tables of `seq` with cached or owned blocks."""
         self.pool.own(hit.full)
@@ -106,6 +111,17 @@ class BlockManager:
         for group, parts, blocks in zip(self.sliding, self._parts, hit.sliding, strict=True):
             self.pool.own(blocks)
             seq.sliding.append(SlidingTable(group, parts, self.block_size, length, blocks[:]))
+
+    def restore(self, seq: Sequence, hit: PrefixHit, counts: list[int]) -> None:
+        """Give a sequence tables of as many blocks as `counts` says for each, the first of them those that are found
+        cached."""
+        self.pool.own(hit.full)
+        seq.block_table = hit.full + self.pool.allocate(counts[0] - len(hit.full))
+        for group, parts, count in zip(self.sliding, self._parts, counts[1:], strict=True):
+            blocks = self.pool.allocate(count)
+            seq.sliding.append(SlidingTable(group, parts, self.block_size, seq.logical_length, blocks))
+        # From here on all tables hold what is offered to later sequences.
+        seq.hashed_blocks = max([len(hit.full), *(table.first for table in seq.sliding)])
 
     def blocks_to_append(self, seq: Sequence, num_tokens: int) -> int:
         """Blocks that `append` and `append_sliding` will allocate."""
@@ -187,6 +203,19 @@ class BlockManager:
             count = missing
         sliding = [self._window(cache, hashes, count, i) for i in range(len(self.sliding))]
         return PrefixHit(count, full[:count], sliding)
+
+    def match_unchanged(self, seq: Sequence) -> PrefixHit:
+        """Cached blocks that hold the beginning of a sequence's cache, as far as nothing was compressed, or carries
+        scores. Those of sliding groups are not looked for."""
+        cache, limit = self.prefix_cache, min([seq.cached_length, *(region.start for region in seq.compressions)])
+        if cache is None or not self.has_full:
+            return self.no_hit
+        if seq.is_scored:
+            limit = min(limit, seq.prompt_length)
+        count = limit // self.block_size
+        self._extend_hashes(seq, count)
+        full = cache.match(seq.block_hashes[:count])
+        return self.no_hit._replace(num_blocks=len(full), full=full)
 
     def cache_full_blocks(self, seq: Sequence) -> None:
         """Offer the full blocks of `seq` to later sequences. Does nothing once `seq` was compacted."""

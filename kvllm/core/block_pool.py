@@ -14,6 +14,7 @@ class BlockPool:
 
     most_idle: most idle cached blocks of a tenant, by its name; others have no limit.
     prefix_cache: None if sequences share no prefixes.
+    keeps_evicted: whether `take_evicted` tells what was evicted.
     references: how many table entries name each block.
     """
 
@@ -21,6 +22,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.enable_prefix_caching = enable_prefix_caching
         self.most_idle = most_idle
+        self.keeps_evicted = False
         self.clear()
 
     def clear(self) -> None:
@@ -28,6 +30,7 @@ class BlockPool:
         self.prefix_cache = PrefixCache(self.most_idle) if self.enable_prefix_caching else None
         self.references = [0] * self.num_blocks
         self._free = deque(range(self.num_blocks))
+        self._evicted: list[tuple[bytes, int]] = []
 
     @property
     def num_available(self) -> int:
@@ -43,10 +46,22 @@ class BlockPool:
             raise OutOfBlocksError(f"{count} blocks were asked for, {self.num_available} of {self.num_blocks} are free")
         blocks = []
         for _ in range(count):
-            block = self._free.popleft() if self._free or self.prefix_cache is None else self.prefix_cache.evict()
+            block = self._free.popleft() if self._free or self.prefix_cache is None else self._evict(self.prefix_cache)
             self.references[block] = 1
             blocks.append(block)
         return blocks
+
+    def _evict(self, cache: PrefixCache) -> int:
+        digest, block = cache.evict()
+        if self.keeps_evicted:
+            self._evicted.append((digest, block))
+        return block
+
+    def take_evicted(self) -> list[tuple[bytes, int]]:
+        """Content and block of each cached block that was evicted since the last call, in order. No step has written to
+        it since."""
+        evicted, self._evicted = self._evicted, []
+        return evicted
 
     def own(self, blocks: Iterable[int]) -> None:
         """Count one more table entry for each of some cached or owned blocks."""

@@ -116,7 +116,7 @@ class LLMEngine:
     def reset_prefix_cache(self) -> None:
         """Let later requests find nothing of what is cached so far. Running ones keep their blocks."""
         with self._transition():
-            self.scheduler.blocks.forget_prefixes()
+            self.scheduler.forget_prefixes()
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.outputs.requests)

@@ -113,8 +113,9 @@ class PrefixCache:
             idle_of_tenant.clear()
         return idle
 
-    def evict(self) -> int:
-        """Take the least recently used idle block."""
+    def evict(self) -> tuple[bytes, int]:
+        """Take the least recently used idle block. Returns what it holds, too."""
         block = next(iter(self._idle))
+        digest = self._hash_of[block]
         self.remove(block)
-        return block
+        return digest, block

@@ -1,9 +1,10 @@
 """StepPlan and StepResult: all that the core and its workers exchange.
 
 A plan holds what has changed since the last one, so its size follows the batch and not the context. Every rank receives
-the same bytes and executes the parts in this order: `reset`, `dropped_seq_ids`, `new_seqs`, `scored`, `compressions`,
-`copies`, `sliding`, then `scheduled`. Compressions come before the forward pass, so the blocks that they empty may
-already be used by it.
+the same bytes and executes the parts in this order: `reset`, `cancelled`, `stores`, `suspended`, `forgotten`,
+`dropped_seq_ids`, `new_seqs`, `scored`, `compressions`, `copies`, `loads`, `sliding`, then `scheduled`. Compressions
+come before the forward pass, so the blocks that they empty may already be used by it, and be loaded to. Stores come
+before all that writes to blocks.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ class SequenceStart(Struct, array_like=True, frozen=True):
     """A sequence that the workers do not have: it is new, or was preempted and is resumed now.
 
     token_ids: all tokens so far; the first `prompt_length` of them are the prompt.
-    cached_length: KV pairs already in its blocks (prefix cache hit).
+    cached_length: KV pairs already in its blocks (prefix cache hit, or what came back from the host).
     origin: for the scheduler of a replica; ranks do not need it.
+    dropped: KV pairs that compressions had dropped when its blocks went to the host.
+    block_table: blocks that it has before it is scheduled.
     """
 
     seq_id: int
@@ -29,6 +32,8 @@ class SequenceStart(Struct, array_like=True, frozen=True):
     sampling: SamplingParams
     seed: int
     origin: Origin = Origin()
+    dropped: int = 0
+    block_table: list[int] = []
 
 
 class Fork(Struct, array_like=True, frozen=True):
@@ -109,8 +114,22 @@ class BlockCopy(Struct, array_like=True, frozen=True):
     part: int = 0
 
 
+class BlockTransfer(Struct, array_like=True, frozen=True):
+    """Copy `blocks` of the pool to as many `host_blocks`, or back."""
+
+    blocks: list[int]
+    host_blocks: list[int]
+
+
+class Load(Struct, array_like=True, frozen=True):
+    """Copy host blocks to blocks of the pool, which nobody uses until StepResult reports it by its number."""
+
+    number: int
+    transfer: BlockTransfer
+
+
 class SlidingChange(Struct, array_like=True, frozen=True):
-    """A change of a scheduled sequence's table in a part of a sliding KV group, made before the pass.
+    """A change of a sequence's table in a part of a sliding KV group, made before the pass.
 
     part: index among the parts of all groups.
     first: index, among the blocks of the text, of the first one that is held from now on; those before it are dropped.
@@ -124,7 +143,13 @@ class SlidingChange(Struct, array_like=True, frozen=True):
 
 
 class StepPlan(Struct, array_like=True):
-    """reset: drop all sequences, because the step before failed, and it is uncertain how much of it was executed."""
+    """reset: drop all sequences, because the step before failed, and it is uncertain how much of it was executed.
+
+    stores: blocks that go to the host. loads: blocks that come back. cancelled: numbers of loads that are to write no
+        more.
+    suspended: sequences that are about to be dropped, and come back with their blocks: what workers hold of them beside
+        the pool is kept, until they start again or are among those `forgotten`.
+    """
 
     dropped_seq_ids: list[int] = []
     new_seqs: list[SequenceStart] = []
@@ -134,6 +159,11 @@ class StepPlan(Struct, array_like=True):
     scheduled: list[ScheduledSequence] = []
     reset: bool = False
     sliding: list[SlidingChange] = []
+    stores: list[BlockTransfer] = []
+    loads: list[Load] = []
+    cancelled: list[int] = []
+    suspended: list[int] = []
+    forgotten: list[int] = []
 
 
 class SampledToken(Struct, array_like=True, frozen=True):
@@ -168,6 +198,19 @@ class PhaseSeconds(Struct, array_like=True, frozen=True):
     judge: float = 0.0
 
 
+class TransferReport(Struct, array_like=True, frozen=True):
+    """What has ended of the transfers between pool and host.
+
+    loaded, lost: numbers of loads. Each is reported once; nothing of a lost one may be used.
+    num_blocks, seconds: of transfers both ways that succeeded.
+    """
+
+    loaded: list[int] = []
+    lost: list[int] = []
+    num_blocks: int = 0
+    seconds: float = 0.0
+
+
 class StepResult(Struct, array_like=True):
     """tokens: one for each scheduled sequence that samples, in plan order, each followed by those of its forks.
 
@@ -177,6 +220,7 @@ class StepResult(Struct, array_like=True):
     prompts: of the sequences that asked for it, what the step has found.
     divergences: of each judged compression, in plan order, the mean over the last tokens of its sequence of
         KL(full || compressed), in nats, between the predictions before and after it.
+    transfers: those that have ended on all ranks. A step that schedules nothing waits for its loads.
     """
 
     tokens: list[SampledToken] = []
@@ -184,8 +228,10 @@ class StepResult(Struct, array_like=True):
     event_bytes: int = 0
     prompts: list[PromptLogprobs] = []
     divergences: list[float] = []
+    transfers: TransferReport = TransferReport()
 
 
 encode = msgpack.Encoder().encode
 decode_plan = msgpack.Decoder(StepPlan).decode
 decode_result = msgpack.Decoder(StepResult).decode
+decode_transfers = msgpack.Decoder(TransferReport).decode

@@ -43,6 +43,7 @@ class Scheduler:
         )
         self.policy = make_policy(config)
         self.planner = CompressionPlanner(self.policy, config, self.blocks) if self.policy else None
+        self.blocks.pool.keeps_evicted = config.num_host_blocks > 0
         self.admission = Admission(config, self.blocks, self.planner)
         self.reset([])
         self._reset_workers = False
@@ -63,8 +64,8 @@ class Scheduler:
 
     def finish(self, seq: Sequence) -> None:
         """Drop a sequence that ended or was aborted, wherever it is, and let its blocks go."""
-        if not self.waiting.finish(seq):
-            self.batch.remove(seq)
+        self.waiting.finish(seq)
+        self.batch.finish(seq)
         self.blocks.release(seq)
 
     @property
@@ -79,7 +80,7 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self.running or self.waiting)
+        return bool(self.running or self.waiting or self.batch.loading)
 
     # Planning
 
@@ -173,6 +174,8 @@ class Scheduler:
         plan = self.batch.plan
         if plan.scheduled or plan.compressions or not self.running:
             return
+        while self.batch.cancel_load():
+            pass
         while not planner.compress_complete(plan, self.running[0]) and len(self.running) > 1:
             self.batch.preempt(self.running[-1])
 
@@ -185,6 +188,8 @@ class Scheduler:
         """
         while self.blocks.blocks_to_append(seq, num_tokens) > self.blocks.num_available:
             if self.running == [seq] and self.planner and self.planner.compress_complete(self.batch.plan, seq):
+                continue
+            if self.batch.cancel_load():
                 continue
             victim = self._victim(order, position)
             if victim is self.running[0] and len(self.running) > 1 and num_tokens > 1:
@@ -214,7 +219,7 @@ class Scheduler:
         self._missing_blocks = 0
         if not self.waiting or budget == 0 or len(self.running) == self.config.max_num_seqs:
             return
-        growth = self.admission.growth(self.running)
+        growth = self.admission.growth([*self.running, *self.batch.loading])
         while budget > 0 and (found := self._next(growth)):
             tenant, hit = found
             self.admission.is_closed = False
@@ -239,7 +244,8 @@ class Scheduler:
             needed = self.admission.needed_blocks(seq, hit)
             if waits and not (shares and shares.may_pass(tenant, waits) and shares.is_entitled(seq, needed)):
                 continue
-            spare = self.admission.spare_blocks(seq, growth) if self.running else 0
+            alone = not (self.running or self.batch.loading)
+            spare = 0 if alone else self.admission.spare_blocks(seq, growth)
             missing = max(0, needed + spare - self.blocks.num_available)
             has_slots = 1 + seq.forks_pending <= self.batch.free_slots
             if has_slots and not missing:
@@ -258,7 +264,7 @@ class Scheduler:
             self._record_divergences(plan, result.divergences)
         tokens = iter(result.tokens)
         sampled = []
-        for seq, scheduled in zip(self.batch.executed(), plan.scheduled, strict=True):
+        for seq, scheduled in zip(self.batch.executed(result), plan.scheduled, strict=True):
             seq.advance(scheduled.num_tokens)
             self.blocks.cache_full_blocks(seq)
             if seq.sliding:
@@ -290,7 +296,13 @@ class Scheduler:
         assert self.policy
         self._has_risen = False
         for seq in [seq for seq in self.running if self.policy.is_restored(seq)]:
-            self.batch.preempt(seq)
+            self.batch.preempt(seq, recompute=True)
+
+    def forget_prefixes(self) -> None:
+        """Let later sequences find nothing of what is cached so far, in the pool or on the host."""
+        self.blocks.forget_prefixes()
+        if self.batch.offloading:
+            self.batch.offloading.host.forget_prefixes()
 
     def reset(self, sequences: list[Sequence]) -> None:
         """Start over with an empty pool after a failed step, of which an unknown part was executed.
@@ -307,6 +319,8 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise RuntimeError if the accounting of blocks is not consistent."""
-        self.blocks.check(self.running)
+        self.blocks.check([*self.running, *self.batch.loading])
+        if self.batch.offloading:
+            self.batch.offloading.check(self.waiting.values())
         if any(seq.num_blocks for seq in self.waiting.values()):
             raise RuntimeError("a waiting sequence owns blocks")

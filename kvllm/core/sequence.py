@@ -44,6 +44,8 @@ class Sequence:
     is_scored: whether the workers add up scores of its KV pairs.
     compressions: the regions of the cache that were compressed, oldest first, each as it was before.
     divergences: of the compressions that were judged, see RequestMetrics.
+    host_tables: the host blocks that hold its cache while it has none in the pool: for each of its tables as many as
+        the table had. None: its cache is in the pool, or nowhere.
     """
 
     __slots__ = (
@@ -58,6 +60,7 @@ class Sequence:
         "forks_pending",
         "has_ended",
         "hashed_blocks",
+        "host_tables",
         "index",
         "is_scored",
         "known_tokens",
@@ -135,6 +138,7 @@ class Sequence:
         self.compressions: list[Region] = []
         self.is_scored = False
         self.hashed_blocks = 0
+        self.host_tables: list[list[int]] | None = None
         self.known_tokens = 0  # tokens that the workers have
         self.last_token_time: float | None = None  # of the token sampled last, if it is running since
 
@@ -186,10 +190,25 @@ class Sequence:
 
     def preempted(self) -> None:
         """The sequence has lost its blocks, and waits to be computed again."""
+        self._count_preemption()
+        self.forgotten()
+
+    def suspended(self, host_tables: list[list[int]]) -> None:
+        """The sequence has lost its blocks, whose content is in host blocks now, and waits until it comes back."""
+        self._count_preemption()
+        self.host_tables = host_tables
+        self.hashed_blocks = 0
+        self.known_tokens = 0
+        self.last_token_time = None
+
+    def forgotten(self) -> None:
+        """Nothing of the cache is left anywhere: all is computed again."""
         self.refill_length = self.num_tokens
+        self.reset()
+
+    def _count_preemption(self) -> None:
         self.preemptions += 1
         self.metrics.preemptions += 1
-        self.reset()
 
     def extend(self, token_ids: list[int]) -> None:
         """Output from an earlier run, which is computed again as after a preemption."""

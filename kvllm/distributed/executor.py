@@ -10,9 +10,10 @@ from msgspec.structs import replace
 from ray.util.placement_group import PlacementGroup
 
 from kvllm.core.executor import Executor, WorkersRestarted
-from kvllm.core.protocol import StepPlan, StepResult, decode_result, encode
+from kvllm.core.protocol import StepPlan, StepResult, decode_result, decode_transfers, encode
 from kvllm.distributed.placement import acquire_ray, release_ray
 from kvllm.distributed.restart_budget import RestartBudget
+from kvllm.distributed.transfers import TransfersOfRanks
 from kvllm.distributed.worker_group import WorkerGroup
 from kvllm.errors import WorkerError
 from kvllm.worker.build import RunnerSettings
@@ -43,6 +44,7 @@ class RayExecutor(Executor):
         """How long each restart took, from the discovery of the fault until all ranks had loaded the model."""
         self._settings: RunnerSettings | None = None
         self._budget = RestartBudget(max_restarts)
+        self._transfers = TransfersOfRanks(world_size)
         self._group = group
         self._groups: list[WorkerGroup] = []  # the one group, or none
         acquire_ray(world_size)
@@ -80,9 +82,11 @@ class RayExecutor(Executor):
         if not self._groups or not self._groups[0].in_step:
             self._restart(WorkerError("a step was interrupted before every rank had its plan"))
         try:
-            result = decode_result(self._groups[0].execute(encode(plan)))
+            first, *others = self._groups[0].execute(encode(plan))
         except WorkerError as fault:
             self._restart(fault)
+        result = decode_result(first)
+        result.transfers = self._transfers.add([result.transfers, *map(decode_transfers, others)])
         self._budget.count(1)
         return result
 
@@ -93,6 +97,7 @@ class RayExecutor(Executor):
         begin = time.monotonic()
         while True:
             _close(self._groups)
+            self._transfers = TransfersOfRanks(self.world_size)
             self._budget.spend(fault)
             try:
                 self._groups.append(WorkerGroup(self.world_size, self.placement, self._group))

@@ -90,11 +90,12 @@ class WorkerGroup:
                     raise error.cause from error
             raise
 
-    def execute(self, plan: bytes) -> bytes:
-        """The plan to all ranks, and the result of rank 0 when all have finished. Raises WorkerError."""
+    def execute(self, plan: bytes) -> list[bytes]:
+        """The plan to all ranks, and their answers when all have finished: rank 0's result, and the transfers of the
+        others. Raises WorkerError."""
         self._number += 1
         self._send(plan)
-        return self._receive(SILENCE_SECONDS, STANDSTILL_SECONDS)[0]
+        return self._receive(SILENCE_SECONDS, STANDSTILL_SECONDS)
 
     def close(self) -> None:
         """End the ranks, whatever they do, and give back their places."""

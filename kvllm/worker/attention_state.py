@@ -44,6 +44,13 @@ class RaggedLengths:
     def clear(self, table_slot: int) -> None:
         self.packed_len[table_slot] = 0
 
+    def save(self, table_slot: int) -> tuple[int, np.ndarray]:
+        """All that is known of a sequence, for `restore`."""
+        return int(self.packed_len[table_slot]), self.head_lengths[:, table_slot].copy()
+
+    def restore(self, table_slot: int, saved: tuple[int, np.ndarray]) -> None:
+        self.packed_len[table_slot], self.head_lengths[:, table_slot] = saved
+
     def set(self, table_slots: list[int], starts: list[int], kept: torch.Tensor, retain: list[int]) -> None:
         """Note that heads keep `kept` of the KV pairs from `starts` on, in room for `retain`.
 
@@ -85,6 +92,13 @@ class AttentionMass:
 
     def copy(self, source: int, table_slot: int) -> None:
         self.mass[:, table_slot] = self.mass[:, source]
+
+    def save(self, table_slot: int) -> torch.Tensor:
+        """All that is known of a sequence, for `restore`."""
+        return self.mass[:, table_slot].cpu().clone()
+
+    def restore(self, table_slot: int, saved: torch.Tensor) -> None:
+        self.mass[:, table_slot] = saved.to(self.mass.device)
 
     def add(self, layer: int, table_slot: int, mass: torch.Tensor) -> None:
         """mass: float32 `[kv_heads, n]`, of a sequence's first n pairs."""

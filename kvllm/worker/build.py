@@ -15,8 +15,10 @@ from kvllm.compression.sharded_method import ShardedMethod
 from kvllm.compression.statistics import read_statistics
 from kvllm.config import EngineConfig
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
-from kvllm.kvcache.formats import kv_format_of
+from kvllm.kvcache.formats import KV_FORMATS, kv_format_of
 from kvllm.kvcache.groups import layer_parts
+from kvllm.kvcache.tiers.host import HostStore
+from kvllm.kvcache.tiers.records import RecordLayout
 from kvllm.models.base import Decoder
 from kvllm.models.config import QUANTIZATIONS, ModelConfig
 from kvllm.models.loader import load_model, random_model
@@ -74,6 +76,11 @@ def rank_cache_shape(model: ModelConfig, dtype: str, engine: EngineConfig, num_r
     )
 
 
+def host_block_bytes(engine: EngineConfig, shape: CacheShape) -> int:
+    """Bytes that a block of a rank's pool takes on the host."""
+    return RecordLayout(shape, KV_FORMATS.get(engine.kv_offload_dtype)).record_bytes
+
+
 def method_state_bytes(engine: EngineConfig, shape: CacheShape) -> int:
     """Bytes that the compression method keeps beside the cache of a rank."""
     if not engine.keeps_scores:
@@ -97,7 +104,8 @@ def make_runner(settings: RunnerSettings, shard: Shard, device: torch.device) ->
         fitting = fitting_blocks(_runner(settings, shard, model, small, method), engine, utilization, with_graphs)
         num_blocks = min(num_blocks, _least(fitting, shard, device))
     with enough_memory(f"a KV pool of {num_blocks} blocks", "give it less"):
-        runner = _runner(settings, shard, model, _backend(settings, shard, device, num_blocks), method)
+        store = _host_store(settings, shard, device)
+        runner = _runner(settings, shard, model, _backend(settings, shard, device, num_blocks), method, store)
     if device.type == "cuda" and utilization is None:
         run_heaviest_steps(runner, engine)  # no request shall wait until kernels are compiled
     if with_graphs:
@@ -133,7 +141,12 @@ def _demands(engine: EngineConfig) -> dict[str, bool]:
 
 
 def _runner(
-    settings: RunnerSettings, shard: Shard, model: Decoder, backend: AttentionBackend, method: WithModelInputs | None
+    settings: RunnerSettings,
+    shard: Shard,
+    model: Decoder,
+    backend: AttentionBackend,
+    method: WithModelInputs | None,
+    store: HostStore | None = None,
 ) -> ModelRunner:
     engine = settings.engine
     return ModelRunner(
@@ -145,7 +158,17 @@ def _runner(
         method,
         samples=shard.rank == 0,
         grammars=make_grammars(settings),
+        store=store,
     )
+
+
+def _host_store(settings: RunnerSettings, shard: Shard, device: torch.device) -> HostStore | None:
+    """The blocks that a rank has in host memory, if there are any."""
+    engine = settings.engine
+    if not engine.num_host_blocks:
+        return None
+    shape = rank_cache_shape(settings.model, settings.dtype, engine, shard.world_size)
+    return HostStore(shape, engine.num_host_blocks, device, KV_FORMATS.get(engine.kv_offload_dtype))
 
 
 def _method(settings: RunnerSettings, shard: Shard, device: torch.device) -> WithModelInputs | None:

@@ -21,10 +21,12 @@ from kvllm.core.protocol import (
     SlidingChange,
     StepPlan,
     StepResult,
+    TransferReport,
 )
 from kvllm.kvcache.cache import PagedKVCache
 from kvllm.kvcache.groups import KVGroup, layer_parts
 from kvllm.kvcache.ops.registry import make_operations
+from kvllm.kvcache.tiers.host import HostStore
 from kvllm.sampling_params import SamplingParams
 from kvllm.structured.compile import Grammars
 from kvllm.worker.attention_state import AttentionMass, ObservingBackend, RaggedLengths
@@ -33,6 +35,7 @@ from kvllm.worker.graphs import Capture, DecodeGraphs
 from kvllm.worker.inputs import InputPreparer
 from kvllm.worker.judge import Judge
 from kvllm.worker.observed_scores import ObservedScores, ScoringBackend
+from kvllm.worker.offloader import Offloader
 from kvllm.worker.prompt_logprobs import PromptReport
 from kvllm.worker.sampler import SampleRow, Samples, sample
 from kvllm.worker.state import BlockTables, SequenceState
@@ -48,7 +51,7 @@ class ModelRunner:
     model: a `kvllm.models.base.Decoder`. eos_token_ids: tokens that end a text, kept from being sampled before
         `min_tokens`.
     select: called in place of the compression method, with its arguments. samples: whether tokens are sampled here.
-    grammars: those of requests with structured outputs, where tokens are sampled.
+    grammars: those of requests with structured outputs, where tokens are sampled. store: for what leaves the pool.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class ModelRunner:
         select: Callable[..., torch.Tensor] | None = None,
         samples: bool = True,
         grammars: Grammars | None = None,
+        store: HostStore | None = None,
     ) -> None:
         self.model = model
         self.cache = cache
@@ -90,6 +94,9 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         if compression := config.active_compression:
             self._prepare_compression(compression, config, select)
+        self.offloader: Offloader | None = None
+        if store:
+            self.offloader = Offloader(cache, store, [state for state in self._slot_states if state])
         window_start = self.observed.window_start if self.observed else None
         self.inputs = InputPreparer(self.tables, self.ragged, config.observes_attention, self.device, window_start)
 
@@ -147,6 +154,8 @@ class ModelRunner:
     def _execute(self, plan: StepPlan) -> StepResult:
         if plan.reset:
             self._reset()
+        if self.offloader:
+            self.offloader.begin(plan, self.states)
         for seq_id in plan.dropped_seq_ids:
             self.free_slots.append(self.states.pop(seq_id).table_slot)
             self._reported.discard(seq_id)
@@ -163,6 +172,8 @@ class ModelRunner:
         with clock.measure("model"):
             if plan.copies:
                 self._copy_on_write(plan.copies)
+            if self.offloader:
+                self.offloader.load(plan)
             for change in plan.sliding:
                 self._slide(change)
             samples = self._forward(plan.scheduled, graphs) if plan.scheduled else None
@@ -172,7 +183,8 @@ class ModelRunner:
         prompts = [prompt.wait() for prompt in self._prompt_reports]
         self._prompt_reports = []
         judged = [] if divergences is None else divergences.tolist()
-        return StepResult(tokens, clock.seconds(), event_bytes, prompts, judged)
+        moved = self.offloader.report(wait=not plan.scheduled) if self.offloader else TransferReport()
+        return StepResult(tokens, clock.seconds(), event_bytes, prompts, judged, moved)
 
     def _reset(self) -> None:
         """Drop all sequences, and whatever a step that was cut short has left half done."""
@@ -181,16 +193,22 @@ class ModelRunner:
         self._prompt_reports = []
         self.free_slots = list(reversed(range(len(self.tables[0].table))))
         self.inputs.clear()
+        if self.offloader:
+            self.offloader.reset()
 
     def _start(self, start: SequenceStart) -> None:
         prompt, output = start.token_ids[: start.prompt_length], start.token_ids[start.prompt_length :]
         row = self._sample_row(start.sampling, start.seed, prompt, output)
         if start.sampling.prompt_logprobs is not None and not output:
             self._reported.add(start.seq_id)
+        table_slot = self._acquire_slot()
+        self.tables[0].append(table_slot, start.block_table)
+        if self.offloader:
+            self.offloader.restore(start.seq_id, table_slot)
         self.states[start.seq_id] = SequenceState(
             token_ids=start.token_ids,
-            table_slot=self._acquire_slot(),
-            logical_length=start.cached_length,
+            table_slot=table_slot,
+            logical_length=start.cached_length + start.dropped,
             cached_length=start.cached_length,
             sample_row=row,
         )
@@ -202,10 +220,14 @@ class ModelRunner:
 
     def _acquire_slot(self) -> int:
         table_slot = self.free_slots.pop()
-        for table in (*self.tables, self.ragged, self.mass, self.observed):
+        for table in (*self.tables, *self._slot_states):
             if table:
                 table.clear(table_slot)
         return table_slot
+
+    @property
+    def _slot_states(self) -> tuple[RaggedLengths | None, AttentionMass | None, ObservedScores | None]:
+        return self.ragged, self.mass, self.observed
 
     def _compress(self, compressor: Compressor, jobs: list[CompressionJob], clock: PhaseClock) -> torch.Tensor | None:
         """Execute compressions. Returns the divergences of those that are judged."""

@@ -50,6 +50,13 @@ class ObservedScores:
     def clear(self, table_slot: int) -> None:
         self.window_start[table_slot] = NEVER
 
+    def save(self, table_slot: int) -> int:
+        """Where a sequence's windows begin, for `restore`. Its scores move with its blocks."""
+        return int(self.window_start[table_slot])
+
+    def restore(self, table_slot: int, saved: int) -> None:
+        self.window_start[table_slot] = saved
+
     def start(self, table_slot: int, kv_index: int) -> None:
         """Windows from KV pair `kv_index` on are scored."""
         self.window_start[table_slot] = kv_index

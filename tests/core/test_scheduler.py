@@ -27,10 +27,10 @@ GREEDY = SamplingParams(temperature=0)
 class Harness:
     """A scheduler with a literal worker, driven the way the engine drives it."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, loss: float = 0.0) -> None:
         self.config = config
         self.scheduler = Scheduler(config, EngineStats(num_blocks=config.num_blocks))
-        self.worker = LiteralWorker(config)
+        self.worker = LiteralWorker(config, loss=loss)
         self.live: dict[int, Sequence] = {}
         self.finished: dict[int, list[int]] = {}
         self.next_id = 0
@@ -178,6 +178,8 @@ def configs(draw) -> EngineConfig:
         compression=compression,
         tenants=draw(tenants()),
         kv_groups=groups,
+        num_host_blocks=draw(st.sampled_from([0, 0, 8, 200])),
+        swap=draw(st.sampled_from(["always", "always", "auto"])),
     )
 
 
@@ -204,11 +206,12 @@ def own_compression(config: EngineConfig) -> st.SearchStrategy[SamplingParams]:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Add, step, fork, compress, preempt, abort and finish in any order; every step is executed literally."""
+    """Add, step, fork, compress, preempt, swap, abort and finish in any order; every step is executed literally, and
+    some of what goes to the host gets lost."""
 
-    @initialize(config=configs())
-    def start(self, config: EngineConfig) -> None:
-        self.harness = Harness(config)
+    @initialize(config=configs(), loss=st.sampled_from([0.0, 0.1, 0.5]))
+    def start(self, config: EngineConfig, loss: float) -> None:
+        self.harness = Harness(config, loss)
 
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=24),
@@ -267,6 +270,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.harness.step()  # the workers are told of the last ones that ended
             assert self.harness.scheduler.blocks.num_owned == 0
             assert not self.harness.worker.sequences
+            assert not self.harness.worker.host.first_scored and not self.harness.worker.host.loads
 
 
 SchedulerMachine.TestCase.settings = settings(

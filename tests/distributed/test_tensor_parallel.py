@@ -31,10 +31,11 @@ from benchmarks import worker_faults
 from kvllm import LLM, CheckpointError, CompressionConfig, ConfigError, KvLLMError, RequestOutput, SamplingParams
 from kvllm.compression.registry import METHODS
 from kvllm.core.executor import Executor
-from kvllm.core.protocol import StepPlan, StepResult, decode_plan, encode
+from kvllm.core.protocol import StepPlan, StepResult, TransferReport, decode_plan, encode
 from kvllm.distributed import worker_group
 from kvllm.distributed.hang_detector import HangDetector
 from kvllm.distributed.shared_memory import BUFFER_BYTES, SharedMemoryShard, create_memory
+from kvllm.distributed.transfers import TransfersOfRanks
 from kvllm.errors import WorkerError
 from kvllm.models.config import load_model_config
 from kvllm.parallel import Shard, SingleRank
@@ -512,3 +513,27 @@ def test_nothing_is_left_of_a_pool(ray_llm, checkpoints, end: str) -> None:
     wait_until(lambda: len(psutil.Process().net_connections()) <= sockets_before, "the sockets' end")
     wait_until(lambda: ray.available_resources().get("CPU") == free_before, "the CPUs' return")
     assert all(group["state"] == "REMOVED" for group in ray.util.placement_group_table().values())
+
+
+# Blocks on the host
+
+
+def test_two_ranks_swap_their_heads(ray_llm, checkpoints) -> None:
+    """Each to host memory of its own, of which both together have as many bytes as one rank would."""
+    options = {"num_gpu_blocks_override": 24, "block_size": 8, "watermark": 0.0}
+    options |= {"kv_offloading_size": 0.01, "swap": "always"}
+    prompts = random_prompts(256, (3, 17, 40, 63, 30))
+    expected = tokens(make_llm(checkpoints["qwen3"]), prompts, greedy(60))
+    llm = ray_llm(checkpoints["qwen3"], **options)
+    assert llm.config.num_host_blocks == make_llm(checkpoints["qwen3"], **options).config.num_host_blocks
+    assert tokens(llm, prompts, greedy(60)) == expected
+    assert llm.stats().swapped_in == llm.stats().preemptions > 0
+
+
+def test_a_load_is_there_when_all_ranks_have_it() -> None:
+    ranks = TransfersOfRanks(2)
+    first = ranks.add([TransferReport([0, 1], [], 4, 0.5), TransferReport([1], [2], 3, 0.6)])
+    assert first == TransferReport([1], [], 3, 0.6)
+    second = ranks.add([TransferReport([2]), TransferReport([], [0])])
+    assert (sorted(second.lost), second.loaded) == ([0, 2], [])
+    assert ranks.add([TransferReport([3]), TransferReport([3])]).loaded == [3]

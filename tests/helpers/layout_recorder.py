@@ -20,7 +20,7 @@ from kvllm.compression.statistics import QueryStatistics
 from kvllm.core.executor import Executor
 from kvllm.core.protocol import BlockCopy, CompressionJob, ScheduledSequence, SequenceStart, StepPlan, StepResult
 from tests.helpers.dense_decoder import DenseDecoder
-from tests.helpers.recorder import assert_dense, block_table_of, kv_pairs_of, poison
+from tests.helpers.recorder import assert_dense, block_table_of, kv_pairs_in, kv_pairs_of, poison
 
 MAX_MODEL_LEN = 200
 BLOCK_SIZE = 8
@@ -123,6 +123,7 @@ class Recorder(Executor):
         self.runner = self.inline.runner
         self.config = llm.config
         self.alive: dict[int, Text] = {}
+        self.suspended: dict[int, Text] = {}
         self.texts: list[Text] = []
         self.events: list[Event] = []
         self.masses: list[MassRecord] = []
@@ -150,12 +151,17 @@ class Recorder(Executor):
         if plan.reset:
             self.alive.clear()
         for seq_id in plan.dropped_seq_ids:
-            del self.alive[seq_id]
+            text = self.alive.pop(seq_id)
+            if seq_id in plan.suspended:
+                self.suspended[seq_id] = text
         before = {seq_id: kv_pairs_of(self.runner, seq_id) for seq_id in self.alive} if plan.compressions else {}
-        tables = {job.seq_id: block_table_of(self.runner, job.seq_id) for job in plan.compressions}
-        result = self.inline.execute(plan)
+        tables = {seq_id: block_table_of(self.runner, seq_id) for seq_id in self.alive}
         for start in plan.new_seqs:
             self._start(start)
+            if start.block_table:  # it has come from the host, and may be compressed at once
+                before[start.seq_id] = kv_pairs_in(self.runner.cache, start.block_table, start.cached_length)
+                tables[start.seq_id] = start.block_table
+        result = self.inline.execute(plan)
         windows = self._windows()
         for job in plan.compressions:
             survives = self._survivors(job, windows)
@@ -182,6 +188,11 @@ class Recorder(Executor):
                 self.runner.cache.data[layers, :, table[entries // size], heads, entries % size] = float("nan")
 
     def _start(self, start: SequenceStart) -> None:
+        if text := self.suspended.pop(start.seq_id, None):  # it comes back as it was
+            assert (text.length, text.layout.shape[-1]) == (start.cached_length + start.dropped, start.cached_length)
+            text.tokens = list(start.token_ids)
+            self.alive[start.seq_id] = text
+            return
         shape, size, hit = self.runner.cache.shape, self.config.max_model_len, start.cached_length
         layout = torch.arange(hit).expand(shape.num_layers, shape.num_kv_heads, hit)
         visible = torch.zeros(shape.num_layers, shape.num_kv_heads, size, size, dtype=torch.bool)

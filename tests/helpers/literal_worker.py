@@ -12,7 +12,16 @@ import random
 from itertools import pairwise
 
 from kvllm.config import EngineConfig
-from kvllm.core.protocol import BlockCopy, SampledToken, StepPlan, StepResult, decode_plan, encode
+from kvllm.core.protocol import (
+    BlockCopy,
+    Load,
+    SampledToken,
+    StepPlan,
+    StepResult,
+    TransferReport,
+    decode_plan,
+    encode,
+)
 from kvllm.core.sequence import Sequence
 from kvllm.core.spans import Span, kept_spans
 from kvllm.sampling_params import SamplingParams
@@ -51,10 +60,60 @@ class LiteralSequence:
         return position, digest
 
 
-class LiteralWorker:
-    """vocab: sampled tokens are below it; few of them make equal prefixes likely."""
+class LiteralHost:
+    """What host blocks hold, and loads that take any time. A share of what is stored gets lost."""
 
-    def __init__(self, config: EngineConfig, vocab: int = 2, seed: int = 0) -> None:
+    def __init__(self, block_size: int, rng: random.Random, loss: float) -> None:
+        self.block_size = block_size
+        self.random = rng
+        self.loss = loss
+        self.blocks: dict[int, list[Entry | None]] = {}
+        self.loads: dict[int, tuple[list[int], list[list[Entry | None]] | None]] = {}
+        self.cancelled: list[int] = []
+        self.first_scored: dict[int, int | None] = {}
+
+    def slots(self, block: int) -> range:
+        return range(block * self.block_size, (block + 1) * self.block_size)
+
+    def store(self, plan: StepPlan, cache: dict[int, Entry]) -> None:
+        for number in plan.cancelled:
+            if self.loads.pop(number, None):
+                self.cancelled.append(number)
+        for transfer in plan.stores:
+            for block, host_block in zip(transfer.blocks, transfer.host_blocks, strict=True):
+                self.blocks[host_block] = [cache.get(slot) for slot in self.slots(block)]
+                if self.random.random() < self.loss:
+                    del self.blocks[host_block]
+
+    def load(self, load: Load, cache: dict[int, Entry], in_use: set[int]) -> None:
+        blocks, host_blocks = load.transfer.blocks, load.transfer.host_blocks
+        assert len(set(blocks)) == len(blocks) == len(host_blocks) and not in_use & set(blocks)
+        for block in blocks:
+            for slot in self.slots(block):
+                cache[slot] = (-1, -1)  # whatever
+        there = all(host_block in self.blocks for host_block in host_blocks)
+        self.loads[load.number] = blocks, [self.blocks[i][:] for i in host_blocks] if there else None
+
+    def report(self, cache: dict[int, Entry], wait: bool) -> TransferReport:
+        loaded, lost, self.cancelled = [], self.cancelled, []
+        for number, (blocks, content) in list(self.loads.items()):
+            if not wait and self.random.random() < 0.5:
+                continue
+            del self.loads[number]
+            (lost if content is None else loaded).append(number)
+            for block, entries in zip(blocks, content or [], strict=False):
+                for slot, entry in zip(self.slots(block), entries, strict=True):
+                    cache.pop(slot, None)
+                    if entry is not None:
+                        cache[slot] = entry
+        return TransferReport(loaded, lost, self.random.randrange(3), self.random.random())
+
+
+class LiteralWorker:
+    """vocab: sampled tokens are below it; few of them make equal prefixes likely. loss: the share of blocks stored on
+    the host that get lost."""
+
+    def __init__(self, config: EngineConfig, vocab: int = 2, seed: int = 0, loss: float = 0.0) -> None:
         self.config = config
         self.vocab = vocab
         self.compression = config.active_compression
@@ -63,6 +122,7 @@ class LiteralWorker:
         self.sequences: dict[int, LiteralSequence] = {}
         self.random = random.Random(seed)
         self.divergences: list[float] = []  # of the step
+        self.host = LiteralHost(config.block_size, random.Random(seed), loss)
 
     def slot(self, seq: LiteralSequence, index: int) -> int:
         block, offset = divmod(index, self.config.block_size)
@@ -81,13 +141,23 @@ class LiteralWorker:
         plan = decode_plan(encode(plan))
         if plan.reset:
             self.sequences.clear()
+            self.host = LiteralHost(self.config.block_size, self.random, self.host.loss)
+        self.host.store(plan, self.cache)
+        for seq_id in plan.suspended:
+            if seq_id in self.sequences:
+                self.host.first_scored[seq_id] = self.sequences[seq_id].first_scored
+        for seq_id in plan.forgotten:
+            self.host.first_scored.pop(seq_id, None)
         for seq_id in plan.dropped_seq_ids:
             del self.sequences[seq_id]
         for start in plan.new_seqs:
             assert start.seq_id not in self.sequences
-            self.sequences[start.seq_id] = LiteralSequence(
+            self.sequences[start.seq_id] = seq = LiteralSequence(
                 start.token_ids, start.prompt_length, start.cached_length, start.sampling
             )
+            seq.logical += start.dropped
+            seq.table += start.block_table
+            seq.first_scored = self.host.first_scored.pop(start.seq_id, None)
         for start in plan.scored:
             seq = self.sequences[start.seq_id]
             assert start.kv_index % self.config.block_size == 0 and start.kv_index >= seq.cached == seq.logical
@@ -99,11 +169,22 @@ class LiteralWorker:
             self._compress(self.sequences[job.seq_id], job)
         for block_copy in plan.copies:
             self._copy(self.sequences[block_copy.seq_id], block_copy)
+        for load in plan.loads:
+            self.host.load(load, self.cache, self._in_use(plan))
         for change in plan.sliding:
             table = self.sequences[change.seq_id].sliding.setdefault(change.part, LiteralTable())
             table.slide(change.first)
             table.blocks += change.new_blocks
-        return self._forward(plan)
+        result = self._forward(plan)
+        result.transfers = self.host.report(self.cache, wait=not plan.scheduled)
+        return result
+
+    def _in_use(self, plan: StepPlan) -> set[int]:
+        """Blocks that the step reads or writes behind its loads."""
+        used = {block for item in plan.scheduled for block in item.new_blocks}
+        for seq in self.sequences.values():
+            used.update(seq.table, *(table.blocks for table in seq.sliding.values()))
+        return used
 
     def _compress(self, seq: LiteralSequence, job) -> None:
         config = self.compression

@@ -65,9 +65,13 @@ def block_table_of(runner: ModelRunner, seq_id: int) -> list[int]:
 
 def kv_pairs_of(runner: ModelRunner, seq_id: int) -> Tensor:
     """The cache of a sequence in logical order: `[layers, 2, kv_heads, KV pairs, head_dim]`, a copy."""
-    index, size = torch.arange(runner.states[seq_id].cached_length), runner.cache.shape.block_size
-    blocks = torch.tensor(block_table_of(runner, seq_id))[index // size]
-    return runner.cache.data[:, :, blocks, :, index % size].permute(1, 2, 3, 0, 4)
+    return kv_pairs_in(runner.cache, block_table_of(runner, seq_id), runner.states[seq_id].cached_length)
+
+
+def kv_pairs_in(cache: PagedKVCache, table: list[int], length: int) -> Tensor:
+    """The first `length` KV pairs of a block table, as `kv_pairs_of`."""
+    index, size = torch.arange(length), cache.shape.block_size
+    return cache.data[:, :, torch.tensor(table)[index // size], :, index % size].permute(1, 2, 3, 0, 4)
 
 
 class Recorder(Executor):
@@ -196,10 +200,11 @@ def surviving(entries: Tensor, survives: Tensor) -> Tensor:
 
 
 def poison(scheduler: Scheduler, cache: PagedKVCache) -> None:
-    """Write NaN wherever there is no KV pair of a running sequence or of the prefix cache."""
+    """Write NaN wherever there is no KV pair of a running sequence, of one that loads its blocks or of the prefix
+    cache."""
     size = cache.shape.block_size
     owned = torch.zeros(cache.num_blocks, size, dtype=torch.bool)
-    for seq in scheduler.running:
+    for seq in (*scheduler.running, *scheduler.batch.loading):
         index = torch.arange(seq.cached_length)
         if seq.block_table:
             owned[torch.tensor(seq.block_table)[index // size], index % size] = True

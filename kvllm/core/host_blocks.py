@@ -1,0 +1,92 @@
+"""Which blocks in host memory are free, which belong to suspended sequences, and which hold prefixes."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+
+
+class HostBlocks:
+    """Pure accounting, as BlockPool for the blocks of the pool: the data is moved by the workers.
+
+    Blocks of prefixes are the first to make room, the least recently used before others. Those that a load of the same
+    plan reads stay, because a plan's stores come before its loads.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free = list(reversed(range(num_blocks)))
+        self._prefixes: OrderedDict[bytes, int] = OrderedDict()
+        self._read = set[int]()
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - len(self._free)
+
+    def begin_plan(self) -> None:
+        """A new plan. What the one before reads may be stored over."""
+        self._read.clear()
+
+    def read(self, blocks: Iterable[int]) -> None:
+        """The plan has a load of these blocks."""
+        self._read.update(blocks)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """Take blocks, or none at all if there are too few."""
+        while len(self._free) < count and self._evict():
+            pass
+        if len(self._free) < count:
+            return None
+        return [self._free.pop() for _ in range(count)]
+
+    def release(self, blocks: Iterable[int]) -> None:
+        self._free.extend(blocks)
+
+    # Prefixes
+
+    def match(self, hashes: Sequence[bytes]) -> list[int]:
+        """Blocks of the longest known prefix. They are the most recently used now, its end before its beginning."""
+        known = []
+        for digest in hashes:
+            if digest not in self._prefixes:
+                break
+            known.append(digest)
+        for digest in reversed(known):
+            self._prefixes.move_to_end(digest)
+        return [self._prefixes[digest] for digest in known]
+
+    def insert(self, digest: bytes) -> int | None:
+        """The block that is to hold a prefix block; None if that is there already, or nothing makes room for it."""
+        if digest in self._prefixes:
+            self._prefixes.move_to_end(digest)
+            return None
+        blocks = self.allocate(1)
+        if blocks is None:
+            return None
+        self._prefixes[digest] = blocks[0]
+        return blocks[0]
+
+    def remove(self, blocks: Iterable[int]) -> None:
+        """Forget the prefixes that these blocks were to hold."""
+        gone = set(blocks)
+        for digest in [digest for digest, block in self._prefixes.items() if block in gone]:
+            self._free.append(self._prefixes.pop(digest))
+
+    def forget_prefixes(self) -> None:
+        self._free.extend(self._prefixes.values())
+        self._prefixes.clear()
+
+    def _evict(self) -> bool:
+        """Free the block of the least recently used prefix that no load of the plan reads."""
+        for digest, block in self._prefixes.items():
+            if block not in self._read:
+                del self._prefixes[digest]
+                self._free.append(block)
+                return True
+        return False
+
+    def check(self, suspended: Iterable[int]) -> None:
+        """Raise RuntimeError unless every block is free, holds a prefix, or belongs to one of the suspended."""
+        uses = Counter([*self._free, *self._prefixes.values(), *suspended])
+        if len(uses) != self.num_blocks or any(count != 1 for count in uses.values()):
+            raise RuntimeError("a host block must be exactly one of free, a prefix's, and a suspended sequence's")

@@ -1,0 +1,185 @@
+"""Sequences and prefixes whose blocks are on the host: how they get there, and how they come back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
+
+from kvllm.config import EngineConfig
+from kvllm.core.block_manager import BlockManager, PrefixHit
+from kvllm.core.host_blocks import HostBlocks
+from kvllm.core.protocol import BlockTransfer, Load, SlidingChange, StepPlan, StepResult
+from kvllm.core.sequence import Sequence
+from kvllm.core.swap_cost import SwapCost
+from kvllm.stats import EngineStats
+
+
+class Offloading:
+    """Plans the transfers between pool and host for the batch that holds it.
+
+    A sequence that comes back first loads its blocks, beside the steps of others. It runs once the workers have
+    reported that they are there. If they are lost, it waits again, and is computed.
+
+    loading: sequences by the numbers of their loads, oldest first. They own blocks of the pool, and do not run.
+    """
+
+    def __init__(self, config: EngineConfig, stats: EngineStats, blocks: BlockManager) -> None:
+        self.stats = stats
+        self.blocks = blocks
+        self.host = HostBlocks(config.num_host_blocks)
+        self.cost = SwapCost(config.swap)
+        self.loading: dict[int, Sequence] = {}
+        self._sources: dict[int, list[int]] = {}  # host blocks of prefixes, by the numbers of their loads
+        self._loaded: list[int] = []
+        self._lost: list[int] = []
+        self._number = 0
+        self._plan = StepPlan()  # the transfers of the next one
+
+    def complete(self, plan: StepPlan) -> None:
+        """Put all transfers into a plan, those of prefixes among them that leave the pool for it."""
+        evicted = [(block, self.host.insert(digest)) for digest, block in self.blocks.pool.take_evicted()]
+        moving = [(block, host_block) for block, host_block in evicted if host_block is not None]
+        if moving:
+            self._plan.stores.append(BlockTransfer([block for block, _ in moving], [host for _, host in moving]))
+        for name in ("stores", "loads", "cancelled", "suspended", "forgotten"):
+            setattr(plan, name, getattr(self._plan, name))
+        self.stats.blocks_stored += sum(len(transfer.blocks) for transfer in plan.stores)
+        self.stats.blocks_loaded += sum(len(load.transfer.blocks) for load in plan.loads)
+        self._plan = StepPlan()
+        self.host.begin_plan()
+
+    def update(self, plan: StepPlan, result: StepResult) -> None:
+        """Account for an executed plan."""
+        self.cost.measure(plan, result)
+        self._loaded += [number for number in result.transfers.loaded if number in self.loading]
+        self._lost += [number for number in result.transfers.lost if number in self.loading]
+        self.stats.host_blocks_in_use = self.host.num_used
+
+    # To the host
+
+    def suspend(self, seq: Sequence) -> bool:
+        """Let the cache of a sequence that is preempted go to the host, if it is worth it and there is room. The caller
+        releases its blocks."""
+        tables = [seq.block_table, *(table.blocks for table in seq.sliding)]
+        num_blocks = sum(map(len, tables))
+        reported = seq.sampling.prompt_logprobs is not None and not seq.num_generated
+        if reported or not num_blocks or not self.cost.swaps(num_blocks, seq.logical_length):
+            return False
+        host_blocks = self.host.allocate(num_blocks)
+        if host_blocks is None:
+            return False
+        self._plan.stores.append(BlockTransfer(list(chain(*tables)), host_blocks))
+        self._plan.suspended.append(seq.seq_id)
+        left = iter(host_blocks)
+        seq.suspended([[next(left) for _ in table] for table in tables])
+        self.stats.swapped_out += 1
+        return True
+
+    # Back
+
+    def match(self, seq: Sequence, hit: PrefixHit, limit: int) -> PrefixHit:
+        """A hit in the pool, and the host blocks that hold what follows, of at most `limit` tokens."""
+        if self.blocks.sliding or not self.blocks.prefix_cache:
+            return hit
+        hashes = seq.block_hashes[hit.num_blocks : limit // self.blocks.block_size]
+        return hit._replace(host=self.host.match(hashes)) if hashes else hit
+
+    def load(self, seq: Sequence, hit: PrefixHit) -> None:
+        """Begin to load what a waiting sequence has on the host, into blocks that it owns from now on."""
+        if seq.host_tables is not None:
+            self.blocks.restore(seq, hit, [len(table) for table in seq.host_tables])
+            tables = [seq.block_table, *(table.blocks for table in seq.sliding)]
+            moved = len(hit.full)  # the pool still has those
+            blocks, host_blocks = list(chain(*tables))[moved:], list(chain(*seq.host_tables))[moved:]
+        else:
+            blocks, host_blocks = seq.block_table[-len(hit.host) :], list(hit.host)
+            self._sources[self._number] = host_blocks
+        self.host.read(host_blocks)
+        self._plan.loads.append(Load(self._number, BlockTransfer(blocks, host_blocks)))
+        self.loading[self._number] = seq
+        self._number += 1
+
+    def take_loaded(self) -> Iterator[tuple[Sequence, bool]]:
+        """The sequences whose blocks are there. They run from now on. Of each, whether it was suspended."""
+        for number in self._loaded:
+            seq = self.loading.pop(number)
+            suspended = seq.host_tables is not None
+            if suspended:
+                self.stats.swapped_in += 1
+                self._release(seq)
+            else:
+                self.stats.prefix_host_hits += len(self._sources.pop(number)) * self.blocks.block_size
+            yield seq, suspended
+        self._loaded = []
+
+    def take_lost(self) -> Iterator[Sequence]:
+        """The sequences whose blocks are lost. They own nothing, and are to wait again."""
+        for number in self._lost:
+            seq = self.loading.pop(number)
+            self.blocks.release(seq)
+            if seq.host_tables is None:
+                self.host.remove(self._sources.pop(number))
+                seq.reset()
+            else:
+                self.stats.tokens_recomputed += seq.logical_length
+                self._release(seq)
+                self.forget(seq)
+                seq.forgotten()
+            yield seq
+        self._lost = []
+
+    def cancel_youngest(self) -> Sequence | None:
+        """Stop a load, so that its blocks are free. Returns the sequence, which is to wait again."""
+        if not self.loading:
+            return None
+        number, seq = max(self.loading.items(), key=lambda item: item[1].seq_id)
+        self._cancel(number)
+        self.blocks.release(seq)
+        if seq.host_tables is None:
+            seq.reset()
+        return seq
+
+    def finish(self, seq: Sequence) -> None:
+        """Forget what the host has of a sequence that ended."""
+        for number in [number for number, each in self.loading.items() if each is seq]:
+            self._cancel(number)
+        if seq.host_tables is not None:
+            self._release(seq)
+            self.forget(seq)
+
+    def forget(self, seq: Sequence) -> None:
+        """Let workers keep nothing of a sequence that does not come back from the host."""
+        self._plan.forgotten.append(seq.seq_id)
+
+    def check(self, waiting: Iterable[Sequence]) -> None:
+        """Raise RuntimeError if the accounting of host blocks is not consistent."""
+        suspended = [seq.host_tables for seq in (*waiting, *self.loading.values()) if seq.host_tables is not None]
+        self.host.check(block for tables in suspended for table in tables for block in table)
+
+    def _cancel(self, number: int) -> None:
+        del self.loading[number]
+        self._sources.pop(number, None)
+        self._loaded = [each for each in self._loaded if each != number]
+        self._lost = [each for each in self._lost if each != number]
+        planned = [load for load in self._plan.loads if load.number == number]
+        if planned:
+            self._plan.loads.remove(planned[0])
+        else:
+            self._plan.cancelled.append(number)
+
+    def _release(self, seq: Sequence) -> None:
+        assert seq.host_tables is not None
+        self.host.release(chain(*seq.host_tables))
+        seq.host_tables = None
+
+
+def sliding_changes(seq: Sequence) -> list[SlidingChange]:
+    """All of a sequence's sliding tables, for workers that have nothing of them."""
+    changes = []
+    for table in seq.sliding:
+        table.sent = table.first
+        count = len(table.parts)
+        changes += [
+            SlidingChange(seq.seq_id, part, table.first, table.blocks[i::count]) for i, part in enumerate(table.parts)
+        ]
+    return changes

@@ -1,0 +1,149 @@
+"""The mover between the KV pool and host memory."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import NamedTuple
+
+import torch
+
+from kvllm.kvcache.cache import CacheShape, PagedKVCache
+from kvllm.kvcache.formats import KVFormat
+from kvllm.kvcache.tiers.queue import Ticket, make_queue
+from kvllm.kvcache.tiers.records import RecordLayout, Records
+
+logger = logging.getLogger(__name__)
+
+
+class LostBlocksError(Exception):
+    """Host blocks do not hold what was to be stored in them."""
+
+
+class Ended(NamedTuple):
+    """What has ended since it was last asked.
+
+    loaded, lost: numbers of loads. num_blocks, seconds: of all transfers both ways that succeeded.
+    """
+
+    loaded: list[int]
+    lost: list[int]
+    num_blocks: int
+    seconds: float
+
+
+class HostStore:
+    """A rank's part of the blocks in host memory. Who holds what is the caller's business: it names host blocks, from
+    0 to `num_blocks - 1`, as it names those of the pool.
+
+    Blocks go both ways in the order of the calls, beside the steps: `store` takes a copy on the device, behind which
+    the blocks may be written over at once, and the rest happens on a thread (CPU) or a stream (CUDA, pinned memory).
+    So a host block may be read by a `load` and written by a `store` after it. `load` may not be given blocks that
+    others still read or write, nor may these be used before the load is reported.
+
+    Each load has a number, and is reported once: as loaded, or as lost where a host block does not hold what was to be
+    stored in it, because that failed. Nothing of a lost load may be used.
+
+    kv_format: keys and values are quantized to it on their way out.
+    """
+
+    def __init__(
+        self, shape: CacheShape, num_blocks: int, device: torch.device, kv_format: KVFormat | None = None
+    ) -> None:
+        self.layout = RecordLayout(shape, kv_format)
+        self.num_blocks = num_blocks
+        self.device = device
+        self.records = self.layout.allocate(num_blocks, pinned=device.type == "cuda")
+        self.held: set[int] = set()
+        """Host blocks that hold what was stored in them."""
+        self._queue = make_queue(device)
+        self._loads: dict[int, tuple[Ticket, int]] = {}  # those not reported, and how many blocks they move
+        self._stores: list[tuple[Ticket, int, float]] = []  # with the seconds that their copies took
+        self._cancelled: list[int] = []
+
+    def store(self, cache: PagedKVCache, blocks: list[int], host_blocks: list[int]) -> None:
+        """Copy blocks of a cache on the store's device to host blocks."""
+        begin = time.perf_counter()
+        records = self.layout.pack(cache, self._ids(blocks))
+        seconds = time.perf_counter() - begin
+
+        def write() -> None:
+            self.held.difference_update(host_blocks)
+            for part, source in zip(self.records, records, strict=True):
+                if source.is_cuda:
+                    source.record_stream(torch.cuda.current_stream(source.device))
+                for i, host_block in enumerate(host_blocks):
+                    part[host_block].copy_(source[i], non_blocking=True)
+            self.held.update(host_blocks)
+
+        self._stores.append((self._queue.submit(write), len(blocks), seconds))
+
+    def load(self, number: int, host_blocks: list[int], cache: PagedKVCache, blocks: list[int]) -> None:
+        """Copy host blocks to blocks of a cache on the store's device."""
+
+        def read() -> None:
+            if not self.held.issuperset(host_blocks):
+                raise LostBlocksError
+            self.layout.unpack(self._gather(host_blocks), cache, self._ids(blocks))
+
+        self._loads[number] = self._queue.submit(read), len(blocks)
+
+    def cancel(self, numbers: list[int]) -> None:
+        """Return when loads write nothing any more. Those not reported yet are reported as lost."""
+        for number in numbers:
+            if number in self._loads:
+                self._loads.pop(number)[0].cancel()
+                self._cancelled.append(number)
+
+    def ended(self, *, wait: bool = False) -> Ended:
+        """What has ended since the last call. wait: for all loads."""
+        loaded, lost, self._cancelled = list[int](), self._cancelled, []
+        num_blocks, seconds = self._ended_stores()
+        for number, (ticket, count) in list(self._loads.items()):
+            if not (wait or ticket.done()):
+                continue
+            del self._loads[number]
+            try:
+                seconds += ticket.seconds()
+            except Exception as error:
+                logger.warning("KV blocks are not in host memory any more, and computed again (%r)", error)
+                lost.append(number)
+            else:
+                loaded.append(number)
+                num_blocks += count
+        return Ended(loaded, lost, num_blocks, seconds)
+
+    def clear(self) -> None:
+        """Forget all loads. Returns when none writes any more."""
+        for ticket, _ in self._loads.values():
+            ticket.cancel()
+        self._loads.clear()
+        self._cancelled.clear()
+
+    def _ended_stores(self) -> tuple[int, float]:
+        """Blocks that have arrived on the host since the last call, and how long they took."""
+        ended = [store for store in self._stores if store[0].done()]
+        self._stores = [store for store in self._stores if store not in ended]
+        num_blocks, seconds = 0, 0.0
+        for ticket, count, copy_seconds in ended:
+            try:
+                seconds += ticket.seconds() + copy_seconds
+            except Exception as error:  # the blocks are not held
+                logger.warning("KV blocks could not be kept in host memory (%r)", error)
+            else:
+                num_blocks += count
+        return num_blocks, seconds
+
+    def _ids(self, blocks: list[int]) -> torch.Tensor:
+        on_gpu = self.device.type == "cuda"
+        return torch.tensor(blocks, dtype=torch.int64, pin_memory=on_gpu).to(self.device, non_blocking=on_gpu)
+
+    def _gather(self, host_blocks: list[int]) -> Records:
+        """Records on the device."""
+        if self.device.type == "cpu":
+            return tuple(part[host_blocks] for part in self.records)
+        gathered = self.layout.allocate(len(host_blocks), self.device)
+        for part, copy in zip(self.records, gathered, strict=True):
+            for i, host_block in enumerate(host_blocks):
+                copy[i].copy_(part[host_block], non_blocking=True)
+        return gathered

@@ -1,0 +1,74 @@
+"""Blocks of a paged cache as records, one behind the other, as tiers below the pool hold them."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+
+from kvllm.kvcache.cache import CacheShape, PagedKVCache
+from kvllm.kvcache.formats import KVFormat
+from kvllm.kvcache.quantize import codec
+
+Records = tuple[torch.Tensor, ...]
+"""Tensors `[count, ...]` that together make up `count` blocks."""
+WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+"""Bytes are moved in the widest words that fit."""
+
+
+class RecordLayout:
+    """Packs blocks into records and back: all layers of a block at once, keys, values, their scales and scores.
+
+    kv_format: keys and values are quantized to it on their way out, and are not exactly what they were when they
+        return. None: records hold a block's bytes as they are. A quantized cache allows no other.
+    """
+
+    def __init__(self, shape: CacheShape, kv_format: KVFormat | None = None) -> None:
+        assert kv_format is None or shape.kv_format is None, "it is quantized already"
+        self.shape = shape
+        self.codec = codec(kv_format) if kv_format else None
+        pair = (shape.num_places, 2, shape.num_kv_heads, shape.block_size)
+        self._sizes: list[tuple[torch.dtype, tuple[int, ...]]] = []
+        if kv_format:
+            self._sizes += [(torch.uint8, (*pair, kv_format.code_bytes(shape.head_dim))), (torch.int32, (*pair, 1))]
+        else:
+            plane_bytes = prod(pair[2:]) * shape.vector_bytes
+            self._word = next(word for word in WORDS if plane_bytes % word.itemsize == 0)
+            self._sizes.append((self._word, (*pair[:2], plane_bytes // self._word.itemsize)))
+        if shape.scored:
+            self._sizes.append((torch.float32, (shape.num_places, shape.num_kv_heads, shape.block_size)))
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of one block."""
+        return sum(dtype.itemsize * prod(size) for dtype, size in self._sizes)
+
+    def allocate(self, count: int, device: torch.device | str = "cpu", *, pinned: bool = False) -> Records:
+        """Room for `count` records."""
+        return tuple(
+            torch.empty((count, *size), dtype=dtype, device=device, pin_memory=pinned) for dtype, size in self._sizes
+        )
+
+    def pack(self, cache: PagedKVCache, blocks: torch.Tensor) -> Records:
+        """Copies of blocks, int64 `[count]`, on the cache's device."""
+        parts: list[torch.Tensor] = []
+        if self.codec:
+            parts += self.codec.quantize(cache.data.movedim(2, 0)[blocks])
+        else:
+            parts.append(self._words(cache).movedim(2, 0)[blocks])
+        if cache.scores is not None:
+            parts.append(cache.scores.movedim(1, 0)[blocks])
+        return tuple(part.contiguous() for part in parts)
+
+    def unpack(self, records: Records, cache: PagedKVCache, blocks: torch.Tensor) -> None:
+        """Write records, on the cache's device, to blocks, int64 `[count]`."""
+        if self.codec:
+            cache.data.movedim(2, 0)[blocks] = self.codec.dequantize(records[0], records[1]).to(cache.data.dtype)
+        else:
+            self._words(cache).movedim(2, 0)[blocks] = records[0]
+        if cache.scores is not None:
+            cache.scores.movedim(1, 0)[blocks] = records[-1]
+
+    def _words(self, cache: PagedKVCache) -> torch.Tensor:
+        """`[places, 2, blocks, words]`, a view."""
+        return cache.data.view(torch.uint8).flatten(3).view(self._word)

@@ -1,0 +1,153 @@
+"""Preempted sequences whose caches go to the host and come back, in the engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvllm import LLM, ConfigError, SamplingParams
+from kvllm.compression.specs import SPECS
+from tests.helpers.checkpoints import add_statistics, make_checkpoint
+from tests.helpers.dense_decoder import DenseDecoder
+from tests.helpers.engines import greedy, make_llm, random_prompts, tokens
+from tests.helpers.layout_recorder import assert_as_expected, compression_config, run
+from tests.helpers.layout_recorder import make_llm as make_recorded
+from tests.worker.test_methods_engine import many_requests
+
+HOST = {"kv_offloading_size": 0.05, "swap": "always"}
+SMALL = {"num_gpu_blocks_override": 24, "block_size": 8, "max_num_seqs": 8, "watermark": 0.0}
+SMALL |= {"max_num_batched_tokens": 64}
+PROMPTS = random_prompts(256, (3, 17, 40, 63, 30))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen3")
+    make_checkpoint(path, "qwen3", head_dim=32, num_hidden_layers=2)
+    add_statistics(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def decoder(checkpoint: Path) -> DenseDecoder:
+    return DenseDecoder(checkpoint)
+
+
+def assert_swapped(llm: LLM, *, recomputed: bool = False) -> None:
+    """Every preempted sequence came back from the host, and nothing is left there but prefixes."""
+    stats = llm.stats()
+    assert stats.preemptions > 0 and stats.swapped_in > 0
+    if not recomputed:
+        assert stats.swapped_out == stats.preemptions and not stats.tokens_recomputed
+    llm.llm_engine.scheduler.check()
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("dtype", ["auto", "int8", "int4", "fp8_e4m3"])
+def test_tokens_are_those_of_a_run_without_preemption(checkpoint: Path, dtype: str, caching: bool) -> None:
+    options: dict[str, Any] = SMALL | {"kv_cache_dtype": dtype, "enable_prefix_caching": caching}
+    options["attention_backend"] = "reference" if dtype == "fp8_e4m3" else "cpu"
+    expected = tokens(make_llm(checkpoint, **options | {"num_gpu_blocks_override": 400}), PROMPTS, greedy(60))
+    llm = make_llm(checkpoint, **options, **HOST)
+    assert tokens(llm, PROMPTS, greedy(60)) == expected
+    assert_swapped(llm)
+    assert tokens(llm, PROMPTS[::-1], greedy(60)) == expected[::-1]
+
+
+def test_completions_that_share_a_prompt_with_seeds_and_penalties(checkpoint: Path) -> None:
+    params = SamplingParams(n=3, seed=4, max_tokens=50, ignore_eos=True, presence_penalty=0.5)
+    prompts = PROMPTS[1:4]
+    found = []
+    for options in ({"num_gpu_blocks_override": 400}, HOST):
+        llm = make_llm(checkpoint, **SMALL | options)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        found.append([completion.token_ids for output in outputs for completion in output.outputs])
+    assert found[0] == found[1]
+    assert_swapped(llm)
+
+
+def test_windows_come_back(tmp_path: Path) -> None:
+    types = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    options = {"use_sliding_window": True, "sliding_window": 20, "layer_types": types}
+    make_checkpoint(tmp_path, "qwen3", head_dim=16, num_hidden_layers=5, **options)
+    small = SMALL | {"block_size": 4, "num_gpu_blocks_override": 80}
+    expected = tokens(make_llm(tmp_path, **small | {"num_gpu_blocks_override": 800}), PROMPTS, greedy(60))
+    llm = make_llm(tmp_path, **small, **HOST)
+    assert tokens(llm, PROMPTS, greedy(60)) == expected
+    assert_swapped(llm)
+
+
+def methods() -> list[Any]:
+    """Each method under the first policy that it allows, those with state of their own under several."""
+    cases = []
+    for name, spec in SPECS.items():
+        allowed = [policy for policy in ("threshold", "periodic", "standalone") if not spec.refusal(policy)]
+        usual = name in ("h2o", "adakv", "gkv", "kara_sharp", "snapkv", "keydiff")
+        cases += [
+            pytest.param(name, policy, marks=() if usual and policy in allowed[:2] else pytest.mark.long)
+            for policy in allowed
+        ]
+    return cases
+
+
+@pytest.mark.parametrize(("method", "policy"), methods())
+def test_a_compressed_cache_goes_on_where_it_was(
+    checkpoint: Path, decoder: DenseDecoder, method: str, policy: str
+) -> None:
+    """Its map in the recorder goes on with it, and all logits, survivors, scores and masses are those of dense
+    attention over that map."""
+    num_blocks = {"threshold": 11, "standalone": 200}.get(policy, 24)
+    llm, _ = make_recorded(checkpoint, compression_config(method, policy), num_gpu_blocks_override=num_blocks, **HOST)
+    run(llm, *many_requests())
+    assert_swapped(llm, recomputed=True)
+    assert_as_expected(decoder, llm)
+
+
+def test_a_host_without_room_leads_to_computing_again(checkpoint: Path) -> None:
+    expected = tokens(make_llm(checkpoint, **SMALL | {"num_gpu_blocks_override": 400}), PROMPTS, greedy(60))
+    block = 2 * 2 * 2 * 8 * 32 * 4
+    llm = make_llm(checkpoint, **SMALL, **HOST | {"kv_offloading_size": 9 * block / (1 << 30)})
+    assert llm.config.num_host_blocks == 9
+    assert tokens(llm, PROMPTS, greedy(60)) == expected
+    assert 0 < llm.stats().swapped_out < llm.stats().preemptions and llm.stats().tokens_recomputed > 0
+
+
+def test_lost_blocks_are_computed_again(checkpoint: Path) -> None:
+    expected = tokens(make_llm(checkpoint, **SMALL | {"num_gpu_blocks_override": 400}), PROMPTS, greedy(60))
+    llm = make_llm(checkpoint, **SMALL, **HOST)
+    store = llm.llm_engine.executor.runner.offloader.store
+    engine = llm.llm_engine
+    outputs = [engine.add_request(str(i), prompt, greedy(60)) for i, prompt in enumerate(PROMPTS)]
+    while engine.has_unfinished_requests():
+        engine.step()
+        engine.scheduler.check()
+        if engine.stats.steps % 3 == 0:
+            store.held.clear()
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert engine.stats.swapped_out > engine.stats.swapped_in and engine.stats.tokens_recomputed > 0
+
+
+def test_nothing_goes_to_the_host_if_it_never_may(checkpoint: Path) -> None:
+    llm = make_llm(checkpoint, **SMALL, **HOST | {"swap": "never"}, enable_prefix_caching=False)
+    tokens(llm, PROMPTS, greedy(60))
+    stats = llm.stats()
+    assert stats.preemptions and stats.tokens_recomputed and not stats.swapped_out and not stats.blocks_stored
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"swap": "maybe"}, "swap='maybe' is not allowed: choose one of auto, always, never"),
+        ({"kv_offloading_size": 0.0}, "kv_offloading_size=0.0 is not allowed: a number of GiB above 0"),
+        ({"kv_offloading_size": 1e-9}, "at least a block of 8 tokens"),
+        ({"kv_offloading_size": 1e6}, "GiB of this machine's memory are free"),
+        ({"kv_offload_dtype": "int3"}, "choose one of auto, fp8_e4m3, int8, int4"),
+        ({"kv_offload_dtype": "int8", "kv_cache_dtype": "int8"}, "what is quantized already"),
+        ({"kv_offloading_backend": "lmcache"}, "kv_offloading_backend='lmcache' is not allowed: choose one of native"),
+    ],
+)
+def test_options_that_cannot_be(checkpoint: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_llm(checkpoint, **SMALL | options)
