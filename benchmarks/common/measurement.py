@@ -47,6 +47,8 @@ class Measurement(Struct, kw_only=True):
     peak_concurrency: int
     preemptions: int
     tokens_recomputed: int
+    swapped_out: int
+    blocks_loaded: int
     compression_events: int
     windows_compressed: int
     entries_evicted: int
@@ -71,6 +73,8 @@ class Measurement(Struct, kw_only=True):
 COUNTERS = (
     "preemptions",
     "tokens_recomputed",
+    "swapped_out",
+    "blocks_loaded",
     "compression_events",
     "windows_compressed",
     "entries_evicted",

@@ -25,6 +25,8 @@ SHOWN = {
     "peak_concurrency": ("peak concurrency", "{:.0f}"),
     "preemptions": ("preemptions", "{:.0f}"),
     "tokens_recomputed": ("tokens recomputed", "{:.0f}"),
+    "swapped_out": ("sequences swapped", "{:.0f}"),
+    "blocks_loaded": ("blocks loaded from the host", "{:.0f}"),
     "compression_events": ("compression events", "{:.0f}"),
     "windows_compressed": ("windows compressed", "{:.0f}"),
     "blocks_released": ("blocks released", "{:.0f}"),

@@ -23,6 +23,11 @@ ENGINE_COUNTERS = {
     "kvllm:steps": ("Forward passes.", "steps"),
     "kvllm:step_seconds": ("Time of all steps, from their planning to their outputs.", "step_seconds"),
     "kvllm:tokens_recomputed": ("Tokens that preempted sequences had computed.", "tokens_recomputed"),
+    "kvllm:swapped_out": ("Preempted sequences whose blocks went to the host.", "swapped_out"),
+    "kvllm:swapped_in": ("Preempted sequences whose blocks came back from the host.", "swapped_in"),
+    "kvllm:blocks_stored": ("KV blocks that went to the host.", "blocks_stored"),
+    "kvllm:blocks_loaded": ("KV blocks that came back from the host.", "blocks_loaded"),
+    "kvllm:prefix_host_hits": ("Tokens of prompts whose KV pairs came back from the host.", "prefix_host_hits"),
     "kvllm:compression_events": ("Steps that compressed.", "compression_events"),
     "kvllm:windows_compressed": ("Windows compressed, summed over sequences.", "windows_compressed"),
     "kvllm:evicted_pairs": ("KV pairs dropped, summed over sequences.", "entries_evicted"),
@@ -61,6 +66,8 @@ class EngineCollector(Collector):
         yield self._gauge("vllm:kv_cache_usage_perc", "Share of the KV blocks in use: 1 is all.", usage)
         yield self._gauge("kvllm:blocks_in_use", "KV blocks that sequences own.", now.blocks)
         yield self._gauge("kvllm:blocks", "KV blocks in the pool.", now.stats.num_blocks)
+        yield self._gauge("kvllm:host_blocks_in_use", "KV blocks that the host holds.", now.stats.host_blocks_in_use)
+        yield self._gauge("kvllm:host_blocks", "KV blocks for which the host has room.", now.stats.num_host_blocks)
         text = "Blocks that windows keep beyond the configured ones, because of guard_kl."
         yield self._gauge("kvllm:added_blocks", text, now.stats.added_blocks)
         for name, (text, field) in ENGINE_COUNTERS.items():

@@ -42,9 +42,13 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvllm.engine_builder._start_workers", start)
 
 
+FRACTIONS = ("gpu_memory_utilization", "kv_offloading_size")
+"""Options for which 1.5 is of the right type."""
+
+
 @pytest.mark.parametrize("option", OPTIONS)
 def test_a_wrong_type_is_named(option: str) -> None:
-    for value in (WRONG_TYPE[option], [], 1.5 if option != "gpu_memory_utilization" else "1.5"):
+    for value in (WRONG_TYPE[option], [], 1.5 if option not in FRACTIONS else "1.5"):
         with pytest.raises(ConfigError) as caught:
             LLM(**{option: value})
         assert str(caught.value).startswith(f"{option}={value!r}")

@@ -1,0 +1,196 @@
+"""Where it pays to swap preempted sequences to host memory.
+
+    python -m benchmarks.swap --requests 8 --input-len 512 --output-len 1024 --pool-fraction 0.25
+
+First the same requests, all at once in a small KV pool, with `swap` "never", "always" and "auto": each run is a process
+of its own, and the modes take turns. Then one sequence of each length that is preempted both ways: the time until its
+next token, and the speed of a link at which both would take equally long. The figures go to swap.json and swap.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+
+from benchmarks.common import command_line, jobs, machine, report, shapes, workloads
+from benchmarks.common.internals import engine_of
+from benchmarks.common.jobs import Job
+from benchmarks.common.measurement import Measurement
+from benchmarks.common.summary import SHOWN, ratios, spread, summarize
+from kvllm import LLM, SamplingParams
+from kvllm.config import require
+from kvllm.core.engine import LLMEngine
+from kvllm.models.config import load_model_config
+
+MODES = ("never", "always", "auto")
+FIGURES = ("output_tokens_per_s", "seconds", "prefill_seconds", "decode_seconds", "mean_latency", "mean_concurrency")
+FIGURES += ("preemptions", "tokens_recomputed", "swapped_out", "blocks_loaded", "other_load")
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = command_line.make_parser("benchmarks.swap", __doc__)
+    add = parser.add_argument
+    add("--model", choices=tuple(shapes.SHAPES), default="50m", help="a shape with random weights (default 50m)")
+    add("--requests", type=int, default=8, help="all arrive at once (default 8)")
+    add("--input-len", type=int, default=512, help="tokens of a prompt (default 512)")
+    add("--output-len", type=int, default=1024, help="tokens generated for it (default 1024)")
+    add("--pool-fraction", type=float, default=0.25, help="share of the blocks that all would fill (default 0.25)")
+    add(
+        "--lengths", type=int, nargs="*", default=[32, 128, 512, 2048], help="of the sequences that are preempted alone"
+    )
+    add("--offloading-size", type=float, default=2.0, help="GiB of host memory (default 2)")
+    add("--block-size", type=int, default=16)
+    add("--max-num-batched-tokens", type=int, default=512)
+    add("--seed", type=int, default=0)
+    add("--repeats", type=int, default=3, help="runs of each mode, and preemptions of each length (default 3)")
+    command_line.add_output_argument(parser)
+    args = parser.parse_args(arguments)
+    for option in ("requests", "input_len", "output_len", "repeats"):
+        require(getattr(args, option) >= 1, f"--{option.replace('_', '-')}", getattr(args, option), "at least 1")
+    require(0 < args.pool_fraction <= 1, "--pool-fraction", args.pool_fraction, "above 0, at most 1")
+    return args
+
+
+def engine_options(args: argparse.Namespace, longest: int) -> dict[str, Any]:
+    return {
+        "load_format": "dummy",
+        "seed": args.seed,
+        "block_size": args.block_size,
+        "max_num_batched_tokens": args.max_num_batched_tokens,
+        "max_model_len": longest,
+        "kv_offloading_size": args.offloading_size,
+        "enable_prefix_caching": False,  # or what is computed again would be found in the pool
+    }
+
+
+def make_jobs(args: argparse.Namespace, path: Path) -> dict[str, Job]:
+    """The same requests in each mode."""
+    lengths = [(args.input_len, args.output_len)] * args.requests
+    vocab_size = load_model_config(path).vocab_size
+    requests = workloads.random_requests(random.Random(args.seed), lengths, vocab_size)
+    demand = workloads.demand([request.kv_pairs for request in requests], args.block_size, args.requests)
+    alone = -(-requests[0].kv_pairs // args.block_size)
+    engine = engine_options(args, args.input_len + args.output_len)
+    engine |= {"num_gpu_blocks_override": max(alone, int(args.pool_fraction * demand)), "max_num_seqs": args.requests}
+    return {
+        mode: Job(name=mode, model=str(path), engine=engine | {"swap": mode}, compression=None, requests=requests)
+        for mode in MODES
+    }
+
+
+def show(runs: dict[str, list[Measurement]]) -> str:
+    summaries = [summarize(measurements) for measurements in runs.values()]
+    rows = [[title, *(spread(summary[name], shape) for summary in summaries)] for name, (title, shape) in rows_of()]
+    against = ratios(runs)
+    rows.append(["tokens/s, ratio", "1", *(spread(ratio, "{:.2f}") for ratio in against.values())])
+    return report.table(["", *runs], rows)
+
+
+def rows_of() -> list[tuple[str, tuple[str, str]]]:
+    return [(name, SHOWN[name]) for name in FIGURES]
+
+
+# A sequence alone
+
+
+def time_to_return(llm: LLM, length: int, seed: int) -> float:
+    """Seconds from a preemption of a sequence of `length` tokens until it has its next token."""
+    engine = engine_of(llm)
+    prompt = random.Random(seed).choices(range(llm.model_config.vocab_size), k=length - 4)
+    output = engine.add_request("0", prompt, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    completion = output.outputs[0]
+    _step_until(engine, lambda: len(completion.token_ids) == 4)
+    engine.scheduler.batch.preempt(engine.scheduler.running[0])
+    begin = time.perf_counter()
+    _step_until(engine, lambda: len(completion.token_ids) == 5)
+    seconds = time.perf_counter() - begin
+    engine.abort("0")
+    return seconds
+
+
+def _step_until(engine: LLMEngine, done: Any) -> None:
+    while not done():
+        engine.step()
+
+
+def sweep(args: argparse.Namespace, path: Path) -> list[dict[str, float]]:
+    """For each length the medians both ways, in milliseconds, and the link of break-even in bytes per second."""
+    if not args.lengths:
+        return []
+    options = engine_options(args, max(args.lengths) + 16)
+    options |= {"num_gpu_blocks_override": max(args.lengths) // args.block_size + 2, "max_num_seqs": 1}
+    engines = {mode: LLM(path, swap=mode, **options) for mode in MODES[:2]}
+    found = []
+    for length in args.lengths:
+        times: dict[str, list[float]] = {mode: [] for mode in engines}
+        for repeat in range(args.repeats + 1):
+            for mode, llm in engines.items():
+                times[mode].append(time_to_return(llm, length, repeat))
+        again, swapped = (1000 * median(each[1:]) for each in times.values())  # the first warms up
+        moved = 2 * -(-length // args.block_size) * engines["always"].cache_shape.bytes_per_block
+        row = {"tokens": length, "bytes": moved, "again_ms": again, "swapped_ms": swapped}
+        found.append(row | {"break_even_bytes_per_s": moved / again * 1000})
+    return found
+
+
+def show_sweep(rows: list[dict[str, float]]) -> str:
+    header = ["tokens", "moved, MiB", "computed\nagain, ms", "swapped,\nms", "ratio", "link of break-\neven, MB/s"]
+    cells = [
+        [
+            str(row["tokens"]),
+            f"{row['bytes'] / report.MIB:.1f}",
+            f"{row['again_ms']:.1f}",
+            f"{row['swapped_ms']:.1f}",
+            f"{row['again_ms'] / row['swapped_ms']:.1f}",
+            f"{row['break_even_bytes_per_s'] / 1e6:.0f}",
+        ]
+        for row in rows
+    ]
+    return report.table(header, cells)
+
+
+def write(args: argparse.Namespace, content: dict[str, Any], rows: list[dict[str, float]]) -> None:
+    report.write_json(args.output / "swap.json", content | {"alone": rows})
+    tokens = [row["tokens"] for row in rows]
+    lines = {
+        "computed again": (tokens, [row["again_ms"] for row in rows]),
+        "swapped": (tokens, [row["swapped_ms"] for row in rows]),
+    }
+    title = f"{args.model}: a preempted sequence until its next token"
+    report.plot_lines(args.output / "swap.png", title, "tokens of the sequence", {"milliseconds": lines})
+    print(f"Written: {args.output / 'swap.json'}, {args.output / 'swap.png'}")
+
+
+def benchmark(arguments: Sequence[str]) -> None:
+    args = parse_arguments(arguments)
+    with tempfile.TemporaryDirectory() as directory:
+        path = shapes.named_shape(args.model, Path(directory))
+        provenance = machine.provenance("benchmarks.swap", arguments)
+        print(f"{provenance['command']}\n{machine.describe(provenance['machine'])}")
+        of_modes = make_jobs(args, path)
+        runs = jobs.run_all(of_modes, args.repeats)
+        print(f"\nMedians of {args.repeats} runs (least-most).\n\n{show(runs)}\n")
+        rows = sweep(args, path)
+    if rows:
+        print(f"One sequence, medians of {args.repeats}.\n\n{show_sweep(rows)}\n")
+    modes = {
+        mode: {"engine": of_modes[mode].engine, "summary": summarize(each), "runs": msgspec.to_builtins(each)}
+        for mode, each in runs.items()
+    }
+    write(args, {**provenance, "ratios": ratios(runs), "modes": modes}, rows)
+
+
+def main() -> None:
+    command_line.run_script(benchmark)
+
+
+if __name__ == "__main__":
+    main()
