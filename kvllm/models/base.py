@@ -102,9 +102,12 @@ class Decoder:
             return self._compiled.forward(self.embedding.forward(token_ids), positions, attention)
         return self._run_layers(token_ids, positions, attention, None)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[R, hidden_size]` -> float32 `[R, vocab_size]`."""
-        logits = self.lm_head.forward(hidden).float()
+    def logits(self, hidden: torch.Tensor, *, rounded: bool = False) -> torch.Tensor:
+        """`[R, hidden_size]` -> float32 `[R, vocab_size]`, or with `rounded` in the dtype that the head computes in."""
+        logits = self.lm_head.forward(hidden)
+        if rounded and self.logit_cap is None:
+            return logits
+        logits = logits.float()
         return logits if self.logit_cap is None else (logits / self.logit_cap).tanh_().mul_(self.logit_cap)
 
     def recompute_queries(

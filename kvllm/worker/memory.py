@@ -20,8 +20,8 @@ from kvllm.worker.model_runner import ModelRunner
 GIB = 1 << 30
 GRAPH_BYTES = 4 << 20
 """An allowance for what the driver keeps of a graph, beside the memory that its kernels use."""
-SAMPLING = SamplingParams(temperature=1.0, top_p=0.9)
-"""The kind that takes most memory."""
+SAMPLING = SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=0.1)
+"""The kind that takes most memory: logits are copied before they are changed."""
 
 
 def fitting_blocks(probe: ModelRunner, config: EngineConfig, utilization: float, with_graphs: bool) -> int:

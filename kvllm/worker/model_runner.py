@@ -31,6 +31,7 @@ from kvllm.sampling_params import SamplingParams
 from kvllm.structured.compile import Grammars
 from kvllm.worker.attention_state import AttentionMass, ObservingBackend, RaggedLengths
 from kvllm.worker.compressor import Compressor
+from kvllm.worker.draws import reads_in_place
 from kvllm.worker.graphs import Capture, DecodeGraphs
 from kvllm.worker.inputs import InputPreparer
 from kvllm.worker.judge import Judge
@@ -351,7 +352,7 @@ class ModelRunner:
             return None
         in_order = logit_rows == list(range(len(logit_rows)))
         sampled = hidden[: len(logit_rows)] if in_order else hidden[to_device(logit_rows, self.device)]
-        logits = self.model.logits(sampled)  # of which every rank computes a part
+        logits = self.model.logits(sampled, rounded=reads_in_place(sampled))  # of which every rank computes a part
         return sample(logits, sample_rows) if self.samples else None
 
     def _fork(self, parent: SequenceState, fork: Fork) -> SequenceState:

@@ -2,41 +2,34 @@
 
 A row's token depends on that row alone: its logits, its options, its seed and its tokens. Neither its batch mates nor
 their number change it, so a seed reproduces a request under any load, after a preemption and after a restart.
-Three things make that so:
+Two things make that so:
 
 - The random number of a row is a hash of (seed, tokens generated so far). There is no generator state to keep.
-- Probabilities are rounded to whole multiples of 2**-34 of the largest one. Sums of integers below 2**53 are exact in
-  float64, so cumulative sums do not depend on the order in which a device adds (for vocabularies up to 2**19).
-- Each filter is a lower bound on the logit. Tokens of equal logit stay or go together, however a sort orders them.
-
-Filters apply in the order top-k, top-p, min-p, each to what the one before has left, as in transformers.
+- Draws do not depend on the order in which a device adds (see `kvllm.worker.draws`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from itertools import islice
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kvllm.core.protocol import SampledToken
 from kvllm.sampling_params import SamplingParams
 from kvllm.structured.matcher import Matcher
+from kvllm.worker import draws
 from kvllm.worker.mask import restrict
 from kvllm.worker.penalties import Penalties, add_bias, bad_endings, forbid, penalize
 from kvllm.worker.transfer import Download, to_device
 
-RESOLUTION = 2.0**34
-# Rows are drawn in parts of this many logits: it bounds the copies alive at once, some 30 bytes per logit.
+# Rows are drawn in parts of this many logits: it bounds the copies alive at once, some 30 bytes per logit, or up to 8
+# where they are read in place.
 LOGITS_AT_ONCE = 2**22
+LOGITS_AT_ONCE_IN_PLACE = 2**25
 MASK_64 = 2**64 - 1
-NO_TOKEN = -1
-"""In place of a token, where the logits allow none: the host finds out once it has the tokens anyway."""
 NOT_FINITE = "the model's logits are not finite: check its weights, or use a dtype with a wider range"
 
 
@@ -59,6 +52,7 @@ class SampleRow:
     """Whether it has a mask of allowed tokens."""
     forbids: bool = field(init=False)
     """Whether there may be tokens that it must not have."""
+    changes_logits: bool = field(init=False)
     is_plain: bool = field(init=False)
     """Whether the most likely token is the next one, whatever came before."""
     _penalties: Penalties | None = None
@@ -69,8 +63,8 @@ class SampleRow:
         self.is_penalized = any(penalties)
         self.is_masked = params.structured_outputs is not None or params.allowed_token_ids is not None
         self.forbids = bool(params.min_tokens or params.bad_words_token_ids)
-        changes_logits = self.is_penalized or self.is_masked or self.forbids or params.logit_bias
-        self.is_plain = params.greedy and not changes_logits
+        self.changes_logits = self.is_penalized or self.is_masked or self.forbids or bool(params.logit_bias)
+        self.is_plain = params.greedy and not self.changes_logits
 
     def penalties(self) -> Penalties:
         """With the output as it is now."""
@@ -92,16 +86,17 @@ def sample(logits: Tensor, rows: list[SampleRow]) -> Samples:
     """Sample one token for each row. What one row makes fail gives that row alone an error instead of a token.
 
     Args:
-        logits: [R, V] float32, not modified.
+        logits: [R, V] float32, or of the model's dtype where `draws.reads_in_place`; not modified.
         rows: R of them.
     """
     special = [i for i, row in enumerate(rows) if not row.is_plain]
     if len(special) < len(rows):
-        chosen = _most_likely(logits)
+        chosen = draws.most_likely(logits)
     else:
         chosen = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
     errors: dict[int, str] = {}
-    rows_at_once = max(1, LOGITS_AT_ONCE // logits.shape[-1])
+    at_once = LOGITS_AT_ONCE_IN_PLACE if draws.reads_in_place(logits) else LOGITS_AT_ONCE
+    rows_at_once = max(1, at_once // logits.shape[-1])
     for start in range(0, len(special), rows_at_once):
         part = special[start : start + rows_at_once]
         chosen[to_device(part, logits.device)] = _choose_part(logits, rows, part, errors)
@@ -110,7 +105,7 @@ def sample(logits: Tensor, rows: list[SampleRow]) -> Samples:
     for i, row in enumerate(rows):
         if row.params.logprobs is not None and i not in errors:
             try:
-                reports.append(report(logits[i : i + 1], chosen[i : i + 1], row.params.logprobs)[0])
+                reports.append(report(logits[i : i + 1].float(), chosen[i : i + 1], row.params.logprobs)[0])
             except Exception as error:
                 errors[i] = _describe(error)
             else:
@@ -120,13 +115,12 @@ def sample(logits: Tensor, rows: list[SampleRow]) -> Samples:
 
 def _choose_part(logits: Tensor, rows: list[SampleRow], part: list[int], errors: dict[int, str]) -> Tensor:
     """Token ids of the rows whose numbers are in `part`: of all at once, or one by one if that fails."""
-    index = to_device(part, logits.device)
     try:
-        return _choose(logits[index], [rows[i] for i in part])
+        return _choose(logits, rows, part)
     except Exception as error:
         if len(part) == 1:
             errors[part[0]] = _describe(error)
-            return torch.full_like(index, NO_TOKEN)
+            return torch.full((1,), draws.NO_TOKEN, device=logits.device)
     return torch.cat([_choose_part(logits, rows, [i], errors) for i in part])
 
 
@@ -185,114 +179,23 @@ def _mix(state: int) -> int:
     return state ^ (state >> 31)
 
 
-def _choose(logits: Tensor, rows: list[SampleRow]) -> Tensor:
-    """Token ids [r] of rows that need more than an argmax. Overwrites `logits` [r, V]."""
+def _choose(logits: Tensor, rows: list[SampleRow], part: list[int]) -> Tensor:
+    """Token ids of the rows whose numbers are in `part`, which need more than an argmax."""
+    of_part = [rows[i] for i in part]
+    if any(row.changes_logits for row in of_part) or not draws.reads_in_place(logits):
+        logits, part = logits[to_device(part, logits.device)].float(), list(range(len(part)))
+        _change(logits, of_part)
+    uniforms = [uniform(row.seed, len(row.output_token_ids)) for row in of_part]
+    return draws.choose(logits, part, [row.params for row in of_part], uniforms)
+
+
+def _change(logits: Tensor, rows: list[SampleRow]) -> None:
+    """Apply to logits [r, V] what rows ask for ahead of temperature and filters, in place."""
     add_bias(logits, {i: row.params.logit_bias for i, row in enumerate(rows) if row.params.logit_bias})
     if penalized := {i: row.penalties() for i, row in enumerate(rows) if row.is_penalized}:
         penalize(logits, penalized)
     forbid(logits, {i: row.forbidden() for i, row in enumerate(rows) if row.forbids and not row.is_masked})
     restrict(logits, rows)
-    random = [i for i, row in enumerate(rows) if not row.params.greedy]
-    if len(random) == len(rows):
-        return _draw(logits, rows)
-    chosen = _most_likely(logits)
-    if random:
-        index = to_device(random, logits.device)
-        chosen[index] = _draw(logits[index], [rows[i] for i in random])
-    return chosen
-
-
-def _most_likely(logits: Tensor) -> Tensor:
-    """Token ids [r], NO_TOKEN for a row without a finite maximum."""
-    if logits.device.type == "cpu":  # NumPy's argmax takes a tenth of the time of torch's
-        rows = logits.numpy()
-        found = rows.argmax(-1)
-        found[~np.isfinite(rows[np.arange(len(rows)), found])] = NO_TOKEN
-        return torch.from_numpy(found)
-    highest, chosen = logits.max(-1)  # the maximum of a row with a NaN is a NaN, in NumPy too
-    return chosen.masked_fill_(~highest.isfinite(), NO_TOKEN)
-
-
-def _draw(logits: Tensor, rows: list[SampleRow]) -> Tensor:
-    """One draw for each row by the inverse of its cumulative distribution, in token order. Overwrites `logits` [r, V].
-
-    Returns int64 [r], NO_TOKEN for a row without a finite maximum.
-    """
-    highest = filter_logits(logits, [row.params for row in rows])
-    cumulative = _weights(logits).cumsum_(-1)
-    total = cumulative[:, -1:]
-    target = _column([uniform(row.seed, len(row.output_token_ids)) for row in rows], cumulative)
-    # At most total - 1, as `uniform` is at most 1 - 2**-53. So some token's cumulative weight exceeds the target; the
-    # first one's own weight is at least 1.
-    target = (target * total).floor_()
-    drawn = torch.searchsorted(cumulative, target, right=True)
-    return drawn.masked_fill_(~highest.isfinite(), NO_TOKEN).squeeze(-1)
-
-
-def _weights(logits: Tensor) -> Tensor:
-    """Unnormalized probabilities as whole numbers in float64: `RESOLUTION` for logit 0, the largest. [r, V]."""
-    return logits.exp().mul_(RESOLUTION).round_().double()
-
-
-def filter_logits(logits: Tensor, params: list[SamplingParams]) -> Tensor:
-    """Temperature and filters, in place.
-
-    logits: [r, V]. Becomes relative to the row's largest, which is 0 afterwards; rejected tokens become -inf.
-
-    Returns what was largest, [r, 1]. If that is not finite, the row makes no sense.
-    """
-    highest = logits.amax(-1, keepdim=True)
-    # The maximum becomes exactly 0 before the division, so that no temperature can overflow it.
-    logits.sub_(highest).div_(_column([each.temperature for each in params], logits))
-    bounds = torch.full_like(highest, -math.inf)
-    top_k = [i for i, each in enumerate(params) if each.top_k > 0]
-    top_p = [i for i, each in enumerate(params) if each.top_k == 0 and each.top_p < 1]
-    for group in (top_k, top_p):
-        if group:
-            index = to_device(group, logits.device)
-            bounds[index] = _top_k_top_p_bounds(logits[index], [params[i] for i in group])
-    if any(each.min_p for each in params):
-        bounds = bounds.maximum(_column([math.log(each.min_p) if each.min_p else -math.inf for each in params], logits))
-    if top_k or top_p or any(each.min_p for each in params):
-        logits.masked_fill_(logits < bounds, -math.inf)
-    return highest
-
-
-def _top_k_top_p_bounds(logits: Tensor, params: list[SamplingParams]) -> Tensor:
-    """The smallest logit [r, 1] in the top-p set (Holtzman et al. 2020, arXiv 1904.09751) of the top-k tokens."""
-    if logits.is_cuda and find_spec("triton") and not any(each.top_k for each in params):
-        return _top_p_bounds(logits, params)
-    vocab = logits.shape[-1]
-    top_k = [min(each.top_k, vocab) or vocab for each in params]
-    descending = _largest(logits, max(top_k))
-    weights = _weights(descending)
-    ranks = torch.arange(max(top_k), device=logits.device)
-    weights.masked_fill_(ranks >= to_device(top_k, logits.device).unsqueeze(-1), 0)
-    cumulative = weights.cumsum_(-1)
-    needed = cumulative[:, -1:] * _column([each.top_p for each in params], cumulative)
-    return descending.gather(-1, torch.searchsorted(cumulative, needed))
-
-
-def _top_p_bounds(logits: Tensor, params: list[SamplingParams]) -> Tensor:
-    """The same bounds for the top-p set of all tokens, without a sort."""
-    from kvllm.kernels.sampling import top_p_bounds
-
-    weights = logits.exp().mul_(RESOLUTION).round_()
-    total = weights.sum(-1, keepdim=True, dtype=torch.float64)
-    needed = total * _column([each.top_p for each in params], total)
-    return top_p_bounds(logits, weights, needed.squeeze(-1)).unsqueeze(-1)
-
-
-def _largest(logits: Tensor, count: int) -> Tensor:
-    """The `count` largest values of each row [r, V], in descending order."""
-    if logits.device.type == "cpu":
-        # NumPy's vectorized sort takes a tenth of the time of torch's, and no more than its topk.
-        return torch.from_numpy(np.sort(logits.numpy(), axis=-1)[:, -count:]).flip(-1)
-    return logits.topk(count).values if count <= 1024 else logits.sort(-1, descending=True).values[:, :count]
-
-
-def _column(values: list[float], like: Tensor) -> Tensor:
-    return to_device(values, like.device, like.dtype).unsqueeze(-1)
 
 
 def report(logits: Tensor, token_ids: Tensor, count: int) -> Tensor:

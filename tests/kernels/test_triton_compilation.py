@@ -5,6 +5,7 @@ All compilations for one architecture are done in one process of their own, whos
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -136,10 +137,14 @@ def launch_options(cache: PagedKVCache, queries: torch.Tensor, batch: AttentionB
 def launch_elementwise(dtype: torch.dtype) -> None:
     from kvllm.kernels import elementwise
     from kvllm.kernels.grouped_linear import grouped_linear
-    from kvllm.kernels.sampling import top_p_bounds
+    from kvllm.kernels.sampling import Maxima, draw
 
-    logits = torch.zeros(1, 9)
-    top_p_bounds(logits, logits, torch.zeros(1, dtype=torch.float64))
+    for rows in (1, 3):
+        logits, options = torch.zeros(rows, 128256, dtype=dtype), torch.zeros(rows, 5, dtype=torch.float64)
+        maxima = Maxima.of(logits)
+        maxima.most_likely()
+        for top_k, top_p in itertools.product((False, True), repeat=2):
+            draw(logits, maxima, torch.zeros(rows, dtype=torch.int64), options, top_k=top_k, top_p=top_p)
     x, weight = torch.zeros(3, 6144, dtype=dtype), torch.zeros(6144, dtype=dtype)
     elementwise.rms_norm(x, weight, 1e-6)
     elementwise.add_rms_norm(x, x, weight, 1e-6)

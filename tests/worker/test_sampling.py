@@ -24,8 +24,9 @@ from kvllm.errors import ConfigError
 from kvllm.outputs import CompletionOutput, RequestOutput
 from kvllm.sampling_params import SamplingParams
 from kvllm.worker import sampler
+from kvllm.worker.draws import filter_logits
 from kvllm.worker.penalties import penalize
-from kvllm.worker.sampler import SampleRow, filter_logits, uniform
+from kvllm.worker.sampler import SampleRow, uniform
 from tests.helpers.examples import examples
 
 MASK = 2**64 - 1
