@@ -38,10 +38,10 @@ class TritonBackend(AttentionBackend):
 
     def plan(self, batch: AttentionBatch) -> TritonPlan:
         num_sequences, num_blocks = batch.block_tables.shape
-        shape, device = self.cache.shape, self.cache.data.device
-        max_kv_pairs = num_blocks * shape.block_size
-        partials = Partials.allocate(num_sequences, self.num_query_heads, max_kv_pairs, shape.head_dim, device)
-        observed = None if batch.mass is None else Observed.allocate(partials, len(batch.last_kv_index))
+        max_kv_pairs = num_blocks * self.cache.shape.block_size
+        sizes = (self.num_query_heads, max_kv_pairs, self.cache.shape.head_dim)
+        partials = Partials.of(batch.query_start_loc, batch.last_kv_index, *sizes)
+        observed = None if batch.mass is None else Observed.allocate(partials, len(batch.last_kv_index), max_kv_pairs)
         kept = None
         if batch.window_start is not None and batch.windows is not None:
             scores = partials.total.new_empty(num_sequences, self.num_query_heads, batch.windows.size)

@@ -27,8 +27,10 @@ from kvllm.kernels.tiles import (
 )
 
 # Programs that are launched for a batch: many times what any device runs at once, so that it stays evenly busy to the
-# end, and not one for each segment that a table has room for, most of which are empty.
+# end. Each has as many of all sequences' segments as any other, or one less.
 _PROGRAMS = 4096
+# Segments of a sequence at most: those of longer ones are larger. It bounds the memory of partials.
+_MAX_SEGMENTS = 64
 # Segments whose partials are read at a time.
 _MERGED = 4
 
@@ -38,28 +40,44 @@ class Partials:
     """Softmax over each segment, before they are merged; one allocation serves all layers of a step.
 
     weighted: float32 `[S, query_heads, segments, head_dim]`; maximum, total: float32 `[S, query_heads, segments]`.
+    first_segments: int32 `[S + 1]`, segments of all sequences before one, those of single query tokens.
     """
 
     weighted: torch.Tensor
     maximum: torch.Tensor
     total: torch.Tensor
+    first_segments: torch.Tensor
 
     @staticmethod
-    def allocate(
-        num_sequences: int, num_heads: int, max_kv_pairs: int, head_dim: int, device: torch.device
+    def of(
+        query_start_loc: torch.Tensor, last_kv_index: torch.Tensor, num_heads: int, max_kv_pairs: int, head_dim: int
     ) -> Partials:
-        size = (num_sequences, num_heads, triton.cdiv(max_kv_pairs, SEGMENT))
+        """For a batch, with room for `max_kv_pairs` of a sequence; the first two as in AttentionBatch."""
+        num_sequences = len(query_start_loc) - 1
+        size = (num_sequences, num_heads, min(_MAX_SEGMENTS, triton.cdiv(max_kv_pairs, SEGMENT)))
         weighted, maximum, total = (
-            torch.empty(shape, dtype=torch.float32, device=device) for shape in ((*size, head_dim), size, size)
+            torch.empty(shape, dtype=torch.float32, device=query_start_loc.device)
+            for shape in ((*size, head_dim), size, size)
         )
-        return Partials(weighted, maximum, total)
+        first_segments = torch.empty_like(query_start_loc)
+        _count_segments[(1,)](
+            first_segments,
+            query_start_loc,
+            last_kv_index,
+            num_sequences,
+            SEGMENT=SEGMENT,
+            MAX_SEGMENTS=_MAX_SEGMENTS,
+            TILE=256,
+            num_warps=4,
+        )
+        return Partials(weighted, maximum, total, first_segments)
 
 
 @dataclass(frozen=True)
 class Observed:
     """Scores and sums that all probabilities follow from, for the attention mass; one allocation serves all layers.
 
-    scores: float32 `[S, query_heads, segments * SEGMENT]` of sequences with one token, times the scale, in base 2.
+    scores: float32 `[S, query_heads, KV pairs]` of sequences with one token, times the scale, in base 2.
     totals: float32 `[T, query_heads]`, the logarithm in base 2 of the sum of the powers of a query token's scores.
     """
 
@@ -67,10 +85,10 @@ class Observed:
     totals: torch.Tensor
 
     @staticmethod
-    def allocate(partials: Partials, num_tokens: int) -> Observed:
-        num_sequences, num_heads, num_segments = partials.total.shape
+    def allocate(partials: Partials, num_tokens: int, max_kv_pairs: int) -> Observed:
+        num_sequences, num_heads, _ = partials.total.shape
         return Observed(
-            partials.total.new_empty(num_sequences, num_heads, num_segments * SEGMENT),
+            partials.total.new_empty(num_sequences, num_heads, triton.cdiv(max_kv_pairs, SEGMENT) * SEGMENT),
             partials.total.new_empty(num_tokens, num_heads),
         )
 
@@ -94,7 +112,51 @@ def _oldest(length, WINDOW: tl.constexpr):
     return tl.maximum(0, length - WINDOW) if WINDOW else 0
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_segments", "observed_width"])
+@triton.jit
+def _segment_size(length, SEGMENT: tl.constexpr, MAX_SEGMENTS: tl.constexpr):
+    """KV pairs of a segment of a sequence with `length` of them, evicted ones included."""
+    return SEGMENT * tl.cdiv(length, SEGMENT * MAX_SEGMENTS)
+
+
+@triton.jit(do_not_specialize=["num_sequences"])
+def _count_segments(
+    first_segments,
+    query_start_loc,
+    last_kv_index,
+    num_sequences,
+    SEGMENT: tl.constexpr,
+    MAX_SEGMENTS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """A single program for the whole batch."""
+    passed = tl.full((), 0, tl.int32)
+    for begin in range(0, num_sequences, TILE):
+        sequence = begin + tl.arange(0, TILE)
+        exists = sequence < num_sequences
+        token = tl.load(query_start_loc + sequence, mask=exists, other=0)
+        end_token = tl.load(query_start_loc + sequence + 1, mask=exists, other=0)
+        single = exists & (end_token - token == 1)  # the prefill kernel attends others
+        length = tl.load(last_kv_index + token, mask=single, other=0) + 1
+        count = tl.where(single, tl.cdiv(length, _segment_size(length, SEGMENT, MAX_SEGMENTS)), 0)
+        tl.store(first_segments + sequence, passed + tl.cumsum(count, 0) - count, mask=exists)
+        passed += tl.sum(count, 0)
+    tl.store(first_segments + num_sequences, passed)
+
+
+@triton.jit
+def _sequence_of_segment(first_segments, segment, num_sequences):
+    """The sequence that has a segment, counted among those of all."""
+    low, high = 0, num_sequences
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(first_segments + middle) <= segment:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit(do_not_specialize=["num_sequences", "table_stride", "num_segments", "observed_width"])
 def _attend_segments(
     queries,
     keys,
@@ -108,9 +170,11 @@ def _attend_segments(
     partial_weighted,
     partial_maximum,
     partial_total,
+    first_segments,
     observed_scores,
     window_start,
     query_stride,
+    num_sequences,
     table_stride,
     num_segments,
     observed_width,
@@ -122,6 +186,7 @@ def _attend_segments(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     SEGMENT: tl.constexpr,
+    MAX_SEGMENTS: tl.constexpr,
     RAGGED: tl.constexpr,
     OBSERVED: tl.constexpr,
     STRIDE: tl.constexpr,
@@ -129,30 +194,34 @@ def _attend_segments(
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
 ):
-    sequence, head = tl.program_id(0), tl.program_id(1)
-    token = tl.load(query_start_loc + sequence)
-    if tl.load(query_start_loc + sequence + 1) - token != 1:  # the prefill kernel attends these
-        return
-    length, evicted_begin, num_evicted = _decode_length(
-        last_kv_index, token, packed_len, head_lengths, sequence, head, KV_HEADS, RAGGED
-    )
+    program, head = tl.program_id(0), tl.program_id(1)
     member, channel = tl.arange(0, ROWS), tl.arange(0, CHANNELS)
     query_head = head * GROUP + member
     mask = (member < GROUP)[:, None] & (channel < HEAD_DIM)[None, :]
-    query_offsets = token.to(tl.int64) * query_stride + query_head[:, None] * HEAD_DIM + channel[None, :]
-    query = tl.load(queries + query_offsets, mask=mask, other=0.0)
-    table = tables + sequence.to(tl.int64) * table_stride
-    first_partial = (sequence.to(tl.int64) * (KV_HEADS * GROUP) + query_head) * num_segments
-    observed_begin = 0  # the first KV pair whose score is wanted: of all, or of a window
-    if STRIDE:
-        _, observed_begin = window_of(window_start, sequence, length - 1, STRIDE, OVERLAP)
-    oldest = _oldest(length, WINDOW)
-    for segment in range(oldest // SEGMENT + tl.program_id(2), tl.cdiv(length, SEGMENT), tl.num_programs(2)):
+    all_segments = tl.load(first_segments + num_sequences).to(tl.int64)
+    first = (program * all_segments // tl.num_programs(0)).to(tl.int32)
+    end = ((program + 1) * all_segments // tl.num_programs(0)).to(tl.int32)
+    for of_all in range(first, end):
+        sequence = _sequence_of_segment(first_segments, of_all, num_sequences)
+        segment = of_all - tl.load(first_segments + sequence)
+        token = tl.load(query_start_loc + sequence)
+        length, evicted_begin, num_evicted = _decode_length(
+            last_kv_index, token, packed_len, head_lengths, sequence, head, KV_HEADS, RAGGED
+        )
+        size = _segment_size(length + num_evicted, SEGMENT, MAX_SEGMENTS)
+        query_offsets = token.to(tl.int64) * query_stride + query_head[:, None] * HEAD_DIM + channel[None, :]
+        query = tl.load(queries + query_offsets, mask=mask, other=0.0)
+        table = tables + tl.cast(sequence, tl.int64) * table_stride
+        first_row = tl.cast(sequence, tl.int64) * (KV_HEADS * GROUP) + query_head
+        observed_begin = 0  # the first KV pair whose score is wanted: of all, or of a window
+        if STRIDE:
+            _, observed_begin = window_of(window_start, sequence, length - 1, STRIDE, OVERLAP)
+        oldest = _oldest(length, WINDOW)
         maximum = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         weighted = tl.zeros([ROWS, CHANNELS], tl.float32)
-        begin = segment * SEGMENT
-        for start in range(tl.maximum(begin, oldest // TILE * TILE), tl.minimum(begin + SEGMENT, length), TILE):
+        begin = segment * size
+        for start in range(tl.maximum(begin, oldest // TILE * TILE), tl.minimum(begin + size, length), TILE):
             kv_index = start + tl.arange(0, TILE)
             exists = kv_index < length
             if WINDOW:
@@ -176,11 +245,10 @@ def _attend_segments(
                 SOFT_CAP,
             )
             if OBSERVED:
-                first_place = (sequence.to(tl.int64) * (KV_HEADS * GROUP) + query_head) * observed_width
-                places = first_place[:, None] + (kv_index - observed_begin)[None, :]
+                places = (first_row * observed_width)[:, None] + (kv_index - observed_begin)[None, :]
                 wanted = exists & (kv_index >= observed_begin)
                 tl.store(observed_scores + places, scores, mask=(member < GROUP)[:, None] & wanted[None, :])
-        partial = first_partial + segment
+        partial = first_row * num_segments + segment
         tl.store(partial_maximum + partial, maximum, mask=member < GROUP)
         tl.store(partial_total + partial, total, mask=member < GROUP)
         tl.store(partial_weighted + partial[:, None] * HEAD_DIM + channel[None, :], weighted, mask=mask)
@@ -205,6 +273,7 @@ def _merge_segments(
     CHANNELS: tl.constexpr,
     ROWS: tl.constexpr,
     SEGMENT: tl.constexpr,
+    MAX_SEGMENTS: tl.constexpr,
     RAGGED: tl.constexpr,
     OBSERVED: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -215,7 +284,10 @@ def _merge_segments(
     token = tl.load(query_start_loc + sequence)
     if tl.load(query_start_loc + sequence + 1) - token != 1:
         return
-    length, _, _ = _decode_length(last_kv_index, token, packed_len, head_lengths, sequence, head, KV_HEADS, RAGGED)
+    length, _, num_evicted = _decode_length(
+        last_kv_index, token, packed_len, head_lengths, sequence, head, KV_HEADS, RAGGED
+    )
+    size = _segment_size(length + num_evicted, SEGMENT, MAX_SEGMENTS)
 
     member, channel = tl.arange(0, ROWS), tl.arange(0, CHANNELS)
     query_head = head * GROUP + member
@@ -225,8 +297,8 @@ def _merge_segments(
     total = tl.where(exists, 0.0, 1.0)
     weighted = tl.zeros([ROWS, CHANNELS], tl.float32)
     first_partial = (sequence.to(tl.int64) * (KV_HEADS * GROUP) + query_head) * num_segments
-    held_segments = tl.cdiv(length, SEGMENT)
-    for first_segment in range(_oldest(length, WINDOW) // SEGMENT, held_segments, MERGED):
+    held_segments = tl.cdiv(length, size)
+    for first_segment in range(_oldest(length, WINDOW) // size, held_segments, MERGED):
         for i in tl.static_range(MERGED):  # their reads need not wait for each other
             held = exists & (first_segment + i < held_segments)
             partial = first_partial + first_segment + i
@@ -292,12 +364,13 @@ def paged_decode(
         "CHANNELS": triton.next_power_of_2(head_dim),
         "ROWS": rows,
         "SEGMENT": SEGMENT,
+        "MAX_SEGMENTS": _MAX_SEGMENTS,
         "RAGGED": packed_len is not None,
         "WINDOW": window or 0,
         "num_warps": warps(queries.dtype, rows, head_dim),
     }
-    programs = min(num_segments, triton.cdiv(_PROGRAMS, max(1, num_sequences * kv_heads)))
-    _attend_segments[(num_sequences, kv_heads, programs)](
+    programs = min(num_sequences * num_segments, triton.cdiv(_PROGRAMS, kv_heads))
+    _attend_segments[(programs, kv_heads)](
         queries,
         keys,
         values,
@@ -309,9 +382,11 @@ def paged_decode(
         partials.weighted,
         partials.maximum,
         partials.total,
+        partials.first_segments,
         scores,
         kept.window_start if kept else last_kv_index,
         queries.stride(0),
+        num_sequences,
         block_tables.stride(0),
         num_segments,
         scores.shape[2],

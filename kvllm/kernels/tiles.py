@@ -1,9 +1,10 @@
 """Parts of the attention kernels: the place of a KV pair, one tile of online softmax, the merge of two segments.
 
 A query adds up its KV pairs in an order that only their indices fix: tiles of `kv_pairs_per_tile` one after the other
-within a segment of SEGMENT pairs, then the segments, ascending. So its bits do not depend on the rest of a batch. With
-float32, decode and prefill use tiles of the same shape, and a query has the same bits in both; with 16 bits the tensor
-cores may add up the rows of a wider tile differently.
+within a segment of SEGMENT pairs (a multiple of that in a decode over more than 32,768), then the segments, ascending.
+So its bits do not depend on the rest of a batch. With float32, decode and prefill use tiles of the same shape, and a
+query has the same bits in both up to that length; with 16 bits the tensor cores may add up the rows of a wider tile
+differently.
 
 The running maximum is in base 2: `scale` includes log2(e). Source: FlashAttention-2 (arXiv 2307.08691), section 3.1,
 and Flash-Decoding (Dao et al., 2023) for the segments.

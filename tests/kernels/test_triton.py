@@ -104,6 +104,21 @@ def programs_share_segments() -> None:
 
 
 @check
+def long_sequences_have_larger_segments() -> None:
+    """Whole and with holes; the segments of a decode are counted, those of chunks are not."""
+    from kvllm.kernels import decode
+
+    case = attention_cases.make_case([[1600], [3], list(range(5, 9)), [1023], [1024]], head_dim=16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "_MAX_SEGMENTS", 2)
+        assert_matches_dense(case)
+        assert_matches_dense(attention_cases.make_ragged_case(head_dim=16))
+        partials = decode.Partials.of(case.batch.query_start_loc, case.batch.last_kv_index, 4, 2048, 16)
+    assert partials.first_segments.tolist() == [0, 2, 3, 3, 5, 7]
+    assert partials.total.shape == (5, 4, 2)
+
+
+@check
 def decodes_alone() -> None:
     """The prefill kernel is not started at all. In most of the small caches, block 0 is one of those that are NaN."""
     assert_matches_dense(attention_cases.make_case([[64], [0], [700]], head_dim=32))
@@ -435,28 +450,6 @@ def rotation() -> None:
             torch_forms.torch_rotary(expected, positions, table, 6, kv_heads, head_dim, *weights)
             elementwise.rotary(qkv, positions, table, 6, kv_heads, head_dim, *weights)
             assert_same_rounding(qkv, expected)
-
-
-@check
-def bounds_of_top_p() -> None:
-    """Those of a sort, bit for bit: among ties, forbidden tokens and rows of which one token is everything."""
-    from kvllm.kernels.sampling import top_p_bounds
-    from kvllm.worker.sampler import RESOLUTION, filter_logits
-
-    logits = randn(6, 3000) * torch.tensor([1, 1, 3, 8, 100, 0])[:, None]
-    logits[1] = logits[1].round()
-    logits[2, ::2] = -torch.inf
-    top_p = [0.95, 0.5, 0.999, 0.3, 0.9, 0.7]
-    relative = (logits - logits.amax(-1, keepdim=True)) / 0.6
-    weights = relative.exp().mul(RESOLUTION).round()
-    needed = weights.sum(-1, dtype=torch.float64) * torch.tensor(top_p, dtype=torch.float64)
-    bounds = top_p_bounds(relative, weights, needed)
-    filter_logits(logits, [SamplingParams(temperature=0.6, top_p=p) for p in top_p])
-    kept = relative.masked_fill(relative < bounds[:, None], -torch.inf)
-    torch.testing.assert_close(kept, logits, atol=0, rtol=1e-6)
-    assert (bounds[:, None] == relative).any(-1).all()
-    few, weights = torch.tensor([[-1.0, 0.0, -2.0], [1.0, 2.0, 1.0]]).unsqueeze(1).expand(2, 4, 3).contiguous()
-    assert top_p_bounds(few, weights, torch.tensor([2, 3, 3.5, 4], dtype=torch.float64)).tolist() == [0, -1, -2, -2]
 
 
 def generate_tokens(
