@@ -15,6 +15,7 @@ from kvllm.attention.layer import LayerAttention
 from kvllm.errors import ConfigError
 from kvllm.kvcache.cache import PagedKVCache
 from kvllm.kvcache.formats import KV_FORMATS
+from kvllm.kvcache.ops import registry as operations
 from kvllm.kvcache.ops.cpu import QUANTIZED, why_not_quantize
 
 
@@ -73,7 +74,7 @@ def why_not_triton(case: Case) -> str | None:
         return f"needs a block_size that is a power of two from 16 on, not {shape.block_size}"
     if shape.head_dim % 16 or not 16 <= shape.head_dim <= 256:
         return f"needs a head_dim that is a multiple of 16 up to 256, not {shape.head_dim}"
-    return None
+    return operations.why_not_triton(case.cache)
 
 
 def why_not_flash_attn(case: Case) -> str | None:
@@ -137,7 +138,7 @@ BACKENDS = {
     "cpu": Entry("kvllm.attention.cpu", "CpuBackend", why_not_cpu, QUANTIZED),
     "flash_attn": Entry("kvllm.attention.flash_attn", "FlashAttentionBackend", why_not_flash_attn),
     "reference": Entry("kvllm.attention.reference", "ReferenceBackend", lambda case: None, tuple(KV_FORMATS)),
-    "triton": Entry("kvllm.attention.triton", "TritonBackend", why_not_triton),
+    "triton": Entry("kvllm.attention.triton", "TritonBackend", why_not_triton, tuple(KV_FORMATS)),
     "xformers": Entry("kvllm.attention.xformers", "XformersBackend", why_not_xformers),
 }
 FASTEST = ("cpu", "triton", "flash_attn", "xformers", "reference")

@@ -23,44 +23,46 @@ def _compact_head(
     num_destinations,
     KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    CHANNELS: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
 ):
     plane, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    cache += plane * num_blocks * (KV_HEADS * BLOCK_SIZE * HEAD_DIM) + head * (BLOCK_SIZE * HEAD_DIM)
-    channel = tl.arange(0, CHANNELS)
+    cache += plane * num_blocks * (KV_HEADS * HEAD_STRIDE) + head * HEAD_STRIDE
+    column = tl.arange(0, COLUMNS)
     for sequence in range(num_sequences):
         row = ((plane // 2) * num_sequences + sequence) * KV_HEADS + head
         for begin in range(0, num_kept, TILE):
             new = begin + tl.arange(0, TILE)
             old = tl.load(kept + row * num_kept + new, mask=new < num_kept, other=-1)
             survives = old >= 0
-            mask = survives[:, None] & (channel < HEAD_DIM)[None, :]
+            mask = survives[:, None] & (column < WIDTH)[None, :]
             source = tl.load(sources + sequence * num_sources + old // BLOCK_SIZE, mask=survives, other=0)
             target = tl.load(destinations + sequence * num_destinations + new // BLOCK_SIZE, mask=survives, other=0)
-            old_slot = (source * (KV_HEADS * BLOCK_SIZE) + old % BLOCK_SIZE) * HEAD_DIM
-            new_slot = (target * (KV_HEADS * BLOCK_SIZE) + new % BLOCK_SIZE) * HEAD_DIM
-            vectors = tl.load(cache + old_slot[:, None] + channel[None, :], mask=mask)
+            old_slot = source * (KV_HEADS * HEAD_STRIDE) + old % BLOCK_SIZE * WIDTH
+            new_slot = target * (KV_HEADS * HEAD_STRIDE) + new % BLOCK_SIZE * WIDTH
+            vectors = tl.load(cache + old_slot[:, None] + column[None, :], mask=mask)
             # One thread's new slot is another's old one: all must have read. Later tiles read only slots behind those
             # that this one writes, because a KV pair never moves to a later slot.
             tl.debug_barrier()
-            tl.store(cache + new_slot[:, None] + channel[None, :], vectors, mask=mask)
+            tl.store(cache + new_slot[:, None] + column[None, :], vectors, mask=mask)
 
 
-def compact(cache: torch.Tensor, kept: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor) -> None:
-    """AttentionBackend.compact: keys and values of every layer, bit for bit, without a temporary copy.
+def compact(part: torch.Tensor, kept: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor) -> None:
+    """KVOperations.compact of one part of a cache: keys and values of every layer, bit for bit, without a temporary
+    copy.
 
     A program has one head of one layer's keys or values and takes the sequences in order, because a destination may be
     a source of a sequence before it.
 
-    cache: contiguous `[layers, 2, blocks, kv_heads, block_size, head_dim]`. kept: contiguous int64
-        `[layers, S, kv_heads, K]`. sources, destinations: contiguous int64 `[S, source_blocks]`,
-        `[S, destination_blocks]`.
+    part: one of `PagedKVCache.parts`, `[layers, 2, blocks, kv_heads, block_size, width]`: slots of a head in a block
+        are contiguous, heads and blocks lie at equal distances. kept: contiguous int64 `[layers, S, kv_heads, K]`.
+    sources, destinations: contiguous int64 `[S, source_blocks]`, `[S, destination_blocks]`.
     """
-    layers, planes, num_blocks, kv_heads, block_size, head_dim = cache.shape
+    layers, planes, num_blocks, kv_heads, block_size, width = part.shape
     _compact_head[(layers * planes, kv_heads)](
-        cache,
+        part,
         kept,
         sources,
         destinations,
@@ -71,8 +73,9 @@ def compact(cache: torch.Tensor, kept: torch.Tensor, sources: torch.Tensor, dest
         destinations.shape[1],
         KV_HEADS=kv_heads,
         BLOCK_SIZE=block_size,
-        HEAD_DIM=head_dim,
-        CHANNELS=triton.next_power_of_2(head_dim),
+        HEAD_STRIDE=part.stride(3),
+        WIDTH=width,
+        COLUMNS=triton.next_power_of_2(width),
         TILE=64,
         num_warps=4,
         num_stages=1,

@@ -19,8 +19,8 @@ from kvllm.kernels.tiles import (
     attend_tile,
     decode_rows,
     evicted_range,
-    kv_offsets,
     kv_pairs_per_tile,
+    kv_places,
     merge,
     stages,
     warps,
@@ -226,14 +226,14 @@ def _attend_segments(
             exists = kv_index < length
             if WINDOW:
                 exists = exists & (kv_index >= oldest)
-            offsets = kv_offsets(
-                table, kv_index, exists, head, evicted_begin, num_evicted, KV_HEADS, BLOCK_SIZE, HEAD_DIM
+            places = kv_places(
+                keys, table, kv_index, exists, head, evicted_begin, num_evicted, KV_HEADS, BLOCK_SIZE, HEAD_DIM
             )
             scores, maximum, total, weighted = attend_tile(
                 query,
                 keys,
                 values,
-                offsets,
+                places,
                 exists,
                 exists[None, :],
                 scale,
@@ -245,9 +245,9 @@ def _attend_segments(
                 SOFT_CAP,
             )
             if OBSERVED:
-                places = (first_row * observed_width)[:, None] + (kv_index - observed_begin)[None, :]
+                observed = (first_row * observed_width)[:, None] + (kv_index - observed_begin)[None, :]
                 wanted = exists & (kv_index >= observed_begin)
-                tl.store(observed_scores + places, scores, mask=(member < GROUP)[:, None] & wanted[None, :])
+                tl.store(observed_scores + observed, scores, mask=(member < GROUP)[:, None] & wanted[None, :])
         partial = first_row * num_segments + segment
         tl.store(partial_maximum + partial, maximum, mask=member < GROUP)
         tl.store(partial_total + partial, total, mask=member < GROUP)
@@ -338,7 +338,7 @@ def paged_decode(
     """Attention of the sequences that have exactly one query token; those of others are left alone in `output`.
 
     queries: `[T, query_heads, head_dim]`, the heads of a token contiguous. keys, values: one layer of the cache,
-        contiguous `[blocks, kv_heads, block_size, head_dim]` of the same dtype.
+        contiguous `[blocks, kv_heads, block_size, head_dim]` of the same dtype, or quantized.
     query_start_loc, last_kv_index, block_tables, packed_len: as in AttentionBatch; head_lengths: of this layer,
         `[S, kv_heads]`.
     observed: where scores and totals are written, if they are wanted. KV pairs are counted without evicted ones.

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kvllm.kernels.decode import Observed
-from kvllm.kernels.tiles import LOG2_E, bounded, kv_offsets
+from kvllm.kernels.tiles import LOG2_E, bounded, kv_places, load_vectors
 
 # Programs for each KV head of a sequence, at most.
 _PROGRAMS = 32
@@ -85,9 +85,8 @@ def _add_of_chunks(
     for begin in range(tl.program_id(2) * TILE, length, tl.num_programs(2) * TILE):
         kv_index = begin + tl.arange(0, TILE)
         exists = kv_index < length
-        offsets = kv_offsets(table, kv_index, exists, head, length, 0, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-        key_mask = exists[:, None] & (channel < HEAD_DIM)[None, :]
-        tile_keys = tl.load(keys + offsets[:, None] + channel[None, :], mask=key_mask, other=0.0)
+        places = kv_places(keys, table, kv_index, exists, head, length, 0, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+        tile_keys = load_vectors(keys, places, exists, queries.dtype.element_ty, HEAD_DIM, CHANNELS)
         added = tl.zeros([ROWS, TILE], tl.float32)
         for begin_row in range(0, (end_token - first_token) * GROUP, ROWS):
             token = first_token + (begin_row + tl.arange(0, ROWS)) // GROUP

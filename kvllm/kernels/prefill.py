@@ -16,8 +16,8 @@ from kvllm.kernels.tiles import (
     add_sinks,
     attend_tile,
     evicted_range,
-    kv_offsets,
     kv_pairs_per_tile,
+    kv_places,
     merge,
     prefill_rows,
     stages,
@@ -68,12 +68,14 @@ def _attend_kv_pairs(
     for start in range(begin // TILE * TILE, end, TILE):
         kv_index = start + tl.arange(0, TILE)
         exists = (kv_index >= begin) & (kv_index < end) if WINDOW else kv_index < end
-        offsets = kv_offsets(table, kv_index, exists, head, evicted_begin, num_evicted, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+        places = kv_places(
+            keys, table, kv_index, exists, head, evicted_begin, num_evicted, KV_HEADS, BLOCK_SIZE, HEAD_DIM
+        )
         visible = kv_index[None, :] < length[:, None]
         if WINDOW:
             visible = visible & (kv_index[None, :] >= length[:, None] - WINDOW)
         _, maximum, total, weighted = attend_tile(
-            query, keys, values, offsets, exists, visible, scale, maximum, total, weighted, HEAD_DIM, CHANNELS, SOFT_CAP
+            query, keys, values, places, exists, visible, scale, maximum, total, weighted, HEAD_DIM, CHANNELS, SOFT_CAP
         )
     return maximum, total, weighted
 

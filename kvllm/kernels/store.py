@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kvllm.kernels.codes import code_places, store_codes
+
 
 @triton.jit
 def _store_token(
@@ -36,27 +38,46 @@ def _store_token(
     tl.store(value_cache + target, tl.load(values + token * value_stride + column, mask=mask), mask=mask)
 
 
+@triton.jit
+def _store_codes(
+    key_cache,
+    value_cache,
+    keys,
+    values,
+    slots,
+    key_stride,
+    value_stride,
+    KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """A program for each token and head."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots + token)
+    if slot < 0:
+        return
+    codes, words = code_places(key_cache, slot // BLOCK_SIZE, slot % BLOCK_SIZE, head, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+    store_codes(key_cache, codes, words, keys + token * key_stride + head * HEAD_DIM, HEAD_DIM, CHANNELS)
+    store_codes(value_cache, codes, words, values + token * value_stride + head * HEAD_DIM, HEAD_DIM, CHANNELS)
+
+
 def store_kv(
     key_cache: torch.Tensor, value_cache: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """Copy the keys and values of tokens to their slots; a negative slot is skipped.
+    """Write the keys and values of tokens to their slots; a negative slot is skipped.
 
-    key_cache, value_cache: one layer, contiguous `[blocks, kv_heads, block_size, head_dim]`.
-    keys, values: `[T, kv_heads, head_dim]` of the same dtype; the heads of a token contiguous, tokens anywhere.
+    key_cache, value_cache: one layer, contiguous `[blocks, kv_heads, block_size, width]`, of the dtype of keys and
+        values and as wide as they are, or quantized.
+    keys, values: `[T, kv_heads, head_dim]`; the heads of a token contiguous, tokens anywhere.
     slots: int64 `[T]`, each at most once.
     """
-    _, kv_heads, block_size, head_dim = key_cache.shape
-    _store_token[(slots.shape[0],)](
-        key_cache,
-        value_cache,
-        keys,
-        values,
-        slots,
-        keys.stride(0),
-        values.stride(0),
-        KV_HEADS=kv_heads,
-        BLOCK_SIZE=block_size,
-        HEAD_DIM=head_dim,
-        WIDTH=triton.next_power_of_2(kv_heads * head_dim),
-        num_warps=4,
-    )
+    (num_tokens, kv_heads, head_dim), block_size = keys.shape, key_cache.shape[2]
+    arguments = (key_cache, value_cache, keys, values, slots, keys.stride(0), values.stride(0))
+    shape = {"KV_HEADS": kv_heads, "BLOCK_SIZE": block_size, "HEAD_DIM": head_dim}
+    if key_cache.dtype == keys.dtype:
+        width = triton.next_power_of_2(kv_heads * head_dim)
+        _store_token[(num_tokens,)](*arguments, **shape, WIDTH=width, num_warps=4)
+    else:
+        channels = triton.next_power_of_2(head_dim)
+        _store_codes[(num_tokens, kv_heads)](*arguments, **shape, CHANNELS=channels, num_warps=1)

@@ -19,6 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kvllm.kernels.codes import code_places, load_codes
+
 SEGMENT = 512
 LOG2_E = 1.4426950408889634
 
@@ -61,7 +63,8 @@ def evicted_range(packed_len, head_lengths, sequence, head, KV_HEADS: tl.constex
 
 
 @triton.jit
-def kv_offsets(
+def kv_places(
+    cache,
     table,
     kv_index,
     exists,
@@ -72,10 +75,34 @@ def kv_offsets(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """Where a head's KV pairs are in a layer, in elements; `kv_index` counts them without evicted ones."""
+    """Where a head's KV pairs are in a layer, as `load_vectors` takes it; `kv_index` counts them without evicted ones.
+
+    In elements; in a quantized cache, those of codes, and of words.
+    """
     places = kv_index + tl.where(kv_index < evicted_begin, 0, num_evicted)
     blocks = tl.load(table + places // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
-    return (blocks * KV_HEADS + head) * (BLOCK_SIZE * HEAD_DIM) + (places % BLOCK_SIZE) * HEAD_DIM
+    if cache.dtype.element_ty.primitive_bitwidth == 8:
+        offsets, words = code_places(cache, blocks, places % BLOCK_SIZE, head, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+    else:
+        offsets = (blocks * KV_HEADS + head) * (BLOCK_SIZE * HEAD_DIM) + (places % BLOCK_SIZE) * HEAD_DIM
+        words = offsets
+    return offsets, words
+
+
+@triton.jit
+def load_vectors(cache, places, exists, dtype: tl.constexpr, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr):
+    """Keys or values at `places`, `[pairs, CHANNELS]` of `dtype`.
+
+    Those that do not exist are read as 0: a weight of 0 would not hide a NaN among them.
+    """
+    offsets, words = places
+    if cache.dtype.element_ty.primitive_bitwidth == 8:
+        vectors = load_codes(cache, offsets, words, exists, HEAD_DIM, CHANNELS).to(dtype)
+    else:
+        channel = tl.arange(0, CHANNELS)
+        mask = exists[:, None] & (channel < HEAD_DIM)[None, :]
+        vectors = tl.load(cache + (offsets[:, None] + channel[None, :]), mask=mask, other=0.0)
+    return vectors
 
 
 @triton.jit
@@ -92,7 +119,7 @@ def attend_tile(
     queries,
     keys,
     values,
-    offsets,
+    places,
     exists,
     visible,
     scale,
@@ -105,15 +132,11 @@ def attend_tile(
 ):
     """Add one tile of KV pairs to the softmax of `queries` `[rows, CHANNELS]`.
 
-    exists: bool `[pairs]`, what may be read; visible: bool `[rows, pairs]`, what a query attends. Returns the scores
-    (float32 `[rows, pairs]`), the new maximum, the sum of weights (both float32 `[rows]`) and of weighted values
-    (float32 `[rows, CHANNELS]`).
+    places: as `kv_places` gives them. exists: bool `[pairs]`, what may be read; visible: bool `[rows, pairs]`, what a
+    query attends. Returns the scores (float32 `[rows, pairs]`), the new maximum, the sum of weights (both float32
+    `[rows]`) and of weighted values (float32 `[rows, CHANNELS]`).
     """
-    channel = tl.arange(0, CHANNELS)
-    mask = exists[:, None] & (channel < HEAD_DIM)[None, :]
-    pointers = offsets[:, None] + channel[None, :]
-    # KV pairs that do not exist are read as 0: a weight of 0 would not hide a NaN among them.
-    tile_keys = tl.load(keys + pointers, mask=mask, other=0.0)
+    tile_keys = load_vectors(keys, places, exists, queries.dtype, HEAD_DIM, CHANNELS)
     scores = tl.dot(queries, tl.trans(tile_keys), input_precision="ieee") * scale
     scores = bounded(scores, SOFT_CAP)
     scores = tl.where(visible, scores, float("-inf"))
@@ -121,7 +144,7 @@ def attend_tile(
     shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # a query that has seen nothing yet
     shrink = tl.exp2(maximum - shift)
     weights = tl.exp2(scores - shift[:, None])
-    tile_values = tl.load(values + pointers, mask=mask, other=0.0)
+    tile_values = load_vectors(values, places, exists, queries.dtype, HEAD_DIM, CHANNELS)
     weighted = tl.dot(
         weights.to(tile_values.dtype), tile_values, acc=weighted * shrink[:, None], input_precision="ieee"
     )

@@ -261,6 +261,22 @@ def test_ranks_have_the_same_kv_groups(shards, tmp_path: Path) -> None:
     assert run(shards(2)) == run([SingleRank()])
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4"])
+def test_ranks_quantize_alike(shards, tmp_path: Path, kv_cache_dtype: str) -> None:
+    """A scale belongs to one head, so no rank needs to know of another's."""
+    make_checkpoint(tmp_path, "qwen3", head_dim=32)
+    compression = compression_of("kara_sharp")
+
+    def run(members: list[Shard]) -> list[list[int]]:
+        llm = make_llm(tmp_path, kv_cache_dtype=kv_cache_dtype, compression=compression, num_gpu_blocks_override=60)
+        llm.llm_engine.executor = ThreadExecutor(llm, tmp_path, members)
+        found = tokens(llm, random_prompts(256, lengths=(1, 17, 40)), greedy(60))
+        assert llm.stats().windows_compressed > 0
+        return found
+
+    assert run(shards(2)) == run([SingleRank()])
+
+
 # Ray
 
 

@@ -20,6 +20,7 @@ import torch
 from kvllm.attention.base import AttentionBatch, ScoreWindows
 from kvllm.attention.layer import LayerAttention
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
+from kvllm.kvcache.formats import KV_FORMATS
 from tests.helpers.processes import ROOT, run_python
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton, which is not installed")
@@ -65,6 +66,8 @@ def compile_kernels(capability: int, every_shape: bool) -> None:
     for dtype, head_dims in HEAD_DIMS[every_shape].items():
         for head_dim in head_dims:
             launch_attention(dtype, head_dim)
+            if dtype == torch.bfloat16 and head_dim in ((128, 256) if every_shape else (128,)):
+                launch_quantized(head_dim, [name for name in KV_FORMATS if name != "fp8_e4m3" or capability >= 90])
         launch_elementwise(dtype)
     print(json.dumps(compiled))
 
@@ -124,6 +127,26 @@ def launch_attention(dtype: torch.dtype, head_dim: int) -> None:
     window_scores(*window)
     window_scores(*window, ints(33).long(), squared=True)
     window_scores(*window, ints(33).long(), soft_cap=50.0, sinks=torch.zeros(32))
+
+
+def launch_quantized(head_dim: int, names: list[str]) -> None:
+    """What reads and writes codes: a decode, a chunk whose attention is observed, and moves of both parts of a pair."""
+    from kvllm.attention.triton import TritonBackend
+    from kvllm.kvcache.ops.gpu import GpuOperations
+
+    queries = torch.zeros(33, 32, head_dim, dtype=torch.bfloat16)
+    starts, index = torch.tensor([0, 1, 33], dtype=torch.int32), torch.zeros(33, dtype=torch.int32)
+    slots, mass = torch.zeros(2, dtype=torch.int32), torch.zeros(1, 2, 8, 4096)
+    batch = AttentionBatch(starts, index, torch.zeros(2, 8, dtype=torch.int32), table_slots=slots, mass=mass)
+    kept, blocks = torch.zeros(1, 1, 8, 256, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int64)
+    for name in names:
+        cache = PagedKVCache(CacheShape(1, 8, head_dim, 256, torch.bfloat16, kv_format=KV_FORMATS[name]), 4)
+        backend = TritonBackend(cache, 32, 0.1)
+        backend.run(0, queries, backend.plan(batch))
+        operations = GpuOperations(cache, compiled=False)
+        operations.store(0, queries[:, :8], queries[:, 8:16], torch.zeros(33, dtype=torch.int64))
+        operations.copy_blocks(blocks[0], blocks[0])
+        operations.compact(kept, blocks, blocks)
 
 
 def launch_options(cache: PagedKVCache, queries: torch.Tensor, batch: AttentionBatch, window: int | None) -> None:

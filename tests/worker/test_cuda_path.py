@@ -59,6 +59,14 @@ def cases() -> dict[str, tuple[dict[str, Any], list[SamplingParams]]]:
         ),
         "h2o": ({"compression": CompressionConfig(method="h2o", retain_blocks=1, **window)}, [params()] * 3),
         "adakv": ({"compression": CompressionConfig(method="adakv", **cache)}, [params()] * 3),
+        "int8, forks, a short pool": ({"num_gpu_blocks_override": 6, "kv_cache_dtype": "int8"}, sampled),
+        "int4, kara_sharp": (
+            {
+                "kv_cache_dtype": "int4",
+                "compression": CompressionConfig(method="kara_sharp", retain_tokens=9, **window),
+            },
+            [params()] * 3,
+        ),
     }
 
 
@@ -94,7 +102,10 @@ def step_on(device: Device, llm: LLM) -> None:
 
 
 def check_case(path: Path, options: dict[str, Any], requested: list[SamplingParams]) -> None:
-    llm = make_llm(path, "cpu", **(options | {"num_gpu_blocks_override": options.get("num_gpu_blocks_override") or 12}))
+    on_cpu = options | {"num_gpu_blocks_override": options.get("num_gpu_blocks_override") or 12}
+    if "kv_cache_dtype" in options:
+        on_cpu["attention_backend"] = "reference"  # the operators want larger heads
+    llm = make_llm(path, "cpu", **on_cpu)
     expected = run(llm, requested, llm.llm_engine.step)
     with stand_in() as device:
         on_device = make_llm(path, "cuda", **options)

@@ -149,8 +149,8 @@ def test_what_cannot_be_stored_is_refused_before_weights_are_read(checkpoint: Pa
         (tmp_path / weights.name).symlink_to(weights)
     with pytest.raises(ConfigError, match="kv_cache_dtype='bfloat16' with activations of float32"):
         make_llm(tmp_path, kv_cache_dtype="bfloat16")
-    with pytest.raises(ConfigError, match="'triton' does not read a KV cache of int8"):
-        make_llm(tmp_path, kv_cache_dtype="int8", attention_backend="triton")
+    with pytest.raises(ConfigError, match="'flash_attn' does not read a KV cache of int8"):
+        make_llm(tmp_path, kv_cache_dtype="int8", attention_backend="flash_attn")
     with pytest.raises(
         ConfigError, match="kv_cache_dtype='int3' is not allowed: choose one of auto, bfloat16, fp8_e4m3, int8, int4"
     ):

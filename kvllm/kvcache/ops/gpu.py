@@ -14,20 +14,29 @@ from kvllm.kvcache.ops.base import KVOperations
 
 class GpuOperations(KVOperations):
     """Stores with a Triton kernel; copies and compacts with the compiled CUDA operators (csrc/cuda) or Triton kernels.
+    A quantized cache is compacted by Triton: its codes, then their scales.
 
     Nothing waits for the device: a CUDA graph may hold `store`. Block ids and slots are on the device, and not checked.
     """
 
     def __init__(self, cache: PagedKVCache, compiled: bool) -> None:
         super().__init__(cache)
+        quantized = cache.shape.kv_format is not None
+        self._blocks = whole_blocks(cache.data) if quantized else cache.data
         self._copy_blocks = operator("copy_blocks") if compiled else copy_blocks
-        self._compact = operator("compact") if compiled else compact
+        self._compact = operator("compact") if compiled and not quantized else compact
 
     def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         store_kv(self.keys[layer], self.values[layer], keys, values, slot_mapping)
 
     def copy_blocks(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
-        self._copy_blocks(self.cache.data, sources, destinations)
+        self._copy_blocks(self._blocks, sources, destinations)
 
     def compact(self, kept: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor) -> None:
-        self._compact(self.cache.data, kept.contiguous(), sources.contiguous(), destinations.contiguous())
+        for part in self.cache.parts:
+            self._compact(part, kept.contiguous(), sources.contiguous(), destinations.contiguous())
+
+
+def whole_blocks(data: torch.Tensor) -> torch.Tensor:
+    """A quantized cache as one vector for each block, int32 `[places, 2, blocks, 1, 1, words]`, a view."""
+    return data.flatten(3).view(torch.int32)[..., None, None, :]
