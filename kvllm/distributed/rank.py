@@ -83,6 +83,8 @@ def _serve(channel: Channel, spec: RankSpec, rendezvous: _Rendezvous | None) -> 
     start = msgspec.msgpack.decode(channel.receive()[1], type=Start)
     shard = Counted(_join(spec, rendezvous, start.rendezvous))
     runner = make_runner(start.settings, shard, torch.device(spec.device))
+    if runner.samples and runner.grammars is not None:
+        runner.grammars.prepare()
     channel.send(0, str(runner.cache.num_blocks).encode())
     with _heartbeat(channel, shard) as busy:
         while True:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvllm.errors import RequestError
+from kvllm.errors import CheckpointError, RequestError
 from kvllm.structured.grammar import to_grammar
 from kvllm.structured.matcher import Matcher, first_line
 from kvllm.structured.vocabulary import Vocabulary
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 class Grammars:
     """Matchers of grammars over one vocabulary. Threads may share it.
 
-    read: returns the vocabulary. It is called for the first grammar, since most engines never see one.
+    read: returns the vocabulary. It is called for the first grammar, or by `prepare`.
     max_kept: grammars that stay compiled. Each has up to 50 MB of states, most have some KB.
     """
 
@@ -43,6 +45,13 @@ class Grammars:
     def tokenizer(self) -> LLTokenizer:
         with self._lock:
             return self.vocabulary.build()
+
+    def prepare(self) -> None:
+        """Build the tokenizer's tree now, which takes a second or two for a large vocabulary. Where rules come with a
+        step, the first one would hold that step up."""
+        if find_spec("llguidance") is not None:
+            with suppress(CheckpointError, RequestError):  # the checker refuses all rules then, with the reason
+                _ = self.tokenizer
 
     def matcher(self, rule: StructuredOutputs) -> Matcher:
         """A matcher at the beginning of a text. What is wrong with the rule shows when it is used."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,12 +31,24 @@ def sampled(llm: LLM) -> list[str]:
     return [completion.text for output in outputs for completion in output.outputs]
 
 
-@pytest.mark.parametrize("processes", ["tensor_parallel_size", "data_parallel_size"])
+def ready_for_rules(llm: LLM) -> list[bool]:
+    """Whether each rank or replica has loaded llguidance."""
+    engine: Any = llm.llm_engine
+    pids = engine.replicas.pids if hasattr(engine, "replicas") else engine.executor.pids
+    return ["llguidance" in Path(f"/proc/{pid}/maps").read_text() for pid in pids]
+
+
+@pytest.mark.parametrize(
+    ("processes", "ready"), [("tensor_parallel_size", [True, False]), ("data_parallel_size", [True, True])]
+)
 @pytest.mark.usefixtures("ray_cluster")
-def test_other_processes_sample_what_this_one_does(processes: str) -> None:
+def test_other_processes_sample_what_this_one_does(processes: str, ready: list[bool]) -> None:
+    """Those that sample are ready for rules before the first one comes in a step."""
     expected = sampled(LLM(DEFAULT_MODEL, **OPTIONS))
-    llm = LLM(DEFAULT_MODEL, **OPTIONS, **{processes: 2})
+    options: dict[str, Any] = {**OPTIONS, processes: 2}
+    llm = LLM(DEFAULT_MODEL, **options)
     try:
+        assert ready_for_rules(llm) == ready
         found = sampled(llm)
         with pytest.raises(RequestError, match="too many expressions"):
             rule = StructuredOutputs(regex="(((a?){30}){30}){30}")

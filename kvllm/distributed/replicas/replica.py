@@ -187,6 +187,8 @@ class Replica:
             self._shard = Counted(SingleRank())
             runner = make_runner(settings, self._shard, torch.device(self._spec.device))
             executor, num_blocks = InlineExecutor(runner), runner.cache.num_blocks
+            assert runner.grammars is not None
+            runner.grammars.prepare()
         config, model = structs.replace(settings.engine, num_blocks=num_blocks), settings.model
         engine = LLMEngine(config, executor, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids)
         self._reporter = Reporter(engine, Path(settings.path))
