@@ -4,7 +4,8 @@
 
 Two processes hold the same model with the same options: a server, and a program that calls `LLM.generate`. Each round
 runs the batch once in each, and the order changes from round to round. The client is on the same processors, and does
-little more than to keep what it receives. The tokens of both must be the same.
+little more than to keep what it receives. With --patient it lets that pile up in its sockets, so that what is left of
+the loss is the server's. The tokens of both must be the same.
 
 Beside the tokens per second there are the engine's own times: a step from its planning to its outputs, the model in it,
 and the time around a step. They tell whether the server makes the engine's critical path longer.
@@ -87,6 +88,7 @@ class Sides:
         self.name = name
         self._prompts = [[rng.randrange(3, vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(args.batch)]
         self._output_tokens = args.output_tokens
+        self._is_patient = args.patient
         threads = str(len(os.sched_getaffinity(0)))
         flags = [word for key, value in options.items() for word in (f"--{key.replace('_', '-')}", str(value))]
         environment = {"OMP_NUM_THREADS": threads, "KVLLM_NUM_THREADS": threads}
@@ -120,7 +122,8 @@ class Sides:
     def _http(self) -> tuple[HttpRun, list[list[int]]]:
         common = {"max_tokens": self._output_tokens, "temperature": 0, "ignore_eos": True}
         before, cpu_before = self._scrape(), sum(psutil.Process().cpu_times()[:2])
-        seconds, streams = run_streams(self._server.url, [{"prompt": prompt, **common} for prompt in self._prompts])
+        bodies = [{"prompt": prompt, **common} for prompt in self._prompts]
+        seconds, streams = run_streams(self._server.url, bodies, self._is_patient)
         cpu, after = sum(psutil.Process().cpu_times()[:2]) - cpu_before, self._scrape()
         return _http_run(seconds, streams, before, after, cpu), [stream.token_ids for stream in streams]
 
@@ -250,6 +253,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--batch", type=int, default=64, help="streams at once (default 64)")
     add("--output-tokens", type=int, default=256, help="of each stream (default 256)")
     add("--rounds", type=int, default=6)
+    add("--patient", action="store_true", help="a client that reads each stream's first event and its end")
     command_line.add_output_argument(parser)
     args = parser.parse_args(arguments)
     for name in ("batch", "output_tokens", "rounds"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvllm.outputs import CompletionOutput, FinishReason, RequestOutput
@@ -11,6 +12,9 @@ from kvllm.tokenizer import IncrementalDecoder
 
 if TYPE_CHECKING:
     from kvllm.tokenizer import Tokenizer
+
+Receive = Callable[[RequestOutput], Awaitable[None] | None]
+"""Takes a delta. What it returns must have ended before it gets the next one."""
 
 
 class OutputStream:
@@ -24,19 +28,23 @@ class OutputStream:
     a request with stop strings.
 
     output: the request's, once the engine has it. is_announced: whether the reader was told of news that it did not
-    take yet. failure: what `take` raises.
+    take yet. failure: what the reader raises. has_ended: whether the reader has the last delta.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, sampling: SamplingParams) -> None:
         self.loop = asyncio.get_running_loop()
         self.output: RequestOutput | None = None
         self.is_announced = False
+        self.has_ended = False
         self._tokenizer = None if sampling.stop else tokenizer
         self._sampling = sampling
         self.failure: BaseException | None = None
         self._published: _Published | None = None
         self._readers: list[_CompletionReader] = []
         self._news = asyncio.Event()
+        self._receive: Receive | None = None
+        self._delivered: asyncio.Future[None] = self.loop.create_future()
+        self._receiving: asyncio.Future[None] | None = None
 
     # In the engine's thread
 
@@ -63,18 +71,70 @@ class OutputStream:
     # In the event loop
 
     def wake(self) -> None:
-        self._news.set()
+        if self._receive is None:
+            self._news.set()
+        elif self._receiving is None:
+            self._hand_over(self._receive)
 
     async def take(self) -> RequestOutput:
         """Wait for news, and return them as a delta. Raises what the stream has failed with."""
         while True:
             await self._news.wait()
             self._news.clear()
-            self.is_announced = False  # before the news are read: what comes meanwhile is announced again
-            if self.failure:
-                raise self.failure
-            if (published := self._published) and (delta := self._delta(published)):
+            if delta := self._next():
                 return delta
+
+    async def deliver(self, receive: Receive) -> None:
+        """Call `receive` with each delta as soon as there is one, and return behind the last one.
+
+        No task wakes up for a delta: with all that it passes on its way back to where it waits, that takes longer than
+        to make the delta and to send it. Raises what the stream has failed with, or what `receive` raises.
+        """
+        self._receive = receive
+        self._hand_over(receive)
+        try:
+            await self._delivered
+        finally:
+            if self._receiving is not None:
+                self._receiving.cancel()
+
+    def _hand_over(self, receive: Receive) -> None:
+        """Call `receive` with the next delta, if there is one."""
+        self._receiving = None
+        if self._delivered.done():  # `deliver` was cancelled
+            return
+        try:
+            delta = self._next()
+            waiting = receive(delta) if delta else None
+        except Exception as error:
+            self._delivered.set_exception(error)
+            return
+        if waiting is not None:
+            self._receiving = asyncio.ensure_future(waiting)
+            self._receiving.add_done_callback(self._go_on)
+        elif self.has_ended:
+            self._delivered.set_result(None)
+
+    def _go_on(self, received: asyncio.Future[None]) -> None:
+        """Hand over what has come while `receive` was not ready."""
+        error = None if received.cancelled() else received.exception()
+        if self._delivered.done():
+            return
+        if error is not None:
+            self._delivered.set_exception(error)
+        elif self.has_ended:
+            self._delivered.set_result(None)
+        elif self._receive is not None:
+            self._hand_over(self._receive)
+
+    def _next(self) -> RequestOutput | None:
+        """What is new. Raises what the stream has failed with."""
+        self.is_announced = False  # before the news are read: what comes meanwhile is announced again
+        if self.failure:
+            raise self.failure
+        delta = self._delta(self._published) if self._published else None
+        self.has_ended = delta is not None and delta.finished
+        return delta
 
     def _delta(self, published: _Published) -> RequestOutput | None:
         output = self.output

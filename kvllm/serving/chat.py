@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
 from typing import Any
 
@@ -33,7 +33,7 @@ from kvllm.serving.responses import (
     Usage,
 )
 from kvllm.serving.sampling import check_generation, num_logprobs, sampling_params
-from kvllm.serving.sse import EventStream, event, until_disconnected
+from kvllm.serving.sse import EventStream, Write, event, until_disconnected
 from kvllm.serving.tool_choice import tool_choice
 
 decoder = msgspec.json.Decoder(ChatCompletionRequest)
@@ -45,7 +45,7 @@ async def create(request: Request) -> Any:
     body = await read_json(request, decoder, context.state.pool)
     answer = await prepare(context, body)
     if body.stream:
-        return EventStream(answer.events())
+        return EventStream(answer.stream)
     response = await until_disconnected(request, answer.complete())
     return Response(msgspec.json.encode(response), media_type="application/json")
 
@@ -111,26 +111,23 @@ class ChatAnswer:
                 for completion in output.outputs:
                     yield self._parse(completion), completion
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """The chunks of a stream: the role first, then what the model writes."""
+    async def stream(self, write: Write) -> None:
+        """Write the chunks of a stream: the role first, then what the model writes."""
         options = self._body.stream_options
         include_usage = options is not None and bool(options.include_usage)
         continuous = include_usage and options is not None and bool(options.continuous_usage_stats)
-        outputs = self._generation.outputs()
-        begun = False
-        try:
-            async for _, output in outputs:
-                usage = self.usage() if continuous else None if include_usage else UNSET
-                if not begun:
-                    begun = True
-                    for choice in self._first_choices():
-                        yield self._chunk([choice], usage)
-                for choice in self._chunk_choices(output):
-                    yield self._chunk([choice], usage)
-        finally:
-            await outputs.aclose()
-        if include_usage:
-            yield self._chunk([], self.usage())
+        first = self._first_choices()
+
+        def receive(_: int, output: RequestOutput) -> Awaitable[None] | None:
+            usage = self.usage() if continuous else None if include_usage else UNSET
+            choices = first + self._chunk_choices(output)
+            first.clear()
+            data = b"".join(self._chunk([choice], usage) for choice in choices)
+            return write(data) if data else None
+
+        await self._generation.deliver(receive)
+        if include_usage and (sending := write(self._chunk([], self.usage()))) is not None:
+            await sending
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: Any) -> bytes:
         chunk = ChatCompletionChunk(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import Awaitable
 from typing import Any
 
 import msgspec
@@ -23,7 +23,7 @@ from kvllm.serving.prompts import completion_prompts, max_tokens
 from kvllm.serving.protocol import CompletionRequest
 from kvllm.serving.responses import CompletionChoice, CompletionLogprobs, CompletionResponse
 from kvllm.serving.sampling import check_generation, num_logprobs, sampling_params
-from kvllm.serving.sse import EventStream, event, until_disconnected
+from kvllm.serving.sse import EventStream, Write, event, until_disconnected
 
 DEFAULT_MAX_TOKENS = 16
 decoder = msgspec.json.Decoder(CompletionRequest)
@@ -38,7 +38,7 @@ async def create(request: Request) -> Any:
     prompts = await completion_prompts(context.state, body)
     answer = CompletionAnswer(context, body, prompts)
     if body.stream:
-        return EventStream(answer.events())
+        return EventStream(answer.stream)
     response = await until_disconnected(request, answer.complete())
     return Response(msgspec.json.encode(response), media_type="application/json")
 
@@ -79,21 +79,22 @@ class CompletionAnswer:
                 _extend(choices[piece.index], piece)
         return self._response(choices, usage=self._generation.usage())
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """The chunks of a stream."""
+    async def stream(self, write: Write) -> None:
+        """Write the chunks of a stream."""
         options = self._body.stream_options
         include_usage = options is not None and bool(options.include_usage)
         continuous = include_usage and options is not None and bool(options.continuous_usage_stats)
-        outputs = self._generation.outputs()
-        try:
-            async for number, output in outputs:
-                usage = self._generation.usage() if continuous else None if include_usage else UNSET
-                chunks = [self._response([piece], usage=usage) for piece in self._pieces(number, output)]
-                yield b"".join(event(msgspec.json.encode(chunk)) for chunk in chunks)
-        finally:
-            await outputs.aclose()
+
+        def receive(number: int, output: RequestOutput) -> Awaitable[None] | None:
+            usage = self._generation.usage() if continuous else None if include_usage else UNSET
+            chunks = [self._response([piece], usage=usage) for piece in self._pieces(number, output)]
+            return write(b"".join(event(msgspec.json.encode(chunk)) for chunk in chunks))
+
+        await self._generation.deliver(receive)
         if include_usage:
-            yield event(msgspec.json.encode(self._response([], usage=self._generation.usage())))
+            last = event(msgspec.json.encode(self._response([], usage=self._generation.usage())))
+            if (sending := write(last)) is not None:
+                await sending
 
     def _response(self, choices: list[CompletionChoice], usage: Any) -> CompletionResponse:
         return CompletionResponse(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage)

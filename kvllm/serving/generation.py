@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import mean
 from typing import Any, TypeVar
 
@@ -16,6 +17,8 @@ from kvllm.sampling_params import BeamSearchParams, SamplingParams
 from kvllm.serving.responses import CompletionTokensDetails, CompressionUsage, PromptTokensDetails, Usage
 from kvllm.serving.state import ServerState
 
+Receive = Callable[[int, RequestOutput], Awaitable[None] | None]
+"""Takes a delta and the number of its prompt. What it returns must have ended before it gets the next one."""
 T = TypeVar("T")
 
 
@@ -88,25 +91,25 @@ class Generation:
             ApiError: the server does not take the request now.
             KvLLMError: the engine cannot serve it, or cannot serve it to its end.
         """
-        self._state.check_ready()
-        widths = [params.n for params in self._params] if self._beams is None else [b.beam_width for b in self._beams]
-        completions = sum(widths)
-        self._state.admission.enter(completions, self.prompt_tokens)
-        runs = [self._run(index) for index in range(len(self.prompts))]
-        try:
+        with self._admitted():
+            runs = [self._run(index) for index in range(len(self.prompts))]
             # Merging costs a task for each item, and most requests have one prompt.
             async with aclosing(runs[0] if len(runs) == 1 else merge(runs)) as outputs:
                 async for index, output in outputs:
                     self._count(index, output)
-                    if output.error is not None:
-                        raise output.error
                     yield index, output
-        finally:
-            self._state.admission.leave(completions)
-            for index, progress in enumerate(self._progress):
-                self._leave_prefill(index)
-                if not progress.is_finished:
-                    self._state.metrics.count_abort(progress.completions)
+
+    async def deliver(self, receive: Receive) -> None:
+        """Call `receive` with what `outputs` would yield, at less cost. Raises what `outputs` and `receive` raise."""
+        if len(self.prompts) > 1 or self._beams is not None:
+            async with aclosing(self.outputs()) as outputs:
+                async for index, output in outputs:
+                    if (waiting := receive(index, output)) is not None:
+                        await waiting
+            return
+        with self._admitted(), self._named(0) as (prompt, request_id, options):
+            counted = partial(self._receive, receive)
+            await self._state.llm.deliver(prompt, self._params[0], request_id, counted, **options)
 
     def usage(self, reasoning_tokens: int | None = None) -> Usage:
         """What has been used so far. reasoning_tokens: None if nobody has looked for a thought."""
@@ -132,12 +135,8 @@ class Generation:
         return usage
 
     async def _run(self, index: int) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        origin, llm = self._origin, self._state.llm
-        prompt: Prompt = {"prompt_token_ids": self.prompts[index].token_ids}
-        request_id = f"{origin.request_id}-{index}-{next(self._state.numbers)}"
-        options: Any = {"priority": origin.priority, "tenant": origin.tenant, "cache_salt": origin.cache_salt}
-        self._state.running.add(request_id)
-        try:
+        llm = self._state.llm
+        with self._named(index) as (prompt, request_id, options):
             if self._beams is not None:
                 found = await llm.beam_search(prompt, self._beams[index], request_id, **options)
                 del found.outputs[self._params[index].n :]
@@ -146,10 +145,41 @@ class Generation:
             async with aclosing(llm.generate(prompt, self._params[index], request_id, **options)) as stream:
                 async for output in stream:
                     yield index, output
+
+    @contextmanager
+    def _admitted(self) -> Iterator[None]:
+        """Count the request among those in flight. Raises ApiError if it is not taken."""
+        self._state.check_ready()
+        widths = [params.n for params in self._params] if self._beams is None else [b.beam_width for b in self._beams]
+        completions = sum(widths)
+        self._state.admission.enter(completions, self.prompt_tokens)
+        try:
+            yield
+        finally:
+            self._state.admission.leave(completions)
+            for index, progress in enumerate(self._progress):
+                self._leave_prefill(index)
+                if not progress.is_finished:
+                    self._state.metrics.count_abort(progress.completions)
+
+    @contextmanager
+    def _named(self, index: int) -> Iterator[tuple[Prompt, str, dict[str, Any]]]:
+        """A prompt as the engine takes it, with an id that no other has, and options that tell where it comes from."""
+        origin = self._origin
+        request_id = f"{origin.request_id}-{index}-{next(self._state.numbers)}"
+        self._state.running.add(request_id)
+        try:
+            options = {"priority": origin.priority, "tenant": origin.tenant, "cache_salt": origin.cache_salt}
+            yield {"prompt_token_ids": self.prompts[index].token_ids}, request_id, options
         finally:
             self._state.running.discard(request_id)
 
+    def _receive(self, receive: Receive, output: RequestOutput) -> Awaitable[None] | None:
+        self._count(0, output)
+        return receive(0, output)
+
     def _count(self, index: int, output: RequestOutput) -> None:
+        """Account for a delta. Raises the error that it ends with."""
         now, progress = time.monotonic(), self._progress[index]
         progress.metrics = output.metrics
         live = self._state.live
@@ -175,6 +205,8 @@ class Generation:
             metrics.count_request(
                 output.metrics, len(self.prompts[index].token_ids), progress.num_tokens, self._params[index]
             )
+        if output.error is not None:
+            raise output.error
 
     def _leave_prefill(self, index: int) -> None:
         progress = self._progress[index]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
+from collections.abc import Awaitable
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
+from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from kvllm.serving.errors import ApiError
@@ -14,6 +17,33 @@ MAX_HEAD_BYTES = 64 << 10
 """Of a request's line and headers."""
 HEAD_SECONDS = 30.0
 """Time in which the head of a request has to arrive, from the connection's start or the first byte behind an answer."""
+CYCLE = "kvllm.cycle"
+"""In an ASGI scope: a weak reference to uvicorn's part of the request, which has the scope."""
+
+
+class BodyWriter:
+    """Writes parts of a chunked body to a connection at once.
+
+    A message of ASGI costs more than the few bytes of an event, and may be sent by a task alone.
+    """
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    def write(self, data: bytes) -> Awaitable[None] | None:
+        """Returns what to wait for before the next part, if the client reads too slowly."""
+        cycle = self._cycle
+        if cycle.disconnected:
+            return None
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return cycle.flow.drain() if cycle.flow.write_paused else None
+
+
+def body_writer(scope: Scope) -> BodyWriter | None:
+    """What writes to the body of an answer whose head was sent; None in a server that is not ours."""
+    reference = scope.get(CYCLE)
+    cycle: RequestResponseCycle | None = reference() if reference is not None else None
+    return BodyWriter(cycle) if cycle is not None and cycle.chunked_encoding else None
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -82,6 +112,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle
+        cast(Scope, cycle.scope)[CYCLE] = weakref.ref(cycle)
         super()._start_asgi_task(cycle, app)
 
     def _end_answer(self) -> None:

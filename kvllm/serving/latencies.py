@@ -9,7 +9,7 @@ import numpy as np
 PERIODS = 20
 MOST_HELD = 100_000
 """Of a period that is still open: where nobody looks at the live page, it may never end."""
-MOST_VALUES = 2000
+MOST_VALUES = 500
 """Of a period that count: each k-th one where there are more, for percentiles of a few thousand are as good."""
 
 
@@ -18,18 +18,18 @@ class Latencies:
 
     def __init__(self) -> None:
         self._current: deque[float] = deque(maxlen=MOST_HELD)
-        self._periods: deque[list[float]] = deque(maxlen=PERIODS)
+        self._periods: deque[np.ndarray] = deque(maxlen=PERIODS)
 
     def add(self, seconds: float) -> None:
         self._current.append(seconds)
 
     def end_period(self) -> tuple[float | None, float | None]:
         """The median and the 99th percentile, None if there is no value; then a new period begins."""
-        current = list(self._current)
+        current = np.fromiter(self._current, np.float64, len(self._current))
         self._periods.append(current[:: len(current) // MOST_VALUES + 1])
         self._current.clear()
-        values = [value for period in self._periods for value in period]
-        if not values:
+        values = np.concatenate(self._periods)
+        if not len(values):
             return None, None
         median, slow = np.percentile(values, (50, 99))
         return round(float(median), 5), round(float(slow), 5)

@@ -7,6 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncGenerator
+from itertools import takewhile
 from operator import methodcaller
 from typing import TYPE_CHECKING
 
@@ -118,7 +119,8 @@ class LiveFeed:
     def _publish(self, state: ServerState, snapshot: EngineSnapshot) -> None:
         sample = make_sample(time.time(), snapshot, self.first_tokens.end_period(), self.gaps.end_period())
         self.history.append(sample)
-        recent = [each for each in self.history if sample.time - each.time <= WINDOW_SECONDS]
+        newest_first = takewhile(lambda each: sample.time - each.time <= WINDOW_SECONDS, reversed(self.history))
+        recent = list(newest_first)[::-1]
         warnings = find_warnings(recent, snapshot.waiting_for, snapshot.waiting_of)
         if state.admission.is_draining:
             count = state.admission.in_flight
@@ -132,6 +134,8 @@ class LiveFeed:
 
     def _send(self, tick: Tick) -> None:
         """Wake the viewers that wait now."""
+        if not self._viewers:
+            return
         self._event = event(msgspec.json.encode(tick))
         self._ticked.set()
         self._ticked = asyncio.Event()

@@ -20,7 +20,7 @@ from kvllm.serving.errors import ApiError
 from kvllm.serving.limits import read_json
 from kvllm.serving.messages_protocol import chat_of, count_decoder, messages_decoder
 from kvllm.serving.prompts import chat_prompt
-from kvllm.serving.sse import EventStream, named_event, until_disconnected
+from kvllm.serving.sse import EventStream, from_generator, named_event, until_disconnected
 from kvllm.serving.tool_choice import tool_choice
 
 PATH = "/v1/messages"
@@ -74,7 +74,7 @@ async def create(request: Request) -> Any:
     body = await read_json(request, messages_decoder, context.state.pool)
     answer = MessagesAnswer(await prepare(context, chat_of(body)), f"msg_{context.request_id}", body.model)
     if body.stream:
-        return EventStream(answer.events(), done=b"", failure=failure_event)
+        return EventStream(from_generator(answer.events()), done=b"", failure=failure_event)
     response = await until_disconnected(request, answer.complete())
     return Response(msgspec.json.encode(response), media_type="application/json")
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvllm.outputs import RequestMetrics
@@ -90,6 +92,39 @@ class EngineCollector(Collector):
         return gauge
 
 
+class TokenCollector(Collector):
+    """The tokens that were generated, and the times between them.
+
+    They are counted with each event of each stream, where a Counter and a Histogram take as long as making the event.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        self._labels = (model_name, "0")
+        self._tokens = 0
+        self._seconds = 0.0
+        self._counts = [0] * (len(TOKEN_SECONDS) + 1)
+
+    def count(self, number: int, seconds: float) -> None:
+        """seconds: since the tokens before; 0 for the first ones."""
+        self._tokens += number
+        if seconds:
+            mean = seconds / number
+            self._seconds += mean
+            self._counts[bisect_left(TOKEN_SECONDS, mean)] += 1
+
+    def collect(self) -> Iterator[Metric]:
+        names = ("model_name", "engine")
+        tokens = CounterMetricFamily("vllm:generation_tokens", "Tokens generated.", labels=names)
+        tokens.add_metric(self._labels, self._tokens)
+        yield tokens
+        text = "Time between tokens of a completion."
+        seconds = HistogramMetricFamily("vllm:inter_token_latency_seconds", text, labels=names)
+        bounds = (*map(str, map(float, TOKEN_SECONDS)), "+Inf")
+        buckets = list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
+        seconds.add_metric(self._labels, buckets, self._seconds)
+        yield seconds
+
+
 class ServerMetrics:
     """Metrics that the server counts itself, of requests as they go."""
 
@@ -100,7 +135,6 @@ class ServerMetrics:
         self._registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": "0"}
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of requests that ended.")
-        self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
         self._cache_queries = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up.")
         self._cache_hits = self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         self._success = Counter(
@@ -109,8 +143,6 @@ class ServerMetrics:
         self._first_token = self._histogram(
             "vllm:time_to_first_token_seconds", "Time to the first token.", FAST_SECONDS
         )
-        text = "Time between tokens of a completion."
-        self._between_tokens = self._histogram("vllm:inter_token_latency_seconds", text, TOKEN_SECONDS)
         text = "Time of a token, behind the first one, over a whole request."
         self._per_token = self._histogram("vllm:request_time_per_output_token_seconds", text, TOKEN_SECONDS)
         self._latency = self._histogram("vllm:e2e_request_latency_seconds", "Time of a request.", SLOW_SECONDS)
@@ -127,12 +159,9 @@ class ServerMetrics:
         info = Gauge("vllm:cache_config_info", "Settings of the KV cache.", ("engine", *cache), registry=self._registry)
         info.labels(engine="0", **cache).set(1)
         self._registry.register(EngineCollector(model_name, snapshot, rejections))
-
-    def count_tokens(self, count: int, seconds: float) -> None:
-        """New tokens of a completion. seconds: since those before; 0 for the first ones."""
-        self._generation_tokens.inc(count)
-        if seconds:
-            self._between_tokens.observe(seconds / count)
+        tokens = TokenCollector(model_name)
+        self._registry.register(tokens)
+        self.count_tokens = tokens.count
 
     def count_finish(self, reason: str) -> None:
         """A completion has ended."""

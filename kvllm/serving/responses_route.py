@@ -17,7 +17,7 @@ from kvllm.serving.chat import ChatAnswer, prepare
 from kvllm.serving.context import context_of
 from kvllm.serving.limits import read_json
 from kvllm.serving.responses_protocol import Reasoning, ResponsesRequest, TextFormat, chat_of, decoder
-from kvllm.serving.sse import EventStream, named_event, until_disconnected
+from kvllm.serving.sse import EventStream, from_generator, named_event, until_disconnected
 
 ID_PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
 
@@ -58,7 +58,7 @@ async def create(request: Request) -> Any:
     chat = await prepare(context, chat_of(body))
     answer = ResponsesAnswer(chat, body, context.request_id, body.model or context.state.model_name)
     if body.stream:
-        return EventStream(answer.events(), done=b"")
+        return EventStream(from_generator(answer.events()), done=b"")
     response = await until_disconnected(request, answer.complete())
     return Response(msgspec.json.encode(response), media_type="application/json")
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from kvllm.serving.errors import ApiError, as_api_error
+from kvllm.serving.http import BodyWriter, body_writer
 
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -23,6 +25,10 @@ FIRST_EVENT_SECONDS = 0.5
 """Time that the headers wait for the first event: a request that the engine refuses gets a status of its own."""
 
 T = TypeVar("T")
+Write = Callable[[bytes], Awaitable[None] | None]
+"""Sends data. What it returns must have ended before the next data are sent."""
+Source = Callable[[Write], Awaitable[None]]
+"""Writes the events of a stream, and returns behind the last one."""
 
 
 class ClientGone(Exception):
@@ -52,36 +58,50 @@ async def until_disconnected(request: Request, work: Awaitable[T]) -> T:
         await _cancel(task)
 
 
+def from_generator(events: AsyncGenerator[bytes, None]) -> Source:
+    """The events of a generator, which is closed in any case."""
+
+    async def source(write: Write) -> None:
+        async with aclosing(events):
+            async for data in events:
+                if (sending := write(data)) is not None:
+                    await sending
+
+    return source
+
+
 class EventStream:
-    """An answer that sends the events of a generator as they come.
+    """An answer that sends events as they come.
 
     Errors before the headers are raised; later ones become an event. Comments keep a silent connection alive. When the
-    client goes away, the generator is closed and ClientGone is raised.
+    client goes away, the source is cancelled and ClientGone is raised.
 
     done: what ends the stream. failure: the event of an error.
     """
 
     def __init__(
         self,
-        events: AsyncGenerator[bytes, None],
+        source: Source,
         done: bytes = DONE,
         failure: Callable[[ApiError], bytes] = lambda error: event(error.body()),
     ) -> None:
-        self._events = events
+        self._source = source
         self._done = done
         self._failure = failure
         self._has_begun = False
+        self._body: BodyWriter | None = None  # once the headers are sent, and where our own HTTP runs
         self._beginning = asyncio.Lock()
         self._is_silent = True  # since the last look of `_break_silence`
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         task = asyncio.current_task()
         assert task is not None
-        gone, silence = asyncio.ensure_future(_disconnected(receive)), asyncio.ensure_future(self._break_silence(send))
+        self._scope, self._asgi_send = scope, send
+        gone, silence = asyncio.ensure_future(_disconnected(receive)), asyncio.ensure_future(self._break_silence())
         end_task = lambda _: task.cancel()  # noqa: E731
         gone.add_done_callback(end_task)
         try:
-            await self._send_events(send)
+            await self._send_events()
         except asyncio.CancelledError:
             if not gone.done():
                 raise
@@ -91,40 +111,45 @@ class EventStream:
             gone.remove_done_callback(end_task)
             gone.cancel()
             silence.cancel()
-            await self._events.aclose()
 
-    async def _send_events(self, send: Send) -> None:
+    async def _send_events(self) -> None:
         try:
-            async for data in self._events:
-                await self._send(send, data)
+            await self._source(self._write)
         except Exception as error:
             if not self._has_begun:
                 raise
-            await self._send(send, self._failure(as_api_error(error)))
-        await self._send(send, self._done, more=False)
+            await self._send(self._failure(as_api_error(error)))
+        await self._send(self._done, more=False)
 
-    async def _break_silence(self, send: Send) -> None:
+    async def _break_silence(self) -> None:
         """Send the headers if the first event is late, and comments between events that come late."""
         await asyncio.sleep(FIRST_EVENT_SECONDS)
-        await self._begin(send)
+        await self._begin()
         while True:
             self._is_silent = True
             await asyncio.sleep(KEEP_ALIVE_SECONDS)
             if self._is_silent:
-                await self._send(send, KEEP_ALIVE)
+                await self._send(KEEP_ALIVE)
 
-    async def _begin(self, send: Send) -> None:
+    async def _begin(self) -> None:
         """Send the headers, unless that was done. Two may want to at once."""
         async with self._beginning:
             if not self._has_begun:
-                await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+                await self._asgi_send({"type": "http.response.start", "status": 200, "headers": HEADERS})
                 self._has_begun = True
+                self._body = body_writer(self._scope)
 
-    async def _send(self, send: Send, data: bytes, more: bool = True) -> None:
+    def _write(self, data: bytes) -> Awaitable[None] | None:
+        if self._body is None:
+            return self._send(data)
+        self._is_silent = False
+        return self._body.write(data)
+
+    async def _send(self, data: bytes, more: bool = True) -> None:
         self._is_silent = False
         if not self._has_begun:
-            await self._begin(send)
-        await send({"type": "http.response.body", "body": data, "more_body": more})
+            await self._begin()
+        await self._asgi_send({"type": "http.response.body", "body": data, "more_body": more})
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -11,7 +11,7 @@ from benchmarks.serving.http_overhead import run
 
 
 def test_both_sides_are_measured_on_the_same_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    batch = ["--models", "reasoner", "--batch", "4", "--output-tokens", "24", "--rounds", "2"]
+    batch = ["--models", "reasoner", "--batch", "4", "--output-tokens", "24", "--rounds", "2", "--patient"]
     run([*batch, "--output", str(tmp_path)])
     report = json.loads((tmp_path / "http_overhead.json").read_text())
     assert report["command"].startswith("python -m benchmarks.serving.http_overhead")

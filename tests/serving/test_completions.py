@@ -221,7 +221,9 @@ def test_64_streams_at_once(server: ServerProcess, expected: str) -> None:
         return "".join([chunk.choices[0].text async for chunk in stream])
 
     async def all_of_them() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=120
+        ) as client:
             return await asyncio.gather(*(one(client) for _ in range(64)))
 
     assert asyncio.run(all_of_them()) == [expected] * 64

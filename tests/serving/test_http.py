@@ -1,9 +1,12 @@
-"""The time that a request's line and headers may take, with a bound of a test on the protocol that serves."""
+"""The protocol that serves, on real connections: the time that the head of a request may take, and slow readers."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import uvicorn
@@ -20,6 +23,19 @@ async def answer_slowly(scope, receive, send) -> None:
     await send({"type": "http.response.body", "body": b"be", "more_body": True})
     await asyncio.sleep(2 * SECONDS)
     await send({"type": "http.response.body", "body": b"en"})
+
+
+@asynccontextmanager
+async def serving(app: Any, **options: Any) -> AsyncIterator[int]:
+    """A server of an application. Gives its port."""
+    config = uvicorn.Config(app, port=0, http=http.HttpProtocol, lifespan="off", log_config=None, **options)
+    server = uvicorn.Server(config)
+    task = asyncio.create_task(server._serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    yield server.servers[0].sockets[0].getsockname()[1]
+    server.should_exit = True
+    await task
 
 
 async def exchange(port: int, parts: list[bytes], pause: float) -> tuple[bytes, float]:
@@ -54,19 +70,42 @@ def test_a_head_has_to_arrive_in_time(monkeypatch: pytest.MonkeyPatch, parts: li
     monkeypatch.setattr(http, "HEAD_SECONDS", SECONDS)
 
     async def run() -> tuple[bytes, float]:
-        config = uvicorn.Config(
-            answer_slowly, port=0, http=http.HttpProtocol, lifespan="off", log_config=None, timeout_keep_alive=1
-        )
-        server = uvicorn.Server(config)
-        serving = asyncio.create_task(server._serve())
-        while not server.started:
-            await asyncio.sleep(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        found = await exchange(port, parts, SECONDS / 3)
-        server.should_exit = True
-        await serving
-        return found
+        async with serving(answer_slowly, timeout_keep_alive=1) as port:
+            return await exchange(port, parts, SECONDS / 3)
 
     content, seconds = asyncio.run(run())
     assert content.count(b"been") == answers
     assert SECONDS <= seconds < 10
+
+
+def test_a_body_waits_for_its_reader() -> None:
+    """Parts go straight to the connection until it is full; then the writer is told to wait until it is not."""
+    part, written, read = b"x" * 10_000, 0, asyncio.Event()
+
+    async def answer(scope, receive, send) -> None:
+        nonlocal written
+        assert http.body_writer(scope) is None  # the head is to come
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        writer = http.body_writer(scope)
+        assert writer is not None
+        while (waiting := writer.write(part)) is None:
+            written += len(part)
+        waiting = asyncio.ensure_future(waiting)
+        await asyncio.wait((waiting,), timeout=0.2)
+        assert not waiting.done()
+        read.set()
+        await asyncio.wait_for(waiting, 30)
+        await send({"type": "http.response.body", "body": part})
+
+    async def run() -> bytes:
+        async with serving(answer) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 16)
+            writer.write(REQUEST[:-2] + b"Connection: close\r\n\r\n")
+            await asyncio.wait_for(read.wait(), 30)
+            content = await asyncio.wait_for(reader.read(-1), 30)
+            writer.close()
+            return content
+
+    content = asyncio.run(run())
+    assert content.count(b"x") == written + 2 * len(part)
+    assert content.endswith(b"\r\n%b\r\n0\r\n\r\n" % part)

@@ -10,7 +10,7 @@ import pytest
 
 from kvllm.errors import RequestError
 from kvllm.serving import sse
-from kvllm.serving.sse import ClientGone, EventStream
+from kvllm.serving.sse import ClientGone, EventStream, from_generator
 
 
 class Connection:
@@ -44,7 +44,7 @@ def test_a_silent_stream_sends_comments(monkeypatch: pytest.MonkeyPatch) -> None
 
     async def run() -> Connection:
         connection = Connection()
-        task = asyncio.ensure_future(EventStream(events())({}, connection.receive, connection.send))
+        task = asyncio.ensure_future(EventStream(from_generator(events()))({}, connection.receive, connection.send))
         await asyncio.sleep(0.25)
         assert connection.sent[0]["status"] == 200 and set(connection.body.split(b"\n\n")) == {b": keep-alive", b""}
         await task
@@ -66,7 +66,7 @@ def test_errors(events_before: int) -> None:
 
     async def run() -> Connection:
         connection = Connection()
-        await EventStream(events())({}, connection.receive, connection.send)
+        await EventStream(from_generator(events()))({}, connection.receive, connection.send)
         return connection
 
     if events_before == 0:
@@ -89,7 +89,7 @@ def test_a_client_that_goes_closes_the_generator() -> None:
 
     async def run() -> None:
         connection = Connection()
-        task = asyncio.ensure_future(EventStream(events())({}, connection.receive, connection.send))
+        task = asyncio.ensure_future(EventStream(from_generator(events()))({}, connection.receive, connection.send))
         while not connection.body:
             await asyncio.sleep(0.01)
         connection.gone.set()
