@@ -6,13 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.common import intervals, report
 from benchmarks.common.trials import FULL, Outcome, percent
 
 Outcomes = Mapping[str, Outcome]
-"""The full cache's outcome, and others by method and column, as in "kara 0.2"."""
+"""The full cache's outcome, and others by method and column, as in "kara 0.2". A method may lack columns."""
+Points = Mapping[float, Outcome]
+"""The points of a line, by their places on the x axis."""
 
 
 def show(labels: Sequence[str], unit: str, columns: Sequence[str], outcomes: Outcomes) -> str:
@@ -22,15 +25,20 @@ def show(labels: Sequence[str], unit: str, columns: Sequence[str], outcomes: Out
     """
     first, full = labels[0], outcomes[FULL]
 
+    def shown(cell: Callable[[Outcome, str], str], label: str, column: str) -> str:
+        outcome = outcomes.get(f"{label} {column}")
+        return "-" if outcome is None else cell(outcome, column)
+
     def table(cell: Callable[[Outcome, str], str]) -> str:
-        rows = [[label, *(cell(outcomes[f"{label} {column}"], column) for column in columns)] for label in labels]
+        rows = [[label, *(shown(cell, label, column) for column in columns)] for label in labels]
         return report.table(["", *(f"{unit} {column}" for column in columns)], rows)
 
     def minus_full(outcome: Outcome, _: str) -> str:
         return _minus(outcome, full)
 
     def minus_first(outcome: Outcome, column: str) -> str:
-        return _minus(outcome, outcomes[f"{first} {column}"])
+        other = outcomes.get(f"{first} {column}")
+        return "-" if other is None else _minus(outcome, other)
 
     questions = len(full.right)
     parts = [
@@ -50,36 +58,42 @@ def _minus(outcome: Outcome, other: Outcome) -> str:
     return f"{difference.text} (p {difference.p_value:.1g})"
 
 
-def plot(path: Path, labels: Sequence[str], xlabel: str, columns: Mapping[str, float], outcomes: Outcomes) -> None:
-    """Right answers with their intervals, a line for each method. columns: the place of each on the x axis."""
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    axes = figure.subplots()
-    for i, label in enumerate(labels):
-        of_method = [outcomes[f"{label} {column}"] for column in columns]
-        y = [100 * outcome.accuracy for outcome in of_method]
-        bounds = [intervals.interval(sum(outcome.right), len(outcome.right)) for outcome in of_method]
-        errors = [
-            [value - 100 * low for value, (low, _) in zip(y, bounds, strict=True)],
-            [100 * high - value for value, (_, high) in zip(y, bounds, strict=True)],
-        ]
-        style: dict[str, Any] = {
-            "color": report.COLOURS[i % len(report.COLOURS)],
-            "linestyle": report.STYLES[i // len(report.COLOURS) % len(report.STYLES)],
-        }
-        axes.errorbar(
-            [*columns.values()],
-            y,
-            yerr=errors,
-            marker="o",
-            markersize=3,
-            linewidth=1.2,
-            capsize=2,
-            label=label,
-            **style,
-        )
-    axes.axhline(100 * outcomes[FULL].accuracy, color="grey", linewidth=0.8, label=FULL)
-    axes.set(xlabel=xlabel, ylabel="right answers (%)", ylim=(-2, 103))
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+def plot(path: Path, xlabel: str, panels: Mapping[str, Mapping[str, Points]], full: Outcome) -> None:
+    """Right answers with their intervals.
+
+    panels: by title, the lines by their labels. Lines of the same label look alike in all panels.
+    """
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(9, 6 if rows == columns == 1 else 1 + 3 * rows), layout="constrained")
+    all_axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
+    labels = list(dict.fromkeys(label for lines in panels.values() for label in lines))
+    handles: dict[str, Any] = {}
+    for axes, (title, lines) in zip(all_axes, panels.items(), strict=False):
+        for label, points in lines.items():
+            handles[label] = _draw(axes, points, labels.index(label))
+        handles[FULL] = axes.axhline(100 * full.accuracy, color="grey", linewidth=0.8)
+        axes.set(title=title, ylim=(-2, 103))
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    for axes in all_axes[len(panels) :]:
+        axes.set_axis_off()
+    figure.supxlabel(xlabel, fontsize="medium")
+    figure.supylabel("right answers (%)", fontsize="medium")
+    figure.legend(handles.values(), list(handles), loc="outside lower center", ncols=4, frameon=False)
     report.save(path, figure)
+
+
+def _draw(axes: Axes, points: Points, index: int) -> Any:
+    """A line, whose look goes by its index."""
+    y = [100 * outcome.accuracy for outcome in points.values()]
+    bounds = [intervals.interval(sum(outcome.right), len(outcome.right)) for outcome in points.values()]
+    errors = [
+        [value - 100 * low for value, (low, _) in zip(y, bounds, strict=True)],
+        [100 * high - value for value, (_, high) in zip(y, bounds, strict=True)],
+    ]
+    style: dict[str, Any] = {
+        "color": report.COLOURS[index % len(report.COLOURS)],
+        "linestyle": report.STYLES[index // len(report.COLOURS) % len(report.STYLES)],
+    }
+    return axes.errorbar([*points], y, yerr=errors, marker="o", markersize=3, linewidth=1.2, capsize=2, **style)

@@ -33,14 +33,20 @@ def kara(
     )
 
 
-def retained_of(budget: int, length: int, start: int, window: int, buffer: int) -> int:
-    """KV pairs to keep of each window, so that a text ends with at most `budget`.
+def windows_of(length: int, start: int, window: int, buffer: int) -> int:
+    """Windows that are compressed while a text is written; one that is full at the last token stays.
 
     length: KV pairs of the whole text. start: KV pairs in front of its first window.
+    """
+    return max(0, length - 1 - start - buffer) // (window - buffer)
+
+
+def retained_of(budget: int, length: int, start: int, window: int, buffer: int) -> int:
+    """KV pairs to keep of each window, so that a text ends with at most `budget`. length, start: as in `windows_of`.
 
     Raises ConfigError if the buffers alone take more.
     """
-    count = max(0, length - 1 - start - buffer) // (window - buffer)  # a window full at the last token stays
+    count = windows_of(length, start, window, buffer)
     most = window - buffer
     allowed = (
         f"at least {length - count * most} for a text of {length} tokens with windows of {window} KV pairs and a "
@@ -76,6 +82,12 @@ def recent_of(method: str, recent: int, kara: Iterable[int], prompts: Iterable[i
         return recent
     blocks = (-(-prompt // BLOCK_SIZE) * BLOCK_SIZE for prompt in prompts)
     return max(recent, min(n - prompt for n, prompt in zip(kara, blocks, strict=True)) // 2)
+
+
+def least_budgets(compression: CompressionConfig, prompts: Iterable[int]) -> list[int]:
+    """The smallest budget that policy="threshold" allows for a prompt of each length."""
+    protected = ((-(-prompt // BLOCK_SIZE) * BLOCK_SIZE if compression.protect_prompt else 0) for prompt in prompts)
+    return [n + compression.buffer + 1 for n in protected]
 
 
 def check_retention(option: str, text: str) -> None:

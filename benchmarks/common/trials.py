@@ -201,6 +201,12 @@ def fingerprint(setting: Setting, trial: Trial) -> str:
     return hashlib.sha256(parts).hexdigest()[:16]
 
 
+def prompts_of(outcome: Outcome) -> list[int]:
+    """Tokens of each prompt."""
+    lengths = zip(outcome.logical_lengths, outcome.tokens, strict=True)
+    return [logical - tokens + 1 for logical, tokens in lengths]
+
+
 def percent(outcome: Outcome) -> str:
     """Right answers in percent, with their interval."""
     low, high = interval(sum(outcome.right), len(outcome.right))

@@ -26,7 +26,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from benchmarks.common import accuracy, answer_tables, command_line, compressions, machine
-from benchmarks.common.trials import FULL, Outcome, Trial, run_all
+from benchmarks.common.trials import FULL, Outcome, Trial, prompts_of, run_all
 from kvllm.compression.specs import SPECS
 from kvllm.config import require
 
@@ -131,12 +131,6 @@ def threshold_trials(args: argparse.Namespace, outcomes: Outcomes) -> list[Trial
     return trials
 
 
-def prompts_of(outcome: Outcome) -> list[int]:
-    """Tokens of each prompt."""
-    lengths = zip(outcome.logical_lengths, outcome.tokens, strict=True)
-    return [logical - tokens + 1 for logical, tokens in lengths]
-
-
 # The script
 
 
@@ -154,9 +148,10 @@ def run_figure(arguments: Sequence[str]) -> None:
     unit = "KV pairs" if args.budgets else "retention"
     print(f"\n{answer_tables.show(labels, unit, args.columns, outcomes)}")
     print(f"\nIt took {(time.perf_counter() - begin) / 60:.0f} minutes.")
-    x = [float(column) if args.budgets else 100 * float(Fraction(column)) for column in args.columns]
+    x = {column: float(column) if args.budgets else 100 * float(Fraction(column)) for column in args.columns}
     xlabel = "KV pairs of a question" if args.budgets else "retention (%)"
-    answer_tables.plot(args.output / "figure_5.png", labels, xlabel, dict(zip(args.columns, x, strict=True)), outcomes)
+    lines = {label: {place: outcomes[f"{label} {column}"] for column, place in x.items()} for label in labels}
+    answer_tables.plot(args.output / "figure_5.png", xlabel, {"": lines}, outcomes[FULL])
     print(f"Written: {args.output / 'figure_5.json'}, {args.output / 'figure_5.png'}")
 
 

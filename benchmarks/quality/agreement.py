@@ -44,11 +44,13 @@ from benchmarks.reasoner.tasks import DEFAULT_TASK, TASKS
 from kvllm import LLM, SamplingParams
 from kvllm.compression.specs import SPECS
 from kvllm.config import require
+from kvllm.kvcache.formats import KV_CACHE_DTYPES
 from kvllm.tokenizer import load_tokenizer
 
 METHODS = tuple(SPECS)
 DEFAULT = tuple(name for name, spec in SPECS.items() if not spec.calibrated)  # the others need a file beside the model
 BY_WINDOWS = tuple(name for name, spec in SPECS.items() if name.startswith("kara") or spec.refusal("threshold"))
+ALL = "all KV pairs"
 PARTS = 4
 """Equal parts of a text, each with figures of its own."""
 BINS = 32
@@ -156,6 +158,7 @@ def make_engine(args: argparse.Namespace, trial: Trial, texts: Sequence[Text]) -
         accuracy.path_of(args),
         dtype=accuracy.dtype_of(args),
         block_size=trial.block_size,
+        kv_cache_dtype=trial.kv_cache_dtype,
         max_num_seqs=min(args.max_num_seqs, len(texts)),
         max_model_len=max(len(text.prompt) + len(text.output) for text in texts),
         compression=trial.compression,
@@ -199,12 +202,15 @@ def compare(args: argparse.Namespace, trial: Trial, texts: Sequence[Text], refer
 
 
 def trial_of(args: argparse.Namespace, method: str, budgets: list[int] | None, texts: Sequence[Text]) -> Trial:
+    if method == ALL:
+        return Trial(name=ALL, kv_cache_dtype=args.kv_cache_dtype)
     if method in BY_WINDOWS:
         compression = compressions.kara(args.retention, window=args.window, buffer=args.buffer, method=method)
-        return Trial(name=method, compression=compression)
+        return Trial(name=method, compression=compression, kv_cache_dtype=args.kv_cache_dtype)
     assert budgets is not None
     recent = compressions.recent_of(method, args.recent, budgets, (len(text.prompt) for text in texts))
-    return Trial(name=method, compression=compressions.threshold(method, recent=recent, gap=args.gap), budgets=budgets)
+    compression = compressions.threshold(method, recent=recent, gap=args.gap)
+    return Trial(name=method, compression=compression, budgets=budgets, kv_cache_dtype=args.kv_cache_dtype)
 
 
 # Figures
@@ -325,6 +331,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--dataset", metavar="FILE", help="JSONL with 'problem' and 'answer', instead of problems")
     add("--max-tokens", type=int, default=2048, help="most tokens of an answer to --dataset (default 2048)")
     add("--texts", type=int, default=32, metavar="N", help="most texts (default 32)")
+    dtypes = "dtype of the compared caches; another than the full cache's has a line with all KV pairs (default: auto)"
+    add("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", metavar="D", help=dtypes)
     add("--retention", default="0.3", help="share of a window that Kara keeps (default 0.3)")
     compressions.add_window_arguments(parser)
     compressions.add_baseline_arguments(parser)
@@ -361,11 +369,12 @@ def run_agreement(arguments: Sequence[str]) -> None:
     outcomes: dict[str, Outcome] = {}
     with tempfile.TemporaryDirectory() as directory:
         reference = refer(args, texts, Path(directory) / "logits.npy")
-        for method in args.methods:
-            trial = trial_of(args, method, outcomes["kara"].cached_lengths if outcomes else None, texts)
-            outcomes[method] = compare(args, trial, texts, reference)
-            print(f"  {method}: KL {mean_of(outcomes[method].divergence):.4f}", flush=True)
-            written.setdefault("methods", {})[method] = content(trial, outcomes[method])
+        for name in args.methods if args.kv_cache_dtype == "auto" else (ALL, *args.methods):
+            kara = outcomes.get("kara")
+            trial = trial_of(args, name, kara.cached_lengths if kara else None, texts)
+            outcomes[name] = compare(args, trial, texts, reference)
+            print(f"  {name}: KL {mean_of(outcomes[name].divergence):.4f}", flush=True)
+            written.setdefault("methods", {})[name] = content(trial, outcomes[name])
             report.write_json(args.output / "agreement.json", written)
     print(f"\n{show(outcomes)}")
     plot(args.output / "agreement.png", "Predictions with compressed caches against the full one", outcomes)

@@ -119,6 +119,18 @@ def test_agreement_is_that_of_dense_attention_over_what_is_cached(checkpoint: Pa
     assert parts[0] < 1e-9 < parts[-1]  # a cache is whole until it reaches its budget
     shown = capsys.readouterr().out
     assert f"{streaming['divergence']['mean']:.4f}" in shown and f"{100 * streaming['agreement']['mean']:.1f}" in shown
+
+
+def test_agreement_tells_what_rounded_kv_pairs_cost(checkpoint: Path, tmp_path: Path) -> None:
+    divergence = {}
+    for dtype in ("int8", "int4"):
+        arguments = ["--model", str(checkpoint), "--sizes", "5", "6", "--texts", "2", "--methods", "kara"]
+        agreement.run_agreement([*arguments, "--kv-cache-dtype", dtype, "--output", str(tmp_path)])
+        whole, kara = json.loads((tmp_path / "agreement.json").read_text())["methods"].values()
+        assert whole["kept"] == kara["kept"] == 1  # no window of 384 fills up, so both have the same KV pairs
+        assert kara["divergence"]["mean"] == pytest.approx(whole["divergence"]["mean"], rel=1e-3)
+        divergence[dtype] = whole["divergence"]["mean"]
+    assert 0 < 30 * divergence["int8"] < divergence["int4"]  # the square of 17 for steps 17 times as large, and less
     assert (tmp_path / "agreement.png").stat().st_size > 1000
 
 
