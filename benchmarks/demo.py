@@ -40,6 +40,7 @@ VARIANTS = (
     Variant("Kara, keeps\n1/2", KARA),
     Variant("kara_sharp,\nkeeps 1/2", SHARP),
     Variant("kara_sharp,\nkeeps 1/4", msgspec.structs.replace(SHARP, retain_blocks=4)),
+    Variant("int4, auto,\nkeeps 1/2", msgspec.structs.replace(KARA, method="auto"), {"kv_cache_dtype": "int4"}),
 )
 
 
@@ -62,10 +63,10 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 def describe(variant: Variant) -> str:
     """The settings of a variant in one line."""
-    compression = variant.compression
-    name = _one_line(variant.name)
+    compression, name = variant.compression, _one_line(variant.name)
+    dtype = f"; KV pairs in {variant.engine['kv_cache_dtype']}" if "kv_cache_dtype" in variant.engine else ""
     if compression is None:
-        return f"{name}: no compression"
+        return f"{name}: no compression{dtype}"
     kept = (
         f"{compression.retain_blocks} kept"
         if compression.retain_tokens is None
@@ -75,6 +76,7 @@ def describe(variant: Variant) -> str:
         f"{name}: {compression.method}, {compression.policy}, period {compression.period}; windows of "
         f"{compression.window_blocks} blocks, {kept}; buffer {compression.buffer}, chunk budget "
         f"{compression.chunk_budget}; prompts {'compressed too' if compression.compress_prompt else 'kept whole'}"
+        f"{dtype}"
     )
 
 

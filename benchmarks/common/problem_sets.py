@@ -6,6 +6,7 @@ import random
 from statistics import mean
 from typing import Any
 
+import torch
 from msgspec import Struct
 
 from benchmarks.common import workloads
@@ -15,9 +16,12 @@ from benchmarks.reasoner.problems import grade
 from benchmarks.reasoner.tasks import make_problem
 from benchmarks.reasoner.tokenizer import encode
 from kvllm import LLM, CompressionConfig, SamplingParams
+from kvllm.engine_args import DEFAULT_MODEL
+from kvllm.kvcache.cache import CacheShape
+from kvllm.models.config import load_model_config
 
 LINES = (26, 40)  # programs of equal length would run in waves, and the last wave would decide the time
-BLOCK_SIZE = 16
+DTYPE, BLOCK_SIZE = "bfloat16", 16
 POOL_FRACTION = 0.25
 MAX_TOKENS = 1800  # the longest working has about 1,600
 PROBLEMS, MAX_NUM_SEQS = 120, 48
@@ -60,15 +64,23 @@ class ProblemSet:
         return workloads.demand(kv_pairs, block_size, self.max_num_seqs)
 
     def engine(self, variant: Variant) -> dict[str, Any]:
-        """Keywords of `LLM` for a variant. Raises ConfigError if its compression does not fit its block size."""
+        """Keywords of `LLM` for a variant. A pool of another kv_cache_dtype has the bytes of the others.
+
+        Raises ConfigError if its compression does not fit its block size.
+        """
         block_size = variant.engine.get("block_size", BLOCK_SIZE)
         if variant.compression:
             variant.compression.retained(block_size)
+        blocks = int(POOL_FRACTION * self.wanted(block_size))
+        if "kv_cache_dtype" in variant.engine:
+            pool = {"kv_cache_memory_bytes": blocks * block_bytes(block_size)}
+        else:
+            pool = {"num_gpu_blocks_override": blocks}
         return {
-            "dtype": "bfloat16",
+            "dtype": DTYPE,
             "block_size": block_size,
             "max_num_seqs": self.max_num_seqs,
-            "num_gpu_blocks_override": int(POOL_FRACTION * self.wanted(block_size)),
+            **pool,
             **variant.engine,
         }
 
@@ -98,3 +110,10 @@ class ProblemSet:
             f"{self.max_num_seqs} sequences end with {wanted} KV blocks of {BLOCK_SIZE} tokens. The pool has {pool}, "
             f"{POOL_FRACTION:.0%} of that."
         )
+
+
+def block_bytes(block_size: int) -> int:
+    """Bytes of a block in the dtype of the activations."""
+    model = load_model_config(DEFAULT_MODEL)
+    shape = CacheShape(model.num_layers, model.num_kv_heads, model.head_dim, block_size, getattr(torch, DTYPE))
+    return shape.bytes_per_block

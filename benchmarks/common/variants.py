@@ -11,12 +11,14 @@ from kvllm import CompressionConfig
 from kvllm.attention.registry import BACKENDS
 from kvllm.compression.specs import SPECS
 from kvllm.errors import ConfigError
+from kvllm.kvcache.formats import KV_CACHE_DTYPES
 from kvllm.worker.build import DTYPES
 
 VANILLA = "vanilla"
 ENGINE_OPTIONS = {
     "block_size": int,
     "dtype": Literal["auto", *DTYPES],
+    "kv_cache_dtype": Literal[KV_CACHE_DTYPES],
     "attention_backend": Literal["auto", *BACKENDS],
     "enable_prefix_caching": bool,
     "max_num_seqs": int,
