@@ -262,6 +262,15 @@ def test_demo_solves_problems_in_a_small_pool(tmp_path, capsys):
         assert title in printed
 
 
+def test_demo_gives_pools_of_fewer_bits_the_bytes_of_the_others():
+    """A block of bfloat16 has 4 layers, 2 heads, 16 slots, keys and values, 64 channels of 2 bytes."""
+    problem_set = ProblemSet(6, 16, seed=1)
+    blocks = problem_set.engine(parse_variant("vanilla"))["num_gpu_blocks_override"]
+    of_int4 = problem_set.engine(parse_variant("vanilla:kv_cache_dtype=int4"))
+    assert of_int4["kv_cache_dtype"] == "int4" and "num_gpu_blocks_override" not in of_int4
+    assert of_int4["kv_cache_memory_bytes"] == blocks * 4 * 2 * 16 * 2 * 64 * 2
+
+
 def test_demo_refuses_settings_that_do_not_fit_before_it_runs(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["demo", "--variants", "vanilla", "kara"])
     with pytest.raises(SystemExit, match="lower buffer"):
