@@ -9,15 +9,15 @@ from collections.abc import Iterable
 from kvllm.config import EngineConfig
 from kvllm.core.admission import Admission
 from kvllm.core.block_manager import BlockManager, PrefixHit
-from kvllm.core.offloading import Offloading, sliding_changes
+from kvllm.core.offloading import Offloading, table_changes
 from kvllm.core.protocol import (
     BlockCopy,
     Fork,
     ScheduledSequence,
     SequenceStart,
-    SlidingChange,
     StepPlan,
     StepResult,
+    TableChange,
 )
 from kvllm.core.queue import FairQueue
 from kvllm.core.sequence import Sequence, fork_seed
@@ -62,7 +62,7 @@ class Batch:
                 self.waiting.requeue(seq)
             for seq, resumed in self.offloading.take_loaded():
                 self._begin(seq, seq.block_table[:], resumed=resumed)
-                self.plan.sliding += sliding_changes(seq)
+                self.plan.others += table_changes(seq)
         return self.plan
 
     def complete(self) -> None:
@@ -109,7 +109,7 @@ class Batch:
         compressed = self.admission.refills_compressed(seq)
         self._begin(seq, [])
         self.blocks.append(seq, num_tokens if compressed else seq.num_uncomputed)
-        self._append_sliding(seq, num_tokens, hit)
+        self._append_tables(seq, num_tokens, hit)
         self._schedule(seq, num_tokens, seq.block_table[:])
         if self.shares:
             self.shares.holding(seq).add(seq)
@@ -159,8 +159,8 @@ class Batch:
 
     def append(self, seq: Sequence, num_tokens: int, num_blocks: int) -> None:
         """Put `num_tokens` of a running sequence into the plan, for which it needs `num_blocks` more."""
-        if seq.sliding:
-            self._append_sliding(seq, num_tokens)
+        if seq.others:
+            self._append_tables(seq, num_tokens)
         if not num_blocks:
             self._schedule(seq, num_tokens, [])
             return
@@ -218,7 +218,7 @@ class Batch:
         """A sequence has begun to run in this step, and does not."""
         self.running.remove(seq)
         self.plan.new_seqs = [start for start in self.plan.new_seqs if start.seq_id != seq.seq_id]
-        self.plan.sliding = [change for change in self.plan.sliding if change.seq_id != seq.seq_id]
+        self.plan.others = [change for change in self.plan.others if change.seq_id != seq.seq_id]
 
     def fork(self, parent: Sequence, forks: list[Fork]) -> list[Sequence]:
         """Let the other completions of a request branch off: they share all blocks computed so far."""
@@ -233,19 +233,19 @@ class Batch:
         parent.forks_pending = 0
         return children
 
-    def _append_sliding(self, seq: Sequence, num_tokens: int, hit: PrefixHit | None = None) -> None:
+    def _append_tables(self, seq: Sequence, num_tokens: int, hit: PrefixHit | None = None) -> None:
         """Plan how a sequence's sliding tables change. hit: what it starts with, if it starts."""
-        for group, table in enumerate(seq.sliding):
-            copies, new_blocks = self.blocks.append_sliding(table, seq.logical_length, num_tokens)
+        for group, table in enumerate(seq.others):
+            copies, new_blocks = self.blocks.append_table(table, seq.logical_length, num_tokens)
             if hit:
-                new_blocks = hit.sliding[group] + new_blocks
+                new_blocks = hit.others[group] + new_blocks
             written = seq.logical_length // self.config.block_size
             self.plan.copies += [
                 BlockCopy(seq.seq_id, written, block, part) for part, block in zip(table.parts, copies, strict=False)
             ]
             if new_blocks or table.first != table.sent:
-                self.plan.sliding += [
-                    SlidingChange(seq.seq_id, part, table.first, new_blocks[i :: len(table.parts)])
+                self.plan.others += [
+                    TableChange(seq.seq_id, part, table.first, new_blocks[i :: len(table.parts)])
                     for i, part in enumerate(table.parts)
                 ]
                 table.sent = table.first

@@ -9,22 +9,22 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from kvllm.core.block_pool import BlockPool
+from kvllm.core.group_table import GroupTable
 from kvllm.core.prefix_cache import PrefixCache, block_hash, part_hash, root_hash
 from kvllm.core.sequence import Sequence
-from kvllm.core.sliding_table import SlidingTable
 from kvllm.kvcache.groups import UNIFORM, KVGroup, has_full, sliding_blocks
 
 
 class PrefixHit(NamedTuple):
     """Cached blocks that hold the first `num_blocks` blocks of a text.
 
-    full: all of them, if there is a group of layers that attend all tokens. sliding: for each sliding group those that
+    full: all of them, if there is a group of layers that attend all tokens. others: for each other group those that
     the next token attends. host: the host blocks that hold the blocks behind them.
     """
 
     num_blocks: int
     full: list[int]
-    sliding: list[list[int]]
+    others: list[list[int]]
     host: Sequences[int] = ()
 
 
@@ -32,7 +32,7 @@ class BlockManager:
     """Block tables of sequences over one pool. Pure accounting: the data is moved by the workers.
 
     A sequence has a `block_table` in the group of layers that attend all tokens, if the model has such layers, and a
-    SlidingTable in each other group.
+    GroupTable in each other group.
 
     most_idle: see BlockPool. kv_cache_dtype: a part of the identity of a block's content. sliding: the groups whose
     blocks are released behind a window.
@@ -52,13 +52,13 @@ class BlockManager:
         self.block_size = block_size
         self.kv_cache_dtype = kv_cache_dtype
         self.has_full = has_full(groups)
-        self.sliding = [group for group in groups if group.window is not None]
-        ends = list(accumulate((len(group.parts) for group in self.sliding), initial=int(self.has_full)))
+        self.others = [group for group in groups if group.window is not None]
+        ends = list(accumulate((len(group.parts) for group in self.others), initial=int(self.has_full)))
         self._parts = [range(*ends) for ends in pairwise(ends)]  # of each sliding group, among those of all groups
 
     @property
     def no_hit(self) -> PrefixHit:
-        return PrefixHit(0, [], [[] for _ in self.sliding])
+        return PrefixHit(0, [], [[] for _ in self.others])
 
     @property
     def prefix_cache(self) -> PrefixCache | None:
@@ -83,7 +83,7 @@ class BlockManager:
 
     def num_exclusive(self, seq: Sequence) -> int:
         """Blocks that become available when `seq` lets go of its blocks."""
-        tables = (seq.block_table, *(table.blocks for table in seq.sliding))
+        tables = (seq.block_table, *(table.blocks for table in seq.others))
         return sum(self.pool.references[block] == 1 for table in tables for block in table)
 
     # Growth
@@ -97,7 +97,7 @@ class BlockManager:
         owned_hits = sum(1 for block in hit.full if self.pool.references[block])
         needed = self.blocks_for(num_pairs) - owned_hits if self.has_full else 0
         # A sliding table lets go of what it shares while the prompt is computed: that saves no block.
-        return needed + sliding_blocks(self.sliding, seq.num_tokens, self.block_size, chunk)
+        return needed + sliding_blocks(self.others, seq.num_tokens, self.block_size, chunk)
 
     def blocks_to_restore(self, counts: Iterable[int], hit: PrefixHit) -> int:
         """Blocks that leave the available ones by `restore`."""
@@ -108,23 +108,23 @@ class BlockManager:
         self.pool.own(hit.full)
         seq.block_table.extend(hit.full)
         length = hit.num_blocks * self.block_size
-        for group, parts, blocks in zip(self.sliding, self._parts, hit.sliding, strict=True):
+        for group, parts, blocks in zip(self.others, self._parts, hit.others, strict=True):
             self.pool.own(blocks)
-            seq.sliding.append(SlidingTable(group, parts, self.block_size, length, blocks[:]))
+            seq.others.append(GroupTable(group, parts, self.block_size, length, blocks[:]))
 
     def restore(self, seq: Sequence, hit: PrefixHit, counts: list[int]) -> None:
         """Give a sequence tables of as many blocks as `counts` says for each, the first of them those that are found
         cached."""
         self.pool.own(hit.full)
         seq.block_table = hit.full + self.pool.allocate(counts[0] - len(hit.full))
-        for group, parts, count in zip(self.sliding, self._parts, counts[1:], strict=True):
+        for group, parts, count in zip(self.others, self._parts, counts[1:], strict=True):
             blocks = self.pool.allocate(count)
-            seq.sliding.append(SlidingTable(group, parts, self.block_size, seq.logical_length, blocks))
+            seq.others.append(GroupTable(group, parts, self.block_size, seq.logical_length, blocks))
         # From here on all tables hold what is offered to later sequences.
-        seq.hashed_blocks = max([len(hit.full), *(table.first for table in seq.sliding)])
+        seq.hashed_blocks = max([len(hit.full), *(table.first for table in seq.others)])
 
     def blocks_to_append(self, seq: Sequence, num_tokens: int) -> int:
-        """Blocks that `append` and `append_sliding` will allocate."""
+        """Blocks that `append` and `append_table` will allocate."""
         needed = 0
         if self.has_full:
             # Asked of every sequence at every step: the calls of `blocks_for` and `_writes_shared_block` would show.
@@ -133,7 +133,7 @@ class BlockManager:
             index, offset = divmod(cached, self.block_size)
             needed = missing if missing > 0 else 0
             needed += offset > 0 and self.pool.references[table[index]] > 1
-        for table in seq.sliding:
+        for table in seq.others:
             needed += table.num_missing(seq.logical_length + num_tokens)
             needed += len(table.parts) * self._writes_shared(table, seq.logical_length)
         return needed
@@ -157,7 +157,7 @@ class BlockManager:
         seq.block_table.extend(new_blocks)
         return new_blocks, replaced
 
-    def append_sliding(self, table: SlidingTable, length: int, num_tokens: int) -> tuple[list[int], list[int]]:
+    def append_table(self, table: GroupTable, length: int, num_tokens: int) -> tuple[list[int], list[int]]:
         """Make room for `num_tokens` tokens behind the first `length` in a sliding table.
 
         Returns the blocks that replaced those of the last block of the text, because these are shared and about to be
@@ -176,14 +176,14 @@ class BlockManager:
     def fork(self, child: Sequence) -> None:
         """`child` was made by `Sequence.fork` and holds copies of its parent's tables: count their references."""
         self.pool.own(child.block_table)
-        for table in child.sliding:
+        for table in child.others:
             self.pool.own(table.blocks)
 
     def _writes_shared_block(self, seq: Sequence) -> bool:
         index, offset = divmod(seq.cached_length, self.block_size)
         return offset > 0 and self.pool.is_shared(seq.block_table[index])
 
-    def _writes_shared(self, table: SlidingTable, length: int) -> bool:
+    def _writes_shared(self, table: GroupTable, length: int) -> bool:
         return length % self.block_size > 0 and self.pool.is_shared(table.blocks[table.at(length)][0])
 
     # Prefix caching
@@ -197,12 +197,12 @@ class BlockManager:
         hashes = seq.block_hashes[:count]
         full = cache.match(hashes) if self.has_full else []
         count = len(full) if self.has_full else count
-        if not self.sliding:
+        if not self.others:
             return PrefixHit(count, full, [])
         while (missing := self._missing_block(cache, hashes, count)) is not None:
             count = missing
-        sliding = [self._window(cache, hashes, count, i) for i in range(len(self.sliding))]
-        return PrefixHit(count, full[:count], sliding)
+        others = [self._window(cache, hashes, count, i) for i in range(len(self.others))]
+        return PrefixHit(count, full[:count], others)
 
     def match_unchanged(self, seq: Sequence) -> PrefixHit:
         """Cached blocks that hold the beginning of a sequence's cache, as far as nothing was compressed, or carries
@@ -228,13 +228,13 @@ class BlockManager:
         self._extend_hashes(seq, full)
         for index in range(seq.hashed_blocks, full):
             digest = seq.block_hashes[index]
-            if not self.sliding:
+            if not self.others:
                 cache.insert(digest, seq.block_table[index], seq.tenant)
                 continue
             # Where a window was missing, blocks were computed again of which idle ones are there.
             if self.has_full:
                 self.pool.renew(digest, seq.block_table[index], seq.tenant)
-            for table in seq.sliding:
+            for table in seq.others:
                 for part, block in zip(table.parts, table.of_block(index), strict=True):
                     self.pool.renew(part_hash(digest, part), block, seq.tenant)
         seq.hashed_blocks = full
@@ -251,24 +251,24 @@ class BlockManager:
 
     def _missing_block(self, cache: PrefixCache, hashes: list[bytes], count: int) -> int | None:
         """The last block of a text that a sliding group lacks of those that the token behind `count` blocks attends."""
-        for group, parts in zip(self.sliding, self._parts, strict=True):
+        for group, parts in zip(self.others, self._parts, strict=True):
             first = group.first_block(count * self.block_size, self.block_size)
             for index in range(count - 1, first - 1, -1):
                 if any(cache.find(part_hash(hashes[index], part)) is None for part in parts):
                     return index
         return None
 
-    def _window(self, cache: PrefixCache, hashes: list[bytes], count: int, sliding: int) -> list[int]:
+    def _window(self, cache: PrefixCache, hashes: list[bytes], count: int, other: int) -> list[int]:
         """The blocks of a sliding group that the token behind `count` blocks attends, all of which are cached."""
-        first = self.sliding[sliding].first_block(count * self.block_size, self.block_size)
-        keys = [part_hash(digest, part) for digest in hashes[first:count] for part in self._parts[sliding]]
+        first = self.others[other].first_block(count * self.block_size, self.block_size)
+        keys = [part_hash(digest, part) for digest in hashes[first:count] for part in self._parts[other]]
         return [block for key in keys if (block := cache.find(key)) is not None]
 
     # Shrinking
 
     def release_behind(self, seq: Sequence) -> None:
         """Let go of the blocks behind the windows of the next token."""
-        for table in seq.sliding:
+        for table in seq.others:
             self.pool.release(table.take_behind(seq.logical_length))
 
     def blocks_to_compact(self, seq: Sequence, first: int, count: int, keep: int) -> int:
@@ -299,9 +299,9 @@ class BlockManager:
         """Let go of all blocks of `seq`."""
         self.pool.release(seq.block_table)
         seq.block_table = []
-        for table in seq.sliding:
+        for table in seq.others:
             self.pool.release(table.blocks)
-        seq.sliding = []
+        seq.others = []
 
     # Integrity
 
@@ -309,7 +309,7 @@ class BlockManager:
         """Raise RuntimeError unless every block is free, cached or owned, and owned as often as tables name it; and
         every table holds what it has to."""
         sequences = list(sequences)
-        tables = [table for seq in sequences for table in (seq.block_table, *(each.blocks for each in seq.sliding))]
+        tables = [table for seq in sequences for table in (seq.block_table, *(each.blocks for each in seq.others))]
         self.pool.check(Counter(block for table in tables for block in table))
         for table in tables:
             if len(set(table)) != len(table):
@@ -317,6 +317,6 @@ class BlockManager:
         for seq in sequences:
             if self.has_full and len(seq.block_table) < self.blocks_for(seq.cached_length):
                 raise RuntimeError(f"{len(seq.block_table)} blocks cannot hold {seq.cached_length} KV pairs")
-            for table in seq.sliding:
+            for table in seq.others:
                 if table.num_missing(seq.logical_length) or table.first != table.first_of(seq.logical_length):
                     raise RuntimeError(f"a window of sequence {seq.seq_id} is not what its next token attends")

@@ -182,7 +182,7 @@ class CompressionPlanner:
         complete = self.policy.regions_of(seq).next_end(cached, seq.uncompressed_tail)
         target = min(complete, cached + seq.max_length - 1 - logical)
         growth = max(0, self.blocks.blocks_for(target) - len(seq.block_table))
-        for table in seq.sliding:
+        for table in seq.others:
             most = table.group.most_blocks(logical + target - cached, self.config.block_size, 1)
             growth += max(0, most - len(table.blocks))
         return growth
@@ -191,7 +191,7 @@ class CompressionPlanner:
         """Blocks that are left for what can be compressed, once each of some sequences has its next token in sliding
         groups."""
         available = self.blocks.num_available
-        if not self.blocks.sliding:
+        if not self.blocks.others:
             return available
-        growth = (table.num_missing(seq.logical_length + 1) for seq in sequences for table in seq.sliding)
+        growth = (table.num_missing(seq.logical_length + 1) for seq in sequences for table in seq.others)
         return available - sum(growth)

@@ -8,7 +8,7 @@ from itertools import chain
 from kvllm.config import EngineConfig
 from kvllm.core.block_manager import BlockManager, PrefixHit
 from kvllm.core.host_blocks import HostBlocks
-from kvllm.core.protocol import BlockTransfer, Load, SlidingChange, StepPlan, StepResult
+from kvllm.core.protocol import BlockTransfer, Load, StepPlan, StepResult, TableChange
 from kvllm.core.sequence import Sequence
 from kvllm.core.swap_cost import SwapCost
 from kvllm.stats import EngineStats
@@ -60,7 +60,7 @@ class Offloading:
     def suspend(self, seq: Sequence) -> bool:
         """Let the cache of a sequence that is preempted go to the host, if it is worth it and there is room. The caller
         releases its blocks."""
-        tables = [seq.block_table, *(table.blocks for table in seq.sliding)]
+        tables = [seq.block_table, *(table.blocks for table in seq.others)]
         num_blocks = sum(map(len, tables))
         reported = seq.sampling.prompt_logprobs is not None and not seq.num_generated
         if reported or not num_blocks or not self.cost.swaps(num_blocks, seq.logical_length):
@@ -79,7 +79,7 @@ class Offloading:
 
     def match(self, seq: Sequence, hit: PrefixHit, limit: int) -> PrefixHit:
         """A hit in the pool, and the host blocks that hold what follows, of at most `limit` tokens."""
-        if self.blocks.sliding or not self.blocks.prefix_cache:
+        if self.blocks.others or not self.blocks.prefix_cache:
             return hit
         hashes = seq.block_hashes[hit.num_blocks : limit // self.blocks.block_size]
         return hit._replace(host=self.host.match(hashes)) if hashes else hit
@@ -88,7 +88,7 @@ class Offloading:
         """Begin to load what a waiting sequence has on the host, into blocks that it owns from now on."""
         if seq.host_tables is not None:
             self.blocks.restore(seq, hit, [len(table) for table in seq.host_tables])
-            tables = [seq.block_table, *(table.blocks for table in seq.sliding)]
+            tables = [seq.block_table, *(table.blocks for table in seq.others)]
             moved = len(hit.full)  # the pool still has those
             blocks, host_blocks = list(chain(*tables))[moved:], list(chain(*seq.host_tables))[moved:]
         else:
@@ -173,13 +173,13 @@ class Offloading:
         seq.host_tables = None
 
 
-def sliding_changes(seq: Sequence) -> list[SlidingChange]:
+def table_changes(seq: Sequence) -> list[TableChange]:
     """All of a sequence's sliding tables, for workers that have nothing of them."""
     changes = []
-    for table in seq.sliding:
+    for table in seq.others:
         table.sent = table.first
         count = len(table.parts)
         changes += [
-            SlidingChange(seq.seq_id, part, table.first, table.blocks[i::count]) for i, part in enumerate(table.parts)
+            TableChange(seq.seq_id, part, table.first, table.blocks[i::count]) for i, part in enumerate(table.parts)
         ]
     return changes

@@ -2,7 +2,7 @@
 
 A plan holds what has changed since the last one, so its size follows the batch and not the context. Every rank receives
 the same bytes and executes the parts in this order: `reset`, `cancelled`, `stores`, `suspended`, `forgotten`,
-`dropped_seq_ids`, `new_seqs`, `scored`, `compressions`, `copies`, `loads`, `sliding`, then `scheduled`. Compressions
+`dropped_seq_ids`, `new_seqs`, `scored`, `compressions`, `copies`, `loads`, `others`, then `scheduled`. Compressions
 come before the forward pass, so the blocks that they empty may already be used by it, and be loaded to. Stores come
 before all that writes to blocks.
 """
@@ -128,7 +128,7 @@ class Load(Struct, array_like=True, frozen=True):
     transfer: BlockTransfer
 
 
-class SlidingChange(Struct, array_like=True, frozen=True):
+class TableChange(Struct, array_like=True, frozen=True):
     """A change of a sequence's table in a part of a sliding KV group, made before the pass.
 
     part: index among the parts of all groups.
@@ -158,7 +158,7 @@ class StepPlan(Struct, array_like=True):
     copies: list[BlockCopy] = []
     scheduled: list[ScheduledSequence] = []
     reset: bool = False
-    sliding: list[SlidingChange] = []
+    others: list[TableChange] = []
     stores: list[BlockTransfer] = []
     loads: list[Load] = []
     cancelled: list[int] = []

@@ -267,7 +267,7 @@ class Scheduler:
         for seq, scheduled in zip(self.batch.executed(result), plan.scheduled, strict=True):
             seq.advance(scheduled.num_tokens)
             self.blocks.cache_full_blocks(seq)
-            if seq.sliding:
+            if seq.others:
                 self.blocks.release_behind(seq)
             if not scheduled.samples:
                 continue

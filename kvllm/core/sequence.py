@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from kvllm.core.group_table import GroupTable
 from kvllm.core.regions import Region
-from kvllm.core.sliding_table import SlidingTable
 from kvllm.outputs import RequestMetrics
 from kvllm.sampling_params import SamplingParams
 
@@ -69,6 +69,7 @@ class Sequence:
         "max_length",
         "metrics",
         "origin",
+        "others",
         "preemptions",
         "prompt_length",
         "refill_length",
@@ -76,7 +77,6 @@ class Sequence:
         "sampling",
         "seed",
         "seq_id",
-        "sliding",
         "tail_start",
         "token_ids",
         "uncompressed_tail",
@@ -130,7 +130,7 @@ class Sequence:
         """Drop all state of the cache; the blocks must have been released."""
         self.metrics.missing_entries -= self.logical_length - self.cached_length
         self.block_table: list[int] = []
-        self.sliding: list[SlidingTable] = []
+        self.others: list[GroupTable] = []
         self.logical_length = 0
         self.cached_length = 0
         self.uncompressed_tail = 0
@@ -175,7 +175,7 @@ class Sequence:
     @property
     def num_blocks(self) -> int:
         """Blocks that its tables name."""
-        return len(self.block_table) + sum(len(table.blocks) for table in self.sliding)
+        return len(self.block_table) + sum(len(table.blocks) for table in self.others)
 
     @property
     def was_compacted(self) -> bool:
@@ -258,7 +258,7 @@ class Sequence:
             metrics=self.metrics,
         )
         child.block_table = list(self.block_table)
-        child.sliding = [table.fork() for table in self.sliding]
+        child.others = [table.fork() for table in self.others]
         child.block_hashes = list(self.block_hashes)
         child.hashed_blocks = self.hashed_blocks
         child.logical_length = self.logical_length

@@ -9,7 +9,7 @@ import torch
 
 from kvllm.compression.queries import window_tokens
 from kvllm.config import EngineConfig
-from kvllm.core.protocol import CompressionJob, ScheduledSequence, SequenceStart, SlidingChange, StepPlan
+from kvllm.core.protocol import CompressionJob, ScheduledSequence, SequenceStart, StepPlan, TableChange
 from kvllm.core.regions import make_regions
 from kvllm.errors import ConfigError
 from kvllm.kvcache.groups import has_full
@@ -89,7 +89,7 @@ def _prefill(config: EngineConfig) -> Iterator[StepPlan]:
     yield StepPlan(
         new_seqs=[SequenceStart(i, [0] * n, n, n - num_tokens, SAMPLING, i) for i, n in enumerate(lengths)],
         scheduled=[ScheduledSequence(i, num_tokens, _blocks(n, config), [], True) for i, n in enumerate(lengths)],
-        sliding=[change for i, n in enumerate(lengths) for change in _windows(i, n - num_tokens, n, config)],
+        others=[change for i, n in enumerate(lengths) for change in _windows(i, n - num_tokens, n, config)],
     )
     yield StepPlan(dropped_seq_ids=list(range(config.max_num_seqs)))
 
@@ -109,7 +109,7 @@ def _event(config: EngineConfig) -> Iterator[StepPlan]:
     yield StepPlan(
         new_seqs=[SequenceStart(i, [0] * length, length, length - 1, SAMPLING, i) for i in seq_ids],
         scheduled=[ScheduledSequence(i, 1, _blocks(length, config), [], True) for i in seq_ids],
-        sliding=[change for i in seq_ids for change in _windows(i, length - 1, length + 1, config)],
+        others=[change for i in seq_ids for change in _windows(i, length - 1, length + 1, config)],
     )
     first = region.start // config.block_size
     old, new = _blocks(region.end, config)[first:], _blocks(region.end - region.dropped, config)[first:]
@@ -128,13 +128,13 @@ def _blocks(num_kv_pairs: int, config: EngineConfig) -> list[int]:
     return [0] * -(-num_kv_pairs // config.block_size) if has_full(config.kv_groups) else []
 
 
-def _windows(seq_id: int, computed: int, length: int, config: EngineConfig) -> Iterator[SlidingChange]:
+def _windows(seq_id: int, computed: int, length: int, config: EngineConfig) -> Iterator[TableChange]:
     """New sliding tables of a sequence that grows from `computed` tokens to `length`."""
     groups = ((group, part) for group in config.kv_groups for part in group.parts)
     for index, (group, _) in enumerate(groups):
         if group.window is not None:
             first = group.first_block(computed, config.block_size)
-            yield SlidingChange(seq_id, index, first, [0] * (-(-length // config.block_size) - first))
+            yield TableChange(seq_id, index, first, [0] * (-(-length // config.block_size) - first))
 
 
 def _run_once(step: Step) -> Step:

@@ -18,9 +18,9 @@ from kvllm.core.protocol import (
     Fork,
     ScheduledSequence,
     SequenceStart,
-    SlidingChange,
     StepPlan,
     StepResult,
+    TableChange,
     TransferReport,
 )
 from kvllm.kvcache.cache import PagedKVCache
@@ -175,7 +175,7 @@ class ModelRunner:
                 self._copy_on_write(plan.copies)
             if self.offloader:
                 self.offloader.load(plan)
-            for change in plan.sliding:
+            for change in plan.others:
                 self._slide(change)
             samples = self._forward(plan.scheduled, graphs) if plan.scheduled else None
         if plan.scheduled and graphs:  # the next step is probably one more token of each, and this one still runs
@@ -252,7 +252,7 @@ class ModelRunner:
         destinations = [copy.destination for copy in copies]
         self.operations.copy_blocks(to_device(sources, self.device), to_device(destinations, self.device))
 
-    def _slide(self, change: SlidingChange) -> None:
+    def _slide(self, change: TableChange) -> None:
         tables, table_slot = self.tables[change.part], self.states[change.seq_id].table_slot
         tables.slide(table_slot, change.first)
         tables.append(table_slot, change.new_blocks)

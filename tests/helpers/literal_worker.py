@@ -48,7 +48,7 @@ class LiteralSequence:
         self.sampling = sampling
         self.prompt_length = prompt_length
         self.table: list[int] = []
-        self.sliding: dict[int, LiteralTable] = {}
+        self.others: dict[int, LiteralTable] = {}
         self.logical = cached
         self.cached = cached
         self.first_scored: int | None = None  # a position; none before it has a score
@@ -128,9 +128,9 @@ class LiteralWorker:
         block, offset = divmod(index, self.config.block_size)
         return seq.table[block] * self.config.block_size + offset
 
-    def sliding_slot(self, seq: LiteralSequence, part: int, position: int) -> int:
+    def other_slot(self, seq: LiteralSequence, part: int, position: int) -> int:
         block, offset = divmod(position, self.config.block_size)
-        table = seq.sliding[part]
+        table = seq.others[part]
         assert block >= table.first, "this block is released"
         return table.blocks[block - table.first] * self.config.block_size + offset
 
@@ -171,8 +171,8 @@ class LiteralWorker:
             self._copy(self.sequences[block_copy.seq_id], block_copy)
         for load in plan.loads:
             self.host.load(load, self.cache, self._in_use(plan))
-        for change in plan.sliding:
-            table = self.sequences[change.seq_id].sliding.setdefault(change.part, LiteralTable())
+        for change in plan.others:
+            table = self.sequences[change.seq_id].others.setdefault(change.part, LiteralTable())
             table.slide(change.first)
             table.blocks += change.new_blocks
         result = self._forward(plan)
@@ -183,7 +183,7 @@ class LiteralWorker:
         """Blocks that the step reads or writes behind its loads."""
         used = {block for item in plan.scheduled for block in item.new_blocks}
         for seq in self.sequences.values():
-            used.update(seq.table, *(table.blocks for table in seq.sliding.values()))
+            used.update(seq.table, *(table.blocks for table in seq.others.values()))
         return used
 
     def _compress(self, seq: LiteralSequence, job) -> None:
@@ -241,7 +241,7 @@ class LiteralWorker:
         size, destination = self.config.block_size, plan.destination
         index, table = plan.index, seq.table
         if self.windows[plan.part] is not None:
-            index, table = index - seq.sliding[plan.part].first, seq.sliding[plan.part].blocks
+            index, table = index - seq.others[plan.part].first, seq.others[plan.part].blocks
         source, table[index] = table[index], destination
         for offset in range(size):
             if source * size + offset in self.cache:
@@ -260,8 +260,8 @@ class LiteralWorker:
             for _ in range(item.num_tokens):
                 if None in self.windows:
                     self.cache[self.slot(seq, seq.cached)] = seq.entry(seq.logical)
-                for part in seq.sliding:
-                    self.cache[self.sliding_slot(seq, part, seq.logical)] = (part, *seq.entry(seq.logical))
+                for part in seq.others:
+                    self.cache[self.other_slot(seq, part, seq.logical)] = (part, *seq.entry(seq.logical))
                 seq.cached += 1
                 seq.logical += 1
         for item in plan.scheduled:  # every write of the step is done: nobody wrote over somebody else's entries
@@ -278,7 +278,7 @@ class LiteralWorker:
                 child.logical = seq.logical
                 child.table = list(seq.table)
                 child.first_scored = seq.first_scored
-                child.sliding = copy.deepcopy(seq.sliding)
+                child.others = copy.deepcopy(seq.others)
                 assert fork.seq_id not in self.sequences
                 self.sequences[fork.seq_id] = child
                 tokens.append(self._sample(fork.seq_id, child))
@@ -305,16 +305,16 @@ class LiteralWorker:
             if window is None:
                 continue
             for position in range(max(0, seq.logical - num_tokens + 1 - window), seq.logical):
-                assert self.cache[self.sliding_slot(seq, part, position)] == (part, *seq.entry(position))
-            assert len(seq.sliding[part].blocks) <= -(-(window - 1 + num_tokens) // size) + 1
+                assert self.cache[self.other_slot(seq, part, position)] == (part, *seq.entry(position))
+            assert len(seq.others[part].blocks) <= -(-(window - 1 + num_tokens) // size) + 1
 
     def check_agrees(self, seq: Sequence) -> None:
         """The scheduler's idea of a running sequence is the worker's, but for what it releases in the next step."""
         mine = self.sequences[seq.seq_id]
         assert (mine.logical, mine.cached) == (seq.logical_length, seq.cached_length)
-        for table in seq.sliding:
+        for table in seq.others:
             for i, part in enumerate(table.parts):
-                of_part = mine.sliding[part]
+                of_part = mine.others[part]
                 assert of_part.blocks[table.first - of_part.first :] == table.blocks[i :: len(table.parts)]
         if None not in self.windows:
             return

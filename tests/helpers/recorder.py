@@ -208,7 +208,7 @@ def poison(scheduler: Scheduler, cache: PagedKVCache) -> None:
         index = torch.arange(seq.cached_length)
         if seq.block_table:
             owned[torch.tensor(seq.block_table)[index // size], index % size] = True
-        for table in seq.sliding:
+        for table in seq.others:
             for part in range(len(table.parts)):
                 blocks = torch.tensor(table.blocks[part :: len(table.parts)], dtype=torch.long)
                 index = torch.arange(seq.logical_length - table.first * size)

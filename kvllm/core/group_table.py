@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvllm.kvcache.groups import KVGroup
 
 
-class SlidingTable:
+class GroupTable:
     """Blocks of one sequence in one group. Those behind the window are released.
 
     first: index, among the blocks of the text, of the first one that is held.
@@ -53,8 +53,8 @@ class SlidingTable:
         self.first = first
         return behind
 
-    def fork(self) -> SlidingTable:
+    def fork(self) -> GroupTable:
         """A copy, for a sequence that shares the blocks."""
-        copy = SlidingTable(self.group, self.parts, self.block_size, 0, self.blocks[:])
+        copy = GroupTable(self.group, self.parts, self.block_size, 0, self.blocks[:])
         copy.first, copy.sent = self.first, self.sent
         return copy
