@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
@@ -22,7 +23,7 @@ from kvllm.compression.specs import (
 )
 from kvllm.errors import ConfigError
 from kvllm.kvcache.formats import KV_CACHE_DTYPES, KV_FORMATS
-from kvllm.kvcache.groups import UNIFORM, KVGroup, has_full
+from kvllm.kvcache.groups import UNIFORM, KVGroup, has_full, make_groups
 
 POLICIES = ("periodic", "pressure", "standalone", "threshold")
 ORDERS = ("most_uncompressed", "queue")
@@ -51,6 +52,13 @@ def check_types(options: Struct) -> None:
 def require(condition: bool, field: str, value: Any, allowed: str) -> None:
     if not condition:
         raise ConfigError(f"{field}={value!r} is not allowed: {allowed}")
+
+
+class LayerGroup(Struct, frozen=True):
+    """Layers of a model that keep `retain_blocks` blocks of each window. layers: their indices, from 0."""
+
+    layers: tuple[int, ...]
+    retain_blocks: int
 
 
 class CompressionConfig(Struct, frozen=True, kw_only=True):
@@ -85,6 +93,11 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
             `SamplingParams.budget_tokens` comes first, and moves both by the same number of KV pairs.
         protect_prompt: "threshold" leaves the blocks of the prompt whole, too; they count among `budget_tokens`.
         method_options: further options of the method, by name, as its spec lists them: `{"sinks": 8}` for "streaming".
+        layer_groups: what groups of layers keep of each window, where it shall differ, instead of `retain_blocks`:
+            `[{"layers": [0, 1, 2], "retain_blocks": 1}, {"layers": [3], "retain_blocks": 2}]`. Each layer that attends
+            all tokens is in one of them. A layer that keeps less gives its blocks back to the pool. "auto" shares out
+            `retain_blocks` of each layer so that the layers lose least, as the checkpoint's `kv_layer_losses.json` has
+            it (benchmarks.quality.calibrate).
         guard_kl: the divergence KL(full || compressed), in nats a token, that compressions should not exceed on
             average. A sample of windows is judged when `buffer` tokens are behind them: what follows these is predicted
             with the cache as it was, and with what is left of it. Windows keep more blocks while the mean is above, and
@@ -113,6 +126,7 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
     budget_tokens: int | None = None
     protect_prompt: bool = False
     method_options: dict[str, int | float] = {}
+    layer_groups: tuple[LayerGroup, ...] | Literal["auto"] = ()
     guard_kl: float | None = None
     guard_every: int = 8
 
@@ -143,6 +157,8 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
             require(self.buffer >= 1, "buffer", self.buffer, needed)
         self._check_score_source()
         self._check_guard()
+        if self.layer_groups:
+            self._check_layer_groups()
         if self.policy == "threshold":
             self._check_threshold()
         else:
@@ -181,6 +197,54 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
             )
             require(self.policy != "threshold", "guard_kl", target, allowed)
             require(self.buffer >= 1, "buffer", self.buffer, "at least 1 with guard_kl, which judges by its tokens")
+
+    def _check_layer_groups(self) -> None:
+        """Lengths of all groups differ by whole blocks, so that they come to windows and to new blocks together."""
+        seen = set[int]()
+        for group in self.named_groups:
+            blocks = group.retain_blocks
+            most = f"between 1 and window_blocks={self.window_blocks}"
+            require(1 <= blocks <= self.window_blocks, "layer_groups: retain_blocks", blocks, most)
+            require(bool(group.layers), "layer_groups: layers", [], "at least one layer")
+            for layer in group.layers:
+                require(layer >= 0, "layer_groups: layers", layer, "indices of layers, from 0")
+                require(layer not in seen, "layer_groups: layers", layer, "each layer once, and this one stands twice")
+                seen.add(layer)
+        beside = {
+            "policy": (self.policy == "threshold", "which are for windows: a threshold cuts a cache to budget_tokens"),
+            "retain_tokens": (self.retain_tokens is not None, "where retain_blocks of each group says what it keeps"),
+            "guard_kl": (self.guard_kl is not None, "because a guard changes what all layers keep"),
+            "method": (self.spec.observes, "because it needs KV pairs to be in the same place in all layers"),
+        }
+        for field, (is_refused, reason) in beside.items():
+            require(not is_refused, field, getattr(self, field), f"not beside layer_groups, {reason}")
+
+    @property
+    def named_groups(self) -> tuple[LayerGroup, ...]:
+        """`layer_groups`; none while these are to be found."""
+        return () if isinstance(self.layer_groups, str) else self.layer_groups
+
+    def retained_by_layer(self, windows: Sequence[int | None]) -> list[int | None] | None:
+        """Blocks of a window that each layer of a model keeps; None if `layer_groups` does not say.
+
+        windows: of each layer, None for those that attend all tokens and are compressed.
+
+        Raises ConfigError unless `layer_groups` names these layers, and no others.
+        """
+        if not self.named_groups:
+            return None
+        found: list[int | None] = [None] * len(windows)
+        for group in self.named_groups:
+            for layer in group.layers:
+                known = f"the model has layers 0 to {len(windows) - 1}"
+                require(layer < len(windows), "layer_groups: layers", layer, known)
+                window = windows[layer]
+                sliding = f"this layer attends the last {window} tokens alone, and is not compressed: leave it out"
+                require(window is None, "layer_groups: layers", layer, sliding)
+                found[layer] = group.retain_blocks
+        missing = [layer for layer, window in enumerate(windows) if window is None and found[layer] is None]
+        require(not missing, "layer_groups", self.layer_groups, f"layers {missing} are in no group: add them")
+        return found
 
     def _check_threshold(self) -> None:
         threshold, budget = self.threshold_tokens, self.budget_tokens
@@ -250,7 +314,8 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
         return self.retained(block_size) == self.window_blocks * block_size
 
     def retained(self, block_size: int) -> int:
-        """KV pairs kept of a window, buffer included; of the whole cache with policy="threshold".
+        """KV pairs kept of a window, buffer included; of the whole cache with policy="threshold". With `layer_groups`,
+        those of the layers that keep least.
 
         Raises:
             ConfigError: the window, what is kept of it and the buffer do not fit into each other at this block size.
@@ -259,7 +324,10 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
             return self.held_tokens
         window = self.window_blocks * block_size
         size = f"a window of {self.window_blocks} blocks of {block_size} has {window} KV pairs"
-        if self.retain_tokens is None:
+        if self.named_groups:
+            least = min(group.retain_blocks for group in self.named_groups)
+            retained, field, value = least * block_size, "layer_groups: retain_blocks", least
+        elif self.retain_tokens is None:
             retained, field, value = self.retain_blocks * block_size, "retain_blocks", self.retain_blocks
         else:
             retained, field, value = self.retain_tokens, "retain_tokens", self.retain_tokens
@@ -275,6 +343,19 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
         if self.policy == "standalone":
             require(block_size == 1, "block_size", block_size, 'policy="standalone" moves by single KV pairs: use 1')
         return retained
+
+
+def bounding(windows: Sequence[int | None], max_model_len: int) -> list[int | None]:
+    """The windows of layers; one that holds the longest text is none."""
+    return [window if window is not None and window < max_model_len else None for window in windows]
+
+
+def make_kv_groups(windows: Sequence[int | None], compression: CompressionConfig | None) -> tuple[KVGroup, ...]:
+    """The KV groups of a model with these windows, by layer, under a compression.
+
+    Raises ConfigError as `CompressionConfig.retained_by_layer`.
+    """
+    return make_groups(windows, compression.retained_by_layer(windows) if compression else None)
 
 
 class TenantConfig(Struct, frozen=True, kw_only=True):

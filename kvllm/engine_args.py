@@ -13,10 +13,11 @@ from typing import get_type_hints
 
 import msgspec
 
+from kvllm.compression.layer_shares import resolve
 from kvllm.compression.specs import STATISTICS_FILE
-from kvllm.config import CompressionConfig, EngineConfig, TenantConfig, require
+from kvllm.config import CompressionConfig, EngineConfig, TenantConfig, bounding, make_kv_groups, require
 from kvllm.errors import ConfigError
-from kvllm.kvcache.groups import UNIFORM, KVGroup, make_groups
+from kvllm.kvcache.groups import UNIFORM, KVGroup
 from kvllm.models.config import DTYPES, QUANTIZATIONS, ModelConfig, load_model_config
 
 DEFAULT_MODEL = Path(__file__).parent / "assets" / "reasoner"
@@ -128,6 +129,9 @@ class EngineArgs:
         self._check_types()
         self._check_names()
         self._check_sizes()
+        groups = self.compression.layer_groups if isinstance(self.compression, CompressionConfig) else ()
+        allowed = "without disable_hybrid_kv_cache_manager, which lets all layers share their blocks: leave one out"
+        require(not (groups and self.disable_hybrid_kv_cache_manager), "layer_groups", groups, allowed)
         self._engine_config(1, self.max_model_len or 2)  # which checks the options that it takes over
         with_ray = 'Ray runs ranks on GPUs if the cluster has enough of them, else on CPUs: use "auto"'
         require(not self.uses_ray or self.device == "auto", "device", self.device, with_ray)
@@ -161,12 +165,15 @@ class EngineArgs:
     def engine_config(self) -> EngineConfig:
         """With as many blocks as can be of use: there may be memory for fewer."""
         length = self.max_model_len or self.model_config.max_position_embeddings
-        groups = self._kv_groups(self.model_config, length)
+        compression = self._compression()
+        groups = UNIFORM
+        if not self.disable_hybrid_kv_cache_manager:
+            windows = bounding(self.model_config.windows, length)
+            compression = resolve(compression, self.path, windows, self.block_size)
+            groups = make_kv_groups(windows, compression)
         most = (group.most_blocks(length, self.block_size, self.max_num_batched_tokens) for group in groups)
-        return self._engine_config(self.max_num_seqs * sum(most), length, groups)
-
-    def _kv_groups(self, model: ModelConfig, max_model_len: int) -> tuple[KVGroup, ...]:
-        return UNIFORM if self.disable_hybrid_kv_cache_manager else make_groups(model.windows, max_model_len)
+        config = self._engine_config(self.max_num_seqs * sum(most), length, groups)
+        return msgspec.structs.replace(config, compression=compression)
 
     def _engine_config(
         self, num_blocks: int, max_model_len: int, kv_groups: tuple[KVGroup, ...] = UNIFORM

@@ -14,8 +14,8 @@ import torch
 
 from kvllm.config import EngineConfig, require
 from kvllm.core.compression_policy import peak_blocks, tail_start
-from kvllm.core.regions import Regions, make_regions
-from kvllm.kvcache.groups import UNIFORM, KVGroup, block_layers, has_full, sliding_blocks
+from kvllm.core.regions import Regions, make_group_regions
+from kvllm.kvcache.groups import UNIFORM, KVGroup, block_layers, full_groups, sliding_blocks
 from kvllm.models import model_family
 from kvllm.models.config import ModelConfig
 from kvllm.parallel import Shard, SingleRank
@@ -98,17 +98,26 @@ class MemoryPlan:
         return self.config.active_compression is not None
 
     def compressed_length(self, length: int, prompt: int) -> int:
-        """KV pairs that a layer without a window holds at last of `length` tokens, `prompt` of them the prompt."""
-        if self._regions is None:
+        """KV pairs that a layer without a window holds at last of `length` tokens, `prompt` of them the prompt; in the
+        mean over such layers, rounded up, where they keep different shares."""
+        if not self.compresses:
             return length
-        *_, held = self._regions.cached_lengths(prompt, length, tail_start(self.config, prompt))
-        return held
+        full = sum(kind.layers for kind in self.layer_types if kind.window is None)
+        return -(-self._compressed_units(length, prompt) // full)
 
     def compressed_kv_bytes(self, length: int, prompt: int, num_sequences: int = 1) -> int:
         """Bytes of the KV pairs of sequences of `length` tokens at last, compressed in layers without a window."""
-        full = self.compressed_length(length, prompt)
-        units = sum(kind.layers * (full if kind.window is None else kind.held(length)) for kind in self.layer_types)
-        return num_sequences * self.pair_bytes * units
+        sliding = sum(kind.layers * kind.held(length) for kind in self.layer_types if kind.window is not None)
+        return num_sequences * self.pair_bytes * (self._compressed_units(length, prompt) + sliding)
+
+    def _compressed_units(self, length: int, prompt: int) -> int:
+        """KV pairs that all layers without a window hold at last of `length` tokens."""
+        full = sum(kind.layers for kind in self.layer_types if kind.window is None)
+        units = 0
+        for group, regions in zip(full_groups(self.config.kv_groups), self._regions or [], strict=bool(self._regions)):
+            *_, held = regions.cached_lengths(prompt, length, tail_start(self.config, prompt))
+            units += (group.num_layers or full) * held
+        return units if self._regions else full * length
 
     def pool_bytes(self, memory: int, utilization: float) -> int:
         """Bytes of the KV pool on each rank, if each has `memory` bytes of which `utilization` may be in use.
@@ -135,13 +144,14 @@ class MemoryPlan:
     def blocks_held(self, length: int, prompt: int, *, compressed: bool) -> int:
         """Blocks of the pool that a sequence holds at most when it decodes up to `length` tokens, in all KV groups."""
         groups, regions = self.config.kv_groups, self._regions if compressed else None
-        full = peak_blocks(self.config, regions, prompt, length) if has_full(groups) else 0
+        full = peak_blocks(self.config, regions, prompt, length)
         return full + sliding_blocks(groups, length, self.config.block_size, 1)
 
     @property
-    def _regions(self) -> Regions | None:
-        active = self.config.active_compression
-        return active and make_regions(active, self.config.block_size)
+    def _regions(self) -> list[Regions] | None:
+        """The lengths under compression in each KV group that attends all tokens."""
+        active, groups = self.config.active_compression, full_groups(self.config.kv_groups)
+        return active and make_group_regions(active, self.config.block_size, groups)
 
 
 def plan_memory(model: ModelConfig, config: EngineConfig, dtype: str, num_ranks: int = 1) -> MemoryPlan:

@@ -41,8 +41,8 @@ class EngineStats(Struct):
         compression_events: steps that compressed.
         windows_compressed: summed over sequences; a cache cut by threshold counts as a window.
         entries_evicted: KV pairs dropped, summed over sequences. A KV pair is one token's keys and
-            values over all layers.
-        blocks_released: blocks by which block tables shrank.
+            values over all layers; where layers keep different shares, this is their mean.
+        blocks_released: blocks by which block tables shrank, those of all KV groups.
         compressions_judged: compressions whose divergence was measured.
         divergence_sum: of these, KL(full || compressed) in nats a token, summed.
         peak_blocks: most blocks owned by sequences at once.

@@ -86,7 +86,9 @@ def make_job(
         compression=variant.compression,
     )
     policy = make_policy(config)
-    needed = max(peak_blocks(config, policy and policy.regions, len(r.prompt_token_ids), r.kv_pairs) for r in requests)
+    needed = max(
+        peak_blocks(config, policy and policy.group_regions, len(r.prompt_token_ids), r.kv_pairs) for r in requests
+    )
     if needed > config.num_blocks:
         raise ConfigError(
             f"variant {variant.name}: a request needs {needed} KV blocks of {config.block_size} tokens and the pool "

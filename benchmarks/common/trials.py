@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from statistics import mean
 
 import msgspec
@@ -20,6 +21,7 @@ from benchmarks.common.progress import SECONDS_SIDE_BY_SIDE, show_progress
 from benchmarks.common.questions import Questions, QuestionSource
 from kvllm import LLM, CompressionConfig, RequestOutput, SamplingParams
 from kvllm.engine_args import DEFAULT_MODEL
+from kvllm.models.config import load_model_config
 
 FULL = "full cache"
 REASONER = "reasoner"
@@ -124,7 +126,7 @@ def event_seconds(llm: LLM) -> float:
 
 def make_engine(setting: Setting, trial: Trial, questions: Questions) -> LLM:
     return LLM(
-        DEFAULT_MODEL if setting.model == REASONER else setting.model,
+        path_of(setting),
         dtype=setting.dtype,
         block_size=trial.block_size,
         kv_cache_dtype=trial.kv_cache_dtype,
@@ -134,13 +136,20 @@ def make_engine(setting: Setting, trial: Trial, questions: Questions) -> LLM:
     )
 
 
+def path_of(setting: Setting) -> Path:
+    return Path(DEFAULT_MODEL if setting.model == REASONER else setting.model)
+
+
 def pool_blocks(setting: Setting, trial: Trial, questions: Questions) -> int | None:
     """Blocks for all of the reasoner's problems at once. None on a GPU or for a dataset: the memory sizes the pool."""
     if torch.cuda.is_available() or setting.questions.dataset:
         return None
     longest = max(len(prompt) + n for prompt, n in zip(questions.prompts, questions.max_tokens, strict=True))
     running = min(setting.max_num_seqs, len(questions.prompts))
-    return running * (-(-longest // trial.block_size) + 1)
+    tables = 1
+    if trial.compression and trial.compression.layer_groups:
+        tables = load_model_config(path_of(setting)).num_layers  # at most: each layer keeps a share of its own
+    return running * tables * (-(-longest // trial.block_size) + 1)
 
 
 def answer(llm: LLM, trial: Trial, questions: Questions) -> list[RequestOutput]:

@@ -125,7 +125,7 @@ def sequence_blocks(job: Job) -> int:
         **{name: job.engine[name] for name in names},
     )
     policy = make_policy(config)
-    regions = policy and policy.regions
+    regions = policy and policy.group_regions
     return max(peak_blocks(config, regions, len(r.prompt_token_ids), r.kv_pairs) for r in job.requests)
 
 

@@ -37,7 +37,7 @@ class Admission:
         found in the pool."""
         if seq.host_tables is not None:
             return self.blocks.blocks_to_restore(map(len, seq.host_tables), hit)
-        return self.blocks.blocks_to_admit(seq, self._peak_pairs(seq), self.config.max_num_batched_tokens, hit)
+        return self.blocks.blocks_to_admit(seq, self._peak_blocks(seq), self.config.max_num_batched_tokens, hit)
 
     def spare_blocks(self, seq: Sequence, growth: int) -> int:
         """Blocks to leave free beside others that run, and grow by `growth` blocks."""
@@ -80,8 +80,8 @@ class Admission:
         """Whether a preempted sequence's output is compressed on its way in, window by window."""
         return self.planner is not None and self.planner.refills_compressed(seq)
 
-    def _peak_pairs(self, seq: Sequence) -> int:
-        """Most KV pairs that the prefill of `seq` holds at once."""
+    def _peak_blocks(self, seq: Sequence) -> int:
+        """Most blocks that the prefill of `seq` holds at once in the layers that attend all tokens."""
         if self.planner is None or not self.planner.refills_compressed(seq):
-            return seq.num_tokens
-        return self.planner.peak_blocks(seq, seq.num_tokens) * self.config.block_size
+            return self.blocks.full_parts * self.blocks.blocks_for(seq.num_tokens)
+        return self.planner.peak_blocks(seq, seq.num_tokens)

@@ -108,8 +108,9 @@ class Batch:
         num_tokens = self.admission.chunk(seq, budget)
         compressed = self.admission.refills_compressed(seq)
         self._begin(seq, [])
-        self.blocks.append(seq, num_tokens if compressed else seq.num_uncomputed)
-        self._append_tables(seq, num_tokens, hit)
+        reserved = num_tokens if compressed else seq.num_uncomputed
+        self.blocks.append(seq, reserved)
+        self._append_tables(seq, num_tokens, reserved, hit)
         self._schedule(seq, num_tokens, seq.block_table[:])
         if self.shares:
             self.shares.holding(seq).add(seq)
@@ -160,7 +161,7 @@ class Batch:
     def append(self, seq: Sequence, num_tokens: int, num_blocks: int) -> None:
         """Put `num_tokens` of a running sequence into the plan, for which it needs `num_blocks` more."""
         if seq.others:
-            self._append_tables(seq, num_tokens)
+            self._append_tables(seq, num_tokens, num_tokens)
         if not num_blocks:
             self._schedule(seq, num_tokens, [])
             return
@@ -233,10 +234,14 @@ class Batch:
         parent.forks_pending = 0
         return children
 
-    def _append_tables(self, seq: Sequence, num_tokens: int, hit: PrefixHit | None = None) -> None:
-        """Plan how a sequence's sliding tables change. hit: what it starts with, if it starts."""
+    def _append_tables(self, seq: Sequence, num_tokens: int, reserved: int, hit: PrefixHit | None = None) -> None:
+        """Plan how a sequence's tables of groups behind the first change.
+
+        reserved: tokens for which tables of all tokens get blocks. hit: what the sequence starts with, if it starts.
+        """
         for group, table in enumerate(seq.others):
-            copies, new_blocks = self.blocks.append_table(table, seq.logical_length, num_tokens)
+            room = reserved if table.is_full else num_tokens
+            copies, new_blocks = self.blocks.append_table(table, seq.logical_length, room)
             if hit:
                 new_blocks = hit.others[group] + new_blocks
             written = seq.logical_length // self.config.block_size

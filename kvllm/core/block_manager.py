@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Sequences
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 from kvllm.core.block_pool import BlockPool
 from kvllm.core.group_table import GroupTable
 from kvllm.core.prefix_cache import PrefixCache, block_hash, part_hash, root_hash
 from kvllm.core.sequence import Sequence
-from kvllm.kvcache.groups import UNIFORM, KVGroup, has_full, sliding_blocks
+from kvllm.kvcache.groups import UNIFORM, KVGroup, full_groups, has_full, sliding_blocks
 
 
 class PrefixHit(NamedTuple):
     """Cached blocks that hold the first `num_blocks` blocks of a text.
 
-    full: all of them, if there is a group of layers that attend all tokens. others: for each other group those that
-    the next token attends. host: the host blocks that hold the blocks behind them.
+    full: those of the first group, if its layers attend all tokens. others: for each other group those that the next
+    token attends. host: the host blocks that hold the blocks behind them.
     """
 
     num_blocks: int
@@ -31,11 +31,11 @@ class PrefixHit(NamedTuple):
 class BlockManager:
     """Block tables of sequences over one pool. Pure accounting: the data is moved by the workers.
 
-    A sequence has a `block_table` in the group of layers that attend all tokens, if the model has such layers, and a
-    GroupTable in each other group.
+    A sequence has a `block_table` in the first group, if its layers attend all tokens, and a GroupTable in each other
+    group.
 
-    most_idle: see BlockPool. kv_cache_dtype: a part of the identity of a block's content. sliding: the groups whose
-    blocks are released behind a window.
+    most_idle: see BlockPool. kv_cache_dtype: a part of the identity of a block's content. others: the groups in which
+    sequences have a GroupTable. full_parts: parts of all groups whose layers attend all tokens.
     """
 
     def __init__(
@@ -52,9 +52,10 @@ class BlockManager:
         self.block_size = block_size
         self.kv_cache_dtype = kv_cache_dtype
         self.has_full = has_full(groups)
-        self.others = [group for group in groups if group.window is not None]
+        self.others = list(groups[1:] if self.has_full else groups)
+        self.full_parts = sum(len(group.parts) for group in full_groups(groups))
         ends = list(accumulate((len(group.parts) for group in self.others), initial=int(self.has_full)))
-        self._parts = [range(*ends) for ends in pairwise(ends)]  # of each sliding group, among those of all groups
+        self._parts = [range(*ends) for ends in pairwise(ends)]  # of each other group, among those of all groups
 
     @property
     def no_hit(self) -> PrefixHit:
@@ -88,16 +89,16 @@ class BlockManager:
 
     # Growth
 
-    def blocks_to_admit(self, seq: Sequence, num_pairs: int, chunk: int, hit: PrefixHit) -> int:
+    def blocks_to_admit(self, seq: Sequence, full_blocks: int, chunk: int, hit: PrefixHit) -> int:
         """Blocks that leave the available ones when a sequence starts with `hit` and is computed, `chunk` tokens a step
         at most.
 
-        num_pairs: most KV pairs that its table of all tokens has to hold meanwhile.
+        full_blocks: most blocks that its tables of all tokens have to hold meanwhile.
         """
-        owned_hits = sum(1 for block in hit.full if self.pool.references[block])
-        needed = self.blocks_for(num_pairs) - owned_hits if self.has_full else 0
-        # A sliding table lets go of what it shares while the prompt is computed: that saves no block.
-        return needed + sliding_blocks(self.others, seq.num_tokens, self.block_size, chunk)
+        others = (blocks for group, blocks in zip(self.others, hit.others, strict=True) if group.window is None)
+        owned_hits = sum(1 for block in chain(hit.full, *others) if self.pool.references[block])
+        # A table with a window lets go of what it shares while the prompt is computed: that saves no block.
+        return full_blocks - owned_hits + sliding_blocks(self.others, seq.num_tokens, self.block_size, chunk)
 
     def blocks_to_restore(self, counts: Iterable[int], hit: PrefixHit) -> int:
         """Blocks that leave the available ones by `restore`."""
@@ -117,10 +118,11 @@ class BlockManager:
         cached."""
         self.pool.own(hit.full)
         seq.block_table = hit.full + self.pool.allocate(counts[0] - len(hit.full))
-        for group, parts, count in zip(self.others, self._parts, counts[1:], strict=True):
-            blocks = self.pool.allocate(count)
-            seq.others.append(GroupTable(group, parts, self.block_size, seq.logical_length, blocks))
-        # From here on all tables hold what is offered to later sequences.
+        for group, parts, count, first in zip(self.others, self._parts, counts[1:], seq.host_firsts, strict=True):
+            table = GroupTable(group, parts, self.block_size, seq.logical_length, self.pool.allocate(count))
+            table.first = first
+            seq.others.append(table)
+        # From here on all tables hold what is offered to later sequences, if nothing was compressed.
         seq.hashed_blocks = max([len(hit.full), *(table.first for table in seq.others)])
 
     def blocks_to_append(self, seq: Sequence, num_tokens: int) -> int:
@@ -139,7 +141,7 @@ class BlockManager:
         return needed
 
     def append(self, seq: Sequence, num_tokens: int) -> tuple[list[int], int | None]:
-        """Make room for `num_tokens` KV pairs behind the cached ones in the table of all tokens.
+        """Make room for `num_tokens` KV pairs behind the cached ones in the first group.
 
         Returns the blocks appended to the table, and the index of a table entry that was replaced because the block
         there is shared and is about to be written (copy on write), if any.
@@ -158,7 +160,7 @@ class BlockManager:
         return new_blocks, replaced
 
     def append_table(self, table: GroupTable, length: int, num_tokens: int) -> tuple[list[int], list[int]]:
-        """Make room for `num_tokens` tokens behind the first `length` in a sliding table.
+        """Make room for `num_tokens` tokens behind the first `length` in the table of another group.
 
         Returns the blocks that replaced those of the last block of the text, because these are shared and about to be
         written, and the blocks appended.
@@ -250,7 +252,7 @@ class BlockManager:
             seq.block_hashes.append(block_hash(parent, tokens))
 
     def _missing_block(self, cache: PrefixCache, hashes: list[bytes], count: int) -> int | None:
-        """The last block of a text that a sliding group lacks of those that the token behind `count` blocks attends."""
+        """The last block of a text that a group lacks of those that the token behind `count` blocks attends."""
         for group, parts in zip(self.others, self._parts, strict=True):
             first = group.first_block(count * self.block_size, self.block_size)
             for index in range(count - 1, first - 1, -1):
@@ -259,7 +261,7 @@ class BlockManager:
         return None
 
     def _window(self, cache: PrefixCache, hashes: list[bytes], count: int, other: int) -> list[int]:
-        """The blocks of a sliding group that the token behind `count` blocks attends, all of which are cached."""
+        """The blocks of another group that the token behind `count` blocks attends, all of which are cached."""
         first = self.others[other].first_block(count * self.block_size, self.block_size)
         keys = [part_hash(digest, part) for digest in hashes[first:count] for part in self._parts[other]]
         return [block for key in keys if (block := cache.find(key)) is not None]
@@ -271,19 +273,28 @@ class BlockManager:
         for table in seq.others:
             self.pool.release(table.take_behind(seq.logical_length))
 
-    def blocks_to_compact(self, seq: Sequence, first: int, count: int, keep: int) -> int:
-        """Blocks that `compact` must allocate before it can release any: none in place, `keep` if one is shared."""
-        return keep if any(self.pool.is_shared(block) for block in seq.block_table[first : first + count]) else 0
+    def blocks_to_compact(self, table: list[int] | GroupTable, first: int, count: int, keep: int) -> int:
+        """Blocks that `compact` must allocate before it can release any: none in place, as many as survive if one is
+        shared."""
+        if isinstance(table, GroupTable):
+            parts = len(table.parts)
+            return self.blocks_to_compact(table.blocks, first * parts, count * parts, keep * parts)
+        return keep if any(self.pool.is_shared(block) for block in table[first : first + count]) else 0
 
-    def compact(self, seq: Sequence, first: int, count: int, keep: int) -> list[int]:
-        """Replace blocks `first .. first + count` of the table by the `keep` blocks that will hold the survivors.
+    def compact(self, table: list[int] | GroupTable, first: int, count: int, keep: int) -> list[int]:
+        """Replace blocks `first .. first + count` of a table by the `keep` blocks that will hold the survivors.
 
         In place when every block of the region is exclusively owned: their hashes are dropped, the first `keep` stay.
         Otherwise the survivors go to fresh blocks and the sources are let go untouched; so they are if none survives.
-        Returns the destinations.
+        Returns the destinations: for each block one for each part.
         """
-        region = seq.block_table[first : first + count]
-        if not keep or self.blocks_to_compact(seq, first, count, keep):
+        if isinstance(table, GroupTable):
+            parts = len(table.parts)
+            table.first += count - keep
+            table.sent = table.first  # which the workers learn by the compression itself
+            return self.compact(table.blocks, first * parts, count * parts, keep * parts)
+        region = table[first : first + count]
+        if not keep or self.blocks_to_compact(table, first, count, keep):
             destinations = self.pool.allocate(keep)
             self.pool.release(region)
         else:
@@ -292,7 +303,7 @@ class BlockManager:
                 for block in region:
                     self.prefix_cache.remove(block)
             self.pool.release(region[keep:])
-        seq.block_table[first : first + count] = destinations
+        table[first : first + count] = destinations
         return destinations
 
     def release(self, seq: Sequence) -> None:
@@ -318,5 +329,8 @@ class BlockManager:
             if self.has_full and len(seq.block_table) < self.blocks_for(seq.cached_length):
                 raise RuntimeError(f"{len(seq.block_table)} blocks cannot hold {seq.cached_length} KV pairs")
             for table in seq.others:
-                if table.num_missing(seq.logical_length) or table.first != table.first_of(seq.logical_length):
+                if table.num_missing(seq.logical_length):
+                    raise RuntimeError(f"a table of sequence {seq.seq_id} lacks blocks that its next token attends")
+                window = table.group.first_block(seq.logical_length, self.block_size)
+                if not table.is_full and table.first != window:
                     raise RuntimeError(f"a window of sequence {seq.seq_id} is not what its next token attends")

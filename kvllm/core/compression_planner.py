@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Sequences
 from dataclasses import replace
 
@@ -10,7 +10,8 @@ from kvllm.compression.queries import window_tokens
 from kvllm.config import EngineConfig
 from kvllm.core.block_manager import BlockManager
 from kvllm.core.compression_policy import CompressionPolicy, EngineLoad, peak_blocks
-from kvllm.core.protocol import CompressionJob, ScoringStart, StepPlan
+from kvllm.core.group_table import GroupTable
+from kvllm.core.protocol import CompressionJob, PartCompaction, ScoringStart, StepPlan
 from kvllm.core.regions import Region
 from kvllm.core.sequence import Sequence
 
@@ -128,30 +129,56 @@ class CompressionPlanner:
 
         A region with a shared block needs fresh blocks for its survivors. Returns False if they are not there.
         """
-        first, blocks, keep = self._blocks_of(seq, region)
-        if self.blocks.blocks_to_compact(seq, first, blocks, keep) > self.blocks.num_available:
+        first, blocks, keep = self._blocks_of(region, seq.cached_length, len(seq.block_table))
+        others = list(self._in_others(seq, region)) if seq.others else []
+        needed = self.blocks.blocks_to_compact(seq.block_table, first, blocks, keep)
+        needed += sum(self.blocks.blocks_to_compact(table, *where) for table, _, *where in others)
+        if needed > self.blocks.num_available:
             return False
-        destinations = self.blocks.compact(seq, first, blocks, keep)
+        destinations = self.blocks.compact(seq.block_table, first, blocks, keep)
         count, size, retain, stride = region.count, region.size, region.retain, region.stride
         judged = self.policy.is_judged(seq, region)
         job = CompressionJob(seq.seq_id, first, count, size, retain, stride, blocks, destinations, judged)
+        for table, kept, *where in others:
+            job.others.extend(self._compact(table, kept, *where))
         plan.compressions.append(job)
-        seq.compacted(region, self.policy.regions_of(seq).tail_after(seq.cached_length, region))
+        tail = self.policy.regions_of(seq).tail_after(seq.cached_length, region)
+        seq.compacted(region, tail, self.policy.dropped(job))
         self._tokens -= region.count * window_tokens(self.policy.config, region.size)
         if judged:
             self._tokens -= 2 * self.policy.config.buffer  # which the model reads before and after
         return True
 
-    def _blocks_of(self, seq: Sequence, region: Region) -> tuple[int, int, int]:
-        """Where in its table a region begins, how many blocks it covers, and how many its survivors fill."""
+    def _in_others(self, seq: Sequence, region: Region) -> Iterator[tuple[GroupTable, int, int, int, int]]:
+        """Each table beside the first that a region of the first shrinks: it, what it keeps of a window, and as
+        `_blocks_of`."""
+        block_size = self.config.block_size
+        full = [table for table in seq.others if table.is_full]
+        for table, retain in zip(full, self.policy.retained(seq, region)[1:], strict=True):
+            cached = seq.logical_length - table.first * block_size
+            own = replace(region, start=region.start + cached - seq.cached_length, retain=retain)
+            if own.dropped:
+                yield table, retain, *self._blocks_of(own, cached, len(table.blocks) // len(table.parts))
+
+    def _compact(self, table: GroupTable, retain: int, first: int, blocks: int, keep: int) -> Iterator[PartCompaction]:
+        """Shrink a table. Yields what each of its parts does."""
+        destinations = self.blocks.compact(table, first, blocks, keep)
+        for i, part in enumerate(table.parts):
+            yield PartCompaction(part, first, retain, blocks, destinations[i :: len(table.parts)])
+
+    def _blocks_of(self, region: Region, cached: int, num_blocks: int) -> tuple[int, int, int]:
+        """Where in a table a region begins, how many blocks it covers, and how many its survivors fill.
+
+        cached, num_blocks: KV pairs and blocks of the table.
+        """
         block_size = self.config.block_size
         first = region.start // block_size
         dropped, odd = divmod(region.dropped, block_size)
         if self.policy.config.spec.keeps_end and not odd and region.count == 1:
             return first, dropped, 0  # nothing moves: the blocks at the beginning are let go
         if odd or region.end % block_size:  # the KV pairs behind the region, or in its last block, move up
-            after = self.blocks.blocks_for(seq.cached_length - region.dropped)
-            return first, len(seq.block_table) - first, after - first
+            after = self.blocks.blocks_for(cached - region.dropped)
+            return first, num_blocks - first, after - first
         blocks = (region.end - region.start) // block_size
         return first, blocks, blocks - dropped
 
@@ -172,26 +199,28 @@ class CompressionPlanner:
         return seq.num_generated > 0
 
     def peak_blocks(self, seq: Sequence, total: int) -> int:
-        """Most blocks that a sequence alone needs to reach `total` KV pairs."""
-        return peak_blocks(self.config, self.policy.largest_regions_of(seq), seq.prompt_length, total)
+        """Most blocks that a sequence alone needs to reach `total` tokens in the layers that attend all tokens."""
+        return peak_blocks(self.config, self.policy.regions_by_group(seq, largest=True), seq.prompt_length, total)
 
     def growth(self, seq: Sequence) -> int:
-        """Blocks that a sequence will add to its table before it has a window to compress."""
+        """Blocks that a sequence will add to its tables before it has a window to compress."""
         logical = max(seq.logical_length, seq.prompt_length)
         cached = seq.cached_length + logical - seq.logical_length
         complete = self.policy.regions_of(seq).next_end(cached, seq.uncompressed_tail)
         target = min(complete, cached + seq.max_length - 1 - logical)
-        growth = max(0, self.blocks.blocks_for(target) - len(seq.block_table))
+        growth = self.blocks.full_parts * max(0, self.blocks.blocks_for(target) - len(seq.block_table))
         for table in seq.others:
+            if table.is_full:
+                continue
             most = table.group.most_blocks(logical + target - cached, self.config.block_size, 1)
             growth += max(0, most - len(table.blocks))
         return growth
 
     def _available(self, sequences: Sequences[Sequence]) -> int:
-        """Blocks that are left for what can be compressed, once each of some sequences has its next token in sliding
-        groups."""
+        """Blocks that are left for what can be compressed, once each of some sequences has its next token in groups
+        with a window."""
         available = self.blocks.num_available
         if not self.blocks.others:
             return available
-        growth = (table.num_missing(seq.logical_length + 1) for seq in sequences for table in seq.others)
-        return available - sum(growth)
+        tables = ((seq, table) for seq in sequences for table in seq.others if not table.is_full)
+        return available - sum(table.num_missing(seq.logical_length + 1) for seq, table in tables)

@@ -10,11 +10,12 @@ from msgspec import structs
 
 from kvllm.compression.queries import window_tokens
 from kvllm.config import CompressionConfig, EngineConfig, require
-from kvllm.core.regions import NothingDropped, Region, Regions, WholeCache, make_regions
+from kvllm.core.protocol import CompressionJob
+from kvllm.core.regions import NothingDropped, Region, Regions, WholeCache, make_group_regions, make_regions
 from kvllm.core.retention_guard import RetentionGuard
 from kvllm.core.sequence import Sequence
 from kvllm.errors import RequestError
-from kvllm.kvcache.groups import has_full, sliding_blocks
+from kvllm.kvcache.groups import UNIFORM, KVGroup, full_groups, sliding_blocks
 from kvllm.sampling_params import SamplingParams
 
 Candidate = tuple[Sequence, Region]
@@ -45,10 +46,14 @@ class CompressionPolicy(ABC):
     at_once: bool = False
     """Whether a named sequence decodes no more until it is compressed. Then `select` does not look at the tokens."""
 
-    def __init__(self, config: CompressionConfig, block_size: int) -> None:
+    def __init__(self, config: CompressionConfig, block_size: int, groups: Sequences[KVGroup] = UNIFORM) -> None:
+        """groups: the KV groups of the model, of which those without a window are compressed."""
         self.config = config
+        self.groups = full_groups(groups)
+        self.full_parts = sum(len(group.parts) for group in self.groups)
+        self.group_regions = make_group_regions(config, block_size, self.groups)
         self.observes_scores = config.observes_scores
-        self.regions = make_regions(config, block_size)
+        self.regions = self.group_regions[0]
         self.guard = RetentionGuard(config, block_size) if config.guard_kl is not None else None
         self._uncompressed = NothingDropped(block_size)
         self._of_retained: dict[int, Regions] = {}  # by KV pairs kept of a window
@@ -66,7 +71,7 @@ class CompressionPolicy(ABC):
             )
 
     def regions_of(self, seq: Sequence) -> Regions:
-        """The arithmetic that holds for one sequence now."""
+        """The arithmetic that holds for one sequence now, in the first KV group. Others differ in what they keep."""
         return self._regions_of(seq, self.guard and self.guard.retained)
 
     def largest_regions_of(self, seq: Sequence) -> Regions:
@@ -74,9 +79,36 @@ class CompressionPolicy(ABC):
         return self._regions_of(seq, self.guard and self.guard.most)
 
     @property
-    def largest_regions(self) -> Regions:
-        """The same for sequences without a budget of their own."""
-        return self._retaining(self.guard.most) if self.guard else self.regions
+    def largest_group_regions(self) -> list[Regions]:
+        """The same for sequences without a budget of their own, in each KV group that attends all tokens."""
+        return [self._retaining(self.guard.most)] if self.guard else self.group_regions
+
+    def regions_by_group(self, seq: Sequence, *, largest: bool = False) -> list[Regions]:
+        """The arithmetic of each KV group that attends all tokens. largest: see `largest_regions_of`."""
+        first = self.largest_regions_of(seq) if largest else self.regions_of(seq)
+        if not seq.sampling.compress or seq.sampling.retain_blocks is not None:
+            return [first] * len(self.groups)  # all layers keep what the request says
+        return [first, *self.group_regions[1:]]
+
+    def retained(self, seq: Sequence, region: Region) -> list[int]:
+        """KV pairs that the layers of each of these groups keep of a window of a region of the first."""
+        if len(self.groups) == 1:
+            return [region.retain]
+        return [regions.retain for regions in self.regions_by_group(seq)]
+
+    def released(self, seq: Sequence, region: Region) -> int:
+        """KV pairs by which all tables of a sequence together shrink for each window of a region."""
+        kept = zip(self.groups, self.retained(seq, region), strict=True)
+        return sum(len(group.parts) * (region.size - retained) for group, retained in kept)
+
+    def dropped(self, job: CompressionJob) -> int:
+        """KV pairs that a sequence loses by a job, in the mean over the layers, rounded down."""
+        if len(self.groups) == 1:
+            return job.dropped
+        layers = [len(part) for group in self.groups for part in group.parts]
+        lost = layers[0] * job.dropped
+        lost += sum(layers[other.part] * job.num_windows * (job.size - other.retain) for other in job.others)
+        return lost // sum(layers)
 
     def guard_of(self, seq: Sequence) -> RetentionGuard | None:
         """What a sequence's windows keep follows the guard, unless its request says how much that is."""
@@ -93,7 +125,7 @@ class CompressionPolicy(ABC):
 
     def _retaining(self, tokens: int) -> Regions:
         if tokens not in self._of_retained:
-            config = structs.replace(self.config, retain_tokens=tokens)
+            config = structs.replace(self.config, retain_tokens=tokens, layer_groups=())
             self._of_retained[tokens] = make_regions(config, self.regions.block_size)
         return self._of_retained[tokens]
 
@@ -163,8 +195,8 @@ class PeriodicPolicy(CompressionPolicy):
     goes on in the following steps.
     """
 
-    def __init__(self, config: CompressionConfig, block_size: int) -> None:
-        super().__init__(config, block_size)
+    def __init__(self, config: CompressionConfig, block_size: int, groups: Sequences[KVGroup] = UNIFORM) -> None:
+        super().__init__(config, block_size, groups)
         self._last_event = 0
         self._left = 0  # sequences that the present event may still serve
 
@@ -253,8 +285,8 @@ class PressurePolicy(CompressionPolicy):
     running sequences could outgrow the pool. What they have stored until then stays, unless they are preempted.
     """
 
-    def __init__(self, config: CompressionConfig, block_size: int) -> None:
-        super().__init__(config, block_size)
+    def __init__(self, config: CompressionConfig, block_size: int, groups: Sequences[KVGroup] = UNIFORM) -> None:
+        super().__init__(config, block_size, groups)
         self._last_look = 0
         self._unmet = False
 
@@ -262,7 +294,7 @@ class PressurePolicy(CompressionPolicy):
         return load.missing_blocks > 0 or sum(map(self._growth_to_end, running)) > load.available_blocks
 
     def select(self, decoding: Sequences[Sequence], load: EngineLoad) -> list[Candidate]:
-        urgent = sum(map(self._fills_block, decoding)) - load.available_blocks
+        urgent = self.full_parts * sum(map(self._fills_block, decoding)) - load.available_blocks
         looks = load.decode_steps % self.config.period == 0 and load.decode_steps != self._last_look
         if not (urgent > 0 or looks or self._unmet):
             return []
@@ -296,7 +328,7 @@ class PressurePolicy(CompressionPolicy):
             missing, missing_now = (number * self.regions.block_size - released for number in (needed, urgent))
             if missing <= 0:
                 break
-            each, cost = region.size - region.retain, window_tokens(self.config, region.size)
+            each, cost = self.released(seq, region), window_tokens(self.config, region.size)
             wanted = min(region.count, -(-missing // each))
             count = min(wanted, max(tokens // cost, -(-missing_now // each), 0 if chosen else 1))
             self._unmet = count < wanted
@@ -316,12 +348,13 @@ class PressurePolicy(CompressionPolicy):
     def _growth(self, seq: Sequence) -> int:
         """Blocks that a sequence adds within `period` steps."""
         pairs = seq.cached_length + min(self.config.period, self._remaining(seq))
-        return max(0, -(-pairs // self.regions.block_size) - len(seq.block_table))
+        return self.full_parts * max(0, -(-pairs // self.regions.block_size) - len(seq.block_table))
 
     def _growth_to_end(self, seq: Sequence) -> int:
         """Blocks that a sequence and its completions add if all of them get as long as they may."""
         pairs = seq.cached_length + seq.max_length - 1 - seq.logical_length  # the last token is never stored
-        return (1 + seq.forks_pending) * -(-pairs // self.regions.block_size) - len(seq.block_table)
+        blocks = (1 + seq.forks_pending) * -(-pairs // self.regions.block_size) - len(seq.block_table)
+        return self.full_parts * blocks
 
     def _fills_block(self, seq: Sequence) -> bool:
         return seq.cached_length == len(seq.block_table) * self.regions.block_size
@@ -343,18 +376,24 @@ POLICIES: dict[str, type[CompressionPolicy]] = {
 def make_policy(config: EngineConfig) -> CompressionPolicy | None:
     """The policy of an engine; None if nothing is ever dropped."""
     active = config.active_compression
-    return POLICIES[active.policy](active, config.block_size) if active else None
+    return POLICIES[active.policy](active, config.block_size, config.kv_groups) if active else None
 
 
-def peak_blocks(config: EngineConfig, regions: Regions | None, prompt: int, total: int) -> int:
-    """Most blocks that a sequence alone needs in the group of layers that attend all tokens, to reach `total` KV pairs,
-    `prompt` of them its prompt.
+def peak_blocks(config: EngineConfig, regions: Sequences[Regions] | None, prompt: int, total: int) -> int:
+    """Most blocks that a sequence alone needs in the layers that attend all tokens, to reach `total` tokens, `prompt`
+    of them its prompt, if everything is compressed when complete.
 
-    regions: None if nothing is ever dropped.
+    regions: of each KV group of such layers. None if nothing is ever dropped.
     """
+    groups, block_size = full_groups(config.kv_groups), config.block_size
     if regions is None:
-        return -(-total // config.block_size)
-    return regions.peak_blocks(prompt, total, tail_start(config, prompt))
+        return sum(len(group.parts) for group in groups) * -(-total // block_size)
+    # Windows are compressed in all groups at once.
+    by_group = [each.cached_lengths(prompt, total, tail_start(config, prompt)) for each in regions]
+    return max(
+        sum(len(group.parts) * -(-length // block_size) for group, length in zip(groups, lengths, strict=True))
+        for lengths in zip(*by_group, strict=True)
+    )
 
 
 def tail_start(config: EngineConfig, prompt: int) -> int:
@@ -362,16 +401,16 @@ def tail_start(config: EngineConfig, prompt: int) -> int:
     return 0 if config.compression is not None and config.compression.compress_prompt else prompt
 
 
-def blocks_alone(config: EngineConfig, regions: Regions | None, prompt: int, total: int) -> int:
+def blocks_alone(config: EngineConfig, regions: Sequences[Regions] | None, prompt: int, total: int) -> int:
     """Most blocks that a sequence alone needs in all KV groups; arguments as for `peak_blocks`."""
-    full = peak_blocks(config, regions, prompt, total) if has_full(config.kv_groups) else 0
+    full = peak_blocks(config, regions, prompt, total)
     return full + sliding_blocks(config.kv_groups, total, config.block_size, config.max_num_batched_tokens)
 
 
 def check_pool(config: EngineConfig) -> None:
     """Raises ConfigError unless a sequence of `max_model_len`, compressed if that is on, fits into the pool."""
     policy = make_policy(config)
-    blocks = blocks_alone(config, policy and policy.largest_regions, 1, config.max_model_len - 1)
+    blocks = blocks_alone(config, policy and policy.largest_group_regions, 1, config.max_model_len - 1)
     require(
         blocks <= config.num_blocks,
         "max_model_len",
@@ -386,7 +425,7 @@ def check_fits(config: EngineConfig, policy: CompressionPolicy | None, seq: Sequ
     small."""
     if policy:
         policy.check(seq.prompt_length, seq.sampling)
-    regions = policy and policy.largest_regions_of(seq)
+    regions = policy and policy.regions_by_group(seq, largest=True)
     needed = blocks_alone(config, regions, seq.prompt_length, seq.max_length - 1)  # the last token is never stored
     if needed > config.num_blocks:
         raise RequestError(

@@ -1,4 +1,4 @@
-"""The block table of a sequence in a sliding group: it begins where the window does."""
+"""The block table of a sequence in a KV group beside the first: it begins behind what was dropped."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from kvllm.kvcache.groups import KVGroup
 
 
 class GroupTable:
-    """Blocks of one sequence in one group. Those behind the window are released.
+    """Blocks of one sequence in one group.
 
-    first: index, among the blocks of the text, of the first one that is held.
-    blocks: from `first` on; for each block of the text one for each part of the group, next to each other.
+    first: how many blocks it has less than the text. Of a group with a window these are the blocks behind it, which are
+        released; else those that compressions have saved. So behind what is dropped, block i of the text is the
+        table's block `i - first`.
+    blocks: for each block of the table one for each part of the group, next to each other.
     parts: indices of these parts among those of all groups.
     sent: `first` as the workers have it.
     """
@@ -21,13 +23,14 @@ class GroupTable:
         self.group = group
         self.block_size = block_size
         self.parts = parts
-        self.first = self.first_of(length)
+        self.first = group.first_block(length, block_size)
         self.sent = 0
         self.blocks = blocks
 
-    def first_of(self, length: int) -> int:
-        """`first` where the next token is at position `length`."""
-        return self.group.first_block(length, self.block_size)
+    @property
+    def is_full(self) -> bool:
+        """Whether its layers attend all tokens."""
+        return self.group.window is None
 
     def num_missing(self, end: int) -> int:
         """Blocks to append until there is room for `end` tokens of the text."""
@@ -35,7 +38,7 @@ class GroupTable:
         return missing * len(self.parts) if missing > 0 else 0
 
     def at(self, position: int) -> slice:
-        """Where in `blocks` those are that hold a token."""
+        """Where in `blocks` those are that hold a token behind what is dropped."""
         index = (position // self.block_size - self.first) * len(self.parts)
         return slice(index, index + len(self.parts))
 
@@ -44,8 +47,8 @@ class GroupTable:
         return self.blocks[self.at(index * self.block_size)]
 
     def take_behind(self, length: int) -> list[int]:
-        """Remove the blocks that the next token, at position `length`, does not attend any more."""
-        first = self.first_of(length)
+        """Remove the blocks behind the window of the next token, which is at position `length`."""
+        first = self.first if self.is_full else self.group.first_block(length, self.block_size)
         if first == self.first:
             return []
         count = (first - self.first) * len(self.parts)

@@ -71,7 +71,8 @@ class Offloading:
         self._plan.stores.append(BlockTransfer(list(chain(*tables)), host_blocks))
         self._plan.suspended.append(seq.seq_id)
         left = iter(host_blocks)
-        seq.suspended([[next(left) for _ in table] for table in tables])
+        firsts = [table.first for table in seq.others]
+        seq.suspended([[next(left) for _ in table] for table in tables], firsts)
         self.stats.swapped_out += 1
         return True
 
@@ -174,7 +175,7 @@ class Offloading:
 
 
 def table_changes(seq: Sequence) -> list[TableChange]:
-    """All of a sequence's sliding tables, for workers that have nothing of them."""
+    """All of a sequence's tables behind the first, for workers that have nothing of them."""
     changes = []
     for table in seq.others:
         table.sent = table.first

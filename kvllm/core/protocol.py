@@ -60,6 +60,19 @@ class ScheduledSequence(Struct, array_like=True, frozen=True, gc=False):
     forks: list[Fork] = []
 
 
+class PartCompaction(Struct, array_like=True, frozen=True):
+    """The windows of a CompressionJob in another part of the KV groups, whose tables and retention are its own.
+
+    part: index among the parts of all groups. The rest is as in CompressionJob.
+    """
+
+    part: int
+    first_block: int
+    retain: int
+    region_blocks: int
+    destinations: list[int]
+
+
 class CompressionJob(Struct, array_like=True, frozen=True):
     """Compress `num_windows` windows of `size` KV pairs to `retain` KV pairs each. The first begins at block
     `first_block` of a sequence's table, every other one `stride` KV pairs behind the one before. Where windows overlap
@@ -70,6 +83,7 @@ class CompressionJob(Struct, array_like=True, frozen=True):
     Without destinations nothing survives in the region's blocks, and nothing moves.
 
     judged: whether StepResult tells how far predictions diverge by it.
+    others: the same in other parts of KV groups that attend all tokens. Where a part is missing, all survives.
     """
 
     seq_id: int
@@ -81,6 +95,7 @@ class CompressionJob(Struct, array_like=True, frozen=True):
     region_blocks: int
     destinations: list[int]
     judged: bool = False
+    others: list[PartCompaction] = []
 
     @property
     def span(self) -> int:
@@ -91,6 +106,30 @@ class CompressionJob(Struct, array_like=True, frozen=True):
     def dropped(self) -> int:
         """KV pairs that the windows lose."""
         return self.num_windows * (self.size - self.retain)
+
+    @property
+    def released_blocks(self) -> int:
+        """Blocks by which all tables of the sequence shrink."""
+        own = self.region_blocks - len(self.destinations)
+        return own + sum(other.region_blocks - len(other.destinations) for other in self.others)
+
+    def of_part(self, part: int) -> CompressionJob | None:
+        """What the job does in a part of the KV groups: itself in the first one. None: nothing."""
+        if part == 0:
+            return self
+        for other in self.others:
+            if other.part == part:
+                return CompressionJob(
+                    self.seq_id,
+                    other.first_block,
+                    self.num_windows,
+                    self.size,
+                    other.retain,
+                    self.stride,
+                    other.region_blocks,
+                    other.destinations,
+                )
+        return None
 
 
 class ScoringStart(Struct, array_like=True, frozen=True):
@@ -104,8 +143,8 @@ class ScoringStart(Struct, array_like=True, frozen=True):
 class BlockCopy(Struct, array_like=True, frozen=True):
     """Copy on write: block `index` of a sequence's table becomes `destination`, a copy of what it was.
 
-    part: index of the table's part among those of all KV groups. In a sliding group, `index` is among the blocks of the
-        text.
+    part: index of the table's part among those of all KV groups. In all but the first, `index` is among the blocks of
+        the text.
     """
 
     seq_id: int
@@ -129,10 +168,11 @@ class Load(Struct, array_like=True, frozen=True):
 
 
 class TableChange(Struct, array_like=True, frozen=True):
-    """A change of a sequence's table in a part of a sliding KV group, made before the pass.
+    """A change of a sequence's table in a part of the KV groups behind the first, made before the pass.
 
     part: index among the parts of all groups.
-    first: index, among the blocks of the text, of the first one that is held from now on; those before it are dropped.
+    first: how many blocks less than the text the table has from now on (`GroupTable.first`). Where they become more,
+        those at its beginning are dropped.
     new_blocks: block ids appended.
     """
 

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from kvllm.config import CompressionConfig
+from kvllm.kvcache.groups import KVGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,12 @@ class Region:
 
 class Regions(ABC):
     """Which part of a sequence's cache may be compressed, given its KV pairs `cached` and how many of them `tail`, at
-    their end, no compression has covered yet."""
+    their end, no compression has covered yet.
+
+    retain: KV pairs kept of each window.
+    """
+
+    retain: int
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -61,13 +69,6 @@ class Regions(ABC):
     @abstractmethod
     def tail_after(self, cached: int, region: Region) -> int:
         """The uncompressed tail when `region` of a cache of `cached` KV pairs is compressed."""
-
-    def peak_blocks(self, prompt: int, total: int, tail_start: int) -> int:
-        """Most blocks that a sequence alone needs to reach `total` KV pairs if everything is compressed when complete.
-
-        The arguments are those of `cached_lengths`.
-        """
-        return -(-max(self.cached_lengths(prompt, total, tail_start)) // self.block_size)
 
     def cached_lengths(self, prompt: int, total: int, tail_start: int) -> Iterator[int]:
         """KV pairs that a sequence alone holds before each compression, and at last with `total` tokens.
@@ -185,3 +186,14 @@ def make_regions(config: CompressionConfig, block_size: int) -> Regions:
         return WholeCache(block_size, config.threshold_tokens, config.held_tokens)
     overlap = config.buffer if config.policy == "standalone" else 0
     return Windows(block_size, config.window_blocks, config.retained(block_size), overlap)
+
+
+def make_group_regions(config: CompressionConfig, block_size: int, groups: Sequence[KVGroup]) -> list[Regions]:
+    """The same for each of some KV groups that attend all tokens. They differ in what they keep of a window alone."""
+    found = []
+    for group in groups:
+        own = config
+        if group.retain_blocks is not None:
+            own = structs.replace(config, retain_tokens=group.retain_blocks * block_size, layer_groups=())
+        found.append(make_regions(own, block_size))
+    return found or [make_regions(config, block_size)]

@@ -114,11 +114,11 @@ class Scheduler:
         stats = self.stats
         if plan.scheduled:
             stats.record_step(running=len(plan.scheduled), blocks=self.blocks.num_owned)
-        if plan.compressions:
+        if plan.compressions and self.policy:
             stats.compression_events += 1
             stats.windows_compressed += sum(job.num_windows for job in plan.compressions)
-            stats.entries_evicted += sum(job.dropped for job in plan.compressions)
-            stats.blocks_released += sum(job.region_blocks - len(job.destinations) for job in plan.compressions)
+            stats.entries_evicted += sum(map(self.policy.dropped, plan.compressions))
+            stats.blocks_released += sum(job.released_blocks for job in plan.compressions)
 
     def _charge(self, plan: StepPlan) -> None:
         """Account for the step's tokens, unless that is done, and for blocks: the whole pool held for a step costs as

@@ -37,8 +37,9 @@ class Sequence:
     """State of one sequence in the scheduler.
 
     logical_length: tokens computed so far, and so the position of the next one, whatever was evicted.
-    block_table: its blocks in the group of layers that attend all tokens. sliding: a table for each other KV group.
-    cached_length: KV pairs in the cache; less than `logical_length` once a window was compressed.
+    block_table: its blocks in the first group of layers that attend all tokens. others: a table for each other group.
+    cached_length: KV pairs in that first group; less than `logical_length` once a window was compressed.
+    missing: KV pairs that compressions have dropped, in the mean over the layers that attend all tokens.
     uncompressed_tail: KV pairs at the end of the cache that no compression has ever covered and that one may cover.
     carried_tail: how many of those were there already at the last compression.
     is_scored: whether the workers add up scores of its KV pairs.
@@ -60,6 +61,7 @@ class Sequence:
         "forks_pending",
         "has_ended",
         "hashed_blocks",
+        "host_firsts",
         "host_tables",
         "index",
         "is_scored",
@@ -68,6 +70,7 @@ class Sequence:
         "logical_length",
         "max_length",
         "metrics",
+        "missing",
         "origin",
         "others",
         "preemptions",
@@ -123,12 +126,13 @@ class Sequence:
         self.evicted = 0
         self.divergences: list[float] = []
         self.cache_hits = 0  # tokens found in the prefix cache when the sequence was first admitted
-        self.logical_length = self.cached_length = 0
+        self.missing = 0
         self.reset()
 
     def reset(self) -> None:
         """Drop all state of the cache; the blocks must have been released."""
-        self.metrics.missing_entries -= self.logical_length - self.cached_length
+        self.metrics.missing_entries -= self.missing
+        self.missing = 0
         self.block_table: list[int] = []
         self.others: list[GroupTable] = []
         self.logical_length = 0
@@ -139,6 +143,7 @@ class Sequence:
         self.is_scored = False
         self.hashed_blocks = 0
         self.host_tables: list[list[int]] | None = None
+        self.host_firsts: list[int] = []
         self.known_tokens = 0  # tokens that the workers have
         self.last_token_time: float | None = None  # of the token sampled last, if it is running since
 
@@ -193,10 +198,11 @@ class Sequence:
         self._count_preemption()
         self.forgotten()
 
-    def suspended(self, host_tables: list[list[int]]) -> None:
+    def suspended(self, host_tables: list[list[int]], firsts: list[int]) -> None:
         """The sequence has lost its blocks, whose content is in host blocks now, and waits until it comes back."""
         self._count_preemption()
         self.host_tables = host_tables
+        self.host_firsts = firsts
         self.hashed_blocks = 0
         self.known_tokens = 0
         self.last_token_time = None
@@ -228,12 +234,16 @@ class Sequence:
         self.is_scored = True
         self.uncompressed_tail = 0
 
-    def compacted(self, region: Region, uncompressed_tail: int) -> None:
-        """A region of the cache was compressed; `uncompressed_tail` KV pairs were behind its last window."""
+    def compacted(self, region: Region, uncompressed_tail: int, dropped: int) -> None:
+        """A region of the cache was compressed; `uncompressed_tail` KV pairs were behind its last window.
+
+        dropped: KV pairs, in the mean over the layers that attend all tokens.
+        """
         self.cached_length -= region.dropped
-        self.evicted += region.dropped
-        self.metrics.evicted_entries += region.dropped
-        self.metrics.missing_entries += region.dropped
+        self.missing += dropped
+        self.evicted += dropped
+        self.metrics.evicted_entries += dropped
+        self.metrics.missing_entries += dropped
         self.compressions.append(region)
         self.uncompressed_tail = uncompressed_tail
         self.carried_tail = uncompressed_tail
@@ -263,6 +273,7 @@ class Sequence:
         child.hashed_blocks = self.hashed_blocks
         child.logical_length = self.logical_length
         child.cached_length = self.cached_length
+        child.missing = self.missing
         child.uncompressed_tail = self.uncompressed_tail
         child.carried_tail = self.carried_tail
         child.is_scored = self.is_scored

@@ -110,12 +110,16 @@ def _pool(scheduler: Scheduler) -> PoolUse:
     pool = PoolUse(blocks.num_blocks, reusable=blocks.num_idle, free=blocks.num_available - blocks.num_idle)
     named = dropped = 0
     for seq in scheduler.running:
-        tail, compressed = _blocks_behind_prompt(seq, blocks.block_size)
-        pool.tail += tail
-        pool.compressed += compressed
-        pool.sliding += seq.num_blocks - len(seq.block_table)
-        named += len(seq.block_table)
+        full = [table for table in seq.others if table.is_full]
+        tables = [(1, len(seq.block_table)), *((len(table.parts), len(table.blocks)) for table in full)]
+        for parts, num_blocks in tables:
+            tail, compressed = _blocks_behind_prompt(seq, num_blocks // parts, blocks.block_size)
+            pool.tail += parts * tail
+            pool.compressed += parts * compressed
+            named += num_blocks
+        pool.sliding += sum(len(table.blocks) for table in seq.others if not table.is_full)
         dropped += blocks.blocks_for(seq.logical_length) - blocks.blocks_for(seq.cached_length)
+        dropped += sum(table.first * len(table.parts) for table in full)
     # Blocks that several tables name are taken from the prompts first, which is what sequences share.
     pool.prompt = named - pool.tail - pool.compressed
     shared = named + pool.sliding - blocks.num_owned
@@ -127,15 +131,14 @@ def _pool(scheduler: Scheduler) -> PoolUse:
     return pool
 
 
-def _blocks_behind_prompt(seq: Sequence, block_size: int) -> tuple[int, int]:
-    """Blocks of the output that no compression has covered, and of what compressions have left."""
-    table = len(seq.block_table)
+def _blocks_behind_prompt(seq: Sequence, num_blocks: int, block_size: int) -> tuple[int, int]:
+    """Of the blocks of a table, those of output that no compression has covered, and of what compressions have left."""
     generated = max(0, seq.logical_length - seq.prompt_length)
-    tail = min(table, round(min(seq.uncompressed_tail, generated) / block_size))
+    tail = min(num_blocks, round(min(seq.uncompressed_tail, generated) / block_size))
     if not seq.compressions:
         return tail, 0
     protected = min(seq.cached_length, seq.compressions[0].start)
-    return tail, max(0, table - tail - -(-protected // block_size))
+    return tail, max(0, num_blocks - tail - -(-protected // block_size))
 
 
 def _waiting_for(scheduler: Scheduler) -> str:

@@ -11,7 +11,7 @@ from typing import Any, get_args, get_type_hints
 
 import msgspec
 
-from kvllm.config import CompressionConfig
+from kvllm.config import CompressionConfig, LayerGroup
 from kvllm.engine_args import EngineArgs
 from kvllm.errors import ConfigError
 
@@ -50,7 +50,7 @@ def engine_args_from(args: argparse.Namespace, **own: Any) -> EngineArgs:
 
 
 def parse_compression(text: str) -> CompressionConfig | None:
-    """Read `key=value,...` with fields of CompressionConfig, or `none`.
+    """Read `key=value,...` with fields of CompressionConfig, or `none`. `layer_groups` is written 0-2:1/3:4.
 
     Raises ConfigError for unknown fields and for values that CompressionConfig refuses.
     """
@@ -65,10 +65,29 @@ def parse_compression(text: str) -> CompressionConfig | None:
                 f"--compression: {setting!r} is no setting: write none, or name=value with {', '.join(types)}"
             )
         try:
+            if name == "layer_groups" and value != "auto":
+                options[name] = _layer_groups(value)
+                continue
             options[name] = msgspec.convert(value, types[name], strict=False)
         except msgspec.ValidationError as error:
             raise ConfigError(f"--compression: {setting!r}: {error}") from None
     return CompressionConfig(**options)
+
+
+def _layer_groups(text: str) -> list[LayerGroup]:
+    """Read `0-2:1/3+5:4`: layers 0 to 2 keep one block of a window, layers 3 and 5 keep four. Raises ConfigError."""
+    groups = []
+    for group in text.split("/"):
+        if not re.fullmatch(r"\d+(-\d+)?(\+\d+(-\d+)?)*:\d+", group):
+            raise ConfigError(
+                f"--compression: layer_groups={text!r}: write layers and the blocks that they keep, as in 0-2:1/3+5:4"
+            )
+        layers, _, blocks = group.partition(":")
+        ends = [
+            (int(first), int(last or first)) for first, _, last in (run.partition("-") for run in layers.split("+"))
+        ]
+        groups.append(LayerGroup(tuple(i for first, last in ends for i in range(first, last + 1)), int(blocks)))
+    return groups
 
 
 def option_texts(kind: type) -> dict[str, str]:

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvllm.config import EngineConfig, require
+from kvllm.compression.layer_shares import resolve
+from kvllm.config import EngineConfig, bounding, make_kv_groups, require
 from kvllm.entrypoints.engine_flags import parse_compression
 from kvllm.entrypoints.simulate import read_model_config
 from kvllm.kvcache.formats import KV_CACHE_DTYPES
-from kvllm.kvcache.groups import make_groups
 from kvllm.simulation.cost import resolve_dtype
 
 if TYPE_CHECKING:
@@ -54,13 +54,16 @@ def run(args: argparse.Namespace) -> None:
 
     model = read_model_config(args.model)
     longest = args.max_model_len or model.max_position_embeddings
+    windows = bounding(model.windows, longest)
+    folder = args.model if args.model.is_dir() else args.model.parent
+    compression = resolve(parse_compression(args.compression), folder, windows, args.block_size)
     config = EngineConfig(
         num_blocks=1,
         max_model_len=longest,
         block_size=args.block_size,
         kv_cache_dtype=args.kv_cache_dtype,
-        compression=parse_compression(args.compression),
-        kv_groups=make_groups(model.windows, longest),
+        compression=compression,
+        kv_groups=make_kv_groups(windows, compression),
     )
     plan = plan_memory(model, config, resolve_dtype(args.dtype, model), args.tensor_parallel_size)
     length = longest if args.input_length is None else args.input_length

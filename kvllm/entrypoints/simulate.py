@@ -14,11 +14,12 @@ from pathlib import Path
 
 import msgspec
 
-from kvllm.config import EngineConfig
+from kvllm.compression.layer_shares import resolve
+from kvllm.config import CompressionConfig, EngineConfig, bounding, make_kv_groups
 from kvllm.entrypoints.engine_flags import parse_compression
 from kvllm.errors import CheckpointError
 from kvllm.kvcache.formats import KV_CACHE_DTYPES
-from kvllm.kvcache.groups import block_layers, make_groups
+from kvllm.kvcache.groups import block_layers
 from kvllm.models.config import ModelConfig, load_model_config
 from kvllm.simulation.cost import CostModel, resolve_dtype
 from kvllm.simulation.hardware import load_hardware, shipped_names
@@ -103,7 +104,9 @@ def run(args: argparse.Namespace) -> None:
     workload = load_workload(args.workload, longest_request(args, cost), args.requests)
     arrivals = arrival_times(len(workload.lengths), args.rate)
     config = make_config(args, cost, workload.longest)
-    configs = [config, msgspec.structs.replace(config, compression=compression)][: 2 if compression else 1]
+    configs = [config]
+    if compression:
+        configs.append(make_config(args, cost, workload.longest, compression))
     outcomes = [simulate(each, cost, workload.lengths, arrivals) for each in configs]
     print(describe(args, cost, config, workload))
     print(show(outcomes))
@@ -115,9 +118,14 @@ def longest_request(args: argparse.Namespace, cost: CostModel) -> int:
     return min(args.max_model_len or most, most)
 
 
-def make_config(args: argparse.Namespace, cost: CostModel, max_model_len: int) -> EngineConfig:
-    """The simulated engine, without compression."""
-    groups = make_groups(cost.model.windows, max_model_len)
+def make_config(
+    args: argparse.Namespace, cost: CostModel, max_model_len: int, compression: CompressionConfig | None = None
+) -> EngineConfig:
+    """The simulated engine."""
+    windows = bounding(cost.model.windows, max_model_len)
+    folder = args.model_config if args.model_config.is_dir() else args.model_config.parent
+    compression = resolve(compression, folder, windows, args.block_size)
+    groups = make_kv_groups(windows, compression)
     blocks = args.num_blocks
     if blocks is None:
         blocks = cost.pool_blocks(args.block_size, args.gpu_memory_utilization, kv_groups=groups)
@@ -127,6 +135,7 @@ def make_config(args: argparse.Namespace, cost: CostModel, max_model_len: int) -
         block_size=args.block_size,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
+        compression=compression,
         kv_groups=groups,
     )
 
@@ -135,10 +144,10 @@ def simulate_tenants(args: argparse.Namespace, cost: CostModel) -> None:
     """Run the tenants' requests fairly, first come, first served, and without one of the tenants."""
     tenants = parse_tenants(args.tenants)
     load = make_load(tenants, args.duration, longest_request(args, cost))
-    config = make_config(args, cost, max(map(sum, load.lengths)))
     settings = {tenant.name: tenant.config for tenant in tenants}
     compression = parse_compression(args.compression) if args.compression else None
-    config = msgspec.structs.replace(config, tenants=settings, compression=compression)
+    config = make_config(args, cost, max(map(sum, load.lengths)), compression)
+    config = msgspec.structs.replace(config, tenants=settings)
     fewer = without(load, args.without) if args.without else None
     quiet = serve(config, cost, fewer) if fewer else None
     print(show_tenants("Fair", *serve(config, cost, load), quiet and quiet[1]))

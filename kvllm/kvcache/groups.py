@@ -8,9 +8,15 @@ This module imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from typing import TypeVar
 
 from msgspec import Struct
+
+K = TypeVar("K", bound=Hashable)
+
+MOST_PADDING = 1 / 16
+"""Places of blocks that no layer has, for each that one has. Smaller parts need none, and more tables."""
 
 
 class KVGroup(Struct, frozen=True):
@@ -19,10 +25,17 @@ class KVGroup(Struct, frozen=True):
     window: how many of the last tokens they attend, the query token's own included. Blocks behind it are released at
         every step. None: all tokens, as far as no compression drops them.
     parts: indices of the layers, in parts of equal size; the last one may have fewer. `((),)`: all layers of the model.
+    retain_blocks: blocks that a compression leaves them of a window. None: as many as the engine's configuration says.
     """
 
     window: int | None = None
     parts: tuple[tuple[int, ...], ...] = ((),)
+    retain_blocks: int | None = None
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that it names; 0 for all of the model."""
+        return sum(map(len, self.parts))
 
     def first_block(self, length: int, block_size: int) -> int:
         """The first block that the query token at position `length`, or any behind it, attends."""
@@ -43,27 +56,62 @@ UNIFORM = (KVGroup(),)
 """The groups of a model all of whose layers attend all tokens."""
 
 
-def make_groups(windows: Sequence[int | None], max_model_len: int) -> tuple[KVGroup, ...]:
-    """The groups of a model, from the window of each of its layers. A window that holds the longest text is none.
+def make_groups(windows: Sequence[int | None], retained: Sequence[int | None] | None = None) -> tuple[KVGroup, ...]:
+    """The groups of a model, from the window of each of its layers.
 
     The first group has all layers that attend all tokens, or, where there are none, those of the window that fewest
-    layers have. Its layers fit into a block; so no compression has to act in two places, and what fills up the last
-    part of another group takes no more than a window.
+    layers have. Its layers fit into a block; so what fills up the last part of another group takes no more than a
+    window.
+
+    retained: blocks that compressions leave each layer of a window, where layers without a window differ in that. They
+    then make up several groups, and the first one has a single part of those that keep least.
     """
-    layers_of: dict[int | None, list[int]] = {}
-    for layer, window in enumerate(windows):
-        bounds = window is not None and window < max_model_len
-        layers_of.setdefault(window if bounds else None, []).append(layer)
-    if len(layers_of) <= 1:
-        return tuple(KVGroup(window) for window in layers_of) or UNIFORM
+    if len(set(retained or []) - {None}) > 1:
+        return _retaining_groups(windows, retained or [])
+    layers_of = _by_key(windows)
+    if len(layers_of) == 1:
+        return tuple(KVGroup(window) for window in layers_of)
     order = sorted(layers_of, key=lambda window: (window is not None, len(layers_of[window])))
     size = len(layers_of[order[0]])
     return tuple(KVGroup(window, _parts(layers_of[window], size)) for window in order)
 
 
+def _retaining_groups(windows: Sequence[int | None], retained: Sequence[int | None]) -> tuple[KVGroup, ...]:
+    """Groups of layers that keep equally many blocks of what is compressed, least first; then those with a window."""
+    layers_of = _by_key((window, None if window else blocks) for window, blocks in zip(windows, retained, strict=True))
+    order = sorted(layers_of, key=lambda key: (key[0] is not None, key[1] or 0, len(layers_of[key])))
+    size = _part_size([len(layers) for layers in layers_of.values()])
+    groups = [KVGroup(window, _parts(layers_of[window, blocks], size), blocks) for window, blocks in order]
+    least, *others = groups
+    rest = [KVGroup(None, least.parts[1:], least.retain_blocks)] if least.parts[1:] else []
+    return (KVGroup(None, least.parts[:1], least.retain_blocks), *rest, *others)
+
+
+def _by_key(keys: Iterable[K]) -> dict[K, list[int]]:
+    """The indices at which each key stands."""
+    found: dict[K, list[int]] = {}
+    for index, key in enumerate(keys):
+        found.setdefault(key, []).append(index)
+    return found
+
+
+def _part_size(numbers: Sequence[int]) -> int:
+    """The most layers of a part with which at most MOST_PADDING of the places in full parts of all groups are empty."""
+    total = sum(numbers)
+    for size in range(min(numbers), 1, -1):
+        if sum(-(-number // size) * size for number in numbers) <= total * (1 + MOST_PADDING):
+            return size
+    return 1
+
+
 def sliding_blocks(groups: Sequence[KVGroup], num_tokens: int, block_size: int, chunk: int) -> int:
     """Most blocks that all sliding groups hold at once of a sequence; arguments as for `KVGroup.most_blocks`."""
     return sum(group.most_blocks(num_tokens, block_size, chunk) for group in groups if group.window is not None)
+
+
+def full_groups(groups: Sequence[KVGroup]) -> list[KVGroup]:
+    """The groups of layers that attend all tokens. They are the first ones."""
+    return [group for group in groups if group.window is None]
 
 
 def layer_parts(groups: Sequence[KVGroup]) -> list[tuple[int, ...]]:

@@ -180,4 +180,7 @@ def _describe(compression: CompressionConfig | None) -> str:
         return f"{name}: at {compression.threshold_tokens} KV pairs {compression.budget_tokens} are kept"
     tokens = compression.retain_tokens
     kept = f"{compression.retain_blocks} blocks" if tokens is None else f"{tokens} KV pairs"
+    if compression.named_groups:
+        by_group = sorted({group.retain_blocks for group in compression.named_groups})
+        kept = f"{' or '.join(map(str, by_group))} blocks, by layer,"
     return f"{name}: of a window of {compression.window_blocks} blocks, {kept} are kept"

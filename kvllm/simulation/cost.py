@@ -36,7 +36,9 @@ class Attended:
 class QueryBatch:
     """Query tokens of a pass.
 
-    visible, read: see Attended; of layers without a window. sliding: of those with one, by their window.
+    visible, read: see Attended; of layers in the first KV group, and of those without a window in none of the others.
+    sliding: of layers with a window, by their window. others: of further KV groups that attend all tokens, with the
+    number of their layers, by the group's index.
     """
 
     sequences: int = 0
@@ -44,6 +46,7 @@ class QueryBatch:
     visible: int = 0
     read: int = 0
     sliding: dict[int, Attended] = field(default_factory=dict)
+    others: dict[int, tuple[int, Attended]] = field(default_factory=dict)
 
     def add(self, tokens: int, cached: int) -> None:
         """Add new tokens of a sequence with `cached` KV pairs: each attends those, the ones before it, and itself."""
@@ -51,6 +54,12 @@ class QueryBatch:
         self.tokens += tokens
         self.visible += tokens * cached + tokens * (tokens + 1) // 2
         self.read += cached + tokens
+
+    def add_other(self, group: int, layers: int, tokens: int, cached: int) -> None:
+        """Add what new tokens of a sequence with `cached` KV pairs in another KV group attend there."""
+        _, attended = self.others.setdefault(group, (layers, Attended()))
+        attended.visible += tokens * cached + tokens * (tokens + 1) // 2
+        attended.read += cached + tokens
 
     def add_sliding(self, window: int, tokens: int, position: int) -> None:
         """Add what new tokens of a sequence, the first of them at `position`, attend in a layer with that window."""
@@ -191,6 +200,9 @@ class CostModel:
         seconds, full = 0.0, self.model.num_layers
         for window, attended in queries.sliding.items():
             layers = self.layers_of[window]
+            seconds += layers * self._layer_attention(attended.visible, attended.read)
+            full -= layers
+        for layers, attended in queries.others.values():
             seconds += layers * self._layer_attention(attended.visible, attended.read)
             full -= layers
         return seconds + full * self._layer_attention(queries.visible, queries.read)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 
 from msgspec import Struct
 
@@ -10,7 +11,7 @@ from kvllm.compression.queries import QueryTokens, window_tokens
 from kvllm.config import CompressionConfig, EngineConfig, require
 from kvllm.core.executor import Executor
 from kvllm.core.protocol import CompressionJob, SampledToken, StepPlan, StepResult
-from kvllm.kvcache.groups import block_layers
+from kvllm.kvcache.groups import block_layers, full_groups
 from kvllm.simulation.cost import CostModel, QueryBatch
 
 TOKEN = SampledToken(0)
@@ -44,21 +45,27 @@ class SimulatedExecutor(Executor):
         )
         self.compression = config.active_compression
         self.seconds = SimulatedSeconds()
-        # All layers without a window lie in one block. So these are what is compressed, and what is copied.
         self.layers = block_layers(config.kv_groups, cost.model.num_layers)
+        groups = full_groups(config.kv_groups)
+        self.parts = [len(part) or self.layers for group in groups for part in group.parts]  # layers, of full groups
+        ends = accumulate(len(group.parts) for group in groups)
+        self.others = [(end, group.num_layers) for group, end in zip(groups[1:], ends, strict=False)]  # first part
         self.windows = [window for window in cost.layers_of if window is not None and window < config.max_model_len]
-        self.cached: dict[int, int] = {}  # KV pairs in the cache of layers without a window, by sequence
+        self.cached: dict[int, int] = {}  # KV pairs in the first group of layers without a window, by sequence
         self.dropped: dict[int, int] = {}  # those that compressions dropped there, of sequences that were compressed
+        self.saved: dict[int, dict[int, int]] = {}  # and in each other such group, by the index of its first part
         self.scored = set[int]()  # sequences whose scores are added up
 
     def execute(self, plan: StepPlan) -> StepResult:
         if plan.reset:
             self.cached.clear()
             self.dropped.clear()
+            self.saved.clear()
             self.scored.clear()
         for seq_id in plan.dropped_seq_ids:
             del self.cached[seq_id]
             self.dropped.pop(seq_id, None)
+            self.saved.pop(seq_id, None)
             self.scored.discard(seq_id)
         for start in plan.new_seqs:
             self.cached[start.seq_id] = start.cached_length
@@ -68,6 +75,9 @@ class SimulatedExecutor(Executor):
             for job in plan.compressions:
                 self.cached[job.seq_id] -= job.dropped
                 self.dropped[job.seq_id] = self.dropped.get(job.seq_id, 0) + job.dropped
+                saved = self.saved.setdefault(job.seq_id, {})
+                for other in job.others:
+                    saved[other.part] = saved.get(other.part, 0) + job.num_windows * (job.size - other.retain)
         if plan.copies:
             self.seconds.decode += self.cost.compact(len(plan.copies) * self.config.block_size, self.layers)
         return StepResult([TOKEN] * self._forward(plan)) if plan.scheduled else StepResult()
@@ -94,41 +104,54 @@ class SimulatedExecutor(Executor):
                 cached[fork.seq_id] = before + item.num_tokens
                 if item.seq_id in self.dropped:
                     self.dropped[fork.seq_id] = self.dropped[item.seq_id]
+                    self.saved[fork.seq_id] = self.saved[item.seq_id].copy()
                 if item.seq_id in observed:
                     observed.add(fork.seq_id)
                 samples += 1
         decode = QueryBatch(decoding, decoding, visible, visible)
-        if self.windows:
-            self._attend_windows(plan, decode, prefill)
+        if self.windows or self.others:
+            self._attend_in_groups(plan, decode, prefill)
         decode_seconds, prefill_seconds = self.cost.forward(decode, prefill, samples)
         self.seconds.decode += decode_seconds
         if scored and self.compression:
             half_of_window = self.compression.window_blocks * self.config.block_size // 2  # scored in the mean
-            self.seconds.decode += self.cost.observe(scored * half_of_window, self.layers)
+            self.seconds.decode += self.cost.observe(scored * half_of_window, sum(self.parts))
         self.seconds.prefill += prefill_seconds
         return samples
 
-    def _attend_windows(self, plan: StepPlan, decode: QueryBatch, prefill: QueryBatch) -> None:
-        """Add what the scheduled tokens attend in layers with a window: there nothing is compressed."""
+    def _attend_in_groups(self, plan: StepPlan, decode: QueryBatch, prefill: QueryBatch) -> None:
+        """Add what the scheduled tokens attend in KV groups behind the first. In those with a window nothing is
+        compressed."""
         for item in plan.scheduled:
             position = self.cached[item.seq_id] + self.dropped.get(item.seq_id, 0) - item.num_tokens
             batch = decode if item.num_tokens == 1 else prefill
             for window in self.windows:
                 batch.add_sliding(window, item.num_tokens, position)
+            saved = self.saved.get(item.seq_id, {})
+            for part, layers in self.others:
+                batch.add_other(part, layers, item.num_tokens, position - saved.get(part, 0))
 
     def _compress(self, jobs: list[CompressionJob], compression: CompressionConfig) -> None:
-        """Select and move the survivors of jobs that have any."""
-        windows: list[Window] = []
-        moved = 0
-        for job in jobs:
-            start = job.first_block * self.config.block_size
-            windows += [(start + i * job.stride, job.size) for i in range(job.num_windows)]
-            region_end = min(self.cached[job.seq_id], start + job.region_blocks * self.config.block_size)
-            moved += region_end - start - job.dropped
-        for batch in self._passes(windows, compression):
-            self._select(batch, compression)
-        if moved:
-            self.seconds.compact += self.cost.compact(moved, self.layers)
+        """Select and move the survivors of jobs that have any, in each part without a window."""
+        for part, layers in enumerate(self.parts):
+            windows: list[Window] = []
+            moved = 0
+            for job in filter(None, (job.of_part(part) for job in jobs)):
+                start = job.first_block * self.config.block_size
+                windows += [(start + i * job.stride, job.size) for i in range(job.num_windows)]
+                cached = self._cached_in(job.seq_id, part)
+                moved += min(cached - start, job.region_blocks * self.config.block_size) - job.dropped
+            for batch in self._passes(windows, compression):
+                self._select(batch, compression, layers, recomputes=part == 0)
+            if moved:
+                self.seconds.compact += self.cost.compact(moved, layers)
+
+    def _cached_in(self, seq_id: int, part: int) -> int:
+        """KV pairs of a sequence in a part without a window."""
+        if part == 0:
+            return self.cached[seq_id]
+        logical = self.cached[seq_id] + self.dropped.get(seq_id, 0)
+        return logical - self.saved.get(seq_id, {}).get(part, 0)
 
     def _passes(self, windows: list[Window], config: CompressionConfig) -> Iterator[list[Window]]:
         """Windows that go through the model together: as many as fit the token budget, at least one."""
@@ -144,8 +167,11 @@ class SimulatedExecutor(Executor):
         if batch:
             yield batch
 
-    def _select(self, windows: list[Window], config: CompressionConfig) -> None:
-        """Recompute the windows' queries and score their keys, in one pass."""
+    def _select(self, windows: list[Window], config: CompressionConfig, layers: int, *, recomputes: bool) -> None:
+        """Score the windows' keys in so many layers, in one pass.
+
+        recomputes: computes the windows' queries again before, which is done for all layers at once.
+        """
         recomputed = QueryBatch(sequences=len(windows))
         query_tokens = QueryTokens.of(config)
         products = keys = 0
@@ -156,6 +182,6 @@ class SimulatedExecutor(Executor):
             recomputed.read += start + size
             products += tokens * (size - config.buffer)
             keys += size
-        if recomputed.tokens:
+        if recomputed.tokens and recomputes:
             self.seconds.recompute += self.cost.recompute(recomputed)
-        self.seconds.score += self.cost.score(products, keys, self.layers)
+        self.seconds.score += self.cost.score(products, keys, layers)

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby, pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
 from kvllm.attention.base import AttentionBackend, AttentionBatch
-from kvllm.attention.context import AttentionContext
+from kvllm.attention.context import AttentionContext, PartedAttention
 from kvllm.compression.mass import Softmax
 from kvllm.compression.queries import QueryTokens, window_tokens
 from kvllm.compression.registry import METHODS
@@ -38,19 +38,42 @@ Gather = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
+class CompressedPart:
+    """The part of a KV group whose layers attend all tokens: its block tables, and its layers, as they lie in a block.
+
+    index: among the parts of all groups.
+    """
+
+    index: int
+    tables: BlockTables
+    layers: Sequence[int]
+
+
+@dataclass(frozen=True)
 class _Window:
-    """One window of a job: `size` KV pairs from index `start` of the cache on, to be cut to `retain`."""
+    """One window of a job in one part: `size` KV pairs from index `start` of the cache on, to be cut to `retain`.
+
+    position: of the first of them in the text.
+    """
 
     state: SequenceState
     start: int
     size: int
     retain: int
+    position: int
+
+
+Windows = tuple[_Window | None, ...]
+"""One window in each part; None where all of it survives."""
+
+Kept = list[torch.Tensor | None]
+"""Offsets that survive, for each of some windows or jobs; None where all do."""
 
 
 class Compressor:
     """Executes the compression jobs of a plan.
 
-    tables: of the layers that attend all tokens. layers: their indices; nothing of others is compressed.
+    parts: those of KV groups that attend all tokens; nothing of others is compressed.
     ragged, mass, observed: state that some methods keep beside the cache. select: called in place of the method itself.
     """
 
@@ -59,8 +82,7 @@ class Compressor:
         model: Any,
         operations: KVOperations,
         backend: AttentionBackend,
-        tables: BlockTables,
-        layers: Sequence[int],
+        parts: Sequence[CompressedPart],
         config: CompressionConfig,
         max_num_batched_tokens: int,
         ragged: RaggedLengths | None = None,
@@ -72,8 +94,8 @@ class Compressor:
         self.operations = operations
         self.cache = operations.cache
         self.backend = backend
-        self.tables = tables
-        self.layers = layers
+        self.parts = parts
+        self.part_of = {layer: number for number, part in enumerate(parts) for layer in part.layers}
         self.config = config
         self.max_num_batched_tokens = max_num_batched_tokens
         self.ragged = ragged
@@ -97,71 +119,79 @@ class Compressor:
         with clock.measure("select"):
             kept = self._select(moving, states, clock)
         with clock.measure("compact"):
-            if moving:
-                self._compact(moving, states, kept)
+            for begin, end in self._runs(moving, states):
+                for part, of_part in zip(self.parts, kept, strict=True):
+                    self._compact(part, moving[begin:end], states, of_part[begin:end])
             for job in jobs:
                 state = states[job.seq_id]
-                self.tables.replace(state.table_slot, job.first_block, job.region_blocks, job.destinations)
+                for part in self.parts:
+                    if own := job.of_part(part.index):
+                        part.tables.compact(state.table_slot, own)
                 if self.observed:
                     self.observed.advance(state.table_slot, job)
                 state.cached_length -= job.dropped
 
     # Selection
 
-    def _select(
-        self, jobs: list[CompressionJob], states: dict[int, SequenceState], clock: PhaseClock
-    ) -> list[torch.Tensor]:
-        """For each job the offsets that its windows keep: `[layers, windows, kv_heads, retain]`."""
+    def _select(self, jobs: list[CompressionJob], states: dict[int, SequenceState], clock: PhaseClock) -> list[Kept]:
+        """For each part, and there for each job, the offsets that its windows keep."""
         windows = [window for job in jobs for window in self._windows_of(job, states[job.seq_id])]
-        kept: list[torch.Tensor] = []
-        for (size, retain), group in groupby(windows, key=lambda window: (window.size, window.retain)):
+        kept: list[Kept] = [[] for _ in self.parts]
+        for size, group in groupby(windows, key=_sizes):
             alike = list(group)
-            offsets = np.array(self.query_tokens.offsets(size), dtype=np.int64)
-            windows_per_pass = max(1, self.max_num_batched_tokens // window_tokens(self.config, size))
+            offsets = np.array(self.query_tokens.offsets(size[0]), dtype=np.int64)
+            windows_per_pass = max(1, self.max_num_batched_tokens // window_tokens(self.config, size[0]))
             for i in range(0, len(alike), windows_per_pass):
-                kept += self._kept(alike[i : i + windows_per_pass], size, retain, offsets, clock).unbind(1)
-        counts = [job.num_windows for job in jobs]
-        ends = np.cumsum(counts)
-        return [torch.stack(kept[end - count : end], dim=1) for count, end in zip(counts, ends.tolist(), strict=True)]
+                of_pass = self._kept(alike[i : i + windows_per_pass], size[0], offsets, clock)
+                for mine, of_part in zip(kept, of_pass, strict=True):
+                    mine += of_part
+        return [_by_job(of_part, jobs) for of_part in kept]
 
-    def _windows_of(self, job: CompressionJob, state: SequenceState) -> Iterator[_Window]:
-        start = job.first_block * self.block_size
-        for i in range(job.num_windows):
-            yield _Window(state, start + i * job.stride, job.size, job.retain)
+    def _windows_of(self, job: CompressionJob, state: SequenceState) -> Iterator[Windows]:
+        of_parts = [job.of_part(part.index) for part in self.parts]
+        begin = job.first_block * self.block_size + state.dropped
+        for offset in range(0, job.num_windows * job.stride, job.stride):
+            yield tuple(
+                own and _Window(state, own.first_block * self.block_size + offset, own.size, own.retain, begin + offset)
+                for own in of_parts
+            )
 
-    def _kept(
-        self, windows: list[_Window], size: int, retain: int, offsets: np.ndarray, clock: PhaseClock
-    ) -> torch.Tensor:
-        """Offsets that survive in windows of one size: `[layers, windows, kv_heads, retain]`."""
-        tables = self._window_tables(windows, size)
-        shared = self._shared_inputs(windows, offsets)
-        layers = self.layers
-        kept: list[torch.Tensor] = []
+    def _kept(self, windows: list[Windows], size: int, offsets: np.ndarray, clock: PhaseClock) -> list[Kept]:
+        """The offsets that survive in windows of one size: for each part and window `[layers, kv_heads, retain]`."""
+        of_parts = [[each for each in of_part if each] for of_part in zip(*windows, strict=True)]
+        tables = [self._window_tables(*each, size) for each in zip(self.parts, of_parts, strict=True)]
+        shared = self._shared_inputs(offsets)
+        kept: list[list[torch.Tensor]] = [[] for _ in self.parts]  # of each part, of some layers after others
 
-        def select(layers: Sequence[int], queries: torch.Tensor | None) -> None:
+        def select(number: int, layers: Sequence[int], queries: torch.Tensor | None) -> None:
+            mine = of_parts[number]
+            if not mine:
+                return
+            retain = mine[0].retain
             with clock.measure("score"):
-                inputs = shared | self._inputs(windows, layers, tables, size)
+                inputs = shared | self._inputs(mine, layers, tables[number], size)
                 chosen = self.select(queries, retain=self._mean_retained(retain), **self.options, **inputs)
                 if self.mass and self.carries:
-                    self.mass.put(layers[0], *_places(windows), inputs["carried"])
+                    self.mass.put(layers[0], *_places(mine), inputs["carried"])
                 # Layers and heads may keep fewer than there is room for.
                 chosen = torch.nn.functional.pad(chosen, (0, retain - chosen.shape[-1]), value=-1)
-                kept.append(chosen.unflatten(0, (len(layers), len(windows))))
-            tensors = (inputs["keys"], *kept, queries, inputs.get("values"))
+                kept[number].append(chosen.unflatten(0, (len(layers), len(mine))))
+            tensors = (inputs["keys"], *chain(*kept), queries, inputs.get("values"))
             held = sum(tensor.nbytes for tensor in tensors if tensor is not None)
             self.event_bytes = max(self.event_bytes, held)
 
         def visit(layer: int, queries: torch.Tensor) -> None:
             of_windows = queries.view(len(windows), len(offsets), *queries.shape[1:]).transpose(1, 2)
-            select([layer], of_windows)
+            select(self.part_of[layer], [layer], of_windows)
 
         if len(offsets):
             self._recompute(windows, offsets, visit)
         else:
             at_once = self._layers_at_once(len(windows) * size)
-            for first in range(0, len(layers), at_once):
-                select(layers[first : first + at_once], None)
-        return torch.cat(kept)
+            for number, part in enumerate(self.parts):
+                for first in range(0, len(part.layers), at_once):
+                    select(number, part.layers[first : first + at_once], None)
+        return [list(torch.cat(of_part).unbind(1)) if of_part else [None] * len(windows) for of_part in kept]
 
     def _layers_at_once(self, num_pairs: int) -> int:
         """Layers that are selected from in one call, for windows of so many KV pairs together."""
@@ -177,7 +207,7 @@ class Compressor:
             return retain
         return retain - (self.config.held_tokens - self.config.budget_tokens)
 
-    def _shared_inputs(self, windows: list[_Window], offsets: np.ndarray) -> dict[str, Any]:
+    def _shared_inputs(self, offsets: np.ndarray) -> dict[str, Any]:
         """The inputs that are the same in all layers."""
         return {
             "buffer": self.config.buffer,
@@ -196,7 +226,7 @@ class Compressor:
             "keys": self._gather(self.operations.gather_keys, layers, tables, size),
             "seeds": [_seed(window) for window in windows] * len(layers),
             "starts": starts * len(layers),
-            "last_positions": [w.start + size - 1 + w.state.dropped for w in windows] * len(layers),
+            "last_positions": [window.position + size - 1 for window in windows] * len(layers),
         }
         if "values" in self.method.arguments:
             inputs["values"] = self._gather(self.operations.gather_values, layers, tables, size)
@@ -223,64 +253,104 @@ class Compressor:
         sinks = self.model.layers[layer].attention.sinks if options.sinks else None
         return Softmax(self.backend.scale, options.soft_cap, sinks)
 
-    def _window_tables(self, windows: list[_Window], size: int) -> torch.Tensor:
-        """Block ids of the windows: int32 `[windows, blocks]`."""
-        first = np.array([window.start // self.block_size for window in windows])[:, None]
+    def _window_tables(self, part: CompressedPart, windows: list[_Window], size: int) -> torch.Tensor:
+        """Block ids of the windows in a part: int32 `[windows, blocks]`."""
+        first = np.array([window.start // self.block_size for window in windows], dtype=np.int64)[:, None]
         blocks = first + np.arange(-(-size // self.block_size))
-        tables = self.tables.table[[window.state.table_slot for window in windows]]
+        tables = part.tables.table[[window.state.table_slot for window in windows]]
         return to_device(np.take_along_axis(tables, blocks, axis=1), self.cache.data.device)
 
-    def _recompute(self, windows: list[_Window], offsets: np.ndarray, visit: Any) -> None:
+    def _recompute(self, windows: list[Windows], offsets: np.ndarray, visit: Any) -> None:
         """One pass of the model over the query tokens of all windows."""
-        device = self.cache.data.device
-        table_slots = [window.state.table_slot for window in windows]
-        index = np.array([window.start for window in windows])[:, None] + offsets  # [windows, query tokens]
-        dropped = np.array([window.state.dropped for window in windows])[:, None]
-        positions = index + dropped  # a KV pair that was never compressed lies behind everything that was dropped
+        of_first = [window for window, *_ in windows if window]
+        begins = np.array([window.position for window in of_first])[:, None]
+        positions = begins + offsets  # [windows, query tokens]; of KV pairs that were never compressed
+        states = [window.state for window in of_first]
         token_ids = [
-            w.state.token_ids[p] for w, of_window in zip(windows, positions.tolist(), strict=True) for p in of_window
+            state.token_ids[p] for state, of_window in zip(states, positions.tolist(), strict=True) for p in of_window
         ]
-        num_blocks = int(index.max()) // self.block_size + 1
-        batch = AttentionBatch(
-            query_start_loc=torch.arange(0, index.size + 1, len(offsets), dtype=torch.int32, device=device),
-            last_kv_index=to_device(index.astype(np.int32).ravel(), device),
-            block_tables=to_device(self.tables.table[table_slots, :num_blocks], device),
-        )
-        if self.ragged:
-            batch = replace(batch, **self.ragged.of(table_slots))
+        parts = [self._context(part, states, positions) for part in self.parts]
+        device = self.cache.data.device
         self.model.recompute_queries(
             to_device(token_ids, device),
             to_device(positions.ravel(), device),
-            AttentionContext(self.backend, self.operations, self.backend.plan(batch), slot_mapping=None),
+            parts[0]
+            if len(parts) == 1
+            else PartedAttention(parts, [self.part_of[layer] for layer in sorted(self.part_of)]),
             visit,
         )
 
+    def _context(self, part: CompressedPart, states: list[SequenceState], positions: np.ndarray) -> AttentionContext:
+        """Attention in a part, of query tokens `[windows, query tokens]` that are cached."""
+        device = self.cache.data.device
+        table_slots = [state.table_slot for state in states]
+        dropped = np.array([state.logical_length for state in states]) - part.tables.kv_lengths(states)
+        index = positions - dropped[:, None]  # such a KV pair lies behind everything that was dropped
+        num_blocks = int(index.max()) // self.block_size + 1
+        batch = AttentionBatch(
+            query_start_loc=torch.arange(0, index.size + 1, positions.shape[1], dtype=torch.int32, device=device),
+            last_kv_index=to_device(index.astype(np.int32).ravel(), device),
+            block_tables=to_device(part.tables.table[table_slots, :num_blocks], device),
+        )
+        if self.ragged:
+            batch = replace(batch, **self.ragged.of(table_slots))
+        return AttentionContext(self.backend, self.operations, self.backend.plan(batch), slot_mapping=None)
+
     # Movement
 
-    def _compact(self, jobs: list[CompressionJob], states: dict[int, SequenceState], kept: list[torch.Tensor]) -> None:
-        """Move the survivors of all jobs, in all layers, at once."""
+    def _runs(self, jobs: list[CompressionJob], states: dict[int, SequenceState]) -> Iterator[tuple[int, int]]:
+        """Jobs that are moved together, part by part: the first of each run and the one behind its last.
+
+        A job that needs fresh blocks may get those that a job before it gave back in any part, so it begins a run.
+        """
+        begins = [0] if jobs else []
+        if len(self.parts) > 1:
+            begins += [i for i, job in enumerate(jobs[1:], start=1) if self._takes_fresh_blocks(job, states)]
+        yield from pairwise([*begins, len(jobs)])
+
+    def _takes_fresh_blocks(self, job: CompressionJob, states: dict[int, SequenceState]) -> bool:
+        table_slot = states[job.seq_id].table_slot
+        for part in self.parts:
+            if own := job.of_part(part.index):
+                region = part.tables.table[table_slot, own.first_block : own.first_block + len(own.destinations)]
+                if region.tolist() != own.destinations:
+                    return True
+        return False
+
+    def _compact(
+        self, part: CompressedPart, jobs: list[CompressionJob], states: dict[int, SequenceState], kept: Kept
+    ) -> None:
+        """Move the survivors of all jobs in a part, in all its layers, at once.
+
+        kept: of each job `[layers, windows, kv_heads, retain]`, None where all survives.
+        """
+        moves = [(own, of_job) for job, of_job in zip(jobs, kept, strict=True) if (own := job.of_part(part.index))]
         indices, sources, regions = [], [], []
-        for job, of_job in zip(jobs, kept, strict=True):
+        for job, of_job in moves:
+            assert of_job is not None
             state = states[job.seq_id]
             start = job.first_block * self.block_size
-            region_end = min(state.cached_length, start + job.region_blocks * self.block_size)
+            cached = int(part.tables.kv_lengths([state])[0])
+            region_end = min(cached, start + job.region_blocks * self.block_size)
             tail = region_end - start - job.span
             indices.append(region_indices(of_job, job.size, job.size - job.stride, tail))
-            sources.append(self.tables.table[state.table_slot, job.first_block : job.first_block + job.region_blocks])
-            regions.append((state.table_slot, start, region_end, state.cached_length))
+            sources.append(part.tables.table[state.table_slot, job.first_block : job.first_block + job.region_blocks])
+            regions.append((state.table_slot, start, region_end, cached))
+        if not moves:
+            return
         if self.ragged:
-            counts = torch.stack([(of_job[:, 0] >= 0).sum(-1) for of_job in kept], dim=1)
+            counts = torch.stack([(of_job[:, 0] >= 0).sum(-1) for _, of_job in moves if of_job is not None], dim=1)
             table_slots, starts, *_ = zip(*regions, strict=True)
-            self.ragged.set(list(table_slots), list(starts), counts, [job.retain for job in jobs])
+            self.ragged.set(list(table_slots), list(starts), counts, [job.retain for job, _ in moves])
         if self.mass:
             self.mass.compact(regions, indices)
         if self.observed:
-            for job, blocks, offsets in zip(jobs, sources, indices, strict=True):
+            for (job, _), blocks, offsets in zip(moves, sources, indices, strict=True):
                 self.observed.compact(job, blocks, offsets)
         self.operations.compact(
             pad(indices),
             self._stack(sources),
-            self._stack([job.destinations for job in jobs]),
+            self._stack([job.destinations for job, _ in moves]),
         )
 
     def _stack(self, regions: list[Any]) -> torch.Tensor:
@@ -295,7 +365,23 @@ def _places(windows: list[_Window]) -> tuple[list[int], list[int]]:
     return [window.state.table_slot for window in windows], [window.start for window in windows]
 
 
+def _sizes(windows: Windows) -> tuple[int, ...]:
+    """The KV pairs of a window, and what each part keeps of them; 0 for all."""
+    first = windows[0]
+    assert first is not None
+    return (first.size, *(window.retain if window else 0 for window in windows))
+
+
+def _by_job(kept: Kept, jobs: list[CompressionJob]) -> Kept:
+    """Offsets of windows, `[layers, kv_heads, retain]` each -> of jobs, `[layers, windows, kv_heads, retain]`."""
+    ends = np.cumsum([job.num_windows for job in jobs]).tolist()
+    found: Kept = []
+    for job, end in zip(jobs, ends, strict=True):
+        windows = [window for window in kept[end - job.num_windows : end] if window is not None]
+        found.append(torch.stack(windows, dim=1) if windows else None)
+    return found
+
+
 def _seed(window: _Window) -> int:
     """A number that depends on the sequence and the window's position alone, whatever else is in the batch."""
-    position = window.start + window.state.dropped
-    return (window.state.sample_row.seed ^ (position * 0x9E3779B97F4A7C15)) & (2**63 - 1)
+    return (window.state.sample_row.seed ^ (window.position * 0x9E3779B97F4A7C15)) & (2**63 - 1)

@@ -30,7 +30,8 @@ class DecodeGraphs:
     forward: the model's pass over inputs on the device -> hidden states `[num_query_tokens, hidden_size]`. It must read
         nothing back to the host. capture: `cuda_capture()`; where there are no graphs, anything that keeps the step.
     inputs: prepares the inputs of other steps, too. max_blocks: of one sequence in the first part of the KV groups.
-    others: columns of the block tables of the other parts, where a step has one token of each sequence.
+    others: columns of the block tables of the other parts, where a step has one token of each sequence. full_parts: the
+        first parts, in which tables are as wide as the batch needs.
     """
 
     def __init__(
@@ -40,8 +41,10 @@ class DecodeGraphs:
         inputs: InputPreparer,
         max_blocks: int,
         others: tuple[int, ...] = (),
+        full_parts: int = 1,
     ) -> None:
         self.inputs = inputs
+        self.full_parts = full_parts
         max_num_seqs = len(inputs.tables[0].table)
         self.largest = inputs.shape(max_num_seqs, max_num_seqs, max_blocks, *others)
         self._forward = forward
@@ -71,11 +74,11 @@ class DecodeGraphs:
             inputs = StepInputs(shape, self._static)
             for part in inputs.parts:
                 part.slot_mapping.fill_(-1)
+                if part.window_start is not None:
+                    part.window_start.fill_(torch.iinfo(torch.int32).max)
             inputs.query_start_loc.copy_(torch.arange(len(inputs.query_start_loc)))
             if inputs.table_slots is not None:
                 inputs.table_slots.fill_(len(self.inputs.tables[0].table))
-            if inputs.window_start is not None:
-                inputs.window_start.fill_(torch.iinfo(torch.int32).max)
             self._step(shape)
 
     def graph_batch_sizes(self) -> list[InputShape]:
@@ -90,10 +93,14 @@ class DecodeGraphs:
         size = 1 << bits if num_seqs <= 8 else _rounded_up(num_seqs, max(16, 1 << (bits - 4)))
         size = min(size, self.largest.num_seqs)
         width = max(-(-LEAST_KV_PAIRS // self.inputs.tables[0].block_size), 1 << (num_blocks - 1).bit_length())
-        return self.inputs.shape(size, size, min(width, self.largest.num_blocks), *self.largest.others)
+        width = min(width, self.largest.num_blocks)
+        full = max(0, self.full_parts - 1)
+        return self.inputs.shape(size, size, *[width] * (1 + full), *self.largest.others[full:])
 
     def _shape_of(self, states: list[SequenceState]) -> InputShape:
+        full = self.inputs.tables[1 : self.full_parts]
         longest = max(state.cached_length for state in states)
+        longest = max(longest, *(int(part.kv_lengths(states).max()) for part in full)) if full else longest
         return self.shape_for(len(states), longest // self.inputs.tables[0].block_size + 1)
 
     def _step(self, shape: InputShape) -> Step:

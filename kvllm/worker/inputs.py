@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from kvllm.worker.attention_state import RaggedLengths
+from kvllm.worker.observed_scores import NEVER
 from kvllm.worker.state import BlockTables, SequenceState
 from kvllm.worker.step_inputs import InputShape, StepInputs
 
@@ -30,7 +31,7 @@ class InputPreparer:
     pair; where attention is added up, they share the slot behind those of all sequences.
 
     tables: one for each part of the KV groups.
-    window_start: of all sequences, where windows are scored.
+    window_start: of all sequences in the first part, where windows are scored. scored: in how many parts they are.
     """
 
     def __init__(
@@ -40,12 +41,14 @@ class InputPreparer:
         observed: bool,
         device: torch.device,
         window_start: np.ndarray | None = None,
+        scored: int = 1,
     ) -> None:
         self.tables = tables
         self.ragged = ragged
         self.observed = observed
         self.device = device
         self.window_start = window_start
+        self.scored = scored
         self.clear()
 
     def clear(self) -> None:
@@ -56,7 +59,7 @@ class InputPreparer:
     def shape(self, num_query_tokens: int, num_seqs: int, *num_blocks: int) -> InputShape:
         """num_blocks: columns of the block tables of each part."""
         heads = self.ragged.heads if self.ragged else None
-        scored = self.window_start is not None
+        scored = 0 if self.window_start is None else self.scored
         return InputShape(num_query_tokens, num_seqs, num_blocks[0], heads, self.observed, scored, num_blocks[1:])
 
     def prepare(self, states: list[SequenceState], num_tokens: list[int], shape: InputShape) -> StepInputs:
@@ -70,9 +73,20 @@ class InputPreparer:
         inputs.add_new_blocks(self.tables)
         inputs.complete(self.tables)
         if inputs.tensors.window_start is not None and self.window_start is not None:
-            _write(inputs.tensors.window_start, self.window_start[inputs.table_slots], spare=np.iinfo(np.int32).max)
+            starts = self.window_start[inputs.table_slots]
+            _write(inputs.tensors.window_start, starts, spare=NEVER)
+            if self.scored > 1:
+                self._write_window_starts(inputs, starts)
         self._rooms.reverse()
         return inputs.tensors
+
+    def _write_window_starts(self, inputs: _PartialInputs, starts: np.ndarray) -> None:
+        """Write where windows begin in the parts behind the first, in which they begin at `starts`."""
+        for part in range(1, self.scored):
+            window_start = inputs.tensors.parts[part].window_start
+            assert window_start is not None
+            more = self.tables[part].kv_lengths(inputs.states) - self.tables[0].kv_lengths(inputs.states)
+            _write(window_start, np.where(starts == NEVER, NEVER, starts + more), spare=NEVER)
 
     def prepare_ahead(self, states: list[SequenceState], num_tokens: list[int], shape: InputShape) -> None:
         """Write what is known of a step before its tokens and its new blocks are. The next one is likely to be it."""

@@ -9,10 +9,17 @@ import torch
 
 from kvllm.compression.queries import window_tokens
 from kvllm.config import EngineConfig
-from kvllm.core.protocol import CompressionJob, ScheduledSequence, SequenceStart, StepPlan, TableChange
-from kvllm.core.regions import make_regions
+from kvllm.core.protocol import (
+    CompressionJob,
+    PartCompaction,
+    ScheduledSequence,
+    SequenceStart,
+    StepPlan,
+    TableChange,
+)
+from kvllm.core.regions import Region, make_regions
 from kvllm.errors import ConfigError
-from kvllm.kvcache.groups import has_full
+from kvllm.kvcache.groups import full_groups, has_full
 from kvllm.sampling_params import SamplingParams
 from kvllm.worker.graphs import Step
 from kvllm.worker.model_runner import ModelRunner
@@ -89,7 +96,7 @@ def _prefill(config: EngineConfig) -> Iterator[StepPlan]:
     yield StepPlan(
         new_seqs=[SequenceStart(i, [0] * n, n, n - num_tokens, SAMPLING, i) for i, n in enumerate(lengths)],
         scheduled=[ScheduledSequence(i, num_tokens, _blocks(n, config), [], True) for i, n in enumerate(lengths)],
-        others=[change for i, n in enumerate(lengths) for change in _windows(i, n - num_tokens, n, config)],
+        others=[change for i, n in enumerate(lengths) for change in _other_tables(i, n - num_tokens, n, config)],
     )
     yield StepPlan(dropped_seq_ids=list(range(config.max_num_seqs)))
 
@@ -109,14 +116,16 @@ def _event(config: EngineConfig) -> Iterator[StepPlan]:
     yield StepPlan(
         new_seqs=[SequenceStart(i, [0] * length, length, length - 1, SAMPLING, i) for i in seq_ids],
         scheduled=[ScheduledSequence(i, 1, _blocks(length, config), [], True) for i in seq_ids],
-        others=[change for i in seq_ids for change in _windows(i, length - 1, length + 1, config)],
+        others=[change for i in seq_ids for change in _other_tables(i, length - 1, length + 1, config)],
     )
     first = region.start // config.block_size
     old, new = _blocks(region.end, config)[first:], _blocks(region.end - region.dropped, config)[first:]
-    judged = compression.guard_kl is not None
+    judged, others = compression.guard_kl is not None, list(_other_parts(first, region, config))
     yield StepPlan(
         compressions=[
-            CompressionJob(i, first, region.count, region.size, region.retain, region.stride, len(old), new, judged)
+            CompressionJob(
+                i, first, region.count, region.size, region.retain, region.stride, len(old), new, judged, others
+            )
             for i in seq_ids
         ],
         scheduled=[ScheduledSequence(i, 1, [0], [0], True) for i in seq_ids],
@@ -128,11 +137,22 @@ def _blocks(num_kv_pairs: int, config: EngineConfig) -> list[int]:
     return [0] * -(-num_kv_pairs // config.block_size) if has_full(config.kv_groups) else []
 
 
-def _windows(seq_id: int, computed: int, length: int, config: EngineConfig) -> Iterator[TableChange]:
-    """New sliding tables of a sequence that grows from `computed` tokens to `length`."""
+def _other_parts(first: int, region: Region, config: EngineConfig) -> Iterator[PartCompaction]:
+    """A region of a cache that was never compressed, in the parts behind the first that lose something of it."""
+    parts = [group.retain_blocks for group in full_groups(config.kv_groups) for _ in group.parts]
+    for part, blocks in enumerate(parts[1:], start=1):
+        retain = region.retain if blocks is None else blocks * config.block_size
+        if retain < region.size:
+            blocks_after = -(-(region.end - region.count * (region.size - retain)) // config.block_size) - first
+            num_blocks = -(-region.end // config.block_size) - first
+            yield PartCompaction(part, first, retain, num_blocks, [0] * blocks_after)
+
+
+def _other_tables(seq_id: int, computed: int, length: int, config: EngineConfig) -> Iterator[TableChange]:
+    """New tables behind the first of a sequence that grows from `computed` tokens to `length`."""
     groups = ((group, part) for group in config.kv_groups for part in group.parts)
     for index, (group, _) in enumerate(groups):
-        if group.window is not None:
+        if index or group.window is not None:
             first = group.first_block(computed, config.block_size)
             yield TableChange(seq_id, index, first, [0] * (-(-length // config.block_size) - first))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -30,7 +30,7 @@ from kvllm.kvcache.tiers.host import HostStore
 from kvllm.sampling_params import SamplingParams
 from kvllm.structured.compile import Grammars
 from kvllm.worker.attention_state import AttentionMass, ObservingBackend, RaggedLengths
-from kvllm.worker.compressor import Compressor
+from kvllm.worker.compressor import CompressedPart, Compressor
 from kvllm.worker.draws import reads_in_place
 from kvllm.worker.graphs import Capture, DecodeGraphs
 from kvllm.worker.inputs import InputPreparer
@@ -80,12 +80,15 @@ class ModelRunner:
         self._reported: set[int] = set()  # sequences whose prompt's log probabilities are asked for and not complete
         self._prompt_reports: list[PromptReport] = []  # of the step
         self.free_slots = list(reversed(range(config.max_num_seqs)))
-        self.tables = [_block_tables(group, config) for group in config.kv_groups for _ in group.parts]
+        groups = [group for group in config.kv_groups for _ in group.parts]
+        self._full_parts = sum(group.window is None for group in groups)
+        self.tables = [
+            _block_tables(group, config, counts_first=index > 0 or not self._full_parts)
+            for index, group in enumerate(groups)
+        ]
         self._part_of = _part_of_layers(config, cache.shape.num_layers)
         self._decode_widths = [
-            group.most_blocks(config.max_model_len, config.block_size, 1) // len(group.parts)
-            for group in config.kv_groups
-            for _ in group.parts
+            group.most_blocks(config.max_model_len, config.block_size, 1) // len(group.parts) for group in groups
         ]
         self.ragged: RaggedLengths | None = None
         self.mass: AttentionMass | None = None
@@ -99,7 +102,9 @@ class ModelRunner:
         if store:
             self.offloader = Offloader(cache, store, [state for state in self._slot_states if state])
         window_start = self.observed.window_start if self.observed else None
-        self.inputs = InputPreparer(self.tables, self.ragged, config.observes_attention, self.device, window_start)
+        self.inputs = InputPreparer(
+            self.tables, self.ragged, config.observes_attention, self.device, window_start, self._full_parts
+        )
 
     def _prepare_compression(
         self, compression: CompressionConfig, config: EngineConfig, select: Callable[..., torch.Tensor] | None
@@ -121,8 +126,7 @@ class ModelRunner:
             self.model,
             self.operations,
             self.backend,
-            self.tables[0],
-            [layer for layer, part in enumerate(self._part_of) if part == 0],
+            [self._compressed_part(index) for index in range(self._full_parts)],
             compression,
             most_tokens,
             self.ragged,
@@ -130,6 +134,10 @@ class ModelRunner:
             self.observed,
             select,
         )
+
+    def _compressed_part(self, index: int) -> CompressedPart:
+        layers = [layer for layer, part in enumerate(self._part_of) if part == index]
+        return CompressedPart(index, self.tables[index], layers)
 
     @torch.inference_mode()
     def use_graphs(self, capture: Capture, num_blocks: int, *, largest_alone: bool = False) -> None:
@@ -140,8 +148,11 @@ class ModelRunner:
         """
         if self.backend.capturable and (self.observed is None or self.backend.scores_windows):
             first, *others = self._decode_widths
+            most = [
+                min(num_blocks, width) if part < self._full_parts else width for part, width in enumerate(others, 1)
+            ]
             self.graphs = DecodeGraphs(
-                self._forward_inputs, capture, self.inputs, min(num_blocks, first), tuple(others)
+                self._forward_inputs, capture, self.inputs, min(num_blocks, first), tuple(most), self._full_parts
             )
             self.graphs.capture(self.graphs.graph_batch_sizes()[: 1 if largest_alone else None])
 
@@ -176,7 +187,7 @@ class ModelRunner:
             if self.offloader:
                 self.offloader.load(plan)
             for change in plan.others:
-                self._slide(change)
+                self._change_table(change)
             samples = self._forward(plan.scheduled, graphs) if plan.scheduled else None
         if plan.scheduled and graphs:  # the next step is probably one more token of each, and this one still runs
             graphs.prepare_ahead([self.states[item.seq_id] for item in plan.scheduled])
@@ -252,7 +263,7 @@ class ModelRunner:
         destinations = [copy.destination for copy in copies]
         self.operations.copy_blocks(to_device(sources, self.device), to_device(destinations, self.device))
 
-    def _slide(self, change: TableChange) -> None:
+    def _change_table(self, change: TableChange) -> None:
         tables, table_slot = self.tables[change.part], self.states[change.seq_id].table_slot
         tables.slide(table_slot, change.first)
         tables.append(table_slot, change.new_blocks)
@@ -279,16 +290,17 @@ class ModelRunner:
         num_blocks = [max(part.num_blocks[table_slot] for table_slot in table_slots) for part in self.tables]
         shape = self.inputs.shape(sum(num_tokens), len(states), *num_blocks)
         inputs = self.inputs.prepare(states, num_tokens, shape)
-        return self._forward_inputs(inputs.to(self.device), self._scored_chunks(states, num_tokens))
+        chunks = [self._scored_chunks(states, num_tokens, part) for part in range(self._full_parts)]
+        return self._forward_inputs(inputs.to(self.device), chunks)
 
-    def _forward_inputs(self, inputs: StepInputs, chunks: tuple[ScoredChunk, ...] = ()) -> torch.Tensor:
-        """The model over inputs on its device."""
-        batch, backend = inputs.attention_batch(), self.backend
+    def _forward_inputs(self, inputs: StepInputs, chunks: Sequence[tuple[ScoredChunk, ...]] = ()) -> torch.Tensor:
+        """The model over inputs on its device. chunks: those that are scored in each part that attends all tokens."""
+        batches, backend = [inputs.attention_batch(), *inputs.other_batches()], self.backend
         if self.observed:
-            batch = replace(batch, windows=self.observed.windows, scored_chunks=chunks)
-        if chunks:
+            for part, of_part in enumerate(chunks or [()] * self._full_parts):
+                batches[part] = replace(batches[part], windows=self.observed.windows, scored_chunks=of_part)
+        if any(chunks):
             backend = ScoringBackend(backend, self.operations)
-        batches = [batch, *inputs.other_batches()]
         parts = [
             AttentionContext(backend, self.operations, backend.plan(of_part), part.slot_mapping)
             for of_part, part in zip(batches, inputs.parts, strict=True)
@@ -296,15 +308,16 @@ class ModelRunner:
         attention: Attention = parts[0] if len(parts) == 1 else PartedAttention(parts, self._part_of)
         return self.model.forward(inputs.token_ids, inputs.positions, attention)
 
-    def _scored_chunks(self, states: list[SequenceState], num_tokens: list[int]) -> tuple[ScoredChunk, ...]:
-        """The query tokens whose scores the attention backend does not add up."""
+    def _scored_chunks(self, states: list[SequenceState], num_tokens: list[int], part: int) -> tuple[ScoredChunk, ...]:
+        """The query tokens whose scores the attention backend does not add up, with their places in a part."""
         if self.observed is None or (self.backend.scores_windows and max(num_tokens) == 1):
             return ()
         chunks, begin = [], 0
-        for i, (state, count) in enumerate(zip(states, num_tokens, strict=True)):
+        lengths = self.tables[part].kv_lengths(states).tolist()
+        for i, (state, count, length) in enumerate(zip(states, num_tokens, lengths, strict=True)):
             start = int(self.observed.window_start[state.table_slot])
             if start < state.cached_length + count and (count > 1 or not self.backend.scores_windows):
-                chunks.append(ScoredChunk(i, begin, begin + count, state.cached_length, start))
+                chunks.append(ScoredChunk(i, begin, begin + count, length, start + length - state.cached_length))
             begin += count
         return tuple(chunks)
 
@@ -375,11 +388,14 @@ class ModelRunner:
         return child
 
 
-def _block_tables(group: KVGroup, config: EngineConfig) -> BlockTables:
-    """The tables of a part of a group, for as many blocks as a sequence can hold."""
+def _block_tables(group: KVGroup, config: EngineConfig, *, counts_first: bool) -> BlockTables:
+    """The tables of a part of a group, for as many blocks as a sequence can hold.
+
+    counts_first: see BlockTables; in the first part, unless its layers have a window, lengths say where KV pairs are.
+    """
     most = group.most_blocks(config.max_model_len, config.block_size, config.max_num_batched_tokens)
     num_blocks = most // len(group.parts)
-    return BlockTables(config.max_num_seqs, num_blocks, config.block_size, slides=group.window is not None)
+    return BlockTables(config.max_num_seqs, num_blocks, config.block_size, counts_first=counts_first)
 
 
 def _part_of_layers(config: EngineConfig, num_layers: int) -> list[int]:

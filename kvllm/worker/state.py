@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvllm.core.protocol import CompressionJob
 from kvllm.worker.sampler import SampleRow
 
 
@@ -33,18 +34,18 @@ class BlockTables:
     """Block tables of all sequences of a worker in one part of a KV group, one slot each, so that a batch is a slice
     and not a Python loop.
 
-    slides: tables begin at the first block of the text that is held, and a KV pair's index follows from its position.
+    counts_first: the index of a sequence's next KV pair follows from `first`, and not from `cached_length`.
     table: int32 `[max_num_seqs, max_blocks]`. num_blocks: by slot.
-    first: int64 `[max_num_seqs]`, the index among the blocks of the text of a table's first; 0 unless it slides.
+    first: int64 `[max_num_seqs]`, how many blocks less than the text a table has (`GroupTable.first`).
     num_replacements: how often blocks of a table were replaced. As long as it stays, tables only grow at their ends.
     """
 
-    def __init__(self, max_num_seqs: int, max_blocks: int, block_size: int, *, slides: bool = False) -> None:
+    def __init__(self, max_num_seqs: int, max_blocks: int, block_size: int, *, counts_first: bool = False) -> None:
         self.table = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
         self.num_blocks = [0] * max_num_seqs
         self.first = np.zeros(max_num_seqs, dtype=np.int64)
         self.block_size = block_size
-        self.slides = slides
+        self.counts_first = counts_first
         self.num_replacements = 0
 
     def clear(self, table_slot: int) -> None:
@@ -65,6 +66,12 @@ class BlockTables:
         self.num_blocks[table_slot] += len(blocks) - count
         self.num_replacements += 1
 
+    def compact(self, table_slot: int, job: CompressionJob) -> None:
+        """A job's region is compressed: its destinations take the place of its blocks."""
+        self.replace(table_slot, job.first_block, job.region_blocks, job.destinations)
+        if self.counts_first:
+            self.first[table_slot] += job.region_blocks - len(job.destinations)
+
     def slide(self, table_slot: int, first: int) -> None:
         """Drop the blocks before block `first` of the text."""
         dropped = first - int(self.first[table_slot])
@@ -84,7 +91,7 @@ class BlockTables:
 
     def kv_lengths(self, states: list[SequenceState]) -> np.ndarray:
         """The index in its table of each sequence's next KV pair: int64 `[S]`."""
-        if not self.slides:
+        if not self.counts_first:
             return np.array([state.cached_length for state in states])
         slots = [state.table_slot for state in states]
         return np.array([state.logical_length for state in states]) - self.first[slots] * self.block_size

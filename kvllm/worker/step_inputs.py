@@ -16,15 +16,15 @@ ALIGNMENT = 64
 
 class InputShape(NamedTuple):
     """num_blocks: columns of the block tables. heads: layers and KV heads, where these hold different numbers of KV
-    pairs. observed: whether attention is added up. scored: whether windows are scored. others: columns of the block
-    tables of each part of the KV groups but the first."""
+    pairs. observed: whether attention is added up. scored: in how many parts of the KV groups windows are scored,
+    the first ones. others: columns of the block tables of each part but the first."""
 
     num_query_tokens: int
     num_seqs: int
     num_blocks: int
     heads: tuple[int, int] | None = None
     observed: bool = False
-    scored: bool = False
+    scored: int = 0
     others: tuple[int, ...] = ()
 
     @property
@@ -62,6 +62,8 @@ class InputShape(NamedTuple):
             yield f"slot_mapping_{part}", torch.int64, (self.num_query_tokens,)
             yield f"last_kv_index_{part}", torch.int32, (self.num_query_tokens,)
             yield f"block_tables_{part}", torch.int32, (self.num_seqs, num_blocks)
+            if part < self.scored:
+                yield f"window_start_{part}", torch.int32, (self.num_seqs,)
 
 
 class PartInputs(NamedTuple):
@@ -70,6 +72,7 @@ class PartInputs(NamedTuple):
     slot_mapping: torch.Tensor
     last_kv_index: torch.Tensor
     block_tables: torch.Tensor
+    window_start: torch.Tensor | None = None
 
 
 class StepInputs:
@@ -103,11 +106,14 @@ class StepInputs:
 
     def _part(self, index: int) -> PartInputs:
         suffix = f"_{index}" if index else ""
-        names = ("slot_mapping", "last_kv_index", "block_tables")
-        return PartInputs(*(cast(torch.Tensor, getattr(self, name + suffix)) for name in names))
+        slots, last, tables = (
+            cast(torch.Tensor, getattr(self, name + suffix))
+            for name in ("slot_mapping", "last_kv_index", "block_tables")
+        )
+        return PartInputs(slots, last, tables, getattr(self, f"window_start{suffix}", None))
 
     def attention_batch(self) -> AttentionBatch:
-        """That of the first part. What compressions need stands beside it alone."""
+        """That of the first part. What methods keep beside the cache stands beside it alone."""
         return AttentionBatch(
             self.query_start_loc,
             self.last_kv_index,
@@ -120,4 +126,7 @@ class StepInputs:
 
     def other_batches(self) -> list[AttentionBatch]:
         """Those of the parts behind the first."""
-        return [AttentionBatch(self.query_start_loc, part.last_kv_index, part.block_tables) for part in self.parts[1:]]
+        return [
+            AttentionBatch(self.query_start_loc, part.last_kv_index, part.block_tables, window_start=part.window_start)
+            for part in self.parts[1:]
+        ]

@@ -447,10 +447,13 @@ def simulated_peak(windows: Windows, prompt: int, total: int, tail_start: int) -
 @pytest.mark.parametrize("compress_prompt", [False, True])
 def test_peak_blocks(block_size: int, retain: int, compress_prompt: bool) -> None:
     windows = Windows(block_size, 12 // block_size, retain)
+    compression = CompressionConfig(method="kara", window_blocks=12, buffer=1, compress_prompt=compress_prompt)
+    config = EngineConfig(num_blocks=10, block_size=block_size, max_model_len=200, compression=compression)
     for prompt in (1, 7, 8, 40):
         for total in range(prompt, 150, 7):
             tail_start = 0 if compress_prompt else prompt
-            assert windows.peak_blocks(prompt, total, tail_start) == simulated_peak(windows, prompt, total, tail_start)
+            expected = simulated_peak(windows, prompt, total, tail_start)
+            assert peak_blocks(config, [windows], prompt, total) == expected
 
 
 def test_peak_without_compression() -> None:

@@ -99,7 +99,7 @@ def test_the_first_window_of_a_sequence_and_then_one_in_so_many_is_judged() -> N
         sampled = []
         for _ in range(24):
             sampled.append(found.samples(seq))
-            seq.compacted(Region(0, 32, 8, 32), 0)
+            seq.compacted(Region(0, 32, 8, 32), 0, 24)
         assert sampled == [i == 0 or (5 + i) % every == 0 for i in range(24)]
 
 
@@ -213,7 +213,7 @@ def test_a_window_whose_turn_it_is_waits_for_the_tokens_that_judge_it(policy: st
     assert found is not None
     turn, other = (Sequence(seq_id, "", [0] * 900, SamplingParams(), max_length=900, tail_start=0) for seq_id in (3, 2))
     for seq in (turn, other):  # behind a first window, of which nothing is dropped here
-        seq.compacted(Region(0, 32, 32, 32), 0)
+        seq.compacted(Region(0, 32, 32, 32), 0, 0)
         seq.advance(32 + 5)
     assert [seq for seq, _ in found.eligible([turn, other])] == [other]
     assert [seq for seq, _ in found.eligible([turn, other], may_wait=False)] == [turn, other]
@@ -279,16 +279,16 @@ def test_a_sequence_is_restored_behind_its_first_window_and_once() -> None:
     assert found is not None and found.guard is not None
     seq = Sequence(0, "", [0] * 900, SamplingParams(), max_length=900, tail_start=0)
     assert not found.is_restored(seq)
-    seq.compacted(Region(0, 32, found.guard.retained, 32), 0)
+    seq.compacted(Region(0, 32, found.guard.retained, 32), 0, 32 - found.guard.retained)
     assert not found.is_restored(seq)  # windows keep no more than this one did
     found.guard.record([math.inf])
     assert found.is_restored(seq)
     seq.preempted()
-    seq.compacted(Region(0, 32, 8, 32), 0)
+    seq.compacted(Region(0, 32, 8, 32), 0, 24)
     assert not found.is_restored(seq)  # it was computed again before
     later = Sequence(1, "", [0] * 900, SamplingParams(), max_length=900, tail_start=0)
     for _ in range(2):
-        later.compacted(Region(0, 32, 8, 32), 0)
+        later.compacted(Region(0, 32, 8, 32), 0, 24)
     assert not found.is_restored(later)
 
 

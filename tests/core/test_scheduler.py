@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvllm.compression.queries import window_tokens
-from kvllm.config import POLICIES, CompressionConfig, EngineConfig, TenantConfig
+from kvllm.config import POLICIES, CompressionConfig, EngineConfig, LayerGroup, TenantConfig
 from kvllm.core import compression_policy
 from kvllm.core.scheduler import Scheduler
 from kvllm.core.sequence import Origin, Sequence
 from kvllm.errors import RequestError
-from kvllm.kvcache.groups import UNIFORM, KVGroup, has_full
+from kvllm.kvcache.groups import UNIFORM, KVGroup, full_groups, has_full, make_groups
 from kvllm.sampling_params import SamplingParams
 from kvllm.stats import EngineStats
 from tests.helpers.examples import examples
@@ -115,6 +115,20 @@ def engine_config(num_blocks: int, **options) -> EngineConfig:
     return EngineConfig(num_blocks=num_blocks, **(defaults | options))
 
 
+def retaining_groups(window_blocks: int) -> st.SearchStrategy[tuple[KVGroup, ...]]:
+    """Groups of layers that keep different numbers of blocks of a window, one of them perhaps all; perhaps beside one
+    with a sliding window."""
+    retained = st.sets(st.integers(1, window_blocks), min_size=2, max_size=3).map(sorted)
+    windows = st.one_of(st.none(), st.none(), st.integers(1, 20))
+    return st.builds(
+        lambda kept, window: make_groups(
+            [None] * (1 + len(kept)) + [window] * bool(window), [kept[0], *kept] + [None] * bool(window)
+        ),
+        retained,
+        windows,
+    )
+
+
 def kv_groups() -> st.SearchStrategy[tuple[KVGroup, ...]]:
     """One, two or three groups, the first of them in one part."""
     window = st.integers(1, 20)
@@ -147,6 +161,12 @@ def configs(draw) -> EngineConfig:
         window_blocks = draw(st.integers(2, 4)) * (4 if block_size == 1 else 1)
         window = window_blocks * block_size
         retain = draw(st.integers(1, window))
+        kept = {"retain_tokens": retain}
+        if draw(st.booleans()):
+            groups = draw(retaining_groups(window_blocks))
+            slides = groups[-1].window is not None
+            layer_groups = [LayerGroup(sum(group.parts, ()), group.retain_blocks) for group in full_groups(groups)]
+            kept, retain = {"layer_groups": layer_groups}, groups[0].retain_blocks * block_size
         buffer = draw(st.integers(0, min(retain, window - 1)))
         compress_prompt = draw(st.booleans())
         methods = ["keydiff" if slides else "kara", "sliding_window"]
@@ -158,11 +178,11 @@ def configs(draw) -> EngineConfig:
             period=draw(st.integers(1, 6)),
             max_sequences=draw(st.integers(1, 3)),
             window_blocks=window_blocks,
-            retain_tokens=retain,
             buffer=buffer,
             compress_prompt=compress_prompt,
-            guard_kl=draw(st.sampled_from([None, 0.01])) if buffer and not slides else None,
+            guard_kl=draw(st.sampled_from([None, 0.01])) if buffer and not slides and "retain_tokens" in kept else None,
             guard_every=draw(st.integers(1, 3)),
+            **kept,
         )
     max_num_seqs = draw(st.integers(1, 6))
     watermark = draw(st.sampled_from([0.0, 0.01, 0.2]))

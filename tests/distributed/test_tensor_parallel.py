@@ -25,11 +25,13 @@ import msgspec
 import psutil
 import pytest
 import torch
+from msgspec import structs
 from safetensors.torch import load_file, save_file
 
 from benchmarks import worker_faults
 from kvllm import LLM, CheckpointError, CompressionConfig, ConfigError, KvLLMError, RequestOutput, SamplingParams
 from kvllm.compression.registry import METHODS
+from kvllm.config import LayerGroup
 from kvllm.core.executor import Executor
 from kvllm.core.protocol import StepPlan, StepResult, TransferReport, decode_plan, encode
 from kvllm.distributed import worker_group
@@ -245,14 +247,16 @@ def test_every_method_keeps_on_all_ranks_what_it_keeps_on_one(checkpoints, shard
     assert found_tokens == expected_tokens
 
 
-def test_ranks_have_the_same_kv_groups(shards, tmp_path: Path) -> None:
+@pytest.mark.parametrize("groups", [(), (LayerGroup((1,), 1), LayerGroup((2,), 2))], ids=["one", "two"])
+def test_ranks_have_the_same_kv_groups(shards, tmp_path: Path, groups: tuple[LayerGroup, ...]) -> None:
     """Layers with a window release their blocks on all ranks, and the others are compressed alike."""
-    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    types = ["sliding_attention", "full_attention", "full_attention" if groups else "sliding_attention"]
     options = {"head_dim": 16, "use_sliding_window": True, "sliding_window": 20, "layer_types": types}
     make_checkpoint(tmp_path, "qwen3", **options)
 
     def run(members: list[Shard]) -> list[list[int]]:
-        llm = make_llm(tmp_path, block_size=8, compression=compression_of("keydiff"), num_gpu_blocks_override=60)
+        compression = structs.replace(compression_of("kara_sharp" if groups else "keydiff"), layer_groups=groups)
+        llm = make_llm(tmp_path, block_size=8, compression=compression, num_gpu_blocks_override=60)
         llm.llm_engine.executor = ThreadExecutor(llm, tmp_path, members)
         found = tokens(llm, random_prompts(256, lengths=(1, 17, 40, 63)), greedy(60))
         assert llm.stats().windows_compressed > 0

@@ -16,6 +16,7 @@ from kvllm.config import EngineConfig
 from kvllm.engine_args import DEFAULT_MODEL, EngineArgs
 from kvllm.engine_builder import cache_shape
 from kvllm.entrypoints import cli
+from kvllm.entrypoints.engine_flags import parse_compression
 from kvllm.memory_plan import plan_memory
 from kvllm.models.config import load_model_config
 from tests.helpers.checkpoints import make_checkpoint
@@ -153,6 +154,26 @@ def test_groups_have_the_blocks_of_the_engine(tmp_path):
     sampling = SamplingParams(temperature=0, max_tokens=output + 1, ignore_eos=True)
     llm.generate([[5] * prompt], sampling, use_tqdm=False)
     assert llm.stats().peak_blocks == plan.blocks_held(prompt + output, prompt, compressed=False)
+
+
+def test_shares_by_layer_take_the_blocks_of_the_engine():
+    """Each layer has blocks of its own. The first one keeps all of its windows, the last one half."""
+    compression = parse_compression("method=keydiff,period=1,window_blocks=4,buffer=16,layer_groups=1-2:1/0:4/3:2")
+    sizes = {"block_size": 16, "max_model_len": 512, "compression": compression}
+    args = EngineArgs(**sizes)
+    plan = plan_memory(args.model_config, args.engine_config, "float32")
+    assert plan.rank_block_bytes == cache_shape(args).bytes_per_block == 16 * plan.pair_bytes
+    prompt, output = 4, 300
+    llm = LLM(num_gpu_blocks_override=200, **sizes)
+    sampling = SamplingParams(temperature=0, max_tokens=output + 1, ignore_eos=True)
+    [result] = llm.generate([[5] * prompt], sampling, use_tqdm=False)
+    assert llm.stats().peak_blocks == plan.blocks_held(prompt + output, prompt, compressed=True)
+    windows = llm.stats().windows_compressed
+    assert windows >= 4
+    assert plan.compressed_kv_bytes(prompt + output, prompt) == plan.pair_bytes * (
+        4 * (prompt + output) - windows * 16 * (3 + 3 + 0 + 2)
+    )
+    assert result.metrics.missing_entries == windows * 16 * 8 // 4
 
 
 def test_compressed_length_is_what_an_engine_holds():

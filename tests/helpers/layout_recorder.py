@@ -133,8 +133,8 @@ class Recorder(Executor):
         self._compute_logits, self.runner.model.logits = self.runner.model.logits, self._record_logits
         self._select, self.runner.compressor.select = self.runner.compressor.select, self._record_selection
 
-    def _record_logits(self, hidden: Tensor) -> Tensor:
-        logits = self._compute_logits(hidden)
+    def _record_logits(self, hidden: Tensor, **options: Any) -> Tensor:
+        logits = self._compute_logits(hidden, **options)
         self._logits += logits
         return logits
 

@@ -30,7 +30,7 @@ Entry = tuple[int, ...]
 
 
 class LiteralTable:
-    """Blocks of a sequence in a part of a sliding group, from block `first` of the text on."""
+    """Blocks of a sequence in a part behind the first, `first` fewer than the text has."""
 
     def __init__(self) -> None:
         self.first = 0
@@ -117,7 +117,9 @@ class LiteralWorker:
         self.config = config
         self.vocab = vocab
         self.compression = config.active_compression
-        self.windows = [group.window for group in config.kv_groups for _ in group.parts]
+        parts = [group for group in config.kv_groups for _ in group.parts]
+        self.windows = [group.window for group in parts]
+        self.retained = [group.retain_blocks for group in parts]
         self.cache: dict[int, Entry] = {}
         self.sequences: dict[int, LiteralSequence] = {}
         self.random = random.Random(seed)
@@ -134,8 +136,16 @@ class LiteralWorker:
         assert block >= table.first, "this block is released"
         return table.blocks[block - table.first] * self.config.block_size + offset
 
-    def entries(self, seq: LiteralSequence) -> list[Entry]:
-        return [self.cache[self.slot(seq, index)] for index in range(seq.cached)]
+    def full_tables(self, seq: LiteralSequence) -> dict[int, tuple[list[int], int]]:
+        """The blocks and the number of entries of each part that attends all tokens."""
+        size = self.config.block_size
+        tables = {part: table for part, table in seq.others.items() if self.windows[part] is None}
+        others = {part: (table.blocks, seq.logical - table.first * size) for part, table in tables.items()}
+        return {0: (seq.table, seq.cached)} | others if self.windows[0] is None else {}
+
+    def entries(self, blocks: list[int], begin: int, end: int) -> list[Entry]:
+        size = self.config.block_size
+        return [self.cache[blocks[index // size] * size + index % size] for index in range(begin, end)]
 
     def execute(self, plan: StepPlan) -> StepResult:
         plan = decode_plan(encode(plan))
@@ -193,10 +203,24 @@ class LiteralWorker:
         assert seq.sampling.compress, "this request keeps all"
         own = seq.sampling.retain_blocks
         assert own is None or job.retain == own * self.config.block_size < job.size
-        size = self.config.block_size
         self._judge(seq, job)
+        full = [part for part, window in enumerate(self.windows) if window is None]
+        positions = {self._compact(seq, job.of_part(part), part) for part in full}
+        assert len(positions - {None}) == 1, "parts compress other windows"
+        seq.cached -= job.dropped
+
+    def _compact(self, seq: LiteralSequence, job, part: int) -> int | None:
+        """Execute a job in one part. Returns the position of the first entry of its region, if it does anything."""
+        config, size = self.compression, self.config.block_size
+        overlap = config.buffer if config.policy == "standalone" else 0
+        blocks, cached = self.full_tables(seq)[part]
+        if seq.sampling.retain_blocks is None and self.retained[part] is not None:
+            kept = self.retained[part]
+            assert job.retain == kept * size if job else kept == config.window_blocks
+        if job is None:
+            return None
         start = job.first_block * size
-        region_end = min(seq.cached, (job.first_block + job.region_blocks) * size)
+        region_end = min(cached, (job.first_block + job.region_blocks) * size)
         survivors: list[int] = []
         end = start
         for i in range(job.num_windows if job.destinations else 0):
@@ -206,24 +230,26 @@ class LiteralWorker:
             chosen = sorted(self.random.sample(range(first, end - len(buffer)), job.retain - len(buffer)))
             survivors += chosen if i < job.num_windows - 1 and overlap else chosen + buffer
         survivors += range(end, region_end) if job.destinations else ()
-        before = seq.logical - seq.cached
-        kept = [self.cache[self.slot(seq, index)] for index in survivors]
-        region = [self.cache[self.slot(seq, index)] for index in range(start, region_end)]
+        before = seq.logical - cached
+        kept = [self.entries(blocks, index, index + 1)[0] for index in survivors]
+        region = [position for *_, position, _ in self.entries(blocks, start, region_end)]
         if config.policy != "threshold":
-            assert [position for position, _ in region] == list(range(start + before, region_end + before)), (
+            assert region == list(range(start + before, region_end + before)), (
                 "a window holds an entry that was compressed before"
             )
             if config.observes_scores:
-                assert seq.first_scored is not None and region[0][0] >= seq.first_scored, "it has no scores"
+                assert seq.first_scored is not None and region[0] >= seq.first_scored, "it has no scores"
             if not config.compress_prompt:
-                assert region[0][0] >= seq.prompt_length, "the prompt is protected"
-        sources = seq.table[job.first_block : job.first_block + job.region_blocks]
+                assert region[0] >= seq.prompt_length, "the prompt is protected"
+        sources = blocks[job.first_block : job.first_block + job.region_blocks]
         in_place = job.destinations == sources[: len(job.destinations)]
         assert in_place or not set(sources) & set(job.destinations)
-        seq.table[job.first_block : job.first_block + job.region_blocks] = job.destinations
-        for j, entry in enumerate(kept):
-            self.cache[self.slot(seq, start + j)] = entry
-        seq.cached -= job.dropped
+        blocks[job.first_block : job.first_block + job.region_blocks] = job.destinations
+        for j, entry in enumerate(kept, start):
+            self.cache[blocks[j // size] * size + j % size] = entry
+        if part:
+            seq.others[part].first += job.region_blocks - len(job.destinations)
+        return region[0]
 
     def _judge(self, seq: LiteralSequence, job) -> None:
         """A guard lets windows keep whole blocks more, but never all. It is told numbers of any size."""
@@ -240,7 +266,7 @@ class LiteralWorker:
     def _copy(self, seq: LiteralSequence, plan: BlockCopy) -> None:
         size, destination = self.config.block_size, plan.destination
         index, table = plan.index, seq.table
-        if self.windows[plan.part] is not None:
+        if plan.part or self.windows[0] is not None:
             index, table = index - seq.others[plan.part].first, seq.others[plan.part].blocks
         source, table[index] = table[index], destination
         for offset in range(size):
@@ -258,7 +284,7 @@ class LiteralWorker:
             if threshold is not None and seq.logical >= seq.prompt_length:
                 assert seq.cached < threshold, "it runs on without the compression that is due"
             for _ in range(item.num_tokens):
-                if None in self.windows:
+                if self.windows[0] is None:
                     self.cache[self.slot(seq, seq.cached)] = seq.entry(seq.logical)
                 for part in seq.others:
                     self.cache[self.other_slot(seq, part, seq.logical)] = (part, *seq.entry(seq.logical))
@@ -266,8 +292,8 @@ class LiteralWorker:
                 seq.logical += 1
         for item in plan.scheduled:  # every write of the step is done: nobody wrote over somebody else's entries
             seq = self.sequences[item.seq_id]
-            if None in self.windows:
-                self._check_entries(seq)
+            for part, (blocks, cached) in self.full_tables(seq).items():
+                self._check_entries(seq, part, self.entries(blocks, 0, cached))
             self._check_windows(seq, item.num_tokens)
             assert item.samples == (seq.logical == len(seq.tokens))
             if not item.samples:
@@ -287,12 +313,12 @@ class LiteralWorker:
     def _sample(self, seq_id: int, seq: LiteralSequence) -> SampledToken:
         return SampledToken(hash((seq_id, tuple(seq.tokens))) % self.vocab)
 
-    def _check_entries(self, seq: LiteralSequence) -> None:
-        entries = self.entries(seq)
-        positions = [position for position, _ in entries]
+    def _check_entries(self, seq: LiteralSequence, part: int, entries: list[Entry]) -> None:
+        positions = [position for *_, position, _ in entries]
         assert positions == sorted(set(positions)), "survivors are not in ascending order"
         assert positions[-1] == seq.logical - 1
-        assert entries == [seq.entry(position) for position in positions], "an entry belongs to another text"
+        mine = (part,) if part else ()
+        assert entries == [(*mine, *seq.entry(position)) for position in positions], "an entry belongs to another text"
         if self.compression is None or not seq.sampling.compress:
             assert positions == list(range(seq.logical))
         elif not self.compression.compress_prompt and self.compression.policy != "threshold":
@@ -324,6 +350,6 @@ class LiteralWorker:
         """The spans follow each other, and of each as many entries are left as it says."""
         assert (spans[0].start, spans[-1].end) == (0, seq.logical)
         assert all(span.end == after.start for span, after in pairwise(spans))
-        positions = [position for position, _ in self.entries(seq)]
+        positions = [position for position, _ in self.entries(seq.table, 0, seq.cached)]
         for span in spans:
             assert sum(span.start <= position < span.end for position in positions) == span.kept

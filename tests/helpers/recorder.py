@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +22,8 @@ from tests.helpers.dense_decoder import DenseDecoder, DensePass
 
 @dataclass
 class Text:
-    """The tokens and logits of a sequence, from its start to its end or preemption; of the layers that a block of its
-    first table holds.
+    """The tokens and logits of a sequence, from its start to its end or preemption; of the layers that attend all
+    tokens, in the order of `Recorder.layers`.
 
     cached: bool `[layers, kv_heads, positions]`, true where a KV pair is cached; they lie in order of position.
     visible: bool `[layers, kv_heads, tokens, positions]`, the positions cached when a token was computed.
@@ -44,7 +44,8 @@ class Event:
     """One window that was compressed.
 
     position: of its first entry. cached: the text's, before. copied: whether the survivors went to fresh blocks.
-    queries: that it was scored with, by layer `[Hq, rows, d]`. kept: offsets, int64 `[layers, kv_heads, retain]`.
+    queries: that it was scored with, by layer `[Hq, rows, d]`. kept: offsets, int64 `[layers, kv_heads, retain]`. Both
+    are those of the layers in the first table's blocks.
     """
 
     seq_id: int
@@ -63,9 +64,12 @@ def block_table_of(runner: ModelRunner, seq_id: int) -> list[int]:
     return tables.table[state.table_slot, : tables.num_blocks[state.table_slot]].tolist()
 
 
-def kv_pairs_of(runner: ModelRunner, seq_id: int) -> Tensor:
-    """The cache of a sequence in logical order: `[layers, 2, kv_heads, KV pairs, head_dim]`, a copy."""
-    return kv_pairs_in(runner.cache, block_table_of(runner, seq_id), runner.states[seq_id].cached_length)
+def kv_pairs_of(runner: ModelRunner, seq_id: int, part: int = 0, layers: int | None = None) -> Tensor:
+    """The cache of a sequence in logical order, in the layers of a part:
+    `[layers, 2, kv_heads, KV pairs, head_dim]`, a copy."""
+    state, tables = runner.states[seq_id], runner.tables[part]
+    length = int(tables.kv_lengths([state])[0])
+    return kv_pairs_in(runner.cache, tables.table[state.table_slot].tolist(), length)[:layers]
 
 
 def kv_pairs_in(cache: PagedKVCache, table: list[int], length: int) -> Tensor:
@@ -85,53 +89,61 @@ class Recorder(Executor):
         self.texts: list[Text] = []
         self.events: list[Event] = []
         self.hidden: list[Tensor] = []
+        self.parts = runner.compressor.parts
+        self.layers = [layer for part in self.parts for layer in part.layers]
         self._logits: list[Tensor] = []
-        self._selections: list[tuple[Tensor | None, Tensor]] = []
+        self._selections: dict[int, list[tuple[Tensor | None, Tensor]]] = {}  # by layer: of each window
         self._compute_logits, runner.model.logits = runner.model.logits, self._record_logits
         self._select, runner.compressor.select = runner.compressor.select, self._record_selection
 
-    def _record_logits(self, hidden: Tensor) -> Tensor:
-        logits = self._compute_logits(hidden)
+    def _record_logits(self, hidden: Tensor, **options: Any) -> Tensor:
+        logits = self._compute_logits(hidden, **options)
         self.hidden += hidden
         self._logits += logits
         return logits
 
     def _record_selection(self, queries: Tensor | None, layers: Sequence[int], **options: Any) -> Tensor:
         kept = self._select(queries, layers=layers, **options)
-        self._selections += [(queries, of_layer) for of_layer in kept.unflatten(0, (len(layers), -1))]
+        for layer, of_layer in zip(layers, kept.unflatten(0, (len(layers), -1)), strict=True):
+            self._selections[layer] += zip(rows_of(queries, len(of_layer)), of_layer, strict=True)
         return kept
 
     def close(self) -> None:
         self.inline.close()
 
     def execute(self, plan: StepPlan) -> StepResult:
-        self._logits, self._selections = [], []
+        self._logits, self._selections = [], {layer: [] for layer in self.layers}
         if plan.reset:
             self.alive.clear()
         for seq_id in plan.dropped_seq_ids:
             del self.alive[seq_id]
-        before = {seq_id: kv_pairs_of(self.runner, seq_id) for seq_id in self.alive} if plan.compressions else {}
+        before = {seq_id: self._kv_pairs(seq_id) for seq_id in self.alive} if plan.compressions else {}
         tables = {job.seq_id: block_table_of(self.runner, job.seq_id) for job in plan.compressions}
         result = self.inline.execute(plan)
         for start in plan.new_seqs:
             self._start(start)
-        for job, windows in zip(plan.compressions, self._windows(plan.compressions), strict=True):
+        for job in plan.compressions:
             copied = not set(job.destinations) <= set(tables[job.seq_id])
-            survives = self._compress(job, windows, copied)
-            before[job.seq_id] = surviving(before[job.seq_id], survives)
+            for number, part in enumerate(self.parts):
+                if own := job.of_part(part.index):
+                    survives = self._compress(own, number, copied)
+                    before[job.seq_id][number] = surviving(before[job.seq_id][number], survives)
+        assert not any(self._selections.values())
         for seq_id, entries in before.items():
-            assert torch.equal(kv_pairs_of(self.runner, seq_id)[..., : entries.shape[3], :], entries), (
-                f"sequence {seq_id}"
-            )
+            for found, expected in zip(self._kv_pairs(seq_id), entries, strict=True):
+                assert torch.equal(found[..., : expected.shape[3], :], expected), f"sequence {seq_id}"
         self._account(plan.scheduled)
         return result
+
+    def _kv_pairs(self, seq_id: int) -> list[Tensor]:
+        return [kv_pairs_of(self.runner, seq_id, part.index, len(part.layers)) for part in self.parts]
 
     def _start(self, start: SequenceStart) -> None:
         shape, size = self.runner.cache.shape, self.config.max_model_len
         hit = start.cached_length
-        cached = torch.zeros(shape.num_places, shape.num_kv_heads, size, dtype=torch.bool)
+        cached = torch.zeros(len(self.layers), shape.num_kv_heads, size, dtype=torch.bool)
         cached[..., :hit] = True
-        visible = torch.zeros(shape.num_places, shape.num_kv_heads, size, size, dtype=torch.bool)
+        visible = torch.zeros(len(self.layers), shape.num_kv_heads, size, size, dtype=torch.bool)
         visible[..., :hit, :] = torch.ones(size, size, dtype=torch.bool).tril()[:hit]
         resumed = len(start.token_ids) > start.prompt_length
         self._add(start.seq_id, Text(list(start.token_ids), hit, cached, visible, resumed))
@@ -141,32 +153,29 @@ class Recorder(Executor):
         self.alive[seq_id] = text
         self.texts.append(text)
 
-    def _windows(self, jobs: list[CompressionJob]) -> Iterator[list[tuple[list[Tensor], Tensor]]]:
-        """For each job its windows' queries by layer, and offsets kept `[layers, kv_heads, retain]`."""
-        layers = range(self.runner.cache.shape.num_places)
-        by_layer = [self._selections[layer :: len(layers)] for layer in layers]  # a pass goes through all layers
-        queries = [[row for batch, of in selections for row in rows_of(batch, len(of))] for selections in by_layer]
-        kept = [[row for _, batch in selections for row in batch] for selections in by_layer]
-        windows = zip(zip(*queries, strict=True), map(torch.stack, zip(*kept, strict=True)), strict=True)
-        for job in jobs:
-            yield [next(windows) for _ in range(job.num_windows)]
-        assert next(windows, None) is None
-
-    def _compress(self, job: CompressionJob, windows: list[tuple[list[Tensor], Tensor]], copied: bool) -> Tensor:
-        """Strike the evicted entries from the account -> bool `[layers, kv_heads, entries before]`, what survives."""
+    def _compress(self, job: CompressionJob, number: int, copied: bool) -> Tensor:
+        """Strike the evicted entries of a part from the account -> bool `[layers, kv_heads, entries before]`, what
+        survives."""
         text, compression = self.alive[job.seq_id], self.config.compression
         size = compression.window_blocks * self.config.block_size
         stride = size - compression.buffer if compression.policy == "standalone" else size
-        cached = text.cached.clone()
+        rows = [self.layers.index(layer) for layer in self.parts[number].layers]
+        cached = text.cached[rows]
         survives = torch.ones(*cached.shape[:2], int(cached[0, 0].sum()), dtype=torch.bool)
-        for i, (queries, kept) in enumerate(windows):
+        for i in range(job.num_windows):
+            selections = [self._selections[self.layers[row]].pop(0) for row in rows]
+            kept = torch.stack([of_layer for _, of_layer in selections])
             start = job.first_block * self.config.block_size + i * stride
             chosen = torch.zeros(*kept.shape[:2], size, dtype=torch.bool).scatter(-1, kept, True)
             survives[..., start : start + size] &= chosen
-            position = int(cached[0, 0].nonzero()[start])
-            self.events.append(Event(job.seq_id, text, position, cached, copied, queries, kept))
-        text.cached[cached] = survives.flatten()
-        text.num_windows += len(windows)
+            if number == 0:
+                position = int(cached[0, 0].nonzero()[start])
+                queries = [of_layer for of_layer, _ in selections]
+                self.events.append(Event(job.seq_id, text, position, cached, copied, queries, kept))
+        after = cached.clone()
+        after[cached] = survives.flatten()
+        text.cached[rows] = after
+        text.num_windows += job.num_windows if number == 0 else 0
         return survives
 
     def _account(self, scheduled: list[ScheduledSequence]) -> None:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from kvllm import LLM, CompressionConfig, SamplingParams
-from kvllm.config import EngineConfig
+from kvllm.config import EngineConfig, LayerGroup
 from kvllm.core.protocol import CompressionJob, Fork, ScheduledSequence, SequenceStart, StepPlan
 from kvllm.engine_args import EngineArgs
 from kvllm.engine_builder import cache_shape
@@ -31,6 +31,10 @@ FULL, SLIDING = 2, 3
 OPTIONS: dict[str, Any] = {"block_size": 4, "max_model_len": 180, "max_num_seqs": 8, "max_num_batched_tokens": 40}
 LARGE = msgspec.structs.replace(HARDWARE, memory_bytes=8_000_000)
 SHARP = CompressionConfig(method="kara_sharp", period=8, window_blocks=3, retain_blocks=1, buffer=4, chunk_budget=2)
+
+
+BY_LAYER = msgspec.structs.replace(SHARP, layer_groups=(LayerGroup((1,), 1), LayerGroup((4,), 2)))
+"""For the layers without a window."""
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +110,9 @@ def forward(cost: CostModel, held: int, samples: int) -> float:
 
 
 @pytest.mark.parametrize(
-    ("compression", "released"), [(None, True), (None, False), (SHARP, True)], ids=["groups", "kept", "compressed"]
+    ("compression", "released"),
+    [(None, True), (None, False), (SHARP, True), (BY_LAYER, True)],
+    ids=["groups", "kept", "compressed", "shares by layer"],
 )
 def test_counts_are_those_of_the_real_engine(
     checkpoint: Path, cost: CostModel, compression: CompressionConfig | None, released: bool

@@ -13,6 +13,7 @@ import torch
 
 from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.compression.specs import SPECS
+from kvllm.config import LayerGroup
 from kvllm.worker import graphs
 from kvllm.worker.graphs import DecodeGraphs, Step, cuda_capture
 from kvllm.worker.inputs import InputPreparer
@@ -143,6 +144,36 @@ def test_compression_events_between_recorded_steps(checkpoint: Path, device: str
         assert recordings.replayed > llm.stats().compression_events
     else:
         assert device == "cpu" and recordings.runner.mass  # attention that is observed is read by the host
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Layers with a window, in two parts, and two without."""
+    path = tmp_path_factory.mktemp("mixed")
+    types = ["full_attention" if layer in (1, 4) else "sliding_attention" for layer in range(5)]
+    options: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 20, "layer_types": types}
+    make_checkpoint(path, "qwen3", head_dim=16, num_hidden_layers=5, **options)
+    return path
+
+
+def group_compressions() -> dict[str, CompressionConfig | None]:
+    common: dict[str, Any] = {"period": 4, "window_blocks": 3, "buffer": 4}
+    groups = [LayerGroup((1,), 2), LayerGroup((4,), 1)]
+    return {
+        "windows": None,
+        "keydiff": CompressionConfig(method="keydiff", **common),
+        "shares by layer": CompressionConfig(method="kara_sharp", chunk_budget=2, layer_groups=groups, **common),
+    }
+
+
+@DEVICES
+@pytest.mark.parametrize("name", group_compressions())
+def test_kv_groups_in_recorded_steps(mixed: Path, device: str, name: str) -> None:
+    """Tables that slide, and tables that compressions shorten by different numbers of blocks."""
+    options = {"compression": group_compressions()[name], "block_size": 8, "num_gpu_blocks_override": 150}
+    llm, recordings = assert_same_tokens(mixed, device, greedy(60), **options)
+    assert recordings.replayed > 60 and llm.stats().preemptions > 0
+    assert (llm.stats().windows_compressed > 10) == (name != "windows")
 
 
 def test_a_recording_scores_nothing(checkpoint: Path) -> None:

@@ -26,7 +26,7 @@ class Worker:
 
     def __init__(self) -> None:
         self.tables = BlockTables(MAX_SEQS, MAX_BLOCKS, BLOCK_SIZE)
-        self.sliding = BlockTables(MAX_SEQS, MAX_BLOCKS, BLOCK_SIZE, slides=True)
+        self.sliding = BlockTables(MAX_SEQS, MAX_BLOCKS, BLOCK_SIZE, counts_first=True)
         self.ragged = RaggedLengths(CacheShape(2, 3, 8, BLOCK_SIZE, torch.float32), MAX_SEQS, CPU)
         self.window_start = np.full(MAX_SEQS, NEVER, dtype=np.int32)
         self.ahead, self.usual = self.preparer(), self.preparer()

@@ -150,8 +150,7 @@ class Reporter:
 
 
 def _ended(seq: Sequence) -> Ended:
-    missing = seq.logical_length - seq.cached_length
-    return Ended(_global_id(seq), seq.preemptions, seq.evicted, seq.cache_hits, missing, seq.divergences)
+    return Ended(_global_id(seq), seq.preemptions, seq.evicted, seq.cache_hits, seq.missing, seq.divergences)
 
 
 def _global_id(seq: Sequence) -> int:

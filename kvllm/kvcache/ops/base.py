@@ -33,11 +33,11 @@ class KVOperations(ABC):
 
     @abstractmethod
     def compact(self, kept: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor) -> None:
-        """Move surviving KV pairs to the front of a region in every layer.
+        """Move surviving KV pairs to the front of a region in every layer of a part of a KV group.
 
-        kept: int64 `[layers, S, kv_heads, K]`, offsets into the source region (slot `o % block_size` of block
-            `sources[s, o // block_size]`), strictly ascending; pair j goes to offset j of the destination region. Where
-            heads keep different numbers of pairs, -1 fills up the end.
+        kept: int64 `[layers, S, kv_heads, K]`, layers in the order of their places in a block; offsets into the source
+            region (slot `o % block_size` of block `sources[s, o // block_size]`), strictly ascending; pair j goes to
+            offset j of the destination region. Where heads keep different numbers of pairs, -1 fills up the end.
         sources: int64 `[S, source_blocks]`; destinations: int64 `[S, destination_blocks]`. Shorter regions are filled
             up at the end by any id that `kept` does not reach. In place means `destinations[s]` is a prefix of
             `sources[s]`; otherwise the two are disjoint. Regions of different sequences do not share destination

@@ -44,4 +44,4 @@ class CpuOperations(KVOperations):
         self._copy_blocks(self.cache.data, sources, destinations)
 
     def compact(self, kept: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor) -> None:
-        self._compact(self.cache.data, kept, sources, destinations)
+        self._compact(self.cache.data[: len(kept)], kept, sources, destinations)

@@ -34,7 +34,7 @@ class GpuOperations(KVOperations):
 
     def compact(self, kept: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor) -> None:
         for part in self.cache.parts:
-            self._compact(part, kept.contiguous(), sources.contiguous(), destinations.contiguous())
+            self._compact(part[: len(kept)], kept.contiguous(), sources.contiguous(), destinations.contiguous())
 
 
 def whole_blocks(data: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,93 @@
+"""Shares of a window for each layer, from what a checkpoint's layers lose: a file beside the checkpoint.
+
+`python -m benchmarks.quality.calibrate` writes the file from a text. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct, structs
+
+from kvllm.config import CompressionConfig, LayerGroup
+from kvllm.errors import CheckpointError
+
+LAYER_LOSSES_FILE = "kv_layer_losses.json"
+
+
+class LayerLosses(Struct, frozen=True):
+    """The losses of a checkpoint's layers.
+
+    losses: for each layer, what it loses when it keeps 0, 1, .. n n-ths of its KV pairs, those that are looked up most.
+        A look-up with attention probability p loses p squared with the KV pair; so sharp look-ups count, and what is
+        spread over many KV pairs does not. Means over KV heads and texts.
+    text, tokens: what they were measured on.
+    """
+
+    losses: list[list[float]]
+    text: str
+    tokens: int
+
+    def at(self, layer: int, share: float) -> float:
+        """The loss of a layer that keeps a share of its KV pairs."""
+        of_layer = self.losses[layer]
+        place = share * (len(of_layer) - 1)
+        before = min(int(place), len(of_layer) - 2)
+        return of_layer[before] + (place - before) * (of_layer[before + 1] - of_layer[before])
+
+
+def read_losses(folder: Path, num_layers: int) -> LayerLosses:
+    """Raises CheckpointError if the checkpoint's folder has no such file, or one that is not of this model."""
+    path = folder / LAYER_LOSSES_FILE
+    command = f"write it with `python -m benchmarks.quality.calibrate --model {folder} --text FILE`"
+    if not path.is_file():
+        raise CheckpointError(f'{folder} has no {LAYER_LOSSES_FILE}, which layer_groups="auto" needs: {command}')
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=LayerLosses)
+    except msgspec.DecodeError as error:
+        raise CheckpointError(f"{path} is not readable ({error}): {command}") from None
+    if len(found.losses) != num_layers or any(len(of_layer) < 2 for of_layer in found.losses):
+        raise CheckpointError(f"{path} is not of this model, which has {num_layers} layers: {command}")
+    return found
+
+
+def resolve(
+    compression: CompressionConfig | None, folder: Path, windows: Sequence[int | None], block_size: int
+) -> CompressionConfig | None:
+    """A configuration with groups of layers in place of `layer_groups="auto"`.
+
+    windows: of each layer, None where it attends all tokens. Raises CheckpointError as `read_losses` does.
+    """
+    if compression is None or compression.layer_groups != "auto":
+        return compression
+    losses = read_losses(folder, len(windows))
+    layers = [layer for layer, window in enumerate(windows) if window is None]
+    blocks = propose(losses, layers, compression, block_size)
+    groups = [
+        LayerGroup(tuple(layer for layer, own in zip(layers, blocks, strict=True) if own == kept), kept)
+        for kept in sorted(set(blocks))
+    ]
+    return structs.replace(compression, layer_groups=tuple(groups))
+
+
+def propose(losses: LayerLosses, layers: Sequence[int], compression: CompressionConfig, block_size: int) -> list[int]:
+    """Blocks of a window that each of some layers keeps, `retain_blocks` in the mean. Together they lose least."""
+    most, buffer = compression.window_blocks, compression.buffer
+    least = max(1, -(-buffer // block_size))
+    scored = most * block_size - buffer
+
+    def loss(layer: int, blocks: int) -> float:
+        return losses.at(layer, (blocks * block_size - buffer) / scored)
+
+    def gain(index: int) -> float:
+        layer, blocks = layers[index], kept[index]
+        return loss(layer, blocks) - loss(layer, blocks + 1) if blocks < most else -1.0
+
+    kept = [least] * len(layers)
+    for _ in range((compression.retain_blocks - least) * len(layers)):
+        kept[max(range(len(layers)), key=gain)] += (
+            1  # losses fall ever more slowly, so the next block goes where most is
+        )
+    return kept
