@@ -398,6 +398,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     kv_groups: groups of layers with tables and lifetimes of their own, from `make_groups`.
     num_host_blocks: blocks in host memory, for what leaves the pool.
     kv_offload_dtype: of keys and values there; "auto": that of the cache.
+    kv_offloading_path: directory for prefixes on the disk; None for none. kv_offloading_disk_size: GiB there, of all
+        ranks together.
     swap: what becomes of a preempted sequence's cache: one of SWAP_MODES.
     """
 
@@ -416,6 +418,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     kv_groups: tuple[KVGroup, ...] = UNIFORM
     num_host_blocks: int = 0
     kv_offload_dtype: str = "auto"
+    kv_offloading_path: str | None = None
+    kv_offloading_disk_size: float = 10.0
     swap: str = "auto"
 
     def __post_init__(self) -> None:

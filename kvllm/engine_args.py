@@ -81,6 +81,8 @@ class EngineArgs:
         kv_offloading_backend: "native", which is this engine's own.
         kv_offload_dtype: of keys and values on the host: "int8", "int4" or "fp8_e4m3", which changes them a little, or
             "auto" for what the pool has.
+        kv_offloading_path: directory where prefixes are kept on a disk, too, and found again by later processes.
+        kv_offloading_disk_size: GiB there, of all ranks of an engine together.
         swap: whether the cache of a preempted sequence goes to the host: "auto" where that is cheaper than to compute
             it again, "always" while there is room, or "never".
         attention_backend: "triton", "flash_attn", "xformers", "cpu", "reference", or "auto" for the fastest of those
@@ -120,6 +122,8 @@ class EngineArgs:
     kv_offloading_size: float | None = None
     kv_offloading_backend: str = "native"
     kv_offload_dtype: str = "auto"
+    kv_offloading_path: str | None = None
+    kv_offloading_disk_size: float = 10.0
     swap: str = "auto"
     attention_backend: str = "auto"
     load_format: str = "auto"
@@ -193,6 +197,8 @@ class EngineArgs:
             tenants=self.tenants,
             kv_groups=kv_groups,
             kv_offload_dtype=self.kv_offload_dtype,
+            kv_offloading_path=self.kv_offloading_path,
+            kv_offloading_disk_size=self.kv_offloading_disk_size,
             swap=self.swap,
         )
 
@@ -233,8 +239,12 @@ class EngineArgs:
             require(value is None or value <= most, field, value, f"at most {most}")
         field, value = "gpu_memory_utilization", self.gpu_memory_utilization
         require(0 < value <= 1, field, value, "greater than 0 and at most 1")
-        size = self.kv_offloading_size
-        require(size is None or 0 < size < INT64 / GIB, "kv_offloading_size", size, "a number of GiB above 0")
+        for field in ("kv_offloading_size", "kv_offloading_disk_size"):
+            size = getattr(self, field)
+            require(size is None or 0 < size < INT64 / GIB, field, size, "a number of GiB above 0")
+        allowed = "it goes with kv_offloading_size, through which all blocks pass: give that, too"
+        alone = self.kv_offloading_path is not None and self.kv_offloading_size is None
+        require(not alone, "kv_offloading_path", self.kv_offloading_path, allowed)
         if self.num_gpu_blocks_override is not None and self.kv_cache_memory_bytes is not None:
             raise ConfigError(
                 f"num_gpu_blocks_override={self.num_gpu_blocks_override} and "

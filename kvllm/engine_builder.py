@@ -90,6 +90,8 @@ def build_engine(args: EngineArgs) -> Engine:
         engine = _load_on(workers, settings, tokenizer) if workers else _load_here(settings, device, tokenizer)
         if args.max_model_len is not None:
             check_pool(engine.config)  # of the size that was found
+        if isinstance(engine, LLMEngine) and args.kv_offloading_path is not None:
+            engine.step()  # by which it learns what is on the disk
         engine.stats.block_bytes = shape.bytes_per_block
         engine.stats.num_host_blocks = config.num_host_blocks * args.data_parallel_size
         engine.stats.method_state_bytes = state_bytes * args.data_parallel_size
@@ -205,6 +207,8 @@ def _num_host_blocks(args: EngineArgs, config: EngineConfig, shape: CacheShape) 
     blocks = int(args.kv_offloading_size * GIB) // block_bytes
     least = f"at least a block of {args.block_size} tokens, {block_bytes / GIB:.2g} GiB"
     require(blocks >= 1, "kv_offloading_size", args.kv_offloading_size, least)
+    has_room = args.kv_offloading_path is None or args.kv_offloading_disk_size * GIB >= block_bytes
+    require(has_room, "kv_offloading_disk_size", args.kv_offloading_disk_size, least)
     free = host_memory.available_memory() / GIB
     allowed = f"{free:.1f} GiB of this machine's memory are free"
     require(args.kv_offloading_size <= free, "kv_offloading_size", args.kv_offloading_size, allowed)

@@ -19,13 +19,14 @@ class PrefixHit(NamedTuple):
     """Cached blocks that hold the first `num_blocks` blocks of a text.
 
     full: those of the first group, if its layers attend all tokens. others: for each other group those that the next
-    token attends. host: the host blocks that hold the blocks behind them.
+    token attends. host: for each of the blocks behind them that a tier below the pool has, the host block that holds
+    it, or its digest if it is on the disk.
     """
 
     num_blocks: int
     full: list[int]
     others: list[list[int]]
-    host: Sequences[int] = ()
+    host: Sequences[int | bytes] = ()
 
 
 class BlockManager:

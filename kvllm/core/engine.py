@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvllm.config import EngineConfig
@@ -15,6 +16,7 @@ from kvllm.core.scheduler import Scheduler
 from kvllm.core.sequence import ANONYMOUS, Origin, Sequence
 from kvllm.core.snapshot import EngineSnapshot, take_snapshot
 from kvllm.core.transition import Transition
+from kvllm.errors import WorkerError
 from kvllm.outputs import RequestOutput
 from kvllm.sampling_params import SamplingParams
 from kvllm.stats import EngineStats
@@ -56,6 +58,7 @@ class LLMEngine:
         self.sampled: list[SequenceToken] = []
         self.prompts: list[tuple[Sequence, PromptLogprobs]] = []
         self._step_seconds = 0.0  # of all steps: time passes for a sequence only while the engine is at work
+        self._is_closed = False
         self._transition = Transition(self._recover)
 
     def add_request(
@@ -171,7 +174,13 @@ class LLMEngine:
         self.inputs.tokenizer = self.outputs.tokenizer = tokenizer
 
     def close(self) -> None:
+        """End the workers. Where prefixes are kept on a disk, those in the pool go there before."""
         self.inputs.close()
+        if self.config.kv_offloading_path is not None and not self.has_unfinished_requests() and not self._is_closed:
+            with suppress(WorkersRestarted, WorkerError):
+                for plan in self.scheduler.last_plans():
+                    self.executor.execute(plan)
+        self._is_closed = True
         self.executor.close()
 
     def _add(self, request: Request) -> RequestOutput:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 
 class HostBlocks:
@@ -44,16 +44,12 @@ class HostBlocks:
 
     # Prefixes
 
-    def match(self, hashes: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest known prefix. They are the most recently used now, its end before its beginning."""
-        known = []
-        for digest in hashes:
-            if digest not in self._prefixes:
-                break
-            known.append(digest)
-        for digest in reversed(known):
+    def find(self, digest: bytes) -> int | None:
+        """The block that holds a prefix block, if there is one. It is the most recently used now."""
+        block = self._prefixes.get(digest)
+        if block is not None:
             self._prefixes.move_to_end(digest)
-        return [self._prefixes[digest] for digest in known]
+        return block
 
     def insert(self, digest: bytes) -> int | None:
         """The block that is to hold a prefix block; None if that is there already, or nothing makes room for it."""
@@ -67,7 +63,7 @@ class HostBlocks:
         return blocks[0]
 
     def remove(self, blocks: Iterable[int]) -> None:
-        """Forget the prefixes that these blocks were to hold."""
+        """Forget the prefixes that these blocks were to hold, if there are such blocks."""
         gone = set(blocks)
         for digest in [digest for digest, block in self._prefixes.items() if block in gone]:
             self._free.append(self._prefixes.pop(digest))

@@ -8,10 +8,13 @@ from itertools import chain
 from kvllm.config import EngineConfig
 from kvllm.core.block_manager import BlockManager, PrefixHit
 from kvllm.core.host_blocks import HostBlocks
-from kvllm.core.protocol import BlockTransfer, Load, StepPlan, StepResult, TableChange
+from kvllm.core.protocol import NOWHERE, BlockTransfer, Load, StepPlan, StepResult, TableChange
 from kvllm.core.sequence import Sequence
 from kvllm.core.swap_cost import SwapCost
 from kvllm.stats import EngineStats
+
+BLOCKS_AT_ONCE = 64
+"""Of which a plan holds copies, when the engine ends."""
 
 
 class Offloading:
@@ -29,7 +32,9 @@ class Offloading:
         self.host = HostBlocks(config.num_host_blocks)
         self.cost = SwapCost(config.swap)
         self.loading: dict[int, Sequence] = {}
-        self._sources: dict[int, list[int]] = {}  # host blocks of prefixes, by the numbers of their loads
+        self._sources: dict[int, BlockTransfer] = {}  # of prefixes, by the numbers of their loads
+        self._uses_disk = config.kv_offloading_path is not None
+        self._on_disk = set[bytes]()
         self._loaded: list[int] = []
         self._lost: list[int] = []
         self._number = 0
@@ -37,10 +42,7 @@ class Offloading:
 
     def complete(self, plan: StepPlan) -> None:
         """Put all transfers into a plan, those of prefixes among them that leave the pool for it."""
-        evicted = [(block, self.host.insert(digest)) for digest, block in self.blocks.pool.take_evicted()]
-        moving = [(block, host_block) for block, host_block in evicted if host_block is not None]
-        if moving:
-            self._plan.stores.append(BlockTransfer([block for block, _ in moving], [host for _, host in moving]))
+        self._store_prefixes(self.blocks.pool.take_evicted())
         for name in ("stores", "loads", "cancelled", "suspended", "forgotten"):
             setattr(plan, name, getattr(self._plan, name))
         self.stats.blocks_stored += sum(len(transfer.blocks) for transfer in plan.stores)
@@ -53,6 +55,7 @@ class Offloading:
         self.cost.measure(plan, result)
         self._loaded += [number for number in result.transfers.loaded if number in self.loading]
         self._lost += [number for number in result.transfers.lost if number in self.loading]
+        self._on_disk.update(result.transfers.on_disk)
         self.stats.host_blocks_in_use = self.host.num_used
 
     # To the host
@@ -76,14 +79,49 @@ class Offloading:
         self.stats.swapped_out += 1
         return True
 
+    def _store_prefixes(self, prefixes: list[tuple[bytes, int]]) -> None:
+        """Let the content of blocks, by digest, go to the host and the disk, as far as it is not there."""
+        transfer = BlockTransfer([], [])
+        for digest, block in prefixes:
+            host_block = self.host.insert(digest)
+            is_new = self._uses_disk and digest not in self._on_disk
+            if host_block is not None or is_new:
+                transfer.blocks.append(block)
+                transfer.host_blocks.append(NOWHERE if host_block is None else host_block)
+                transfer.digests.append(digest if is_new else b"")
+        if transfer.blocks:
+            self._plan.stores.append(transfer)
+            self._on_disk.update(filter(None, transfer.digests))
+
+    def store_idle(self) -> Iterator[StepPlan]:
+        """Plans by which the disk gets the prefixes that the pool holds, and nobody owns."""
+        cache = self.blocks.prefix_cache
+        prefixes = cache.idle_content() if cache and self._uses_disk else []
+        for first in range(0, len(prefixes), BLOCKS_AT_ONCE):
+            self._store_prefixes(prefixes[first : first + BLOCKS_AT_ONCE])
+            plan = StepPlan()
+            self.complete(plan)
+            if plan.stores:
+                yield plan
+
+    def forget_prefixes(self) -> None:
+        """Let later sequences find nothing that is on the host or the disk now."""
+        self.host.forget_prefixes()
+        self._on_disk.clear()
+
     # Back
 
     def match(self, seq: Sequence, hit: PrefixHit, limit: int) -> PrefixHit:
-        """A hit in the pool, and the host blocks that hold what follows, of at most `limit` tokens."""
+        """A hit in the pool, and what the host and the disk have of the blocks behind it, of at most `limit` tokens."""
         if self.blocks.others or not self.blocks.prefix_cache:
             return hit
-        hashes = seq.block_hashes[hit.num_blocks : limit // self.blocks.block_size]
-        return hit._replace(host=self.host.match(hashes)) if hashes else hit
+        found: list[int | bytes] = []
+        for digest in seq.block_hashes[hit.num_blocks : limit // self.blocks.block_size]:
+            host_block = self.host.find(digest)
+            if host_block is None and digest not in self._on_disk:
+                break
+            found.append(digest if host_block is None else host_block)
+        return hit._replace(host=found)
 
     def load(self, seq: Sequence, hit: PrefixHit) -> None:
         """Begin to load what a waiting sequence has on the host, into blocks that it owns from now on."""
@@ -91,12 +129,14 @@ class Offloading:
             self.blocks.restore(seq, hit, [len(table) for table in seq.host_tables])
             tables = [seq.block_table, *(table.blocks for table in seq.others)]
             moved = len(hit.full)  # the pool still has those
-            blocks, host_blocks = list(chain(*tables))[moved:], list(chain(*seq.host_tables))[moved:]
+            transfer = BlockTransfer(list(chain(*tables))[moved:], list(chain(*seq.host_tables))[moved:])
         else:
-            blocks, host_blocks = seq.block_table[-len(hit.host) :], list(hit.host)
-            self._sources[self._number] = host_blocks
-        self.host.read(host_blocks)
-        self._plan.loads.append(Load(self._number, BlockTransfer(blocks, host_blocks)))
+            host_blocks = [NOWHERE if isinstance(source, bytes) else source for source in hit.host]
+            digests = [source if isinstance(source, bytes) else b"" for source in hit.host]
+            transfer = BlockTransfer(seq.block_table[-len(hit.host) :], host_blocks, digests)
+            self._sources[self._number] = transfer
+        self.host.read(transfer.host_blocks)
+        self._plan.loads.append(Load(self._number, transfer))
         self.loading[self._number] = seq
         self._number += 1
 
@@ -109,7 +149,7 @@ class Offloading:
                 self.stats.swapped_in += 1
                 self._release(seq)
             else:
-                self.stats.prefix_host_hits += len(self._sources.pop(number)) * self.blocks.block_size
+                self.stats.prefix_host_hits += len(self._sources.pop(number).blocks) * self.blocks.block_size
             yield seq, suspended
         self._loaded = []
 
@@ -119,7 +159,9 @@ class Offloading:
             seq = self.loading.pop(number)
             self.blocks.release(seq)
             if seq.host_tables is None:
-                self.host.remove(self._sources.pop(number))
+                lost = self._sources.pop(number)
+                self.host.remove(lost.host_blocks)
+                self._on_disk.difference_update(lost.digests)
                 seq.reset()
             else:
                 self.stats.tokens_recomputed += seq.logical_length

@@ -49,6 +49,10 @@ class PrefixCache:
     def num_idle(self) -> int:
         return len(self._idle)
 
+    def idle_content(self) -> list[tuple[bytes, int]]:
+        """What idle blocks hold, and these, the least recently used first."""
+        return [(self._hash_of[block], block) for block in self._idle]
+
     def is_idle(self, block: int) -> bool:
         return block in self._idle
 

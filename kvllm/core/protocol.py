@@ -14,6 +14,9 @@ from msgspec import Struct, msgpack
 from kvllm.core.sequence import Origin
 from kvllm.sampling_params import SamplingParams
 
+NOWHERE = -1
+"""In place of a host block."""
+
 
 class SequenceStart(Struct, array_like=True, frozen=True):
     """A sequence that the workers do not have: it is new, or was preempted and is resumed now.
@@ -154,10 +157,15 @@ class BlockCopy(Struct, array_like=True, frozen=True):
 
 
 class BlockTransfer(Struct, array_like=True, frozen=True):
-    """Copy `blocks` of the pool to as many `host_blocks`, or back."""
+    """Copy `blocks` of the pool to as many `host_blocks`, or back.
+
+    digests: of the blocks' content, if the disk has a part in it: blocks with one go to the disk, too, and what is in
+        no host block (NOWHERE) comes from there.
+    """
 
     blocks: list[int]
     host_blocks: list[int]
+    digests: list[bytes] = []
 
 
 class Load(Struct, array_like=True, frozen=True):
@@ -242,13 +250,15 @@ class TransferReport(Struct, array_like=True, frozen=True):
     """What has ended of the transfers between pool and host.
 
     loaded, lost: numbers of loads. Each is reported once; nothing of a lost one may be used.
-    num_blocks, seconds: of transfers both ways that succeeded.
+    num_blocks, seconds: of transfers between pool and host, both ways, that succeeded.
+    on_disk: digests of all blocks that the disk has, in the first report behind a start or a reset.
     """
 
     loaded: list[int] = []
     lost: list[int] = []
     num_blocks: int = 0
     seconds: float = 0.0
+    on_disk: list[bytes] = []
 
 
 class StepResult(Struct, array_like=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from kvllm.config import EngineConfig
 from kvllm.core.admission import Admission
 from kvllm.core.batch import Batch
@@ -298,11 +300,15 @@ class Scheduler:
         for seq in [seq for seq in self.running if self.policy.is_restored(seq)]:
             self.batch.preempt(seq, recompute=True)
 
+    def last_plans(self) -> Iterator[StepPlan]:
+        """Plans by which the disk gets the prefixes that the pool holds, and nobody owns."""
+        return self.batch.offloading.store_idle() if self.batch.offloading else iter(())
+
     def forget_prefixes(self) -> None:
         """Let later sequences find nothing of what is cached so far, in the pool or on the host."""
         self.blocks.forget_prefixes()
         if self.batch.offloading:
-            self.batch.offloading.host.forget_prefixes()
+            self.batch.offloading.forget_prefixes()
 
     def reset(self, sequences: list[Sequence]) -> None:
         """Start over with an empty pool after a failed step, of which an unknown part was executed.

@@ -27,4 +27,5 @@ class TransfersOfRanks:
         self._lost.difference_update(lost)
         slowest = max(reports, key=lambda report: report.seconds)
         loaded = [number for number in ended if number not in lost]
-        return TransferReport(loaded, lost, slowest.num_blocks, slowest.seconds)
+        on_disk = set(reports[0].on_disk).intersection(*(report.on_disk for report in reports[1:]))
+        return TransferReport(loaded, lost, slowest.num_blocks, slowest.seconds, list(on_disk))

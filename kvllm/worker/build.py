@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from kvllm.config import EngineConfig
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.kvcache.formats import KV_FORMATS, kv_format_of
 from kvllm.kvcache.groups import layer_parts
+from kvllm.kvcache.tiers.disk import DiskStore
 from kvllm.kvcache.tiers.host import HostStore
 from kvllm.kvcache.tiers.records import RecordLayout
 from kvllm.models.base import Decoder
@@ -33,6 +35,7 @@ from kvllm.worker.graphs import cuda_capture
 from kvllm.worker.memory import enough_memory, fitting_blocks, run_heaviest_steps
 from kvllm.worker.model_runner import ModelRunner
 
+GIB = 1 << 30
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
 
@@ -168,7 +171,25 @@ def _host_store(settings: RunnerSettings, shard: Shard, device: torch.device) ->
     if not engine.num_host_blocks:
         return None
     shape = rank_cache_shape(settings.model, settings.dtype, engine, shard.world_size)
-    return HostStore(shape, engine.num_host_blocks, device, KV_FORMATS.get(engine.kv_offload_dtype))
+    disk = None
+    if engine.kv_offloading_path is not None:
+        directory = Path(engine.kv_offloading_path) / fingerprint(settings) / f"rank-{shard.rank}-of-{shard.world_size}"
+        disk = DiskStore(directory, int(engine.kv_offloading_disk_size * GIB) // shard.world_size)
+    return HostStore(shape, engine.num_host_blocks, device, KV_FORMATS.get(engine.kv_offload_dtype), disk)
+
+
+def fingerprint(settings: RunnerSettings) -> str:
+    """A name for all that the bytes of a cached block depend on, beside its tokens: the checkpoint and how it is
+    computed. Files of weights are told apart by their names, sizes and times."""
+    engine, path = settings.engine, Path(settings.path)
+    files = sorted(path.glob("*.safetensors")) if settings.load_format != "dummy" else []
+    parts = [
+        (path / "config.json").read_text(),
+        [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files],
+        [settings.dtype, settings.quantization, settings.load_format, engine.seed if not files else None],
+        [engine.kv_cache_dtype, engine.kv_offload_dtype, engine.block_size, engine.max_model_len],
+    ]
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
 def _method(settings: RunnerSettings, shard: Shard, device: torch.device) -> WithModelInputs | None:

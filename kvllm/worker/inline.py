@@ -19,4 +19,6 @@ class InlineExecutor(Executor):
         return decode_result(encode(result))
 
     def close(self) -> None:
-        """Nothing to do: memory goes with the object."""
+        """Let what goes to a disk arrive there. Memory goes with the object."""
+        if self.runner.offloader:
+            self.runner.offloader.close()

@@ -27,17 +27,21 @@ class Offloader:
         self.store = store
         self.slot_states = slot_states
         self._saved: dict[int, list[Any]] = {}
+        self._told = False  # what the disk has
 
     def reset(self) -> None:
         """Drop all that a step that was cut short may have left half done."""
         self.store.clear()
         self._saved.clear()
+        self._told = False
 
     def begin(self, plan: StepPlan, states: Mapping[int, SequenceState]) -> None:
         """Execute what comes before everything that writes to blocks or drops sequences."""
         self.store.cancel(plan.cancelled)
         for transfer in plan.stores:
-            self.store.store(self.cache, transfer.blocks, transfer.host_blocks)
+            self.store.store(self.cache, transfer.blocks, transfer.host_blocks, transfer.digests)
+        if plan.stores and not plan.scheduled and self.store.disk:
+            self.store.disk.wait()  # nobody waits for this plan, and copies take memory
         for seq_id in plan.suspended:
             if seq_id in states:  # else it came back for this step, and goes again before it began
                 table_slot = states[seq_id].table_slot
@@ -48,7 +52,8 @@ class Offloader:
     def load(self, plan: StepPlan) -> None:
         """Begin to load, behind all in the step that still reads the blocks."""
         for load in plan.loads:
-            self.store.load(load.number, load.transfer.host_blocks, self.cache, load.transfer.blocks)
+            transfer = load.transfer
+            self.store.load(load.number, transfer.host_blocks, self.cache, transfer.blocks, transfer.digests)
 
     def restore(self, seq_id: int, table_slot: int) -> None:
         """Let a sequence that starts go on with what was kept of it, if it was suspended."""
@@ -57,4 +62,12 @@ class Offloader:
 
     def report(self, *, wait: bool) -> TransferReport:
         """What has ended since the last report. wait: for all loads."""
-        return TransferReport(*self.store.ended(wait=wait))
+        ended = self.store.ended(wait=wait)
+        on_disk = self.store.disk.digests() if self.store.disk and not self._told else []
+        self._told = True
+        return TransferReport(ended.loaded, ended.lost, ended.num_blocks, ended.seconds, on_disk)
+
+    def close(self) -> None:
+        """Return when the disk has all that goes there."""
+        if self.store.disk:
+            self.store.disk.close()

@@ -200,6 +200,7 @@ def configs(draw) -> EngineConfig:
         kv_groups=groups,
         num_host_blocks=draw(st.sampled_from([0, 0, 8, 200])),
         swap=draw(st.sampled_from(["always", "always", "auto"])),
+        kv_offloading_path=draw(st.sampled_from([None, "disk"])),
     )
 
 

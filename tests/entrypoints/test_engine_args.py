@@ -42,7 +42,7 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvllm.engine_builder._start_workers", start)
 
 
-FRACTIONS = ("gpu_memory_utilization", "kv_offloading_size")
+FRACTIONS = ("gpu_memory_utilization", "kv_offloading_size", "kv_offloading_disk_size")
 """Options for which 1.5 is of the right type."""
 
 

@@ -13,6 +13,7 @@ from itertools import pairwise
 
 from kvllm.config import EngineConfig
 from kvllm.core.protocol import (
+    NOWHERE,
     BlockCopy,
     Load,
     SampledToken,
@@ -71,6 +72,16 @@ class LiteralHost:
         self.loads: dict[int, tuple[list[int], list[list[Entry | None]] | None]] = {}
         self.cancelled: list[int] = []
         self.first_scored: dict[int, int | None] = {}
+        self.disk: dict[bytes, list[Entry | None]] = {}
+        self.has_told = False  # what is on the disk
+
+    def restart(self) -> None:
+        """All but the disk is empty."""
+        self.blocks.clear()
+        self.loads.clear()
+        self.cancelled.clear()
+        self.first_scored.clear()
+        self.has_told = False
 
     def slots(self, block: int) -> range:
         return range(block * self.block_size, (block + 1) * self.block_size)
@@ -80,10 +91,17 @@ class LiteralHost:
             if self.loads.pop(number, None):
                 self.cancelled.append(number)
         for transfer in plan.stores:
-            for block, host_block in zip(transfer.blocks, transfer.host_blocks, strict=True):
-                self.blocks[host_block] = [cache.get(slot) for slot in self.slots(block)]
-                if self.random.random() < self.loss:
-                    del self.blocks[host_block]
+            digests = transfer.digests or [b""] * len(transfer.blocks)
+            for block, host_block, digest in zip(transfer.blocks, transfer.host_blocks, digests, strict=True):
+                content = [cache.get(slot) for slot in self.slots(block)]
+                self._keep(self.blocks, host_block, content, host_block != NOWHERE)
+                self._keep(self.disk, digest, content, digest != b"")
+
+    def _keep(self, tier: dict, key: int | bytes, content: list[Entry | None], is_asked: bool) -> None:
+        if is_asked:
+            tier[key] = content
+            if self.random.random() < self.loss:
+                del tier[key]
 
     def load(self, load: Load, cache: dict[int, Entry], in_use: set[int]) -> None:
         blocks, host_blocks = load.transfer.blocks, load.transfer.host_blocks
@@ -91,13 +109,18 @@ class LiteralHost:
         for block in blocks:
             for slot in self.slots(block):
                 cache[slot] = (-1, -1)  # whatever
-        there = all(host_block in self.blocks for host_block in host_blocks)
-        self.loads[load.number] = blocks, [self.blocks[i][:] for i in host_blocks] if there else None
+        digests = load.transfer.digests or [b""] * len(blocks)
+        found = [
+            self.disk.get(digest) if host_block == NOWHERE else self.blocks.get(host_block)
+            for host_block, digest in zip(host_blocks, digests, strict=True)
+        ]
+        content = [entries[:] for entries in found if entries is not None]
+        self.loads[load.number] = blocks, content if len(content) == len(found) else None
 
     def report(self, cache: dict[int, Entry], wait: bool) -> TransferReport:
         loaded, lost, self.cancelled = [], self.cancelled, []
         for number, (blocks, content) in list(self.loads.items()):
-            if not wait and self.random.random() < 0.5:
+            if not wait and self.random.random() < 0.75:
                 continue
             del self.loads[number]
             (lost if content is None else loaded).append(number)
@@ -106,7 +129,9 @@ class LiteralHost:
                     cache.pop(slot, None)
                     if entry is not None:
                         cache[slot] = entry
-        return TransferReport(loaded, lost, self.random.randrange(3), self.random.random())
+        on_disk = [] if self.has_told else list(self.disk)
+        self.has_told = True
+        return TransferReport(loaded, lost, self.random.randrange(3), self.random.random(), on_disk)
 
 
 class LiteralWorker:
@@ -151,7 +176,7 @@ class LiteralWorker:
         plan = decode_plan(encode(plan))
         if plan.reset:
             self.sequences.clear()
-            self.host = LiteralHost(self.config.block_size, self.random, self.host.loss)
+            self.host.restart()
         self.host.store(plan, self.cache)
         for seq_id in plan.suspended:
             if seq_id in self.sequences:

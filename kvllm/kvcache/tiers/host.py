@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.kvcache.formats import KVFormat
+from kvllm.kvcache.tiers.disk import DiskStore
+from kvllm.kvcache.tiers.disk_mover import DiskMover
 from kvllm.kvcache.tiers.queue import Ticket, make_queue
-from kvllm.kvcache.tiers.records import RecordLayout, Records
+from kvllm.kvcache.tiers.records import LostBlocksError, RecordLayout, Records
 
 logger = logging.getLogger(__name__)
-
-
-class LostBlocksError(Exception):
-    """Host blocks do not hold what was to be stored in them."""
 
 
 class Ended(NamedTuple):
@@ -44,67 +43,101 @@ class HostStore:
     Each load has a number, and is reported once: as loaded, or as lost where a host block does not hold what was to be
     stored in it, because that failed. Nothing of a lost load may be used.
 
-    kv_format: keys and values are quantized to it on their way out.
+    kv_format: keys and values are quantized to it on their way out. disk: where blocks with a digest go, too.
     """
 
     def __init__(
-        self, shape: CacheShape, num_blocks: int, device: torch.device, kv_format: KVFormat | None = None
+        self,
+        shape: CacheShape,
+        num_blocks: int,
+        device: torch.device,
+        kv_format: KVFormat | None = None,
+        disk: DiskStore | None = None,
     ) -> None:
         self.layout = RecordLayout(shape, kv_format)
+        self.disk = DiskMover(self.layout, disk, device) if disk else None
         self.num_blocks = num_blocks
         self.device = device
         self.records = self.layout.allocate(num_blocks, pinned=device.type == "cuda")
         self.held: set[int] = set()
         """Host blocks that hold what was stored in them."""
         self._queue = make_queue(device)
-        self._loads: dict[int, tuple[Ticket, int]] = {}  # those not reported, and how many blocks they move
+        self._loads: dict[int, tuple[list[Ticket], int]] = {}  # those not reported, and how many blocks the host has
         self._stores: list[tuple[Ticket, int, float]] = []  # with the seconds that their copies took
         self._cancelled: list[int] = []
 
-    def store(self, cache: PagedKVCache, blocks: list[int], host_blocks: list[int]) -> None:
-        """Copy blocks of a cache on the store's device to host blocks."""
+    def store(
+        self, cache: PagedKVCache, blocks: list[int], host_blocks: list[int], digests: Sequence[bytes] = ()
+    ) -> None:
+        """Copy blocks of a cache on the store's device to host blocks. Those of a negative number go to none of these;
+        those with a digest that is not empty go to the disk, too."""
         begin = time.perf_counter()
         records = self.layout.pack(cache, self._ids(blocks))
         seconds = time.perf_counter() - begin
+        held = [(i, host_block) for i, host_block in enumerate(host_blocks) if host_block >= 0]
 
         def write() -> None:
             self.held.difference_update(host_blocks)
             for part, source in zip(self.records, records, strict=True):
                 if source.is_cuda:
                     source.record_stream(torch.cuda.current_stream(source.device))
-                for i, host_block in enumerate(host_blocks):
+                for i, host_block in held:
                     part[host_block].copy_(source[i], non_blocking=True)
-            self.held.update(host_blocks)
+            self.held.update(host_block for _, host_block in held)
 
-        self._stores.append((self._queue.submit(write), len(blocks), seconds))
+        if held:
+            self._stores.append((self._queue.submit(write), len(held), seconds))
+        if self.disk and any(digests):
+            self.disk.put(records, digests)
 
-    def load(self, number: int, host_blocks: list[int], cache: PagedKVCache, blocks: list[int]) -> None:
-        """Copy host blocks to blocks of a cache on the store's device."""
+    def load(
+        self,
+        number: int,
+        host_blocks: list[int],
+        cache: PagedKVCache,
+        blocks: list[int],
+        digests: Sequence[bytes] = (),
+    ) -> None:
+        """Copy host blocks to blocks of a cache on the store's device; those of a negative number come from the disk,
+        by their digests."""
+        places = list(zip(blocks, host_blocks, strict=True))
+        held = [(block, host_block) for block, host_block in places if host_block >= 0]
 
         def read() -> None:
-            if not self.held.issuperset(host_blocks):
-                raise LostBlocksError
-            self.layout.unpack(self._gather(host_blocks), cache, self._ids(blocks))
+            sources = [host_block for _, host_block in held]
+            if not self.held.issuperset(sources):
+                raise LostBlocksError("not held")
+            self.layout.unpack(self._gather(sources), cache, self._ids([block for block, _ in held]))
 
-        self._loads[number] = self._queue.submit(read), len(blocks)
+        tickets = [self._queue.submit(read)]
+        if len(held) < len(blocks):
+            absent = [(block, digest) for (block, i), digest in zip(places, digests, strict=True) if i < 0]
+            if self.disk is None:
+                raise ValueError("there is no disk to load from")
+            tickets.append(self.disk.get(cache, [block for block, _ in absent], [digest for _, digest in absent]))
+        self._loads[number] = tickets, len(held)
 
     def cancel(self, numbers: list[int]) -> None:
         """Return when loads write nothing any more. Those not reported yet are reported as lost."""
         for number in numbers:
             if number in self._loads:
-                self._loads.pop(number)[0].cancel()
+                _cancel(self._loads.pop(number)[0])
                 self._cancelled.append(number)
 
     def ended(self, *, wait: bool = False) -> Ended:
         """What has ended since the last call. wait: for all loads."""
         loaded, lost, self._cancelled = list[int](), self._cancelled, []
         num_blocks, seconds = self._ended_stores()
-        for number, (ticket, count) in list(self._loads.items()):
-            if not (wait or ticket.done()):
+        for number, (tickets, count) in list(self._loads.items()):
+            if not (wait or all(ticket.done() for ticket in tickets)):
                 continue
             del self._loads[number]
+            for ticket in tickets:  # all: no one may still write when a load is reported
+                ticket.wait()
             try:
-                seconds += ticket.seconds()
+                seconds += tickets[0].seconds()
+                for ticket in tickets[1:]:
+                    ticket.seconds()
             except Exception as error:
                 logger.warning("KV blocks are not in host memory any more, and computed again (%r)", error)
                 lost.append(number)
@@ -115,8 +148,8 @@ class HostStore:
 
     def clear(self) -> None:
         """Forget all loads. Returns when none writes any more."""
-        for ticket, _ in self._loads.values():
-            ticket.cancel()
+        for tickets, _ in self._loads.values():
+            _cancel(tickets)
         self._loads.clear()
         self._cancelled.clear()
 
@@ -147,3 +180,8 @@ class HostStore:
             for i, host_block in enumerate(host_blocks):
                 copy[i].copy_(part[host_block], non_blocking=True)
         return gathered
+
+
+def _cancel(tickets: list[Ticket]) -> None:
+    for ticket in tickets:
+        ticket.cancel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 
 import torch
@@ -14,6 +15,10 @@ Records = tuple[torch.Tensor, ...]
 """Tensors `[count, ...]` that together make up `count` blocks."""
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 """Bytes are moved in the widest words that fit."""
+
+
+class LostBlocksError(Exception):
+    """A tier does not hold what was to be stored in it."""
 
 
 class RecordLayout:
@@ -68,6 +73,21 @@ class RecordLayout:
             self._words(cache).movedim(2, 0)[blocks] = records[0]
         if cache.scores is not None:
             cache.scores.movedim(1, 0)[blocks] = records[-1]
+
+    def to_bytes(self, records: Sequence[torch.Tensor], index: int) -> bytes:
+        """One record, on the CPU, as `record_bytes` bytes."""
+        return b"".join(part[index].reshape(-1).view(torch.uint8).numpy().tobytes() for part in records)
+
+    def from_bytes(self, contents: Sequence[bytes]) -> Records:
+        """The inverse of `to_bytes`, for several records."""
+        records = self.allocate(len(contents))
+        for i, content in enumerate(contents):
+            left = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            for part in records:
+                num_bytes = part[i].numel() * part.itemsize
+                part[i].view(-1).view(torch.uint8).copy_(left[:num_bytes])
+                left = left[num_bytes:]
+        return records
 
     def _words(self, cache: PagedKVCache) -> torch.Tensor:
         """`[places, 2, blocks, words]`, a view."""

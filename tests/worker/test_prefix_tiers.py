@@ -1,0 +1,130 @@
+"""Prefixes that leave the pool, and are found on the host, or on the disk by a later process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvllm import LLM
+from kvllm.kvcache.tiers.disk import FILE
+from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.engines import greedy, make_llm, random_prompts, tokens
+
+SMALL: dict[str, Any] = {"num_gpu_blocks_override": 20, "block_size": 8, "max_num_seqs": 2, "watermark": 0.0}
+HOST: dict[str, Any] = SMALL | {"kv_offloading_size": 0.02}
+PROMPTS = random_prompts(256, (60, 70, 80, 90))
+"""The pool holds the blocks of one or two."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen3")
+    make_checkpoint(path, "qwen3", head_dim=32, num_hidden_layers=2)
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> list[list[int]]:
+    return one_by_one(make_llm(checkpoint, **SMALL | {"num_gpu_blocks_override": 400}))
+
+
+def one_by_one(llm: LLM) -> list[list[int]]:
+    return [tokens(llm, [prompt], greedy(20))[0] for prompt in PROMPTS]
+
+
+def test_prefixes_come_back_from_the_host(checkpoint: Path, expected: list[list[int]]) -> None:
+    llm = make_llm(checkpoint, **HOST)
+    assert one_by_one(llm) == expected
+    assert llm.stats().blocks_stored > 0 and not llm.stats().prefix_host_hits
+    assert one_by_one(llm) == expected
+    stats = llm.stats()
+    assert stats.prefix_host_hits == stats.prefix_cache_hits == sum(length // 8 * 8 for length in (59, 69, 79, 89))
+    llm.llm_engine.scheduler.check()
+    llm.llm_engine.reset_prefix_cache()
+    assert one_by_one(llm) == expected
+    assert llm.stats().prefix_host_hits == stats.prefix_host_hits
+
+
+def test_a_full_host_keeps_the_prefixes_used_last(checkpoint: Path, expected: list[list[int]]) -> None:
+    block = 2 * 2 * 2 * 8 * 32 * 4
+    llm = make_llm(checkpoint, **HOST | {"kv_offloading_size": 12 * block / (1 << 30)})
+    assert [one_by_one(llm), one_by_one(llm)] == [expected, expected]
+    llm.llm_engine.scheduler.check()
+    assert llm.stats().host_blocks_in_use == llm.config.num_host_blocks == 12
+
+
+def test_quantized_prefixes_are_loaded(checkpoint: Path) -> None:
+    llm = make_llm(checkpoint, **HOST, kv_offload_dtype="int8")
+    one_by_one(llm)
+    assert [len(each) for each in one_by_one(llm)] == [20] * 4
+    assert llm.stats().prefix_host_hits > 0
+
+
+def test_prefixes_outlive_the_engine(checkpoint: Path, expected: list[list[int]], tmp_path: Path) -> None:
+    options = HOST | {"kv_offloading_path": str(tmp_path)}
+    first = make_llm(checkpoint, **options)
+    assert one_by_one(first) == expected
+    first.llm_engine.close()  # what the pool holds goes to the disk as well
+    second = make_llm(checkpoint, **options)
+    assert one_by_one(second) == expected
+    assert second.stats().prefix_host_hits == sum(length // 8 * 8 for length in (59, 69, 79, 89))
+    for other in ({"block_size": 16}, {"kv_cache_dtype": "int8"}, {"kv_offload_dtype": "int8"}):
+        another = make_llm(checkpoint, **options | other)
+        one_by_one(another)
+        assert not another.stats().prefix_host_hits
+
+
+def test_a_changed_checkpoint_finds_nothing(tmp_path: Path) -> None:
+    options = HOST | {"kv_offloading_path": str(tmp_path / "disk")}
+    for seed in (0, 1):
+        make_checkpoint(tmp_path / "model", "qwen3", seed=seed, head_dim=32, num_hidden_layers=2)
+        expected = one_by_one(make_llm(tmp_path / "model", **SMALL))
+        llm = make_llm(tmp_path / "model", **options)
+        assert one_by_one(llm) == expected
+        assert not llm.stats().prefix_host_hits
+        llm.llm_engine.close()
+
+
+@pytest.mark.parametrize("harm", ["truncated", "garbage"])
+def test_a_damaged_file_leads_to_computing_again(
+    checkpoint: Path, expected: list[list[int]], tmp_path: Path, harm: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = HOST | {"kv_offloading_path": str(tmp_path)}
+    llm = make_llm(checkpoint, **options)
+    one_by_one(llm)
+    llm.llm_engine.close()
+    second = make_llm(checkpoint, **options)
+    (file,) = tmp_path.rglob(FILE)
+    size = file.stat().st_size
+    with file.open("r+b") as opened:  # while the engine runs, which knows what was there
+        if harm == "truncated":
+            opened.truncate(size // 2)
+        else:
+            opened.seek(65536)
+            opened.write(bytes(range(256)) * ((size - 65536) // 256))
+    assert one_by_one(second) == expected
+    assert "cannot be used any more" in caplog.text or "computed again" in caplog.text
+
+
+SCRIPT = """
+import os, signal, sys
+from tests.worker.test_prefix_tiers import HOST, PROMPTS
+from tests.helpers.engines import greedy, make_llm, tokens
+llm = make_llm(sys.argv[1], **HOST, kv_offloading_path=sys.argv[2])
+for prompt in PROMPTS * 2:
+    tokens(llm, [prompt], greedy(20))
+llm.llm_engine.executor.runner.offloader.store.disk.wait()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_prefixes_outlive_a_killed_process(checkpoint: Path, expected: list[list[int]], tmp_path: Path) -> None:
+    process = subprocess.run([sys.executable, "-c", SCRIPT, str(checkpoint), str(tmp_path)], check=False)
+    assert process.returncode == -9
+    llm = make_llm(checkpoint, **HOST, kv_offloading_path=str(tmp_path))
+    assert one_by_one(llm) == expected
+    assert llm.stats().prefix_host_hits > 0
