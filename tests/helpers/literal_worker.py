@@ -217,8 +217,15 @@ class LiteralWorker:
     def _in_use(self, plan: StepPlan) -> set[int]:
         """Blocks that the step reads or writes behind its loads."""
         used = {block for item in plan.scheduled for block in item.new_blocks}
+        for change in plan.others:
+            used.update(change.new_blocks)
         for seq in self.sequences.values():
-            used.update(seq.table, *(table.blocks for table in seq.others.values()))
+            used.update(seq.table)
+            for part, table in seq.others.items():
+                window, first = self.windows[part], 0
+                if window is not None:  # its table may still name released blocks
+                    first = max(0, seq.logical + 1 - window) // self.config.block_size - table.first
+                used.update(table.blocks[max(0, first) :])
         return used
 
     def _compress(self, seq: LiteralSequence, job) -> None:
