@@ -362,6 +362,26 @@ def test_preemption_takes_the_youngest_and_the_oldest_is_never_preempted() -> No
     assert oldest.preemptions == 0
 
 
+@pytest.mark.parametrize("slowness", [0.0, 0.95])
+def test_swapped_sequences_go_on_where_they_were(slowness: float) -> None:
+    """Nothing is computed again. Where loads take long, some are cancelled for the blocks that they hold."""
+
+    def run(num_blocks: int) -> Harness:
+        harness = Harness(engine_config(num_blocks, watermark=0.0, num_host_blocks=200, swap="always"))
+        harness.worker.host.slowness = slowness
+        for i in range(8):
+            harness.add([i % 2, 1, 0, i % 3], 40)
+        harness.run()
+        return harness
+
+    harness = run(24)
+    assert harness.finished == run(400).finished
+    plans, stats = harness.plans, harness.scheduler.stats
+    assert stats.swapped_out == stats.preemptions > 0 == stats.tokens_recomputed
+    assert sum(item.num_tokens for plan in plans for item in plan.scheduled) == 8 * 43
+    assert any(plan.cancelled for plan in plans) == (slowness > 0)
+
+
 def test_the_same_requests_give_the_same_plans() -> None:
     def plans():
         compression = CompressionConfig(method="kara", period=4, window_blocks=2, buffer=1, max_sequences=2)

@@ -68,6 +68,7 @@ class LiteralHost:
         self.block_size = block_size
         self.random = rng
         self.loss = loss
+        self.slowness = 0.75  # the share of loads under way that do not end in a step
         self.blocks: dict[int, list[Entry | None]] = {}
         self.loads: dict[int, tuple[list[int], list[list[Entry | None]] | None]] = {}
         self.cancelled: list[int] = []
@@ -120,7 +121,7 @@ class LiteralHost:
     def report(self, cache: dict[int, Entry], wait: bool) -> TransferReport:
         loaded, lost, self.cancelled = [], self.cancelled, []
         for number, (blocks, content) in list(self.loads.items()):
-            if not wait and self.random.random() < 0.75:
+            if not wait and self.random.random() < self.slowness:
                 continue
             del self.loads[number]
             (lost if content is None else loaded).append(number)
