@@ -26,6 +26,7 @@ def test_swap_computes_nothing_again(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "sequences swapped" in capsys.readouterr().out
 
 
+@pytest.mark.long  # five processes
 def test_tiers_save_prompt_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--conversations", "4", "--fitting", "1", "--at-once", "1", "--turns", "2", "--input-len", "32"]
     prefix_tiers.benchmark([*sizes, "--output-len", "3", "--offloading-size", "0.1", "--output", str(tmp_path)])
