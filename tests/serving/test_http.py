@@ -90,6 +90,7 @@ def test_a_body_waits_for_its_reader() -> None:
         assert writer is not None
         while (waiting := writer.write(part)) is None:
             written += len(part)
+            assert written < 100 << 20
         waiting = asyncio.ensure_future(waiting)
         await asyncio.wait((waiting,), timeout=0.2)
         assert not waiting.done()
