@@ -32,6 +32,7 @@ SWAP_MODES = ("auto", "always", "never")
 """Whether a preempted sequence's cache goes to the host: where that is cheaper than to compute it again, whenever there
 is room, or not at all."""
 PAPER_SEQUENCES = 30
+RECALL_DTYPES = ("auto", *KV_FORMATS)
 
 
 _fields = cache(msgspec.structs.fields)
@@ -103,6 +104,13 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
             with the cache as it was, and with what is left of it. Windows keep more blocks while the mean is above, and
             fewer again when it is at most half. None: nothing is judged.
         guard_every: with `guard_kl`, a sequence's first window is judged, and of its others one in so many.
+        recall_period: hold what is dropped in host memory (`kv_offloading_size`), and let what queries attend come
+            back: at every token whose number in the text is a multiple, dropped KV pairs change places with residents
+            of compressed windows that are attended less. 1: at every token. None: by `recall_bound`, or not at all.
+        recall_bound: instead of a period, in every layer and head where more than this share of a query's attention may
+            lie in dropped KV pairs.
+        recall_chunks: most chunks of 16 KV pairs that come back at once, in every layer and KV head.
+        recall_dtype: of the pairs in host memory: "auto" is the pool's, others as `kv_cache_dtype`.
 
     Raises ConfigError for what is not allowed.
     """
@@ -129,6 +137,10 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
     layer_groups: tuple[LayerGroup, ...] | Literal["auto"] = ()
     guard_kl: float | None = None
     guard_every: int = 8
+    recall_period: int | None = None
+    recall_bound: float | None = None
+    recall_chunks: int = 4
+    recall_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -159,6 +171,7 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
         self._check_guard()
         if self.layer_groups:
             self._check_layer_groups()
+        self._check_recall()
         if self.policy == "threshold":
             self._check_threshold()
         else:
@@ -246,6 +259,21 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
         require(not missing, "layer_groups", self.layer_groups, f"layers {missing} are in no group: add them")
         return found
 
+    def _check_recall(self) -> None:
+        period, bound = self.recall_period, self.recall_bound
+        require(period is None or period >= 1, "recall_period", period, "at least 1, or None")
+        require(bound is None or 0 <= bound < 1, "recall_bound", bound, "a share, at least 0 and less than 1, or None")
+        require(period is None or bound is None, "recall_bound", bound, f"None with recall_period={period}: give one")
+        require(self.recall_chunks >= 1, "recall_chunks", self.recall_chunks, "at least 1")
+        dtypes = f"choose one of {', '.join(RECALL_DTYPES)}"
+        require(self.recall_dtype in RECALL_DTYPES, "recall_dtype", self.recall_dtype, dtypes)
+        spec = self.spec
+        if self.recalls:
+            moves = spec.ragged or spec.observes or spec.carries or spec.keeps_end
+            allowed = "with recall_period or recall_bound, a method that keeps equally many KV pairs in all heads, and "
+            allowed += "no numbers beside them between compressions"
+            require(not moves, "method", self.method, allowed)
+
     def _check_threshold(self) -> None:
         threshold, budget = self.threshold_tokens, self.budget_tokens
         if threshold is None or budget is None:
@@ -280,6 +308,11 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
         if self.score_source is not None:
             return self.score_source == "observed"
         return self.spec.observable is not None and self.query_stride == 1 and not self.compress_prompt
+
+    @property
+    def recalls(self) -> bool:
+        """Whether dropped KV pairs may come back."""
+        return self.recall_period is not None or self.recall_bound is not None
 
     @property
     def event_sequences(self) -> int:
@@ -397,6 +430,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     tenants: settings by the name of the tenant; others have those of `TenantConfig()`.
     kv_groups: groups of layers with tables and lifetimes of their own, from `make_groups`.
     num_host_blocks: blocks in host memory, for what leaves the pool.
+    num_host_chunks: chunks there, for KV pairs that compressions drop and that may come back.
     kv_offload_dtype: of keys and values there; "auto": that of the cache.
     kv_offloading_path: directory for prefixes on the disk; None for none. kv_offloading_disk_size: GiB there, of all
         ranks together.
@@ -417,6 +451,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     tenants: dict[str, TenantConfig] = {}
     kv_groups: tuple[KVGroup, ...] = UNIFORM
     num_host_blocks: int = 0
+    num_host_chunks: int = 0
     kv_offload_dtype: str = "auto"
     kv_offloading_path: str | None = None
     kv_offloading_disk_size: float = 10.0
@@ -457,8 +492,21 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
         allowed = "the guaranteed_share of all tenants together is at most 1"
         require(guaranteed <= 1 + 1e-9, "tenants: guaranteed_share", guaranteed, allowed)
 
+    def _check_recall(self, compression: CompressionConfig) -> None:
+        """What is dropped is held in the format of the pool, or in one of fewer bits."""
+        dtype = compression.recall_dtype
+        allowed = f"kv_cache_dtype={self.kv_cache_dtype!r} is quantized already: give recall_dtype='auto'"
+        require(dtype == "auto" or self.kv_cache_dtype not in KV_FORMATS, "recall_dtype", dtype, allowed)
+        given, value = ("recall_period", compression.recall_period)
+        if value is None:
+            given, value = ("recall_bound", compression.recall_bound)
+        allowed = "only where all layers are in one KV group, not beside layers with a sliding window or layer_groups"
+        require(len(self.kv_groups) == 1 and not compression.layer_groups, given, value, allowed)
+
     def _check_compressible(self, compression: CompressionConfig) -> None:
         """Behind a window nothing is left of which queries could be computed again, or attention be added up."""
+        if compression.recalls:
+            self._check_recall(compression)
         if all(group.window is None for group in self.kv_groups):
             return
         allowed = "the model has no layer that attends all tokens, so nothing can be compressed: leave it out"
@@ -474,6 +522,11 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
         require(needs_nothing, "method", compression.method, allowed)
         allowed = "the model has layers with a sliding window: without what is behind it, no token is predicted again"
         require(compression.guard_kl is None, "guard_kl", compression.guard_kl, f"{allowed}: leave it out")
+
+    @property
+    def recalls(self) -> bool:
+        """Whether what a compression drops may come back."""
+        return self.active_compression is not None and self.active_compression.recalls
 
     @property
     def active_compression(self) -> CompressionConfig | None:

@@ -25,6 +25,7 @@ from kvllm.worker.build import (
     available_memory,
     explain_backend,
     host_block_bytes,
+    host_chunk_bytes,
     make_grammars,
     make_runner,
     method_state_bytes,
@@ -68,12 +69,21 @@ def build_engine(args: EngineArgs) -> Engine:
                 f"{args.path} has weights of integers ({form.method}), which are computed on a CPU only: use a "
                 'checkpoint of floating point, or device="cpu"'
             )
+        if device == "cuda" and config.recalls:
+            raise ConfigError(
+                "recall_period and recall_bound exchange KV pairs in the attention of a CPU only, not on a GPU: leave "
+                'them out, or give device="cpu"'
+            )
         measures = device == "cuda" and args.num_gpu_blocks_override is None and args.kv_cache_memory_bytes is None
         if not measures:
             free = workers.available_memory if workers else available_memory(device, 1)
             num_blocks = _num_blocks(args, config.num_blocks, shape.bytes_per_block, state_bytes, free)
             config = structs.replace(config, num_blocks=num_blocks)
-        config = structs.replace(config, num_host_blocks=_num_host_blocks(args, config, shape))
+        config = structs.replace(
+            config,
+            num_host_blocks=_num_host_blocks(args, config, shape),
+            num_host_chunks=_num_host_chunks(args, config, shape),
+        )
         if args.max_model_len is not None:
             check_pool(config)
         settings = RunnerSettings(
@@ -204,7 +214,8 @@ def _num_host_blocks(args: EngineArgs, config: EngineConfig, shape: CacheShape) 
     if args.kv_offloading_size is None:
         return 0
     block_bytes = host_block_bytes(config, shape) * args.tensor_parallel_size
-    blocks = int(args.kv_offloading_size * GIB) // block_bytes
+    share = 0.5 if config.recalls else 1
+    blocks = int(args.kv_offloading_size * share * GIB) // block_bytes
     least = f"at least a block of {args.block_size} tokens, {block_bytes / GIB:.2g} GiB"
     require(blocks >= 1, "kv_offloading_size", args.kv_offloading_size, least)
     has_room = args.kv_offloading_path is None or args.kv_offloading_disk_size * GIB >= block_bytes
@@ -213,6 +224,17 @@ def _num_host_blocks(args: EngineArgs, config: EngineConfig, shape: CacheShape) 
     allowed = f"{free:.1f} GiB of this machine's memory are free"
     require(args.kv_offloading_size <= free, "kv_offloading_size", args.kv_offloading_size, allowed)
     return blocks
+
+
+def _num_host_chunks(args: EngineArgs, config: EngineConfig, shape: CacheShape) -> int:
+    """Chunks for what compressions drop, if it may come back: the other half of `kv_offloading_size`."""
+    if args.kv_offloading_size is None or not config.recalls:
+        return 0
+    chunk_bytes = host_chunk_bytes(config, shape)
+    chunks = int(args.kv_offloading_size / 2 * GIB) // chunk_bytes
+    least = f"at least two chunks of KV pairs, {2 * chunk_bytes / GIB:.2g} GiB"
+    require(chunks >= 1, "kv_offloading_size", args.kv_offloading_size, least)
+    return chunks
 
 
 # Log

@@ -62,6 +62,9 @@ class RequestMetrics:
             What remains of prompts and outputs is the share that was kept.
         divergences: of the compressions that were judged (`CompressionConfig.guard_kl`), each one's mean of
             KL(full || compressed), in nats a token.
+        missing_mass_max, missing_mass_mean: with recall, of the bounds on the share of attention that lies in dropped
+            KV pairs. A step's bound is the largest of all layers and heads. None if nothing dropped was scored, and
+            with data parallelism.
     """
 
     arrival_time: float = 0.0
@@ -73,6 +76,19 @@ class RequestMetrics:
     evicted_entries: int = 0
     missing_entries: int = 0
     divergences: list[float] = field(default_factory=list)
+    missing_mass_max: float | None = None
+    missing_mass_sum: float = 0.0
+    missing_mass_steps: int = 0
+
+    @property
+    def missing_mass_mean(self) -> float | None:
+        return self.missing_mass_sum / self.missing_mass_steps if self.missing_mass_steps else None
+
+    def note_missing_mass(self, bound: float) -> None:
+        """A step's bound of one of the request's sequences."""
+        self.missing_mass_max = max(bound, self.missing_mass_max or 0.0)
+        self.missing_mass_sum += bound
+        self.missing_mass_steps += 1
 
 
 @dataclass(slots=True)

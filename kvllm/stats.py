@@ -45,6 +45,7 @@ class EngineStats(Struct):
         blocks_released: blocks by which block tables shrank, those of all KV groups.
         compressions_judged: compressions whose divergence was measured.
         divergence_sum: of these, KL(full || compressed) in nats a token, summed.
+        recalled_bytes: bytes of KV pairs that came back and of those that made way, read and written, on one rank.
         peak_blocks: most blocks owned by sequences at once.
         step_seconds: time of all steps, from their planning to their outputs.
         decode_seconds: the model's time in steps without prompt tokens.
@@ -86,6 +87,7 @@ class EngineStats(Struct):
     blocks_released: int = 0
     compressions_judged: int = 0
     divergence_sum: float = 0.0
+    recalled_bytes: int = 0
     peak_blocks: int = 0
     step_seconds: float = 0.0
     decode_seconds: float = 0.0

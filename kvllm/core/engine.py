@@ -209,6 +209,7 @@ class LLMEngine:
     def _count(self, plan: StepPlan, result: StepResult) -> None:
         self.stats.output_tokens += len(self.sampled)
         self._count_seconds(plan, result.seconds)
+        self.stats.recalled_bytes += result.recalled_bytes
         self.stats.peak_event_bytes = max(self.stats.peak_event_bytes, result.event_bytes)
 
     def _count_now(self) -> None:

@@ -261,6 +261,14 @@ class TransferReport(Struct, array_like=True, frozen=True):
     on_disk: list[bytes] = []
 
 
+class MissingMass(Struct, array_like=True, frozen=True):
+    """A sequence's bound on the share of attention that lies in what it has dropped: the largest of a step's query
+    tokens, layers and heads."""
+
+    seq_id: int
+    bound: float
+
+
 class StepResult(Struct, array_like=True):
     """tokens: one for each scheduled sequence that samples, in plan order, each followed by those of its forks.
 
@@ -271,6 +279,8 @@ class StepResult(Struct, array_like=True):
     divergences: of each judged compression, in plan order, the mean over the last tokens of its sequence of
         KL(full || compressed), in nats, between the predictions before and after it.
     transfers: those that have ended on all ranks. A step that schedules nothing waits for its loads.
+    missing_masses: of the scheduled sequences whose dropped pairs were scored.
+    recalled_bytes: that pairs took which changed places with dropped ones, both ways.
     """
 
     tokens: list[SampledToken] = []
@@ -279,6 +289,8 @@ class StepResult(Struct, array_like=True):
     prompts: list[PromptLogprobs] = []
     divergences: list[float] = []
     transfers: TransferReport = TransferReport()
+    missing_masses: list[MissingMass] = []
+    recalled_bytes: int = 0
 
 
 encode = msgpack.Encoder().encode

@@ -10,7 +10,7 @@ from kvllm.core.batch import Batch
 from kvllm.core.block_manager import BlockManager, PrefixHit
 from kvllm.core.compression_planner import CompressionPlanner
 from kvllm.core.compression_policy import check_fits, make_policy
-from kvllm.core.protocol import SampledToken, StepPlan, StepResult
+from kvllm.core.protocol import MissingMass, SampledToken, StepPlan, StepResult
 from kvllm.core.queue import LOOKAHEAD, FairQueue, Tenant
 from kvllm.core.sequence import Sequence
 from kvllm.core.shares import Shares
@@ -264,6 +264,8 @@ class Scheduler:
         self._reset_workers = False
         if result.divergences:
             self._record_divergences(plan, result.divergences)
+        if result.missing_masses:
+            self._record_missing_masses(result.missing_masses)
         tokens = iter(result.tokens)
         sampled = []
         for seq, scheduled in zip(self.batch.executed(result), plan.scheduled, strict=True):
@@ -292,6 +294,11 @@ class Scheduler:
         self.stats.compressions_judged += len(divergences)
         self.stats.divergence_sum += sum(divergences)
         self.stats.added_blocks = self.policy.guard.added_blocks
+
+    def _record_missing_masses(self, masses: list[MissingMass]) -> None:
+        running = {seq.seq_id: seq for seq in self.running}
+        for mass in masses:
+            running[mass.seq_id].metrics.note_missing_mass(mass.bound)
 
     def _restore_first_windows(self) -> None:
         """Let sequences be computed again that lost a first window while windows kept too little."""

@@ -43,6 +43,8 @@ class SimulatedExecutor(Executor):
         require(
             guard is None, "guard_kl", guard, "None in a simulation, which runs no model whose predictions to judge"
         )
+        allowed = "no recall in a simulation, where no query tells what comes back"
+        require(not config.recalls, "compression", config.compression and config.compression.method, allowed)
         self.compression = config.active_compression
         self.seconds = SimulatedSeconds()
         self.layers = block_layers(config.kv_groups, cost.model.num_layers)

@@ -16,9 +16,10 @@ from kvllm.compression.sharded_method import ShardedMethod
 from kvllm.compression.statistics import read_statistics
 from kvllm.config import EngineConfig
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
-from kvllm.kvcache.formats import KV_FORMATS, kv_format_of
+from kvllm.kvcache.formats import KV_FORMATS, KVFormat, kv_format_of
 from kvllm.kvcache.groups import layer_parts
 from kvllm.kvcache.tiers.disk import DiskStore
+from kvllm.kvcache.tiers.dropped_pairs import DroppedPairs
 from kvllm.kvcache.tiers.host import HostStore
 from kvllm.kvcache.tiers.records import RecordLayout
 from kvllm.models.base import Decoder
@@ -89,6 +90,17 @@ def method_state_bytes(engine: EngineConfig, shape: CacheShape) -> int:
     if not engine.keeps_scores:
         return 0
     return AttentionMass.bytes_for(shape, engine.max_num_seqs, engine.max_model_len)
+
+
+def host_chunk_bytes(engine: EngineConfig, shape: CacheShape) -> int:
+    """Bytes that a chunk of what compressions drop takes on the host."""
+    return DroppedPairs.chunk_bytes(shape, _recall_format(engine, shape))
+
+
+def _recall_format(engine: EngineConfig, shape: CacheShape) -> KVFormat | None:
+    """The format of dropped pairs; None for that of activations."""
+    assert engine.active_compression
+    return KV_FORMATS.get(engine.active_compression.recall_dtype, shape.kv_format)
 
 
 def make_runner(settings: RunnerSettings, shard: Shard, device: torch.device) -> ModelRunner:
@@ -162,7 +174,15 @@ def _runner(
         samples=shard.rank == 0,
         grammars=make_grammars(settings),
         store=store,
+        dropped=_dropped_pairs(engine, backend.cache.shape) if store else None,
     )
+
+
+def _dropped_pairs(engine: EngineConfig, shape: CacheShape) -> DroppedPairs | None:
+    """Room for what compressions drop, if it may come back."""
+    if not engine.num_host_chunks:
+        return None
+    return DroppedPairs(shape, _recall_format(engine, shape), engine.num_host_chunks)
 
 
 def _host_store(settings: RunnerSettings, shard: Shard, device: torch.device) -> HostStore | None:

@@ -27,6 +27,7 @@ from kvllm.kvcache.compaction import pad, region_indices
 from kvllm.kvcache.ops.base import KVOperations
 from kvllm.worker.attention_state import AttentionMass, RaggedLengths
 from kvllm.worker.observed_scores import ObservedScores
+from kvllm.worker.recall import Recall
 from kvllm.worker.state import BlockTables, SequenceState
 from kvllm.worker.timing import PhaseClock
 from kvllm.worker.transfer import to_device
@@ -75,6 +76,7 @@ class Compressor:
 
     parts: those of KV groups that attend all tokens; nothing of others is compressed.
     ragged, mass, observed: state that some methods keep beside the cache. select: called in place of the method itself.
+    recall: holds what is dropped, where there is one part.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Compressor:
         mass: AttentionMass | None = None,
         observed: ObservedScores | None = None,
         select: Callable[..., torch.Tensor] | None = None,
+        recall: Recall | None = None,
     ) -> None:
         self.model = model
         self.operations = operations
@@ -101,6 +104,7 @@ class Compressor:
         self.ragged = ragged
         self.mass = mass
         self.observed = observed
+        self.recall = recall
         self.select = select or METHODS[config.method]
         self.carries = config.spec.carries
         self.method = METHODS[config.method]
@@ -116,6 +120,9 @@ class Compressor:
         """
         self.event_bytes = 0
         moving = [job for job in jobs if job.destinations]
+        if self.recall:
+            for job in moving:
+                self.recall.before(job, self._region_blocks(self.parts[0].tables, job, states[job.seq_id]))
         with clock.measure("select"):
             kept = self._select(moving, states, clock)
         with clock.measure("compact"):
@@ -334,7 +341,9 @@ class Compressor:
             region_end = min(cached, start + job.region_blocks * self.block_size)
             tail = region_end - start - job.span
             indices.append(region_indices(of_job, job.size, job.size - job.stride, tail))
-            sources.append(part.tables.table[state.table_slot, job.first_block : job.first_block + job.region_blocks])
+            sources.append(self._region_blocks(part.tables, job, state))
+            if self.recall:
+                self.recall.take(job, state, sources[-1], indices[-1])
             regions.append((state.table_slot, start, region_end, cached))
         if not moves:
             return
@@ -352,6 +361,10 @@ class Compressor:
             self._stack(sources),
             self._stack([job.destinations for job, _ in moves]),
         )
+
+    @staticmethod
+    def _region_blocks(tables: BlockTables, job: CompressionJob, state: SequenceState) -> np.ndarray:
+        return tables.table[state.table_slot, job.first_block : job.first_block + job.region_blocks]
 
     def _stack(self, regions: list[Any]) -> torch.Tensor:
         """Lists of block ids -> int64 `[S, longest]`, padded at the end by each list's last block."""

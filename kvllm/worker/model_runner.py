@@ -26,6 +26,7 @@ from kvllm.core.protocol import (
 from kvllm.kvcache.cache import PagedKVCache
 from kvllm.kvcache.groups import KVGroup, layer_parts
 from kvllm.kvcache.ops.registry import make_operations
+from kvllm.kvcache.tiers.dropped_pairs import DroppedPairs
 from kvllm.kvcache.tiers.host import HostStore
 from kvllm.sampling_params import SamplingParams
 from kvllm.structured.compile import Grammars
@@ -38,6 +39,8 @@ from kvllm.worker.judge import Judge
 from kvllm.worker.observed_scores import ObservedScores, ScoringBackend
 from kvllm.worker.offloader import Offloader
 from kvllm.worker.prompt_logprobs import PromptReport
+from kvllm.worker.recall import Recall
+from kvllm.worker.recalling_backend import RecallingBackend
 from kvllm.worker.sampler import SampleRow, Samples, sample
 from kvllm.worker.state import BlockTables, SequenceState
 from kvllm.worker.step_inputs import StepInputs
@@ -53,6 +56,7 @@ class ModelRunner:
         `min_tokens`.
     select: called in place of the compression method, with its arguments. samples: whether tokens are sampled here.
     grammars: those of requests with structured outputs, where tokens are sampled. store: for what leaves the pool.
+    dropped: room for what compressions drop, where it may come back.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class ModelRunner:
         samples: bool = True,
         grammars: Grammars | None = None,
         store: HostStore | None = None,
+        dropped: DroppedPairs | None = None,
     ) -> None:
         self.model = model
         self.cache = cache
@@ -95,8 +100,12 @@ class ModelRunner:
         self.observed: ObservedScores | None = None
         self.compressor = None
         self.judge: Judge | None = None
+        self.recall: Recall | None = None
+        self._recalling: RecallingBackend | None = None  # in the step
         self.graphs: DecodeGraphs | None = None
         if compression := config.active_compression:
+            if dropped:
+                self.recall = Recall(self.operations, dropped, compression)
             self._prepare_compression(compression, config, select)
         self.offloader: Offloader | None = None
         if store:
@@ -133,6 +142,7 @@ class ModelRunner:
             self.mass,
             self.observed,
             select,
+            self.recall,
         )
 
     def _compressed_part(self, index: int) -> CompressedPart:
@@ -171,6 +181,9 @@ class ModelRunner:
         for seq_id in plan.dropped_seq_ids:
             self.free_slots.append(self.states.pop(seq_id).table_slot)
             self._reported.discard(seq_id)
+        if self.recall:
+            for seq_id in {*plan.dropped_seq_ids, *plan.forgotten}.difference(plan.suspended):
+                self.recall.release(seq_id)
         for start in plan.new_seqs:
             self._start(start)
         for start in plan.scored:
@@ -196,7 +209,11 @@ class ModelRunner:
         self._prompt_reports = []
         judged = [] if divergences is None else divergences.tolist()
         moved = self.offloader.report(wait=not plan.scheduled) if self.offloader else TransferReport()
-        return StepResult(tokens, clock.seconds(), event_bytes, prompts, judged, moved)
+        result = StepResult(tokens, clock.seconds(), event_bytes, prompts, judged, moved)
+        if self.recall and plan.scheduled:
+            result.missing_masses = self.recall.missing_masses()
+            result.recalled_bytes = self.recall.exchanged_bytes
+        return result
 
     def _reset(self) -> None:
         """Drop all sequences, and whatever a step that was cut short has left half done."""
@@ -207,6 +224,8 @@ class ModelRunner:
         self.inputs.clear()
         if self.offloader:
             self.offloader.reset()
+        if self.recall:
+            self.recall.clear()
 
     def _start(self, start: SequenceStart) -> None:
         prompt, output = start.token_ids[: start.prompt_length], start.token_ids[start.prompt_length :]
@@ -276,6 +295,9 @@ class ModelRunner:
             if item.new_blocks:
                 self.tables[0].append(state.table_slot, item.new_blocks)
         num_tokens = [item.num_tokens for item in scheduled]
+        if self.recall:
+            groups = self.recall.groups(scheduled, states, self.tables[0])
+            self._recalling = RecallingBackend(self.backend, self.recall, groups) if groups else None
         hidden = graphs.run(states) if graphs else self._run_model(states, num_tokens)
         if self._reported:
             self._report_prompts(scheduled, states, hidden)
@@ -295,7 +317,8 @@ class ModelRunner:
 
     def _forward_inputs(self, inputs: StepInputs, chunks: Sequence[tuple[ScoredChunk, ...]] = ()) -> torch.Tensor:
         """The model over inputs on its device. chunks: those that are scored in each part that attends all tokens."""
-        batches, backend = [inputs.attention_batch(), *inputs.other_batches()], self.backend
+        batches = [inputs.attention_batch(), *inputs.other_batches()]
+        backend = self._recalling or self.backend
         if self.observed:
             for part, of_part in enumerate(chunks or [()] * self._full_parts):
                 batches[part] = replace(batches[part], windows=self.observed.windows, scored_chunks=of_part)

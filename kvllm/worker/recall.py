@@ -1,0 +1,201 @@
+"""Recall on one rank: what compressions drop is held in the host's memory, and changes places with residents.
+
+Within a layer's attention, before its softmax, the step's own queries score what their sequence has dropped. What they
+attend more than the residents of compressed windows changes places with the least attended of these. Lengths and tables
+stay as they are, whatever the queries are, and blocks of compressed windows belong to one sequence alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from kvllm.config import CompressionConfig
+from kvllm.core.protocol import CompressionJob, MissingMass, ScheduledSequence
+from kvllm.kvcache.ops.base import KVOperations
+from kvllm.kvcache.tiers.dropped_pairs import CHUNK, DroppedPairs, read_pairs, write_pairs
+from kvllm.worker.recalling_backend import RecallGroup
+from kvllm.worker.state import BlockTables, SequenceState
+
+
+@dataclass(slots=True)
+class CompressedSequence:
+    """Where the KV pairs of a compressed sequence are.
+
+    positions: int32 `[layers, kv_heads, n]`, of its first n residents. Behind them there are no gaps.
+    movable: bool `[n]`, those in compressed windows, which may change places.
+    chunks: of DroppedPairs. num_dropped: pairs in them.
+    is_complete: whether all that was dropped found room there.
+    is_ordered: whether the positions ascend.
+    """
+
+    positions: torch.Tensor
+    movable: torch.Tensor
+    chunks: list[int] = field(default_factory=list)
+    num_dropped: int = 0
+    is_complete: bool = True
+    is_ordered: bool = True
+
+
+class Recall:
+    """Takes what a compression drops, and names what takes part in the exchanges of a step.
+
+    sequences: those that were compressed, by id. exchanged_bytes: that exchanges have moved, both ways, in this step.
+    """
+
+    def __init__(self, operations: KVOperations, dropped: DroppedPairs, config: CompressionConfig) -> None:
+        self.operations = operations
+        self.cache = operations.cache
+        self.dropped = dropped
+        self.config = config
+        self.sequences: dict[int, CompressedSequence] = {}
+        self._groups: list[RecallGroup] = []
+        self._incomplete: list[int] = []
+        self.exchanged_bytes = 0
+
+    def release(self, seq_id: int) -> None:
+        """Give up what a sequence has dropped, if it has."""
+        if sequence := self.sequences.pop(seq_id, None):
+            self.dropped.release(sequence.chunks)
+
+    def clear(self) -> None:
+        for seq_id in list(self.sequences):
+            self.release(seq_id)
+        self._groups, self._incomplete = [], []
+
+    # Compressions
+
+    def before(self, job: CompressionJob, blocks: np.ndarray) -> None:
+        """Bring the pairs of a region into the order of their positions, since methods and movements rely on it.
+
+        blocks: ids of the region's blocks.
+        """
+        sequence, start = self.sequences.get(job.seq_id), job.first_block * self.cache.shape.block_size
+        if sequence is None or sequence.is_ordered or sequence.positions.shape[-1] <= start:
+            return
+        of_region = sequence.positions[..., start:]
+        order = of_region.argsort(dim=-1)
+        index = torch.arange(order.shape[-1]).expand(order.shape[1], -1)
+        for layer, old in enumerate(order):
+            pairs = read_pairs(self.cache, layer, self._places(blocks, old))
+            write_pairs(self.cache, layer, self._places(blocks, index), pairs)
+        sequence.positions[..., start:] = of_region.gather(-1, order)
+        sequence.is_ordered = True
+
+    def take(self, job: CompressionJob, state: SequenceState, blocks: np.ndarray, kept: torch.Tensor) -> None:
+        """Hold what a compression is about to drop. Called before anything moves.
+
+        kept: int64 `[layers, kv_heads, K]`, ascending offsets in the region of what stays: of its windows, and all of
+            the tail behind them.
+        """
+        start = job.first_block * self.cache.shape.block_size
+        tail = kept.shape[-1] - (job.span - job.dropped)
+        size = job.span + tail
+        sequence = self._of(job.seq_id)
+        known = sequence.positions.shape[-1]
+        rest = torch.arange(known, max(known, start + size), dtype=torch.int32) + state.dropped
+        positions = torch.cat((sequence.positions, rest.expand(*kept.shape[:2], -1)), dim=-1)
+        region = positions[..., start : start + size]
+        is_dropped = torch.ones(region.shape, dtype=torch.bool).scatter_(-1, kept, False)
+        offsets = is_dropped.nonzero()[:, 2].view(*kept.shape[:2], -1)
+        self._hold(sequence, blocks, offsets, region.gather(-1, offsets))
+        sequence.positions = torch.cat((positions[..., :start], region.gather(-1, kept)), dim=-1)
+        movable = torch.zeros(sequence.positions.shape[-1], dtype=torch.bool)
+        movable[: min(start, known)] = sequence.movable[:start]
+        overlap = job.size - job.stride  # which the next window compresses again
+        movable[start : start + kept.shape[-1] - tail - overlap] = True
+        sequence.movable = movable
+
+    def _of(self, seq_id: int) -> CompressedSequence:
+        shape = self.cache.shape
+        if seq_id not in self.sequences:
+            none = torch.empty((shape.num_layers, shape.num_kv_heads, 0), dtype=torch.int32)
+            self.sequences[seq_id] = CompressedSequence(none, torch.empty(0, dtype=torch.bool))
+        return self.sequences[seq_id]
+
+    def _hold(
+        self, sequence: CompressedSequence, blocks: np.ndarray, offsets: torch.Tensor, positions: torch.Tensor
+    ) -> None:
+        """Copy pairs at `offsets` of a region, int64 `[layers, kv_heads, D]`, to the sequence's chunks."""
+        count = offsets.shape[-1]
+        missing = -(-(sequence.num_dropped + count) // CHUNK) - len(sequence.chunks)
+        if missing > self.dropped.num_free:
+            sequence.is_complete = False  # lost, as without recall
+            return
+        sequence.chunks += self.dropped.allocate(missing)
+        index = torch.arange(sequence.num_dropped, sequence.num_dropped + count).expand(offsets.shape[1], -1)
+        sequence.num_dropped += count
+        head = torch.arange(offsets.shape[1])[:, None]
+        places = torch.tensor(sequence.chunks)[index // CHUNK], head, index % CHUNK
+        for layer, of_layer in enumerate(offsets):
+            pairs = read_pairs(self.cache, layer, self._places(blocks, of_layer))
+            self.dropped.store(layer, places, pairs, positions[layer])
+
+    def _places(self, blocks: np.ndarray, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Places in the pool of offsets in a region, `[kv_heads, n]`."""
+        block_size = self.cache.shape.block_size
+        ids = torch.from_numpy(blocks.astype(np.int64))
+        return ids[offsets // block_size], torch.arange(len(offsets))[:, None], offsets % block_size
+
+    # Steps
+
+    def groups(
+        self, scheduled: Sequence[ScheduledSequence], states: Sequence[SequenceState], tables: BlockTables
+    ) -> list[RecallGroup]:
+        """The sequences of a step that may recall something: one group for each number of query tokens."""
+        members: dict[int, list[tuple[int, int, SequenceState]]] = {}
+        self._incomplete, self.exchanged_bytes = [], 0
+        begin = 0
+        for item, state in zip(scheduled, states, strict=True):
+            sequence = self.sequences.get(item.seq_id)
+            if sequence and not sequence.is_complete:
+                self._incomplete.append(item.seq_id)
+            if sequence and sequence.chunks and self._is_due(state.logical_length, item.num_tokens):
+                members.setdefault(item.num_tokens, []).append((begin, item.seq_id, state))
+            begin += item.num_tokens
+        self._groups = [self._group(num_tokens, rows, tables) for num_tokens, rows in members.items()]
+        return self._groups
+
+    def _is_due(self, logical_length: int, num_tokens: int) -> bool:
+        """Whether tokens hold a multiple of the period, counted in the text, so that batch mates change nothing."""
+        period = self.config.recall_period or 1
+        return (logical_length + num_tokens) // period > logical_length // period
+
+    def _group(
+        self, num_tokens: int, members: list[tuple[int, int, SequenceState]], tables: BlockTables
+    ) -> RecallGroup:
+        """members: of each sequence its first query token in the batch, its id and state."""
+        begins, seq_ids, states = zip(*members, strict=True)
+        sequences = [self.sequences[seq_id] for seq_id in seq_ids]
+        index = torch.arange(num_tokens)
+        last = torch.tensor([state.cached_length for state in states])[:, None] + index
+        num_blocks = int(last.max()) // tables.block_size + 1
+        table = tables.table[[state.table_slot for state in states], :num_blocks]
+        most = max(len(sequence.chunks) for sequence in sequences)
+        return RecallGroup(
+            seq_ids=seq_ids,
+            sequences=sequences,
+            rows=torch.tensor(begins)[:, None] + index,
+            last_kv_index=last,
+            tables=torch.from_numpy(table.astype(np.int64)),
+            chunks=torch.tensor([each.chunks + each.chunks[:1] * (most - len(each.chunks)) for each in sequences]),
+            num_dropped=torch.tensor([sequence.num_dropped for sequence in sequences]),
+            movable=_padded([each.movable for each in sequences], num_blocks * tables.block_size),
+        )
+
+    def missing_masses(self) -> list[MissingMass]:
+        """The bounds of the step's sequences. Of one that has lost pairs nothing is known, so its bound is 1."""
+        found = {seq_id: bound for group in self._groups for seq_id, bound in group.bounds()}
+        found |= dict.fromkeys(self._incomplete, 1.0)
+        return [MissingMass(seq_id, bound) for seq_id, bound in found.items()]
+
+
+def _padded(rows: Sequence[torch.Tensor], length: int) -> torch.Tensor:
+    """bool `[R, length]`, False behind the end of each row."""
+    padded = torch.zeros((len(rows), length), dtype=torch.bool)
+    for row, values in zip(padded, rows, strict=True):
+        row[: len(values)] = values
+    return padded

@@ -1,0 +1,40 @@
+"""The arithmetic of recall: bounds in float64, and which pairs change places."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvllm.compression.recall import exchanges, missing_mass, upper_scores
+from kvllm.kvcache.formats import KV_FORMATS
+from kvllm.kvcache.quantize import codec
+
+
+@pytest.mark.parametrize("name", [None, *KV_FORMATS])
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32), scale=st.floats(0.01, 30), num_dropped=st.integers(1, 40))
+def test_no_mass_exceeds_its_bound(name: str | None, seed: int, scale: float, num_dropped: int) -> None:
+    """Bounds come from the keys as they are stored, the mass from the keys as they were."""
+    torch.manual_seed(seed)
+    queries, keys = torch.randn(2, 3, 4, 16).double() * scale, torch.randn(2, 3, num_dropped + 5, 16).double()
+    stored = keys[:, :, :num_dropped]
+    if name:
+        parts = codec(KV_FORMATS[name])
+        stored = parts.dequantize(*parts.quantize(stored)).double()
+    errors = (stored - keys[:, :, :num_dropped]).norm(dim=-1)
+    scores = queries @ keys.mT
+    mass = scores.softmax(-1)[..., :num_dropped].sum(-1)
+    bound = missing_mass(scores[..., num_dropped:].logsumexp(-1), upper_scores(queries, stored, errors))
+    assert (mass <= bound + 1e-12).all()
+    if name is None:
+        assert torch.allclose(mass, bound)
+
+
+def test_the_best_dropped_pairs_replace_the_worst_residents() -> None:
+    gain = torch.tensor([[0.5, 3.0, 2.0], [0.0, -1.0, 9.0]])
+    loss = torch.tensor([[torch.inf, 1.0, 0.1, 2.5], [0.5, torch.inf, torch.inf, torch.inf]])
+    found = torch.stack(exchanges(gain, loss, 3), dim=1).tolist()
+    assert found == [[0, 1, 2], [0, 2, 1], [1, 2, 0]]
+    assert torch.stack(exchanges(gain, loss, 1), dim=1).tolist() == [[0, 1, 2], [1, 2, 0]]
