@@ -67,7 +67,7 @@ class GivenModel:
         self.slots = attention.slot_mapping.tolist()
         return torch.zeros(len(token_ids), 1)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, **options: Any) -> Tensor:
         return torch.zeros(len(hidden), 2)
 
     def recompute_queries(
