@@ -131,7 +131,7 @@ def test_the_heaviest_steps_are_as_heavy_as_any(checkpoint: Path, name: str) -> 
         widths.append((len(batch.last_kv_index), *batch.block_tables.shape)) or plan(batch)
     )
     probe.model.forward = lambda token_ids, *args: rows.append(len(token_ids)) or forward(token_ids, *args)
-    probe.model.logits = lambda hidden: sampled.append(len(hidden)) or logits(hidden)
+    probe.model.logits = lambda hidden, **options: sampled.append(len(hidden)) or logits(hidden, **options)
     probe.compressor.select = lambda queries, keys, **options: windows.append(keys) or select(queries, keys, **options)
     run_heaviest_steps(probe, engine)
     assert max(rows) == 200 - 200 % 6 and max(sampled) == 6
