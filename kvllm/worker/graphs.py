@@ -1,9 +1,9 @@
 """Decode steps as recordings: a CUDA graph launches all kernels of a step at once, as they were when it was captured.
 
-So the kernels' arguments must stay where they are. Inputs are copied into one static piece of memory; a batch is filled
-up to one of a few sizes, and its block tables to one of a few widths. There is a graph for each of these shapes, all
-captured before the first request. What changes tables and lengths between two steps, such as a compression, does not
-concern graphs: each step brings its own inputs.
+So the kernels' arguments must stay where they are. Inputs are copied into one static piece of memory, and a batch is
+filled up to one of a few sizes, for each of which there is a graph, captured before the first request. Block tables
+have room for the longest sequence; only columns that a step needs are copied into them. What changes tables and lengths
+between two steps, such as a compression, does not concern graphs: each step brings its own inputs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Capture = Callable[[Step], Step]
 """Makes of a step one that does the same with the same memory, and returns the same tensor."""
 
 LEAST_KV_PAIRS = 1024
-"""For which the narrowest block tables have room."""
+"""For which the narrowest block tables that are copied have room."""
 
 
 class DecodeGraphs:
@@ -49,7 +49,8 @@ class DecodeGraphs:
         self.largest = inputs.shape(max_num_seqs, max_num_seqs, max_blocks, *others)
         self._forward = forward
         self._capture = capture
-        self._steps: dict[InputShape, Step] = {}
+        self._steps: dict[int, Step] = {}
+        self._inputs: dict[int, StepInputs] = {}
         self._hidden: torch.Tensor | None = None
         self._static = torch.zeros(self.largest.num_bytes, dtype=torch.uint8, device=inputs.device)
 
@@ -60,18 +61,20 @@ class DecodeGraphs:
         launched.
         """
         inputs = self.inputs.prepare(states, [1] * len(states), self._shape_of(states))
-        self._static[: inputs.shape.num_bytes].copy_(inputs.memory, non_blocking=True)
-        return self._step(inputs.shape)()
+        size = inputs.shape.num_seqs
+        self._inputs_of(size).take(inputs)
+        return self._step(size)()
 
     def prepare_ahead(self, states: list[SequenceState]) -> None:
         """Prepare what can be of the inputs of the step that computes the next token of each sequence."""
         self.inputs.prepare_ahead(states, [1] * len(states), self._shape_of(states))
 
-    def capture(self, shapes: Iterable[InputShape]) -> None:
-        """Capture the graphs of some shapes ahead of time: no step then waits for that. Nothing is stored meanwhile."""
-        for shape in shapes:
+    def capture(self, sizes: Iterable[int]) -> None:
+        """Capture the graphs of some batch sizes ahead of time: no step then waits for that. Nothing is stored
+        meanwhile."""
+        for size in sizes:
             self._static.zero_()
-            inputs = StepInputs(shape, self._static)
+            inputs = self._inputs_of(size)
             for part in inputs.parts:
                 part.slot_mapping.fill_(-1)
                 if part.window_start is not None:
@@ -79,35 +82,40 @@ class DecodeGraphs:
             inputs.query_start_loc.copy_(torch.arange(len(inputs.query_start_loc)))
             if inputs.table_slots is not None:
                 inputs.table_slots.fill_(len(self.inputs.tables[0].table))
-            self._step(shape)
+            self._step(size)
 
-    def graph_batch_sizes(self) -> list[InputShape]:
-        """The shape of every batch that there can be. The first takes most memory, in which the others have room."""
-        widths = [1 << power for power in range(self.largest.num_blocks.bit_length() + 1)]
-        sizes = range(1, self.largest.num_seqs + 1)
-        return sorted({self.shape_for(size, width) for size in sizes for width in widths}, reverse=True)
+    def batch_sizes(self) -> list[int]:
+        """The sizes that there are graphs for. The first takes most memory, in which the others have room."""
+        return sorted({self.size_for(number) for number in range(1, self.largest.num_seqs + 1)}, reverse=True)
 
-    def shape_for(self, num_seqs: int, num_blocks: int) -> InputShape:
-        """The least shape for so many sequences, of so many blocks at most. Of many, an eighth at most is padding."""
+    def size_for(self, num_seqs: int) -> int:
+        """The least size for so many sequences. Of many, an eighth at most is padding."""
         bits = (num_seqs - 1).bit_length()
         size = 1 << bits if num_seqs <= 8 else _rounded_up(num_seqs, max(16, 1 << (bits - 4)))
-        size = min(size, self.largest.num_seqs)
-        width = max(-(-LEAST_KV_PAIRS // self.inputs.tables[0].block_size), 1 << (num_blocks - 1).bit_length())
-        width = min(width, self.largest.num_blocks)
-        full = max(0, self.full_parts - 1)
-        return self.inputs.shape(size, size, *[width] * (1 + full), *self.largest.others[full:])
+        return min(size, self.largest.num_seqs)
 
     def _shape_of(self, states: list[SequenceState]) -> InputShape:
+        """With tables for the longest sequence, and as seldom as possible another one than in the step before."""
+        block_size, size = self.inputs.tables[0].block_size, self.size_for(len(states))
         full = self.inputs.tables[1 : self.full_parts]
         longest = max(state.cached_length for state in states)
         longest = max(longest, *(int(part.kv_lengths(states).max()) for part in full)) if full else longest
-        return self.shape_for(len(states), longest // self.inputs.tables[0].block_size + 1)
+        width = max(-(-LEAST_KV_PAIRS // block_size), 1 << (longest // block_size).bit_length())
+        width = min(width, self.largest.num_blocks)
+        return self.inputs.shape(size, size, *[width] * (1 + len(full)), *self.largest.others[len(full) :])
 
-    def _step(self, shape: InputShape) -> Step:
-        if shape not in self._steps:
-            static = StepInputs(shape, self._static)
-            self._steps[shape] = self._capture(lambda: self._kept(self._forward(static)))
-        return self._steps[shape]
+    def _inputs_of(self, size: int) -> StepInputs:
+        """Those that the graph of a batch size reads."""
+        if size not in self._inputs:
+            shape = self.inputs.shape(size, size, self.largest.num_blocks, *self.largest.others)
+            self._inputs[size] = StepInputs(shape, self._static)
+        return self._inputs[size]
+
+    def _step(self, size: int) -> Step:
+        if size not in self._steps:
+            static = self._inputs_of(size)
+            self._steps[size] = self._capture(lambda: self._kept(self._forward(static)))
+        return self._steps[size]
 
     def _kept(self, hidden: torch.Tensor) -> torch.Tensor:
         """A copy in memory that all shapes share: what a graph itself returns stays allocated as long as the graph."""

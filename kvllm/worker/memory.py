@@ -50,7 +50,7 @@ def fitting_blocks(probe: ModelRunner, config: EngineConfig, utilization: float,
         with enough_memory("what CUDA graphs need", "set enforce_eager=True"):
             graph_bytes = _peak(lambda: probe.use_graphs(_run_once, left // block_bytes, largest_alone=True))
         if probe.graphs:
-            graph_bytes += len(probe.graphs.graph_batch_sizes()) * GRAPH_BYTES
+            graph_bytes += len(probe.graphs.batch_sizes()) * GRAPH_BYTES
         probe.graphs = None
     blocks = (left - graph_bytes) // block_bytes
     if blocks < 1:

@@ -164,7 +164,7 @@ class ModelRunner:
             self.graphs = DecodeGraphs(
                 self._forward_inputs, capture, self.inputs, min(num_blocks, first), tuple(most), self._full_parts
             )
-            self.graphs.capture(self.graphs.graph_batch_sizes()[: 1 if largest_alone else None])
+            self.graphs.capture(self.graphs.batch_sizes()[: 1 if largest_alone else None])
 
     def execute(self, plan: StepPlan) -> StepResult:
         if self.device.type != "cpu":

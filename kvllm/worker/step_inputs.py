@@ -49,7 +49,6 @@ class InputShape(NamedTuple):
             yield name, torch.int64, (self.num_query_tokens,)
         yield "query_start_loc", torch.int32, (self.num_seqs + 1,)
         yield "last_kv_index", torch.int32, (self.num_query_tokens,)
-        yield "block_tables", torch.int32, (self.num_seqs, self.num_blocks)
         if self.heads:
             layers, kv_heads = self.heads
             yield "packed_len", torch.int32, (self.num_seqs,)
@@ -58,12 +57,14 @@ class InputShape(NamedTuple):
             yield "table_slots", torch.int32, (self.num_seqs,)
         if self.scored:
             yield "window_start", torch.int32, (self.num_seqs,)
-        for part, num_blocks in enumerate(self.others, start=1):
+        for part in range(1, 1 + len(self.others)):
             yield f"slot_mapping_{part}", torch.int64, (self.num_query_tokens,)
             yield f"last_kv_index_{part}", torch.int32, (self.num_query_tokens,)
-            yield f"block_tables_{part}", torch.int32, (self.num_seqs, num_blocks)
             if part < self.scored:
                 yield f"window_start_{part}", torch.int32, (self.num_seqs,)
+        yield "block_tables", torch.int32, (self.num_seqs, self.num_blocks)  # these last: see StepInputs.take
+        for part, num_blocks in enumerate(self.others, start=1):
+            yield f"block_tables_{part}", torch.int32, (self.num_seqs, num_blocks)
 
 
 class PartInputs(NamedTuple):
@@ -103,6 +104,14 @@ class StepInputs:
         if device.type == "cpu":
             return self
         return StepInputs(self.shape, self.memory.to(device, non_blocking=True))
+
+    def take(self, others: StepInputs) -> None:
+        """Become copies of inputs whose block tables may have fewer columns. What the columns behind them hold stays.
+        Nobody waits for that."""
+        [begin] = [begin for name, _, _, begin, _ in self.shape.layout() if name == "block_tables"]
+        self.memory[:begin].copy_(others.memory[:begin], non_blocking=True)
+        for part, other in zip(self.parts, others.parts, strict=True):
+            part.block_tables[:, : other.block_tables.shape[1]].copy_(other.block_tables, non_blocking=True)
 
     def _part(self, index: int) -> PartInputs:
         suffix = f"_{index}" if index else ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +19,9 @@ from kvllm.worker import graphs
 from kvllm.worker.graphs import DecodeGraphs, Step, cuda_capture
 from kvllm.worker.inputs import InputPreparer
 from kvllm.worker.model_runner import ModelRunner
-from kvllm.worker.state import BlockTables
+from kvllm.worker.sampler import SampleRow
+from kvllm.worker.state import BlockTables, SequenceState
+from kvllm.worker.step_inputs import StepInputs
 from tests.helpers import layout_recorder
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.dense_decoder import DenseDecoder
@@ -105,7 +108,7 @@ def test_batches_of_every_size(checkpoint: Path, device: str, options: dict) -> 
     params = [greedy(20 + 9 * i) for i in range(len(LENGTHS))]  # they end one after the other
     _, recordings = assert_same_tokens(checkpoint, device, params, **options)
     assert recordings.replayed > 60
-    assert recordings.recorded == len(recordings.runner.graphs.graph_batch_sizes())  # none while requests were served
+    assert recordings.recorded == len(recordings.runner.graphs.batch_sizes())  # none while requests were served
 
 
 @DEVICES
@@ -275,27 +278,37 @@ def graphs_of(tables: BlockTables, max_blocks: int) -> DecodeGraphs:
     return DecodeGraphs(lambda inputs: inputs.slot_mapping, lambda step: step, inputs, max_blocks)
 
 
-def test_a_shape_for_every_batch() -> None:
-    max_num_seqs, max_blocks = 100, 48
-    recorded = graphs_of(BlockTables(max_num_seqs, 200, block_size=16), max_blocks)
-    shapes = set()
-    for num_seqs in range(1, max_num_seqs + 1):
-        for num_blocks in range(1, max_blocks + 1):
-            shape = recorded.shape_for(num_seqs, num_blocks)
-            assert num_seqs <= shape.num_query_tokens == shape.num_seqs <= max_num_seqs
-            assert num_blocks <= shape.num_blocks <= max_blocks
-            assert shape.num_bytes <= recorded.largest.num_bytes
-            shapes.add(shape)
-    assert recorded.graph_batch_sizes()[0] == recorded.largest and set(recorded.graph_batch_sizes()) == shapes
-    assert {shape.num_seqs for shape in shapes} == {1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 100}
-    assert {shape.num_blocks for shape in shapes} == {2, 4, 8, 16, 32, 48}
+def test_a_graph_for_every_batch_size() -> None:
+    recorded = graphs_of(BlockTables(100, 200, block_size=16), 48)
+    sizes = [recorded.size_for(num_seqs) for num_seqs in range(1, 101)]
+    assert all(num_seqs <= size for num_seqs, size in enumerate(sizes, start=1))
+    assert recorded.batch_sizes() == sorted(set(sizes), reverse=True) == [100, 96, 80, 64, 48, 32, 16, 8, 4, 2, 1]
+    assert len(graphs_of(BlockTables(256, 8, block_size=256), 8).batch_sizes()) == 20
 
 
-def test_many_sequences_have_few_shapes() -> None:
+def test_many_sequences_have_few_graphs() -> None:
     recorded = graphs_of(BlockTables(4096, 8, block_size=256), 8)
-    sizes = [recorded.shape_for(num_seqs, 1).num_seqs for num_seqs in range(1, 4097)]
+    sizes = [recorded.size_for(num_seqs) for num_seqs in range(1, 4097)]
     assert all(num_seqs <= size <= num_seqs * 9 / 8 + 15 for num_seqs, size in enumerate(sizes, start=1))
     assert len(set(sizes)) == 52
+
+
+def test_a_graph_reads_tables_of_every_width() -> None:
+    """Of wide tables only the columns that a step needs are copied; what lies behind is of an earlier step."""
+    tables, params = BlockTables(3, 40, block_size=16), SamplingParams()
+    tables.table[:] = np.arange(120).reshape(3, 40)
+    read: list[torch.Tensor] = []
+
+    def forward(inputs: StepInputs) -> torch.Tensor:
+        read.append(inputs.block_tables.clone())
+        return inputs.token_ids[:, None].float()
+
+    recorded = DecodeGraphs(forward, lambda step: step, InputPreparer([tables], None, False, torch.device("cpu")), 40)
+    for length, width in ((600, 40), (20, 2), (100, 8)):
+        states = [SequenceState([5] * 601, slot, length, length, SampleRow(params, 0, [], [])) for slot in (2, 0)]
+        assert recorded.run(states).tolist() == [[5.0], [5.0]]
+        assert (read[-1][:, :width] == torch.from_numpy(tables.table[[2, 0], :width])).all()
+        assert read[-1].shape == (2, 40)
 
 
 def test_what_cannot_be_recorded_runs_as_before(checkpoint: Path) -> None:
