@@ -156,7 +156,10 @@ def _sequence_of_segment(first_segments, segment, num_sequences):
     return low
 
 
-@triton.jit(do_not_specialize=["num_sequences", "table_stride", "num_segments", "observed_width"])
+@triton.jit(
+    do_not_specialize=["num_sequences", "table_stride", "num_segments", "observed_width"],
+    do_not_specialize_on_alignment=["head_lengths"],  # a layer's begin where the number of sequences has them begin
+)
 def _attend_segments(
     queries,
     keys,
@@ -254,7 +257,7 @@ def _attend_segments(
         tl.store(partial_weighted + partial[:, None] * HEAD_DIM + channel[None, :], weighted, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_segments"])
+@triton.jit(do_not_specialize=["num_segments"], do_not_specialize_on_alignment=["head_lengths"])
 def _merge_segments(
     output,
     query_start_loc,

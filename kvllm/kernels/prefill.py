@@ -80,7 +80,10 @@ def _attend_kv_pairs(
     return maximum, total, weighted
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_sequences"])
+@triton.jit(
+    do_not_specialize=["table_stride", "num_sequences"],
+    do_not_specialize_on_alignment=["head_lengths"],  # as in a decode
+)
 def _attend_chunks(
     output,
     queries,

@@ -36,7 +36,8 @@ CASES = [(90, False), *(pytest.param(capability, True, marks=pytest.mark.long) f
 
 
 def compile_kernels(capability: int, every_shape: bool) -> None:
-    """Call every launcher with kernels that are compiled, but not started; print what they are like, by name."""
+    """Call every launcher with kernels that are compiled, but not started; print what they are like, by name, and the
+    names of those that were compiled again for another batch."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import JITFunction
@@ -54,12 +55,17 @@ def compile_kernels(capability: int, every_shape: bool) -> None:
             return GPUTarget("cuda", capability, 32)
 
     compiled: dict[str, list[dict[str, Any]]] = {}
+    variants: dict[tuple[Any, ...], set[str]] = {}
     compile_and_start = JITFunction.run
 
     def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         kernel = compile_and_start(self, *args, grid=grid, warmup=True, **options)
         assert kernel.asm["cubin"].startswith(b"\x7fELF")
-        compiled.setdefault(self.__name__, []).append(describe(kernel))
+        dtypes = tuple(arg.dtype for arg in args if isinstance(arg, torch.Tensor))
+        hashes = variants.setdefault((self.__name__, dtypes, *sorted(options.items())), set())
+        if kernel.hash not in hashes:
+            hashes.add(kernel.hash)
+            compiled.setdefault(self.__name__, []).append(describe(kernel))
 
     triton.runtime.driver.set_active(Device())
     JITFunction.run = compile_only
@@ -69,7 +75,11 @@ def compile_kernels(capability: int, every_shape: bool) -> None:
             if dtype == torch.bfloat16 and head_dim in ((128, 256) if every_shape else (128,)):
                 launch_quantized(head_dim, [name for name in KV_FORMATS if name != "fp8_e4m3" or capability >= 90])
         launch_elementwise(dtype)
-    print(json.dumps(compiled))
+    for num_sequences in (1, 2, 3, 4, 33):
+        launch_batch(num_sequences)
+    launch_sampling()
+    again = {str(name) for (name, *_), hashes in variants.items() if len(hashes) > 1}
+    print(json.dumps([compiled, sorted(again)]))
 
 
 def describe(kernel: Any) -> dict[str, Any]:
@@ -157,17 +167,40 @@ def launch_options(cache: PagedKVCache, queries: torch.Tensor, batch: AttentionB
     backend.run(0, queries, backend.plan(batch), torch.zeros(32))
 
 
+def launch_batch(num_sequences: int) -> None:
+    """Decodes alone and beside a chunk, with holes and without, in the second layer of a cache with one KV head: the
+    lengths of its heads begin at any number."""
+    from kvllm.attention.triton import TritonBackend
+
+    def ints(*size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.int32)
+
+    backend = TritonBackend(PagedKVCache(CacheShape(2, 1, 128, 16, torch.bfloat16), 4), 4, 0.1)
+    holes = {"packed_len": ints(num_sequences), "head_lengths": ints(2, num_sequences, 1)}
+    for num_tokens in (num_sequences, num_sequences + 5):
+        queries = torch.zeros(num_tokens, 4, 128, dtype=torch.bfloat16)
+        for options in ({}, holes):
+            tables = ints(num_sequences, 1 + num_sequences)
+            batch = AttentionBatch(ints(num_sequences + 1), ints(num_tokens), tables, **options)
+            backend.run(1, queries, backend.plan(batch))
+
+
+def launch_sampling() -> None:
+    """Logits of a model of 16 bits; those that were changed, and are of 32, with the filter that most requests have."""
+    from kvllm.kernels.sampling import Maxima, draw
+
+    for rows, dtype in ((1, torch.bfloat16), (3, torch.bfloat16), (3, torch.float32)):
+        logits, filters = torch.zeros(rows, 128256, dtype=dtype), torch.zeros(rows, 5, dtype=torch.float64)
+        maxima = Maxima.of(logits)
+        maxima.most_likely()
+        for top_k, top_p in itertools.product((False, True), repeat=2) if dtype == torch.bfloat16 else [(False, True)]:
+            draw(logits, maxima, torch.zeros(rows, dtype=torch.int64), filters, top_k=top_k, top_p=top_p)
+
+
 def launch_elementwise(dtype: torch.dtype) -> None:
     from kvllm.kernels import elementwise
     from kvllm.kernels.grouped_linear import grouped_linear
-    from kvllm.kernels.sampling import Maxima, draw
 
-    for rows in (1, 3):
-        logits, options = torch.zeros(rows, 128256, dtype=dtype), torch.zeros(rows, 5, dtype=torch.float64)
-        maxima = Maxima.of(logits)
-        maxima.most_likely()
-        for top_k, top_p in itertools.product((False, True), repeat=2):
-            draw(logits, maxima, torch.zeros(rows, dtype=torch.int64), options, top_k=top_k, top_p=top_p)
     x, weight = torch.zeros(3, 6144, dtype=dtype), torch.zeros(6144, dtype=dtype)
     elementwise.rms_norm(x, weight, 1e-6)
     elementwise.add_rms_norm(x, x, weight, 1e-6)
@@ -184,9 +217,10 @@ def launch_elementwise(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("capability", "every_shape"), CASES)
 def test_every_kernel_compiles(tmp_path: Path, capability: int, every_shape: bool) -> None:
     code = f"compile_kernels({capability}, every_shape={every_shape})"
-    compiled = run_python(code, __name__, TRITON_CACHE_DIR=str(tmp_path))
+    compiled, again = run_python(code, __name__, TRITON_CACHE_DIR=str(tmp_path))
     sources = [path.read_text() for path in (ROOT / "kvllm" / "kernels").glob("*.py")]
     assert set(compiled) == {name for source in sources for name in re.findall(r"(\w+)\[\(", source)}
+    assert again == []
     kernels = [(name, kernel) for name, of_name in compiled.items() for kernel in of_name]
     assert max(kernel["shared"] for _, kernel in kernels) <= SHARED_MEMORY[capability]
     if capability == 90:
