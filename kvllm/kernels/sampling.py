@@ -208,7 +208,7 @@ def _search(
     for start in range(begin, end, TILE):
         place = start + tl.arange(0, TILE)[None, :]  # of two dimensions, which the thresholds make necessary below
         if PASS == _FINE:
-            key = tl.load(candidates + row * vocab + place, mask=place < end, other=0x7FFFFFFF)
+            key = tl.load(candidates + row * vocab + place, mask=place < end, other=0x7F800000)
         else:
             key = _keys(of_row, place, end, maximum, temperature)
         inside = (key >= low) & (place < end)
