@@ -13,11 +13,11 @@ from typing import get_type_hints
 
 import msgspec
 
-from kvllm.compression.layer_shares import resolve
 from kvllm.compression.specs import STATISTICS_FILE
 from kvllm.config import CompressionConfig, EngineConfig, TenantConfig, bounding, make_kv_groups, require
 from kvllm.errors import ConfigError
 from kvllm.kvcache.groups import UNIFORM, KVGroup
+from kvllm.layer_shares import resolve
 from kvllm.models.config import DTYPES, QUANTIZATIONS, ModelConfig, load_model_config
 
 DEFAULT_MODEL = Path(__file__).parent / "assets" / "reasoner"

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvllm.compression.layer_shares import resolve
 from kvllm.config import EngineConfig, bounding, make_kv_groups, require
 from kvllm.entrypoints.engine_flags import parse_compression
 from kvllm.entrypoints.simulate import read_model_config
 from kvllm.kvcache.formats import KV_CACHE_DTYPES
+from kvllm.layer_shares import resolve
 from kvllm.simulation.cost import resolve_dtype
 
 if TYPE_CHECKING:

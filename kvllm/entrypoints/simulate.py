@@ -14,12 +14,12 @@ from pathlib import Path
 
 import msgspec
 
-from kvllm.compression.layer_shares import resolve
 from kvllm.config import CompressionConfig, EngineConfig, bounding, make_kv_groups
 from kvllm.entrypoints.engine_flags import parse_compression
 from kvllm.errors import CheckpointError
 from kvllm.kvcache.formats import KV_CACHE_DTYPES
 from kvllm.kvcache.groups import block_layers
+from kvllm.layer_shares import resolve
 from kvllm.models.config import ModelConfig, load_model_config
 from kvllm.simulation.cost import CostModel, resolve_dtype
 from kvllm.simulation.hardware import load_hardware, shipped_names
