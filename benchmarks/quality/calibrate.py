@@ -1,4 +1,5 @@
-"""Statistics of a model's queries on a text, for the methods that need them: a file beside the checkpoint.
+"""Statistics of a model's queries on a text, for the methods that need them, and what its layers lose with the KV
+pairs that the text looks up, for `layer_groups="auto"`: two files beside the checkpoint.
 
     python -m benchmarks.quality.calibrate --model DIR --text FILE
     python -m benchmarks.quality.calibrate --model benchmarks/reasoner/earlier --task program
@@ -9,8 +10,8 @@ should have all kinds of what the model will write, for KV pairs that only other
 reads problems of the reasoner with their workings instead, a piece for each. The default for the model of the package
 is problems of all its tasks in turn.
 
-The file is kv_statistics.safetensors in the checkpoint's folder. It takes 4 bytes for each of `d * d + 1.5 * d` numbers
-of a query head: 65 MiB for 32 layers of 32 heads with 128 channels.
+The files are kv_statistics.safetensors and kv_layer_losses.json in the checkpoint's folder. The first one takes 4 bytes
+for each of `d * d + 1.5 * d` numbers of a query head: 65 MiB for 32 layers of 32 heads with 128 channels.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import command_line
+from benchmarks.common import command_line, report
 from benchmarks.common.internals import observe_projections, runner_of
+from benchmarks.quality.layer_losses import LayerLoss
 from benchmarks.reasoner.problems import Problem
 from benchmarks.reasoner.tasks import TASKS, make_problem
 from kvllm import LLM, SamplingParams
@@ -32,6 +34,7 @@ from kvllm.compression.rotation import pair_lengths, rotate, rotation
 from kvllm.compression.statistics import QueryStatistics, write_statistics
 from kvllm.config import require
 from kvllm.engine_args import DEFAULT_MODEL
+from kvllm.layer_shares import LAYER_LOSSES_FILE
 from kvllm.models.config import load_model_config
 from kvllm.models.rotary import rotary_frequencies
 from kvllm.tokenizer import load_tokenizer
@@ -106,8 +109,9 @@ class Sums:
 
 
 @torch.inference_mode()
-def calibrate(path: Path, pieces: Sequence[list[int]]) -> QueryStatistics:
-    """Statistics of a checkpoint's queries, `[layers, Hq, ...]`, over texts given as token ids."""
+def calibrate(path: Path, pieces: Sequence[list[int]]) -> tuple[QueryStatistics, list[list[float]]]:
+    """Statistics of a checkpoint's queries, `[layers, Hq, ...]`, and the losses of its layers (`LayerLosses.losses`),
+    over texts given as token ids."""
     config = load_model_config(path)
     longest = max(map(len, pieces))
     llm = LLM(
@@ -123,7 +127,10 @@ def calibrate(path: Path, pieces: Sequence[list[int]]) -> QueryStatistics:
     sums = [Sums(config.num_query_heads, config.head_dim, device) for _ in range(config.num_layers)]
     frequencies = rotary_frequencies(config, longest + 1).to(device)
 
-    def observe(layer: int, queries: torch.Tensor, _: torch.Tensor, positions: torch.Tensor) -> None:
+    losses = [LayerLoss(config.scale) for _ in range(config.num_layers)]
+
+    def observe(layer: int, queries: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor) -> None:
+        losses[layer].add(queries, keys)
         cos, sin = rotation(positions, frequencies)
         sums[layer].add(rotate(queries.transpose(0, 1), cos, -sin)[:, positions >= OUTLIERS])
 
@@ -134,11 +141,12 @@ def calibrate(path: Path, pieces: Sequence[list[int]]) -> QueryStatistics:
         if output.error is not None:
             raise output.error
     found = [of_layer.statistics() for of_layer in sums]
-    return QueryStatistics(
+    statistics = QueryStatistics(
         torch.stack([of_layer.mean for of_layer in found]),
         torch.stack([of_layer.magnitude for of_layer in found]),
         torch.stack([of_layer.covariance for of_layer in found]),
     )
+    return statistics, [of_layer.losses() for of_layer in losses]
 
 
 def run_calibration(arguments: Sequence[str]) -> None:
@@ -149,8 +157,12 @@ def run_calibration(arguments: Sequence[str]) -> None:
         "text": args.text.name if args.text else f"problems of the reasoner: {args.task or 'all tasks'}",
         "tokens": str(num_tokens),
     }
-    written = write_statistics(args.model, calibrate(args.model, pieces), metadata)
-    print(f"Written: {written} ({written.stat().st_size / 1024:.0f} KiB), from {num_tokens:,} tokens")
+    statistics, losses = calibrate(args.model, pieces)
+    written = write_statistics(args.model, statistics, metadata)
+    of_layers = args.model / LAYER_LOSSES_FILE
+    report.write_json(of_layers, {"losses": losses, "text": metadata["text"], "tokens": num_tokens})
+    size = written.stat().st_size / 1024
+    print(f"Written: {written} ({size:.0f} KiB) and {of_layers.name}, from {num_tokens:,} tokens")
 
 
 def main() -> None:

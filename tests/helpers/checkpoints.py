@@ -59,7 +59,7 @@ def add_statistics(path: Path) -> None:
     """Write the statistics of a checkpoint's queries beside it, as they are on two random texts."""
     generator = torch.Generator().manual_seed(0)
     pieces = [torch.randint(SIZES["vocab_size"], (60,), generator=generator).tolist() for _ in range(2)]
-    write_statistics(path, calibrate(path, pieces), {})
+    write_statistics(path, calibrate(path, pieces)[0], {})
 
 
 def edit(path: Path, **changes: Any) -> None:
