@@ -49,11 +49,21 @@ struct BFloat16Product {
 #endif
 };
 
-// KV pairs in the cache that are vectors of T (QuantizedKV: those that are codes).
+// KV pairs in the cache that are vectors of T (QuantizedKV: those that are integers).
 template <class T, class P>
 struct PlainKV {
   using Element = T;
   using Product = P;
+};
+
+// KV pairs that are numbers of 8 bits, with queries of T.
+template <class T>
+struct Float8KV {
+  using Element = Float8;
+  struct Product : ChannelProduct<T> {
+    using Element = Float8;
+    using Word = Float8;
+  };
 };
 
 // Addresses of the KV pairs of a tile.
@@ -315,6 +325,7 @@ void weigh(const float* weights, const T* const* values, int begin, int end, int
 // The queries of a tile, and the keys that they are multiplied with.
 template <class T, class KV>
 struct TileScores {
+  using Element = typename KV::Element;
   using Product = typename KV::Product;
   using Word = typename Product::Word;
 
@@ -333,12 +344,17 @@ struct TileScores {
     for (int i = 0; i < tile.count; ++i) unpack_query<Product>(tile.queries[i], head_dim, queries + i * query_floats);
   }
 
-  void pack(const TilePairs<T>& pairs) const { pack_keys<Word>(pairs, num_words, packed_keys); }
+  void pack(const TilePairs<Element>& pairs) const { pack_keys<Word>(pairs, num_words, packed_keys); }
 
   template <int kRows>
-  void score_queries(int first, const TilePairs<T>& pairs, const PairParameters<T>&, float* scores,
-                     const T* const* next) const {
+  void score_queries(int first, const TilePairs<Element>& pairs, const PairParameters<Element>& parameters,
+                     float* scores, const Element* const* next) const {
+    if (is_codes<Element> && next != nullptr) {  // score() prefetches as many bytes as there are words of 32 bits
+      prefetch_vectors(next, 0, pairs.count, num_words);
+      next = nullptr;
+    }
     score<Product, kRows>(queries + first * query_floats, packed_keys, num_words, scale, pairs.count, scores, next);
+    for (int r = 0; r < kRows; ++r) parameters.apply_to_scores(scores + r * kTilePairs, pairs.count);
   }
 };
 

@@ -106,9 +106,10 @@ std::vector<KeptOffsets> check_kept(const Tensor& kept, const Cache& cache, cons
 
 KVFormat check_kv_format(const Tensor& cache, const char* name, int64_t head_dim, ScalarType dtype) {
   const ScalarType stored = cache.scalar_type();
-  const KVFormat format = stored == ScalarType::Char   ? KVFormat::kInt8
-                          : stored == ScalarType::Byte ? KVFormat::kInt4
-                                                       : KVFormat::kPlain;
+  const KVFormat format = stored == ScalarType::Char            ? KVFormat::kInt8
+                          : stored == ScalarType::Byte          ? KVFormat::kInt4
+                          : stored == ScalarType::Float8_e4m3fn ? KVFormat::kFloat8
+                                                                : KVFormat::kPlain;
   if (format == KVFormat::kPlain) {
     check_dtype(cache, name, dtype);
     check_size(cache, name, cache.dim() - 1, head_dim);

@@ -14,10 +14,10 @@ struct BFloat16 {
 };
 
 // The paged cache holds vectors of the dtype of queries, or codes with a word of 32 bits for each vector: the scale, a
-// float, of kInt8; the scale and the zero point of kInt4, each a bfloat16 (docs/kv-cache-dtypes.md). The bytes of one
-// head in one block are the codes of its vectors, then their words.
-enum class KVFormat { kPlain, kInt8, kInt4 };
-constexpr int kKVFormats = 3;
+// float, of kInt8 and kFloat8; the scale and the zero point of kInt4, each a bfloat16 (docs/kv-cache-dtypes.md). The
+// bytes of one head in one block are the codes of its vectors, then their words.
+enum class KVFormat { kPlain, kInt8, kInt4, kFloat8 };
+constexpr int kKVFormats = 4;
 constexpr int kScaleBytes = 4;
 
 constexpr int64_t code_bytes(KVFormat format, int64_t head_dim) {
@@ -32,10 +32,16 @@ constexpr int64_t stored_bytes(KVFormat format, int64_t head_dim, int64_t elemen
 constexpr int kCodeChannels = 32;
 constexpr int kMaxCodeChannels = 256;
 
-// One byte of codes.
+// One byte of codes that are integers.
 template <int kBitsOfCode>
 struct Codes {
   static constexpr int kBits = kBitsOfCode;
+  uint8_t bits;
+};
+
+// A code that is a number: a sign, 4 bits of exponent and 3 of mantissa, and no infinity.
+struct Float8 {
+  static constexpr int kBits = 8;
   uint8_t bits;
 };
 

@@ -1,5 +1,5 @@
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#pragma GCC target("avx2,fma")
+#pragma GCC target("avx2,fma,f16c")
 #define KVLLM_AVX2
 
 #include "kernel_set.h"

@@ -18,6 +18,8 @@ template <class T>
 constexpr bool is_codes = false;
 template <int kBits>
 constexpr bool is_codes<Codes<kBits>> = true;
+template <>
+constexpr bool is_codes<Float8> = true;
 
 // Elements that `channels` channels of a vector take.
 template <class T>
@@ -50,18 +52,23 @@ struct PairScales {
   void prefetch_scales() const {}
 };
 
-template <int kBits>
-struct PairScales<Codes<kBits>> {
+template <class Element>
+  requires is_codes<Element>
+struct PairScales<Element> {
   const float* key_scales[kTilePairs];
   const float* value_scales[kTilePairs];
+  bool together[kTilePairs / kLanes];  // whether the scales of so many pairs follow each other
 
   // Those of pairs begin .. end - 1, from slot `slot` of the block whose scales begin at `keys` and `values` on.
-  void locate_scales(int begin, int end, int slot, const Codes<kBits>* keys, const Codes<kBits>* values) {
+  void locate_scales(int begin, int end, int slot, const Element* keys, const Element* values) {
     const float* key = reinterpret_cast<const float*>(keys) + slot;
     const float* value = reinterpret_cast<const float*>(values) + slot;
     for (int i = begin; i < end; ++i) {
       key_scales[i] = key++;
       value_scales[i] = value++;
+    }
+    for (int vector = begin / kLanes; vector * kLanes < end; ++vector) {
+      together[vector] = vector * kLanes >= begin && (vector + 1) * kLanes <= end;
     }
   }
 
@@ -69,6 +76,7 @@ struct PairScales<Codes<kBits>> {
     for (int i = count; i < kTilePairs; ++i) {
       key_scales[i] = key_scales[count - 1];
       value_scales[i] = value_scales[count - 1];
+      together[i / kLanes] = false;
     }
   }
 
@@ -84,19 +92,29 @@ struct PairScales<Codes<kBits>> {
 template <class Element>
 struct PairParameters {
   explicit PairParameters(const PairScales<Element>&) {}
+  void apply_to_scores(float*, int) const {}
   void apply_to_weights(float*, int, int, int, float*) const {}
 };
 
-template <int kBits>
-struct PairParameters<Codes<kBits>> {
+template <class Element>
+  requires is_codes<Element>
+struct PairParameters<Element> {
+  static constexpr int kBits = Element::kBits;
   float key_scales[kTilePairs];
   float key_zeros[kTilePairs];
   float value_scales[kTilePairs];
   float value_zeros[kTilePairs];
 
-  explicit PairParameters(const PairScales<Codes<kBits>>& places) {
-    read(places.key_scales, key_scales, key_zeros);
-    read(places.value_scales, value_scales, value_zeros);
+  explicit PairParameters(const PairScales<Element>& places) {
+    read(places.key_scales, places.together, key_scales, key_zeros);
+    read(places.value_scales, places.together, value_scales, value_zeros);
+  }
+
+  // Turn the first `count` scores of codes without zero points, and some more, into those of keys.
+  void apply_to_scores(float* scores, int count) const {
+    for (int pair = 0; pair < count; pair += kLanes) {
+      store(scores + pair, mul(load(scores + pair), load(key_scales + pair)));
+    }
   }
 
   // Scores of kLanes pairs from `pair` on, of products with their codes; `query_sum` is the sum of the query's
@@ -128,12 +146,16 @@ struct PairParameters<Codes<kBits>> {
   }
 
  private:
-  static void read(const float* const* places, float* scales, float* zeros) {
+  static void read(const float* const* places, const bool* together, float* scales, float* zeros) {
     for (int i = 0; i < kTilePairs; i += kLanes) {
       float words[kLanes];
-      for (int lane = 0; lane < kLanes; ++lane) words[lane] = *places[i + lane];
-      const Vec word = load(words);
-      if constexpr (kBits == 8) {
+      if (!together[i / kLanes]) {
+        for (int lane = 0; lane < kLanes; ++lane) words[lane] = *places[i + lane];
+      }
+      const Vec word = load(together[i / kLanes] ? places[i] : words);
+      if constexpr (__is_same(Element, Float8)) {
+        store(scales + i, mul(word, broadcast(256)));  // what a load of Float8 leaves out
+      } else if constexpr (kBits == 8) {
         store(scales + i, word);
       } else {
         store(scales + i, first_of_pairs(word));

@@ -21,16 +21,41 @@ void quantize_int8(const void* vector, int head_dim, void* codes, void* word) {
   __builtin_memcpy(word, &scale, sizeof(scale));
 }
 
-inline float as_bfloat16(float x) {
-  float lanes[kLanes];
-  store(lanes, round_to_bfloat16(broadcast(x)));
-  return lanes[0];
-}
-
 inline uint32_t bits_of(float x) {
   uint32_t bits;
   __builtin_memcpy(&bits, &x, sizeof(bits));
   return bits;
+}
+
+// The nearest number of at most 448, the even one from the middle.
+inline uint8_t as_float8(float x) {
+  const float magnitude = x < 0 ? -x : x;
+  const uint32_t bits = bits_of(magnitude < 448 ? magnitude : 448), sign = bits_of(x) >> 24 & 0x80;
+  if (magnitude < 0.015625f) {  // 2^-6: below it, numbers are multiples of 2^-9
+    return static_cast<uint8_t>(sign | (bits_of(magnitude * 512 + 8388608.0f) & 15));  // 2^23: low bits are an integer
+  }
+  constexpr uint32_t kBias = (127 - 7) << 3;
+  return static_cast<uint8_t>(sign | (((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - kBias));
+}
+
+template <class T>
+void quantize_float8(const void* vector, int head_dim, void* codes, void* word) {
+  const T* x = static_cast<const T*>(vector);
+  const float magnitude = largest_magnitude(x, head_dim);
+  const float scale = (magnitude < 1e-8f ? 1e-8f : magnitude) / 448;
+  auto* out = static_cast<uint8_t*>(codes);
+  for (int i = 0; i < head_dim; i += kLanes) {
+    float numbers[kLanes];
+    store(numbers, div(load(x + i), broadcast(scale)));
+    for (int lane = 0; lane < kLanes; ++lane) out[i + lane] = as_float8(numbers[lane]);
+  }
+  __builtin_memcpy(word, &scale, sizeof(scale));
+}
+
+inline float as_bfloat16(float x) {
+  float lanes[kLanes];
+  store(lanes, round_to_bfloat16(broadcast(x)));
+  return lanes[0];
 }
 
 template <class T>

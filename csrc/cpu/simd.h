@@ -44,6 +44,12 @@ inline Vec first_of_pairs(Vec x) { return _mm512_castsi512_ps(_mm512_slli_epi32(
 inline Vec second_of_pairs(Vec x) {
   return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(static_cast<int>(0xffff0000))));
 }
+// Numbers of float8, divided by 256: their bits are those of a half at other places.
+inline Vec load(const Float8* p) {
+  const __m256i halves = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return _mm512_cvtph_ps(
+      _mm256_and_si256(_mm256_slli_epi16(halves, 7), _mm256_set1_epi16(static_cast<int16_t>(0xbfff))));
+}
 inline void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
 
 inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
@@ -193,6 +199,11 @@ inline Vec first_of_pairs(Vec x) { return _mm256_castsi256_ps(_mm256_slli_epi32(
 inline Vec second_of_pairs(Vec x) {
   return _mm256_castsi256_ps(_mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(static_cast<int>(0xffff0000))));
 }
+// Numbers of float8, divided by 256: their bits are those of a half at other places.
+inline Vec load(const Float8* p) {
+  const __m128i halves = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  return _mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(halves, 7), _mm_set1_epi16(static_cast<int16_t>(0xbfff))));
+}
 inline void store(float* p, Vec x) { _mm256_storeu_ps(p, x); }
 
 inline Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
@@ -336,6 +347,19 @@ inline Vec load(const BFloat16* p) {
   Bits bits;
   for (int i = 0; i < kLanes; ++i) bits[i] = static_cast<int32_t>(static_cast<uint32_t>(p[i].bits) << 16);
   return reinterpret_cast<Vec>(bits);
+}
+// Numbers of float8, divided by 256.
+inline Vec load(const Float8* p) {
+  Vec x;
+  for (int i = 0; i < kLanes; ++i) {
+    const int exponent = p[i].bits >> 3 & 15, mantissa = p[i].bits & 7;
+    const int32_t power = ((exponent == 0 ? 1 : exponent) + 109) << 23;  // 2^(exponent - 18)
+    float step;
+    __builtin_memcpy(&step, &power, sizeof(step));
+    const int steps = exponent == 0 ? mantissa : mantissa + 8;
+    x[i] = step * static_cast<float>(p[i].bits < 128 ? steps : -steps);
+  }
+  return x;
 }
 // The bits of kLanes pairs, and the first or second of each.
 inline Vec load_pairs(const BFloat16* p) {
@@ -494,6 +518,10 @@ inline void load_two(const BFloat16* p, Vec* out) {
   const Vec pairs = load_pairs(p);
   out[0] = first_of_pairs(pairs);
   out[1] = second_of_pairs(pairs);
+}
+inline void load_two(const Float8* p, Vec* out) {
+  out[0] = load(p);
+  out[1] = load(p + kLanes);
 }
 inline void load_two(const Codes<8>* p, Vec* out) {
   out[0] = to_float(load_signed_bytes(&p->bits));

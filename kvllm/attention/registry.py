@@ -16,7 +16,7 @@ from kvllm.errors import ConfigError
 from kvllm.kvcache.cache import PagedKVCache
 from kvllm.kvcache.formats import KV_FORMATS
 from kvllm.kvcache.ops import registry as operations
-from kvllm.kvcache.ops.cpu import QUANTIZED, why_not_quantize
+from kvllm.kvcache.ops.cpu import why_not_quantize
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Entry:
 
 
 BACKENDS = {
-    "cpu": Entry("kvllm.attention.cpu", "CpuBackend", why_not_cpu, QUANTIZED),
+    "cpu": Entry("kvllm.attention.cpu", "CpuBackend", why_not_cpu, tuple(KV_FORMATS)),
     "flash_attn": Entry("kvllm.attention.flash_attn", "FlashAttentionBackend", why_not_flash_attn),
     "reference": Entry("kvllm.attention.reference", "ReferenceBackend", lambda case: None, tuple(KV_FORMATS)),
     "triton": Entry("kvllm.attention.triton", "TritonBackend", why_not_triton, tuple(KV_FORMATS)),

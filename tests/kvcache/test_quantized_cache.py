@@ -15,7 +15,7 @@ from kvllm.errors import ConfigError
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.kvcache.formats import KV_FORMATS, kv_format_of
 from kvllm.kvcache.ops.base import KVOperations
-from kvllm.kvcache.ops.cpu import QUANTIZED, CpuOperations
+from kvllm.kvcache.ops.cpu import CpuOperations
 from kvllm.kvcache.ops.plain import TorchOperations
 from kvllm.kvcache.ops.registry import make_operations
 from kvllm.kvcache.quantize import codec
@@ -27,10 +27,6 @@ MakeOperations = Callable[[PagedKVCache], KVOperations]
 
 FORMATS = pytest.mark.parametrize("name", list(KV_FORMATS))
 OPERATIONS = pytest.mark.parametrize("make", [CpuOperations, TorchOperations], ids=["cpu", "torch"])
-STORING = pytest.mark.parametrize(
-    "make, name",
-    [(make, name) for make, names in ((CpuOperations, QUANTIZED), (TorchOperations, KV_FORMATS)) for name in names],
-)
 
 
 def through(name: str, vectors: torch.Tensor) -> torch.Tensor:
@@ -161,7 +157,8 @@ def make_cache(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@STORING
+@OPERATIONS
+@FORMATS
 def test_store(make: MakeOperations, name: str, dtype: torch.dtype) -> None:
     cache = make_cache(name, dtype=dtype)
     expected = [part.clone() for part in cache.parts]
@@ -222,7 +219,8 @@ def test_compaction_golden(make: MakeOperations, load_vectors: Callable) -> None
     np.testing.assert_allclose(scales, arrays["int8_scale_after"].reshape(scales.shape), rtol=1e-6)
 
 
-@STORING
+@OPERATIONS
+@FORMATS
 def test_gathered_keys_and_values_are_those_that_attention_sees(make: MakeOperations, name: str) -> None:
     cache = PagedKVCache(CacheShape(1, 3, 32, 4, torch.bfloat16, kv_format=KV_FORMATS[name]), 9)
     keys, values = randn(36, 3, 32, dtype=torch.bfloat16), randn(36, 3, 32, dtype=torch.bfloat16, seed=1)
@@ -236,13 +234,16 @@ def test_gathered_keys_and_values_are_those_that_attention_sees(make: MakeOperat
 
 
 def test_the_shape_of_a_cache_chooses() -> None:
-    for name, head_dim, dtype in (("int8", 32, torch.float32), ("int4", 256, torch.bfloat16)):
+    for name, head_dim, dtype in (
+        ("int8", 32, torch.float32),
+        ("int4", 256, torch.bfloat16),
+        ("fp8_e4m3", 64, torch.float32),
+    ):
         shape = CacheShape(1, 1, head_dim, 4, dtype, kv_format=KV_FORMATS[name])
         assert isinstance(make_operations(PagedKVCache(shape, 2)), CpuOperations)
     for name, head_dim, dtype in (
         ("int8", 48, torch.float32),
         ("int4", 64, torch.float16),
-        ("fp8_e4m3", 64, torch.float32),
     ):
         shape = CacheShape(1, 1, head_dim, 4, dtype, kv_format=KV_FORMATS[name])
         assert isinstance(make_operations(PagedKVCache(shape, 2)), TorchOperations)

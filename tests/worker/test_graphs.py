@@ -15,6 +15,7 @@ import torch
 from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.compression.specs import SPECS
 from kvllm.config import LayerGroup
+from kvllm.kvcache.formats import KV_FORMATS
 from kvllm.worker import graphs
 from kvllm.worker.graphs import DecodeGraphs, Step, cuda_capture
 from kvllm.worker.inputs import InputPreparer
@@ -177,6 +178,15 @@ def test_kv_groups_in_recorded_steps(mixed: Path, device: str, name: str) -> Non
     llm, recordings = assert_same_tokens(mixed, device, greedy(60), **options)
     assert recordings.replayed > 60 and llm.stats().preemptions > 0
     assert (llm.stats().windows_compressed > 10) == (name != "windows")
+
+
+@pytest.mark.parametrize("kv_cache_dtype", KV_FORMATS)
+def test_a_quantized_cache(tmp_path: Path, kv_cache_dtype: str) -> None:
+    """Steps quantize in their static memory, and events move codes with scales between them."""
+    make_checkpoint(tmp_path, "qwen3", head_dim=32)
+    options = {"compression": compressions()["periodic-kara_sharp"], "block_size": 8, "num_gpu_blocks_override": 60}
+    llm, recordings = assert_same_tokens(tmp_path, "cpu", greedy(40), kv_cache_dtype=kv_cache_dtype, **options)
+    assert recordings.replayed > llm.stats().compression_events > 3
 
 
 def test_a_recording_scores_nothing(checkpoint: Path) -> None:

@@ -13,7 +13,6 @@ from kvllm.core.engine import LLMEngine
 from kvllm.errors import ConfigError
 from kvllm.kvcache.cache import PagedKVCache
 from kvllm.kvcache.formats import KV_FORMATS
-from kvllm.kvcache.ops.cpu import QUANTIZED
 from kvllm.kvcache.ops.plain import TorchOperations
 from kvllm.kvcache.quantize import CODECS
 from kvllm.worker.inline import InlineExecutor
@@ -21,7 +20,6 @@ from kvllm.worker.model_runner import ModelRunner
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.engines import greedy, make_llm, random_prompts, tokens
 
-BACKENDS = {"fp8_e4m3": "reference", "int8": "cpu", "int4": "cpu"}
 FORMATS = pytest.mark.parametrize("name", list(KV_FORMATS))
 PROMPTS = random_prompts(256, (5, 33, 64))
 PERIODIC = {"policy": "periodic", "period": 8, "window_blocks": 2, "retain_blocks": 1}
@@ -36,7 +34,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make(path: Path, name: str, **options) -> LLM:
-    return make_llm(path, kv_cache_dtype=name, attention_backend=BACKENDS[name], **options)
+    return make_llm(path, kv_cache_dtype=name, **options)
 
 
 def assert_pool(llm: LLM) -> None:
@@ -56,7 +54,7 @@ def test_chunks_preemption_and_shared_prefixes_do_not_change_tokens(checkpoint: 
     assert_pool(small)
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
+@FORMATS
 def test_the_operator_of_all_layers_computes_the_tokens_of_the_loop(checkpoint: Path, name: str) -> None:
     """Scores that a method observes among them: they are added up by the operator as well."""
     compression = CompressionConfig(method="kara_sharp", buffer=4, score_source="observed", **PERIODIC)
@@ -130,11 +128,9 @@ def test_the_pool_counts_scales(checkpoint: Path) -> None:
     """Two layers of two heads of 32 channels, blocks of 16 tokens; scores of 4 bytes where the method observes."""
     sizes = {"int8": 32 + 4, "fp8_e4m3": 32 + 4, "int4": 16 + 4, "auto": 32 * 4}
     for name, vector in sizes.items():
-        backend = BACKENDS.get(name, "auto")
         llm = make_llm(
             checkpoint,
             kv_cache_dtype=name,
-            attention_backend=backend,
             num_gpu_blocks_override=None,
             kv_cache_memory_bytes=1 << 20,
             max_model_len=500,

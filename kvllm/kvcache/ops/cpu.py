@@ -8,14 +8,11 @@ from kvllm._extension import operator
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.kvcache.ops.base import KVOperations
 
-QUANTIZED = ("int8", "int4")
-"""Formats that the operators store and read."""
-
 
 def why_not_quantize(shape: CacheShape) -> str | None:
     """The reason why the operators cannot store and read a quantized cache, None if they can."""
     assert shape.kv_format is not None
-    if shape.kv_format.name not in QUANTIZED or shape.dtype not in (torch.float32, torch.bfloat16):
+    if shape.dtype not in (torch.float32, torch.bfloat16):
         return f"does not read a KV cache of {shape.kv_format.name} with activations of {shape.dtype}"
     if shape.head_dim % 32 or shape.head_dim > 256:
         return f"reads a KV cache of {shape.kv_format.name} with a head_dim of 32, 64, .. 256, not {shape.head_dim}"
@@ -23,7 +20,7 @@ def why_not_quantize(shape: CacheShape) -> str | None:
 
 
 class CpuOperations(KVOperations):
-    """Any dtype, and int8 and int4. KV pairs are copied as bytes. Block ids and slots outside of the cache raise
+    """Any dtype and format. KV pairs are copied as bytes. Block ids and slots outside of the cache raise
     RuntimeError."""
 
     def __init__(self, cache: PagedKVCache) -> None:
