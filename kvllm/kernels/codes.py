@@ -12,10 +12,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvllm.kvcache import formats, quantize
+from kvllm.quantized_vectors import SCALE_BYTES as BYTES_OF_SCALE
+from kvllm.quantized_vectors import SMALLEST_MAGNITUDE as LEAST_MAGNITUDE
 
-SCALE_BYTES = tl.constexpr(formats.SCALE_BYTES)
-SMALLEST_MAGNITUDE = tl.constexpr(quantize.SMALLEST_MAGNITUDE)
+SCALE_BYTES = tl.constexpr(BYTES_OF_SCALE)
+SMALLEST_MAGNITUDE = tl.constexpr(LEAST_MAGNITUDE)
 
 
 @triton.jit

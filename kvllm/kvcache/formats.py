@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvllm.errors import ConfigError
+from kvllm.quantized_vectors import SCALE_BYTES
 
-SCALE_BYTES = 4
-"""Of a vector: a float32 scale, or a scale and a zero point in bfloat16."""
 CHANNELS = 8
 """A head_dim is a multiple of it, so that scales lie at multiples of 4 bytes in blocks of any size."""
 

@@ -12,9 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from kvllm.kvcache.formats import KVFormat
-
-SMALLEST_MAGNITUDE = 1e-8
-"""A vector of zeros has a scale, too."""
+from kvllm.quantized_vectors import SMALLEST_MAGNITUDE
 
 
 @dataclass(frozen=True)
