@@ -435,6 +435,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     kv_offloading_path: directory for prefixes on the disk; None for none. kv_offloading_disk_size: GiB there, of all
         ranks together.
     swap: what becomes of a preempted sequence's cache: one of SWAP_MODES.
+    async_scheduling: plan a step while the one before it is executed.
     """
 
     num_blocks: int
@@ -456,6 +457,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     kv_offloading_path: str | None = None
     kv_offloading_disk_size: float = 10.0
     swap: str = "auto"
+    async_scheduling: bool = False
 
     def __post_init__(self) -> None:
         right = isinstance(self.compression, CompressionConfig | None)

@@ -88,6 +88,7 @@ class EngineArgs:
         attention_backend: "triton", "flash_attn", "xformers", "cpu", "reference", or "auto" for the fastest of those
             that can do what is asked.
         load_format: "auto" reads the checkpoint's weights, "dummy" makes random ones from its config.json alone.
+        async_scheduling: plan a step while the one before it is executed, which changes no token; default on a GPU.
         quantization: "int8" or "int4": weights of so many bits, made when the model is loaded, on a CPU.
 
     Raises:
@@ -127,6 +128,7 @@ class EngineArgs:
     swap: str = "auto"
     attention_backend: str = "auto"
     load_format: str = "auto"
+    async_scheduling: bool | None = None
     quantization: str | None = None
 
     def __post_init__(self) -> None:

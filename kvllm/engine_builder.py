@@ -31,7 +31,7 @@ from kvllm.worker.build import (
     method_state_bytes,
     rank_cache_shape,
 )
-from kvllm.worker.inline import InlineExecutor
+from kvllm.worker.inline import InlineExecutor, make_executor
 from kvllm.worker.threads import set_up_threads
 
 if TYPE_CHECKING:  # a single process needs neither these nor Ray
@@ -83,6 +83,7 @@ def build_engine(args: EngineArgs) -> Engine:
             config,
             num_host_blocks=_num_host_blocks(args, config, shape),
             num_host_chunks=_num_host_chunks(args, config, shape),
+            async_scheduling=device == "cuda" if args.async_scheduling is None else args.async_scheduling,
         )
         if args.max_model_len is not None:
             check_pool(config)
@@ -169,7 +170,8 @@ def _load_here(settings: RunnerSettings, device: str, tokenizer: Tokenizer | Non
     config = structs.replace(settings.engine, num_blocks=runner.cache.num_blocks)
     assert runner.grammars is not None
     checker = GrammarChecker(runner.grammars, samples_here=True)
-    return LLMEngine(config, InlineExecutor(runner), **_request_options(settings, tokenizer, checker))
+    executor = make_executor(runner, async_scheduling=config.async_scheduling)
+    return LLMEngine(config, executor, **_request_options(settings, tokenizer, checker))
 
 
 def _request_options(settings: RunnerSettings, tokenizer: Tokenizer | None, grammars: GrammarChecker) -> dict[str, Any]:

@@ -203,7 +203,7 @@ def test_readers_of_a_dead_engine_are_told(monkeypatch: pytest.MonkeyPatch) -> N
         await anext(items)
         await llm.check_health()
         assert llm.is_running and not llm.errored
-        monkeypatch.setattr(llm._engine.executor, "execute", lambda plan: 1 / 0)
+        monkeypatch.setattr(llm._engine.executor, "launch", lambda plan: 1 / 0)
         with pytest.raises(EngineDeadError, match="division by zero") as raised:
             async for _ in items:
                 pass

@@ -10,14 +10,14 @@ import torch
 from benchmarks.common.internals import executor_of, replace_executor
 from benchmarks.common.progress import show_progress
 from kvllm import LLM, RequestOutput, SamplingParams
-from kvllm.core.executor import Executor
+from kvllm.core.executor import BlockingExecutor
 from kvllm.core.protocol import SampledToken, StepPlan, StepResult
 from kvllm.worker.inline import InlineExecutor
 
 Observe = Callable[[torch.Tensor, list[int], list[int]], None]
 
 
-class Forced(Executor):
+class Forced(BlockingExecutor):
     """Runs plans, and replaces sampled tokens by given ones. The engine must not have run before.
 
     forced: the first tokens of each sequence's output. The tokens behind them are sampled.

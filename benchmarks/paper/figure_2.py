@@ -32,7 +32,7 @@ from benchmarks.common.jobs import Job, make_engine, serve
 from benchmarks.common.variants import Variant
 from kvllm.compression.specs import SPECS
 from kvllm.config import CompressionConfig, require
-from kvllm.core.executor import Executor
+from kvllm.core.executor import BlockingExecutor
 from kvllm.core.protocol import CompressionJob, StepPlan, StepResult
 from kvllm.worker.inline import InlineExecutor
 
@@ -59,7 +59,7 @@ PRESETS: dict[str, runs.Preset] = {
 }
 
 
-class PositionTracker(Executor):
+class PositionTracker(BlockingExecutor):
     """Runs plans, and follows the position in the text of every cached KV pair.
 
     positions: by sequence, int64 `[layers, kv_heads, kv_pairs]`, in the order of the cache. The positions of a sequence

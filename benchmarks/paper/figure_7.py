@@ -35,7 +35,7 @@ from benchmarks.reasoner.tasks import DEFAULT_SIZE, DEFAULT_TASK, TASKS
 from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.compression.methods import kara
 from kvllm.config import require
-from kvllm.core.executor import Executor
+from kvllm.core.executor import BlockingExecutor
 from kvllm.core.protocol import StepPlan, StepResult
 from kvllm.errors import ConfigError
 from kvllm.worker.inline import InlineExecutor
@@ -70,7 +70,7 @@ class Window:
         return relative.mean(0).tolist()
 
 
-class Observer(Executor):
+class Observer(BlockingExecutor):
     """Runs the plans of one sequence, and observes the selection from every window."""
 
     def __init__(self, inner: InlineExecutor) -> None:

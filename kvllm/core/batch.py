@@ -16,11 +16,10 @@ from kvllm.core.protocol import (
     ScheduledSequence,
     SequenceStart,
     StepPlan,
-    StepResult,
     TableChange,
 )
 from kvllm.core.queue import FairQueue
-from kvllm.core.sequence import Sequence, fork_seed
+from kvllm.core.sequence import PENDING, Sequence, fork_seed
 from kvllm.core.shares import Shares
 from kvllm.stats import EngineStats
 
@@ -67,15 +66,26 @@ class Batch:
 
     def complete(self) -> None:
         """Let the plan, to which nothing is added any more, name all that the workers are to drop and to move."""
-        self.plan.dropped_seq_ids = self._dropped_seq_ids[:]
+        self.plan.dropped_seq_ids, self._dropped_seq_ids = self._dropped_seq_ids, []
         if self.offloading:
             self.offloading.complete(self.plan)
 
-    def executed(self, result: StepResult) -> list[Sequence]:
-        """The workers have executed the plan. Returns its sequences."""
-        if self.offloading:
-            self.offloading.update(self.plan, result)
-        self._dropped_seq_ids = []
+    def resolve(self) -> None:
+        """Give the plan the tokens that were still to be sampled when it was made."""
+        for item, seq in zip(self.plan.scheduled, self.scheduled, strict=True):
+            if item.new_tokens and item.new_tokens[-1] == PENDING:
+                item.new_tokens[-1] = seq.token_ids[-1]
+        for start in self.plan.new_seqs:
+            if start.token_ids[-1] == PENDING:  # it was preempted for this very plan
+                start.token_ids[-1] = next(seq.token_ids[-1] for seq in self.running if seq.seq_id == start.seq_id)
+
+    @property
+    def restarts_pending(self) -> bool:
+        """Whether a sequence that gets a token of the step in flight was preempted, and starts again in the plan."""
+        return any(start.token_ids[-1] == PENDING for start in self.plan.new_seqs)
+
+    def take_scheduled(self) -> list[Sequence]:
+        """The plan's sequences, in its order. The plan counts as launched."""
         scheduled, self.scheduled = self.scheduled, []
         return scheduled
 
@@ -214,6 +224,10 @@ class Batch:
         """A sequence runs no longer."""
         self.running.remove(seq)
         self._dropped_seq_ids.append(seq.seq_id)
+
+    def drop_forks(self, forks: list[Fork]) -> None:
+        """Let workers drop the forks of a sequence that has ended since they were planned."""
+        self._dropped_seq_ids += [fork.seq_id for fork in forks]
 
     def _withdraw(self, seq: Sequence) -> None:
         """A sequence has begun to run in this step, and does not."""

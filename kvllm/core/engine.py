@@ -57,6 +57,7 @@ class LLMEngine:
         self.outputs = OutputProcessor(frozenset(eos_token_ids), tokenizer)
         self.sampled: list[SequenceToken] = []
         self.prompts: list[tuple[Sequence, PromptLogprobs]] = []
+        self._launched: StepPlan | None = None  # in flight between two steps
         self._step_seconds = 0.0  # of all steps: time passes for a sequence only while the engine is at work
         self._is_closed = False
         self._transition = Transition(self._recover)
@@ -134,16 +135,12 @@ class LLMEngine:
         begin = time.monotonic()
         self.sampled, self.prompts = [], []
         with self._transition():
-            plan = self.scheduler.schedule()
             try:
-                result = self.executor.execute(plan)
+                plan, result, sampled = self._execute()
             except WorkersRestarted:  # a step without tokens: all is computed again from the tokens so far
                 self._recover()
                 return []
-            self.sampled = self.scheduler.update(plan, result)
-            if result.prompts:
-                running = {seq.seq_id: seq for seq in self.scheduler.running}
-                self.prompts = [(running[prompt.seq_id], prompt) for prompt in result.prompts]
+            self.sampled, self.prompts = sampled, self.scheduler.prompts_of(result)
             self._count_stalls(time.monotonic() - begin)
             for each in self.prompts:
                 self.outputs.add_prompt_logprobs(*each)
@@ -191,8 +188,41 @@ class LLMEngine:
             self._count_now()
         return request.output
 
+    def _execute(self) -> tuple[StepPlan, StepResult, list[SequenceToken]]:
+        """Execute the plan that is in flight, or a new one, and receive its tokens. If it can be, the next one is
+        planned meanwhile. It is launched at once, or as soon as these tokens are there if the workers need them from
+        here; in any case before anything is made of them."""
+        plan = self._launched or self._launch(self.scheduler.schedule())
+        self._launched = None
+        self.scheduler.advance(plan)
+        planned = self._plan_ahead(plan)
+        waits = not self.executor.fills_pending or self.scheduler.batch.restarts_pending
+        if planned and not waits:
+            self._launched = self._launch(planned)
+        result = self.executor.collect()
+        sampled = self.scheduler.receive(plan, result)
+        if planned and waits:
+            self._launched = self._launch(planned)
+        return plan, result, sampled
+
+    def _launch(self, plan: StepPlan) -> StepPlan:
+        self.scheduler.batch.resolve()
+        self.executor.launch(plan)
+        return plan
+
+    def _plan_ahead(self, plan: StepPlan) -> StepPlan | None:
+        """The step behind one that is in flight, if there will be one, and it depends neither on divergences for the
+        guard nor on what has come from the host meanwhile."""
+        has_tier = self.config.num_host_blocks > 0 or self.config.num_host_chunks > 0
+        waits = has_tier or any(job.judged for job in plan.compressions)
+        if waits or not self.config.async_scheduling:
+            return None
+        self.scheduler.finish_longest()
+        return self.scheduler.schedule() if self.scheduler.has_unfinished else None
+
     def _recover(self) -> None:
         """Make everything again from the requests' tokens. If this is cut short, too, the next call does it all."""
+        self._launched = None
         self.scheduler.reset(self.outputs.restore())
 
     # Statistics

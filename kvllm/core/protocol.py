@@ -51,7 +51,8 @@ class ScheduledSequence(Struct, array_like=True, frozen=True, gc=False):
 
     num_tokens: query tokens, from the first token on that is not computed yet.
     new_blocks: block ids appended to its block table, that of the layers which attend all tokens, before the pass.
-    new_tokens: tokens that the workers do not have yet (a decode: the one sampled last).
+    new_tokens: tokens that the workers do not have yet (a decode: the one sampled last). The last may be PENDING: what
+        the step before samples for the sequence.
     samples: whether the last query token's logits are sampled.
     """
 

@@ -10,9 +10,9 @@ from kvllm.core.batch import Batch
 from kvllm.core.block_manager import BlockManager, PrefixHit
 from kvllm.core.compression_planner import CompressionPlanner
 from kvllm.core.compression_policy import check_fits, make_policy
-from kvllm.core.protocol import MissingMass, SampledToken, StepPlan, StepResult
+from kvllm.core.protocol import MissingMass, PromptLogprobs, SampledToken, StepPlan, StepResult
 from kvllm.core.queue import LOOKAHEAD, FairQueue, Tenant
-from kvllm.core.sequence import Sequence
+from kvllm.core.sequence import PENDING, Sequence
 from kvllm.core.shares import Shares
 from kvllm.core.tenant_admission import TenantAdmission
 from kvllm.stats import EngineStats
@@ -25,7 +25,10 @@ def most_idle(config: EngineConfig) -> dict[str, int]:
 
 
 class Scheduler:
-    """Plans one step at a time; `schedule` and `update` alternate.
+    """Plans one step at a time; `schedule`, `advance` and `receive` follow each other for each plan.
+
+    Nothing that a step finds out changes a length, so the next one may be planned ahead, between `advance` and
+    `receive`: a token that is not there yet is PENDING, at the end of its sequence, until `receive` brings it.
 
     `running` is ordered by age (sequence id). Where blocks run out, the youngest sequence is preempted, of the tenant
     that is most above what it is entitled to; the oldest always advances, unless a guard lets it be computed again,
@@ -65,7 +68,10 @@ class Scheduler:
         self.waiting.add(seq)
 
     def finish(self, seq: Sequence) -> None:
-        """Drop a sequence that ended or was aborted, wherever it is, and let its blocks go."""
+        """Drop a sequence that ended or was aborted, wherever it is, and let its blocks go. Idempotent."""
+        if seq.has_left:
+            return
+        seq.has_left = True
         self.waiting.finish(seq)
         self.batch.finish(seq)
         self.blocks.release(seq)
@@ -260,15 +266,21 @@ class Scheduler:
     # After a step
 
     def update(self, plan: StepPlan, result: StepResult) -> list[tuple[Sequence, SampledToken]]:
-        """Account for an executed plan: KV pairs stored, tokens sampled, forks made. The caller ends what finished."""
+        """Account for an executed plan. The caller ends what finished."""
+        self.advance(plan)
+        return self.receive(plan, result)
+
+    def advance(self, plan: StepPlan) -> None:
+        """Account for what a launched plan does whatever it finds: KV pairs stored, forks made, one more token of each
+        sequence that samples. Sequences that have ended meanwhile stay as they are."""
         self._reset_workers = False
-        if result.divergences:
-            self._record_divergences(plan, result.divergences)
-        if result.missing_masses:
-            self._record_missing_masses(result.missing_masses)
-        tokens = iter(result.tokens)
-        sampled = []
-        for seq, scheduled in zip(self.batch.executed(result), plan.scheduled, strict=True):
+        self._executed = self.batch.take_scheduled()
+        self._sampling = []
+        for seq, scheduled in zip(self._executed, plan.scheduled, strict=True):
+            if seq.has_left:
+                self._sampling += [seq] * (scheduled.samples + len(scheduled.forks))
+                self.batch.drop_forks(scheduled.forks)
+                continue
             seq.advance(scheduled.num_tokens)
             self.blocks.cache_full_blocks(seq)
             if seq.others:
@@ -276,18 +288,45 @@ class Scheduler:
             if not scheduled.samples:
                 continue
             for each in (seq, *self.batch.fork(seq, scheduled.forks)) if scheduled.forks else (seq,):
-                token = next(tokens)
-                each.token_ids.append(token.token_id)
-                sampled.append((each, token))
+                each.token_ids.append(PENDING)
+                self._sampling.append(each)
+
+    def finish_longest(self) -> None:
+        """Drop the sequences that end with the tokens that are still to come, as `finish` does."""
+        for seq in self._sampling:
+            if seq.is_longest:
+                self.finish(seq)
+
+    def receive(self, plan: StepPlan, result: StepResult) -> list[tuple[Sequence, SampledToken]]:
+        """Take the tokens of a plan behind `advance`. Those of sequences that have ended are discarded."""
+        if result.divergences:
+            self._record_divergences(plan, result.divergences)
+        if result.missing_masses:
+            self._record_missing_masses(result.missing_masses)
+        if self.batch.offloading:
+            self.batch.offloading.update(plan, result)
+        sampled = []
+        for seq, token in zip(self._sampling, result.tokens, strict=True):
+            if not seq.has_ended:
+                seq.token_ids[-1] = token.token_id
+                sampled.append((seq, token))
         return sampled
+
+    def prompts_of(self, result: StepResult) -> list[tuple[Sequence, PromptLogprobs]]:
+        """The log probabilities of prompts that a step has found, each with its sequence."""
+        if not result.prompts:
+            return []
+        executed = {seq.seq_id: seq for seq in self._executed if not seq.has_ended}
+        return [(executed[each.seq_id], each) for each in result.prompts if each.seq_id in executed]
 
     def _record_divergences(self, plan: StepPlan, divergences: list[float]) -> None:
         """Let the guard follow what was judged. It changes what windows keep from the next step on."""
         assert self.policy and self.policy.guard
         running = {seq.seq_id: seq for seq in self.running}
-        judged = [running[job.seq_id] for job in plan.compressions if job.judged]
-        for seq, divergence in zip(judged, divergences, strict=True):
-            seq.judged(divergence)
+        judged = [job.seq_id for job in plan.compressions if job.judged]
+        for seq_id, divergence in zip(judged, divergences, strict=True):
+            if seq_id in running:  # else it was aborted while the step ran
+                running[seq_id].judged(divergence)
         before = self.policy.guard.added_blocks
         self.policy.guard.record(divergences)
         self._has_risen = self.policy.guard.added_blocks > before
@@ -329,6 +368,8 @@ class Scheduler:
         self.batch = Batch(self.config, self.stats, self.blocks, self.waiting, self.admission)
         self.tenants = TenantAdmission(self.batch, self.admission, self.planner)
         self._reset_workers = True
+        self._executed: list[Sequence] = []  # of the plan that was launched last
+        self._sampling: list[Sequence] = []  # those of them that get tokens, in the order of these
 
     def check(self) -> None:
         """Raise RuntimeError if the accounting of blocks is not consistent."""

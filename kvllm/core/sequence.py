@@ -9,6 +9,9 @@ from kvllm.core.regions import Region
 from kvllm.outputs import RequestMetrics
 from kvllm.sampling_params import SamplingParams
 
+PENDING = -1
+"""In place of a token that a step in flight samples."""
+
 
 def fork_seed(seed: int, index: int) -> int:
     """The seed of a request's completion `index`. It differs in its upper half, so that requests with neighbouring
@@ -47,6 +50,7 @@ class Sequence:
     divergences: of the compressions that were judged, see RequestMetrics.
     host_tables: the host blocks that hold its cache while it has none in the pool: for each of its tables as many as
         the table had. None: its cache is in the pool, or nowhere.
+    has_ended: whether its request takes no more tokens of it. has_left: whether the scheduler has let it go.
     """
 
     __slots__ = (
@@ -60,6 +64,7 @@ class Sequence:
         "evicted",
         "forks_pending",
         "has_ended",
+        "has_left",
         "hashed_blocks",
         "host_firsts",
         "host_tables",
@@ -119,7 +124,7 @@ class Sequence:
         self.metrics = metrics or RequestMetrics()
         self.forks_pending = forks
         self.tail_start = self.prompt_length if tail_start is None else tail_start
-        self.has_ended = False
+        self.has_ended = self.has_left = False
         self.block_hashes: list[bytes] = []
         self.refill_length = 0
         self.preemptions = 0
@@ -171,6 +176,11 @@ class Sequence:
     def num_uncomputed(self) -> int:
         """1 while decoding: the token sampled last."""
         return len(self.token_ids) - self.logical_length
+
+    @property
+    def is_longest(self) -> bool:
+        """Whether it ends with the token that it has last, whatever that is."""
+        return len(self.token_ids) >= self.max_length
 
     @property
     def is_prefilling(self) -> bool:

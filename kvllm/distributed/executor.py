@@ -24,7 +24,7 @@ class RayExecutor(Executor):
 
     Args:
         placement: a strategy of Ray's placement groups. "STRICT_PACK": all ranks on one node.
-        max_restarts: how many faults are repaired before `execute` raises WorkerError.
+        max_restarts: how many faults are repaired before a plan raises WorkerError.
         group: where the ranks go, if their places are reserved already.
 
     Raises:
@@ -76,13 +76,20 @@ class RayExecutor(Executor):
         self._settings = replace(settings, engine=engine, gpu_memory_utilization=None)
         return num_blocks
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> None:
         """Raises WorkersRestarted when a fault was repaired, WorkerError when there were too many."""
         self._budget.check()
         if not self._groups or not self._groups[0].in_step:
             self._restart(WorkerError("a step was interrupted before every rank had its plan"))
         try:
-            first, *others = self._groups[0].execute(encode(plan))
+            self._groups[0].launch(encode(plan))
+        except WorkerError as fault:
+            self._restart(fault)
+
+    def collect(self) -> StepResult:
+        """Raises what `launch` raises."""
+        try:
+            first, *others = self._groups[0].collect()
         except WorkerError as fault:
             self._restart(fault)
         result = decode_result(first)

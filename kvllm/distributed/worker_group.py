@@ -44,7 +44,7 @@ ORDERED_STORES = ("x86_64", "AMD64")
 
 class WorkerGroup:
     """Starts the ranks, in `group` or in a placement group of its own. `load` comes first, then any number of
-    `execute`, one at a time.
+    plans, one at a time.
 
     device: "cuda" or "cpu". available_memory: bytes for each rank, the least over all. pids: by rank.
     in_step: False if an exception, such as an interrupt, kept a plan from some ranks, or cut an answer in two. Then the
@@ -90,11 +90,14 @@ class WorkerGroup:
                     raise error.cause from error
             raise
 
-    def execute(self, plan: bytes) -> list[bytes]:
-        """The plan to all ranks, and their answers when all have finished: rank 0's result, and the transfers of the
-        others. Raises WorkerError."""
+    def launch(self, plan: bytes) -> None:
+        """Send a plan to all ranks. Raises WorkerError."""
         self._number += 1
         self._send(plan)
+
+    def collect(self) -> list[bytes]:
+        """The answers of all ranks when they have executed the plan launched last: rank 0's result, and the transfers
+        of the others. Raises WorkerError."""
         return self._receive(SILENCE_SECONDS, STANDSTILL_SECONDS)
 
     def close(self) -> None:

@@ -86,6 +86,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-model-len", type=int, help="longer requests are left out (default: what the model allows)")
     add("--max-num-seqs", type=int, default=256)
     add("--max-num-batched-tokens", type=int, default=2048)
+    add(
+        "--async-scheduling",
+        action=argparse.BooleanOptionalAction,
+        help="plan a step while the one before it runs (default: if the machine has launch_seconds)",
+    )
     pool = parser.add_mutually_exclusive_group()
     pool.add_argument(
         "--gpu-memory-utilization", type=float, default=0.9, help="for weights and KV pool (default: 0.9)"
@@ -137,6 +142,7 @@ def make_config(
         max_num_batched_tokens=args.max_num_batched_tokens,
         compression=compression,
         kv_groups=groups,
+        async_scheduling=cost.plans_ahead if args.async_scheduling is None else args.async_scheduling,
     )
 
 

@@ -145,16 +145,31 @@ class CostModel:
             )
         return blocks
 
+    @property
+    def plans_ahead(self) -> bool:
+        """Whether engines on the machine plan steps ahead."""
+        return self.hardware.launch_seconds is not None
+
     # Time, in seconds
 
-    def forward(self, decode: QueryBatch, prefill: QueryBatch, samples: int) -> tuple[float, float]:
+    def forward(
+        self, decode: QueryBatch, prefill: QueryBatch, samples: int, *, planned_ahead: bool = False
+    ) -> tuple[float, float]:
         """One step: the time that goes to decoding and to prefill tokens. Shared time is divided by tokens."""
         tokens = decode.tokens + prefill.tokens
         layer = self._matmul(tokens, self.layer_weights) + 2 * self._all_reduce(tokens) + self.hardware.layer_seconds
-        shared = self.model.num_layers * layer + self.logits(samples) + self.hardware.step_seconds
-        shared += (decode.sequences + prefill.sequences) * self.hardware.sequence_seconds
-        decoding = self._attention(decode) + shared * decode.tokens / tokens
-        return decoding, self._attention(prefill) + shared * prefill.tokens / tokens
+        decoding, prefilling = self._attention(decode), self._attention(prefill)
+        shared = self.model.num_layers * layer + self.logits(samples)
+        host = self._host(decode.sequences + prefill.sequences)
+        if planned_ahead:
+            launch = self.hardware.launch_seconds or 0.0 if self.devices > 1 else 0.0
+            host = launch + max(0.0, host - launch - decoding - prefilling - shared)
+        shared += host
+        return decoding + shared * decode.tokens / tokens, prefilling + shared * prefill.tokens / tokens
+
+    def _host(self, sequences: int) -> float:
+        """Time of a step beside the model."""
+        return self.hardware.step_seconds + sequences * self.hardware.sequence_seconds
 
     def logits(self, samples: int) -> float:
         """The head, and its float32 result brought together, written and read once."""

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from kvllm.compression.queries import QueryTokens, window_tokens
 from kvllm.config import CompressionConfig, EngineConfig, require
-from kvllm.core.executor import Executor
+from kvllm.core.executor import BlockingExecutor
 from kvllm.core.protocol import CompressionJob, SampledToken, StepPlan, StepResult
 from kvllm.kvcache.groups import block_layers, full_groups
 from kvllm.simulation.cost import CostModel, QueryBatch
@@ -33,7 +33,7 @@ class SimulatedSeconds(Struct):
         return self.decode + self.prefill + self.recompute + self.score + self.compact
 
 
-class SimulatedExecutor(Executor):
+class SimulatedExecutor(BlockingExecutor):
     """Accounts for plans as `ModelRunner` and `Compressor` would execute them. Every sampled token is token 0."""
 
     def __init__(self, cost: CostModel, config: EngineConfig) -> None:
@@ -113,7 +113,8 @@ class SimulatedExecutor(Executor):
         decode = QueryBatch(decoding, decoding, visible, visible)
         if self.windows or self.others:
             self._attend_in_groups(plan, decode, prefill)
-        decode_seconds, prefill_seconds = self.cost.forward(decode, prefill, samples)
+        ahead = self.config.async_scheduling
+        decode_seconds, prefill_seconds = self.cost.forward(decode, prefill, samples, planned_ahead=ahead)
         self.seconds.decode += decode_seconds
         if scored and self.compression:
             half_of_window = self.compression.window_blocks * self.config.block_size // 2  # scored in the mean

@@ -26,6 +26,9 @@ class Hardware(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     score_efficiency: share of the float32 peak that scoring a window reaches, softmax included.
     step_seconds: time of a step beside the model: scheduling, building the batch.
     sequence_seconds: the same, for each sequence in it.
+    launch_seconds: of these, what several ranks wait for where steps are planned ahead: from the tokens of a step to
+        the launch of the next. A single rank puts the tokens into the next step itself. None: steps are not planned
+        ahead.
     layer_seconds: time of a layer beside its arithmetic: starting its kernels.
     select_seconds: time of scoring and selecting beside the products, for each pass over windows: in a layer, or in all
         where no queries are recomputed.
@@ -45,6 +48,7 @@ class Hardware(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     score_efficiency: float = 1.0
     step_seconds: float = 0.0
     sequence_seconds: float = 0.0
+    launch_seconds: float | None = None
     layer_seconds: float = 0.0
     select_seconds: float = 0.0
     link_bytes_per_s: float | None = None
@@ -63,6 +67,8 @@ class Hardware(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         for field in ("reserved_bytes", "step_seconds", "sequence_seconds", "layer_seconds", "select_seconds"):
             self._not_negative(field)
         self._not_negative("link_seconds")
+        if self.launch_seconds is not None:
+            self._not_negative("launch_seconds")
         if self.devices > 1 or self.link_bytes_per_s is not None:
             self._positive("link_bytes_per_s", self.link_bytes_per_s or 0.0)
 

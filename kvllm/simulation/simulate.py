@@ -105,22 +105,32 @@ class _Simulation:
             self.coming[tenant].append(index)
         self.left = len(lengths)  # requests that have not arrived
         self.now = arrivals[0]
+        self._launched: StepPlan | None = None  # the step that was planned ahead
         self.output_tokens = 0
         self.latency = 0.0
         self.first_tokens = [0.0] * len(lengths)
         self.preempted = [0] * len(lengths)
 
     def run(self) -> Outcome:
-        while self.left or self.scheduler.has_unfinished:
-            if not self.scheduler.has_unfinished:
+        while self.left or self._launched or self.scheduler.has_unfinished:
+            if not self._launched and not self.scheduler.has_unfinished:
                 self.now = max(self.now, min(self.arrivals[coming[0]] for coming in self.coming.values() if coming))
             self._add_arrived()
             before = self.executor.seconds.total
-            plan = self.scheduler.schedule()
+            plan = self._launched or self.scheduler.schedule()
+            self.scheduler.advance(plan)
+            self._launched = self._plan_ahead()
             result = self.executor.execute(plan)
             self.now += self.executor.seconds.total - before
             self._receive(plan, result)
         return self._outcome()
+
+    def _plan_ahead(self) -> StepPlan | None:
+        """The next step, while one runs. What arrives meanwhile joins the one behind it."""
+        if not self.config.async_scheduling:
+            return None
+        self.scheduler.finish_longest()
+        return self.scheduler.schedule() if self.scheduler.has_unfinished else None
 
     def _add_arrived(self) -> None:
         """Queue what has arrived; of each tenant no more than a step can admit, so that few prompts are in memory at a
@@ -149,7 +159,7 @@ class _Simulation:
 
     def _receive(self, plan: StepPlan, result: StepResult) -> None:
         """Let the scheduler account for the step, and end the sequences that have all of their tokens."""
-        sampled = self.scheduler.update(plan, result)
+        sampled = self.scheduler.receive(plan, result)
         self.output_tokens += len(sampled)
         for seq, _ in sampled:
             num_tokens = len(seq.token_ids)

@@ -54,15 +54,20 @@ class DecodeGraphs:
         self._hidden: torch.Tensor | None = None
         self._static = torch.zeros(self.largest.num_bytes, dtype=torch.uint8, device=inputs.device)
 
-    def run(self, states: list[SequenceState]) -> torch.Tensor:
+    def run(self, states: list[SequenceState], place: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:
         """Compute the next token of each sequence.
+
+        place: writes tokens that are on the device already into the token ids there.
 
         Returns hidden states `[at least S, hidden_size]`, valid until the next call; on a GPU the step has only been
         launched.
         """
         inputs = self.inputs.prepare(states, [1] * len(states), self._shape_of(states))
         size = inputs.shape.num_seqs
-        self._inputs_of(size).take(inputs)
+        static = self._inputs_of(size)
+        static.take(inputs)
+        if place:
+            place(static.token_ids)
         return self._step(size)()
 
     def prepare_ahead(self, states: list[SequenceState]) -> None:

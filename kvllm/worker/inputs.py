@@ -17,8 +17,8 @@ from kvllm.worker.step_inputs import InputShape, StepInputs
 class InputPreparer:
     """Prepares the inputs of steps in the host's memory, from the sequences' states and tables as they are.
 
-    `prepare` returns all inputs of a step. They hold until it is called again: two pieces of memory take turns, and one
-    may be on its way to the device while the other is written.
+    `prepare` returns all inputs of a step. Three pieces of memory take turns: those of two steps may be on their way to
+    the device while the third is written.
 
     A step that computes one more token of each sequence of an earlier one writes over that one's inputs, of which the
     tables and whatever belongs to the batch stay.
@@ -53,7 +53,7 @@ class InputPreparer:
 
     def clear(self) -> None:
         """Forget a step that was cut short. The device may still read the memory that it had."""
-        self._rooms = [_Room(), _Room()]  # the first is free
+        self._rooms = [_Room(), _Room(), _Room()]  # the first is free
         self._ahead: _PartialInputs | None = None
 
     def shape(self, num_query_tokens: int, num_seqs: int, *num_blocks: int) -> InputShape:
@@ -77,7 +77,7 @@ class InputPreparer:
             _write(inputs.tensors.window_start, starts, spare=NEVER)
             if self.scored > 1:
                 self._write_window_starts(inputs, starts)
-        self._rooms.reverse()
+        self._rooms.append(self._rooms.pop(0))
         return inputs.tensors
 
     def _write_window_starts(self, inputs: _PartialInputs, starts: np.ndarray) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -21,8 +22,8 @@ from kvllm.core.protocol import (
     StepPlan,
     StepResult,
     TableChange,
-    TransferReport,
 )
+from kvllm.core.sequence import PENDING
 from kvllm.kvcache.cache import PagedKVCache
 from kvllm.kvcache.groups import KVGroup, layer_parts
 from kvllm.kvcache.ops.registry import make_operations
@@ -36,6 +37,7 @@ from kvllm.worker.draws import reads_in_place
 from kvllm.worker.graphs import Capture, DecodeGraphs
 from kvllm.worker.inputs import InputPreparer
 from kvllm.worker.judge import Judge
+from kvllm.worker.launched import Launched
 from kvllm.worker.observed_scores import ObservedScores, ScoringBackend
 from kvllm.worker.offloader import Offloader
 from kvllm.worker.prompt_logprobs import PromptReport
@@ -82,6 +84,7 @@ class ModelRunner:
         self.samples = samples
         self.grammars = grammars
         self.states: dict[int, SequenceState] = {}
+        self._last = Launched()
         self._reported: set[int] = set()  # sequences whose prompt's log probabilities are asked for and not complete
         self._prompt_reports: list[PromptReport] = []  # of the step
         self.free_slots = list(reversed(range(config.max_num_seqs)))
@@ -167,13 +170,18 @@ class ModelRunner:
             self.graphs.capture(self.graphs.batch_sizes()[: 1 if largest_alone else None])
 
     def execute(self, plan: StepPlan) -> StepResult:
+        """Run a plan to its end."""
+        return self.launch(plan).result()
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """Start a plan. On a CPU it is executed when this returns."""
         if self.device.type != "cpu":
-            return self._execute(plan)
+            return self._launch(plan)
         with operators_alone():
-            return self._execute(plan)
+            return self._launch(plan)
 
     @torch.inference_mode()
-    def _execute(self, plan: StepPlan) -> StepResult:
+    def _launch(self, plan: StepPlan) -> Launched:
         if plan.reset:
             self._reset()
         if self.offloader:
@@ -204,22 +212,25 @@ class ModelRunner:
             samples = self._forward(plan.scheduled, graphs) if plan.scheduled else None
         if plan.scheduled and graphs:  # the next step is probably one more token of each, and this one still runs
             graphs.prepare_ahead([self.states[item.seq_id] for item in plan.scheduled])
-        tokens = samples.tokens() if samples else []
-        prompts = [prompt.wait() for prompt in self._prompt_reports]
-        self._prompt_reports = []
-        judged = [] if divergences is None else divergences.tolist()
-        moved = self.offloader.report(wait=not plan.scheduled) if self.offloader else TransferReport()
-        result = StepResult(tokens, clock.seconds(), event_bytes, prompts, judged, moved)
+        prompts, self._prompt_reports = self._prompt_reports, []
+        complete = partial(self._complete, plan) if self.offloader or self.recall else None
+        self._last = Launched(samples, clock, event_bytes, prompts, divergences, complete)
+        return self._last
+
+    def _complete(self, plan: StepPlan, result: StepResult) -> None:
+        """Add what tiers have done to the result of a plan."""
+        if self.offloader:
+            result.transfers = self.offloader.report(wait=not plan.scheduled)
         if self.recall and plan.scheduled:
             result.missing_masses = self.recall.missing_masses()
             result.recalled_bytes = self.recall.exchanged_bytes
-        return result
 
     def _reset(self) -> None:
         """Drop all sequences, and whatever a step that was cut short has left half done."""
         self.states = {}
         self._reported.clear()
         self._prompt_reports = []
+        self._last = Launched()
         self.free_slots = list(reversed(range(len(self.tables[0].table))))
         self.inputs.clear()
         if self.offloader:
@@ -290,15 +301,12 @@ class ModelRunner:
     def _forward(self, scheduled: list[ScheduledSequence], graphs: DecodeGraphs | None) -> Samples | None:
         """Run the model and sample. On a GPU both have only been launched when this returns."""
         states = [self.states[item.seq_id] for item in scheduled]
-        for item, state in zip(scheduled, states, strict=True):
-            state.extend(item.new_tokens)
-            if item.new_blocks:
-                self.tables[0].append(state.table_slot, item.new_blocks)
+        place = self._extend(scheduled, states)
         num_tokens = [item.num_tokens for item in scheduled]
         if self.recall:
             groups = self.recall.groups(scheduled, states, self.tables[0])
             self._recalling = RecallingBackend(self.backend, self.recall, groups) if groups else None
-        hidden = graphs.run(states) if graphs else self._run_model(states, num_tokens)
+        hidden = graphs.run(states, place) if graphs else self._run_model(states, num_tokens, place)
         if self._reported:
             self._report_prompts(scheduled, states, hidden)
         for item, state in zip(scheduled, states, strict=True):
@@ -306,14 +314,40 @@ class ModelRunner:
             state.cached_length += item.num_tokens
         return self._sample(scheduled, states, hidden, [end - 1 for end in accumulate(num_tokens)])
 
-    def _run_model(self, states: list[SequenceState], num_tokens: list[int]) -> torch.Tensor:
+    def _extend(
+        self, scheduled: list[ScheduledSequence], states: list[SequenceState]
+    ) -> Callable[[torch.Tensor], None] | None:
+        """Give sequences their new tokens and blocks. Returns what writes tokens that only the device knows into the
+        step's token ids `[T]` there, if there are any."""
+        pending: list[int] = []
+        for number, (item, state) in enumerate(zip(scheduled, states, strict=True)):
+            if item.new_tokens:
+                state.extend(item.new_tokens)
+                if item.new_tokens[-1] == PENDING:
+                    pending.append(number)
+            if item.new_blocks:
+                self.tables[0].append(state.table_slot, item.new_blocks)
+        if not pending:
+            return None
+        sequences = [states[number] for number in pending]
+        if self.device.type == "cpu" or any(state.sample_row.reads_output for state in sequences):
+            self._last.fill(sequences)
+            return None
+        ends = list(accumulate(item.num_tokens for item in scheduled))
+        return partial(self._last.place, sequences, [ends[number] - 1 for number in pending])
+
+    def _run_model(
+        self, states: list[SequenceState], num_tokens: list[int], place: Callable[[torch.Tensor], None] | None
+    ) -> torch.Tensor:
         """Hidden states `[T, hidden_size]` of the next `num_tokens[i]` tokens of each sequence."""
         table_slots = [state.table_slot for state in states]
         num_blocks = [max(part.num_blocks[table_slot] for table_slot in table_slots) for part in self.tables]
         shape = self.inputs.shape(sum(num_tokens), len(states), *num_blocks)
-        inputs = self.inputs.prepare(states, num_tokens, shape)
+        inputs = self.inputs.prepare(states, num_tokens, shape).to(self.device)
+        if place:
+            place(inputs.token_ids)
         chunks = [self._scored_chunks(states, num_tokens, part) for part in range(self._full_parts)]
-        return self._forward_inputs(inputs.to(self.device), chunks)
+        return self._forward_inputs(inputs, chunks)
 
     def _forward_inputs(self, inputs: StepInputs, chunks: Sequence[tuple[ScoredChunk, ...]] = ()) -> torch.Tensor:
         """The model over inputs on its device. chunks: those that are scored in each part that attends all tokens."""
@@ -382,6 +416,7 @@ class ModelRunner:
             if not item.samples:
                 continue
             for each in (state, *[self._fork(state, fork) for fork in item.forks]):
+                each.sampled_row = len(sample_rows)
                 logit_rows.append(last_row)
                 sample_rows.append(each.sample_row)
         if not sample_rows:

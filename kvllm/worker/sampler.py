@@ -53,6 +53,8 @@ class SampleRow:
     forbids: bool = field(init=False)
     """Whether there may be tokens that it must not have."""
     changes_logits: bool = field(init=False)
+    reads_output: bool = field(init=False)
+    """Whether the next token depends on which ones came before, beside the logits."""
     is_plain: bool = field(init=False)
     """Whether the most likely token is the next one, whatever came before."""
     _penalties: Penalties | None = None
@@ -65,6 +67,8 @@ class SampleRow:
         self.forbids = bool(params.min_tokens or params.bad_words_token_ids)
         self.changes_logits = self.is_penalized or self.is_masked or self.forbids or bool(params.logit_bias)
         self.is_plain = params.greedy and not self.changes_logits
+        structured = params.structured_outputs is not None
+        self.reads_output = self.is_penalized or structured or bool(params.bad_words_token_ids)
 
     def penalties(self) -> Penalties:
         """With the output as it is now."""
@@ -131,7 +135,7 @@ def _describe(error: Exception) -> str:
 class Samples:
     """Sampled tokens and what is reported of them, on their way to the host in one copy.
 
-    chosen: int64 [R]. reports: of the rows whose `counts` is not None, as `report` makes them.
+    chosen: int64 [R], on the device. reports: of the rows whose `counts` is not None, as `report` makes them.
     errors: by row, where no token was sampled.
     """
 
@@ -146,12 +150,16 @@ class Samples:
         self._counts = counts
         self._errors = errors
         self._vocab_size = vocab_size
+        self.chosen = chosen
         # float64 holds every token id.
         self._download = Download(torch.cat((chosen.double(), *reports)) if reports else chosen)
 
     def tokens(self) -> list[SampledToken]:
         """Waits for the copy. A row whose logits are not finite has an error."""
         values = self._download.wait().tolist()
+        count = len(self._counts)
+        if len(values) == count > 0 and not self._errors and min(values) >= 0 and max(values) < self._vocab_size:
+            return [SampledToken(token_id) for token_id in values]
         reported = iter(values[len(self._counts) :])
         return [self._token(row, int(values[row]), count, reported) for row, count in enumerate(self._counts)]
 

@@ -12,13 +12,22 @@ from kvllm.worker.sampler import SampleRow
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """table_slot: where its block tables lie. Lengths as in `kvllm.core.sequence.Sequence`."""
+    """table_slot: where its block tables lie. Lengths as in `kvllm.core.sequence.Sequence`.
+
+    sampled_row: of the samples of the step that sampled for it last, which are those of its last token.
+    """
 
     token_ids: list[int]
     table_slot: int
     logical_length: int
     cached_length: int
     sample_row: SampleRow
+    sampled_row: int = 0
+
+    def set_token(self, index: int, token_id: int) -> None:
+        """Put a token of the output in place of PENDING."""
+        self.token_ids[index] = token_id
+        self.sample_row.output_token_ids[index - len(self.sample_row.prompt_token_ids)] = token_id
 
     def extend(self, token_ids: list[int]) -> None:
         self.token_ids.extend(token_ids)

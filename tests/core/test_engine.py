@@ -11,7 +11,7 @@ import transformers
 
 from kvllm import CompressionConfig, SamplingParams
 from kvllm.core import engine as engine_module
-from kvllm.core.protocol import StepPlan, StepResult
+from kvllm.core.protocol import StepPlan
 from kvllm.engine_args import DEFAULT_MODEL
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.engines import NEW_TOKENS, assert_greedy, greedy, make_llm, random_prompts, tokens
@@ -238,14 +238,14 @@ def test_the_longest_stall_is_that_of_a_running_sequence(qwen3: Path, monkeypatc
     """Steps with prompts take a second here, others none, by a clock of the test. The step of a first token, and pauses
     between steps, keep nobody waiting."""
     engine = make_llm(qwen3, max_num_batched_tokens=64, max_num_seqs=8).llm_engine
-    execute, now = engine.executor.execute, 0.0
+    launch, now = engine.executor.launch, 0.0
 
-    def slow_with_prompts(plan: StepPlan) -> StepResult:
+    def slow_with_prompts(plan: StepPlan) -> None:
         nonlocal now
         now += any(item.num_tokens > 1 for item in plan.scheduled)
-        return execute(plan)
+        launch(plan)
 
-    monkeypatch.setattr(engine.executor, "execute", slow_with_prompts)
+    monkeypatch.setattr(engine.executor, "launch", slow_with_prompts)
     monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: now))
     for i, length in enumerate((20, 100)):
         prompt = random_prompts(256, lengths=(length,))[0]

@@ -32,7 +32,7 @@ from benchmarks import worker_faults
 from kvllm import LLM, CheckpointError, CompressionConfig, ConfigError, KvLLMError, RequestOutput, SamplingParams
 from kvllm.compression.registry import METHODS
 from kvllm.config import LayerGroup
-from kvllm.core.executor import Executor
+from kvllm.core.executor import BlockingExecutor
 from kvllm.core.protocol import StepPlan, StepResult, TransferReport, decode_plan, encode
 from kvllm.distributed import worker_group
 from kvllm.distributed.hang_detector import HangDetector
@@ -188,7 +188,7 @@ def test_a_collective_does_not_wait_for_ever(shards) -> None:
 # What survives
 
 
-class ThreadExecutor(Executor):
+class ThreadExecutor(BlockingExecutor):
     """One runner for each rank, each in a thread. Records the offsets that every call of the method keeps, by rank."""
 
     def __init__(self, llm: LLM, path: Path, shards: list[Shard]) -> None:
@@ -310,7 +310,8 @@ def test_two_ranks_judge_as_one(ray_llm, checkpoints) -> None:
 def test_four_ranks_with_two_kv_heads(ray_llm, checkpoints) -> None:
     prompts = random_prompts(256, lengths=(1, 17, 63))
     expected = tokens(make_llm(checkpoints["qwen3"], compression=KARA), prompts)
-    assert tokens(ray_llm(checkpoints["qwen3"], ranks=4, compression=KARA), prompts) == expected
+    llm = ray_llm(checkpoints["qwen3"], ranks=4, compression=KARA, async_scheduling=True)
+    assert tokens(llm, prompts) == expected
 
 
 def test_ranks_on_two_nodes(ray_llm, checkpoints, monkeypatch) -> None:
@@ -344,7 +345,8 @@ def test_sampling_and_pool_size(ray_llm, checkpoints) -> None:
 
 
 def test_requests_survive_workers_that_die_and_hang(ray_llm, checkpoints, monkeypatch, caplog) -> None:
-    """When a rank is stopped, the other waits for it, and its heartbeats say that it has got no further."""
+    """When a rank is stopped, the other waits for it, and its heartbeats say that it has got no further. Steps are
+    planned while the one before them may be lost."""
     monkeypatch.setattr(worker_group, "STANDSTILL_SECONDS", 2.5)
     rng = random.Random(0)
     prompts = random_prompts(256, lengths=[rng.randrange(1, 60) for _ in range(32)])
@@ -353,7 +355,7 @@ def test_requests_survive_workers_that_die_and_hang(ray_llm, checkpoints, monkey
         output.outputs[0].token_ids
         for output in make_llm(checkpoints["qwen3"]).generate(prompts, params, use_tqdm=False)
     ]
-    llm = ray_llm(checkpoints["qwen3"])
+    llm = ray_llm(checkpoints["qwen3"], async_scheduling=True)
     engine, executor = llm.llm_engine, llm.llm_engine.executor
     outputs = [engine.add_request(str(i), prompt, params[i]) for i, prompt in enumerate(prompts)]
     faults = [(rng.randrange(3, 15), signal.SIGKILL, 1), (rng.randrange(20, 30), signal.SIGSTOP, 0)]

@@ -231,19 +231,19 @@ def test_an_interrupt_loses_no_request(llm: LLM, monkeypatch: pytest.MonkeyPatch
     """Ctrl-C comes at any point of a step, and the worker may have executed the plan or not."""
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     expected = [output.outputs[0].token_ids for output in llm.generate([[1, 2], [3]], params, use_tqdm=False)]
-    engine, execute = llm.llm_engine, llm.llm_engine.executor.execute
+    engine, launch = llm.llm_engine, llm.llm_engine.executor.launch
     outputs = [engine.add_request(f"{when} {i}", prompt, params) for i, prompt in enumerate([[1, 2], [3]])]
 
     def interrupt(plan):
         if when == "behind it":
-            execute(plan)
+            launch(plan)
         raise KeyboardInterrupt
 
     for good_steps in (0, 1, 4):
         for _ in range(good_steps):
             engine.step()
         with monkeypatch.context() as patch:
-            patch.setattr(engine.executor, "execute", interrupt)
+            patch.setattr(engine.executor, "launch", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 engine.step()
     while engine.has_unfinished_requests():
@@ -256,7 +256,7 @@ def test_generate_aborts_what_an_interrupt_left(llm: LLM, monkeypatch: pytest.Mo
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.llm_engine.executor, "execute", interrupt)
+        patch.setattr(llm.llm_engine.executor, "launch", interrupt)
         with pytest.raises(KeyboardInterrupt):
             llm.generate([[1, 2], [3]], use_tqdm=False)
     assert not llm.llm_engine.has_unfinished_requests()

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.compression.registry import METHODS
 from kvllm.compression.statistics import QueryStatistics
-from kvllm.core.executor import Executor
+from kvllm.core.executor import BlockingExecutor
 from kvllm.core.protocol import BlockCopy, CompressionJob, ScheduledSequence, SequenceStart, StepPlan, StepResult
 from tests.helpers.dense_decoder import DenseDecoder
 from tests.helpers.recorder import assert_dense, block_table_of, kv_pairs_in, kv_pairs_of, poison
@@ -115,7 +115,7 @@ class MassRecord:
     mass: Tensor
 
 
-class Recorder(Executor):
+class Recorder(BlockingExecutor):
     """Runs plans on the real worker, and checks that a compression moves survivors bit for bit, and nothing else."""
 
     def __init__(self, llm: LLM) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvllm.config import EngineConfig
-from kvllm.core.executor import Executor
+from kvllm.core.executor import BlockingExecutor
 from kvllm.core.protocol import CompressionJob, ScheduledSequence, SequenceStart, StepPlan, StepResult
 from kvllm.core.scheduler import Scheduler
 from kvllm.kvcache.cache import PagedKVCache
@@ -78,7 +78,7 @@ def kv_pairs_in(cache: PagedKVCache, table: list[int], length: int) -> Tensor:
     return cache.data[:, :, torch.tensor(table)[index // size], :, index % size].permute(1, 2, 3, 0, 4)
 
 
-class Recorder(Executor):
+class Recorder(BlockingExecutor):
     """Runs plans on the real worker. Checks that a compression moves the survivors bit for bit, and nothing else."""
 
     def __init__(self, runner: ModelRunner, config: EngineConfig) -> None:

@@ -253,6 +253,30 @@ def test_counts_are_those_of_the_real_engine(tmp_path, compression):
     assert (outcome.windows_compressed > 0) == (compression is not None)
 
 
+def test_planning_ahead_hides_the_host_and_changes_no_plan(model):
+    """A single rank is busy for the longer of both; several wait for a launch. Requests that come meanwhile start one
+    step later."""
+    hardware = msgspec.structs.replace(HARDWARE, launch_seconds=0.25)
+    one, two = (CostModel(hardware, model, "float32", size) for size in (1, 2))
+    decode = QueryBatch(1, 1, 10, 10)
+    assert one.plans_ahead and not CostModel(HARDWARE, model, "float32").plans_ahead
+    for cost, launch in ((one, 0.0), (two, 0.25)):
+        waiting, _ = cost.forward(decode, QueryBatch(), samples=1)
+        ahead, _ = cost.forward(decode, QueryBatch(), samples=1, planned_ahead=True)
+        assert ahead == pytest.approx(waiting - 1.5 + launch)
+    busy = msgspec.structs.replace(hardware, sequence_seconds=100.0)
+    step, _ = CostModel(busy, model, "float32").forward(decode, QueryBatch(), samples=1, planned_ahead=True)
+    assert step == pytest.approx(101.0)
+    lengths = some_lengths(60)
+    runs = [
+        simulate(engine_config(num_blocks=100, async_scheduling=ahead), one, lengths, [0.0] * 60)
+        for ahead in (False, True)
+    ]
+    counts = [(run.steps, run.preemptions, run.tokens_recomputed, run.output_tokens) for run in runs]
+    assert counts[0] == counts[1] and runs[0].preemptions > 0
+    assert runs[1].seconds < runs[0].seconds
+
+
 def test_all_requests_get_all_of_their_tokens(cost):
     lengths = some_lengths(300)
     outcome = simulate(engine_config(num_blocks=100), cost, lengths, arrival_times(300, 0.01))

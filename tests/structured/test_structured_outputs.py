@@ -193,7 +193,7 @@ def test_the_rule_survives_a_failed_step(reasoner: LLM, monkeypatch: pytest.Monk
     for _ in range(7):
         engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr(engine.executor, "execute", lambda plan: 1 / 0)
+        patch.setattr(engine.executor, "launch", lambda plan: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.step()
     while engine.has_unfinished_requests():

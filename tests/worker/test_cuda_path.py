@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,6 +20,7 @@ import pytest
 import torch
 
 from kvllm import LLM, CompressionConfig, SamplingParams
+from kvllm.core.protocol import StepPlan, StepResult
 from kvllm.outputs import RequestOutput
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.cuda_stand_in import Device, stand_in
@@ -86,19 +88,29 @@ def run(llm: LLM, requested: list[SamplingParams], step: Callable[[], Any]) -> l
     return outputs
 
 
-def step_on(device: Device, llm: LLM) -> None:
-    """A step downloads its tokens and waits for nothing else. One of single tokens replays a graph, events or not."""
-    output_tokens = llm.stats().output_tokens
-    device.waits, device.downloads, device.replays = [], 0, 0
+@contextmanager
+def watched(device: Device, llm: LLM) -> Iterator[None]:
+    """A launch waits for nothing, and its tokens come in one download, which it does not wait for either. One of single
+    tokens replays a graph, events or not."""
     executor = llm.llm_engine.executor
-    with patch.object(executor, "execute", wraps=executor.execute) as executed:
-        llm.llm_engine.step()
-    ((plan,), _), runner = executed.call_args, executor.runner
-    expected = [COUNTS_OF_HEADS] if plan.compressions and runner.ragged else []
-    sampled = llm.stats().output_tokens > output_tokens
-    assert (device.waits, device.downloads) == (expected, sampled + len(expected))
-    single = bool(plan.scheduled) and all(item.num_tokens == 1 for item in plan.scheduled)
-    assert device.replays == single
+    launch, collect = executor.launch, executor.collect
+
+    def watched_launch(plan: StepPlan) -> None:
+        device.waits, device.downloads, device.replays = [], 0, 0
+        launch(plan)
+        expected = [COUNTS_OF_HEADS] if plan.compressions and executor.runner.ragged else []
+        sampled = any(item.samples for item in plan.scheduled)
+        assert (device.waits, device.downloads) == (expected, sampled + len(expected))
+        assert device.replays == (bool(plan.scheduled) and all(item.num_tokens == 1 for item in plan.scheduled))
+
+    def watched_collect() -> StepResult:
+        device.waits, device.downloads = [], 0
+        result = collect()
+        assert (device.waits, device.downloads) == ([], 0)
+        return result
+
+    with patch.object(executor, "launch", watched_launch), patch.object(executor, "collect", watched_collect):
+        yield
 
 
 def check_case(path: Path, options: dict[str, Any], requested: list[SamplingParams]) -> None:
@@ -111,7 +123,9 @@ def check_case(path: Path, options: dict[str, Any], requested: list[SamplingPara
         on_device = make_llm(path, "cuda", **options)
         runner = on_device.llm_engine.executor.runner
         assert runner.device.type == "cuda" and runner.graphs
-        found = run(on_device, requested, lambda: step_on(device, on_device))
+        assert on_device.config.async_scheduling
+        with watched(device, on_device):
+            found = run(on_device, requested, on_device.llm_engine.step)
     assert on_device.stats().compression_events == llm.stats().compression_events >= ("compression" in options)
     for request, other in zip(found, expected, strict=True):
         for completion, like in zip(request.outputs, other.outputs, strict=True):

@@ -28,7 +28,7 @@ from kvllm.parallel import Counted, SingleRank
 from kvllm.stats import EngineStats
 from kvllm.tokenizer import load_tokenizer
 from kvllm.worker.build import RunnerSettings, available_memory, make_runner
-from kvllm.worker.inline import InlineExecutor
+from kvllm.worker.inline import make_executor
 
 REPORT_SECONDS = 0.05
 """A replica at work reports so often: its steps never wait for it."""
@@ -185,7 +185,8 @@ class Replica:
         else:
             self._shard = Counted(SingleRank())
             runner = make_runner(settings, self._shard, torch.device(self._spec.device))
-            executor, num_blocks = InlineExecutor(runner), runner.cache.num_blocks
+            executor = make_executor(runner, async_scheduling=settings.engine.async_scheduling)
+            num_blocks = runner.cache.num_blocks
             assert runner.grammars is not None
             runner.grammars.prepare()
         config, model = structs.replace(settings.engine, num_blocks=num_blocks), settings.model

@@ -1,0 +1,70 @@
+"""A step that a device may still execute: its result, and its tokens for the step behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from kvllm.core.protocol import PhaseSeconds, SampledToken, StepResult
+from kvllm.worker.prompt_logprobs import PromptReport
+from kvllm.worker.sampler import Samples
+from kvllm.worker.state import SequenceState
+from kvllm.worker.timing import PhaseClock
+from kvllm.worker.transfer import to_device
+
+
+@dataclass
+class Launched:
+    """event_bytes: see StepResult. complete: adds to the result what tiers have done."""
+
+    samples: Samples | None = None
+    clock: PhaseClock | None = None
+    event_bytes: int = 0
+    prompts: list[PromptReport] = field(default_factory=list)
+    divergences: torch.Tensor | None = None
+    complete: Callable[[StepResult], None] | None = None
+    _unknown: list[tuple[SequenceState, int, int]] = field(default_factory=list)
+    """Sequences whose token at an index is the sample of a row, for which the next step did not wait."""
+
+    @cached_property
+    def tokens(self) -> list[SampledToken]:
+        """Waits for the device."""
+        return self.samples.tokens() if self.samples else []
+
+    @torch.inference_mode()
+    def result(self) -> StepResult:
+        """Waits for the device."""
+        for state, index, row in self._unknown:
+            state.set_token(index, self.tokens[row].token_id)
+        prompts = [prompt.wait() for prompt in self.prompts]
+        judged = [] if self.divergences is None else self.divergences.tolist()
+        seconds = self.clock.seconds() if self.clock else PhaseSeconds()
+        result = StepResult(self.tokens, seconds, self.event_bytes, prompts, judged)
+        if self.complete:
+            self.complete(result)
+        return result
+
+    def fill(self, states: Sequence[SequenceState]) -> None:
+        """Give sequences the tokens sampled for them in place of PENDING. Waits for the device."""
+        for state in states:
+            state.set_token(len(state.token_ids) - 1, self.tokens[state.sampled_row].token_id)
+
+    def place(self, states: Sequence[SequenceState], places: list[int], token_ids: torch.Tensor) -> None:
+        """Write the tokens sampled for sequences to places of the token ids `[T]`, all on the device. The sequences
+        have them when the result is there.
+
+        A row without a token gives any, since its request ends.
+        """
+        if not states or not self.samples:
+            return
+        rows = [state.sampled_row for state in states]
+        self._unknown += [(state, len(state.token_ids) - 1, row) for state, row in zip(states, rows, strict=True)]
+        chosen, count = self.samples.chosen, len(rows)
+        if places == rows == list(range(count)):
+            token_ids[:count] = chosen[:count].clamp(min=0)
+        else:
+            to, source = to_device([places, rows], token_ids.device)
+            token_ids[to] = chosen[source].clamp(min=0)
