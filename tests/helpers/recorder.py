@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvllm.config import EngineConfig
 from kvllm.core.executor import BlockingExecutor
-from kvllm.core.protocol import CompressionJob, ScheduledSequence, SequenceStart, StepPlan, StepResult
+from kvllm.core.protocol import CompressionJob, ScheduledSequence, SequenceStart, StepPlan, StepResult, TableChange
 from kvllm.core.scheduler import Scheduler
 from kvllm.kvcache.cache import PagedKVCache
 from kvllm.worker.inline import InlineExecutor
@@ -86,6 +86,7 @@ class Recorder(BlockingExecutor):
         self.inline = InlineExecutor(runner)
         self.config = config
         self.alive: dict[int, Text] = {}
+        self.suspended: dict[int, Text] = {}
         self.texts: list[Text] = []
         self.events: list[Event] = []
         self.hidden: list[Tensor] = []
@@ -116,9 +117,15 @@ class Recorder(BlockingExecutor):
         if plan.reset:
             self.alive.clear()
         for seq_id in plan.dropped_seq_ids:
-            del self.alive[seq_id]
+            text = self.alive.pop(seq_id)
+            if seq_id in plan.suspended:
+                self.suspended[seq_id] = text
         before = {seq_id: self._kv_pairs(seq_id) for seq_id in self.alive} if plan.compressions else {}
-        tables = {job.seq_id: block_table_of(self.runner, job.seq_id) for job in plan.compressions}
+        tables = {seq_id: block_table_of(self.runner, seq_id) for seq_id in before}
+        for start in plan.new_seqs:
+            if start.seq_id in self.suspended:  # it has come from the host, and may be compressed at once
+                before[start.seq_id] = self._kv_pairs_from_host(start, plan.others)
+                tables[start.seq_id] = start.block_table
         result = self.inline.execute(plan)
         for start in plan.new_seqs:
             self._start(start)
@@ -138,7 +145,24 @@ class Recorder(BlockingExecutor):
     def _kv_pairs(self, seq_id: int) -> list[Tensor]:
         return [kv_pairs_of(self.runner, seq_id, part.index, len(part.layers)) for part in self.parts]
 
+    def _kv_pairs_from_host(self, start: SequenceStart, changes: list[TableChange]) -> list[Tensor]:
+        tables = {0: start.block_table}
+        for change in changes:
+            if change.seq_id == start.seq_id:
+                tables[change.part] = [*tables.get(change.part, []), *change.new_blocks]
+        held = self.suspended[start.seq_id].cached[:, 0].sum(-1)
+        lengths = [int(held[self.layers.index(part.layers[0])]) for part in self.parts]
+        return [
+            kv_pairs_in(self.runner.cache, tables[part.index], length)[: len(part.layers)]
+            for part, length in zip(self.parts, lengths, strict=True)
+        ]
+
     def _start(self, start: SequenceStart) -> None:
+        if text := self.suspended.pop(start.seq_id, None):  # it comes back as it was
+            assert text.length == start.cached_length + start.dropped
+            text.tokens = list(start.token_ids)
+            self.alive[start.seq_id] = text
+            return
         shape, size = self.runner.cache.shape, self.config.max_model_len
         hit = start.cached_length
         cached = torch.zeros(len(self.layers), shape.num_kv_heads, size, dtype=torch.bool)

@@ -66,8 +66,13 @@ def test_layers_attend_what_their_group_keeps(checkpoint: Path, name: str) -> No
     common = random_token_ids(34)[0]
     prompts = [*random_token_ids(5, 50, seed=1), *([*common, number] for number in (5, 6))]
     run_poisoned(llm, prompts, SamplingParams(n=2, seed=3, max_tokens=60, ignore_eos=True))
-    stats = llm.stats()
-    assert stats.windows_compressed >= 10 and stats.preemptions > 0
+    assert llm.stats().windows_compressed >= 10 and llm.stats().preemptions > 0
+    assert len(dropped_by_layer(checkpoint, recorder)) > 2
+
+
+def dropped_by_layer(checkpoint: Path, recorder: Recorder) -> set[tuple[int, ...]]:
+    """What the layers of each text had dropped at last, each its group's share; after checking that all logits are
+    those of dense attention over what each layer held."""
     decoder = DenseDecoder(checkpoint)
     held = set[tuple[int, ...]]()
     for text in filter(lambda text: text.logits, recorder.texts):
@@ -76,7 +81,7 @@ def test_layers_attend_what_their_group_keeps(checkpoint: Path, name: str) -> No
         kept = text.cached[:, 0].sum(-1)
         held.add(tuple((text.length - kept)[torch.argsort(torch.tensor(recorder.layers))].tolist()))
     assert all(dropped == (2 * one, one, 2 * one, 2 * one, 0) for dropped in held for one in [dropped[1]])
-    assert len(held) > 2
+    return held
 
 
 def test_blocks_saved_are_real(checkpoint: Path) -> None:

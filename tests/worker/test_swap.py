@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 
-from kvllm import LLM, ConfigError, SamplingParams
+from kvllm import LLM, CompressionConfig, ConfigError, SamplingParams
 from kvllm.compression.specs import SPECS
+from kvllm.config import LayerGroup
 from tests.helpers.checkpoints import add_statistics, make_checkpoint
 from tests.helpers.dense_decoder import DenseDecoder
-from tests.helpers.engines import greedy, make_llm, random_prompts, tokens
+from tests.helpers.engines import greedy, make_llm, random_prompts, random_token_ids, tokens
 from tests.helpers.layout_recorder import assert_as_expected, compression_config, run
 from tests.helpers.layout_recorder import make_llm as make_recorded
+from tests.worker import test_layer_groups as shares
+from tests.worker.test_kv_groups import run_poisoned
 from tests.worker.test_methods_engine import many_requests
 
 HOST = {"kv_offloading_size": 0.05, "swap": "always"}
@@ -103,6 +106,37 @@ def test_a_compressed_cache_goes_on_where_it_was(
     run(llm, *many_requests())
     assert_swapped(llm, recomputed=True)
     assert_as_expected(decoder, llm)
+
+
+@pytest.fixture(scope="module")
+def five_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("five")
+    make_checkpoint(path, "qwen3", head_dim=16, num_hidden_layers=5)
+    return path
+
+
+@pytest.mark.parametrize("method", ["keydiff", "kara_sharp"])
+def test_tokens_with_shares_by_layer_are_those_of_a_run_without_preemption(five_layers: Path, method: str) -> None:
+    """A sequence that compresses by its own length alone compresses at the same tokens, wherever it was between."""
+    groups = (LayerGroup((0, 2, 3), 8), LayerGroup((1,), 16), LayerGroup((4,), 24))
+    compression = CompressionConfig(
+        method=method, policy="standalone", window_blocks=24, layer_groups=groups, buffer=4, chunk_budget=2
+    )
+    options = SMALL | {"block_size": 1, "max_model_len": 128, "compression": compression}
+    expected = tokens(make_llm(five_layers, **options | {"num_gpu_blocks_override": 4000}), PROMPTS, greedy(60))
+    llm = make_llm(five_layers, **options | {"num_gpu_blocks_override": 520}, **HOST)
+    assert tokens(llm, PROMPTS, greedy(60)) == expected
+    assert_swapped(llm)
+    assert llm.stats().windows_compressed >= 5
+
+
+@pytest.mark.parametrize("name", ["keys alone", "observed"])
+def test_shares_by_layer_go_on_where_they_were(five_layers: Path, name: str) -> None:
+    llm, recorder = shares.recorded(five_layers, compression=shares.METHODS[name], num_gpu_blocks_override=60, **HOST)
+    run_poisoned(llm, random_token_ids(5, 50, 34, seed=1), SamplingParams(n=2, seed=3, max_tokens=60, ignore_eos=True))
+    assert_swapped(llm, recomputed=True)
+    assert llm.stats().windows_compressed >= 5
+    assert shares.dropped_by_layer(five_layers, recorder) >= {(32, 16, 32, 32, 0)}
 
 
 def test_a_host_without_room_leads_to_computing_again(checkpoint: Path) -> None:
