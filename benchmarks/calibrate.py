@@ -167,7 +167,8 @@ def fit_bandwidth(hardware: Hardware, llm: LLM) -> Hardware:
     """Fitted to the decoding of a small batch, which reads the weights. With more sequences, reading overlaps less with
     arithmetic than in a roofline; with one sequence it is faster. A small batch lies between the two."""
     cost = CostModel(hardware, llm.model_config, DTYPE)
-    read = cost.itemsize * (llm.model_config.num_layers * cost.layer_weights + cost.head_weights)
+    layer_weights = cost.attention_weights + cost.mlp_weights
+    read = cost.itemsize * (llm.model_config.num_layers * layer_weights + cost.head_weights)
     left = decode_seconds(llm, BATCH) - overhead(hardware, llm, BATCH)
     return set_share(hardware, "bandwidth_efficiency", read / left, hardware.bytes_per_s)
 
@@ -180,7 +181,8 @@ def fit_products(hardware: Hardware, llm: LLM) -> Hardware:
     attended = 4 * cost.query_heads * llm.model_config.head_dim * layers * CHUNK
     rate = attended * CHUNK * (CHUNKS - 1) / (last - first)
     attention = attended * (CHUNK + 1) / 2 / rate
-    products = 2 * CHUNK * layers * cost.layer_weights / (first - attention - overhead(hardware, llm, 1))
+    weights = cost.attention_weights + cost.mlp_weights
+    products = 2 * CHUNK * layers * weights / (first - attention - overhead(hardware, llm, 1))
     hardware = set_share(hardware, "attention_efficiency", rate, peak)
     return set_share(hardware, "matmul_efficiency", products, peak)
 

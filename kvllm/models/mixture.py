@@ -29,6 +29,10 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True):
     alpha: float = 1.0
     limit: float = math.inf
 
+    def expected_used(self, tokens: int) -> float:
+        """Experts of a layer that so many tokens need together, in expectation, if all are chosen equally often."""
+        return self.count * (1 - (1 - self.per_token / self.count) ** tokens)
+
 
 def make_experts(
     num_experts: int,

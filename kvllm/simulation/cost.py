@@ -100,8 +100,11 @@ class CostModel:
         # Weights, in numbers, of this device's part.
         self.q_weights = model.hidden_size * self.query_heads * model.head_dim
         self.kv_weights = 2 * model.hidden_size * self.kv_heads * model.head_dim
-        self.mlp_weights = 3 * model.hidden_size * model.intermediate_size // tensor_parallel_size
-        self.layer_weights = 2 * self.q_weights + self.kv_weights + self.mlp_weights  # q, o; k, v; gate, up, down
+        self.attention_weights = 2 * self.q_weights + self.kv_weights  # q, o; k, v
+        self.mlp_weights = 3 * model.hidden_size * model.intermediate_size // tensor_parallel_size  # gate, up, down
+        count, inner = (model.experts.count, model.experts.intermediate_size) if model.experts else (0, 0)
+        self.router_weights = model.hidden_size * count
+        self.expert_weights = 3 * model.hidden_size * inner // tensor_parallel_size  # of one of them
         self.head_weights = model.vocab_size * model.hidden_size // tensor_parallel_size
 
     # Room
@@ -109,8 +112,12 @@ class CostModel:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all matrices on a device; the embedding counts twice where it does not give the logits, too."""
-        heads = 1 if self.model.tie_word_embeddings else 2
-        return self.itemsize * (self.model.num_layers * self.layer_weights + heads * self.head_weights)
+        heads, layers, experts = 1 if self.model.tie_word_embeddings else 2, self.model.num_layers, self.model.experts
+        dense = self._dense_layers(layers)
+        weights = layers * self.attention_weights + dense * self.mlp_weights + heads * self.head_weights
+        if experts:
+            weights += (layers - dense) * (self.router_weights + experts.count * self.expert_weights)
+        return self.itemsize * weights
 
     @property
     def kv_pair_bytes(self) -> int:
@@ -156,10 +163,10 @@ class CostModel:
         self, decode: QueryBatch, prefill: QueryBatch, samples: int, *, planned_ahead: bool = False
     ) -> tuple[float, float]:
         """One step: the time that goes to decoding and to prefill tokens. Shared time is divided by tokens."""
-        tokens = decode.tokens + prefill.tokens
-        layer = self._matmul(tokens, self.layer_weights) + 2 * self._all_reduce(tokens) + self.hardware.layer_seconds
+        tokens, layers = decode.tokens + prefill.tokens, self.model.num_layers
         decoding, prefilling = self._attention(decode), self._attention(prefill)
-        shared = self.model.num_layers * layer + self.logits(samples)
+        shared = self._matmuls(tokens, self.attention_weights, layers) + self.logits(samples)
+        shared += layers * (2 * self._all_reduce(tokens) + self.hardware.layer_seconds)
         host = self._host(decode.sequences + prefill.sequences)
         if planned_ahead:
             launch = self.hardware.launch_seconds or 0.0 if self.devices > 1 else 0.0
@@ -181,11 +188,11 @@ class CostModel:
     def recompute(self, queries: QueryBatch) -> float:
         """A pass that recovers queries: no keys, values or logits, and only queries in the last layer (Kara paper,
         appendix C.2). No layer has a window: behind it nothing could be recovered."""
-        layer = self._matmul(queries.tokens, 2 * self.q_weights + self.mlp_weights)
-        layer += self._layer_attention(queries.visible, queries.read)
+        layers = self.model.num_layers - 1
+        layer = self._layer_attention(queries.visible, queries.read)
         layer += 2 * self._all_reduce(queries.tokens) + self.hardware.layer_seconds
         last = self._matmul(queries.tokens, self.q_weights) + self.hardware.layer_seconds
-        return (self.model.num_layers - 1) * layer + last
+        return self._matmuls(queries.tokens, 2 * self.q_weights, layers) + layers * layer + last
 
     def score(self, products: int, keys: int, layers: int) -> float:
         """Score and select in so many layers (Kara paper, eq. 4): `products` of a query and a key for each query head,
@@ -207,8 +214,27 @@ class CostModel:
         moved = 2 * layers * kv_pairs * self.kv_pair_bytes
         return moved / self._bytes_per_s + self.hardware.layer_seconds
 
-    def _matmul(self, tokens: int, weights: int) -> float:
-        return max(2 * tokens * weights / self._matmul_flops, weights * self.itemsize / self._bytes_per_s)
+    def _matmuls(self, tokens: int, weights: int, layers: int) -> float:
+        """The products of the first `layers` layers: with `weights` of each, and with its MLP, or its router and the
+        experts that are used."""
+        dense, experts = self._dense_layers(layers), self.model.experts
+        seconds = dense * self._matmul(tokens, weights + self.mlp_weights)
+        if experts:
+            weights += self.router_weights
+            read = weights + experts.expected_used(tokens) * self.expert_weights
+            multiplied = weights + experts.per_token * self.expert_weights
+            seconds += (layers - dense) * self._matmul(tokens, multiplied, read)
+        return seconds
+
+    def _dense_layers(self, layers: int) -> int:
+        """Those of the first `layers` layers that have no experts."""
+        experts = self.model.experts
+        return sum(layer < layers for layer in experts.dense_layers) if experts else layers
+
+    def _matmul(self, tokens: int, weights: int, read: float | None = None) -> float:
+        """Every token is multiplied with so many weights. read: weights that all tokens need together, if more."""
+        traffic = self.itemsize * (weights if read is None else read)
+        return max(2 * tokens * weights / self._matmul_flops, traffic / self._bytes_per_s)
 
     def _attention(self, queries: QueryBatch) -> float:
         """All layers."""
@@ -253,8 +279,6 @@ def resolve_dtype(dtype: str, model: ModelConfig) -> str:
 
 
 def _check(hardware: Hardware, model: ModelConfig, dtype: str, size: int) -> None:
-    if model.experts is not None:
-        raise ConfigError(f"{model.architecture} has experts, of which the simulator knows no times: simulate another")
     rates = hardware.flops_per_s
     require(dtype in ITEMSIZE, "dtype", dtype, f"choose one of {', '.join(ITEMSIZE)}")
     require(dtype in rates, "dtype", dtype, f"{hardware.name!r} has flops_per_s of {', '.join(rates)}")
