@@ -5,12 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import flash_attn  # which pyright takes to be this file
 import numpy as np
 import torch
-from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache  # which pyright takes to be this file
+from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+from packaging.version import Version
 
 from kvllm.attention.base import AttentionBackend, AttentionBatch
 from kvllm.attention.runs import refuse_evicted_mask, runs_of
+
+FIRST_THAT_SYNCHRONIZES = Version("2.8.4")
+"""Sources with this version of the library read the longest length of a paged cache back to the host, since
+Dao-AILab/flash-attention#2711, which a capture does not allow."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,7 @@ class FlashAttentionBackend(AttentionBackend):
     """
 
     name = "flash_attn"
-    capturable = True
+    capturable = Version(flash_attn.__version__) < FIRST_THAT_SYNCHRONIZES  # pyright: ignore[reportAttributeAccessIssue]
 
     def plan(self, batch: AttentionBatch) -> DecodePlan | ChunkPlan:
         refuse_evicted_mask(self.name, batch)

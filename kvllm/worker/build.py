@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from pathlib import Path
 
 import torch
@@ -35,6 +36,8 @@ from kvllm.worker.attention_state import AttentionMass
 from kvllm.worker.graphs import cuda_capture
 from kvllm.worker.memory import enough_memory, fitting_blocks, run_heaviest_steps
 from kvllm.worker.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
@@ -115,6 +118,7 @@ def make_runner(settings: RunnerSettings, shard: Shard, device: torch.device) ->
     small = _backend(settings, shard, device, 1)  # before the weights are read: a wrong name must not cost a minute
     with enough_memory("the model", "take a smaller one"):
         model = _load(settings, shard, device)
+    _warn_of_reference(settings, small)
     if utilization is not None:
         fitting = fitting_blocks(_runner(settings, shard, model, small, method), engine, utilization, with_graphs)
         num_blocks = min(num_blocks, _least(fitting, shard, device))
@@ -126,7 +130,23 @@ def make_runner(settings: RunnerSettings, shard: Shard, device: torch.device) ->
     if with_graphs:
         with enough_memory("what CUDA graphs need", "set enforce_eager=True, give the KV pool less"):
             runner.use_graphs(cuda_capture(), num_blocks)
+        if runner.graphs is None:
+            logger.warning(
+                "the attention backend %s cannot be captured in CUDA graphs, so decode steps are launched kernel by "
+                "kernel, which is slower: attention_backend='triton' can be captured",
+                runner.backend.name,
+            )
     return runner
+
+
+def _warn_of_reference(settings: RunnerSettings, backend: AttentionBackend) -> None:
+    """Nobody shall serve with the reference who did not ask for it, and not know."""
+    if settings.attention_backend == "auto" and backend.name == "reference":
+        logger.warning(
+            "attention_backend='auto' leaves %s, which is too slow to serve with: change what rules the others out, or "
+            "give attention_backend='reference' if it is meant",
+            explain_backend(settings, backend),
+        )
 
 
 def _backend(settings: RunnerSettings, shard: Shard, device: torch.device, num_blocks: int) -> AttentionBackend:

@@ -122,15 +122,32 @@ def on_the_cpu(module: str, name: str, case: attention_cases.Case) -> Any:
     return getattr(import_module(module), name)(case.cache, case.queries.shape[1], case.scale, (case.options,))
 
 
-@needs_triton
-@pytest.mark.parametrize("rows", [attention_cases.MIXED, [[600], [0], [255]]], ids=["mixed", "decodes"])
-@pytest.mark.parametrize("options", ["plain", "window 5", "window 100", "soft cap"])
-def test_flash_attn(monkeypatch: pytest.MonkeyPatch, rows: list[list[int]], options: str) -> None:
+def install_flash_attn(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     library = ModuleType("flash_attn")
+    library.__version__ = version
     library.flash_attn_with_kvcache = flash_attn_with_kvcache
     library.flash_attn_varlen_func = flash_attn_varlen_func
     monkeypatch.setitem(sys.modules, "flash_attn", library)
     monkeypatch.delitem(sys.modules, "kvllm.attention.flash_attn", raising=False)
+
+
+@pytest.mark.parametrize(
+    "version, capturable", [("2.7.4", True), ("2.8.3.post1", True), ("2.8.4", False), ("2.10.0+cu13", False)]
+)
+def test_versions_of_flash_attn_that_wait_for_the_device_are_not_captured(
+    monkeypatch: pytest.MonkeyPatch, version: str, capturable: bool
+) -> None:
+    install_flash_attn(monkeypatch, version)
+    backend = import_module("kvllm.attention.flash_attn").FlashAttentionBackend
+    monkeypatch.delitem(sys.modules, "kvllm.attention.flash_attn")
+    assert backend.capturable is capturable
+
+
+@needs_triton
+@pytest.mark.parametrize("rows", [attention_cases.MIXED, [[600], [0], [255]]], ids=["mixed", "decodes"])
+@pytest.mark.parametrize("options", ["plain", "window 5", "window 100", "soft cap"])
+def test_flash_attn(monkeypatch: pytest.MonkeyPatch, rows: list[list[int]], options: str) -> None:
+    install_flash_attn(monkeypatch, "2.8.3")
     case = attention_cases.make_case(rows, block_size=256, head_dim=64, group=3)
     case = attention_cases.with_options(case, attention_cases.OPTIONS[options])
     backend = on_the_cpu("kvllm.attention.flash_attn", "FlashAttentionBackend", case)

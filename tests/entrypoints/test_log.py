@@ -95,6 +95,23 @@ def test_an_engine_says_what_was_started(tmp_path: Path, caplog: pytest.LogCaptu
     assert "attention backend reference (as asked)" in plain and plain.endswith("; no compression")
 
 
+def test_the_reference_never_serves_unnoticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """More query heads share a KV head than the operators allow."""
+    heads = {"num_attention_heads": 65, "num_key_value_heads": 1, "head_dim": 4}
+    make_checkpoint(tmp_path, "qwen3", num_hidden_layers=1, **heads)
+    for asked, warned in (("auto", True), ("reference", False)):
+        caplog.clear()
+        LLM(tmp_path, attention_backend=asked, block_size=16, num_gpu_blocks_override=4, device="cpu")
+        found = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        assert len(found) == warned
+        for part in (
+            "leaves reference (cpu shares a KV head among at most 64",
+            "too slow",
+            "what rules the others out",
+        ):
+            assert not warned or part in found[0]
+
+
 def test_python_m_kvllm_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setattr(sys, "argv", ["__main__.py", "simulate", "--help"])
     with pytest.raises(SystemExit) as ended:
