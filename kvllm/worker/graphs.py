@@ -143,6 +143,7 @@ def cuda_capture() -> Capture:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             hidden = step()
+        graph.replay()  # with its first launch a graph takes memory of the driver: not while a request waits
 
         def replay() -> torch.Tensor:
             graph.replay()

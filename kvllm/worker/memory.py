@@ -21,12 +21,12 @@ from kvllm.core.regions import Region, make_regions
 from kvllm.errors import ConfigError
 from kvllm.kvcache.groups import full_groups, has_full
 from kvllm.sampling_params import SamplingParams
-from kvllm.worker.graphs import Step
+from kvllm.worker.graphs import cuda_capture
 from kvllm.worker.model_runner import ModelRunner
 
 GIB = 1 << 30
-GRAPH_BYTES = 4 << 20
-"""An allowance for what the driver keeps of a graph, beside the memory that its kernels use."""
+DRIVER_PIECE = 2 << 20
+"""Bytes in which a driver takes memory: a graph that fits into a piece which is there already shows none."""
 SAMPLING = SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=0.1)
 """The kind that takes most memory: logits are copied before they are changed."""
 
@@ -48,10 +48,7 @@ def fitting_blocks(probe: ModelRunner, config: EngineConfig, utilization: float,
     left, graph_bytes = int(total * utilization) - in_use - step_bytes, 0
     if with_graphs and left > block_bytes:
         with enough_memory("what CUDA graphs need", "set enforce_eager=True"):
-            graph_bytes = _peak(lambda: probe.use_graphs(_run_once, left // block_bytes, largest_alone=True))
-        if probe.graphs:
-            graph_bytes += len(probe.graphs.batch_sizes()) * GRAPH_BYTES
-        probe.graphs = None
+            graph_bytes = measure_graphs(probe, left // block_bytes)
     blocks = (left - graph_bytes) // block_bytes
     if blocks < 1:
         raise ConfigError(
@@ -74,6 +71,31 @@ def enough_memory(what: str, remedy: str) -> Iterator[None]:
             f"{what} does not fit on the GPU, which has {free / GIB:.1f} of {total / GIB:.1f} GiB free: {remedy}, or "
             "share the model among GPUs with tensor_parallel_size, or end what else uses this one"
         ) from error
+
+
+@torch.inference_mode()
+def measure_graphs(probe: ModelRunner, num_blocks: int) -> int:
+    """Bytes of the GPU that the graphs of all batch sizes take, of which two are captured here and given up again.
+
+    The largest one comes first and brings what the others share; each of these takes what the second one does. That is
+    seen from outside: torch knows its kernels' memory, but not what the driver keeps of a graph.
+    """
+    before = _free_bytes(probe)
+    probe.use_graphs(cuda_capture(), num_blocks, largest_alone=True)
+    if probe.graphs is None:
+        return 0
+    between, others = _free_bytes(probe), probe.graphs.batch_sizes()[1:]
+    probe.graphs.capture(others[:1])
+    first, second = before - between, between - _free_bytes(probe)
+    probe.graphs = None
+    torch.cuda.empty_cache()
+    return max(first, 0) + len(others) * max(second, DRIVER_PIECE)
+
+
+def _free_bytes(probe: ModelRunner) -> int:
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(probe.device)[0]
 
 
 def run_heaviest_steps(runner: ModelRunner, config: EngineConfig) -> None:
@@ -155,12 +177,6 @@ def _other_tables(seq_id: int, computed: int, length: int, config: EngineConfig)
         if index or group.window is not None:
             first = group.first_block(computed, config.block_size)
             yield TableChange(seq_id, index, first, [0] * (-(-length // config.block_size) - first))
-
-
-def _run_once(step: Step) -> Step:
-    """In place of a capture."""
-    step()
-    return step
 
 
 def _peak(run: Callable[[], None]) -> int:

@@ -22,12 +22,14 @@ import torch
 from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.core.protocol import StepPlan, StepResult
 from kvllm.outputs import RequestOutput
+from kvllm.worker.memory import measure_graphs
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.cuda_stand_in import Device, stand_in
 from tests.helpers.processes import run_python
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton, which is not installed")
 
+MIB = 1 << 20
 PROMPTS = [list(range(5, 45)), list(range(7, 20)), [9, 8]]
 COUNTS_OF_HEADS = "a copy to the host"
 """Heads that keep different numbers of entries: the host must know them, once an event."""
@@ -153,6 +155,27 @@ def failures() -> dict[str, str]:
 @pytest.mark.parametrize("name", cases())
 def test_an_engine_on_the_stand_in(name: str, failures: dict[str, str]) -> None:
     assert name not in failures, failures[name]
+
+
+def run_measurement() -> None:
+    """Of graphs of which the first takes 30 MiB of a device and the others 5 each, by a runner that had none."""
+    with TemporaryDirectory() as directory:
+        make_checkpoint(Path(directory), "qwen3", head_dim=16, num_hidden_layers=1, num_attention_heads=2)
+        with stand_in() as device:
+            runner = make_llm(Path(directory), "cuda", enforce_eager=True).llm_engine.executor.runner
+
+            def mem_get_info(_: Any) -> tuple[int, int]:
+                return (1 << 30) - (25 * MIB * bool(device.graphs) + 5 * MIB * len(device.graphs)), 1 << 30
+
+            with patch.object(torch.cuda, "mem_get_info", mem_get_info):
+                measured = measure_graphs(runner, 12)
+            print(json.dumps([measured // MIB, len(device.graphs), runner.graphs is None]))
+
+
+def test_graphs_are_measured_by_two_of_them() -> None:
+    """For at most 4 sequences there are three: of 4, 2 and 1."""
+    found = run_python("run_measurement()", "tests.worker.test_cuda_path", TRITON_INTERPRET="1")
+    assert found == [30 + 5 + 5, 2, True]
 
 
 # The stand-in
