@@ -9,6 +9,7 @@ from math import ceil
 from typing import Any
 
 from kvllm import CompressionConfig
+from kvllm.compression.specs import SPECS
 from kvllm.config import require
 
 BLOCK_SIZE = 16
@@ -56,7 +57,9 @@ def retained_of(budget: int, length: int, start: int, window: int, buffer: int) 
     return window if length <= budget else window - -(-(length - budget) // count)
 
 
-def threshold(method: str, *, recent: int = RECENT, gap: int = GAP, protect_prompt: bool = True) -> CompressionConfig:
+def threshold(
+    method: str, *, recent: int = RECENT, gap: int = GAP, protect_prompt: bool = True, **options: Any
+) -> CompressionConfig:
     """A baseline that cuts a cache to its budget whenever it has `gap` KV pairs more. Prompts stay whole, as with Kara.
 
     The budget of each question replaces the one here.
@@ -69,6 +72,7 @@ def threshold(method: str, *, recent: int = RECENT, gap: int = GAP, protect_prom
         budget_tokens=1024,
         buffer=recent,
         query_window=recent,
+        **options,
     )
 
 
@@ -97,6 +101,32 @@ def check_retention(option: str, text: str) -> None:
     except ValueError:
         fits = False
     require(fits, option, text, "a share above 0 and at most 1, like 0.3")
+
+
+def add_recall_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    bound = "let dropped KV pairs come back where more than this share of a query's attention may lie in them"
+    add("--recall-bound", type=float, metavar="SHARE", help=bound)
+    add("--recall-period", type=int, metavar="N", help="let dropped KV pairs come back at every N-th token")
+    add("--recall-chunks", type=int, default=2, metavar="N", help="most chunks that come back at once (default 2)")
+    size = "GiB of host memory, half of it for dropped KV pairs that may come back (default 2)"
+    add("--kv-offloading-size", type=float, default=2.0, metavar="GIB", help=size)
+
+
+def recall_of(args: argparse.Namespace, methods: Iterable[str]) -> dict[str, Any]:
+    """The options of CompressionConfig that `add_recall_arguments` describe; none without recall.
+
+    Raises ConfigError if they do not fit, or if one of the methods allows no recall.
+    """
+    if args.recall_bound is None and args.recall_period is None:
+        return {}
+    options = {name: getattr(args, name) for name in ("recall_bound", "recall_period", "recall_chunks")}
+    for method in methods:
+        if SPECS[method].refusal("threshold"):
+            kara("0.5", method=method, **options)
+        else:
+            threshold(method, **options)
+    return options
 
 
 def add_window_arguments(parser: argparse.ArgumentParser) -> None:

@@ -41,7 +41,8 @@ class Trial(Struct, frozen=True, kw_only=True):
     """One way to compress.
 
     budgets: KV pairs to which policy="threshold" cuts the cache of each question. retained: KV pairs that
-    policy="standalone" keeps of the windows of each question.
+    policy="standalone" keeps of the windows of each question. kv_offloading_size: GiB of host memory, half of it for KV
+    pairs that may come back.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Trial(Struct, frozen=True, kw_only=True):
     budgets: list[int] | None = None
     kv_cache_dtype: str = "auto"
     retained: list[int] | None = None
+    kv_offloading_size: float | None = None
 
     @property
     def block_size(self) -> int:
@@ -133,6 +135,7 @@ def make_engine(setting: Setting, trial: Trial, questions: Questions) -> LLM:
         max_num_seqs=min(setting.max_num_seqs, len(questions.prompts)),
         num_gpu_blocks_override=pool_blocks(setting, trial, questions),
         compression=trial.compression,
+        kv_offloading_size=trial.kv_offloading_size,
     )
 
 

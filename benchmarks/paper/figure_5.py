@@ -12,6 +12,7 @@ line to reach.
 `--budgets` gives every question the same KV pairs instead, as published tables have them. Methods by windows then keep
 the share of each window that leaves the budget at the end of the full cache's answer. `--unprotected` compresses
 prompts, too. `--windows` names methods that shall compress windows as Kara does, where a budget would do as well.
+`--recall-bound` and `--recall-period` let dropped KV pairs come back to all methods (docs/tiers.md).
 
 `--short` asks fewer questions at fewer retentions. `--resume` goes on with a run that was cut short. The figures go to
 figure_5.json, a plot to figure_5.png.
@@ -23,7 +24,7 @@ import argparse
 import time
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.common import accuracy, answer_tables, command_line, compressions, machine
 from benchmarks.common.trials import FULL, Outcome, Trial, prompts_of, run_all
@@ -63,6 +64,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--unprotected", action="store_true", help="compress prompts, too")
     compressions.add_window_arguments(parser)
     compressions.add_baseline_arguments(parser)
+    compressions.add_recall_arguments(parser)
     add("--short", action="store_true", help="under ten minutes on two cores")
     args = parser.parse_args(arguments)
     both = "without --retentions and --short: either a share or a number of KV pairs is kept"
@@ -73,6 +75,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     args.columns = [*map(str, args.budgets)] if args.budgets else args.retentions or RETENTIONS
     for option in ("methods", "windows", "columns"):
         command_line.require_unique(f"--{option}", getattr(args, option))
+    args.recall = compressions.recall_of(args, [*args.methods, *args.windows])
     if args.budgets:
         require(min(args.budgets) >= 1, "--budgets", args.budgets, "at least 1")
     else:
@@ -103,9 +106,10 @@ def window_trials(args: argparse.Namespace, full: Outcome) -> list[Trial]:
                 window=args.window,
                 buffer=args.buffer,
                 compress_prompt=args.unprotected,
+                **args.recall,
             )
             retained = retained_of(args, int(column), full) if args.budgets else None
-            trials.append(Trial(name=f"{entry.label} {column}", compression=compression, retained=retained))
+            trials.append(make_trial(args, f"{entry.label} {column}", compression=compression, retained=retained))
     return trials
 
 
@@ -125,10 +129,14 @@ def threshold_trials(args: argparse.Namespace, outcomes: Outcomes) -> list[Trial
             budgets = [int(column)] * len(prompts) if args.budgets else outcomes[f"kara {column}"].cached_lengths
             recent = compressions.recent_of(entry.method, args.recent, budgets, prompts)
             compression = compressions.threshold(
-                entry.method, recent=recent, gap=args.gap, protect_prompt=not args.unprotected
+                entry.method, recent=recent, gap=args.gap, protect_prompt=not args.unprotected, **args.recall
             )
-            trials.append(Trial(name=f"{entry.label} {column}", compression=compression, budgets=budgets))
+            trials.append(make_trial(args, f"{entry.label} {column}", compression=compression, budgets=budgets))
     return trials
+
+
+def make_trial(args: argparse.Namespace, name: str, **parts: Any) -> Trial:
+    return Trial(name=name, kv_offloading_size=args.kv_offloading_size if args.recall else None, **parts)
 
 
 # The script

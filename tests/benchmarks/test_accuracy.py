@@ -61,6 +61,19 @@ def test_figure_5_compresses_prompts_and_goes_on_with_what_it_has(tmp_path: Path
         assert held <= budget + 64
 
 
+def test_figure_5_lets_dropped_pairs_come_back(tmp_path: Path) -> None:
+    """With little kept, windows alone lose workings that recall gets right; both hold equally many pairs."""
+    arguments = ["--retentions", "0.05", "--methods", "kara_sharp"]
+    name = "kara_sharp 0.05"
+    alone = figure_5_trials(arguments, tmp_path)[name]
+    recalled = figure_5_trials([*arguments, "--recall-bound", "0.05", "--resume"], tmp_path)[name]
+    assert alone["compression"]["recall_bound"] is None and recalled["compression"]["recall_bound"] == 0.05
+    assert recalled["fingerprint"] != alone["fingerprint"] and recalled["kept"] < 0.6
+    assert recalled["exact"] == [True, True] != alone["exact"]
+    with pytest.raises(ConfigError, match="method='adakv'.*recall_bound"):
+        figure_5.parse_arguments(["--methods", "kara", "adakv", "--recall-bound", "0.05"])
+
+
 @pytest.mark.parametrize("length", [100, 130, 131, 500])
 @pytest.mark.parametrize("start", [0, 30])
 def test_windows_that_leave_a_budget(length: int, start: int) -> None:
