@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def upper_scores(queries: Tensor, keys: Tensor, errors: Tensor) -> Tensor:
-    """At least the score of each query with each key as it was before it was stored: `[R, H, G, P]`.
+    """At least the score of each query with each key as it was in the pool before it was stored: `[R, H, G, P]`.
 
     queries: `[R, H, G, d]`. keys: `[R, H, P, d]`, as they are stored. errors: `[R, H, P]`, the length of what storing
         took from each key (Cauchy-Schwarz bounds its product with a query).

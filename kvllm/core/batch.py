@@ -113,6 +113,8 @@ class Batch:
         """
         if self.offloading and (seq.host_tables is not None or hit.host):
             self._load(self.offloading, seq, hit)
+            if self.shares:
+                self.shares.holding(seq).add(seq)
             return 0
         self._share(seq, hit)
         num_tokens = self.admission.chunk(seq, budget)

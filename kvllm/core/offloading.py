@@ -96,7 +96,8 @@ class Offloading:
     def store_idle(self) -> Iterator[StepPlan]:
         """Plans by which the disk gets the prefixes that the pool holds, and nobody owns."""
         cache = self.blocks.prefix_cache
-        prefixes = cache.idle_content() if cache and self._uses_disk else []
+        finds = self._uses_disk and not self.blocks.others
+        prefixes = cache.idle_content() if cache and finds else []
         for first in range(0, len(prefixes), BLOCKS_AT_ONCE):
             self._store_prefixes(prefixes[first : first + BLOCKS_AT_ONCE])
             plan = StepPlan()

@@ -48,7 +48,7 @@ class Scheduler:
         )
         self.policy = make_policy(config)
         self.planner = CompressionPlanner(self.policy, config, self.blocks) if self.policy else None
-        self.blocks.pool.keeps_evicted = config.num_host_blocks > 0
+        self.blocks.pool.keeps_evicted = config.num_host_blocks > 0 and not self.blocks.others
         self.admission = Admission(config, self.blocks, self.planner)
         self.reset([])
         self._reset_workers = False
@@ -104,7 +104,7 @@ class Scheduler:
                 plan, self.running, budget, decode_steps=self._decode_steps, missing_blocks=self._missing_blocks
             )
         if not self.waiting.is_uniform:
-            batch.shares = Shares(self.config, self.waiting, self.blocks, self.running)
+            batch.shares = Shares(self.config, self.waiting, self.blocks, [*self.running, *batch.loading])
             if not (self.planner and self.planner.blocked):
                 budget = self.tenants.admit(batch.shares, budget)
         budget = self._schedule_running(budget)
@@ -337,7 +337,8 @@ class Scheduler:
     def _record_missing_masses(self, masses: list[MissingMass]) -> None:
         running = {seq.seq_id: seq for seq in self.running}
         for mass in masses:
-            running[mass.seq_id].metrics.note_missing_mass(mass.bound)
+            if mass.seq_id in running:
+                running[mass.seq_id].metrics.note_missing_mass(mass.bound)
 
     def _restore_first_windows(self) -> None:
         """Let sequences be computed again that lost a first window while windows kept too little."""

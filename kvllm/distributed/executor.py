@@ -79,6 +79,8 @@ class RayExecutor(Executor):
     def launch(self, plan: StepPlan) -> None:
         """Raises WorkersRestarted when a fault was repaired, WorkerError when there were too many."""
         self._budget.check()
+        if plan.reset:  # loads are numbered anew
+            self._transfers = TransfersOfRanks(self.world_size)
         if not self._groups or not self._groups[0].in_step:
             self._restart(WorkerError("a step was interrupted before every rank had its plan"))
         try:

@@ -33,7 +33,7 @@ class BodyWriter:
     def write(self, data: bytes) -> Awaitable[None] | None:
         """Returns what to wait for before the next part, if the client reads too slowly."""
         cycle = self._cycle
-        if cycle.disconnected:
+        if cycle.disconnected or not data:  # an empty part would end the body
             return None
         cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return cycle.flow.drain() if cycle.flow.write_paused else None

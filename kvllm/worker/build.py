@@ -228,6 +228,7 @@ def fingerprint(settings: RunnerSettings) -> str:
         [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files],
         [settings.dtype, settings.quantization, settings.load_format, engine.seed if not files else None],
         [engine.kv_cache_dtype, engine.kv_offload_dtype, engine.block_size, engine.max_model_len],
+        [engine.kv_groups, rank_cache_shape(settings.model, settings.dtype, engine, 1).scored],
     ]
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 

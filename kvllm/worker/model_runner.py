@@ -190,7 +190,7 @@ class ModelRunner:
             self.free_slots.append(self.states.pop(seq_id).table_slot)
             self._reported.discard(seq_id)
         if self.recall:
-            for seq_id in {*plan.dropped_seq_ids, *plan.forgotten}.difference(plan.suspended):
+            for seq_id in {*plan.dropped_seq_ids}.difference(plan.suspended).union(plan.forgotten):
                 self.recall.release(seq_id)
         for start in plan.new_seqs:
             self._start(start)

@@ -56,7 +56,11 @@ class DiskStore:
         rows = [(digest, _checksum(digest, content) + content) for digest, content in blocks.items()]
         try:
             with self._connection as connection:
-                connection.executemany("INSERT OR IGNORE INTO blocks (digest, content) VALUES (?, ?)", rows)
+                connection.executemany(  # a record that is there already may be damaged
+                    "INSERT INTO blocks (digest, content) VALUES (?, ?) "
+                    "ON CONFLICT (digest) DO UPDATE SET content = excluded.content",
+                    rows,
+                )
                 connection.execute(
                     "DELETE FROM blocks WHERE id <= (SELECT max(id) FROM blocks) - ?",
                     (self._max_bytes // max(len(content) for _, content in rows),),
