@@ -63,8 +63,8 @@ def plot(path: Path, xlabel: str, panels: Mapping[str, Mapping[str, Points]], fu
 
     panels: by title, the lines by their labels. Lines of the same label look alike in all panels.
     """
-    columns = min(3, len(panels))
-    rows = -(-len(panels) // columns)
+    columns = max(1, min(3, len(panels)))
+    rows = max(1, -(-len(panels) // columns))
     figure = Figure(figsize=(9, 6 if rows == columns == 1 else 1 + 3 * rows), layout="constrained")
     all_axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
     labels = list(dict.fromkeys(label for lines in panels.values() for label in lines))

@@ -34,8 +34,8 @@ class Forced(BlockingExecutor):
         self._logits = torch.empty(0)
         self._compute, self.runner.model.logits = self.runner.model.logits, self._record
 
-    def _record(self, hidden: torch.Tensor) -> torch.Tensor:
-        self._logits = self._compute(hidden)
+    def _record(self, hidden: torch.Tensor, **options: bool) -> torch.Tensor:
+        self._logits = self._compute(hidden, **options)
         return self._logits
 
     def execute(self, plan: StepPlan) -> StepResult:

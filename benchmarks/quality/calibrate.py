@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.common import command_line, report
 from benchmarks.common.internals import observe_projections, runner_of
-from benchmarks.quality.layer_losses import LayerLoss
+from benchmarks.common.layer_losses import LayerLoss
 from benchmarks.reasoner.problems import Problem
 from benchmarks.reasoner.tasks import TASKS, make_problem
 from kvllm import LLM, SamplingParams

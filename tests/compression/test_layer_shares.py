@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.quality.layer_losses import DISTANCE, STEPS, LayerLoss
+from benchmarks.common.layer_losses import DISTANCE, STEPS, LayerLoss
 from kvllm import CheckpointError, CompressionConfig
 from kvllm.engine_args import EngineArgs
 from kvllm.layer_shares import LAYER_LOSSES_FILE, LayerLosses, propose

@@ -90,10 +90,10 @@ def test_few_logits_are_held_at_once(monkeypatch: pytest.MonkeyPatch, vocabulary
     model = llm.llm_engine.executor.runner.model
     most, logits = 0, model.logits
 
-    def counted(hidden: torch.Tensor) -> torch.Tensor:
+    def counted(hidden: torch.Tensor, **options: bool) -> torch.Tensor:
         nonlocal most
         most = max(most, len(hidden))
-        return logits(hidden)
+        return logits(hidden, **options)
 
     monkeypatch.setattr(model, "logits", counted)
     monkeypatch.setattr(prompt_logprobs, "LOGITS_AT_ONCE", 7 * 229)

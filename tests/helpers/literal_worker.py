@@ -12,6 +12,7 @@ import random
 from itertools import pairwise
 
 from kvllm.config import EngineConfig
+from kvllm.core.executor import BlockingExecutor
 from kvllm.core.protocol import (
     NOWHERE,
     BlockCopy,
@@ -135,7 +136,7 @@ class LiteralHost:
         return TransferReport(loaded, lost, self.random.randrange(3), self.random.random(), on_disk)
 
 
-class LiteralWorker:
+class LiteralWorker(BlockingExecutor):
     """vocab: sampled tokens are below it; few of them make equal prefixes likely. loss: the share of blocks stored on
     the host that get lost."""
 
@@ -172,6 +173,9 @@ class LiteralWorker:
     def entries(self, blocks: list[int], begin: int, end: int) -> list[Entry]:
         size = self.config.block_size
         return [self.cache[blocks[index // size] * size + index % size] for index in range(begin, end)]
+
+    def close(self) -> None:
+        """Nothing to release."""
 
     def execute(self, plan: StepPlan) -> StepResult:
         plan = decode_plan(encode(plan))
