@@ -36,6 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("long" if config.getoption("long") else "default")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("long"):
         long = [item for item in items if item.get_closest_marker("long")]
