@@ -61,7 +61,7 @@ class Batch:
                 self.waiting.requeue(seq)
             for seq, resumed in self.offloading.take_loaded():
                 self._begin(seq, seq.block_table[:], resumed=resumed)
-                self.plan.others += table_changes(seq)
+                self.plan.restored += table_changes(seq)
         return self.plan
 
     def complete(self) -> None:
@@ -236,6 +236,7 @@ class Batch:
         self.running.remove(seq)
         self.plan.new_seqs = [start for start in self.plan.new_seqs if start.seq_id != seq.seq_id]
         self.plan.others = [change for change in self.plan.others if change.seq_id != seq.seq_id]
+        self.plan.restored = [change for change in self.plan.restored if change.seq_id != seq.seq_id]
 
     def fork(self, parent: Sequence, forks: list[Fork]) -> list[Sequence]:
         """Let the other completions of a request branch off: they share all blocks computed so far."""

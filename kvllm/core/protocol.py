@@ -2,9 +2,9 @@
 
 A plan holds what has changed since the last one, so its size follows the batch and not the context. Every rank receives
 the same bytes and executes the parts in this order: `reset`, `cancelled`, `stores`, `suspended`, `forgotten`,
-`dropped_seq_ids`, `new_seqs`, `scored`, `compressions`, `copies`, `loads`, `others`, then `scheduled`. Compressions
-come before the forward pass, so the blocks that they empty may already be used by it, and be loaded to. Stores come
-before all that writes to blocks.
+`dropped_seq_ids`, `new_seqs`, `restored`, `scored`, `compressions`, `copies`, `loads`, `others`, then `scheduled`.
+Compressions come before the forward pass, so the blocks that they empty may already be used by it, and be loaded to.
+Stores come before all that writes to blocks.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class Load(Struct, array_like=True, frozen=True):
 
 
 class TableChange(Struct, array_like=True, frozen=True):
-    """A change of a sequence's table in a part of the KV groups behind the first, made before the pass.
+    """A change of a sequence's table in a part of the KV groups behind the first.
 
     part: index among the parts of all groups.
     first: how many blocks less than the text the table has from now on (`GroupTable.first`). Where they become more,
@@ -198,6 +198,8 @@ class StepPlan(Struct, array_like=True):
         more.
     suspended: sequences that are about to be dropped, and come back with their blocks: what workers hold of them beside
         the pool is kept, until they start again or are among those `forgotten`.
+    restored: tables of new sequences whose blocks have come back, which this very plan may compress. others: changes
+        made before the pass.
     """
 
     dropped_seq_ids: list[int] = []
@@ -213,6 +215,7 @@ class StepPlan(Struct, array_like=True):
     cancelled: list[int] = []
     suspended: list[int] = []
     forgotten: list[int] = []
+    restored: list[TableChange] = []
 
 
 class SampledToken(Struct, array_like=True, frozen=True):

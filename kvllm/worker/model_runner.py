@@ -194,6 +194,8 @@ class ModelRunner:
                 self.recall.release(seq_id)
         for start in plan.new_seqs:
             self._start(start)
+        for change in plan.restored:
+            self._change_table(change)
         for start in plan.scored:
             if self.observed:
                 self.observed.start(self.states[start.seq_id].table_slot, start.kv_index)

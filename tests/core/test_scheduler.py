@@ -382,6 +382,40 @@ def test_swapped_sequences_go_on_where_they_were(slowness: float) -> None:
     assert any(plan.cancelled for plan in plans) == (slowness > 0)
 
 
+def test_a_sequence_that_comes_back_may_be_compressed_at_once() -> None:
+    """In all tables of its layers: workers have them before they compress."""
+    compression = CompressionConfig(
+        method="kara",
+        policy="pressure",
+        period=1,
+        window_blocks=2,
+        retain_blocks=1,
+        buffer=0,
+        max_sequences=2,
+        compress_prompt=True,
+    )
+    groups = tuple(KVGroup(None, ((layer,),), retain) for layer, retain in enumerate((1, 1, 2)))
+    options = {
+        "kv_groups": groups,
+        "compression": compression,
+        "num_host_blocks": 200,
+        "swap": "always",
+        "tenants": {"a": TenantConfig(weight=0.5)},
+    }
+    harness = Harness(
+        engine_config(
+            42, watermark=0.0, enable_prefix_caching=False, max_num_seqs=4, max_num_batched_tokens=9, **options
+        )
+    )
+    harness.add([0], 29, tenant="a")
+    harness.add([0] * 4, 1, tenant="a")
+    harness.add([0], 37, n=3, tenant="a")
+    harness.run()
+    compressed = [{job.seq_id for job in plan.compressions} for plan in harness.plans]
+    returned = [{change.seq_id for change in plan.restored} for plan in harness.plans]
+    assert any(jobs & sequences for jobs, sequences in zip(compressed, returned, strict=True))
+
+
 def test_the_same_requests_give_the_same_plans() -> None:
     def plans():
         compression = CompressionConfig(method="kara", period=4, window_blocks=2, buffer=1, max_sequences=2)

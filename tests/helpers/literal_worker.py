@@ -20,6 +20,7 @@ from kvllm.core.protocol import (
     SampledToken,
     StepPlan,
     StepResult,
+    TableChange,
     TransferReport,
     decode_plan,
     encode,
@@ -198,6 +199,7 @@ class LiteralWorker(BlockingExecutor):
             seq.logical += start.dropped
             seq.table += start.block_table
             seq.first_scored = self.host.first_scored.pop(start.seq_id, None)
+        self._change_tables(plan.restored)
         for start in plan.scored:
             seq = self.sequences[start.seq_id]
             assert start.kv_index % self.config.block_size == 0 and start.kv_index >= seq.cached == seq.logical
@@ -211,13 +213,16 @@ class LiteralWorker(BlockingExecutor):
             self._copy(self.sequences[block_copy.seq_id], block_copy)
         for load in plan.loads:
             self.host.load(load, self.cache, self._in_use(plan))
-        for change in plan.others:
-            table = self.sequences[change.seq_id].others.setdefault(change.part, LiteralTable())
-            table.slide(change.first)
-            table.blocks += change.new_blocks
+        self._change_tables(plan.others)
         result = self._forward(plan)
         result.transfers = self.host.report(self.cache, wait=not plan.scheduled)
         return result
+
+    def _change_tables(self, changes: list[TableChange]) -> None:
+        for change in changes:
+            table = self.sequences[change.seq_id].others.setdefault(change.part, LiteralTable())
+            table.slide(change.first)
+            table.blocks += change.new_blocks
 
     def _in_use(self, plan: StepPlan) -> set[int]:
         """Blocks that the step reads or writes behind its loads."""

@@ -124,7 +124,7 @@ class Recorder(BlockingExecutor):
         tables = {seq_id: block_table_of(self.runner, seq_id) for seq_id in before}
         for start in plan.new_seqs:
             if start.seq_id in self.suspended:  # it has come from the host, and may be compressed at once
-                before[start.seq_id] = self._kv_pairs_from_host(start, plan.others)
+                before[start.seq_id] = self._kv_pairs_from_host(start, plan.restored)
                 tables[start.seq_id] = start.block_table
         result = self.inline.execute(plan)
         for start in plan.new_seqs:
