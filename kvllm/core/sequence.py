@@ -78,6 +78,7 @@ class Sequence:
         "missing",
         "origin",
         "others",
+        "preempted_length",
         "preemptions",
         "prompt_length",
         "refill_length",
@@ -128,6 +129,7 @@ class Sequence:
         self.block_hashes: list[bytes] = []
         self.refill_length = 0
         self.preemptions = 0
+        self.preempted_length = 0  # tokens when it was preempted last
         self.evicted = 0
         self.divergences: list[float] = []
         self.cache_hits = 0  # tokens found in the prefix cache when the sequence was first admitted
@@ -224,6 +226,7 @@ class Sequence:
 
     def _count_preemption(self) -> None:
         self.preemptions += 1
+        self.preempted_length = self.num_tokens
         self.metrics.preemptions += 1
 
     def extend(self, token_ids: list[int]) -> None:

@@ -14,7 +14,7 @@ PATIENCE = 8
 """Full steps of work by which a tenant may be ahead of one that waits, and still go before it or preempt it."""
 PROTECTED = 1.25
 """A preempted sequence makes way for another tenant again when it is so many times longer than it was: what is
-computed again stays in proportion to what is new, and every sequence ends."""
+computed or moved again stays in proportion to what is new, and every sequence ends."""
 
 
 class Holding:
@@ -181,7 +181,7 @@ class Shares:
 
     @staticmethod
     def _is_protected(seq: Sequence) -> bool:
-        return seq.preemptions > 0 and seq.num_tokens < PROTECTED * seq.refill_length
+        return seq.num_tokens < PROTECTED * seq.preempted_length
 
     # Service
 

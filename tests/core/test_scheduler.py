@@ -382,6 +382,17 @@ def test_swapped_sequences_go_on_where_they_were(slowness: float) -> None:
     assert any(plan.cancelled for plan in plans) == (slowness > 0)
 
 
+@pytest.mark.parametrize("swap", ["always", "never"])
+def test_tenants_do_not_take_turns_without_advancing(swap: str) -> None:
+    """A sequence that came back makes way for another tenant only when it has grown by a part of what it was."""
+    options = {"num_host_blocks": 200, "swap": swap, "watermark": 0.0, "enable_prefix_caching": False}
+    harness = Harness(engine_config(8, max_num_seqs=4, max_num_batched_tokens=8, **options))
+    harness.add([1] * 5, 27, tenant="a")
+    harness.add([1] * 2, 28, tenant="b")
+    harness.run(limit=200)
+    assert 0 < harness.scheduler.stats.preemptions < 10
+
+
 def test_a_sequence_that_comes_back_may_be_compressed_at_once() -> None:
     """In all tables of its layers: workers have them before they compress."""
     compression = CompressionConfig(
