@@ -1,12 +1,11 @@
-"""Options of the engine, validated where they enter."""
+"""How the KV cache is compressed: the options, validated where they enter."""
 
 from __future__ import annotations
 
 import math
 import sys
 from collections.abc import Sequence
-from functools import cache
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from msgspec import Struct
@@ -21,38 +20,16 @@ from kvllm.compression.specs import (
     UNCALIBRATED,
     MethodSpec,
 )
+from kvllm.config.checks import check_types, require
 from kvllm.errors import ConfigError
-from kvllm.kvcache.formats import KV_CACHE_DTYPES, KV_FORMATS
-from kvllm.kvcache.groups import UNIFORM, KVGroup, has_full, make_groups
+from kvllm.kvcache.formats import KV_FORMATS
+from kvllm.kvcache.groups import KVGroup, make_groups
 
 POLICIES = ("periodic", "pressure", "standalone", "threshold")
 ORDERS = ("most_uncompressed", "queue")
 SCORE_SOURCES = ("observed", "recomputed")
-SWAP_MODES = ("auto", "always", "never")
-"""Whether a preempted sequence's cache goes to the host: where that is cheaper than to compute it again, whenever there
-is room, or not at all."""
 PAPER_SEQUENCES = 30
 RECALL_DTYPES = ("auto", *KV_FORMATS)
-
-
-_fields = cache(msgspec.structs.fields)
-
-
-def check_types(options: Struct) -> None:
-    """Structs accept anything when constructed by hand: hold each field against its annotation, and store its type."""
-    for field in _fields(type(options)):
-        value = getattr(options, field.name)
-        if value is field.default:  # most fields of most requests
-            continue
-        try:
-            msgspec.structs.force_setattr(options, field.name, msgspec.convert(value, field.type))
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"{field.name}={value!r}: {error}") from None
-
-
-def require(condition: bool, field: str, value: Any, allowed: str) -> None:
-    if not condition:
-        raise ConfigError(f"{field}={value!r} is not allowed: {allowed}")
 
 
 class LayerGroup(Struct, frozen=True):
@@ -389,165 +366,3 @@ def make_kv_groups(windows: Sequence[int | None], compression: CompressionConfig
     Raises ConfigError as `CompressionConfig.retained_by_layer`.
     """
     return make_groups(windows, compression.retained_by_layer(windows) if compression else None)
-
-
-class TenantConfig(Struct, frozen=True, kw_only=True):
-    """What one tenant may have of an engine.
-
-    Attributes:
-        weight: its part, relative to the weights of the other tenants, of tokens and of the KV pool that is shared.
-        guaranteed_share: share of the KV pool that it gets whenever it needs it, from whoever holds more than theirs.
-        max_priority: the highest priority of its requests, which is the lowest number; lower ones are raised to it.
-            None: no limit.
-        cached_share: most of the KV pool that its idle prefix blocks may take.
-
-    Raises ConfigError for what is not allowed.
-    """
-
-    weight: float = 1.0
-    guaranteed_share: float = 0.0
-    max_priority: int | None = None
-    cached_share: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        require(0 < self.weight < math.inf, "weight", self.weight, "a number above 0")
-        for field in ("guaranteed_share", "cached_share"):
-            require(0 <= getattr(self, field) <= 1, field, getattr(self, field), "a share, at least 0 and at most 1")
-
-
-class EngineConfig(Struct, frozen=True, kw_only=True):
-    """Settings of the core.
-
-    num_blocks: blocks in the KV pool, of `block_size` tokens each.
-    kv_cache_dtype: one of `kvllm.kvcache.formats.KV_CACHE_DTYPES`.
-    max_model_len: longest sequence, prompt and output together, in tokens.
-    max_num_seqs: most sequences that run at once.
-    max_num_batched_tokens: most query tokens of one step: decodes, prefill chunks, what a compression recomputes.
-    watermark: share of the pool that admission leaves free, so that running sequences can grow.
-    high_watermark: share of the pool that must be free behind a preemption, before anything is admitted again. None:
-        admission goes on at once.
-    tenants: settings by the name of the tenant; others have those of `TenantConfig()`.
-    kv_groups: groups of layers with tables and lifetimes of their own, from `make_groups`.
-    num_host_blocks: blocks in host memory, for what leaves the pool.
-    num_host_chunks: chunks there, for KV pairs that compressions drop and that may come back.
-    kv_offload_dtype: of keys and values there; "auto": that of the cache.
-    kv_offloading_path: directory for prefixes on the disk; None for none. kv_offloading_disk_size: GiB there, of all
-        ranks together.
-    swap: what becomes of a preempted sequence's cache: one of SWAP_MODES.
-    async_scheduling: plan a step while the one before it is executed.
-    """
-
-    num_blocks: int
-    max_model_len: int
-    block_size: int = 256
-    kv_cache_dtype: str = "auto"
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    enable_prefix_caching: bool = True
-    watermark: float = 0.01
-    high_watermark: float | None = None
-    seed: int = 0
-    compression: CompressionConfig | None = None
-    tenants: dict[str, TenantConfig] = {}
-    kv_groups: tuple[KVGroup, ...] = UNIFORM
-    num_host_blocks: int = 0
-    num_host_chunks: int = 0
-    kv_offload_dtype: str = "auto"
-    kv_offloading_path: str | None = None
-    kv_offloading_disk_size: float = 10.0
-    swap: str = "auto"
-    async_scheduling: bool = False
-
-    def __post_init__(self) -> None:
-        right = isinstance(self.compression, CompressionConfig | None)
-        require(right, "compression", self.compression, "a CompressionConfig, or None")
-        check_types(self)
-        require(1 <= self.block_size <= 256, "block_size", self.block_size, "between 1 and 256")
-        dtypes = f"choose one of {', '.join(KV_CACHE_DTYPES)}"
-        require(self.kv_cache_dtype in KV_CACHE_DTYPES, "kv_cache_dtype", self.kv_cache_dtype, dtypes)
-        require(self.swap in SWAP_MODES, "swap", self.swap, f"choose one of {', '.join(SWAP_MODES)}")
-        dtypes = f"choose one of auto, {', '.join(KV_FORMATS)}"
-        require(self.kv_offload_dtype in ("auto", *KV_FORMATS), "kv_offload_dtype", self.kv_offload_dtype, dtypes)
-        if self.kv_offload_dtype != "auto" and self.kv_cache_dtype in KV_FORMATS:
-            raise ConfigError(
-                f"kv_offload_dtype={self.kv_offload_dtype!r} with kv_cache_dtype={self.kv_cache_dtype!r}: what is "
-                'quantized already goes to the host as it is. Give kv_offload_dtype="auto"'
-            )
-        for field in ("num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
-            require(getattr(self, field) >= 1, field, getattr(self, field), "at least 1")
-        require(0 <= self.watermark < 1, "watermark", self.watermark, "at least 0 and less than 1")
-        high, allowed = self.high_watermark, f"at least watermark={self.watermark} and less than 1"
-        require(high is None or self.watermark <= high < 1, "high_watermark", high, allowed)
-        require(
-            self.max_num_batched_tokens >= self.max_num_seqs,
-            "max_num_batched_tokens",
-            self.max_num_batched_tokens,
-            f"at least max_num_seqs={self.max_num_seqs}, so that all running sequences can decode in one step: "
-            "raise it or lower max_num_seqs",
-        )
-        if self.compression is not None:
-            self.compression.retained(self.block_size)
-        if self.active_compression is not None:
-            self._check_compressible(self.active_compression)
-        guaranteed = sum(tenant.guaranteed_share for tenant in self.tenants.values())
-        allowed = "the guaranteed_share of all tenants together is at most 1"
-        require(guaranteed <= 1 + 1e-9, "tenants: guaranteed_share", guaranteed, allowed)
-
-    def _check_recall(self, compression: CompressionConfig) -> None:
-        """What is dropped is held in the format of the pool, or in one of fewer bits."""
-        dtype = compression.recall_dtype
-        allowed = f"kv_cache_dtype={self.kv_cache_dtype!r} is quantized already: give recall_dtype='auto'"
-        require(dtype == "auto" or self.kv_cache_dtype not in KV_FORMATS, "recall_dtype", dtype, allowed)
-        given, value = ("recall_period", compression.recall_period)
-        if value is None:
-            given, value = ("recall_bound", compression.recall_bound)
-        allowed = "only where all layers are in one KV group, not beside layers with a sliding window or layer_groups"
-        require(len(self.kv_groups) == 1 and not compression.layer_groups, given, value, allowed)
-
-    def _check_compressible(self, compression: CompressionConfig) -> None:
-        """Behind a window nothing is left of which queries could be computed again, or attention be added up."""
-        if compression.recalls:
-            self._check_recall(compression)
-        if all(group.window is None for group in self.kv_groups):
-            return
-        allowed = "the model has no layer that attends all tokens, so nothing can be compressed: leave it out"
-        require(has_full(self.kv_groups), "compression", compression.method, allowed)
-        spec = compression.spec
-        needs_nothing = (spec.queries == "none" and not spec.observes) or compression.observes_scores
-        able = ", ".join(name for name, each in SPECS.items() if each.queries == "none" and not each.observes)
-        observable = ", ".join(name for name, each in SPECS.items() if each.observable)
-        allowed = (
-            "the model has layers with a sliding window, whose KV pairs are released, so no query can be computed "
-            f"again: use one of {able}, or {observable} with observed scores"
-        )
-        require(needs_nothing, "method", compression.method, allowed)
-        allowed = "the model has layers with a sliding window: without what is behind it, no token is predicted again"
-        require(compression.guard_kl is None, "guard_kl", compression.guard_kl, f"{allowed}: leave it out")
-
-    @property
-    def recalls(self) -> bool:
-        """Whether what a compression drops may come back."""
-        return self.active_compression is not None and self.active_compression.recalls
-
-    @property
-    def active_compression(self) -> CompressionConfig | None:
-        """None if nothing is ever dropped: compression off, or retention 100%."""
-        if self.compression is None or self.compression.keeps_all(self.block_size):
-            return None
-        return self.compression
-
-    @property
-    def shares_prefixes(self) -> bool:
-        """Whether sequences may share blocks that hold the same tokens."""
-        return self.enable_prefix_caching and not self.observes_attention
-
-    @property
-    def observes_attention(self) -> bool:
-        """Whether the compression method adds up attention."""
-        return self.active_compression is not None and self.active_compression.spec.observes
-
-    @property
-    def keeps_scores(self) -> bool:
-        """Whether the compression method keeps a number for each KV pair beside the cache."""
-        return self.observes_attention or (self.active_compression is not None and self.active_compression.spec.carries)

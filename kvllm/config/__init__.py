@@ -1,0 +1,20 @@
+"""Options of the engine, validated where they enter."""
+
+from __future__ import annotations
+
+from kvllm.config.checks import check_types, require
+from kvllm.config.compression import POLICIES, CompressionConfig, LayerGroup, bounding, make_kv_groups
+from kvllm.config.engine import EngineConfig
+from kvllm.config.tenant import TenantConfig
+
+__all__ = [
+    "POLICIES",
+    "CompressionConfig",
+    "EngineConfig",
+    "LayerGroup",
+    "TenantConfig",
+    "bounding",
+    "check_types",
+    "make_kv_groups",
+    "require",
+]
