@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+from kvllm.compression.mass import PLAIN_SOFTMAX, Softmax
 from kvllm.compression.specs import STATISTICS_FILE
 
 
@@ -40,6 +41,10 @@ class DenseDecoder:
         theta = config["rope_parameters"]["rope_theta"]
         self.statistics = load_file(path / STATISTICS_FILE) if (path / STATISTICS_FILE).is_file() else {}
         self.frequencies = 1 / theta ** (torch.arange(0, self.head_dim, 2).float() / self.head_dim)
+
+    def softmax(self, layer: int) -> Softmax:
+        """The softmax of a layer's attention."""
+        return PLAIN_SOFTMAX
 
     def forward(self, token_ids: list[int], visible: Tensor) -> DensePass:
         """`visible`: bool `[layers, Hkv, T, T]`, whether row i attends the token at position j."""
@@ -92,9 +97,18 @@ class DenseDecoder:
         return torch.cat((low * angles.cos() - high * angles.sin(), high * angles.cos() + low * angles.sin()), dim=-1)
 
 
-def attend(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
+def attend(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, softmax: Softmax = PLAIN_SOFTMAX) -> Tensor:
     """`[Hq, T, d]` over `[Hkv, S, d]` where `visible` `[Hkv, T, S]` allows it -> `[Hq, T, d]`."""
-    group = queries.shape[0] // keys.shape[0]
-    keys, values, visible = (tensor.repeat_interleave(group, dim=0) for tensor in (keys, values, visible))
-    scores = queries @ keys.mT * queries.shape[-1] ** -0.5
-    return scores.masked_fill(~visible, -torch.inf).softmax(-1) @ values
+    return (attention_probabilities(queries, keys, visible, softmax) @ values[:, None]).flatten(0, 1)
+
+
+def attention_probabilities(queries: Tensor, keys: Tensor, visible: Tensor, softmax: Softmax) -> Tensor:
+    """Those of `attend`: `[Hkv, Hq / Hkv, T, S]`."""
+    scores = queries.unflatten(0, (len(keys), -1)) @ keys[:, None].mT * softmax.scale_of(keys.shape[-1])
+    if softmax.soft_cap is not None:
+        scores = softmax.soft_cap * torch.tanh(scores / softmax.soft_cap)
+    scores = scores.masked_fill(~visible[:, None], -torch.inf)
+    if softmax.sinks is None:
+        return scores.softmax(-1)
+    sinks = softmax.sinks.to(scores).view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+    return torch.cat((scores, sinks), dim=-1).softmax(-1)[..., :-1]

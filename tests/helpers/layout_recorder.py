@@ -19,8 +19,9 @@ from kvllm.compression.registry import METHODS
 from kvllm.compression.statistics import QueryStatistics
 from kvllm.core.executor import BlockingExecutor
 from kvllm.core.protocol import BlockCopy, CompressionJob, ScheduledSequence, SequenceStart, StepPlan, StepResult
-from tests.helpers.dense_decoder import DenseDecoder
+from tests.helpers.dense_decoder import DenseDecoder, attention_probabilities
 from tests.helpers.recorder import assert_dense, block_table_of, kv_pairs_in, kv_pairs_of, poison
+from tests.helpers.transformers_decoder import TransformersDecoder
 
 MAX_MODEL_LEN = 200
 BLOCK_SIZE = 8
@@ -351,7 +352,7 @@ def completions(count: int, max_tokens: int) -> SamplingParams:
 class Expected:
     """Dense attention over a text, with the mask that its compressions left."""
 
-    def __init__(self, decoder: DenseDecoder, text: Text, config: CompressionConfig) -> None:
+    def __init__(self, decoder: DenseDecoder | TransformersDecoder, text: Text, config: CompressionConfig) -> None:
         self.decoder = decoder
         self.text = text
         self.config = config
@@ -364,10 +365,9 @@ class Expected:
     def _masses(self) -> list[Tensor]:
         """By layer `[kv_heads, rows, positions]`: the attention that positions received up to and including a row."""
         masses = []
-        for queries, keys, visible in zip(self.dense.queries, self.dense.keys, self.text.visible, strict=True):
-            scores = queries.unflatten(0, (len(keys), -1)) @ keys[:, None].mT * keys.shape[-1] ** -0.5
-            hidden = ~visible[:, None, : self.length, : self.length]
-            masses.append(scores.masked_fill(hidden, -torch.inf).softmax(-1).sum(1).cumsum(1))
+        for layer, visible in enumerate(self.text.visible[..., : self.length, : self.length]):
+            queries, keys, softmax = self.dense.queries[layer], self.dense.keys[layer], self.decoder.softmax(layer)
+            masses.append(attention_probabilities(queries, keys, visible, softmax).sum(1).cumsum(1))
         return masses
 
     def mass(self, layer: int, length: int, positions: Tensor) -> Tensor:
@@ -379,10 +379,10 @@ class Expected:
         positions = event.region[layer]
         assert (positions == positions[0]).all() and (positions >= 0).all()
         keys = self.dense.keys[layer][:, positions[0, : event.size - self.config.buffer]]
-        queries = self.dense.queries[layer][:, positions[0]].unflatten(0, (len(keys), -1))
-        scores = queries @ keys[:, None].mT * keys.shape[-1] ** -0.5
-        later = torch.arange(keys.shape[1]) > torch.arange(event.size)[:, None]
-        probabilities = scores.masked_fill(later, -torch.inf).softmax(-1)
+        queries = self.dense.queries[layer][:, positions[0]]
+        earlier = torch.arange(keys.shape[1]) <= torch.arange(event.size)[:, None]
+        visible = earlier.expand(len(keys), -1, -1)
+        probabilities = attention_probabilities(queries, keys, visible, self.decoder.softmax(layer))
         squared = self.method.spec.observable == "squares"
         return (probabilities.square() if squared else probabilities).sum((1, 2))
 
@@ -396,7 +396,8 @@ class Expected:
             options: dict[str, Any] = {"layer": layer, "num_layers": len(self.dense.keys), "seeds": [event.seed]}
             options |= {"starts": [event.start], "last_positions": [int(region[0, -1])]}
             options |= {"values": self.dense.values[layer].take_along_dim(index[..., None], 1)[None].float()}
-            options |= {"frequencies": self.decoder.frequencies} | self.config.options
+            options |= {"frequencies": self.decoder.frequencies, "softmax": self.decoder.softmax(layer)}
+            options |= self.config.options
             if "statistics" in self.method.arguments:
                 of_layer = {name: found[layer : layer + 1] for name, found in self.decoder.statistics.items()}
                 options["statistics"] = QueryStatistics(**of_layer)
@@ -462,7 +463,7 @@ def assert_counts(event: Event, config: CompressionConfig) -> None:
         assert (counts == event.retain).all()
 
 
-def assert_as_expected(decoder: DenseDecoder, llm: LLM) -> None:
+def assert_as_expected(decoder: DenseDecoder | TransformersDecoder, llm: LLM) -> None:
     """All that a run recorded: logits, queries, survivors and mass."""
     recorder, config = llm.llm_engine.executor, llm.config.compression
     # A text without logits was preempted before it was back.
