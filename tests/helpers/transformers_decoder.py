@@ -30,7 +30,7 @@ class TransformersDecoder:
     def __init__(self, path: Path) -> None:
         AttentionInterface.register("written_out", _attend)
         self.model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float64, attn_implementation="written_out"
+            path, dtype=torch.float64, attn_implementation="written_out", experts_implementation="eager"
         ).eval()
         self.statistics: dict[str, Tensor] = {}
         self.frequencies = self.model.model.rotary_emb.inv_freq.float()
