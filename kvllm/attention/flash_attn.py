@@ -12,7 +12,7 @@ from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from packaging.version import Version
 
 from kvllm.attention.base import AttentionBackend, AttentionBatch
-from kvllm.attention.runs import refuse_evicted_mask, runs_of
+from kvllm.attention.runs import RunGroup, groups_of, refuse_evicted_mask, runs_of, with_sinks
 
 FIRST_THAT_SYNCHRONIZES = Version("2.8.4")
 """Sources with this version of the library read the longest length of a paged cache back to the host, since
@@ -21,16 +21,20 @@ Dao-AILab/flash-attention#2711, which a capture does not allow."""
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """One query token of each sequence. lengths: int32 `[S]`, KV pairs that it attends."""
+    """Query tokens that are alone in their run. tokens: those of the batch. lengths: int32 `[S]`, KV pairs that each
+    attends."""
 
+    tokens: slice | torch.Tensor
     lengths: torch.Tensor
     block_tables: torch.Tensor
 
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """Runs of query tokens. query_start_loc, kv_start_loc: int32 `[runs + 1]`. block_tables: `[runs, max_blocks]`."""
+    """Longer runs. tokens: those of the batch. query_start_loc, kv_start_loc: int32 `[runs + 1]`. block_tables:
+    `[runs, max_blocks]`."""
 
+    tokens: slice | torch.Tensor
     query_start_loc: torch.Tensor
     kv_start_loc: torch.Tensor
     max_queries: int
@@ -47,35 +51,64 @@ class FlashAttentionBackend(AttentionBackend):
     name = "flash_attn"
     capturable = Version(flash_attn.__version__) < FIRST_THAT_SYNCHRONIZES  # pyright: ignore[reportAttributeAccessIssue]
 
-    def plan(self, batch: AttentionBatch) -> DecodePlan | ChunkPlan:
+    def plan(self, batch: AttentionBatch) -> list[DecodePlan | ChunkPlan]:
         refuse_evicted_mask(self.name, batch)
-        if len(batch.last_kv_index) == len(batch.block_tables):
-            return DecodePlan(batch.last_kv_index + 1, batch.block_tables)
-        runs, device = runs_of(batch), self.cache.data.device
-        sequences = torch.from_numpy(runs.sequences).to(device)
-        query_start_loc = torch.from_numpy(runs.starts.astype(np.int32)).to(device)
-        kv_start_loc = torch.from_numpy(np.append(0, runs.lengths.cumsum()).astype(np.int32)).to(device)
-        most = int(runs.sizes.max()), int(runs.lengths.max())
-        return ChunkPlan(query_start_loc, kv_start_loc, *most, batch.block_tables[sequences])
+        if len(batch.last_kv_index) == len(batch.block_tables):  # nothing is read back, as a capture demands
+            return [DecodePlan(slice(None), batch.last_kv_index + 1, batch.block_tables)]
+        return [self._plan_group(each, batch) for each in groups_of(runs_of(batch), self.cache.data.device)]
+
+    def _plan_group(self, group: RunGroup, batch: AttentionBatch) -> DecodePlan | ChunkPlan:
+        device = self.cache.data.device
+        block_tables = batch.block_tables[torch.from_numpy(group.sequences).to(device)]
+        if group.is_decode:
+            lengths = torch.from_numpy(group.lengths.astype(np.int32)).to(device)
+            return DecodePlan(group.tokens, lengths, block_tables)
+        query_start_loc = torch.from_numpy(group.starts.astype(np.int32)).to(device)
+        kv_start_loc = torch.from_numpy(np.append(0, group.lengths.cumsum()).astype(np.int32)).to(device)
+        most = int(np.diff(group.starts).max()), int(group.lengths.max())
+        return ChunkPlan(group.tokens, query_start_loc, kv_start_loc, *most, block_tables)
 
     def run(
-        self, layer: int, queries: torch.Tensor, plan: DecodePlan | ChunkPlan, sinks: torch.Tensor | None = None
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        plan: list[DecodePlan | ChunkPlan],
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        keys, values = self.keys[layer].transpose(1, 2), self.values[layer].transpose(1, 2)
+        if len(plan) == 1:
+            return self._attend(layer, queries, plan[0], sinks)
+        output = torch.empty_like(queries, memory_format=torch.contiguous_format)
+        for part in plan:
+            output[part.tokens] = self._attend(layer, queries[part.tokens], part, sinks)
+        return output
+
+    def _attend(
+        self, layer: int, queries: torch.Tensor, plan: DecodePlan | ChunkPlan, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
         if isinstance(plan, DecodePlan):
-            return flash_attn_with_kvcache(  # pyright: ignore[reportCallIssue]
-                queries.unsqueeze(1),
-                keys,
-                values,
-                cache_seqlens=plan.lengths,
-                block_table=plan.block_tables,
-                softmax_scale=self.scale,
-                **self._options(layer),
-            ).squeeze(1)
-        return flash_attn_varlen_func(  # pyright: ignore[reportCallIssue]
+            output, log_sums = self._decode(layer, queries, plan)
+        else:
+            output, log_sums = self._attend_chunks(layer, queries, plan)
+        return output if sinks is None else with_sinks(output, log_sums, sinks)
+
+    def _decode(self, layer: int, queries: torch.Tensor, plan: DecodePlan) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output, and the logarithms of the softmax's sums, float32 `[T, query_heads]`."""
+        output, log_sums = flash_attn_with_kvcache(  # pyright: ignore[reportCallIssue]
+            queries.unsqueeze(1),
+            *self._cache(layer),
+            cache_seqlens=plan.lengths,
+            block_table=plan.block_tables,
+            softmax_scale=self.scale,
+            return_softmax_lse=True,
+            **self._options(layer),
+        )
+        return output.squeeze(1), log_sums.squeeze(2)
+
+    def _attend_chunks(self, layer: int, queries: torch.Tensor, plan: ChunkPlan) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `_decode`."""
+        output, log_sums, _ = flash_attn_varlen_func(  # pyright: ignore[reportCallIssue]
             queries,
-            keys,
-            values,
+            *self._cache(layer),
             plan.query_start_loc,
             plan.kv_start_loc,
             plan.max_queries,
@@ -83,8 +116,14 @@ class FlashAttentionBackend(AttentionBackend):
             softmax_scale=self.scale,
             causal=True,
             block_table=plan.block_tables,
+            return_attn_probs=True,  # of which there are none without dropout
             **self._options(layer),
         )
+        return output, log_sums.T
+
+    def _cache(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values as the library takes them, views `[blocks, block_size, kv_heads, head_dim]`."""
+        return self.keys[layer].transpose(1, 2), self.values[layer].transpose(1, 2)
 
     def _options(self, layer: int) -> dict[str, Any]:
         """What the library is told of a layer's window and soft cap, if it has any."""

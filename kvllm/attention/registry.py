@@ -44,6 +44,12 @@ def _why_not_options(case: Case) -> str | None:
     return None
 
 
+def _why_not_sinks(case: Case) -> str | None:
+    if any(options.sinks for options in case.layers):
+        return "knows no learned scores beside those of KV pairs, the model has layers with attention sinks"
+    return None
+
+
 def why_not_cpu(case: Case) -> str | None:
     """The reason why the compiled CPU operators cannot serve a case, None if they can. So do the functions below."""
     shape = case.cache.shape
@@ -86,21 +92,25 @@ def why_not_flash_attn(case: Case) -> str | None:
     return _why_not_library(case, "flash_attn", "flash-attn")
 
 
+def why_not_flashinfer(case: Case) -> str | None:
+    if case.cache.shape.head_dim not in (64, 128, 256):
+        return f"needs a head_dim of 64, 128 or 256, not {case.cache.shape.head_dim}"
+    return _why_not_library(case, "flashinfer", "flashinfer-python")
+
+
 def why_not_xformers(case: Case) -> str | None:
     shape = case.cache.shape
     if shape.block_size % 64:
         return f"needs a block_size that is a multiple of 64, not {shape.block_size}"
     if shape.head_dim not in (16, 32, 64, 128, 256):
         return f"needs a head_dim that is a power of two from 16 to 256, not {shape.head_dim}"
-    return _why_not_options(case) or _why_not_library(case, "xformers", "xformers")
+    return _why_not_options(case) or _why_not_sinks(case) or _why_not_library(case, "xformers", "xformers")
 
 
 def _why_not_library(case: Case, module: str, package: str) -> str | None:
     """Limits that the attention libraries have in common."""
     if case.cache.shape.dtype not in (torch.bfloat16, torch.float16):
         return f"computes in bfloat16 or float16, not {case.cache.shape.dtype}"
-    if any(options.sinks for options in case.layers):
-        return "knows no learned scores beside those of KV pairs, the model has layers with attention sinks"
     if case.ragged:
         return "cannot leave out KV pairs of single heads, which the compression method asks for"
     if case.observed:
@@ -137,12 +147,13 @@ class Entry:
 BACKENDS = {
     "cpu": Entry("kvllm.attention.cpu", "CpuBackend", why_not_cpu, tuple(KV_FORMATS)),
     "flash_attn": Entry("kvllm.attention.flash_attn", "FlashAttentionBackend", why_not_flash_attn),
+    "flashinfer": Entry("kvllm.attention.flashinfer", "FlashInferBackend", why_not_flashinfer),
     "reference": Entry("kvllm.attention.reference", "ReferenceBackend", lambda case: None, tuple(KV_FORMATS)),
     "triton": Entry("kvllm.attention.triton", "TritonBackend", why_not_triton, tuple(KV_FORMATS)),
     "xformers": Entry("kvllm.attention.xformers", "XformersBackend", why_not_xformers),
 }
-FASTEST = ("cpu", "triton", "flash_attn", "xformers", "reference")
-"""The backends that "auto" tries; flash_attn and xformers add nothing where triton is installed."""
+FASTEST = ("cpu", "triton", "flash_attn", "flashinfer", "xformers", "reference")
+"""The backends that "auto" tries; those of other packages add shapes of blocks and heads that triton does not take."""
 
 
 def make_backend(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from kvllm.attention.base import AttentionBatch
 from kvllm.errors import ConfigError
@@ -42,3 +43,46 @@ def refuse_evicted_mask(name: str, batch: AttentionBatch) -> None:
     """Raise ConfigError for the backend `name`, which takes one length for all heads of a sequence."""
     if batch.packed_len is not None:
         raise ConfigError(f"the attention backend {name!r} cannot leave out KV pairs of single heads: use 'triton'")
+
+
+@dataclass(frozen=True)
+class RunGroup:
+    """Runs of a batch that go to one kernel: those with one query token, or the longer ones.
+
+    starts: `[R + 1]`, where each run begins among the tokens of the group. sequences, lengths: as in Runs.
+    tokens: of the batch, those of the group: a slice where they follow each other, else int64 on the device.
+    """
+
+    starts: np.ndarray
+    sequences: np.ndarray
+    lengths: np.ndarray
+    tokens: slice | torch.Tensor
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether each run has one query token."""
+        return self.starts[-1] == len(self.sequences)
+
+
+def groups_of(runs: Runs, device: torch.device) -> list[RunGroup]:
+    """The runs with one query token and the longer ones apart, as far as there are any: a kernel for chunks gives a
+    decode a whole tile of query tokens."""
+    alone = runs.sizes == 1
+    return [_group(runs, np.flatnonzero(chosen), device) for chosen in (alone, ~alone) if chosen.any()]
+
+
+def _group(runs: Runs, chosen: np.ndarray, device: torch.device) -> RunGroup:
+    starts = np.append(0, runs.sizes[chosen].cumsum())
+    tokens = np.repeat(runs.starts[chosen] - starts[:-1], runs.sizes[chosen]) + np.arange(starts[-1])
+    follow = tokens[-1] - tokens[0] + 1 == len(tokens)
+    place = slice(int(tokens[0]), int(tokens[-1]) + 1) if follow else torch.from_numpy(tokens).to(device)
+    return RunGroup(starts, runs.sequences[chosen], runs.lengths[chosen], place)
+
+
+def with_sinks(output: torch.Tensor, log_sums: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Attention with learned scores that have no value, from attention without them.
+
+    output: `[T, query_heads, head_dim]`. log_sums: float32 `[T, query_heads]`, natural logarithms of the sums that the
+    softmax was divided by. sinks: float32 `[query_heads]`.
+    """
+    return (output * (log_sums - sinks).sigmoid().unsqueeze(-1)).to(output.dtype)

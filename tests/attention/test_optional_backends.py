@@ -5,12 +5,19 @@ Their kernels need a GPU. On the CPU the packages' functions are written out her
 
 from __future__ import annotations
 
+import ast
+import inspect
+import math
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -22,11 +29,14 @@ from kvllm.attention.registry import make_backend
 from kvllm.attention.runs import runs_of
 from kvllm.errors import ConfigError
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
+from kvllm.kvcache.formats import KV_FORMATS
 from tests.helpers import attention_cases
 
 needs_triton = pytest.mark.skipif(
     find_spec("triton") is None, reason="needs the package triton, which is not installed"
 )
+
+FLASHINFER = find_spec("flashinfer")
 
 
 def attend(
@@ -38,11 +48,24 @@ def attend(
     softcap: float = 0.0,
 ) -> torch.Tensor:
     """`[T, query_heads, d]` over `[entries, kv_heads, d]`, of which a row sees those in bool `[T, entries]`."""
+    return attend_with_sums(queries, keys, values, visible, scale, softcap)[0]
+
+
+def attend_with_sums(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    visible: torch.Tensor,
+    scale: float,
+    softcap: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same, and the logarithms of the softmax's sums, `[T, query_heads]`."""
     group = queries.shape[1] // keys.shape[1]
     keys, values = (tensor.repeat_interleave(group, dim=1) for tensor in (keys, values))
     scores = torch.einsum("thd,ehd->hte", queries, keys.nan_to_num()) * scale
     scores = softcap * (scores / softcap).tanh() if softcap else scores
-    return torch.einsum("hte,ehd->thd", scores.masked_fill(~visible, -torch.inf).softmax(-1), values.nan_to_num())
+    scores = scores.masked_fill(~visible, -torch.inf)
+    return torch.einsum("hte,ehd->thd", scores.softmax(-1), values.nan_to_num()), scores.logsumexp(-1).T
 
 
 # Runs of rows
@@ -74,15 +97,20 @@ def flash_attn_with_kvcache(
     cache_seqlens: torch.Tensor,
     block_table: torch.Tensor,
     softmax_scale: float,
+    return_softmax_lse: bool,
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """q `[S, 1, query_heads, d]`: the newest row of each sequence."""
-    output = []
+    assert return_softmax_lse and len(q) == len(cache_seqlens) == len(block_table)
+    output, sums = [], []
     for row, n, table in zip(q, cache_seqlens.tolist(), block_table, strict=True):
         visible = in_window(torch.ones(1, n).bool(), window_size)
-        output.append(attend(row, paged(k_cache, table, n), paged(v_cache, table, n), visible, softmax_scale, softcap))
-    return torch.stack(output)
+        pairs = paged(k_cache, table, n), paged(v_cache, table, n)
+        found, log_sums = attend_with_sums(row, *pairs, visible, softmax_scale, softcap)
+        output.append(found)
+        sums.append(log_sums.T)
+    return torch.stack(output), torch.stack(sums)
 
 
 def in_window(visible: torch.Tensor, window_size: tuple[int, int]) -> torch.Tensor:
@@ -103,18 +131,24 @@ def flash_attn_varlen_func(
     softmax_scale: float,
     causal: bool,
     block_table: torch.Tensor,
+    return_attn_probs: bool,
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
-) -> torch.Tensor:
-    """q `[T, query_heads, d]`; the last row of each sequence sees all of its entries, the one before one less."""
+) -> tuple[torch.Tensor, torch.Tensor, None]:
+    """q `[T, query_heads, d]`; the last row of each sequence sees all of its entries, the one before one less. Decodes
+    do not come here."""
+    assert return_attn_probs and (cu_seqlens_q.diff() > 1).all()
     assert causal and cu_seqlens_q.dtype == cu_seqlens_k.dtype == block_table.dtype == torch.int32
     sizes, lengths = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
     assert max_seqlen_q == max(sizes) and max_seqlen_k == max(lengths)
-    output = []
+    output, sums = [], []
     for rows, n, table in zip(q.split(sizes), lengths, block_table, strict=True):
         visible = in_window(torch.ones(len(rows), n).tril(n - len(rows)).bool(), window_size)
-        output.append(attend(rows, paged(k, table, n), paged(v, table, n), visible, softmax_scale, softcap))
-    return torch.cat(output)
+        pairs = paged(k, table, n), paged(v, table, n)
+        found, log_sums = attend_with_sums(rows, *pairs, visible, softmax_scale, softcap)
+        output.append(found)
+        sums.append(log_sums)
+    return torch.cat(output), torch.cat(sums).T, None
 
 
 def on_the_cpu(module: str, name: str, case: attention_cases.Case) -> Any:
@@ -145,15 +179,161 @@ def test_versions_of_flash_attn_that_wait_for_the_device_are_not_captured(
 
 @needs_triton
 @pytest.mark.parametrize("rows", [attention_cases.MIXED, [[600], [0], [255]]], ids=["mixed", "decodes"])
-@pytest.mark.parametrize("options", ["plain", "window 5", "window 100", "soft cap"])
+@pytest.mark.parametrize("options", ["plain", "window 5", "window 100", "soft cap", "sinks", "all"])
 def test_flash_attn(monkeypatch: pytest.MonkeyPatch, rows: list[list[int]], options: str) -> None:
     install_flash_attn(monkeypatch, "2.8.3")
     case = attention_cases.make_case(rows, block_size=256, head_dim=64, group=3)
     case = attention_cases.with_options(case, attention_cases.OPTIONS[options])
     backend = on_the_cpu("kvllm.attention.flash_attn", "FlashAttentionBackend", case)
-    found = backend.run(0, case.queries, backend.plan(case.batch))
+    found = backend.run(0, case.queries, backend.plan(case.batch), case.sinks)
     monkeypatch.delitem(sys.modules, "kvllm.attention.flash_attn")
     torch.testing.assert_close(found.double(), attention_cases.dense_attention(case), atol=3e-6, rtol=3e-6)
+
+
+# FlashInfer
+
+
+class Wrapper:
+    """What both wrappers of FlashInfer do: plan on the host, then attend in any number of layers.
+
+    calls: what the wrappers of a test were called with: class, method, positional and named arguments.
+    """
+
+    calls: ClassVar[list[tuple[str, str, tuple[Any, ...], dict[str, Any]]]] = []
+    query_starts: torch.Tensor
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        workspace, layout = args
+        assert layout == "HND" and workspace.dtype == torch.uint8 and not workspace.any()
+        self.calls.append((type(self).__name__, "__init__", args, options))
+
+    def plan(self, *args: Any, **options: Any) -> None:
+        self.calls.append((type(self).__name__, "plan", args, options))
+        self.starts, self.indices, self.last_page_len, heads, kv_heads, head_dim, self.page_size = args[-7:]
+        assert self.starts.dtype == self.indices.dtype == self.last_page_len.dtype == torch.int32
+        assert len(self.starts) == len(self.last_page_len) + 1 and self.starts[-1] == len(self.indices)
+        assert ((self.last_page_len >= 1) & (self.last_page_len <= self.page_size)).all()
+        self.sizes, self.options = (heads, kv_heads, head_dim), options
+        self.query_starts = args[0] if len(args) == 8 else torch.arange(len(self.starts), dtype=torch.int32)
+
+    def run(self, q: torch.Tensor, paged_kv_cache: Any, **options: Any) -> Any:
+        self.calls.append((type(self).__name__, "run", (q, paged_kv_cache), options))
+        assert (q.shape[1], paged_kv_cache[0].shape[1], q.shape[2]) == self.sizes
+        found = [self._attend_sequence(i, q, paged_kv_cache) for i in range(len(self.last_page_len))]
+        output, sums = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return (output, sums / math.log(2)) if options.get("return_lse") else output
+
+    def _attend_sequence(self, i: int, q: torch.Tensor, cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        pages = self.indices[self.starts[i] : self.starts[i + 1]].long()
+        length = (len(pages) - 1) * self.page_size + int(self.last_page_len[i])
+        keys, values = (part[pages].transpose(1, 2).flatten(0, 1)[:length] for part in cache)
+        rows = q[self.query_starts[i] : self.query_starts[i + 1]]
+        visible = torch.ones(len(rows), length).tril(length - len(rows)).bool()
+        if self.options["window_left"] >= 0:
+            visible = visible.triu(length - len(rows) - self.options["window_left"])
+        return attend_with_sums(rows, keys, values, visible, self.options["sm_scale"], self.options["logits_soft_cap"])
+
+
+class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
+    pass
+
+
+class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
+    def plan(self, *args: Any, **options: Any) -> None:
+        assert options["causal"] and (args[0].diff() > 1).all(), "decodes do not come here"
+        super().plan(*args, **options)
+
+
+@pytest.fixture
+def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Wrapper]]:
+    library = ModuleType("flashinfer")
+    for wrapper in (BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper):
+        setattr(library, wrapper.__name__, wrapper)
+    monkeypatch.setitem(sys.modules, "flashinfer", library)
+    monkeypatch.delitem(sys.modules, "kvllm.attention.flashinfer", raising=False)
+    Wrapper.calls.clear()
+    yield Wrapper
+    monkeypatch.delitem(sys.modules, "kvllm.attention.flashinfer", raising=False)
+
+
+@pytest.mark.parametrize("block_size", [16, 48])
+@pytest.mark.parametrize("rows", [attention_cases.MIXED, [[600], [0], [255]]], ids=["mixed", "decodes"])
+@pytest.mark.parametrize("options", ["plain", "window 1", "window 100", "soft cap", "sinks", "all"])
+def test_flashinfer(flashinfer: type[Wrapper], rows: list[list[int]], options: str, block_size: int) -> None:
+    case = attention_cases.make_case(rows, block_size=block_size, head_dim=64, group=3)
+    case = attention_cases.with_options(case, attention_cases.OPTIONS[options])
+    backend = on_the_cpu("kvllm.attention.flashinfer", "FlashInferBackend", case)
+    found = backend.run(0, case.queries, backend.plan(case.batch), case.sinks)
+    torch.testing.assert_close(found.double(), attention_cases.dense_attention(case), atol=3e-6, rtol=3e-6)
+
+
+def test_flashinfer_plans_once_for_each_kind_of_layer(flashinfer: type[Wrapper]) -> None:
+    """Layers of a kind share a wrapper; two plans that live at once, as those of two parts of KV groups, do not, and
+    wrappers of a plan that is gone serve the next one. Sequences have other lengths in the second plan."""
+    kinds = [attention_cases.OPTIONS[name] for name in ("plain", "window 5", "plain")]
+    cases = [attention_cases.make_case([[length]], head_dim=64) for length in (70, 30)]
+    shape = replace(cases[0].cache.shape, num_layers=3)
+    cache = PagedKVCache(shape, 12)
+    cache.data.normal_()
+    backend = import_module("kvllm.attention.flashinfer").FlashInferBackend(cache, 8, 0.125, kinds)
+    reference = make_backend("reference", cache, 8, 0.125, kinds)
+    batches = [case.batch for case in cases]
+
+    def check_step() -> None:
+        plans, expected = [backend.plan(batch) for batch in batches], [reference.plan(batch) for batch in batches]
+        for layer in range(3):
+            for case, plan, literal in zip(cases, plans, expected, strict=True):
+                found = backend.run(layer, case.queries, plan)
+                torch.testing.assert_close(found, reference.run(layer, case.queries, literal), atol=3e-6, rtol=3e-6)
+
+    check_step()
+    counts = Counter(method for _, method, _, _ in flashinfer.calls)
+    assert counts == {"__init__": 4, "plan": 4, "run": 6}
+    check_step()
+    counts = Counter(method for _, method, _, _ in flashinfer.calls)
+    assert counts == {"__init__": 4, "plan": 8, "run": 12}
+
+
+@cache
+def signatures(module: str, name: str) -> dict[str, inspect.Signature]:
+    """Those of a class's methods in the source of the installed package, which cannot be imported without CUDA."""
+    assert FLASHINFER and FLASHINFER.submodule_search_locations
+    tree = ast.parse((Path(FLASHINFER.submodule_search_locations[0]) / f"{module}.py").read_text())
+    [definition] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+    methods = {node.name: node.args for node in definition.body if isinstance(node, ast.FunctionDef)}  # overloads first
+    return {method: signature_of(arguments) for method, arguments in methods.items()}
+
+
+def signature_of(arguments: ast.arguments) -> inspect.Signature:
+    kinds = inspect.Parameter
+    named, parameters = [*arguments.posonlyargs, *arguments.args], []
+    required = len(named) - len(arguments.defaults)
+    for number, each in enumerate(named):
+        default = kinds.empty if number < required else None
+        parameters.append(kinds(each.arg, kinds.POSITIONAL_OR_KEYWORD, default=default))
+    if arguments.vararg:
+        parameters.append(kinds(arguments.vararg.arg, kinds.VAR_POSITIONAL))
+    parameters += [kinds(each.arg, kinds.KEYWORD_ONLY, default=None) for each in arguments.kwonlyargs]
+    if arguments.kwarg:
+        parameters.append(kinds(arguments.kwarg.arg, kinds.VAR_KEYWORD))
+    return inspect.Signature(parameters)
+
+
+@pytest.mark.skipif(FLASHINFER is None, reason="needs the package flashinfer-python, or its source")
+def test_flashinfer_takes_what_it_is_given(flashinfer: type[Wrapper]) -> None:
+    case = attention_cases.make_case(attention_cases.MIXED, head_dim=64)
+    case = attention_cases.with_options(case, attention_cases.OPTIONS["all"])
+    backend = on_the_cpu("kvllm.attention.flashinfer", "FlashInferBackend", case)
+    backend.run(0, case.queries, backend.plan(case.batch), case.sinks)
+    names = {"BatchDecodeWithPagedKVCacheWrapper": "decode", "BatchPrefillWithPagedKVCacheWrapper": "prefill"}
+    for name, method, args, options in flashinfer.calls:
+        of_class = signatures(names[name], name)
+        if method == "plan" and "_plan_impl" in of_class:  # to which `plan` passes everything on
+            method = "_plan_impl"
+        of_class[method].bind(backend, *args, **options)
+    assert {(name, method) for name, method, _, _ in flashinfer.calls} == {
+        (name, method) for name in names for method in ("__init__", "plan", "run")
+    }
 
 
 # xFormers
@@ -202,24 +382,37 @@ def test_xformers(monkeypatch: pytest.MonkeyPatch, rows: list[list[int]], group:
 SHAPE = CacheShape(1, 2, 64, 256, torch.bfloat16)
 
 
-@pytest.mark.parametrize("name", ["flash_attn", "xformers"])
+PACKAGES = {"flash_attn": "flash-attn", "flashinfer": "flashinfer-python", "xformers": "xformers"}
+OWN_LIMITS = {
+    "flash_attn": (
+        ("multiple of 256, not 32", {"block_size": 32}, {}),
+        ("multiple of 8 up to 256, not 300", {"head_dim": 300}, {}),
+    ),
+    "flashinfer": (("head_dim of 64, 128 or 256, not 96", {"head_dim": 96}, {}),),
+    "xformers": (
+        ("multiple of 64, not 32", {"block_size": 32}, {}),
+        ("power of two from 16 to 256, not 300", {"head_dim": 300}, {}),
+        ("knows no learned scores", {}, {"layers": (LayerAttention(sinks=True),)}),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PACKAGES)
 def test_refusals(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    multiple = {"flash_attn": 256, "xformers": 64}[name]
-    heads = {"flash_attn": "multiple of 8 up to 256, not 300", "xformers": "power of two from 16 to 256, not 300"}[name]
     for message, fields, options in (
         ("computes in bfloat16 or float16, not torch.float32", {"dtype": torch.float32}, {}),
-        (f"block_size that is a multiple of {multiple}, not 32", {"block_size": 32}, {}),
-        (heads, {"head_dim": 300}, {}),
+        ("does not read a KV cache of int8", {"kv_format": KV_FORMATS["int8"]}, {}),
         ("cannot leave out KV pairs of single heads", {}, {"ragged": True}),
         ("does not tell the attention probabilities", {}, {"observed": True}),
-        ("knows no learned scores", {}, {"layers": (LayerAttention(sinks=True),)}),
+        *OWN_LIMITS[name],
     ):
         with pytest.raises(ConfigError, match=f"'{name}' .*{message}.*: use 'cpu' or 'reference'"):
             make_backend(name, PagedKVCache(replace(SHAPE, **fields), 1), 4, 1.0, **options)
     with monkeypatch.context() as patch:
         patch.setattr(backends, "find_spec", lambda package: None)
-        package = name.replace("_", "-")
-        with pytest.raises(ConfigError, match=f"needs the package {package}, which is not installed: use 'cpu' or"):
+        with pytest.raises(
+            ConfigError, match=f"needs the package {PACKAGES[name]}, which is not installed: use 'cpu' or"
+        ):
             make_backend(name, PagedKVCache(SHAPE, 1), 4, 1.0)
     monkeypatch.setattr(backends, "find_spec", lambda package: True)
     with pytest.raises(ConfigError, match="runs on CUDA devices, not on cpu: use 'cpu' or 'reference'"):
