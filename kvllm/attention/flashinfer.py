@@ -118,7 +118,7 @@ class FlashInferBackend(AttentionBackend):
         return plan.planned[kind]
 
     def _lease(self, plan: GroupPlan) -> Lease:
-        """A wrapper whose last plan is gone, or a new one: each pins memory, which takes milliseconds."""
+        """A wrapper whose last plan is gone, or a new one: each pins memory of its own."""
         leases = self._leases[plan.group.is_decode]
         for lease in leases:
             if lease.user() is None:
