@@ -40,7 +40,7 @@ class Forced(BlockingExecutor):
 
     def execute(self, plan: StepPlan) -> StepResult:
         result = self.inner.execute(plan)
-        sampled = [item.seq_id for item in plan.scheduled if item.samples]
+        sampled = plan.decodes.seq_ids + [chunk.seq_id for chunk in plan.chunks if chunk.samples]
         if self.observe and sampled:
             self.observe(self._logits, sampled, [self.counts[seq_id] for seq_id in sampled])
         pairs = zip(sampled, result.tokens, strict=True)

@@ -97,10 +97,10 @@ class PositionTracker(BlockingExecutor):
         for job in plan.compressions:
             if not job.destinations:  # whole blocks at the beginning are released
                 self._compress(job, self._text(0, 0))
-        for item in plan.scheduled:
-            begin = self._logical[item.seq_id]
-            self._logical[item.seq_id] = end = begin + item.num_tokens
-            self.positions[item.seq_id] = torch.cat((self.positions[item.seq_id], self._text(begin, end)), dim=-1)
+        for seq_id, num_tokens in plan.query_tokens():
+            begin = self._logical[seq_id]
+            self._logical[seq_id] = end = begin + num_tokens
+            self.positions[seq_id] = torch.cat((self.positions[seq_id], self._text(begin, end)), dim=-1)
         return result
 
     def _text(self, begin: int, end: int) -> Tensor:

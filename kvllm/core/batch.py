@@ -13,7 +13,7 @@ from kvllm.core.offloading import Offloading, table_changes
 from kvllm.core.protocol import (
     BlockCopy,
     Fork,
-    ScheduledSequence,
+    PrefillChunk,
     SequenceStart,
     StepPlan,
     TableChange,
@@ -28,7 +28,7 @@ class Batch:
     """Starts, continues and preempts sequences for the scheduler that holds it: each change goes into the plan.
 
     running: by age (sequence id).
-    plan: of the step that is planned. scheduled: its sequences, in its order.
+    plan: of the step that is planned. decoding, prefilling: the sequences of its decodes and its chunks, in its order.
     shares: of the tenants in that step; None if all unfinished sequences are alike.
     has_preempted: whether a sequence was preempted in that step.
     offloading: None if nothing goes to the host.
@@ -46,7 +46,8 @@ class Batch:
         admission.offloading = self.offloading
         self.running: list[Sequence] = []
         self.plan = StepPlan()
-        self.scheduled: list[Sequence] = []
+        self.decoding: list[Sequence] = []
+        self.prefilling: list[Sequence] = []
         self.shares: Shares | None = None
         self.has_preempted = False
         self._dropped_seq_ids: list[int] = []  # which the workers still have
@@ -72,9 +73,7 @@ class Batch:
 
     def resolve(self) -> None:
         """Give the plan the tokens that were still to be sampled when it was made."""
-        for item, seq in zip(self.plan.scheduled, self.scheduled, strict=True):
-            if item.new_tokens and item.new_tokens[-1] == PENDING:
-                item.new_tokens[-1] = seq.token_ids[-1]
+        self.plan.decodes.token_ids[:] = [seq.token_ids[-1] for seq in self.decoding]
         for start in self.plan.new_seqs:
             if start.token_ids[-1] == PENDING:  # it was preempted for this very plan
                 start.token_ids[-1] = next(seq.token_ids[-1] for seq in self.running if seq.seq_id == start.seq_id)
@@ -84,15 +83,16 @@ class Batch:
         """Whether a sequence that gets a token of the step in flight was preempted, and starts again in the plan."""
         return any(start.token_ids[-1] == PENDING for start in self.plan.new_seqs)
 
-    def take_scheduled(self) -> list[Sequence]:
-        """The plan's sequences, in its order. The plan counts as launched."""
-        scheduled, self.scheduled = self.scheduled, []
+    def take_scheduled(self) -> tuple[list[Sequence], list[Sequence]]:
+        """The sequences that decode and those that prefill, in the plan's order. The plan counts as launched."""
+        scheduled = self.decoding, self.prefilling
+        self.decoding, self.prefilling = [], []
         return scheduled
 
     @property
     def candidates(self) -> list[Sequence]:
         """The running sequences that are not in the plan, by age."""
-        planned = {seq.seq_id for seq in self.scheduled}
+        planned = {*self.plan.decodes.seq_ids, *(chunk.seq_id for chunk in self.plan.chunks)}
         return [seq for seq in self.running if seq.seq_id not in planned]
 
     @property
@@ -123,7 +123,7 @@ class Batch:
         reserved = num_tokens if compressed else seq.num_uncomputed
         self.blocks.append(seq, reserved)
         self._append_tables(seq, num_tokens, reserved, hit)
-        self._schedule(seq, num_tokens, seq.block_table[:])
+        self._prefill(seq, num_tokens, seq.block_table[:])
         if self.shares:
             self.shares.holding(seq).add(seq)
             self.shares.charge_tokens(self.waiting.tenant(seq))
@@ -174,13 +174,15 @@ class Batch:
         """Put `num_tokens` of a running sequence into the plan, for which it needs `num_blocks` more."""
         if seq.others:
             self._append_tables(seq, num_tokens, num_tokens)
-        if not num_blocks:
-            self._schedule(seq, num_tokens, [])
-            return
-        new_blocks, replaced = self.blocks.append(seq, num_tokens)
-        if replaced is not None:
-            self.plan.copies.append(BlockCopy(seq.seq_id, replaced, seq.block_table[replaced]))
-        self._schedule(seq, num_tokens, new_blocks)
+        new_blocks: list[int] = []
+        if num_blocks:
+            new_blocks, replaced = self.blocks.append(seq, num_tokens)
+            if replaced is not None:
+                self.plan.copies.append(BlockCopy(seq.seq_id, replaced, seq.block_table[replaced]))
+        if seq.is_decoding:
+            self._decode(seq, new_blocks)
+        else:
+            self._prefill(seq, num_tokens, new_blocks)
 
     def preempt(self, seq: Sequence, *, recompute: bool = False) -> None:
         """Take everything from a running sequence. It comes back from the host, or is computed again from its tokens.
@@ -272,15 +274,27 @@ class Batch:
                 ]
                 table.sent = table.first
 
-    def _schedule(self, seq: Sequence, num_tokens: int, new_blocks: list[int]) -> None:
+    def _decode(self, seq: Sequence, new_blocks: list[int]) -> None:
+        """Put the token that was sampled last into the plan."""
+        if self.shares:
+            self.shares.count(seq, 1)
+        decodes = self.plan.decodes
+        if new_blocks:
+            decodes.grown.append(len(decodes.seq_ids))
+            decodes.new_blocks.extend(new_blocks)
+        decodes.seq_ids.append(seq.seq_id)
+        decodes.token_ids.append(seq.token_ids[-1])
+        seq.known_tokens += 1
+        self.decoding.append(seq)
+
+    def _prefill(self, seq: Sequence, num_tokens: int, new_blocks: list[int]) -> None:
+        """Put tokens that the workers have into the plan."""
         if self.shares:
             self.shares.count(seq, num_tokens)
         samples = num_tokens == seq.num_uncomputed
         forks = self._forks(seq) if samples and seq.forks_pending else []
-        new_tokens = seq.token_ids[seq.known_tokens :]
-        seq.known_tokens = seq.num_tokens
-        self.plan.scheduled.append(ScheduledSequence(seq.seq_id, num_tokens, new_blocks, new_tokens, samples, forks))
-        self.scheduled.append(seq)
+        self.plan.chunks.append(PrefillChunk(seq.seq_id, num_tokens, new_blocks, samples, forks))
+        self.prefilling.append(seq)
 
     def _forks(self, seq: Sequence) -> list[Fork]:
         return [Fork(seq.seq_id + i, fork_seed(seq.seed, i)) for i in range(1, seq.forks_pending + 1)]

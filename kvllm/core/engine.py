@@ -249,7 +249,7 @@ class LLMEngine:
 
     def _count_seconds(self, plan: StepPlan, seconds: PhaseSeconds) -> None:
         stats = self.stats
-        if any(item.num_tokens > 1 for item in plan.scheduled):
+        if plan.has_prefill:
             stats.prefill_seconds += seconds.model
         else:
             stats.decode_seconds += seconds.model

@@ -2,14 +2,17 @@
 
 A plan holds what has changed since the last one, so its size follows the batch and not the context. Every rank receives
 the same bytes and executes the parts in this order: `reset`, `cancelled`, `stores`, `suspended`, `forgotten`,
-`dropped_seq_ids`, `new_seqs`, `restored`, `scored`, `compressions`, `copies`, `loads`, `others`, then `scheduled`.
+`dropped_seq_ids`, `new_seqs`, `restored`, `scored`, `compressions`, `copies`, `loads`, `others`, then `decodes` and
+`chunks` in one forward pass.
 Compressions come before the forward pass, so the blocks that they empty may already be used by it, and be loaded to.
 Stores come before all that writes to blocks.
 """
 
 from __future__ import annotations
 
-from msgspec import Struct, msgpack
+from collections.abc import Iterator
+
+from msgspec import Struct, field, msgpack
 
 from kvllm.core.sequence import Origin
 from kvllm.sampling_params import SamplingParams
@@ -46,20 +49,34 @@ class Fork(Struct, array_like=True, frozen=True):
     seed: int
 
 
-class ScheduledSequence(Struct, array_like=True, frozen=True, gc=False):
-    """One sequence in the forward pass.
+class Decodes(Struct, array_like=True, frozen=True):
+    """The sequences that compute the token sampled for them last, and sample the next one. Most steps have hundreds of
+    them and nothing else, so they are columns instead of a record each.
+
+    token_ids: of each sequence, the token that it computes, which workers may not have. It may be PENDING: what the
+        step before samples for the sequence.
+    grown: the indices of the sequences that get one block more, appended to the table of the layers which attend all
+        tokens, before the pass. new_blocks: these blocks.
+    """
+
+    seq_ids: list[int] = []
+    token_ids: list[int] = []
+    grown: list[int] = []
+    new_blocks: list[int] = []
+
+
+class PrefillChunk(Struct, array_like=True, frozen=True, gc=False):
+    """Tokens of one sequence that the workers have, but have not computed: of its prompt, and of its earlier output
+    if it was preempted.
 
     num_tokens: query tokens, from the first token on that is not computed yet.
     new_blocks: block ids appended to its block table, that of the layers which attend all tokens, before the pass.
-    new_tokens: tokens that the workers do not have yet (a decode: the one sampled last). The last may be PENDING: what
-        the step before samples for the sequence.
     samples: whether the last query token's logits are sampled.
     """
 
     seq_id: int
     num_tokens: int
     new_blocks: list[int]
-    new_tokens: list[int]
     samples: bool
     forks: list[Fork] = []
 
@@ -207,7 +224,8 @@ class StepPlan(Struct, array_like=True):
     scored: list[ScoringStart] = []
     compressions: list[CompressionJob] = []
     copies: list[BlockCopy] = []
-    scheduled: list[ScheduledSequence] = []
+    decodes: Decodes = field(default_factory=Decodes)
+    chunks: list[PrefillChunk] = []
     reset: bool = False
     others: list[TableChange] = []
     stores: list[BlockTransfer] = []
@@ -216,6 +234,26 @@ class StepPlan(Struct, array_like=True):
     suspended: list[int] = []
     forgotten: list[int] = []
     restored: list[TableChange] = []
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences in the forward pass."""
+        return len(self.decodes.seq_ids) + len(self.chunks)
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens of the forward pass."""
+        return len(self.decodes.seq_ids) + sum(chunk.num_tokens for chunk in self.chunks)
+
+    def query_tokens(self) -> Iterator[tuple[int, int]]:
+        """The id of each sequence in the forward pass, in its order, and the number of its query tokens."""
+        yield from ((seq_id, 1) for seq_id in self.decodes.seq_ids)
+        yield from ((chunk.seq_id, chunk.num_tokens) for chunk in self.chunks)
+
+    @property
+    def has_prefill(self) -> bool:
+        """Whether a sequence has several query tokens."""
+        return any(chunk.num_tokens > 1 for chunk in self.chunks)
 
 
 class SampledToken(Struct, array_like=True, frozen=True):
@@ -274,7 +312,7 @@ class MissingMass(Struct, array_like=True, frozen=True):
 
 
 class StepResult(Struct, array_like=True):
-    """tokens: one for each scheduled sequence that samples, in plan order, each followed by those of its forks.
+    """tokens: one for each decode, then one for each chunk that samples, in plan order, followed by those of its forks.
 
     event_bytes: the most that compressing held at once beside the activations of its pass, which are those of a prefill
         chunk of as many query tokens: the queries of a layer, the gathered keys and values of as many layers as are

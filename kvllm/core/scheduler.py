@@ -113,15 +113,15 @@ class Scheduler:
         elif not batch.has_preempted:
             self._admit(budget)
         batch.complete()
-        self._decode_steps += any(not seq.is_prefilling for seq in batch.scheduled)
+        self._decode_steps += bool(batch.decoding) or any(not seq.is_prefilling for seq in batch.prefilling)
         self._charge(plan)
         self._record(plan)
         return plan
 
     def _record(self, plan: StepPlan) -> None:
         stats = self.stats
-        if plan.scheduled:
-            stats.record_step(running=len(plan.scheduled), blocks=self.blocks.num_owned)
+        if plan.num_seqs:
+            stats.record_step(running=plan.num_seqs, blocks=self.blocks.num_owned)
         if plan.compressions and self.policy:
             stats.compression_events += 1
             stats.windows_compressed += sum(job.num_windows for job in plan.compressions)
@@ -137,8 +137,7 @@ class Scheduler:
             self.waiting.advance({seq.tenant: self.waiting.tenant(seq) for seq in self.running}.values())
         elif self.running:
             tenant = self.waiting.tenant(self.running[0])
-            tokens = sum(item.num_tokens for item in plan.scheduled)
-            self.waiting.charge(tenant, tokens + block_cost * self.blocks.num_owned)
+            self.waiting.charge(tenant, plan.num_tokens + block_cost * self.blocks.num_owned)
             self.waiting.advance([tenant])
 
     # Running sequences
@@ -180,7 +179,7 @@ class Scheduler:
         """If all running sequences wait to be compressed, preempt from the youngest on until the oldest can be. Alone
         it shares no block, and is compressed in place."""
         plan = self.batch.plan
-        if plan.scheduled or plan.compressions or not self.running:
+        if plan.num_seqs or plan.compressions or not self.running:
             return
         while self.batch.cancel_load():
             pass
@@ -274,22 +273,28 @@ class Scheduler:
         """Account for what a launched plan does whatever it finds: KV pairs stored, forks made, one more token of each
         sequence that samples. Sequences that have ended meanwhile stay as they are."""
         self._reset_workers = False
-        self._executed = self.batch.take_scheduled()
-        self._sampling = []
-        for seq, scheduled in zip(self._executed, plan.scheduled, strict=True):
+        decoding, self._prefilled = self.batch.take_scheduled()
+        self._sampling = decoding
+        for seq in decoding:
+            if not seq.has_left:
+                self._advance(seq, 1)
+                seq.token_ids.append(PENDING)
+        for seq, chunk in zip(self._prefilled, plan.chunks, strict=True):
             if seq.has_left:
-                self._sampling += [seq] * (scheduled.samples + len(scheduled.forks))
-                self.batch.drop_forks(scheduled.forks)
+                self._sampling += [seq] * (chunk.samples + len(chunk.forks))
+                self.batch.drop_forks(chunk.forks)
                 continue
-            seq.advance(scheduled.num_tokens)
-            self.blocks.cache_full_blocks(seq)
-            if seq.others:
-                self.blocks.release_behind(seq)
-            if not scheduled.samples:
-                continue
-            for each in (seq, *self.batch.fork(seq, scheduled.forks)) if scheduled.forks else (seq,):
-                each.token_ids.append(PENDING)
-                self._sampling.append(each)
+            self._advance(seq, chunk.num_tokens)
+            if chunk.samples:
+                for each in (seq, *self.batch.fork(seq, chunk.forks)):
+                    each.token_ids.append(PENDING)
+                    self._sampling.append(each)
+
+    def _advance(self, seq: Sequence, num_tokens: int) -> None:
+        seq.advance(num_tokens)
+        self.blocks.cache_full_blocks(seq)
+        if seq.others:
+            self.blocks.release_behind(seq)
 
     def finish_longest(self) -> None:
         """Drop the sequences that end with the tokens that are still to come, as `finish` does."""
@@ -316,7 +321,7 @@ class Scheduler:
         """The log probabilities of prompts that a step has found, each with its sequence."""
         if not result.prompts:
             return []
-        executed = {seq.seq_id: seq for seq in self._executed if not seq.has_ended}
+        executed = {seq.seq_id: seq for seq in self._prefilled if not seq.has_ended}
         return [(executed[each.seq_id], each) for each in result.prompts if each.seq_id in executed]
 
     def _record_divergences(self, plan: StepPlan, divergences: list[float]) -> None:
@@ -369,8 +374,8 @@ class Scheduler:
         self.batch = Batch(self.config, self.stats, self.blocks, self.waiting, self.admission)
         self.tenants = TenantAdmission(self.batch, self.admission, self.planner)
         self._reset_workers = True
-        self._executed: list[Sequence] = []  # of the plan that was launched last
-        self._sampling: list[Sequence] = []  # those of them that get tokens, in the order of these
+        self._prefilled: list[Sequence] = []  # in chunks of the plan that was launched last
+        self._sampling: list[Sequence] = []  # its sequences that get tokens, in the order of these
 
     def check(self) -> None:
         """Raise RuntimeError if the accounting of blocks is not consistent."""

@@ -185,6 +185,11 @@ class Sequence:
         return len(self.token_ids) >= self.max_length
 
     @property
+    def is_decoding(self) -> bool:
+        """Whether a token was sampled for it that the workers may not have."""
+        return self.known_tokens < len(self.token_ids)
+
+    @property
     def is_prefilling(self) -> bool:
         """Computing its prompt, or after a preemption its prompt and earlier output."""
         return self.logical_length < self.prompt_length or self.logical_length < self.refill_length

@@ -37,8 +37,8 @@ class SwapCost:
         """Learn from an executed plan."""
         if result.transfers.num_blocks:
             self._link.measure(result.transfers.num_blocks, result.transfers.seconds)
-        if any(item.num_tokens > 1 for item in plan.scheduled):
-            self._prefill.measure(sum(item.num_tokens for item in plan.scheduled), result.seconds.model)
+        if plan.has_prefill:
+            self._prefill.measure(plan.num_tokens, result.seconds.model)
 
     def swaps(self, num_blocks: int, num_tokens: int) -> bool:
         """Whether a cache of so many blocks goes to the host, rather than that its tokens are computed again. The first

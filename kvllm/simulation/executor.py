@@ -82,7 +82,7 @@ class SimulatedExecutor(BlockingExecutor):
                     saved[other.part] = saved.get(other.part, 0) + job.num_windows * (job.size - other.retain)
         if plan.copies:
             self.seconds.decode += self.cost.compact(len(plan.copies) * self.config.block_size, self.layers)
-        return StepResult([TOKEN] * self._forward(plan)) if plan.scheduled else StepResult()
+        return StepResult([TOKEN] * self._forward(plan)) if plan.num_seqs else StepResult()
 
     def close(self) -> None:
         """Nothing to release."""
@@ -91,12 +91,17 @@ class SimulatedExecutor(BlockingExecutor):
         """The model's pass over the scheduled query tokens. Returns how many tokens it samples."""
         cached, observed = self.cached, self.scored
         prefill = QueryBatch()
-        decoding = visible = samples = scored = 0
-        for item in plan.scheduled:
+        samples = decoding = len(plan.decodes.seq_ids)
+        visible = scored = 0
+        for seq_id in plan.decodes.seq_ids:  # nearly every token of a run passes here
+            cached[seq_id] += 1
+            visible += cached[seq_id]
+            scored += seq_id in observed
+        for item in plan.chunks:
             before = cached[item.seq_id]
             cached[item.seq_id] = before + item.num_tokens
             samples += item.samples
-            if item.num_tokens == 1:  # nearly every token of a run passes here
+            if item.num_tokens == 1:
                 decoding += 1
                 visible += before + 1
                 scored += item.seq_id in observed
@@ -125,14 +130,14 @@ class SimulatedExecutor(BlockingExecutor):
     def _attend_in_groups(self, plan: StepPlan, decode: QueryBatch, prefill: QueryBatch) -> None:
         """Add what the scheduled tokens attend in KV groups behind the first. In those with a window nothing is
         compressed."""
-        for item in plan.scheduled:
-            position = self.cached[item.seq_id] + self.dropped.get(item.seq_id, 0) - item.num_tokens
-            batch = decode if item.num_tokens == 1 else prefill
+        for seq_id, num_tokens in plan.query_tokens():
+            position = self.cached[seq_id] + self.dropped.get(seq_id, 0) - num_tokens
+            batch = decode if num_tokens == 1 else prefill
             for window in self.windows:
-                batch.add_sliding(window, item.num_tokens, position)
-            saved = self.saved.get(item.seq_id, {})
+                batch.add_sliding(window, num_tokens, position)
+            saved = self.saved.get(seq_id, {})
             for part, layers in self.others:
-                batch.add_other(part, layers, item.num_tokens, position - saved.get(part, 0))
+                batch.add_other(part, layers, num_tokens, position - saved.get(part, 0))
 
     def _compress(self, jobs: list[CompressionJob], compression: CompressionConfig) -> None:
         """Select and move the survivors of jobs that have any, in each part without a window."""

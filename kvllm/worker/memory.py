@@ -11,8 +11,9 @@ from kvllm.compression.queries import window_tokens
 from kvllm.config import EngineConfig
 from kvllm.core.protocol import (
     CompressionJob,
+    Decodes,
     PartCompaction,
-    ScheduledSequence,
+    PrefillChunk,
     SequenceStart,
     StepPlan,
     TableChange,
@@ -117,7 +118,7 @@ def _prefill(config: EngineConfig) -> Iterator[StepPlan]:
     lengths = [config.max_model_len - 1] + [num_tokens] * (config.max_num_seqs - 1)
     yield StepPlan(
         new_seqs=[SequenceStart(i, [0] * n, n, n - num_tokens, SAMPLING, i) for i, n in enumerate(lengths)],
-        scheduled=[ScheduledSequence(i, num_tokens, _blocks(n, config), [], True) for i, n in enumerate(lengths)],
+        chunks=[PrefillChunk(i, num_tokens, _blocks(n, config), True) for i, n in enumerate(lengths)],
         others=[change for i, n in enumerate(lengths) for change in _other_tables(i, n - num_tokens, n, config)],
     )
     yield StepPlan(dropped_seq_ids=list(range(config.max_num_seqs)))
@@ -137,7 +138,7 @@ def _event(config: EngineConfig) -> Iterator[StepPlan]:
     seq_ids = range(min(config.max_num_seqs, max(1, num_windows)))
     yield StepPlan(
         new_seqs=[SequenceStart(i, [0] * length, length, length - 1, SAMPLING, i) for i in seq_ids],
-        scheduled=[ScheduledSequence(i, 1, _blocks(length, config), [], True) for i in seq_ids],
+        chunks=[PrefillChunk(i, 1, _blocks(length, config), True) for i in seq_ids],
         others=[change for i in seq_ids for change in _other_tables(i, length - 1, length + 1, config)],
     )
     first = region.start // config.block_size
@@ -150,7 +151,7 @@ def _event(config: EngineConfig) -> Iterator[StepPlan]:
             )
             for i in seq_ids
         ],
-        scheduled=[ScheduledSequence(i, 1, [0], [0], True) for i in seq_ids],
+        decodes=Decodes([*seq_ids], [0] * len(seq_ids), [*seq_ids], [0] * len(seq_ids)),
     )
     yield StepPlan(dropped_seq_ids=list(seq_ids))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,8 +15,8 @@ from kvllm.config import CompressionConfig, EngineConfig
 from kvllm.core.protocol import (
     BlockCopy,
     CompressionJob,
+    Decodes,
     Fork,
-    ScheduledSequence,
     SequenceStart,
     StepPlan,
     StepResult,
@@ -199,7 +198,7 @@ class ModelRunner:
         for start in plan.scored:
             if self.observed:
                 self.observed.start(self.states[start.seq_id].table_slot, start.kv_index)
-        graphs = self.graphs if all(item.num_tokens == 1 for item in plan.scheduled) else None
+        graphs = None if plan.has_prefill else self.graphs
         clock, event_bytes, divergences = PhaseClock(self.device), 0, None
         if plan.compressions and self.compressor:
             divergences = self._compress(self.compressor, plan.compressions, clock)
@@ -211,9 +210,9 @@ class ModelRunner:
                 self.offloader.load(plan)
             for change in plan.others:
                 self._change_table(change)
-            samples = self._forward(plan.scheduled, graphs) if plan.scheduled else None
-        if plan.scheduled and graphs:  # the next step is probably one more token of each, and this one still runs
-            graphs.prepare_ahead([self.states[item.seq_id] for item in plan.scheduled])
+            samples = self._forward(plan, graphs) if plan.num_seqs else None
+        if plan.num_seqs and graphs:  # the next step is probably one more token of each, and this one still runs
+            graphs.prepare_ahead([self.states[seq_id] for seq_id, _ in plan.query_tokens()])
         prompts, self._prompt_reports = self._prompt_reports, []
         complete = partial(self._complete, plan) if self.offloader or self.recall else None
         self._last = Launched(samples, clock, event_bytes, prompts, divergences, complete)
@@ -222,8 +221,8 @@ class ModelRunner:
     def _complete(self, plan: StepPlan, result: StepResult) -> None:
         """Add what tiers have done to the result of a plan."""
         if self.offloader:
-            result.transfers = self.offloader.report(wait=not plan.scheduled)
-        if self.recall and plan.scheduled:
+            result.transfers = self.offloader.report(wait=not plan.num_seqs)
+        if self.recall and plan.num_seqs:
             result.missing_masses = self.recall.missing_masses()
             result.recalled_bytes = self.recall.exchanged_bytes
 
@@ -300,43 +299,42 @@ class ModelRunner:
         tables.slide(table_slot, change.first)
         tables.append(table_slot, change.new_blocks)
 
-    def _forward(self, scheduled: list[ScheduledSequence], graphs: DecodeGraphs | None) -> Samples | None:
+    def _forward(self, plan: StepPlan, graphs: DecodeGraphs | None) -> Samples | None:
         """Run the model and sample. On a GPU both have only been launched when this returns."""
-        states = [self.states[item.seq_id] for item in scheduled]
-        place = self._extend(scheduled, states)
-        num_tokens = [item.num_tokens for item in scheduled]
+        states = [self.states[seq_id] for seq_id in plan.decodes.seq_ids]
+        place = self._extend(plan.decodes, states)
+        for chunk in plan.chunks:
+            state = self.states[chunk.seq_id]
+            self.tables[0].append(state.table_slot, chunk.new_blocks)
+            states.append(state)
+        num_tokens = [1] * len(plan.decodes.seq_ids) + [chunk.num_tokens for chunk in plan.chunks]
         if self.recall:
-            groups = self.recall.groups(scheduled, states, self.tables[0])
+            groups = self.recall.groups(plan, states, self.tables[0])
             self._recalling = RecallingBackend(self.backend, self.recall, groups) if groups else None
         hidden = graphs.run(states, place) if graphs else self._run_model(states, num_tokens, place)
         if self._reported:
-            self._report_prompts(scheduled, states, hidden)
-        for item, state in zip(scheduled, states, strict=True):
-            state.logical_length += item.num_tokens
-            state.cached_length += item.num_tokens
-        return self._sample(scheduled, states, hidden, [end - 1 for end in accumulate(num_tokens)])
+            self._report_prompts(plan, states, hidden)
+        for state, count in zip(states, num_tokens, strict=True):
+            state.logical_length += count
+            state.cached_length += count
+        return self._sample(plan, states, hidden)
 
-    def _extend(
-        self, scheduled: list[ScheduledSequence], states: list[SequenceState]
-    ) -> Callable[[torch.Tensor], None] | None:
-        """Give sequences their new tokens and blocks. Returns what writes tokens that only the device knows into the
-        step's token ids `[T]` there, if there are any."""
-        pending: list[int] = []
-        for number, (item, state) in enumerate(zip(scheduled, states, strict=True)):
-            if item.new_tokens:
-                state.extend(item.new_tokens)
-                if item.new_tokens[-1] == PENDING:
-                    pending.append(number)
-            if item.new_blocks:
-                self.tables[0].append(state.table_slot, item.new_blocks)
+    def _extend(self, decodes: Decodes, states: list[SequenceState]) -> Callable[[torch.Tensor], None] | None:
+        """Give sequences that decode their new tokens and blocks. Returns what writes tokens that only the device knows
+        into the step's token ids `[T]` there, if there are any."""
+        for state, token_id in zip(states, decodes.token_ids, strict=True):
+            state.token_ids.append(token_id)
+            state.sample_row.output_token_ids.append(token_id)
+        for index, block in zip(decodes.grown, decodes.new_blocks, strict=True):
+            self.tables[0].append(states[index].table_slot, [block])
+        pending = [index for index, token_id in enumerate(decodes.token_ids) if token_id == PENDING]
         if not pending:
             return None
-        sequences = [states[number] for number in pending]
+        sequences = [states[index] for index in pending]
         if self.device.type == "cpu" or any(state.sample_row.reads_output for state in sequences):
             self._last.fill(sequences)
             return None
-        ends = list(accumulate(item.num_tokens for item in scheduled))
-        return partial(self._last.place, sequences, [ends[number] - 1 for number in pending])
+        return partial(self._last.place, sequences, pending)
 
     def _run_model(
         self, states: list[SequenceState], num_tokens: list[int], place: Callable[[torch.Tensor], None] | None
@@ -380,12 +378,10 @@ class ModelRunner:
             begin += count
         return tuple(chunks)
 
-    def _report_prompts(
-        self, scheduled: list[ScheduledSequence], states: list[SequenceState], hidden: torch.Tensor
-    ) -> None:
+    def _report_prompts(self, plan: StepPlan, states: list[SequenceState], hidden: torch.Tensor) -> None:
         """Report the tokens that follow those of the step in prompts. Lengths are still those before the step."""
-        begin = 0
-        for item, state in zip(scheduled, states, strict=True):
+        begin = first_chunk = len(plan.decodes.seq_ids)
+        for item, state in zip(plan.chunks, states[first_chunk:], strict=True):
             row, first = state.sample_row, state.logical_length + 1
             following = row.prompt_token_ids[first : first + item.num_tokens]
             if item.seq_id in self._reported and following:
@@ -404,29 +400,23 @@ class ModelRunner:
                 self._reported.discard(item.seq_id)
             begin += item.num_tokens
 
-    def _sample(
-        self,
-        scheduled: list[ScheduledSequence],
-        states: list[SequenceState],
-        hidden: torch.Tensor,
-        last_rows: list[int],
-    ) -> Samples | None:
+    def _sample(self, plan: StepPlan, states: list[SequenceState], hidden: torch.Tensor) -> Samples | None:
         """Sample where the plan says so; a fork samples from its parent's logits."""
-        logit_rows: list[int] = []
-        sample_rows: list[SampleRow] = []
-        for item, state, last_row in zip(scheduled, states, last_rows, strict=True):
-            if not item.samples:
-                continue
-            for each in (state, *[self._fork(state, fork) for fork in item.forks]):
-                each.sampled_row = len(sample_rows)
-                logit_rows.append(last_row)
-                sample_rows.append(each.sample_row)
-        if not sample_rows:
+        num_decodes = end = len(plan.decodes.seq_ids)
+        sampled, logit_rows = states[:num_decodes], list(range(num_decodes))
+        for chunk, state in zip(plan.chunks, states[num_decodes:], strict=True):
+            end += chunk.num_tokens
+            if chunk.samples:
+                sampled += [state, *[self._fork(state, fork) for fork in chunk.forks]]
+                logit_rows += [end - 1] * (1 + len(chunk.forks))
+        if not sampled:
             return None
+        for row, state in enumerate(sampled):
+            state.sampled_row = row
         in_order = logit_rows == list(range(len(logit_rows)))
-        sampled = hidden[: len(logit_rows)] if in_order else hidden[to_device(logit_rows, self.device)]
-        logits = self.model.logits(sampled, rounded=reads_in_place(sampled))  # of which every rank computes a part
-        return sample(logits, sample_rows) if self.samples else None
+        hidden = hidden[: len(logit_rows)] if in_order else hidden[to_device(logit_rows, self.device)]
+        logits = self.model.logits(hidden, rounded=reads_in_place(hidden))  # of which every rank computes a part
+        return sample(logits, [state.sample_row for state in sampled]) if self.samples else None
 
     def _fork(self, parent: SequenceState, fork: Fork) -> SequenceState:
         source = parent.sample_row

@@ -40,7 +40,7 @@ class Offloader:
         self.store.cancel(plan.cancelled)
         for transfer in plan.stores:
             self.store.store(self.cache, transfer.blocks, transfer.host_blocks, transfer.digests)
-        if plan.stores and not plan.scheduled and self.store.disk:
+        if plan.stores and not plan.num_seqs and self.store.disk:
             self.store.disk.wait()  # nobody waits for this plan, and copies take memory
         for seq_id in plan.suspended:
             if seq_id in states:  # else it came back for this step, and goes again before it began

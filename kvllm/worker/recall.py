@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from kvllm.config import CompressionConfig
-from kvllm.core.protocol import CompressionJob, MissingMass, ScheduledSequence
+from kvllm.core.protocol import CompressionJob, MissingMass, StepPlan
 from kvllm.kvcache.ops.base import KVOperations
 from kvllm.kvcache.tiers.dropped_pairs import CHUNK, DroppedPairs, read_pairs, write_pairs
 from kvllm.worker.recalling_backend import RecallGroup
@@ -142,20 +142,18 @@ class Recall:
 
     # Steps
 
-    def groups(
-        self, scheduled: Sequence[ScheduledSequence], states: Sequence[SequenceState], tables: BlockTables
-    ) -> list[RecallGroup]:
+    def groups(self, plan: StepPlan, states: Sequence[SequenceState], tables: BlockTables) -> list[RecallGroup]:
         """The sequences of a step that may recall something: one group for each number of query tokens."""
         members: dict[int, list[tuple[int, int, SequenceState]]] = {}
         self._incomplete, self.exchanged_bytes = [], 0
         begin = 0
-        for item, state in zip(scheduled, states, strict=True):
-            sequence = self.sequences.get(item.seq_id)
+        for (seq_id, num_tokens), state in zip(plan.query_tokens(), states, strict=True):
+            sequence = self.sequences.get(seq_id)
             if sequence and not sequence.is_complete:
-                self._incomplete.append(item.seq_id)
-            if sequence and sequence.chunks and self._is_due(state.logical_length, item.num_tokens):
-                members.setdefault(item.num_tokens, []).append((begin, item.seq_id, state))
-            begin += item.num_tokens
+                self._incomplete.append(seq_id)
+            if sequence and sequence.chunks and self._is_due(state.logical_length, num_tokens):
+                members.setdefault(num_tokens, []).append((begin, seq_id, state))
+            begin += num_tokens
         self._groups = [self._group(num_tokens, rows, tables) for num_tokens, rows in members.items()]
         return self._groups
 

@@ -29,10 +29,6 @@ class SequenceState:
         self.token_ids[index] = token_id
         self.sample_row.output_token_ids[index - len(self.sample_row.prompt_token_ids)] = token_id
 
-    def extend(self, token_ids: list[int]) -> None:
-        self.token_ids.extend(token_ids)
-        self.sample_row.output_token_ids.extend(token_ids)
-
     @property
     def dropped(self) -> int:
         """KV pairs evicted so far: an uncompressed pair's position less its index in the cache."""

@@ -25,6 +25,7 @@ from kvllm.core.sequence import Sequence
 from kvllm.errors import ConfigError
 from kvllm.sampling_params import SamplingParams
 from kvllm.stats import EngineStats
+from tests.helpers.plans import scheduled_in
 
 TOKENS = 1 << 20  # more than any event takes
 
@@ -69,7 +70,7 @@ def step(scheduler: Scheduler):
     """One step, with a worker that returns token 0. -> jobs with the C that they found."""
     found = {seq.seq_id: seq.cached_length for seq in scheduler.running}
     plan = scheduler.schedule()
-    tokens = [SampledToken(0) for item in plan.scheduled if item.samples]
+    tokens = [SampledToken(0) for item in scheduled_in(plan) if item.samples]
     for seq, _ in scheduler.update(plan, StepResult(tokens)):
         if seq.num_tokens >= seq.max_length:
             scheduler.finish(seq)

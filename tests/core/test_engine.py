@@ -242,7 +242,7 @@ def test_the_longest_stall_is_that_of_a_running_sequence(qwen3: Path, monkeypatc
 
     def slow_with_prompts(plan: StepPlan) -> None:
         nonlocal now
-        now += any(item.num_tokens > 1 for item in plan.scheduled)
+        now += plan.has_prefill
         launch(plan)
 
     monkeypatch.setattr(engine.executor, "launch", slow_with_prompts)

@@ -17,6 +17,7 @@ from kvllm.sampling_params import SamplingParams
 from tests.core.test_scheduler import Harness, engine_config
 from tests.helpers.examples import examples
 from tests.helpers.plan_digests import plan_digest
+from tests.helpers.plans import scheduled_in
 
 PLANS = {
     ("none", 0): "594433ddc45d4734 824 29",
@@ -176,9 +177,9 @@ def test_decodes_above_their_share_pause_for_the_prompt_of_one_below() -> None:
     harness = crowded(engine_config(1000))
     seq_id = harness.add([0] * 60, 10, tenant="quiet")
     harness.step()
-    assert [item.seq_id for item in harness.plans[-1].scheduled] == [seq_id]
+    assert [item.seq_id for item in scheduled_in(harness.plans[-1])] == [seq_id]
     harness.step()
-    assert len(harness.plans[-1].scheduled) == 8
+    assert harness.plans[-1].num_seqs == 8
     harness.run()
 
 
@@ -189,7 +190,7 @@ def test_a_tenant_above_its_share_starts_nothing_beside_the_prompt_of_one_below(
         harness.finish(seq.seq_id)
     seq_id = harness.add([0] * 30, 10, tenant="quiet")
     harness.step()
-    assert [item.seq_id for item in harness.plans[-1].scheduled] == [seq_id]
+    assert [item.seq_id for item in scheduled_in(harness.plans[-1])] == [seq_id]
     harness.step()
     assert len(harness.plans[-1].new_seqs) == 1 and len(harness.scheduler.running) == 8
     harness.run()

@@ -69,8 +69,8 @@ def launched(engine: LLMEngine) -> Iterator[list[bytes]]:
     launch = engine.executor.launch
 
     def record(plan: StepPlan) -> None:
-        scheduled = [replace(item, new_tokens=[0] * len(item.new_tokens)) for item in plan.scheduled]
-        plans.append(encode(replace(plan, scheduled=scheduled)))
+        decodes = replace(plan.decodes, token_ids=[0] * len(plan.decodes.token_ids))
+        plans.append(encode(replace(plan, decodes=decodes)))
         launch(plan)
 
     with patch.object(engine.executor, "launch", record):

@@ -20,6 +20,7 @@ from kvllm.core.sequence import Sequence
 from kvllm.errors import ConfigError, RequestError
 from kvllm.sampling_params import SamplingParams
 from kvllm.stats import EngineStats
+from tests.helpers.plans import scheduled_in
 
 BLOCK_SIZE = 4
 
@@ -134,7 +135,7 @@ class Engine:
         for _ in range(steps):
             plan = self.scheduler.schedule()
             self.plans.append(plan)
-            tokens = [SampledToken(0) for item in plan.scheduled if item.samples]
+            tokens = [SampledToken(0) for item in scheduled_in(plan) if item.samples]
             judged = [self.divergence for job in plan.compressions if job.judged]
             for seq, _ in self.scheduler.update(plan, StepResult(tokens, divergences=judged)):
                 if seq.num_tokens >= seq.max_length:

@@ -18,8 +18,9 @@ from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.compression.registry import METHODS
 from kvllm.compression.statistics import QueryStatistics
 from kvllm.core.executor import BlockingExecutor
-from kvllm.core.protocol import BlockCopy, CompressionJob, ScheduledSequence, SequenceStart, StepPlan, StepResult
+from kvllm.core.protocol import BlockCopy, CompressionJob, SequenceStart, StepPlan, StepResult
 from tests.helpers.dense_decoder import DenseDecoder, attention_probabilities
+from tests.helpers.plans import Scheduled, scheduled_in
 from tests.helpers.recorder import assert_dense, block_table_of, kv_pairs_in, kv_pairs_of, poison
 from tests.helpers.transformers_decoder import TransformersDecoder
 
@@ -175,7 +176,7 @@ class Recorder(BlockingExecutor):
             assert torch.equal(now.masked_fill(evicted_mask, 0), entries.masked_fill(evicted_mask, 0)), (
                 f"sequence {seq_id}"
             )
-        self._account(plan.scheduled)
+        self._account(scheduled_in(plan))
         self._record_mass()
         return result
 
@@ -266,7 +267,7 @@ class Recorder(BlockingExecutor):
         assert block_table_of(self.runner, job.seq_id)[: len(after)] == after
         self.released += len(before) - len(after)
 
-    def _account(self, scheduled: list[ScheduledSequence]) -> None:
+    def _account(self, scheduled: list[Scheduled]) -> None:
         """Note what each row of the step saw, and the logits of those that were sampled."""
         logits = iter(self._logits)
         for item in scheduled:

@@ -28,6 +28,7 @@ from kvllm.core.protocol import (
 from kvllm.core.sequence import Sequence
 from kvllm.core.spans import Span, kept_spans
 from kvllm.sampling_params import SamplingParams
+from tests.helpers.plans import scheduled_in
 
 Entry = tuple[int, ...]
 
@@ -215,7 +216,7 @@ class LiteralWorker(BlockingExecutor):
             self.host.load(load, self.cache, self._in_use(plan))
         self._change_tables(plan.others)
         result = self._forward(plan)
-        result.transfers = self.host.report(self.cache, wait=not plan.scheduled)
+        result.transfers = self.host.report(self.cache, wait=not plan.num_seqs)
         return result
 
     def _change_tables(self, changes: list[TableChange]) -> None:
@@ -226,7 +227,7 @@ class LiteralWorker(BlockingExecutor):
 
     def _in_use(self, plan: StepPlan) -> set[int]:
         """Blocks that the step reads or writes behind its loads."""
-        used = {block for item in plan.scheduled for block in item.new_blocks}
+        used = {block for item in scheduled_in(plan) for block in item.new_blocks}
         for change in plan.others:
             used.update(change.new_blocks)
         for seq in self.sequences.values():
@@ -317,8 +318,8 @@ class LiteralWorker(BlockingExecutor):
 
     def _forward(self, plan: StepPlan) -> StepResult:
         tokens = []
-        assert sum(item.num_tokens for item in plan.scheduled) <= self.config.max_num_batched_tokens
-        for item in plan.scheduled:
+        assert plan.num_tokens <= self.config.max_num_batched_tokens
+        for item in scheduled_in(plan):
             seq = self.sequences[item.seq_id]
             seq.tokens += item.new_tokens
             seq.table += item.new_blocks
@@ -332,7 +333,7 @@ class LiteralWorker(BlockingExecutor):
                     self.cache[self.other_slot(seq, part, seq.logical)] = (part, *seq.entry(seq.logical))
                 seq.cached += 1
                 seq.logical += 1
-        for item in plan.scheduled:  # every write of the step is done: nobody wrote over somebody else's entries
+        for item in scheduled_in(plan):  # every write of the step is done: nobody wrote over somebody else's entries
             seq = self.sequences[item.seq_id]
             for part, (blocks, cached) in self.full_tables(seq).items():
                 self._check_entries(seq, part, self.entries(blocks, 0, cached))

@@ -7,6 +7,7 @@ import random
 
 from kvllm.config import CompressionConfig, EngineConfig
 from kvllm.core.protocol import StepPlan, encode
+from tests.helpers.plans import scheduled_in
 
 COMPRESSIONS: dict[str, CompressionConfig | None] = {
     "none": None,
@@ -73,6 +74,6 @@ def _decisions(plan: StepPlan) -> list:
         [(copy.seq_id, copy.index, copy.destination) for copy in plan.copies],
         [
             (item.seq_id, item.num_tokens, item.new_blocks, item.samples, [fork.seq_id for fork in item.forks])
-            for item in plan.scheduled
+            for item in sorted(scheduled_in(plan))  # by id: which ones, and not where in the batch
         ],
     ]

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from kvllm.config import EngineConfig
 from kvllm.core.executor import BlockingExecutor
-from kvllm.core.protocol import CompressionJob, ScheduledSequence, SequenceStart, StepPlan, StepResult, TableChange
+from kvllm.core.protocol import CompressionJob, SequenceStart, StepPlan, StepResult, TableChange
 from kvllm.core.scheduler import Scheduler
 from kvllm.kvcache.cache import PagedKVCache
 from kvllm.worker.inline import InlineExecutor
 from kvllm.worker.model_runner import ModelRunner
 from tests.helpers.dense_decoder import DenseDecoder, DensePass
+from tests.helpers.plans import Scheduled, scheduled_in
 
 
 @dataclass
@@ -139,7 +140,7 @@ class Recorder(BlockingExecutor):
         for seq_id, entries in before.items():
             for found, expected in zip(self._kv_pairs(seq_id), entries, strict=True):
                 assert torch.equal(found[..., : expected.shape[3], :], expected), f"sequence {seq_id}"
-        self._account(plan.scheduled)
+        self._account(scheduled_in(plan))
         return result
 
     def _kv_pairs(self, seq_id: int) -> list[Tensor]:
@@ -202,7 +203,7 @@ class Recorder(BlockingExecutor):
         text.num_windows += job.num_windows if number == 0 else 0
         return survives
 
-    def _account(self, scheduled: list[ScheduledSequence]) -> None:
+    def _account(self, scheduled: list[Scheduled]) -> None:
         """Note what each row of the step saw, and the logits of those that were sampled."""
         logits = iter(self._logits)
         for item in scheduled:

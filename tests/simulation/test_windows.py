@@ -12,7 +12,7 @@ import pytest
 
 from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.config import EngineConfig, LayerGroup
-from kvllm.core.protocol import CompressionJob, Fork, ScheduledSequence, SequenceStart, StepPlan
+from kvllm.core.protocol import CompressionJob, Decodes, Fork, PrefillChunk, SequenceStart, StepPlan
 from kvllm.engine_args import EngineArgs
 from kvllm.engine_builder import cache_shape
 from kvllm.entrypoints.simulate import add_arguments, make_config, run
@@ -91,14 +91,14 @@ def test_a_window_ends_at_the_position_whatever_was_dropped(checkpoint: Path, co
         StepPlan(
             new_seqs=[SequenceStart(0, [0] * 41, 41, 40, sampling, 0)],
             compressions=[CompressionJob(0, 0, 4, 10, 2, 10, 10, [0, 1])],
-            scheduled=[ScheduledSequence(0, 1, [], [], True, [Fork(1, 0)])],
+            chunks=[PrefillChunk(0, 1, [], True, [Fork(1, 0)])],
         )
     )
     assert executor.seconds.compact == pytest.approx(cost.compact(8, layers=FULL))
     assert executor.seconds.score == pytest.approx(cost.score(0, 40, layers=FULL))
     assert executor.seconds.decode == pytest.approx(forward(cost, held=9, samples=2))
     before = executor.seconds.decode
-    executor.execute(StepPlan(scheduled=[ScheduledSequence(1, 1, [], [], True)], dropped_seq_ids=[0]))
+    executor.execute(StepPlan(decodes=Decodes([1], [0]), dropped_seq_ids=[0]))
     assert executor.seconds.decode - before == pytest.approx(forward(cost, held=10, samples=1))
     executor.execute(StepPlan(dropped_seq_ids=[1]))
     assert executor.cached == executor.dropped == {}

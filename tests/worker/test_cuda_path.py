@@ -25,6 +25,7 @@ from kvllm.outputs import RequestOutput
 from kvllm.worker.memory import measure_graphs
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.cuda_stand_in import Device, stand_in
+from tests.helpers.plans import scheduled_in
 from tests.helpers.processes import run_python
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton, which is not installed")
@@ -101,9 +102,9 @@ def watched(device: Device, llm: LLM) -> Iterator[None]:
         device.waits, device.downloads, device.replays = [], 0, 0
         launch(plan)
         expected = [COUNTS_OF_HEADS] if plan.compressions and executor.runner.ragged else []
-        sampled = any(item.samples for item in plan.scheduled)
+        sampled = any(item.samples for item in scheduled_in(plan))
         assert (device.waits, device.downloads) == (expected, sampled + len(expected))
-        assert device.replays == (bool(plan.scheduled) and all(item.num_tokens == 1 for item in plan.scheduled))
+        assert device.replays == (plan.num_seqs > 0 and not plan.has_prefill)
 
     def watched_collect() -> StepResult:
         device.waits, device.downloads = [], 0

@@ -10,7 +10,7 @@ import torch
 from msgspec import structs
 
 from kvllm import LLM, CompressionConfig
-from kvllm.core.protocol import ScheduledSequence, StepPlan, StepResult
+from kvllm.core.protocol import StepPlan, StepResult
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.dense_decoder import DenseDecoder
 from tests.helpers.engines import greedy, make_llm, random_prompts, random_token_ids, tokens
@@ -23,6 +23,7 @@ from tests.helpers.layout_recorder import (
     positions_of,
     run,
 )
+from tests.helpers.plans import Scheduled, scheduled_in
 
 BUFFER = 6
 KARA = CompressionConfig(method="kara", period=8, window_blocks=3, retain_blocks=1, buffer=BUFFER, chunk_budget=4)
@@ -46,12 +47,12 @@ class JudgeRecorder(Recorder):
         result = super().execute(plan)
         for job, divergence in zip(jobs, result.divergences, strict=True):
             text = self.alive[job.seq_id]
-            [item] = [item for item in plan.scheduled if item.seq_id == job.seq_id]
+            [item] = [item for item in scheduled_in(plan) if item.seq_id == job.seq_id]
             after = positions_of(text.layout, MAX_MODEL_LEN)
             self.judged.append((text, text.length - item.num_tokens, before[job.seq_id], after, divergence))
         return result
 
-    def _account(self, scheduled: list[ScheduledSequence]) -> None:
+    def _account(self, scheduled: list[Scheduled]) -> None:
         sampled = sum(item.samples + len(item.forks) for item in scheduled)
         self._logits = self._logits[len(self._logits) - sampled :]  # behind those of the judge
         super()._account(scheduled)
