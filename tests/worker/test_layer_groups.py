@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kvllm import LLM, CompressionConfig, ConfigError, SamplingParams
+from kvllm.compression.methods.pyramidkv import layer_budgets
 from kvllm.config import LayerGroup
 from kvllm.kvcache.groups import KVGroup
 from tests.helpers.checkpoints import make_checkpoint
@@ -106,6 +107,24 @@ def test_blocks_saved_are_real(checkpoint: Path) -> None:
     assert stats.windows_compressed >= 2
 
 
+def test_the_falling_line_of_pyramidkv_gives_blocks_back(checkpoint: Path) -> None:
+    """SnapKV's scores by windows, of which layers keep PyramidKV's budgets in blocks: two in the mean."""
+    budgets = layer_budgets(LAYERS, length=3, retain=2, buffer=0)
+    assert budgets == sorted(budgets, reverse=True) and sum(budgets) == 2 * LAYERS and len(set(budgets)) > 1
+    groups = [LayerGroup((layer,), blocks) for layer, blocks in enumerate(budgets)]
+    falling = CompressionConfig(
+        method="snapkv", query_window=4, window_blocks=3, layer_groups=groups, buffer=4, period=4
+    )
+    llm, recorder = recorded(checkpoint, compression=falling)
+    run_poisoned(llm, random_token_ids(5, 50, seed=1), SamplingParams(max_tokens=60, ignore_eos=True))
+    stats = llm.stats()
+    assert stats.windows_compressed >= 3 and stats.blocks_released == stats.windows_compressed * LAYERS
+    decoder = DenseDecoder(checkpoint)
+    for text in recorder.texts:
+        text.visible = text.visible[torch.argsort(torch.tensor(recorder.layers))]
+        assert_dense(decoder, text)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -121,6 +140,8 @@ def test_blocks_saved_are_real(checkpoint: Path) -> None:
         ({"layer_groups": GROUPS, "method": "h2o"}, "method='h2o' is not allowed: not beside layer_groups"),
     ],
 )
-def test_what_cannot_be_is_refused(checkpoint: Path, options: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_is_refused(checkpoint: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    """Before weights are read: a folder that has none says the same."""
+    (tmp_path / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
     with pytest.raises(ConfigError, match=message):
-        make_llm(checkpoint, compression=CompressionConfig(**{"method": "keydiff", "buffer": 4} | options))
+        make_llm(tmp_path, compression=CompressionConfig(**{"method": "keydiff", "buffer": 4} | options))
