@@ -10,6 +10,7 @@ from kvllm.attention.base import AttentionBackend, AttentionBatch
 from kvllm.kernels.decode import Observed, Partials, paged_decode
 from kvllm.kernels.mass import add_mass
 from kvllm.kernels.prefill import paged_prefill
+from kvllm.kernels.prefill_tiles import PrefillTiles
 from kvllm.kernels.score_windows import KeptScores, add_windows
 
 
@@ -19,6 +20,7 @@ class TritonPlan:
 
     batch: AttentionBatch
     partials: Partials
+    tiles: PrefillTiles | None
     observed: Observed | None
     kept: KeptScores | None
 
@@ -47,14 +49,25 @@ class TritonBackend(AttentionBackend):
             scores = partials.total.new_empty(num_sequences, self.num_query_heads, batch.windows.size)
             windows = batch.windows
             kept = KeptScores(scores, batch.window_start, windows.stride, windows.num_scored, windows.squared)
-        return TritonPlan(batch, partials, observed, kept)
+        tiles = None
+        if len(batch.last_kv_index) > num_sequences:
+            tiles = PrefillTiles.of(
+                batch.query_start_loc,
+                batch.last_kv_index,
+                self.keys[0],
+                self.num_query_heads,
+                self.cache.shape.head_dim,
+                self.cache.shape.dtype,
+                ragged=batch.packed_len is not None,
+            )
+        return TritonPlan(batch, partials, tiles, observed, kept)
 
     def run(
         self, layer: int, queries: torch.Tensor, plan: TritonPlan, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
         options = self.layers[layer]
         if options.window is not None:
-            plan = TritonPlan(plan.batch.of_window, plan.partials, None, None)
+            plan = TritonPlan(plan.batch.of_window, plan.partials, plan.tiles, None, None)
         batch = plan.batch
         output = torch.empty_like(queries, memory_format=torch.contiguous_format)
         arguments = (
@@ -71,8 +84,8 @@ class TritonBackend(AttentionBackend):
         paged_decode(
             *arguments, plan.partials, plan.observed, plan.kept, output, options.window, options.soft_cap, sinks
         )
-        if len(queries) > len(batch.block_tables):
-            paged_prefill(*arguments, plan.observed, output, options.window, options.soft_cap, sinks)
+        if plan.tiles:
+            paged_prefill(*arguments, plan.tiles, plan.observed, output, options.window, options.soft_cap, sinks)
         if batch.mass is not None and plan.observed is not None and batch.table_slots is not None:
             add_mass(
                 batch.mass[layer],

@@ -10,32 +10,8 @@ import triton
 import triton.language as tl
 
 from kvllm.kernels.decode import Observed
-from kvllm.kernels.tiles import (
-    LOG2_E,
-    SEGMENT,
-    add_sinks,
-    attend_tile,
-    evicted_range,
-    kv_pairs_per_tile,
-    kv_places,
-    merge,
-    prefill_rows,
-    stages,
-    warps,
-)
-
-
-@triton.jit
-def _sequence_of(tile, query_start_loc, num_sequences, QUERIES: tl.constexpr):
-    """The sequence that a tile of queries belongs to, if tiles are dealt out as `paged_prefill` does."""
-    low, high = 0, num_sequences
-    while high - low > 1:
-        middle = (low + high) // 2
-        if tl.load(query_start_loc + middle) // QUERIES + middle <= tile:
-            low = middle
-        else:
-            high = middle
-    return low
+from kvllm.kernels.prefill_tiles import PrefillTiles, attend_16_bits
+from kvllm.kernels.tiles import LOG2_E, SEGMENT, add_sinks, attend_tile, evicted_range, kv_places, merge
 
 
 @triton.jit
@@ -81,7 +57,7 @@ def _attend_kv_pairs(
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "num_sequences"],
+    do_not_specialize=["table_stride"],
     do_not_specialize_on_alignment=["head_lengths"],  # as in a decode
 )
 def _attend_chunks(
@@ -96,10 +72,10 @@ def _attend_chunks(
     head_lengths,
     observed_totals,
     sinks,
+    tiles,
     scale,
     query_stride,
     table_stride,
-    num_sequences,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -110,21 +86,18 @@ def _attend_chunks(
     TILE: tl.constexpr,
     SEGMENT: tl.constexpr,
     SEGMENTED: tl.constexpr,
+    BOXES: tl.constexpr,
     RAGGED: tl.constexpr,
     OBSERVED: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    tile, head = tl.program_id(0), tl.program_id(1)
-    sequence = _sequence_of(tile, query_start_loc, num_sequences, QUERIES)
-    first_token = tl.load(query_start_loc + sequence)
+    head, tile = tl.program_id(0), tl.program_id(1)
+    sequence, begin_token = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
+    if sequence < 0:
+        return
     end_token = tl.load(query_start_loc + sequence + 1)
-    if end_token - first_token == 1:  # the decode kernel attends these
-        return
-    begin_token = first_token + (tile - first_token // QUERIES - sequence) * QUERIES
-    if begin_token >= end_token:
-        return
     if RAGGED:
         evicted_begin, num_evicted = evicted_range(packed_len, head_lengths, sequence, head, KV_HEADS)
     else:
@@ -171,7 +144,7 @@ def _attend_chunks(
             )
             maximum, total, weighted = merge(maximum, total, weighted, later_maximum, later_total, later_weighted)
     else:
-        maximum, total, weighted = _attend_kv_pairs(
+        maximum, total, weighted = attend_16_bits(
             query,
             keys,
             values,
@@ -189,6 +162,7 @@ def _attend_chunks(
             CHANNELS,
             ROWS,
             TILE,
+            BOXES,
             WINDOW,
             SOFT_CAP,
         )
@@ -212,6 +186,7 @@ def paged_prefill(
     packed_len: torch.Tensor | None,
     head_lengths: torch.Tensor | None,
     scale: float,
+    tiles: PrefillTiles,
     observed: Observed | None,
     output: torch.Tensor,
     window: int | None = None,
@@ -220,47 +195,43 @@ def paged_prefill(
 ) -> None:
     """Attention of the sequences that have two query tokens or more; those of others are left alone in `output`.
 
-    The arguments are those of `decode.paged_decode`. The lengths of sequences are on the device, so tiles of QUERIES
-    tokens are dealt out generously: sequence s has those from `query_start_loc[s] // QUERIES + s` on, and the last of
-    them may be empty.
+    tiles: of the same batch and cache. The other arguments are those of `decode.paged_decode`.
 
     Source: FlashAttention-2 (arXiv 2307.08691) over block tables; the query heads of a KV head share a tile.
     """
-    num_tokens, num_heads, head_dim = queries.shape
+    num_heads, head_dim = queries.shape[1:]
     _, kv_heads, block_size, _ = keys.shape
     group = num_heads // kv_heads
-    rows = prefill_rows(group, queries.dtype, head_dim)
-    num_sequences, queries_per_tile = query_start_loc.shape[0] - 1, rows // group
-    _attend_chunks[(num_tokens // queries_per_tile + num_sequences, kv_heads)](
+    _attend_chunks[(kv_heads, len(tiles.order))](
         output,
         queries,
-        keys,
-        values,
+        *tiles.sources(keys, values),
         query_start_loc,
         last_kv_index,
         block_tables,
         *((packed_len, head_lengths) if packed_len is not None else (last_kv_index, last_kv_index)),
         observed.totals if observed else output,
         output if sinks is None else sinks,
+        tiles.order,
         scale * LOG2_E,
         queries.stride(0),
         block_tables.stride(0),
-        num_sequences,
         KV_HEADS=kv_heads,
         GROUP=group,
         BLOCK_SIZE=block_size,
         HEAD_DIM=head_dim,
         CHANNELS=triton.next_power_of_2(head_dim),
-        ROWS=rows,
-        QUERIES=queries_per_tile,
-        TILE=kv_pairs_per_tile(queries.dtype, head_dim),
+        ROWS=tiles.rows,
+        QUERIES=tiles.rows // group,
+        TILE=tiles.kv_pairs,
         SEGMENT=SEGMENT,
         SEGMENTED=queries.dtype == torch.float32,  # as in a decode
+        BOXES=tiles.boxes,
         RAGGED=packed_len is not None,
         OBSERVED=observed is not None,
         WINDOW=window or 0,
         SOFT_CAP=(soft_cap or 0.0) * LOG2_E,
         SINKS=sinks is not None,
-        num_warps=warps(queries.dtype, rows, head_dim),
-        num_stages=stages(head_dim),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
     )

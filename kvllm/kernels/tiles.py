@@ -3,8 +3,7 @@
 A query adds up its KV pairs in an order that only their indices fix: tiles of `kv_pairs_per_tile` one after the other
 within a segment of SEGMENT pairs (a multiple of that in a decode over more than 32,768), then the segments, ascending.
 So its bits do not depend on the rest of a batch. With float32, decode and prefill use tiles of the same shape, and a
-query has the same bits in both up to that length; with 16 bits the tensor cores may add up the rows of a wider tile
-differently.
+query has the same bits in both up to that length; with 16 bits a prefill has larger tiles, and no segments.
 
 The running maximum is in base 2: `scale` includes log2(e). Source: FlashAttention-2 (arXiv 2307.08691), section 3.1,
 and Flash-Decoding (Dao et al., 2023) for the segments.
@@ -33,14 +32,6 @@ def kv_pairs_per_tile(dtype: torch.dtype, head_dim: int) -> int:
 def decode_rows(group: int) -> int:
     """Rows of a tile that holds one query of each of the `group` query heads of a KV head."""
     return max(16, triton.next_power_of_2(group))
-
-
-def prefill_rows(group: int, dtype: torch.dtype, head_dim: int) -> int:
-    """Rows of a tile that holds several queries: at most 32 KiB of them. Those of float32 must add up like those of a
-    decode."""
-    if dtype == torch.float32:
-        return decode_rows(group)
-    return max(128 if head_dim <= 128 else 64, decode_rows(group))
 
 
 def stages(head_dim: int) -> int:

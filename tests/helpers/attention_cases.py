@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 
@@ -33,6 +34,8 @@ RAGGED = [
     ([300], 256, (256, 256)),  # compressed, and no hole
 ]
 NEVER = 2**31 - 1
+# Of caches whose KV pairs are scored.
+SCORED = ({}, {"group": 3, "head_dim": 32}, {"group": 1, "block_size": 64, "head_dim": 96})
 # Bits that are NaN, or that make a code or a scale one.
 GARBAGE = {
     torch.float32: math.nan,
@@ -287,21 +290,19 @@ def dense_scores(case: Case) -> torch.Tensor:
 
 
 def assert_scores(
-    name: str,
-    layer: LayerAttention = PLAIN,
-    all_windows: tuple[ScoreWindows, ...] = WINDOWS,
-    tolerance: float = 2e-6,
-    **common,
+    name: str, layer: LayerAttention = PLAIN, *, pairwise: bool = False, tolerance: float = 2e-6, **common
 ) -> None:
-    """A backend adds to the scores of windows, whatever the lengths, and leaves all others; its output is the same."""
+    """A backend adds to the scores of windows, whatever the lengths, and leaves all others; its output is the same.
+
+    pairwise: one cache for each kind of windows, where kernels are interpreted; else all of them for each.
+    """
     tokens = [(0, 0), (16, 16), (15, 16), (95, 16), (111, 16), (130, 16), (160, 0), (700, 640), (1500, 512), (9, NEVER)]
-    for windows in all_windows:
-        for options in ({}, {"group": 3, "head_dim": 32}, {"group": 1, "block_size": 64, "head_dim": 96}):
-            case = with_options(make_scored_case(windows, tokens, **options, **common), layer)
-            expected, before = dense_scores(case), case.cache.scores.clone()
-            output = case.run(name)
-            unscored = replace(case.batch, window_start=None, windows=None)
-            assert torch.equal(output, replace(case, batch=unscored).run(name))
-            torch.testing.assert_close(case.cache.scores.double(), expected, atol=tolerance, rtol=tolerance)
-            changed = case.cache.scores != before
-            assert changed.any() and not changed[expected == before].any()
+    for windows, options in zip(WINDOWS, SCORED, strict=True) if pairwise else product(WINDOWS, SCORED):
+        case = with_options(make_scored_case(windows, tokens, **options, **common), layer)
+        expected, before = dense_scores(case), case.cache.scores.clone()
+        output = case.run(name)
+        unscored = replace(case.batch, window_start=None, windows=None)
+        assert torch.equal(output, replace(case, batch=unscored).run(name))
+        torch.testing.assert_close(case.cache.scores.double(), expected, atol=tolerance, rtol=tolerance)
+        changed = case.cache.scores != before
+        assert changed.any() and not changed[expected == before].any()

@@ -144,6 +144,52 @@ def options_of_a_layer() -> None:
 
 
 @check
+def tiles_of_keys_in_one_copy() -> None:
+    """Blocks of whole tiles in 16 bits: chunks that begin and end beside the ends of tiles, with tiles that all query
+    tokens attend before them, and a channel beyond the head's last one; a window's borders within a tile, and apart."""
+    rows = [list(range(380, 388)), [500], list(range(3)), list(range(250, 262))]
+    for head_dim, group, layer in ((96, 3, "plain"), (256, 2, "all"), (16, 20, "window 100"), (32, 4, "window 5")):
+        case = attention_cases.make_case(
+            rows, head_dim=head_dim, group=group, block_size=256, dtype=torch.float16, seed=head_dim
+        )
+        case = attention_cases.with_options(case, attention_cases.OPTIONS[layer])
+        assert case.backend("triton").plan(case.batch).tiles.boxes
+        assert_matches_dense(case)
+        case.queries *= 100
+        expected = attention_cases.dense_attention(case)
+        torch.testing.assert_close(case.run("triton").double(), expected, atol=1e-2, rtol=1e-2)
+
+
+@check
+def bits_of_16_bits_do_not_depend_on_masks() -> None:
+    """Tiles that a chunk masks for its earlier tokens are not masked for its later ones alone."""
+    for block_size in (16, 256):
+        case = attention_cases.make_case(
+            [list(range(200, 270))], head_dim=16, block_size=block_size, dtype=torch.float16
+        )
+        case = replace(case, queries=case.queries[:, :2])  # a tile has all the tokens
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(np, "matmul", lambda a, b, dtype: (a[:, :, None] * b[None]).astype(dtype).sum(1))
+            together = case.run("triton")
+            assert torch.equal(part(case, 0, slice(60, 70)).run("triton"), together[60:])
+
+
+@check
+def tiles_with_the_most_kv_pairs_first() -> None:
+    from kvllm.kernels.prefill_tiles import longest_first
+
+    case = attention_cases.make_case([[64], list(range(35)), [0], list(range(700, 740)), [5, 9]], head_dim=16)
+    starts, index = case.batch.query_start_loc, case.batch.last_kv_index
+    order = longest_first(starts, index, 8)
+    tiles = [(sequence, begin) for sequence, begin in order.tolist() if sequence >= 0]
+    expected = [(s, b) for s in (1, 3, 4) for b in range(int(starts[s]), int(starts[s + 1]), 8)]
+    assert sorted(tiles) == expected
+    assert order[len(tiles) :, 0].eq(-1).all()
+    lengths = [int(index[min(begin + 8, int(starts[sequence + 1])) - 1]) for sequence, begin in tiles]
+    assert lengths == sorted(lengths, reverse=True)
+
+
+@check
 def each_layer_has_its_own_holes() -> None:
     attention_cases.assert_each_layer_has_its_own_holes("triton")
 
@@ -203,8 +249,18 @@ def attention_mass_of_decodes_alone() -> None:
 
 @check
 def scores_of_windows() -> None:
-    attention_cases.assert_scores("triton")
-    attention_cases.assert_scores("triton", LayerAttention(soft_cap=0.5, sinks=True), attention_cases.WINDOWS[1:2])
+    """Three kinds of windows in three kinds of caches."""
+    attention_cases.assert_scores("triton", pairwise=True)
+
+
+@check
+def scores_of_windows_of_a_layer_with_options() -> None:
+    layer = LayerAttention(soft_cap=0.5, sinks=True)
+    case = attention_cases.make_scored_case(attention_cases.WINDOWS[1], [(16, 16), (95, 16), (160, 0)])
+    case = attention_cases.with_options(case, layer)
+    expected = attention_cases.dense_scores(case)
+    case.run("triton")
+    torch.testing.assert_close(case.cache.scores.double(), expected, atol=2e-6, rtol=2e-6)
 
 
 @check

@@ -84,13 +84,14 @@ def compile_kernels(capability: int, every_shape: bool) -> None:
 
 def describe(kernel: Any) -> dict[str, Any]:
     """The bytes of shared memory and of local memory of a compiled kernel, the numbers that it multiplies by tensor
-    cores, and whether whole groups of warps do that."""
+    cores, whether whole groups of warps do that, and whether the tensor memory accelerator reads tiles."""
     ptx = kernel.asm["ptx"]
     return {
         "shared": kernel.metadata.shared,
         "local": local_bytes(kernel.asm["cubin"]),
         "tensor_cores": sorted(set(re.findall(r"mma\S*\.(bf16|f16)\b", ptx))),
         "warp_groups": "wgmma.mma_async" in ptx,
+        "boxes": "cp.async.bulk.tensor" in ptx,
     }
 
 
@@ -231,3 +232,5 @@ def test_every_kernel_compiles(tmp_path: Path, capability: int, every_shape: boo
         prefills = [kernel for name, kernel in kernels if name == "_attend_chunks" and kernel["tensor_cores"]]
         assert prefills
         assert all(kernel["warp_groups"] for kernel in prefills)
+        # Not in small blocks, in quantized ones, and where heads have evicted KV pairs.
+        assert {kernel["boxes"] for kernel in prefills} == {False, True}
