@@ -31,34 +31,39 @@ STRIDES = (1, 2, 4, 8, 16)
 
 
 class Overlap:
-    """Stands in for the selection of an engine: makes its choice, and compares the choices of the strides with it."""
+    """Stands in for the scores of an engine, and compares the choices of the strides with that from all queries."""
 
-    def __init__(self, select: Any, strides: Sequence[int]) -> None:
-        self.select = select
+    def __init__(self, score: Any, choose: Any, retain: int, strides: Sequence[int]) -> None:
+        self.score = score
+        self.choose = choose
+        self.retain = retain
         self.shares: dict[int, list[float]] = {stride: [] for stride in strides}
 
-    def __call__(self, queries: torch.Tensor, keys: torch.Tensor, *, retain: int, buffer: int, **options: Any) -> Any:
-        kept = self.select(queries, keys, retain=retain, buffer=buffer, **options)
-        scored = retain - buffer
+    def __call__(self, queries: torch.Tensor, keys: torch.Tensor, *, buffer: int, **options: Any) -> torch.Tensor:
+        scores = self.score(queries, keys, buffer=buffer, **options)
+        kept = self.choose(scores, retain=self.retain, buffer=buffer, **options)
+        scored = self.retain - buffer
         for stride, shares in self.shares.items():
             tokens = QueryTokens(recent=buffer, stride=stride).offsets(keys.shape[2])
-            other = self.select(queries[:, :, tokens], keys, retain=retain, buffer=buffer, **options)
+            of_stride = self.score(queries[:, :, tokens], keys, buffer=buffer, **options)
+            other = self.choose(of_stride, retain=self.retain, buffer=buffer, **options)
             # The buffer is always kept, so only the scored KV pairs count.
             found = (kept[..., :scored, None] == other[..., None, :scored]).any(-1)
             shares += found.float().mean(dim=(1, 2)).tolist()
-        return kept
+        return scores
 
 
 def overlaps(problem_set: ProblemSet, strides: Sequence[int]) -> dict[int, float]:
     """The share of the KV pairs kept with all queries that every s-th query keeps, over windows, layers and heads."""
     llm = LLM(compression=KARA, **problem_set.engine(Variant("overlap")))
     compressor = runner_of(llm).compressor
-    assert compressor is not None  # Kara compresses
-    compressor.select = Overlap(compressor.select, strides)
+    assert compressor is not None and KARA.retain_tokens is not None  # Kara compresses
+    overlap = Overlap(compressor.score, compressor.choose, KARA.retain_tokens, strides)
+    compressor.score = overlap
     llm.generate(
         [p.prompt for p in problem_set.problems], SamplingParams(temperature=0, max_tokens=MAX_TOKENS), use_tqdm=False
     )
-    return {stride: mean(shares) for stride, shares in compressor.select.shares.items()}
+    return {stride: mean(shares) for stride, shares in overlap.shares.items()}
 
 
 def show(strides: Sequence[int], shares: dict[int, float], runs: dict[int, Run]) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
+from kvllm.compression.registry import Method
+from kvllm.compression.sharded_method import ShardedMethod
 from kvllm.compression.statistics import QueryStatistics
 
 
@@ -17,7 +19,7 @@ class WithModelInputs:
     """
 
     def __init__(
-        self, method: Callable[..., Tensor], frequencies: Tensor, statistics: QueryStatistics | None = None
+        self, method: Method | ShardedMethod, frequencies: Tensor, statistics: QueryStatistics | None = None
     ) -> None:
         self.method = method
         self.frequencies = frequencies
@@ -28,3 +30,7 @@ class WithModelInputs:
         if self.statistics:
             offered["statistics"] = self.statistics.of_layers(layers)
         return self.method(queries, keys, frequencies=self.frequencies, **offered)
+
+    def score(self, queries: Tensor | None, keys: Tensor, *, layers: Sequence[int], **offered: Any) -> Tensor:
+        """The first half of a call, for a method that has halves."""
+        return self.method.score(queries, keys, **offered)

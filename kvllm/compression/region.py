@@ -23,8 +23,12 @@ def everything(keys: Tensor) -> Tensor:
 
 def with_buffer(kept: Tensor, keys: Tensor, buffer: int) -> Tensor:
     """Ascending offsets `kept [S, Hkv, k]` below `C - buffer`, followed by the last `buffer` of the C."""
-    length = keys.shape[2]
-    last = torch.arange(length - buffer, length, device=keys.device)
+    return with_last(kept, keys.shape[2], buffer)
+
+
+def with_last(kept: Tensor, length: int, buffer: int) -> Tensor:
+    """`with_buffer` for a region of `length` KV pairs."""
+    last = torch.arange(length - buffer, length, device=kept.device)
     return torch.cat((kept, last.expand(*kept.shape[:2], buffer)), dim=-1)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from importlib import import_module
 from typing import Any
 
@@ -51,7 +51,11 @@ class Method:
 
     def __init__(self, spec: MethodSpec) -> None:
         self.spec = spec
-        self.select = _function(spec)
+        self.select = _function(spec.function or f"{spec.name}:select")
+        self._scores = _function(spec.scores) if spec.scores else None
+        self._choose = _function(spec.choose)
+        self._score_arguments = inspect.signature(self._scores).parameters if self._scores else {}
+        self._choose_arguments = inspect.signature(self._choose).parameters
         options = {option.name for option in spec.options}
         arguments = inspect.signature(self.select).parameters
         if missing := options - set(arguments):
@@ -79,12 +83,29 @@ class Method:
             int64 `[S, Hkv, kept]`: ascending offsets in the region; with `ragged`, a head's may end in -1. The result
             for a sequence does not depend on the others in the batch.
         """
-        taken = {name: value for name, value in offered.items() if name in self.arguments}
-        return self.select(queries, keys, retain=retain, buffer=buffer, **taken)
+        return self.select(queries, keys, retain=retain, buffer=buffer, **_only(self.arguments, offered))
+
+    @property
+    def in_halves(self) -> bool:
+        """Whether a call is `choose` of what `score` returns, so that `choose` may serve many layers at once."""
+        return self._scores is not None
+
+    def score(self, queries: Tensor | None, keys: Tensor, *, buffer: int, **offered: Any) -> Tensor:
+        """The first half of a call: float32 `[S, Hkv, ...]`. Arguments as there."""
+        assert self._scores is not None
+        return self._scores(queries, keys, buffer=buffer, **_only(self._score_arguments, offered))
+
+    def choose(self, scores: Tensor, *, retain: int, buffer: int, **options: Any) -> Tensor:
+        """The second half of a call, of as many rows as there are scores. The result is that of the call."""
+        return self._choose(scores, retain=retain, buffer=buffer, **_only(self._choose_arguments, options))
 
 
-def _function(spec: MethodSpec) -> Callable[..., Tensor]:
-    module, _, name = (spec.function or f"{spec.name}:select").partition(":")
+def _only(names: Container[str], offered: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in offered.items() if name in names}
+
+
+def _function(place: str) -> Callable[..., Tensor]:
+    module, _, name = place.partition(":")
     return getattr(import_module(f"kvllm.compression.methods.{module}"), name)
 
 

@@ -21,7 +21,8 @@ from kvllm.parallel import KVHeads, Shard
 
 
 class ShardedMethod:
-    """`METHODS[name]` for the KV heads `heads` of a rank; called like a `Method`, by all ranks together."""
+    """`METHODS[name]` for the KV heads `heads` of a rank; called like a `Method`, by all ranks together. A rank chooses
+    from its scores alone."""
 
     def __init__(self, name: str, heads: KVHeads, shard: Shard) -> None:
         self.method = METHODS[name]
@@ -32,13 +33,24 @@ class ShardedMethod:
     def __call__(self, queries: Tensor | None, keys: Tensor, **options: Any) -> Tensor:
         if self.whole_layer:
             return self._of_whole_layer(queries, keys, options)
+        queries, options = self._with_replicas(queries, options)
+        return self.method(queries, keys, **options)
+
+    def score(self, queries: Tensor | None, keys: Tensor, **options: Any) -> Tensor:
+        """The first half of a call, for a method that has halves."""
+        assert not self.whole_layer
+        queries, options = self._with_replicas(queries, options)
+        return self.method.score(queries, keys, **options)
+
+    def _with_replicas(self, queries: Tensor | None, options: dict[str, Any]) -> tuple[Tensor | None, dict[str, Any]]:
+        """The arguments of a call with what replicas of these KV heads know."""
         if self.heads.replicas > 1:
             if queries is not None:
                 queries = self._of_replicas(queries).flatten(1, 2)
                 options["softmax"] = self._with_sinks(options["softmax"], self._of_replicas)
             for name in {"mass", "observed"} & set(options):
                 options[name] = self._of_replicas(options[name]).sum(dim=1)
-        return self.method(queries, keys, **options)
+        return queries, options
 
     def _of_whole_layer(self, queries: Tensor | None, keys: Tensor, options: dict[str, Any]) -> Tensor:
         if queries is not None:

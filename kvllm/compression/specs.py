@@ -61,6 +61,9 @@ class MethodSpec:
     calibrated: it needs statistics of the model's queries, from a file beside the checkpoint.
     keeps_end: the end of the region survives, so nothing moves where whole blocks are dropped.
     function: where its function is, as `module:name` in `kvllm.compression.methods`; by default `<name>:select`.
+    scores, choose: where the two halves of that function are, if an event may call the first for each layer, and the
+        second once for all layers. The first takes queries and keys, the second what the first returns,
+        `[S, Hkv, ...]`; both take inputs and options by name, the second none of a single layer.
     """
 
     name: str
@@ -76,6 +79,8 @@ class MethodSpec:
     calibrated: bool = False
     keeps_end: bool = False
     function: str = ""
+    scores: str = ""
+    choose: str = "token2chunk:choose"
 
     def refusal(self, policy: str) -> str | None:
         """Why a policy of that name cannot use the method; None if it can."""
@@ -114,7 +119,13 @@ SINKS = Option("sinks", default=4, least=0)
 SPECS: dict[str, MethodSpec] = {
     spec.name: spec
     for spec in (
-        MethodSpec("kara", "what all queries of a window attend to; best tokens and chunks", "window", TOKEN2CHUNK),
+        MethodSpec(
+            "kara",
+            "what all queries of a window attend to; best tokens and chunks",
+            "window",
+            TOKEN2CHUNK,
+            scores="kara:scores",
+        ),
         MethodSpec(
             "kara_causal",
             "Kara by a pair's own query and later ones",
@@ -122,13 +133,33 @@ SPECS: dict[str, MethodSpec] = {
             TOKEN2CHUNK,
             "probabilities",
             function="kara:select_causal",
+            scores="kara:causal_scores",
         ),
         MethodSpec(
-            "kara_sharp", "what later queries look up, and distinct keys (ours)", "window", TOKEN2CHUNK, "squares"
+            "kara_sharp",
+            "what later queries look up, and distinct keys (ours)",
+            "window",
+            TOKEN2CHUNK,
+            "squares",
+            scores="kara_sharp:both_scores",
+            choose="kara_sharp:choose",
         ),
-        MethodSpec("kara_no_bi", "Kara by the buffer's queries alone", "buffer", TOKEN2CHUNK, function="kara:select"),
-        MethodSpec("kara_no_token2chunk", "Kara without chunks", "window", function="kara:select_tokens"),
-        MethodSpec("snapkv", "what the last queries attend to, smoothed", "recent"),
+        MethodSpec(
+            "kara_no_bi",
+            "Kara by the buffer's queries alone",
+            "buffer",
+            TOKEN2CHUNK,
+            function="kara:select",
+            scores="kara:scores",
+        ),
+        MethodSpec(
+            "kara_no_token2chunk",
+            "Kara without chunks",
+            "window",
+            function="kara:select_tokens",
+            scores="kara:scores",
+        ),
+        MethodSpec("snapkv", "what the last queries attend to, smoothed", "recent", scores="snapkv:scores"),
         MethodSpec(
             "rkv", "what the last queries attend to, less what is said again", "recent", (Option("mix", 0.1, 0.0, 1.0),)
         ),

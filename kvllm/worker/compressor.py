@@ -3,7 +3,7 @@
 Regions of all sequences go through the model together, in passes of as many as fit the token budget, at least one. All
 passes read the cache as it was before the event; the selection is applied at the end, in one movement. So neither the
 order of the regions nor the size of a pass can change what survives. Without queries to recompute, layers are selected
-from together: operations are as many as for one layer.
+from together: operations are as many as for one layer. So is the choice from scores, where a method has these apart.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from kvllm.attention.base import AttentionBackend, AttentionBatch
 from kvllm.attention.context import AttentionContext, PartedAttention
 from kvllm.compression.mass import Softmax
+from kvllm.compression.model_inputs import WithModelInputs
 from kvllm.compression.queries import QueryTokens, window_tokens
 from kvllm.compression.registry import METHODS
 from kvllm.config import CompressionConfig
@@ -34,6 +35,8 @@ from kvllm.worker.transfer import to_device
 
 MAX_GATHERED_BYTES = 64 << 20
 """Keys and values of several layers that are gathered at once; scoring takes a few times as much."""
+MAX_SCORE_BYTES = 16 << 20
+"""Scores of layers that wait to be chosen from together; choosing takes a few times as much."""
 
 Gather = Callable[[int, torch.Tensor], torch.Tensor]
 
@@ -90,7 +93,7 @@ class Compressor:
         ragged: RaggedLengths | None = None,
         mass: AttentionMass | None = None,
         observed: ObservedScores | None = None,
-        select: Callable[..., torch.Tensor] | None = None,
+        select: WithModelInputs | None = None,
         recall: Recall | None = None,
     ) -> None:
         self.model = model
@@ -105,9 +108,10 @@ class Compressor:
         self.mass = mass
         self.observed = observed
         self.recall = recall
-        self.select = select or METHODS[config.method]
-        self.carries = config.spec.carries
         self.method = METHODS[config.method]
+        self.select = select or self.method
+        self.score, self.choose = (select or self.method).score, self.method.choose
+        self.carries = config.spec.carries
         self.query_tokens = QueryTokens.of(config)
         self.options = config.options
         self.block_size = self.cache.shape.block_size
@@ -169,6 +173,17 @@ class Compressor:
         tables = [self._window_tables(*each, size) for each in zip(self.parts, of_parts, strict=True)]
         shared = self._shared_inputs(offsets)
         kept: list[list[torch.Tensor]] = [[] for _ in self.parts]  # of each part, of some layers after others
+        scores: list[list[torch.Tensor]] = [[] for _ in self.parts]  # the same, of layers that wait to be chosen from
+
+        def count_bytes(*tensors: torch.Tensor | None) -> None:
+            held = sum(tensor.nbytes for tensor in (*tensors, *chain(*kept, *scores)) if tensor is not None)
+            self.event_bytes = max(self.event_bytes, held)
+
+        def keep(number: int, chosen: torch.Tensor, num_layers: int) -> None:
+            # Layers and heads may keep fewer than there is room for.
+            retain = of_parts[number][0].retain
+            chosen = torch.nn.functional.pad(chosen, (0, retain - chosen.shape[-1]), value=-1)
+            kept[number].append(chosen.unflatten(0, (num_layers, len(of_parts[number]))))
 
         def select(number: int, layers: Sequence[int], queries: torch.Tensor | None) -> None:
             mine = of_parts[number]
@@ -180,19 +195,42 @@ class Compressor:
                 chosen = self.select(queries, retain=self._mean_retained(retain), **self.options, **inputs)
                 if self.mass and self.carries:
                     self.mass.put(layers[0], *_places(mine), inputs["carried"])
-                # Layers and heads may keep fewer than there is room for.
-                chosen = torch.nn.functional.pad(chosen, (0, retain - chosen.shape[-1]), value=-1)
-                kept[number].append(chosen.unflatten(0, (len(layers), len(mine))))
-            tensors = (inputs["keys"], *chain(*kept), queries, inputs.get("values"))
-            held = sum(tensor.nbytes for tensor in tensors if tensor is not None)
-            self.event_bytes = max(self.event_bytes, held)
+                keep(number, chosen, len(layers))
+            count_bytes(inputs["keys"], queries, inputs.get("values"))
+
+        def score(number: int, layer: int, queries: torch.Tensor) -> None:
+            mine = of_parts[number]
+            if not mine:
+                return
+            with clock.measure("score"):
+                inputs = shared | self._inputs(mine, [layer], tables[number], size)
+                scores[number].append(self.score(queries, **self.options, **inputs))
+            count_bytes(inputs["keys"], queries, inputs.get("values"))
+            if (len(scores[number]) + 1) * scores[number][0].nbytes > MAX_SCORE_BYTES:
+                choose(number)
+
+        def choose(number: int) -> None:
+            waiting = scores[number]
+            if not waiting:
+                return
+            with clock.measure("score"):
+                retain = of_parts[number][0].retain
+                chosen = self.choose(torch.cat(waiting), retain=retain, **self.options, **shared)
+                keep(number, chosen, len(waiting))
+            count_bytes()
+            waiting.clear()
 
         def visit(layer: int, queries: torch.Tensor) -> None:
             of_windows = queries.view(len(windows), len(offsets), *queries.shape[1:]).transpose(1, 2)
-            select(self.part_of[layer], [layer], of_windows)
+            if self.method.in_halves:
+                score(self.part_of[layer], layer, of_windows)
+            else:
+                select(self.part_of[layer], [layer], of_windows)
 
         if len(offsets):
             self._recompute(windows, offsets, visit)
+            for number in range(len(self.parts)):
+                choose(number)
         else:
             at_once = self._layers_at_once(len(windows) * size)
             for number, part in enumerate(self.parts):

@@ -11,6 +11,7 @@ import torch
 
 from kvllm.attention.base import AttentionBackend, ScoredChunk
 from kvllm.attention.context import Attention, AttentionContext, PartedAttention
+from kvllm.compression.model_inputs import WithModelInputs
 from kvllm.config import CompressionConfig, EngineConfig
 from kvllm.core.protocol import (
     BlockCopy,
@@ -67,7 +68,7 @@ class ModelRunner:
         backend: AttentionBackend,
         config: EngineConfig,
         eos_token_ids: tuple[int, ...] = (),
-        select: Callable[..., torch.Tensor] | None = None,
+        select: WithModelInputs | None = None,
         samples: bool = True,
         grammars: Grammars | None = None,
         store: HostStore | None = None,
@@ -118,7 +119,7 @@ class ModelRunner:
         )
 
     def _prepare_compression(
-        self, compression: CompressionConfig, config: EngineConfig, select: Callable[..., torch.Tensor] | None
+        self, compression: CompressionConfig, config: EngineConfig, select: WithModelInputs | None
     ) -> None:
         most_tokens = config.max_num_batched_tokens
         if compression.guard_kl is not None:

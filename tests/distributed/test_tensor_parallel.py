@@ -197,6 +197,7 @@ class ThreadExecutor(BlockingExecutor):
         self.kept: list[list[torch.Tensor]] = [[] for _ in shards]
         for runner, kept in zip(self.runners, self.kept, strict=True):
             runner.compressor.select = self._recording(runner.compressor.select, kept)
+            runner.compressor.choose = self._recording(runner.compressor.choose, kept)
 
     @staticmethod
     def _recording(select: Callable[..., torch.Tensor], kept: list[torch.Tensor]) -> Callable[..., torch.Tensor]:

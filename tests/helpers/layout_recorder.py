@@ -133,7 +133,11 @@ class Recorder(BlockingExecutor):
         self._selections: list[tuple[Tensor | None, Tensor, dict[str, Any]]] = []
         self._logits: list[Tensor] = []
         self._compute_logits, self.runner.model.logits = self.runner.model.logits, self._record_logits
-        self._select, self.runner.compressor.select = self.runner.compressor.select, self._record_selection
+        compressor = self.runner.compressor
+        self._scored: list[tuple[Tensor, dict[str, Any]]] = []  # of each layer that waits for a choice
+        self._select, compressor.select = compressor.select, self._record_selection
+        self._score, compressor.score = compressor.score, self._record_score
+        self._choose, compressor.choose = compressor.choose, self._record_choice
 
     def _record_logits(self, hidden: Tensor, **options: Any) -> Tensor:
         logits = self._compute_logits(hidden, **options)
@@ -143,6 +147,17 @@ class Recorder(BlockingExecutor):
     def _record_selection(self, queries: Tensor | None, keys: Tensor, **options: Any) -> Tensor:
         kept = self._select(queries, keys, **options)
         self._selections.append((queries, kept, options))
+        return kept
+
+    def _record_score(self, queries: Tensor, keys: Tensor, **options: Any) -> Tensor:
+        self._scored.append((queries, options))
+        return self._score(queries, keys, **options)
+
+    def _record_choice(self, scores: Tensor, **options: Any) -> Tensor:
+        kept = self._choose(scores, **options)
+        for (queries, offered), of_layer in zip(self._scored, kept.unflatten(0, (len(self._scored), -1)), strict=True):
+            self._selections.append((queries, of_layer, offered))
+        self._scored = []
         return kept
 
     def close(self) -> None:

@@ -96,7 +96,11 @@ class Recorder(BlockingExecutor):
         self._logits: list[Tensor] = []
         self._selections: dict[int, list[tuple[Tensor | None, Tensor]]] = {}  # by layer: of each window
         self._compute_logits, runner.model.logits = runner.model.logits, self._record_logits
-        self._select, runner.compressor.select = runner.compressor.select, self._record_selection
+        compressor = runner.compressor
+        self._scored: list[tuple[int, Tensor]] = []  # of each layer that waits for a choice: its queries
+        self._select, compressor.select = compressor.select, self._record_selection
+        self._score, compressor.score = compressor.score, self._record_score
+        self._choose, compressor.choose = compressor.choose, self._record_choice
 
     def _record_logits(self, hidden: Tensor, **options: Any) -> Tensor:
         logits = self._compute_logits(hidden, **options)
@@ -108,6 +112,20 @@ class Recorder(BlockingExecutor):
         kept = self._select(queries, layers=layers, **options)
         for layer, of_layer in zip(layers, kept.unflatten(0, (len(layers), -1)), strict=True):
             self._selections[layer] += zip(rows_of(queries, len(of_layer)), of_layer, strict=True)
+        return kept
+
+    def _record_score(self, queries: Tensor, layers: Sequence[int], **options: Any) -> Tensor:
+        self._scored.append((layers[0], queries))
+        return self._score(queries, layers=layers, **options)
+
+    def _record_choice(self, scores: Tensor, **options: Any) -> Tensor:
+        kept = self._choose(scores, **options)
+        waiting = {layer for layer, _ in self._scored}
+        of_part = next(part.layers for part in self.parts if waiting.intersection(part.layers))  # chosen from in turn
+        scored = [each for each in self._scored if each[0] in of_part]
+        self._scored = [each for each in self._scored if each[0] not in of_part]
+        for (layer, queries), of_layer in zip(scored, kept.unflatten(0, (len(scored), -1)), strict=True):
+            self._selections[layer] += zip(queries, of_layer, strict=True)
         return kept
 
     def close(self) -> None:

@@ -153,8 +153,8 @@ def test_paged_compaction(load_vectors: Callable, name: str, backend: str) -> No
         )
         shape = CacheShape(case["L"], case["Hkv"], case["d"], block_size, torch.float32)
         run = Run(model, config, shape, backend, [0] * prompt, [0] * (length + 2 - prompt))
-        kept = iter(torch.from_numpy(arrays[f"c{i}_kept"]))
-        run.recorder._select = lambda *_, kept=kept, **__: next(kept).unsqueeze(0)
+        kept = torch.from_numpy(arrays[f"c{i}_kept"])
+        run.recorder._choose = lambda *_, kept=kept, **__: kept
         hand_out_first(run.scheduler.blocks, table)
         while run.seq.logical_length < length:
             assert not run.step().compressions

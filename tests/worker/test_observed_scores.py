@@ -36,15 +36,17 @@ def sharp(**options: Any) -> CompressionConfig:
 def scores_of_events(llm: LLM, prompts: list[dict], max_tokens: int) -> list[torch.Tensor]:
     """The scores that selections were made from, in order, and of all layers."""
     compressor, found = llm.llm_engine.executor.runner.compressor, []
-    select = compressor.select
+    select, score = compressor.select, compressor.score
 
-    def recording(queries: torch.Tensor | None, keys: torch.Tensor, **offered: Any) -> torch.Tensor:
-        observed = offered.get("observed")
-        of_layers = kara_sharp.scores(queries, keys, 8, offered["query_offsets"]) if observed is None else observed
-        found.extend(of_layers.chunk(len(offered["layers"])))
+    def recomputed(queries: torch.Tensor, keys: torch.Tensor, **offered: Any) -> torch.Tensor:
+        found.append(kara_sharp.scores(queries, keys, 8, offered["query_offsets"]))
+        return score(queries, keys, **offered)
+
+    def observed(queries: torch.Tensor | None, keys: torch.Tensor, **offered: Any) -> torch.Tensor:
+        found.extend(offered["observed"].chunk(len(offered["layers"])))
         return select(queries, keys, **offered)
 
-    compressor.select = recording
+    compressor.select, compressor.score = observed, recomputed
     tokens(llm, prompts, greedy(max_tokens))
     return found
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kvllm.compression.mass import PLAIN_SOFTMAX, Softmax, batched_attention_mass
-from kvllm.compression.methods.token2chunk import expand
-from kvllm.compression.region import check_queries, everything, keeps_everything, with_buffer
+from kvllm.compression.methods.token2chunk import choose
+from kvllm.compression.region import check_queries, everything, keeps_everything
 
 
 def select(
@@ -40,8 +40,8 @@ def select(
     """
     if keeps_everything(keys, retain, buffer):
         return everything(keys)
-    kept = expand(scores(queries, keys, buffer, softmax), retain - buffer, chunk_budget, max_chunk)
-    return with_buffer(kept, keys, buffer)
+    found = scores(queries, keys, buffer, softmax)
+    return choose(found, retain=retain, buffer=buffer, chunk_budget=chunk_budget, max_chunk=max_chunk)
 
 
 def select_tokens(
@@ -71,11 +71,16 @@ def select_causal(
     if keeps_everything(keys, retain, buffer):
         return everything(keys)
     if observed is None:
-        num_scored = keys.shape[2] - buffer
-        observed = batched_attention_mass(
-            check_queries(queries, keys), keys, num_scored, query_offsets, softmax=softmax
-        )
-    return with_buffer(expand(observed, retain - buffer, chunk_budget, max_chunk), keys, buffer)
+        observed = causal_scores(queries, keys, buffer, query_offsets, softmax)
+    return choose(observed, retain=retain, buffer=buffer, chunk_budget=chunk_budget, max_chunk=max_chunk)
+
+
+def causal_scores(
+    queries: Tensor | None, keys: Tensor, buffer: int, query_offsets: Tensor, softmax: Softmax = PLAIN_SOFTMAX
+) -> Tensor:
+    """`scores` by each position's own query token and later ones alone."""
+    num_scored = keys.shape[2] - buffer
+    return batched_attention_mass(check_queries(queries, keys), keys, num_scored, query_offsets, softmax=softmax)
 
 
 @torch.no_grad()

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from kvllm.compression.mass import PLAIN_SOFTMAX, Softmax, batched_attention_mass
-from kvllm.compression.methods import keydiff
-from kvllm.compression.methods.token2chunk import expand, top_indices
-from kvllm.compression.region import check_queries, everything, keeps_everything, with_buffer
+from kvllm.compression.methods import keydiff, token2chunk
+from kvllm.compression.methods.token2chunk import top_indices
+from kvllm.compression.region import check_queries, everything, keeps_everything
 
 DISTINCT_SHARE = 4
 """One in so many of the KV pairs kept is chosen by its key."""
@@ -41,11 +41,28 @@ def select(
     if keeps_everything(keys, retain, buffer):
         return everything(keys)
     looked_up = scores(queries, keys, buffer, query_offsets, softmax) if observed is None else observed
-    total = retain - buffer
-    distinct = top_indices(keydiff.scores(keys)[..., : looked_up.shape[-1]], total // DISTINCT_SHARE)
+    both = _with_distinctness(looked_up, keys)
+    return choose(both, retain=retain, buffer=buffer, chunk_budget=chunk_budget, max_chunk=max_chunk)
+
+
+def choose(both: Tensor, *, retain: int, buffer: int, chunk_budget: int, max_chunk: int) -> Tensor:
+    """`select` from what `both_scores` returns."""
+    looked_up, unlikeness = both.unbind(2)
+    distinct = top_indices(unlikeness, (retain - buffer) // DISTINCT_SHARE)
     highest = looked_up.amax(dim=-1, keepdim=True)
     lifted = looked_up.scatter(-1, distinct, highest.expand_as(distinct))
-    return with_buffer(expand(lifted, total, chunk_budget, max_chunk), keys, buffer)
+    return token2chunk.choose(lifted, retain=retain, buffer=buffer, chunk_budget=chunk_budget, max_chunk=max_chunk)
+
+
+def both_scores(
+    queries: Tensor | None, keys: Tensor, buffer: int, query_offsets: Tensor, softmax: Softmax = PLAIN_SOFTMAX
+) -> Tensor:
+    """`scores`, and how unlike the others each key is: float32 `[S, Hkv, 2, W - buffer]`."""
+    return _with_distinctness(scores(queries, keys, buffer, query_offsets, softmax), keys)
+
+
+def _with_distinctness(looked_up: Tensor, keys: Tensor) -> Tensor:
+    return torch.stack((looked_up, keydiff.scores(keys)[..., : looked_up.shape[-1]]), dim=2)
 
 
 @torch.no_grad()

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
 from kvllm.compression.mass import PLAIN_SOFTMAX, Softmax, attention_mass
-from kvllm.compression.methods.token2chunk import top_indices
-from kvllm.compression.region import check_queries, everything, keeps_everything, with_buffer
+from kvllm.compression.methods.token2chunk import choose
+from kvllm.compression.region import check_queries, everything, keeps_everything
 
 Pool = Literal["average", "max"]
 
@@ -44,8 +44,7 @@ def select(
     """
     if keeps_everything(keys, retain, buffer):
         return everything(keys)
-    kept = top_indices(scores(queries, keys, buffer, kernel, pool, evicted_mask, softmax), retain - buffer)
-    return with_buffer(kept, keys, buffer)
+    return choose(scores(queries, keys, buffer, kernel, pool, evicted_mask, softmax), retain=retain, buffer=buffer)
 
 
 @torch.no_grad()

@@ -5,12 +5,28 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvllm.compression.region import with_last
+
 
 def top_indices(scores: Tensor, k: int) -> Tensor:
     """Ascending int64 positions `[..., min(k, n)]` of the k highest of `scores [..., n]`; of equals, the first wins."""
     # torch.topk promises no order among equal values.
     order = scores.argsort(dim=-1, descending=True, stable=True)
     return order[..., :k].sort(dim=-1).values
+
+
+def choose(scores: Tensor, *, retain: int, buffer: int, chunk_budget: int = 0, max_chunk: int = 3) -> Tensor:
+    """The KV pairs of regions to keep: `expand`, and the buffer behind them.
+
+    Args:
+        scores: `[S, Hkv, C - buffer]`, floating point and finite.
+        retain: KV pairs kept of the C, buffer included.
+
+    Returns:
+        int64 `[S, Hkv, min(retain, C)]`: ascending offsets in the region.
+    """
+    kept = expand(scores, retain - buffer, chunk_budget, max_chunk)
+    return with_last(kept, scores.shape[-1] + buffer, buffer)
 
 
 def expand(scores: Tensor, total: int, chunk_budget: int, max_chunk: int) -> Tensor:

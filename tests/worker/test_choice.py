@@ -1,0 +1,73 @@
+"""The choice from scores serves all layers at once, and says what a choice for each layer would."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvllm import CompressionConfig
+from kvllm.worker import compressor as compressor_module
+from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.engines import greedy, make_llm, random_prompts, tokens
+
+LAYERS = 4
+METHODS = ("kara", "kara_causal", "kara_sharp", "kara_no_bi", "kara_no_token2chunk", "snapkv")
+
+
+class Operations(TorchDispatchMode):
+    """Counts what reaches the device, by name, and collects the choices of a compressor."""
+
+    def __init__(self, compressor: Any) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.chosen: list[torch.Tensor] = []
+        self.compressor, self.choose, self.compress = compressor, compressor.choose, compressor.compress
+        compressor.choose, compressor.compress = self._choose, self._compress
+
+    def _choose(self, *args: Any, **options: Any) -> torch.Tensor:
+        self.chosen.append(self.choose(*args, **options))
+        return self.chosen[-1]
+
+    def _compress(self, *args: Any) -> None:
+        with self:
+            self.compress(*args)
+
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen3")
+    make_checkpoint(path, "qwen3", head_dim=16, num_hidden_layers=LAYERS)
+    return path
+
+
+def run(checkpoint: Path, method: str) -> tuple[list[list[int]], Operations, int]:
+    compression = CompressionConfig(
+        method=method, period=8, window_blocks=3, buffer=8, chunk_budget=6, query_window=8, score_source="recomputed"
+    )
+    llm = make_llm(checkpoint, compression=compression)
+    operations = Operations(llm.llm_engine.executor.runner.compressor)
+    found = tokens(llm, random_prompts(256, (21, 40)), greedy(90))
+    return found, operations, llm.stats().compression_events
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_layers_are_chosen_from_at_once(checkpoint: Path, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for the scores of one layer alone, each is chosen from on its own: as many sorts for each of them, and
+    the same choices."""
+    found, together, events = run(checkpoint, method)
+    monkeypatch.setattr(compressor_module, "MAX_SCORE_BYTES", 1)
+    expected, one_by_one, _ = run(checkpoint, method)
+    assert len(together.chosen) == events > 0 and len(one_by_one.chosen) == LAYERS * events
+    assert found == expected
+    assert torch.equal(torch.cat(together.chosen), torch.cat(one_by_one.chosen))
+    assert LAYERS * together.counts["sort"] == one_by_one.counts["sort"] > 0
