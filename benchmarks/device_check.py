@@ -1,12 +1,13 @@
-"""Check KvLLM on this machine's GPU, then measure it: ten minutes, one JSON file, one page of tables.
+"""Check KvLLM on this machine's GPU, then measure it: four parts of ten minutes, one JSON file, one page of tables.
 
     python -m benchmarks.device_check
-    python -m benchmarks.device_check --section decode --seconds 300
+    python -m benchmarks.device_check --sections correctness
+    python -m benchmarks.device_check --sections decode --seconds 300
     python -m benchmarks.device_check --dry-run
 
-Correctness comes first, figures after. Each section is a process of its own with a time limit, so one that fails, hangs
-or crashes is reported, and the others still run. --dry-run does all of it with tiny shapes on the CPU, to see that the
-script works; its figures mean nothing.
+The parts are sanitizer, correctness, memory and figures, in this order. Each section of a part is a process of its own
+with a time limit, so one that fails, hangs or crashes is reported, and the others still run. --dry-run does all of it
+with tiny shapes on the CPU, to see that the script works; its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from typing import Any
 from benchmarks.common import machine, report
 from benchmarks.device import show
 from benchmarks.device.log import LEFT_OUT
-from benchmarks.device.section import GRACE_SECONDS, ROOT, SECTIONS, Section, run_section
+from benchmarks.device.section import GRACE_SECONDS, PARTS, ROOT, SECTIONS, Section, run_section
 from benchmarks.device.target import Target
 from kvllm.config import require
 from kvllm.errors import KvLLMError
 
 TOTAL_SECONDS = 550.0
-"""Seconds of all sections. There is more to do before the first and behind the last."""
+"""Seconds of all sections of a part. There is more to do before the first and behind the last."""
 LEAST_SECONDS = 20.0
 """Seconds that a section needs at least: torch alone takes several to import."""
 RESULTS = ROOT / "benchmarks" / "results"
@@ -45,7 +46,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--section", action="append", choices=tuple(SECTIONS), help="run this one alone; may be given several times")
+    names = ", ".join((*PARTS, *SECTIONS))
+    add("--sections", nargs="+", choices=(*PARTS, *SECTIONS), metavar="NAME", help=f"run these alone, of: {names}")
     add("--seconds", type=float, help="limit of each section, instead of a share of ten minutes")
     add("--dry-run", action="store_true", help="tiny shapes on the CPU: no figure is a device's")
     add("--output", type=Path, metavar="DIR", help="default: benchmarks/results; of a dry run: benchmark-output")
@@ -111,26 +113,39 @@ def run_sections(args: argparse.Namespace, run: dict[str, Any], file: Path) -> d
     results: dict[str, Any] = {}
     file.parent.mkdir(parents=True, exist_ok=True)
     rows = file.with_suffix(".rows")  # here, so that nothing is lost if this process is killed, too
-    chosen = chosen_sections(args)
-    end = time.monotonic() + TOTAL_SECONDS
-    spare = max(1.0, TOTAL_SECONDS / sum(SECTIONS[name].seconds for name in chosen))  # a few may have more than of all
-    for name in chosen:
-        section = SECTIONS[name]
-        seconds = args.seconds or min(section.seconds * spare, end - GRACE_SECONDS - time.monotonic())
-        if not args.seconds and seconds < LEAST_SECONDS:
-            print(f"{name}: there is no time left, run it alone with --section {name}", flush=True)
-            results[name] = not_run(name, section)
-        else:
-            results[name] = run_section(name, section, seconds, args.dry_run, rows)
-            print(f"{name}: {results[name]['status']}, {results[name]['seconds']:.0f} s", flush=True)
-        report.write_json(file, {**run, "sections": results})
+    for part in chosen_sections(args.sections):
+        end = time.monotonic() + TOTAL_SECONDS
+        # Of few sections each may have more than of all.
+        spare = max(1.0, TOTAL_SECONDS / sum(SECTIONS[name].seconds for name in part))
+        for name in part:
+            section = SECTIONS[name]
+            seconds = args.seconds or min(section.seconds * spare, end - GRACE_SECONDS - time.monotonic())
+            if not args.seconds and seconds < LEAST_SECONDS:
+                print(f"{name}: there is no time left, run it alone with --sections {name}", flush=True)
+                results[name] = not_run(name, section)
+            else:
+                results[name] = run_section(name, section, seconds, args.dry_run, rows)
+                print(f"{name}: {results[name]['status']}, {results[name]['seconds']:.0f} s", flush=True)
+            report.write_json(file, {**run, "sections": results})
     rows.unlink(missing_ok=True)
     return results
 
 
-def chosen_sections(args: argparse.Namespace) -> list[str]:
-    """The sections of this run. "extension" is always among them, because others measure the compiled operators."""
-    return [name for name in SECTIONS if not args.section or name in ("extension", *args.section)]
+def chosen_sections(names: Sequence[str] | None) -> list[list[str]]:
+    """The sections of this run, part by part. "extension" is always among them, because others measure the compiled
+    operators; it shares the time of the first part.
+
+    names: of sections and parts; None: all.
+    """
+    parts: dict[str, list[str]] = {}
+    waiting: list[str] = []
+    for name, section in SECTIONS.items():
+        if section.part is None:
+            waiting.append(name)
+        elif names is None or name in names or section.part in names:
+            parts.setdefault(section.part, []).extend((*waiting, name))
+            waiting = []
+    return [*parts.values(), *([waiting] if waiting else [])]
 
 
 def not_run(name: str, section: Section) -> dict[str, Any]:
@@ -144,7 +159,7 @@ def check_device(arguments: Sequence[str]) -> bool:
     run = describe_run(args, arguments)
     device = "dry-run" if args.dry_run else re.sub(r"[^a-z0-9]+", "-", run["device"]["name"].lower()).strip("-")
     folder = args.output or (ROOT / "benchmark-output" if args.dry_run else RESULTS)
-    file = folder / ("-".join([device, run["commit"], *(args.section or [])]) + ".json")
+    file = folder / ("-".join([device, run["commit"], *(args.sections or [])]) + ".json")
     results = run_sections(args, run, file)
     print(f"\n{header(run)}")
     for result in results.values():

@@ -3,7 +3,8 @@
 #
 #   benchmarks/device_check.sh [--packages DIR] [arguments of python -m benchmarks.device_check]
 #
-# DIR holds what that Python lacks, as wheels or unpacked. PYTHON names another interpreter than python3.
+# DIR holds what that machine lacks (benchmarks/device_pack.sh fills it): packages, as wheels or unpacked, and compiled
+# operators, which are used if the checkout has none. PYTHON names another interpreter than python3.
 set -eu
 PYTHON=${PYTHON:-python3}
 site=
@@ -11,6 +12,10 @@ site=
 if [ "${1:-}" = --packages ]; then
     packages=$(cd "$2" && pwd)
     shift 2
+    for operators in "$packages"/_C*.so; do
+        copy="$(dirname "$0")/../kvllm/${operators##*/}"
+        if [ -e "$operators" ] && [ ! -e "$copy" ]; then cp "$operators" "$copy"; fi
+    done
     if ls "$packages"/*.whl >/dev/null 2>&1; then
         site=$(mktemp -d)
         trap 'rm -rf "$site"' EXIT
@@ -34,9 +39,8 @@ PROGRAM
 )
 if [ -n "$missing" ]; then
     echo "error: $PYTHON lacks: $missing" >&2
-    echo "Where there is a package index: pip download --no-deps --only-binary=:all: --python-version 3.12 \\" >&2
-    echo "    --platform manylinux2014_x86_64 -d packages $missing" >&2
-    echo "with the version of that Python; then: $0 --packages packages" >&2
+    echo "Where there is a package index: benchmarks/device_pack.sh packages $missing" >&2
+    echo "Then, here: $0 --packages packages" >&2
     exit 2
 fi
 "$PYTHON" -m benchmarks.device_check "$@"

@@ -23,6 +23,7 @@ from kvllm.compression.methods import kara
 from kvllm.compression.registry import METHODS
 from kvllm.errors import ConfigError
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
+from kvllm.kvcache.formats import KV_FORMATS, KVFormat
 from kvllm.models import elementwise
 from kvllm.worker.sampler import SampleRow, sample
 
@@ -40,8 +41,8 @@ class Shape:
     head_dim: int
     dtype: torch.dtype = torch.bfloat16
 
-    def cache(self, layers: int, block_size: int = 256) -> CacheShape:
-        return CacheShape(layers, self.kv_heads, self.head_dim, block_size, self.dtype)
+    def cache(self, layers: int, block_size: int = 256, kv_format: KVFormat | None = None) -> CacheShape:
+        return CacheShape(layers, self.kv_heads, self.head_dim, block_size, self.dtype, kv_format=kv_format)
 
 
 LLAMA_8B = Shape(32, 4096, 14336, 128256, 32, 8, 128)
@@ -82,6 +83,8 @@ def run(target: Target, log: Log) -> None:
         time_backend(clock, shape, name)
     for name, make in movers(target).items():
         time_movement(clock, shape, name, make)
+    for kv_format in KV_FORMATS.values():
+        time_quantized(clock, shape, kv_format)
     time_compression(clock, shape)
     time_elementwise(clock, shape)
     time_sampling(clock, shape)
@@ -105,6 +108,10 @@ def time_backend(clock: Clock, shape: Shape, name: str) -> None:
     ):
         title = f"{name}: decode, {batch} x {context}, blocks of {block_size}"
         time_attention(clock, shape, name, title, [[context - 1]] * batch, block_size, host=not capturable)
+    longest, others, context, block_size = target.size((131072, 255, 1024, 256), (60, 2, 20, 16))
+    title = f"{name}: decode, 1 x {longest} among {others} x {context}, blocks of {block_size}"
+    lengths = [[longest - 1], *[[context - 1]] * others]
+    time_attention(clock, shape, name, title, lengths, block_size, host=not capturable)
     chunk, context, window = target.size((2048, 4096, 768), (8, 24, 12))
     cases = {
         f"prompt chunk of {chunk}": [list(range(chunk))],
@@ -118,29 +125,53 @@ def time_backend(clock: Clock, shape: Shape, name: str) -> None:
         time_attention(clock, shape, name, f"{name}: {title}", last_kv_index, target.size(256, 16), host=True)
 
 
+def time_quantized(clock: Clock, shape: Shape, kv_format: KVFormat) -> None:
+    """Triton is the one that writes and reads such a cache on a GPU."""
+    for name, make in movers(clock.target).items():
+        if name == "Triton kernels":
+            time_store(clock, shape, name, make, kv_format)
+    for batch, context, block_size in clock.target.size(((128, 4096, 256), (128, 1024, 256)), ((2, 40, 16),)):
+        title = f"triton: decode, {batch} x {context}, blocks of {block_size}, {kv_format.name}"
+        rows = [[context - 1]] * batch
+        time_attention(clock, shape, "triton", title, rows, block_size, host=False, kv_format=kv_format)
+
+
 def time_attention(
-    clock: Clock, shape: Shape, name: str, title: str, last_kv_index: list[list[int]], block_size: int, host: bool
+    clock: Clock,
+    shape: Shape,
+    name: str,
+    title: str,
+    last_kv_index: list[list[int]],
+    block_size: int,
+    host: bool,
+    kv_format: KVFormat | None = None,
 ) -> None:
     """last_kv_index: by sequence, the KV pair up to which each of its query tokens attends."""
     kv_pairs = sum(indices[-1] + 1 for indices in last_kv_index)
     attended = sum(index + 1 for indices in last_kv_index for index in indices)
     num_tokens = sum(map(len, last_kv_index))
-    kv_bytes = 2 * kv_pairs * shape.kv_heads * shape.head_dim * shape.dtype.itemsize
+    kv_bytes = 2 * kv_pairs * shape.kv_heads * shape.cache(1, block_size, kv_format).vector_bytes
     num_bytes = kv_bytes + 2 * num_tokens * shape.heads * shape.head_dim * shape.dtype.itemsize
     flops = 4 * attended * shape.heads * shape.head_dim
-    prepare = partial(attention_calls, clock.target, shape, name, last_kv_index, block_size, kv_bytes)
+    prepare = partial(attention_calls, clock.target, shape, name, last_kv_index, block_size, kv_bytes, kv_format)
     clock.time(title, prepare, num_bytes, flops, host)
 
 
 def attention_calls(
-    target: Target, shape: Shape, name: str, last_kv_index: list[list[int]], block_size: int, kv_bytes: int
+    target: Target,
+    shape: Shape,
+    name: str,
+    last_kv_index: list[list[int]],
+    block_size: int,
+    kv_bytes: int,
+    kv_format: KVFormat | None,
 ) -> list[Call]:
     """A call for each layer of a cache that is larger than the device's own; the blocks of a sequence lie anywhere."""
     num_blocks = [-(-(indices[-1] + 1) // block_size) for indices in last_kv_index]
     layers = input_sets(target, kv_bytes)
-    cache = PagedKVCache(shape.cache(layers, block_size), sum(num_blocks), target.device)
+    cache = PagedKVCache(shape.cache(layers, block_size, kv_format), sum(num_blocks), target.device)
     backend = over(name, cache, shape)
-    cache.data.normal_(generator=target.generator())
+    fill(target, cache)
     order = torch.randperm(cache.num_blocks, generator=torch.Generator().manual_seed(0)).int()
     tables = torch.zeros(len(last_kv_index), max(num_blocks), dtype=torch.int32)
     for row, blocks in zip(tables, order.split(num_blocks), strict=True):
@@ -157,6 +188,16 @@ def attention_calls(
     return [partial(backend.run, layer, queries, plan) for layer in range(layers)]
 
 
+def fill(target: Target, cache: PagedKVCache) -> None:
+    """Random numbers; in a quantized cache, codes with scales of one."""
+    if cache.codec is None:
+        cache.data.normal_(generator=target.generator())
+    else:
+        codes, words = cache.parts
+        codes.random_(0, 100, generator=target.generator())  # none of which is a NaN in float8
+        words.fill_(0x3F803F80)
+
+
 def over(name: str, cache: PagedKVCache, shape: Shape) -> AttentionBackend:
     try:
         return make_backend(name, cache, shape.heads, shape.head_dim**-0.5)
@@ -169,10 +210,7 @@ def time_movement(clock: Clock, shape: Shape, name: str, make: MakeOperations) -
     target = clock.target
     if not target.dry_run and name == "torch":
         return  # these do not serve on a GPU
-    for tokens in target.size((128, 2048), (4,)):
-        num_bytes = 4 * tokens * shape.kv_heads * shape.head_dim * shape.dtype.itemsize
-        prepare = partial(store_calls, target, shape, make, tokens)
-        clock.time(f"{name}: store {tokens} tokens", prepare, num_bytes, host=name == "torch")
+    time_store(clock, shape, name, make)
     count, windows = target.size((16, 30), (2, 2))
     of_block = shape.cache(shape.layers, target.size(256, 16)).bytes_per_block
     prepare = partial(copy_calls, target, shape, make, count)
@@ -182,9 +220,20 @@ def time_movement(clock: Clock, shape: Shape, name: str, make: MakeOperations) -
     clock.time(title, prepare, 2 * windows * of_block, host=True)
 
 
-def store_calls(target: Target, shape: Shape, make: MakeOperations, tokens: int) -> list[Call]:
+def time_store(clock: Clock, shape: Shape, name: str, make: MakeOperations, kv_format: KVFormat | None = None) -> None:
+    stored = f" in {kv_format.name}" if kv_format else ""
+    of_vector = shape.head_dim * shape.dtype.itemsize + shape.cache(1, 16, kv_format).vector_bytes
+    for tokens in clock.target.size((128, 2048), (4,)):
+        prepare = partial(store_calls, clock.target, shape, make, tokens, kv_format)
+        num_bytes = 2 * tokens * shape.kv_heads * of_vector
+        clock.time(f"{name}: store {tokens} tokens{stored}", prepare, num_bytes, host=name == "torch")
+
+
+def store_calls(
+    target: Target, shape: Shape, make: MakeOperations, tokens: int, kv_format: KVFormat | None
+) -> list[Call]:
     layers = input_sets(target, 4 * tokens * shape.kv_heads * shape.head_dim * shape.dtype.itemsize)
-    cache = PagedKVCache(shape.cache(layers, 16), -(-tokens // 16), target.device)
+    cache = PagedKVCache(shape.cache(layers, 16, kv_format), -(-tokens // 16), target.device)
     operations = make(cache)
     slots = torch.randperm(tokens, generator=torch.Generator().manual_seed(0)).to(target.device)
     keys, values = (

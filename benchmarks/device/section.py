@@ -27,25 +27,35 @@ DRY_ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
 
 
 class Section(NamedTuple):
-    """module: its `run(target, log)` writes the rows. seconds: its limit. title: a line about its findings."""
+    """module: its `run(target, log)` writes the rows. seconds: its limit. title: a line about its findings.
+
+    part: the sections of a part share ten minutes. None: those of the part that comes next.
+    """
 
     module: str
     seconds: float
     title: str
+    part: str | None
 
 
+PARTS = ("sanitizer", "correctness", "memory", "figures")
+"""In the order in which they run: a figure of what is wrong, or writes where it must not, is of no use."""
 SECTIONS = {
-    "extension": Section("benchmarks.device.extension", 60, "Compiled operators"),
-    "kernels": Section("benchmarks.device.check_kernels", 90, "Kernels against float64"),
-    "vectors": Section("benchmarks.device.check_vectors", 30, "Golden vectors"),
-    "engine": Section("benchmarks.device.check_engine", 90, "Engine against transformers and the CPU"),
-    "tests": Section("benchmarks.device.check_tests", 60, "Tests that need a GPU"),
-    "ceilings": Section("benchmarks.device.ceilings", 30, "What the device can do at most"),
-    "times": Section("benchmarks.device.kernels", 60, "Kernels against their floors"),
-    "decode": Section("benchmarks.device.decode", 90, "Decode steps against their floors"),
-    "tables": Section("benchmarks.device.tables", 170, "Tables 2 and 3: 64 GB for weights and cache"),
-    "events": Section("benchmarks.device.events", 90, "Compression events, and the longest stall"),
-    "transformers": Section("benchmarks.device.peer", 60, "Decode steps of transformers"),
+    "extension": Section("benchmarks.device.extension", 60, "Compiled operators", None),
+    "sanitizer": Section("benchmarks.device.sanitizer", 490, "Memory errors and races of kernels", "sanitizer"),
+    "kernels": Section("benchmarks.device.check_kernels", 120, "Kernels against float64", "correctness"),
+    "quantized": Section("benchmarks.device.check_quantized", 60, "Kernels over quantized caches", "correctness"),
+    "sampling": Section("benchmarks.device.check_draws", 30, "Kernels that choose tokens", "correctness"),
+    "vectors": Section("benchmarks.device.check_vectors", 30, "Golden vectors", "correctness"),
+    "engine": Section("benchmarks.device.check_engine", 150, "Engine against transformers and the CPU", "correctness"),
+    "tests": Section("benchmarks.device.check_tests", 90, "Tests that need a GPU", "correctness"),
+    "graphs": Section("benchmarks.device.graph_memory", 120, "GPU memory that CUDA graphs take", "memory"),
+    "ceilings": Section("benchmarks.device.ceilings", 30, "What the device can do at most", "figures"),
+    "times": Section("benchmarks.device.kernels", 80, "Kernels against their floors", "figures"),
+    "decode": Section("benchmarks.device.decode", 90, "Decode steps against their floors", "figures"),
+    "tables": Section("benchmarks.device.tables", 170, "Tables 2 and 3: 64 GB for weights and cache", "figures"),
+    "events": Section("benchmarks.device.events", 90, "Compression events, and the longest stall", "figures"),
+    "transformers": Section("benchmarks.device.peer", 60, "Decode steps of transformers", "figures"),
 }
 """In the order in which they run. Together they may take less time than the sum: see `benchmarks.device_check`."""
 

@@ -20,6 +20,7 @@ def _times(factor: float, shape: str) -> Callable[[float], str]:
 
 
 _MICROSECONDS, _MILLISECONDS, _SECONDS = _times(1e6, "{:,.1f}"), _times(1e3, "{:,.2f}"), "{:,.1f}".format
+_MEBIBYTES = _times(1 / report.MIB, "{:,.1f}")
 _COUNT, _SHARE = "{:,.0f}".format, "{:.1%}".format
 FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "bytes_per_s": ("GB/s", _times(1e-9, "{:,.0f}")),
@@ -43,7 +44,12 @@ FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "recompute_of_event_seconds": ("recom-\npute, ms", _MILLISECONDS),
     "score_of_event_seconds": ("score,\nms", _MILLISECONDS),
     "compact_of_event_seconds": ("compact,\nms", _MILLISECONDS),
-    "event_bytes": ("event,\nMiB", _times(1 / report.MIB, "{:,.1f}")),
+    "event_bytes": ("event,\nMiB", _MEBIBYTES),
+    "graphs": ("graphs", _COUNT),
+    "first_graph_bytes": ("first,\nMiB", _MEBIBYTES),
+    "second_graph_bytes": ("second,\nMiB", _MEBIBYTES),
+    "expected_graph_bytes": ("expected,\nMiB", _MEBIBYTES),
+    "graph_bytes": ("all,\nMiB", _MEBIBYTES),
     "gain": ("gain", "{:+.1%}".format),
     "second_half_tokens_per_s": ("second\nhalf", _COUNT),
     "second_half_gain": ("gain", "{:+.1%}".format),

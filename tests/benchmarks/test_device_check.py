@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -18,12 +21,13 @@ import pytest
 import torch
 
 from benchmarks import device_check
-from benchmarks.device import check_kernels, check_tests, extension, peer, section, show, tables
+from benchmarks.device import check_kernels, check_tests, extension, peer, sanitizer, section, show, tables
 from benchmarks.device.log import FAILED, LEFT_OUT, MEASURED, PASSED, Log, read_rows, within
-from benchmarks.device.section import SECTIONS, Section, run_section
+from benchmarks.device.section import PARTS, SECTIONS, Section, run_section
 from benchmarks.device.target import Target
 from kvllm.attention.reference import ReferenceBackend
 from kvllm.kvcache.cache import CacheShape
+from kvllm.kvcache.formats import KV_FORMATS
 from kvllm.kvcache.ops.plain import TorchOperations
 from kvllm.models import elementwise
 
@@ -59,8 +63,10 @@ def dry_run(tmp_path_factory: pytest.TempPathFactory) -> DryRun:
 
 def test_a_dry_run_goes_through_every_section(dry_run: DryRun) -> None:
     found = {name: result["status"] for name, result in dry_run.content["sections"].items()}
-    assert found == {**dict.fromkeys(SECTIONS, "passed"), "tests": LEFT_OUT}, dry_run.output
-    assert dry_run.exit_code == 0 and "Not passed: none. Left out: tests." in dry_run.output
+    left_out = ("sanitizer", "tests", "graphs")  # which need a GPU
+    assert found == {**dict.fromkeys(SECTIONS, "passed"), **dict.fromkeys(left_out, LEFT_OUT)}, dry_run.output
+    assert list(found) == list(SECTIONS)
+    assert dry_run.exit_code == 0 and "Not passed: none. Left out: sanitizer, tests, graphs." in dry_run.output
 
 
 def test_a_dry_run_never_looks_like_a_device(dry_run: DryRun) -> None:
@@ -82,16 +88,26 @@ def test_the_report_says_what_ran_where(dry_run: DryRun) -> None:
 def test_a_dry_run_checks_every_kernel(dry_run: DryRun) -> None:
     names = list(dry_run.rows("kernels", PASSED))
     backends = ["cpu", "reference", *(["triton"] if find_spec("triton") else [])]
-    for what in ("decodes and chunks", "decodes alone"):
+    for what in ("decodes and chunks", "decodes alone", "decodes of very different lengths"):
         for backend in backends:
             assert any(name.startswith(f"{what}: {backend},") for name in names)
     for what in ("store", "copy blocks", "compact"):
         for mover in ("torch", "CPU operators", *(["Triton kernels"] if find_spec("triton") else [])):
             assert any(name.startswith(f"{what}: {mover},") for name in names)
-    for what in ("scores", "token2chunk", "attention mass", "rms_norm", "silu_mul", "rotary", "sampling"):
+    for what in ("scores", "token2chunk", "attention mass", "rms_norm", "silu_mul", "rotary"):
         assert any(name.startswith(what) for name in names)
     errors = [figures for figures in dry_run.rows("kernels", PASSED).values() if "error" in figures]
     assert len(errors) > 10 and all(0 <= figures["error"] <= figures["allowed"] for figures in errors)
+
+
+def test_a_dry_run_checks_quantized_caches_and_draws(dry_run: DryRun) -> None:
+    names = list(dry_run.rows("quantized", PASSED))
+    for kv_cache_dtype in KV_FORMATS if find_spec("triton") else ():
+        for what in ("decodes and chunks:", "scores of windows:", "store: Triton kernels,", "move: Triton kernels,"):
+            assert any(name.startswith(f"{what} {kv_cache_dtype}, ") for name in names), (what, kv_cache_dtype)
+    draws = list(dry_run.rows("sampling", PASSED))
+    for what in ("most likely tokens", "top-p", "all of these in a batch", "sampling with seeds"):
+        assert any(name.startswith(what) for name in draws)
 
 
 def test_a_dry_run_checks_the_engine(dry_run: DryRun) -> None:
@@ -153,7 +169,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
     def write(name: str, body: str) -> Section:
         lines = ["import os, subprocess, sys, time", "def run(target, log):", '    log.check("before", lambda: None)']
         (tmp_path / f"{name}.py").write_text("\n".join([*lines, *(f"    {line}" for line in body.splitlines())]))
-        return Section(name, 30, f"The section {name}")
+        return Section(name, 30, f"The section {name}", "correctness")
 
     return write
 
@@ -212,7 +228,93 @@ def test_sections_without_time_are_left_out(
     found = json.loads((tmp_path / "out" / "dry-run-abc.json").read_text())["sections"]
     assert [result["status"] for result in found.values()] == ["passed", LEFT_OUT]
     printed = capsys.readouterr().out
-    assert "run it alone with --section b" in printed and "Not passed: none. Left out: b." in printed
+    assert "run it alone with --sections b" in printed and "Not passed: none. Left out: b." in printed
+
+
+def test_parts_come_in_their_order_and_have_ten_minutes_each(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tuple(dict.fromkeys(entry.part for entry in SECTIONS.values() if entry.part)) == PARTS
+    sections = {"a": write("of_first_part", "pass"), "b": write("of_second_part", "pass")._replace(part="figures")}
+    monkeypatch.setattr(device_check, "SECTIONS", sections)
+    monkeypatch.setattr(device_check, "TOTAL_SECONDS", section.GRACE_SECONDS + device_check.LEAST_SECONDS + 0.5)
+    assert device_check.check_device(["--dry-run", "--output", str(tmp_path), "--commit", "abc"])
+    found = json.loads((tmp_path / "dry-run-abc.json").read_text())["sections"]
+    assert {name: result["status"] for name, result in found.items()} == {"a": "passed", "b": "passed"}
+
+
+@pytest.mark.parametrize(
+    "names, expected",
+    [
+        (["decode"], [["extension", "decode"]]),
+        (["memory", "kernels"], [["extension", "kernels"], ["graphs"]]),
+        (["extension"], [["extension"]]),
+    ],
+    ids=str,
+)
+def test_sections_that_run(names: list[str], expected: list[list[str]]) -> None:
+    args = device_check.parse_arguments(["--sections", *names])
+    assert device_check.chosen_sections(args.sections) == expected
+
+
+def test_all_sections_run_if_none_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = device_check.chosen_sections(device_check.parse_arguments([]).sections)
+    assert [name for part in chosen for name in part] == list(SECTIONS)
+    assert [part[-1] for part in chosen] == ["sanitizer", "tests", "graphs", "transformers"]
+    with pytest.raises(SystemExit):
+        device_check.parse_arguments(["--sections", "kernel"])
+    assert "invalid choice: 'kernel'" in capsys.readouterr().err
+
+
+# compute-sanitizer
+
+
+def install_sanitizer(monkeypatch: pytest.MonkeyPatch, folder: Path, *, last: str) -> None:
+    """A program of that name which runs what it is given, without its own options, then `last`."""
+    program = folder / "compute-sanitizer"
+    program.write_text(f'#!/bin/sh\nwhile [ "${{1#--}}" != "$1" ]; do shift 2; done\n"$@"\n{last}\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+@pytest.mark.parametrize(
+    "body, last, status, text",
+    [
+        ("pass", "exit 0", PASSED, None),
+        (
+            "pass",
+            "echo Invalid __global__ write; exit 86",
+            FAILED,
+            "memcheck found something.*Invalid __global__ write",
+        ),
+        ("log.check('a kernel', lambda: 1 / 0)", "exit 0", FAILED, "'failed': 1"),
+        ("pass", "echo Error: Device not supported; exit 1", LEFT_OUT, "does not support this device"),
+        ("os.abort()", "exit $?", FAILED, "memcheck ended with exit code"),
+    ],
+    ids=["nothing", "a write", "a wrong result", "an old driver", "a crash"],
+)
+def test_what_compute_sanitizer_finds(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, last: str, status: str, text: str | None
+) -> None:
+    install_sanitizer(monkeypatch, tmp_path, last=last)
+    found = sanitizer.find_sanitizer()
+    assert found == str(tmp_path / "compute-sanitizer")
+    command = sanitizer.command
+    monkeypatch.setattr(sanitizer, "command", lambda *names: [*command(*names), "--dry-run"])
+    module = write("under_a_tool", body).module
+    rows = rows_of(tmp_path, lambda log: log.check("it", lambda: sanitizer.check_under(found, "memcheck", module, 60)))
+    assert rows["it"]["status"] == status
+    assert text is None or re.search(text, rows["it"].get("error") or rows["it"]["reason"], re.DOTALL)
+    if status == PASSED:
+        assert rows["it"]["figures"] == {"checks_made": 1, "checks_left_out": 0}
+
+
+def test_without_compute_sanitizer_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    rows = rows_of(tmp_path, lambda log: sanitizer.run(Target(torch.device("cuda", 0), dry_run=False), log))
+    assert list(rows)[:2] == ["memcheck: kernels", "memcheck: sampling"] and len(rows) == 6
+    assert all("no compute-sanitizer on the PATH" in row["reason"] for row in rows.values())
 
 
 def test_tables_share_out_their_time() -> None:
@@ -247,6 +349,43 @@ def test_the_wrapper_names_the_packages_that_are_absent(tmp_path: Path) -> None:
     absent = process.stderr.splitlines()[0].partition("lacks: ")[2].split()
     assert process.returncode == 2
     assert {"torch", "transformers", "matplotlib"} <= set(absent) and "msgspec" not in absent
+
+
+def test_what_a_bare_machine_lacks_is_collected(tmp_path: Path) -> None:
+    """Wheels come from the index that pip is set to, here a folder."""
+    version = re.search(r"^msgspec==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert version
+    name = f"msgspec-{version[1]}"
+    (tmp_path / "index").mkdir()
+    with zipfile.ZipFile(tmp_path / "index" / f"{name}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{name}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: msgspec\nVersion: {version[1]}\n")
+        wheel.writestr(f"{name}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{name}.dist-info/RECORD", "")
+    pip = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path / "index"), "PYTHON": sys.executable}
+    command = ["sh", "benchmarks/device_pack.sh", str(tmp_path / "packages")]
+    process = subprocess.run(command, cwd=ROOT, env={**os.environ, **pip}, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    operators = {file.name for file in (ROOT / "kvllm").glob("_C*.so")}
+    assert {file.name for file in (tmp_path / "packages").iterdir()} == {f"{name}-py3-none-any.whl", *operators}
+
+
+def test_operators_that_were_brought_along_are_used_where_there_are_none(tmp_path: Path) -> None:
+    checkout = tmp_path / "checkout"
+    for folder in (checkout / "benchmarks", checkout / "kvllm", tmp_path / "packages"):
+        folder.mkdir(parents=True)
+    for name in ("benchmarks/device_check.sh", "pyproject.toml"):
+        shutil.copy(ROOT / name, checkout / name)
+    for name in ("_C.abi3.so", "_C_cuda.abi3.so"):
+        (tmp_path / "packages" / name).write_text("brought along")
+    (checkout / "kvllm" / "_C.abi3.so").write_text("built here")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without site-packages: nothing more is run
+    python.chmod(0o755)
+    command = ["sh", str(checkout / "benchmarks" / "device_check.sh"), "--packages", str(tmp_path / "packages")]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"PYTHON": str(python)}
+    assert subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True).returncode == 2
+    found = {file.name: file.read_text() for file in (checkout / "kvllm").iterdir()}
+    assert found == {"_C.abi3.so": "built here", "_C_cuda.abi3.so": "brought along"}
 
 
 # Checks that notice
