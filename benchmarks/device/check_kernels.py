@@ -129,7 +129,7 @@ def on_target(target: Target, case: attention.Case) -> attention.Case:
     """The case with a cache, queries and a batch that are on the target."""
     cache = PagedKVCache(case.cache.shape, case.cache.num_blocks, target.device)
     cache.data.view(torch.uint8).copy_(case.cache.data.view(torch.uint8))
-    cache.scores = None if case.cache.scores is None else case.cache.scores.to(target.device)
+    cache.scores = None if case.cache.scores is None else case.cache.scores.to(target.device, copy=True)
     tensors = {field: value for field, value in vars(case.batch).items() if isinstance(value, torch.Tensor)}
     batch = replace(case.batch, **{field: value.to(target.device) for field, value in tensors.items()})
     return replace(case, cache=cache, queries=case.queries.to(target.device), batch=batch)
