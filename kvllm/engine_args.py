@@ -56,8 +56,8 @@ class EngineArgs:
         max_num_batched_tokens: most tokens of one step; longer prompts are computed in chunks, and what takes more to
             compress is compressed over several steps.
         block_size: tokens of a KV block, 1 to 256.
-        kv_cache_dtype: of keys and values in the cache: "int8", "int4" or "fp8_e4m3" with a scale for each token and
-            head, "bfloat16", or "auto" for that of activations (docs/kv-cache-dtypes.md).
+        kv_cache_dtype: of keys and values in the cache: "int8", "int8_int4", "int4" or "fp8_e4m3" with a scale for each
+            token and head, "bfloat16", or "auto" for that of activations (docs/kv-cache-dtypes.md).
         num_gpu_blocks_override: blocks in the KV pool, or
         kv_cache_memory_bytes: its size in bytes, on each rank. Default: on a GPU, what model and steps leave of
             `gpu_memory_utilization`; else half of the free memory, 4 GiB at most.

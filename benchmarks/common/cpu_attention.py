@@ -82,12 +82,10 @@ class Decode:
 
     def _fill(self) -> None:
         """Numbers between -1 and 1, in every format."""
-        if self.cache.codec is None:
-            self.cache.data.uniform_(-1, 1)
-            return
-        vectors = torch.rand(len(self.cache.parts[0][0, 0]), 1, 1, self.case.heads[2]) * 2 - 1
-        for part, rows in zip(self.cache.parts, self.cache.encode(vectors), strict=True):
-            part.copy_(rows)
+        vectors = torch.rand(self.cache.num_blocks, 1, 1, self.case.heads[2]) * 2 - 1
+        for plane in self.cache.planes:
+            for part, rows in zip(plane.parts, plane.encode(vectors), strict=True):
+                part.copy_(rows)
 
     def seconds(self) -> float:
         """Seconds of one layer."""

@@ -138,17 +138,19 @@ struct Run {
   // KV pairs begin .. end - 1 of a task, as far as it has them.
   PairRange pairs(const AttentionTask& task, int begin, int end) const {
     const AttentionShape& shape = plan.shape;
-    const int64_t offset = task.kv_head * shape.head_bytes();
-    const int64_t element_bytes = shape.format == KVFormat::kPlain ? shape.element_size : 1;
+    const VectorFormat keys = shape.format.keys, values = shape.format.values;
+    const int64_t key_elements = shape.head_elements(keys), value_elements = shape.head_elements(values);
     const Evicted gap = evicted(plan, layer.head_lengths, task.sequence, task.kv_head);
-    const PagedHead head{static_cast<const char*>(layer.keys) + offset,
-                         static_cast<const char*>(layer.values) + offset,
-                         shape.kv_heads * shape.head_bytes() / element_bytes,
-                         plan.batch.block_tables + task.sequence * plan.batch.table_width,
-                         static_cast<int>(shape.block_size),
-                         shape.head_dim,
-                         gap.begin,
-                         gap.count};
+    const PagedHead head{
+        static_cast<const char*>(layer.keys) + task.kv_head * key_elements * shape.element_bytes(keys),
+        static_cast<const char*>(layer.values) + task.kv_head * value_elements * shape.element_bytes(values),
+        shape.kv_heads * key_elements,
+        shape.kv_heads * value_elements,
+        plan.batch.block_tables + task.sequence * plan.batch.table_width,
+        static_cast<int>(shape.block_size),
+        shape.head_dim,
+        gap.begin,
+        gap.count};
     return {head, std::max(begin, task.begin), std::min(end, task.num_pairs)};
   }
 
@@ -253,7 +255,8 @@ void run_attention(AttentionPlan& plan, const AttentionLayer& layer) {
   }
   const KernelSet& set = kernel_set();
   const Kernels& kernels = plan.shape.element_size == sizeof(float) ? set.float32 : set.bfloat16;
-  const Run run{plan, layer, kernels, kernels.kv[static_cast<int>(plan.shape.format)]};
+  const KVFormat format = plan.shape.format;
+  const Run run{plan, layer, kernels, kernels.kv[static_cast<int>(format.keys)][static_cast<int>(format.values)]};
   const int64_t tasks = static_cast<int64_t>(plan.tasks.size()), pieces = static_cast<int64_t>(plan.pieces.size());
   if (pieces != 0) plan.kept_scores.resize(tasks * kept_floats(plan));
   const int64_t threads = num_threads();
@@ -311,11 +314,9 @@ Tensor paged_attention(const Tensor& queries, const Tensor& key_cache, const Ten
   check_heads(queries, "queries");
   check_contiguous(key_cache, "key_cache", 4);
   check_contiguous(value_cache, "value_cache", 4);
-  check_dtype(value_cache, "value_cache", key_cache.scalar_type());
-  for (int64_t dim = 0; dim < 4; ++dim) check_size(value_cache, "value_cache", dim, key_cache.size(dim));
   const int64_t num_query_tokens = queries.size(0), query_heads = queries.size(1), head_dim = queries.size(2);
   const int64_t kv_heads = key_cache.size(1), sequences = block_tables.size(0);
-  const KVFormat format = check_kv_format(key_cache, "key_cache", head_dim, queries.scalar_type());
+  const KVFormat format = check_kv_format(key_cache, value_cache, head_dim, queries.scalar_type());
   check_attention_tables(query_start_loc, last_kv_index, block_tables, packed_len, num_query_tokens);
   STD_TORCH_CHECK(packed_len.has_value() == head_lengths.has_value(), "packed_len and head_lengths go together");
   if (packed_len) {

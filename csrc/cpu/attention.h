@@ -17,8 +17,11 @@ struct AttentionShape {
   int64_t block_size;
 
   int group() const { return query_heads / kv_heads; }
-  // Of one head in one block.
-  int64_t head_bytes() const { return block_size * stored_bytes(format, head_dim, element_size); }
+  // Elements of one head in one block, and bytes of an element. Those of codes are bytes.
+  int64_t head_elements(VectorFormat of) const {
+    return block_size * (of == VectorFormat::kPlain ? head_dim : stored_bytes(of, head_dim, element_size));
+  }
+  int64_t element_bytes(VectorFormat of) const { return of == VectorFormat::kPlain ? element_size : 1; }
 };
 
 // Windows of a sequence's cache whose KV pairs are scored while queries pass by (kvllm/attention/base.py,

@@ -52,14 +52,16 @@ struct BFloat16Product {
 // KV pairs in the cache that are vectors of T (QuantizedKV: those that are integers).
 template <class T, class P>
 struct PlainKV {
-  using Element = T;
+  using Key = T;
+  using Value = T;
   using Product = P;
 };
 
 // KV pairs that are numbers of 8 bits, with queries of T.
 template <class T>
 struct Float8KV {
-  using Element = Float8;
+  using Key = Float8;
+  using Value = Float8;
   struct Product : ChannelProduct<T> {
     using Element = Float8;
     using Word = Float8;
@@ -67,12 +69,17 @@ struct Float8KV {
 };
 
 // Addresses of the KV pairs of a tile.
-template <class T>
-struct TilePairs : PairScales<T> {
+template <class KV>
+struct TilePairs {
+  using Key = typename KV::Key;
+  using Value = typename KV::Value;
+
   int start;
   int count;
-  const T* keys[kTilePairs];
-  const T* values[kTilePairs];
+  const Key* keys[kTilePairs];
+  const Value* values[kTilePairs];
+  ScalePlaces<Key> key_scales;
+  ScalePlaces<Value> value_scales;
 
   // The tile at `first`, of pairs before `end`. The rest of `keys` repeats the last one: some readable memory.
   void locate(const PagedHead& head, int first, int end) {
@@ -83,25 +90,37 @@ struct TilePairs : PairScales<T> {
       const bool before_evicted = start + i < head.evicted_begin;
       const int place = start + i + (before_evicted ? 0 : head.num_evicted);
       const int slot = place % head.block_size;
-      const int vector = elements<T>(head.head_dim);
-      const int64_t block = head.block_table[place / head.block_size] * head.block_stride;
-      const int64_t offset = block + static_cast<int64_t>(slot) * vector;
+      const int64_t block = head.block_table[place / head.block_size];
       int block_end = minimum(count, i + head.block_size - slot);
       if (before_evicted) block_end = minimum(block_end, head.evicted_begin - start);
-      const T* key = static_cast<const T*>(head.keys) + offset;
-      const T* value = static_cast<const T*>(head.values) + offset;
-      const int64_t to_scales = static_cast<int64_t>(head.block_size - slot) * vector;
-      this->locate_scales(i, block_end, slot, key + to_scales, value + to_scales);
-      for (; i < block_end; ++i, key += vector, value += vector) {
-        keys[i] = key;
-        values[i] = value;
-      }
+      const Key* key_block = static_cast<const Key*>(head.keys) + block * head.key_stride;
+      const Value* value_block = static_cast<const Value*>(head.values) + block * head.value_stride;
+      locate_vectors(head, i, block_end, slot, key_block, keys, key_scales);
+      locate_vectors(head, i, block_end, slot, value_block, values, value_scales);
+      i = block_end;
     }
     for (int i = count; i < kTilePairs; ++i) {
       keys[i] = keys[count - 1];
       values[i] = values[count - 1];
     }
-    this->repeat_scales(count);
+    key_scales.repeat(count);
+    value_scales.repeat(count);
+  }
+
+  void prefetch_scales() const {
+    key_scales.prefetch_all();
+    value_scales.prefetch_all();
+  }
+
+ private:
+  // Vectors begin .. end - 1, from slot `slot` of the head's block at `block` on.
+  template <class T>
+  static void locate_vectors(const PagedHead& head, int begin, int end, int slot, const T* block, const T** vectors,
+                             ScalePlaces<T>& scales) {
+    const int size = elements<T>(head.head_dim);
+    scales.locate(begin, end, slot, block + static_cast<int64_t>(head.block_size) * size);
+    const T* vector = block + static_cast<int64_t>(slot) * size;
+    for (int i = begin; i < end; ++i, vector += size) vectors[i] = vector;
   }
 };
 
@@ -113,15 +132,15 @@ inline void prefetch_vectors(const T* const* vectors, int begin, int end, int he
   }
 }
 
-// packed[word][pair] <- word of each pair's key, for the pairs of the tile and some that fill a vector.
+// packed[word][pair] <- word of each pair's key, for `count` pairs of the tile and some that fill a vector.
 template <class Word, class T>
-void pack_keys(const TilePairs<T>& tile, int num_words, float* packed) {
-  for (int pair = 0; pair < tile.count; pair += kLanes) {
+void pack_keys(const T* const* keys, int count, int num_words, float* packed) {
+  for (int pair = 0; pair < count; pair += kLanes) {
     for (int first = 0; first < num_words; first += kLanes) {
       const int words = minimum(kLanes, num_words - first);
       Vec square[kLanes];
       for (int i = 0; i < kLanes; ++i) {
-        const Word* key = reinterpret_cast<const Word*>(tile.keys[pair + i]) + first;
+        const Word* key = reinterpret_cast<const Word*>(keys[pair + i]) + first;
         square[i] = words == kLanes ? load(key) : load_first(words, key);
       }
       transpose(square);
@@ -254,21 +273,21 @@ inline void softmax(float* scores, int begin, int count, int head_dim, float& ma
 
 // sums[row][channels] += weights[row][begin .. end - 1] . values, for kVectors vectors of channels from `channel` on.
 // Meanwhile it prefetches those of `next`, unless that is null.
-template <class T, int kRows, int kVectors>
+template <class T, class Next, int kRows, int kVectors>
 [[gnu::noinline]] void weigh_channels(const float* weights, const T* const* values, int begin, int end, int channel,
-                                      int head_dim, float* sums, const T* const* next) {
+                                      int head_dim, float* sums, const Next* const* next) {
   Vec registers[kRows][kVectors];
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v) registers[r][v] = load(sums + r * head_dim + channel + v * kLanes);
   }
-  if (is_codes<T> && elements<T>(channel) % kCacheLine != 0) next = nullptr;  // several blocks share a cache line
+  if (is_codes<Next> && elements<Next>(channel) % kCacheLine != 0) next = nullptr;  // several blocks share a cache line
   for (int pair = begin; pair < end; ++pair) {
     if (next != nullptr) {
 #pragma GCC unroll 16
-      for (int v = 0; v < kVectors; v += kCacheLine / elements<T>(kLanes * static_cast<int>(sizeof(T)))) {
-        prefetch(next[pair] + elements<T>(channel + v * kLanes));
+      for (int v = 0; v < kVectors; v += kCacheLine / elements<Next>(kLanes * static_cast<int>(sizeof(Next)))) {
+        prefetch(next[pair] + elements<Next>(channel + v * kLanes));
       }
     }
     Vec value[kVectors];
@@ -290,23 +309,23 @@ template <class T, int kRows, int kVectors>
 
 // The same for as many channels as there are whole blocks of vectors, then for smaller blocks. Returns the first
 // channel that is left.
-template <class T, int kRows, int kVectors>
+template <class T, class Next, int kRows, int kVectors>
 int weigh_blocks(const float* weights, const T* const* values, int begin, int end, int channel, int head_dim,
-                 float* sums, const T* const* next) {
+                 float* sums, const Next* const* next) {
   for (; channel + kVectors * kLanes <= head_dim; channel += kVectors * kLanes) {
-    weigh_channels<T, kRows, kVectors>(weights, values, begin, end, channel, head_dim, sums, next);
+    weigh_channels<T, Next, kRows, kVectors>(weights, values, begin, end, channel, head_dim, sums, next);
   }
   if constexpr (kVectors > 2) {
-    return weigh_blocks<T, kRows, kVectors / 2>(weights, values, begin, end, channel, head_dim, sums, next);
+    return weigh_blocks<T, Next, kRows, kVectors / 2>(weights, values, begin, end, channel, head_dim, sums, next);
   }
   return channel;
 }
 
 // Channels of a sum are in the order of load_two where two vectors fit.
-template <class T, int kRows>
+template <int kRows, class T, class Next>
 void weigh(const float* weights, const T* const* values, int begin, int end, int head_dim, float* sums,
-           const T* const* next) {
-  int channel = weigh_blocks<T, kRows, vector_block(kRows)>(weights, values, begin, end, 0, head_dim, sums, next);
+           const Next* const* next) {
+  int channel = weigh_blocks<T, Next, kRows, vector_block(kRows)>(weights, values, begin, end, 0, head_dim, sums, next);
   if constexpr (!is_codes<T>) {
     for (; channel < head_dim; channel += kLanes) {
       const int channels = minimum(kLanes, head_dim - channel);
@@ -325,7 +344,7 @@ void weigh(const float* weights, const T* const* values, int begin, int end, int
 // The queries of a tile, and the keys that they are multiplied with.
 template <class T, class KV>
 struct TileScores {
-  using Element = typename KV::Element;
+  using Value = typename KV::Value;
   using Product = typename KV::Product;
   using Word = typename Product::Word;
 
@@ -344,25 +363,23 @@ struct TileScores {
     for (int i = 0; i < tile.count; ++i) unpack_query<Product>(tile.queries[i], head_dim, queries + i * query_floats);
   }
 
-  void pack(const TilePairs<Element>& pairs) const { pack_keys<Word>(pairs, num_words, packed_keys); }
+  void pack(const TilePairs<KV>& pairs) const { pack_keys<Word>(pairs.keys, pairs.count, num_words, packed_keys); }
 
   template <int kRows>
-  void score_queries(int first, const TilePairs<Element>& pairs, const PairParameters<Element>& parameters,
-                     float* scores, const Element* const* next) const {
-    if (is_codes<Element> && next != nullptr) {  // score() prefetches as many bytes as there are words of 32 bits
+  void score_queries(int first, const TilePairs<KV>& pairs, const PairParameters<KV>& parameters, float* scores,
+                     const Value* const* next) const {
+    if (is_codes<Value> && next != nullptr) {  // score() prefetches as many bytes as there are words of 32 bits
       prefetch_vectors(next, 0, pairs.count, num_words);
       next = nullptr;
     }
     score<Product, kRows>(queries + first * query_floats, packed_keys, num_words, scale, pairs.count, scores, next);
-    for (int r = 0; r < kRows; ++r) parameters.apply_to_scores(scores + r * kTilePairs, pairs.count);
+    for (int r = 0; r < kRows; ++r) parameters.keys.apply_to_scores(scores + r * kTilePairs, pairs.count);
   }
 };
 
 // All queries of a tile against one tile of KV pairs after the other.
 template <class T, class KV>
 struct TileAttention {
-  using Element = typename KV::Element;
-
   const QueryTile& tile;
   const int head_dim;
   const TileScores<T, KV> products;
@@ -371,7 +388,7 @@ struct TileAttention {
       : tile(tile), head_dim(head_dim), products(tile, head_dim, scale, workspace) {}
 
   template <int kRows>
-  void keep_scores(int first, const TilePairs<Element>& pairs, const float* scores) const {
+  void keep_scores(int first, const TilePairs<KV>& pairs, const float* scores) const {
     const int begin = tile.kept_begin > pairs.start ? tile.kept_begin - pairs.start : 0;
     for (int r = 0; r < kRows; ++r) {
       float* kept = tile.kept_scores + (first + r) * tile.kept_stride + pairs.start - tile.kept_begin;
@@ -381,8 +398,10 @@ struct TileAttention {
 
   // Queries `first` .. `first + kRows - 1` against the KV pairs whose keys are packed.
   template <int kRows>
-  void attend_queries(int first, const TilePairs<Element>& pairs, const PairParameters<Element>& parameters,
-                      const TilePairs<Element>* next, const PartialSoftmax& result) const {
+  void attend_queries(int first, const TilePairs<KV>& pairs, const PairParameters<KV>& parameters,
+                      const TilePairs<KV>* next, const PartialSoftmax& result) const {
+    const typename KV::Key* const* next_keys = next == nullptr ? nullptr : next->keys;
+    constexpr const typename KV::Key* const* no_next = nullptr;
     float scores[kRows * kTilePairs];
     int begin[kRows], valid[kRows];
     float* sums = result.weighted_values + first * head_dim;
@@ -397,25 +416,23 @@ struct TileAttention {
       if (begin[r] >= valid[r]) continue;
       softmax(scores + r * kTilePairs, begin[r], valid[r], head_dim, result.max[first + r], result.sum[first + r],
               sums + r * head_dim);
-      parameters.apply_to_weights(scores + r * kTilePairs, begin[r], valid[r], head_dim, sums + r * head_dim);
+      parameters.values.apply_to_weights(scores + r * kTilePairs, begin[r], valid[r], head_dim, sums + r * head_dim);
     }
     // A weight of 0 would not hide a NaN among the values: each query begins and stops at pairs of its own.
     const int all_begin = begin[kRows - 1], all_end = maximum(all_begin, valid[0]);  // of all queries
     for (int r = 0; r < kRows; ++r) {
       if (begin[r] >= minimum(all_begin, valid[r])) continue;
-      weigh<Element, 1>(scores + r * kTilePairs, pairs.values, begin[r], minimum(all_begin, valid[r]), head_dim,
-                        sums + r * head_dim, nullptr);
+      weigh<1>(scores + r * kTilePairs, pairs.values, begin[r], minimum(all_begin, valid[r]), head_dim,
+               sums + r * head_dim, no_next);
     }
-    weigh<Element, kRows>(scores, pairs.values, all_begin, valid[0], head_dim, sums,
-                          next == nullptr ? nullptr : next->keys);
+    weigh<kRows>(scores, pairs.values, all_begin, valid[0], head_dim, sums, next_keys);
     if (next != nullptr) {
       prefetch_vectors(next->keys, valid[0], kTilePairs, head_dim);
       prefetch_vectors(next->values, pairs.count, kTilePairs, head_dim);
     }
     for (int r = 0; r < kRows; ++r) {
       if (valid[r] <= all_end) continue;
-      weigh<Element, 1>(scores + r * kTilePairs, pairs.values, all_end, valid[r], head_dim, sums + r * head_dim,
-                        nullptr);
+      weigh<1>(scores + r * kTilePairs, pairs.values, all_end, valid[r], head_dim, sums + r * head_dim, no_next);
     }
   }
 
@@ -423,10 +440,9 @@ struct TileAttention {
   int oldest(int query) const { return tile.last[query] + 1 - tile.window; }
 
   // `next` is the tile to prefetch, or null.
-  void attend_tile(const TilePairs<Element>& pairs, const TilePairs<Element>* next,
-                   const PartialSoftmax& result) const {
+  void attend_tile(const TilePairs<KV>& pairs, const TilePairs<KV>* next, const PartialSoftmax& result) const {
     products.pack(pairs);
-    const PairParameters<Element> parameters(pairs);
+    const PairParameters<KV> parameters{Parameters(pairs.key_scales), Parameters(pairs.value_scales)};
     if (next != nullptr) next->prefetch_scales();
     int first = 0;
     while (tile.last[first] < pairs.start) ++first;
@@ -474,7 +490,7 @@ void attend(const PairRange& range, const PairRange* following, const QueryTile&
             const PartialSoftmax& result) {
   const PagedHead& head = range.head;
   const int end = minimum(range.end, tile.last[tile.count - 1] + 1);
-  TilePairs<typename KV::Element> tiles[2];
+  TilePairs<KV> tiles[2];
   int current = 0;
   tiles[current].locate(head, range.begin, end);
   prefetch_vectors(tiles[current].keys, 0, tiles[current].count, head.head_dim);
@@ -487,7 +503,7 @@ void attend(const PairRange& range, const PairRange* following, const QueryTile&
     clear(tile.count, head.head_dim, partial);
     const int segment_end = minimum(end, segment + kSegmentPairs);
     for (int start = maximum(segment, range.begin); start < segment_end; start += kTilePairs) {
-      TilePairs<typename KV::Element>& next = tiles[!current];
+      TilePairs<KV>& next = tiles[!current];
       next.locate(head, start + kTilePairs, end);
       if (next.count == 0 && following != nullptr) next.locate(following->head, following->begin, following->end);
       attention.attend_tile(tiles[current], next.count == 0 ? nullptr : &next, partial);
@@ -511,7 +527,7 @@ void finish(const QueryTile& tile, int head_dim, const PartialSoftmax& total) {
     int channel = 0;
     for (; channel + 2 * kLanes <= head_dim; channel += 2 * kLanes) {
       const Vec first = mul(inverse, load(sums + channel)), second = mul(inverse, load(sums + channel + kLanes));
-      store_two_of<typename KV::Element>(output + channel, first, second);
+      store_two_of<typename KV::Value>(output + channel, first, second);
     }
     for (; channel < head_dim; channel += kLanes) {
       const int channels = minimum(kLanes, head_dim - channel);

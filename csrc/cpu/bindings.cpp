@@ -34,9 +34,9 @@ STABLE_TORCH_LIBRARY(kvllm, m) {
       "q_norm, Tensor? k_norm, Tensor o, Tensor? o_scales, Tensor post_attention_norm, Tensor gate_up, Tensor? "
       "gate_up_scales, Tensor down, Tensor? down_scales, int inner_size) -> ()");
   m.def(
-      "run_decoder(Tensor decoder, Tensor(a!) residual, Tensor positions, Tensor slots, Tensor(b!) cache, Tensor "
-      "query_start_loc, Tensor last_kv_index, Tensor block_tables, Tensor? packed_len, Tensor? "
-      "head_lengths, " SCORE_WINDOWS "float scale, Tensor? sliding_windows=None) -> Tensor");
+      "run_decoder(Tensor decoder, Tensor(a!) residual, Tensor positions, Tensor slots, Tensor(b!) key_cache, "
+      "Tensor(c!) value_cache, Tensor query_start_loc, Tensor last_kv_index, Tensor block_tables, Tensor? packed_len, "
+      "Tensor? head_lengths, " SCORE_WINDOWS "float scale, Tensor? sliding_windows=None) -> Tensor");
   m.def("cpu_isa() -> str");
   m.def("set_loop_threads(int threads) -> ()");
 }

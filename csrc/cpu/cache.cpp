@@ -20,16 +20,19 @@ bool is_quantized(const Tensor& cache) {
   return dtype == ScalarType::Char || dtype == ScalarType::Byte || dtype == ScalarType::Float8_e4m3fn;
 }
 
-// `[layers, 2, blocks, kv_heads, block_size, width]`
+// `[layers, planes, blocks, kv_heads, block_size, width]`: a plane is the keys or the values of a layer. There are two,
+// or one where the others lie in another tensor.
 struct Cache {
-  int64_t layers, blocks, heads, block_size, vector_bytes;
+  int64_t layers, planes, blocks, heads, block_size, vector_bytes;
   char* data;
   std::vector<Part> parts;  // of a vector: codes and their scale, or all of it
 
   explicit Cache(const Tensor& tensor) {
     check_contiguous(tensor, "cache", 6);
-    check_size(tensor, "cache", 1, 2);
+    STD_TORCH_CHECK(tensor.size(1) == 1 || tensor.size(1) == 2, "dimension 1 of cache is ", tensor.size(1),
+                    ", not 1 or 2");
     layers = tensor.size(0);
+    planes = tensor.size(1);
     blocks = tensor.size(2);
     heads = tensor.size(3);
     block_size = tensor.size(4);
@@ -42,7 +45,7 @@ struct Cache {
 
   int64_t block_bytes() const { return heads * block_size * vector_bytes; }
 
-  // Block `block` of keys (plane 2 * layer) or values (plane 2 * layer + 1).
+  // A block of a plane, which are counted through all layers.
   char* block(int64_t plane, int64_t block) const { return data + (plane * blocks + block) * block_bytes(); }
 
   char* at(const Part& part, int64_t plane, int64_t id, int64_t head, int64_t offset) const {
@@ -102,15 +105,14 @@ std::vector<KeptOffsets> check_kept(const Tensor& kept, const Cache& cache, cons
   return heads;
 }
 
-}  // namespace
-
-KVFormat check_kv_format(const Tensor& cache, const char* name, int64_t head_dim, ScalarType dtype) {
+// The format of keys or values, whose dtype tells it.
+VectorFormat check_format(const Tensor& cache, const char* name, int64_t head_dim, ScalarType dtype) {
   const ScalarType stored = cache.scalar_type();
-  const KVFormat format = stored == ScalarType::Char            ? KVFormat::kInt8
-                          : stored == ScalarType::Byte          ? KVFormat::kInt4
-                          : stored == ScalarType::Float8_e4m3fn ? KVFormat::kFloat8
-                                                                : KVFormat::kPlain;
-  if (format == KVFormat::kPlain) {
+  const VectorFormat format = stored == ScalarType::Char            ? VectorFormat::kInt8
+                              : stored == ScalarType::Byte          ? VectorFormat::kInt4
+                              : stored == ScalarType::Float8_e4m3fn ? VectorFormat::kFloat8
+                                                                    : VectorFormat::kPlain;
+  if (format == VectorFormat::kPlain) {
     check_dtype(cache, name, dtype);
     check_size(cache, name, cache.dim() - 1, head_dim);
     return format;
@@ -118,6 +120,21 @@ KVFormat check_kv_format(const Tensor& cache, const char* name, int64_t head_dim
   STD_TORCH_CHECK(head_dim % kCodeChannels == 0 && head_dim <= kMaxCodeChannels, "head_dim is ", head_dim,
                   ": codes need a multiple of ", kCodeChannels, " up to ", kMaxCodeChannels);
   check_size(cache, name, cache.dim() - 1, stored_bytes(format, head_dim, 0));
+  return format;
+}
+
+}  // namespace
+
+KVFormat check_kv_format(const Tensor& key_cache, const Tensor& value_cache, int64_t head_dim, ScalarType dtype) {
+  const KVFormat format{check_format(key_cache, "key_cache", head_dim, dtype),
+                        check_format(value_cache, "value_cache", head_dim, dtype)};
+  for (int64_t dim = 0; dim + 1 < key_cache.dim(); ++dim) {
+    check_size(value_cache, "value_cache", dim, key_cache.size(dim));
+  }
+  const KVKernels& kernels = kernel_set().float32.kv[static_cast<int>(format.keys)][static_cast<int>(format.values)];
+  STD_TORCH_CHECK(kernels.attend != nullptr, "value_cache has dtype ",
+                  torch::headeronly::toString(value_cache.scalar_type()), ", which does not go with key_cache of ",
+                  torch::headeronly::toString(key_cache.scalar_type()));
   return format;
 }
 
@@ -130,15 +147,16 @@ void check_slots(const StoreShape& shape, const int64_t* slots, int64_t num_toke
 
 void store_layer(const StoreShape& shape, const int64_t* slots, int64_t num_tokens, const StoreLayer& layer) {
   const int64_t vector_bytes = static_cast<int64_t>(shape.head_dim) * shape.element_size;
-  const int64_t codes = code_bytes(shape.format, shape.head_dim);
   const KernelSet& set = kernel_set();
   const Kernels& kernels = shape.element_size == sizeof(float) ? set.float32 : set.bfloat16;
-  const auto quantize = kernels.kv[static_cast<int>(shape.format)].quantize;
-  const auto store_token = [&](int64_t token, void* cache, const void* vectors, int64_t stride) {
+  const auto store_token = [&](int64_t token, VectorFormat format, void* cache, const void* vectors, int64_t stride) {
+    const auto quantize = kernels.quantize[static_cast<int>(format)];
+    const int64_t codes = code_bytes(format, shape.head_dim);
+    const int64_t head_bytes = shape.block_size * stored_bytes(format, shape.head_dim, shape.element_size);
     const int64_t block = slots[token] / shape.block_size, offset = slots[token] % shape.block_size;
     const char* from = static_cast<const char*>(vectors) + token * stride * shape.element_size;
-    char* to = static_cast<char*>(cache) + block * shape.kv_heads * shape.head_bytes();
-    for (int head = 0; head < shape.kv_heads; ++head, from += vector_bytes, to += shape.head_bytes()) {
+    char* to = static_cast<char*>(cache) + block * shape.kv_heads * head_bytes;
+    for (int head = 0; head < shape.kv_heads; ++head, from += vector_bytes, to += head_bytes) {
       if (quantize == nullptr) {
         std::memcpy(to + offset * vector_bytes, from, vector_bytes);
       } else {
@@ -150,8 +168,8 @@ void store_layer(const StoreShape& shape, const int64_t* slots, int64_t num_toke
   for_rows(num_tokens, width, [&](int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token) {
       if (slots[token] < 0) continue;
-      store_token(token, layer.key_cache, layer.keys, layer.key_stride);
-      store_token(token, layer.value_cache, layer.values, layer.value_stride);
+      store_token(token, shape.format.keys, layer.key_cache, layer.keys, layer.key_stride);
+      store_token(token, shape.format.values, layer.value_cache, layer.values, layer.value_stride);
     }
   });
 }
@@ -164,10 +182,8 @@ void store_kv(const Tensor& key_cache, const Tensor& value_cache, const Tensor& 
   check_heads(values, "values");
   check_ids(slots, "slots", 1);
   const int64_t heads = key_cache.size(1), head_dim = keys.size(2), num_tokens = slots.size(0);
-  const KVFormat format = check_kv_format(key_cache, "key_cache", head_dim, keys.scalar_type());
-  if (format != KVFormat::kPlain) kernels_for(keys, "keys");
-  for (int64_t dim = 0; dim < 4; ++dim) check_size(value_cache, "value_cache", dim, key_cache.size(dim));
-  check_dtype(value_cache, "value_cache", key_cache.scalar_type());
+  const KVFormat format = check_kv_format(key_cache, value_cache, head_dim, keys.scalar_type());
+  if (format.keys != VectorFormat::kPlain) kernels_for(keys, "keys");
   for (const auto& [tensor, name] : {std::pair{&keys, "keys"}, std::pair{&values, "values"}}) {
     check_dtype(*tensor, name, keys.scalar_type());
     check_size(*tensor, name, 0, num_tokens);
@@ -199,7 +215,7 @@ void copy_blocks(const Tensor& tensor, const Tensor& sources, const Tensor& dest
     check_block(source[i], cache.blocks, "sources");
     check_block(destination[i], cache.blocks, "destinations");
   }
-  for_rows(2 * cache.layers * count, cache.block_bytes(), [&](int64_t begin, int64_t end) {
+  for_rows(cache.layers * cache.planes * count, cache.block_bytes(), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t plane = i / count;
       std::memcpy(cache.block(plane, destination[i % count]), cache.block(plane, source[i % count]),
@@ -224,7 +240,7 @@ void compact(const Tensor& tensor, const Tensor& kept, const Tensor& sources, co
   const int64_t* destination = destinations.const_data_ptr<int64_t>();
   // One head of one layer is one thread's, which goes through the sequences in order: where they share blocks, the
   // destinations of one are sources of those before it.
-  const int64_t width = 2 * sequences * kept.size(3) * cache.vector_bytes;
+  const int64_t width = cache.planes * sequences * kept.size(3) * cache.vector_bytes;
   for_rows(cache.layers * cache.heads, width, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t layer = i / cache.heads, head = i % cache.heads;
@@ -232,7 +248,7 @@ void compact(const Tensor& tensor, const Tensor& kept, const Tensor& sources, co
         const KeptOffsets& of_head = kept_offsets[(layer * sequences + sequence) * cache.heads + head];
         const int64_t* from = source + sequence * sources.size(1);
         const int64_t* to = destination + sequence * destinations.size(1);
-        for (int64_t plane = 2 * layer; plane < 2 * layer + 2; ++plane) {
+        for (int64_t plane = cache.planes * layer; plane < cache.planes * (layer + 1); ++plane) {
           // In place, no KV pair moves to a later slot: ascending order reads each slot before it is overwritten.
           for (const Part& part : cache.parts) {
             for (int64_t j = 0; j < of_head.count; ++j) {

@@ -8,9 +8,10 @@
 namespace kvllm {
 namespace {
 
-template <class T, int kBits>
+template <int kKeyBits, int kValueBits>
 struct QuantizedKV {
-  using Element = Codes<kBits>;
+  using Key = Codes<kKeyBits>;
+  using Value = Codes<kValueBits>;
 };
 
 // Bytes of codes that are multiplied at once, and their channels: in 8 / kBits vectors of integers of 16 bits, each
@@ -88,9 +89,9 @@ inline __attribute__((always_inline)) void add_chunk(const float* queries, int s
 
 // products[row][pair] <- the exact sums of queries and codes, for kRows queries and the pairs of a tile, with some more
 // that fill blocks. Meanwhile the vectors of `next` are fetched, unless that is null.
-template <int kBits, int kRows>
+template <int kBits, int kRows, class Next>
 [[gnu::noinline]] void multiply_codes(const float* queries, int stride, const Codes<kBits>* const* keys, int head_dim,
-                                      int count, int32_t* products, const Codes<kBits>* const* next) {
+                                      int count, int32_t* products, const Next* const* next) {
   constexpr int kKeys = vector_block(kRows), kSums = (kRows * kKeys + 3) / 4 * 4;
   const int bytes = head_dim * kBits / 8;
   for (int pair = 0; pair < count; pair += kKeys) {
@@ -99,7 +100,7 @@ template <int kBits, int kRows>
     for (int key = 0; key < kKeys; ++key) {
       codes[key] = &keys[pair + key]->bits;
       if (next == nullptr) continue;
-      for (int byte = 0; byte < bytes; byte += kCacheLine) prefetch(next[pair + key] + byte);
+      for (int byte = 0; byte < elements<Next>(head_dim); byte += kCacheLine) prefetch(next[pair + key] + byte);
     }
     const float* integers = queries;
     int rest = bytes;
@@ -125,8 +126,10 @@ template <int kBits, int kRows>
   }
 }
 
-template <class T, int kBits>
-struct TileScores<T, QuantizedKV<T, kBits>> {
+template <class T, int kBits, int kValueBits>
+struct TileScores<T, QuantizedKV<kBits, kValueBits>> {
+  using KV = QuantizedKV<kBits, kValueBits>;
+
   const float scale;
   const int head_dim;
   const QueryIntegers<kBits> queries;
@@ -136,11 +139,11 @@ struct TileScores<T, QuantizedKV<T, kBits>> {
     for (int i = 0; i < tile.count; ++i) queries.template set<T>(i, tile.queries[i], head_dim);
   }
 
-  void pack(const TilePairs<Codes<kBits>>&) const {}
+  void pack(const TilePairs<KV>&) const {}
 
   template <int kRows>
-  void score_queries(int first, const TilePairs<Codes<kBits>>& pairs, const PairParameters<Codes<kBits>>& parameters,
-                     float* scores, const Codes<kBits>* const* next) const {
+  void score_queries(int first, const TilePairs<KV>& pairs, const PairParameters<KV>& parameters, float* scores,
+                     const typename KV::Value* const* next) const {
     int32_t products[kRows * kTilePairs];
     multiply_codes<kBits, kRows>(queries.row(first), queries.stride, pairs.keys, head_dim, pairs.count, products, next);
     for (int r = 0; r < kRows; ++r) {
@@ -149,7 +152,7 @@ struct TileScores<T, QuantizedKV<T, kBits>> {
       for (int pair = 0; pair < pairs.count; pair += kLanes) {
         const int place = r * kTilePairs + pair;
         const Vec product = mul(to_float(load_words(products + place)), factor);
-        store(scores + place, parameters.scores(pair, product, query_sum));
+        store(scores + place, parameters.keys.scores(pair, product, query_sum));
       }
     }
   }

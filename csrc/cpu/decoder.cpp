@@ -99,6 +99,17 @@ class LayerPlans {
   std::vector<AttentionPlan*> of_layer_;
 };
 
+// The keys, or the values, of all layers.
+struct LayerCaches {
+  char* first;
+  int64_t bytes;  // from a layer to the next
+
+  explicit LayerCaches(const Tensor& cache)
+      : first(static_cast<char*>(cache.mutable_data_ptr())), bytes(cache.stride(0) * cache.element_size()) {}
+
+  char* operator[](size_t layer) const { return first + static_cast<int64_t>(layer) * bytes; }
+};
+
 // One pass over the layers.
 class Pass {
  public:
@@ -115,7 +126,8 @@ class Pass {
         scale_(scale) {}
 
   // residual `[rows, hidden_size]` is updated; hidden, of the same size, gets the normalized result.
-  void run(char* residual, char* hidden, char* cache, int64_t plane_bytes, const int32_t* head_lengths, float* scores) {
+  void run(char* residual, char* hidden, LayerCaches keys, LayerCaches values, const int32_t* head_lengths,
+           float* scores) {
     char* x = d_.normalized.get(rows_ * d_.hidden_size * bytes_);
     each_row(d_.hidden_size, [&](int64_t begin, int64_t end) {
       kernels_.rms_norm(at(residual, begin, d_.hidden_size), d_.layers[0].input_norm, at(x, begin, d_.hidden_size),
@@ -126,11 +138,10 @@ class Pass {
     for (size_t i = 0; i < d_.layers.size(); ++i) {
       const Layer& layer = d_.layers[i];
       const bool last = i + 1 == d_.layers.size();
-      char* keys = cache + 2 * static_cast<int64_t>(i) * plane_bytes;
       AttentionPlan& plan = plans_[static_cast<int64_t>(i)];
       const bool full = plan.batch.sliding_window == kNoWindow;
       const char* attended =
-          attend(layer, plan, x, keys, keys + plane_bytes,
+          attend(layer, plan, x, keys[i], values[i],
                  head_lengths == nullptr || !full ? nullptr : head_lengths + static_cast<int64_t>(i) * lengths,
                  scores == nullptr || !full ? nullptr : scores + static_cast<int64_t>(i) * scores_of_layer);
       add_norm(residual, product(attended, layer.output, nullptr, d_.projected, &layer.gate_up),
@@ -207,6 +218,15 @@ class Pass {
   const float scale_;
 };
 
+// `[layers, blocks, kv_heads, block_size, width]`, in which only the layers may be apart.
+void check_layers(const Tensor& cache, const char* name) {
+  STD_TORCH_CHECK(cache.dim() == 5, name, " has ", cache.dim(), " dimensions, not 5");
+  int64_t dense = 1;
+  for (int64_t dim = 4; dim > 0; dense *= cache.size(dim--)) {
+    STD_TORCH_CHECK(cache.size(dim) == 1 || cache.stride(dim) == dense, "a layer of ", name, " is not contiguous");
+  }
+}
+
 }  // namespace
 
 Tensor make_decoder(const Tensor& cos_sin, const Tensor& final_norm, int64_t query_heads, int64_t kv_heads,
@@ -282,8 +302,8 @@ void add_decoder_layer(const Tensor& tensor, const Tensor& input_norm, const Ten
 }
 
 Tensor run_decoder(const Tensor& tensor, const Tensor& residual, const Tensor& positions, const Tensor& slots,
-                   const Tensor& cache, const Tensor& query_start_loc, const Tensor& last_kv_index,
-                   const Tensor& block_tables, const std::optional<Tensor>& packed_len,
+                   const Tensor& key_cache, const Tensor& value_cache, const Tensor& query_start_loc,
+                   const Tensor& last_kv_index, const Tensor& block_tables, const std::optional<Tensor>& packed_len,
                    const std::optional<Tensor>& head_lengths, const std::optional<Tensor>& scores,
                    const std::optional<Tensor>& window_start, int64_t window_size, int64_t window_stride,
                    int64_t num_scored, bool squared, double scale, const std::optional<Tensor>& sliding_windows) {
@@ -292,10 +312,12 @@ Tensor run_decoder(const Tensor& tensor, const Tensor& residual, const Tensor& p
   check_contiguous(residual, "residual", 2);
   check_dtype(residual, "residual", decoder.dtype);
   check_size(residual, "residual", 1, decoder.hidden_size);
-  check_contiguous(cache, "cache", 6);
-  const KVFormat format = check_kv_format(cache, "cache", decoder.head_dim, decoder.dtype);
-  const int64_t cache_sizes[] = {layers, 2, cache.size(2), decoder.kv_heads, cache.size(4)};
-  for (int64_t dim = 0; dim < 5; ++dim) check_size(cache, "cache", dim, cache_sizes[dim]);
+  check_layers(key_cache, "key_cache");
+  check_layers(value_cache, "value_cache");
+  const KVFormat format = check_kv_format(key_cache, value_cache, decoder.head_dim, decoder.dtype);
+  check_size(key_cache, "key_cache", 0, layers);
+  check_size(key_cache, "key_cache", 2, decoder.kv_heads);
+  const int64_t num_blocks = key_cache.size(1), block_size = key_cache.size(3);
   for (const auto& [indices, name] : {std::pair{&positions, "positions"}, {&slots, "slots"}}) {
     check_contiguous(*indices, name, 1);
     check_dtype(*indices, name, ScalarType::Long);
@@ -319,10 +341,10 @@ Tensor run_decoder(const Tensor& tensor, const Tensor& residual, const Tensor& p
   check_positions(position, rows, decoder.cos_sin.size(0));
 
   const int element_size = static_cast<int>(residual.element_size());
-  const StoreShape store{format, element_size, decoder.kv_heads, decoder.head_dim, cache.size(2), cache.size(4)};
+  const StoreShape store{format, element_size, decoder.kv_heads, decoder.head_dim, num_blocks, block_size};
   check_slots(store, slots.const_data_ptr<int64_t>(), rows);
-  const AttentionShape shape{format,           element_size,  decoder.query_heads, decoder.kv_heads,
-                             decoder.head_dim, cache.size(2), cache.size(4)};
+  const AttentionShape shape{format,           element_size, decoder.query_heads, decoder.kv_heads,
+                             decoder.head_dim, num_blocks,   block_size};
   AttentionBatch batch = attention_batch(query_start_loc, last_kv_index, block_tables, packed_len, rows);
   batch.windows = score_windows(window_start, window_size, window_stride, num_scored, squared);
   check_windows(scores, window_start, batch.windows, shape, batch);
@@ -331,7 +353,7 @@ Tensor run_decoder(const Tensor& tensor, const Tensor& residual, const Tensor& p
   Tensor hidden = empty_like(residual, {rows, decoder.hidden_size});
   Pass pass(decoder, rows, plans, store, position, slots.const_data_ptr<int64_t>(), static_cast<float>(scale));
   pass.run(static_cast<char*>(residual.mutable_data_ptr()), static_cast<char*>(hidden.mutable_data_ptr()),
-           static_cast<char*>(cache.mutable_data_ptr()), cache.stride(1) * cache.element_size(),
+           LayerCaches(key_cache), LayerCaches(value_cache),
            head_lengths ? head_lengths->const_data_ptr<int32_t>() : nullptr,
            scores ? scores->mutable_data_ptr<float>() : nullptr);
   return hidden;

@@ -20,15 +20,21 @@ constexpr auto widen_to = widen<T>;
 template <class T>
 constexpr decltype(&widen<T>) widen_to<T, T> = nullptr;
 
+template <class T, class KV>
+constexpr KVKernels kv_kernels() {
+  return {attend<T, KV>, finish<T, KV>};
+}
+
 // Kernels for T, with the way in which scores and products with weights of T are multiplied.
 template <class T, class Score, class P>
 constexpr Kernels make_kernels() {
   return {
       .element_size = sizeof(T),
-      .kv = {{attend<T, PlainKV<T, Score>>, finish<T, PlainKV<T, Score>>, nullptr},
-             {attend<T, QuantizedKV<T, 8>>, finish<T, QuantizedKV<T, 8>>, quantize_int8<T>},
-             {attend<T, QuantizedKV<T, 4>>, finish<T, QuantizedKV<T, 4>>, quantize_int4<T>},
-             {attend<T, Float8KV<T>>, finish<T, Float8KV<T>>, quantize_float8<T>}},
+      .kv = {{kv_kernels<T, PlainKV<T, Score>>()},
+             {{}, kv_kernels<T, QuantizedKV<8, 8>>(), kv_kernels<T, QuantizedKV<8, 4>>()},
+             {{}, {}, kv_kernels<T, QuantizedKV<4, 4>>()},
+             {{}, {}, {}, kv_kernels<T, Float8KV<T>>()}},
+      .quantize = {nullptr, quantize_int8<T>, quantize_int4<T>, quantize_float8<T>},
       .merge = merge,
       .add_window = add_window,
       .attention_mass = attention_mass<T, Score>,

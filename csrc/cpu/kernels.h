@@ -16,16 +16,21 @@ struct BFloat16 {
 // The paged cache holds vectors of the dtype of queries, or codes with a word of 32 bits for each vector: the scale, a
 // float, of kInt8 and kFloat8; the scale and the zero point of kInt4, each a bfloat16 (docs/kv-cache-dtypes.md). The
 // bytes of one head in one block are the codes of its vectors, then their words.
-enum class KVFormat { kPlain, kInt8, kInt4, kFloat8 };
-constexpr int kKVFormats = 4;
+enum class VectorFormat { kPlain, kInt8, kInt4, kFloat8 };
+constexpr int kVectorFormats = 4;
 constexpr int kScaleBytes = 4;
 
-constexpr int64_t code_bytes(KVFormat format, int64_t head_dim) {
-  return format == KVFormat::kInt4 ? head_dim / 2 : head_dim;
+// Keys and values lie apart, each with a format of its own.
+struct KVFormat {
+  VectorFormat keys, values;
+};
+
+constexpr int64_t code_bytes(VectorFormat format, int64_t head_dim) {
+  return format == VectorFormat::kInt4 ? head_dim / 2 : head_dim;
 }
 // Bytes of a vector with its word; `element_size` is that of vectors which are no codes.
-constexpr int64_t stored_bytes(KVFormat format, int64_t head_dim, int64_t element_size) {
-  return format == KVFormat::kPlain ? head_dim * element_size : code_bytes(format, head_dim) + kScaleBytes;
+constexpr int64_t stored_bytes(VectorFormat format, int64_t head_dim, int64_t element_size) {
+  return format == VectorFormat::kPlain ? head_dim * element_size : code_bytes(format, head_dim) + kScaleBytes;
 }
 
 // Channels of a vector are whole vectors of floats, whatever the instruction set, and a query is one block of integers.
@@ -67,7 +72,8 @@ constexpr int64_t mass_workspace_floats(int64_t num_keys, int64_t head_dim) {
 struct PagedHead {
   const void* keys;  // the head's first vector in block 0
   const void* values;
-  int64_t block_stride;  // elements from a block to the next; bytes where they are codes
+  int64_t key_stride;  // elements of keys from a block to the next; bytes where they are codes
+  int64_t value_stride;
   const int32_t* block_table;
   int block_size;
   int head_dim;
@@ -166,22 +172,22 @@ struct ProductKernels {
   void (*multiply)(const Product& arguments, const ProductPart& part, float* workspace);
 };
 
-// What depends on how the cache holds KV pairs.
+// What depends on how the cache holds KV pairs; null for formats of keys and values that no cache has together.
 struct KVKernels {
   // Queries against KV pairs, as far as each attends them. The beginning of `following`, which this thread will
   // probably attend next, is prefetched; it may be null. `workspace` has kWorkspaceRows rows.
   void (*attend)(const PairRange& range, const PairRange* following, const QueryTile& tile, float scale,
                  float* workspace, const PartialSoftmax& result);
   void (*finish)(const QueryTile& tile, int head_dim, const PartialSoftmax& total);
-  // A vector as codes and the word that holds its scale; null unless the cache is quantized.
-  void (*quantize)(const void* vector, int head_dim, void* codes, void* word);
 };
 
 // Pointers are to float or BFloat16, one table for each. Matrices are dense `[rows, width]`.
 struct Kernels {
   int element_size;
 
-  KVKernels kv[kKVFormats];
+  KVKernels kv[kVectorFormats][kVectorFormats];  // by the format of keys, and of values
+  // A vector as codes and the word that holds its scale; null for those that are no codes.
+  void (*quantize[kVectorFormats])(const void* vector, int head_dim, void* codes, void* word);
   void (*merge)(int count, int head_dim, const PartialSoftmax& into, const PartialSoftmax& later);
 
   // See window_kernel.h.

@@ -44,115 +44,64 @@ inline void store_two_of(T* p, Vec first, Vec second) {
   }
 }
 
-// Addresses of the scales of a tile's KV pairs.
+// Addresses of the scales of a tile's keys, or of its values.
 template <class Element>
-struct PairScales {
-  void locate_scales(int, int, int, const Element*, const Element*) {}
-  void repeat_scales(int) {}
-  void prefetch_scales() const {}
+struct ScalePlaces {
+  void locate(int, int, int, const Element*) {}
+  void repeat(int) {}
+  void prefetch_all() const {}
 };
 
 template <class Element>
   requires is_codes<Element>
-struct PairScales<Element> {
-  const float* key_scales[kTilePairs];
-  const float* value_scales[kTilePairs];
+struct ScalePlaces<Element> {
+  const float* places[kTilePairs];
   bool together[kTilePairs / kLanes];  // whether the scales of so many pairs follow each other
 
-  // Those of pairs begin .. end - 1, from slot `slot` of the block whose scales begin at `keys` and `values` on.
-  void locate_scales(int begin, int end, int slot, const Element* keys, const Element* values) {
-    const float* key = reinterpret_cast<const float*>(keys) + slot;
-    const float* value = reinterpret_cast<const float*>(values) + slot;
-    for (int i = begin; i < end; ++i) {
-      key_scales[i] = key++;
-      value_scales[i] = value++;
-    }
+  // Those of pairs begin .. end - 1, from slot `slot` of the block whose scales begin at `scales` on.
+  void locate(int begin, int end, int slot, const Element* scales) {
+    const float* place = reinterpret_cast<const float*>(scales) + slot;
+    for (int i = begin; i < end; ++i) places[i] = place++;
     for (int vector = begin / kLanes; vector * kLanes < end; ++vector) {
       together[vector] = vector * kLanes >= begin && (vector + 1) * kLanes <= end;
     }
   }
 
-  void repeat_scales(int count) {
+  void repeat(int count) {
     for (int i = count; i < kTilePairs; ++i) {
-      key_scales[i] = key_scales[count - 1];
-      value_scales[i] = value_scales[count - 1];
+      places[i] = places[count - 1];
       together[i / kLanes] = false;
     }
   }
 
-  void prefetch_scales() const {
-    for (int i = 0; i < kTilePairs; i += kCacheLine / kScaleBytes) {
-      prefetch(key_scales[i]);
-      prefetch(value_scales[i]);
-    }
+  void prefetch_all() const {
+    for (int i = 0; i < kTilePairs; i += kCacheLine / kScaleBytes) prefetch(places[i]);
   }
 };
 
-// The scales of a tile's KV pairs, and their zero points where codes have 4 bits.
+// The scales of a tile's keys, or of its values, and their zero points where codes have 4 bits.
 template <class Element>
-struct PairParameters {
-  explicit PairParameters(const PairScales<Element>&) {}
+struct Parameters {
+  explicit Parameters(const ScalePlaces<Element>&) {}
   void apply_to_scores(float*, int) const {}
   void apply_to_weights(float*, int, int, int, float*) const {}
 };
 
 template <class Element>
   requires is_codes<Element>
-struct PairParameters<Element> {
+struct Parameters<Element> {
   static constexpr int kBits = Element::kBits;
-  float key_scales[kTilePairs];
-  float key_zeros[kTilePairs];
-  float value_scales[kTilePairs];
-  float value_zeros[kTilePairs];
+  float scales[kTilePairs];
+  float zeros[kTilePairs];
 
-  explicit PairParameters(const PairScales<Element>& places) {
-    read(places.key_scales, places.together, key_scales, key_zeros);
-    read(places.value_scales, places.together, value_scales, value_zeros);
-  }
-
-  // Turn the first `count` scores of codes without zero points, and some more, into those of keys.
-  void apply_to_scores(float* scores, int count) const {
-    for (int pair = 0; pair < count; pair += kLanes) {
-      store(scores + pair, mul(load(scores + pair), load(key_scales + pair)));
-    }
-  }
-
-  // Scores of kLanes pairs from `pair` on, of products with their codes; `query_sum` is the sum of the query's
-  // channels.
-  Vec scores(int pair, Vec products, Vec query_sum) const {
-    const Vec scaled = mul(products, load(key_scales + pair));
-    if constexpr (kBits == 8) return scaled;
-    return fma(load(key_zeros + pair), query_sum, scaled);
-  }
-
-  // Turn weights begin .. count - 1 of a query into those of codes. Zero points are added to its sums.
-  void apply_to_weights(float* weights, int begin, int count, int head_dim, float* sums) const {
-    Vec zero_sum = {};
-    for (int pair = begin / kLanes * kLanes; pair < count; pair += kLanes) {
-      const Vec weight = load(weights + pair);
-      if constexpr (kBits == 4) {
-        Vec zeros = mul(weight, load(value_zeros + pair));
-        if (pair < begin) zeros = keep_first(begin - pair, Vec{}, zeros);
-        zero_sum = add(zero_sum, count - pair < kLanes ? keep_first(count - pair, zeros, Vec{}) : zeros);
-      }
-      store(weights + pair, mul(weight, load(value_scales + pair)));
-    }
-    if constexpr (kBits == 4) {
-      const Vec zero = broadcast(reduce_add(zero_sum));
-      for (int channel = 0; channel < head_dim; channel += kLanes) {
-        store(sums + channel, add(load(sums + channel), zero));
-      }
-    }
-  }
-
- private:
-  static void read(const float* const* places, const bool* together, float* scales, float* zeros) {
+  explicit Parameters(const ScalePlaces<Element>& from) {
     for (int i = 0; i < kTilePairs; i += kLanes) {
       float words[kLanes];
-      if (!together[i / kLanes]) {
-        for (int lane = 0; lane < kLanes; ++lane) words[lane] = *places[i + lane];
+      const bool together = from.together[i / kLanes];
+      if (!together) {
+        for (int lane = 0; lane < kLanes; ++lane) words[lane] = *from.places[i + lane];
       }
-      const Vec word = load(together[i / kLanes] ? places[i] : words);
+      const Vec word = load(together ? from.places[i] : words);
       if constexpr (__is_same(Element, Float8)) {
         store(scales + i, mul(word, broadcast(256)));  // what a load of Float8 leaves out
       } else if constexpr (kBits == 8) {
@@ -163,6 +112,48 @@ struct PairParameters<Element> {
       }
     }
   }
+
+  // Of keys: turn the first `count` scores of codes without zero points, and some more, into those of keys.
+  void apply_to_scores(float* scores, int count) const {
+    for (int pair = 0; pair < count; pair += kLanes) {
+      store(scores + pair, mul(load(scores + pair), load(scales + pair)));
+    }
+  }
+
+  // Of keys: scores of kLanes pairs from `pair` on, of products with their codes; `query_sum` is the sum of the query's
+  // channels.
+  Vec scores(int pair, Vec products, Vec query_sum) const {
+    const Vec scaled = mul(products, load(scales + pair));
+    if constexpr (kBits == 8) return scaled;
+    return fma(load(zeros + pair), query_sum, scaled);
+  }
+
+  // Of values: turn weights begin .. count - 1 of a query into those of codes. Zero points are added to its sums.
+  void apply_to_weights(float* weights, int begin, int count, int head_dim, float* sums) const {
+    Vec zero_sum = {};
+    for (int pair = begin / kLanes * kLanes; pair < count; pair += kLanes) {
+      const Vec weight = load(weights + pair);
+      if constexpr (kBits == 4) {
+        Vec weighted = mul(weight, load(zeros + pair));
+        if (pair < begin) weighted = keep_first(begin - pair, Vec{}, weighted);
+        zero_sum = add(zero_sum, count - pair < kLanes ? keep_first(count - pair, weighted, Vec{}) : weighted);
+      }
+      store(weights + pair, mul(weight, load(scales + pair)));
+    }
+    if constexpr (kBits == 4) {
+      const Vec zero = broadcast(reduce_add(zero_sum));
+      for (int channel = 0; channel < head_dim; channel += kLanes) {
+        store(sums + channel, add(load(sums + channel), zero));
+      }
+    }
+  }
+};
+
+// What turns products of a tile's codes into those of its KV pairs.
+template <class KV>
+struct PairParameters {
+  Parameters<typename KV::Key> keys;
+  Parameters<typename KV::Value> values;
 };
 
 }  // namespace

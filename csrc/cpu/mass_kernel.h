@@ -39,14 +39,13 @@ struct WindowMass {
         rows(scores + static_cast<int64_t>(num_tiles) * kRowBlock * kTilePairs),
         mass(mass) {
     for (int i = 0; i < num_tiles * kTilePairs; ++i) mass[i] = 0;
-    TilePairs<T> tile;
-    tile.count = kTilePairs;
+    const T* tile[kTilePairs];
     for (int t = 0; t < num_tiles; ++t) {
       for (int i = 0; i < kTilePairs; ++i) {
         const int key = minimum(t * kTilePairs + i, num_keys - 1);
-        tile.keys[i] = static_cast<const T*>(keys) + static_cast<int64_t>(key) * head_dim;
+        tile[i] = static_cast<const T*>(keys) + static_cast<int64_t>(key) * head_dim;
       }
-      pack_keys<Word>(tile, num_words, packed_keys + static_cast<int64_t>(t) * num_words * kTilePairs);
+      pack_keys<Word>(tile, kTilePairs, num_words, packed_keys + static_cast<int64_t>(t) * num_words * kTilePairs);
     }
   }
 

@@ -61,11 +61,11 @@ void add_decoder_layer(const Tensor& decoder, const Tensor& input_norm, const Te
                        const Tensor& post_attention_norm, const Tensor& gate_up,
                        const std::optional<Tensor>& gate_up_scales, const Tensor& down,
                        const std::optional<Tensor>& down_scales, int64_t inner_size);
-// residual: the embedded tokens, overwritten. cache: of all layers. sliding_windows: int64 `[layers]`, 0 for a layer
-// that has none; or all have none. Returns the normalized hidden states.
+// residual: the embedded tokens, overwritten. key_cache, value_cache: of all layers. sliding_windows: int64 `[layers]`,
+// 0 for a layer that has none; or all have none. Returns the normalized hidden states.
 Tensor run_decoder(const Tensor& decoder, const Tensor& residual, const Tensor& positions, const Tensor& slots,
-                   const Tensor& cache, const Tensor& query_start_loc, const Tensor& last_kv_index,
-                   const Tensor& block_tables, const std::optional<Tensor>& packed_len,
+                   const Tensor& key_cache, const Tensor& value_cache, const Tensor& query_start_loc,
+                   const Tensor& last_kv_index, const Tensor& block_tables, const std::optional<Tensor>& packed_len,
                    const std::optional<Tensor>& head_lengths, const std::optional<Tensor>& scores,
                    const std::optional<Tensor>& window_start, int64_t window_size, int64_t window_stride,
                    int64_t num_scored, bool squared, double scale, const std::optional<Tensor>& sliding_windows);

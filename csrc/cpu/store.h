@@ -5,9 +5,10 @@
 
 namespace kvllm {
 
-// The format of a layer's keys or values `[..., block_size, width]`, whose dtype tells it (kvllm/kvcache/quantize.py).
-// Raises an error unless vectors of `head_dim` channels and `dtype` can be stored there.
-KVFormat check_kv_format(const Tensor& cache, const char* name, int64_t head_dim, ScalarType dtype);
+// The formats of keys and of values `[..., blocks, kv_heads, block_size, width]`, whose dtypes tell them
+// (kvllm/kvcache/quantize.py). Raises an error unless vectors of `head_dim` channels and `dtype` can be stored there,
+// and both have the same sizes but for the width.
+KVFormat check_kv_format(const Tensor& key_cache, const Tensor& value_cache, int64_t head_dim, ScalarType dtype);
 
 struct StoreShape {
   KVFormat format;
@@ -16,9 +17,6 @@ struct StoreShape {
   int head_dim;
   int64_t num_blocks;
   int64_t block_size;
-
-  int64_t vector_bytes() const { return stored_bytes(format, head_dim, element_size); }
-  int64_t head_bytes() const { return block_size * vector_bytes(); }  // of one head in one block
 };
 
 // Raises an error for a slot beyond the cache. Once per step: all layers have the same slots.

@@ -49,7 +49,6 @@ const int64_t* ids(const Tensor& tensor, const char* name, int64_t dim, const Te
 
 Layout layout_of(const Tensor& cache, const char* name) {
   check_tensor(cache, name, 6);
-  check_size(cache, name, 1, 2);
   const int64_t key_bytes = cache.size(5) * cache.element_size();
   STD_TORCH_CHECK(key_bytes > 0 && key_bytes % kVectorBytes == 0, "keys of ", name, " have ", key_bytes,
                   " bytes: a multiple of ", kVectorBytes, " is needed");
@@ -79,11 +78,11 @@ struct Launch {
 void copy(const Tensor& source, const Tensor& target, const Tensor& on_device, const Tensor& sources,
           const Tensor& destinations) {
   const Layout from = layout_of(source, "source"), to = layout_of(target, "target");
-  for (int64_t dim : {0, 3, 4, 5}) check_size(target, "target", dim, source.size(dim));
+  for (int64_t dim : {0, 1, 3, 4, 5}) check_size(target, "target", dim, source.size(dim));
   STD_TORCH_CHECK(source.scalar_type() == target.scalar_type(), "source and target have different dtypes");
   const int64_t* source_ids = ids(sources, "sources", 1, on_device);
   const int64_t* target_ids = ids(destinations, "destinations", 1, on_device);
-  const int64_t copies = sources.size(0), planes = 2 * source.size(0);
+  const int64_t copies = sources.size(0), planes = source.size(0) * source.size(1);
   check_size(destinations, "destinations", 0, copies);
   STD_TORCH_CHECK(copies < 65536 && planes < 65536, copies, " blocks of ", planes,
                   " planes are too many for one launch");
@@ -117,6 +116,7 @@ void swap_blocks(const Tensor& source, const Tensor& target, const Tensor& sourc
 
 void compact(const Tensor& cache, const Tensor& kept, const Tensor& sources, const Tensor& destinations) {
   const Layout layout = layout_of(cache, "cache");
+  check_size(cache, "cache", 1, 2);
   const int64_t layers = cache.size(0), sequences = kept.size(1);
   const Compaction event{ids(kept, "kept", 4, cache),
                          ids(sources, "sources", 2, cache),

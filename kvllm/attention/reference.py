@@ -41,8 +41,9 @@ class ReferenceBackend(AttentionBackend):
     def _read(self, layer: int, plane: int, blocks: torch.Tensor, kv_index: torch.Tensor) -> torch.Tensor:
         """Keys or values, float32 `[kv_heads, KV pairs, head_dim]`."""
         offsets = kv_index % self.cache.shape.block_size
-        rows = [part[self.cache.place(layer), plane][blocks, :, offsets] for part in self.cache.parts]
-        return self.cache.decode(rows, torch.float32).transpose(0, 1)
+        stored = self.cache.planes[plane]
+        rows = [part[self.cache.place(layer)][blocks, :, offsets] for part in stored.parts]
+        return stored.decode(rows, torch.float32).transpose(0, 1)
 
     def _evicted_mask(self, layer: int, sequence: int, kv_index: torch.Tensor, plan: AttentionBatch) -> torch.Tensor:
         """bool `[kv_heads, KV pairs]`, true where one was evicted."""

@@ -1,7 +1,8 @@
 """Vectors of a quantized cache: where one lies, and its two directions. docs/kv-cache-dtypes.md has the formulas.
 
-The dtype of a cache tells its format, as in `kvllm.kvcache.quantize`. A vector is codes and a word of 32 bits that
-holds its scale; the bytes of one head in one block are the codes of all its vectors, then their words.
+The dtype of keys, or of values, in a cache tells their format, as in `kvllm.kvcache.quantize`. A vector is codes and a
+word of 32 bits that holds its scale; the bytes of one head in one block are the codes of all its vectors, then their
+words.
 """
 
 # A launch takes options, and constexpr parameters numbers, of which Triton's types say nothing.

@@ -21,6 +21,7 @@ def _compact_head(
     num_kept,
     num_sources,
     num_destinations,
+    PLANES: tl.constexpr,
     KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_STRIDE: tl.constexpr,
@@ -32,7 +33,7 @@ def _compact_head(
     cache += plane * num_blocks * (KV_HEADS * HEAD_STRIDE) + head * HEAD_STRIDE
     column = tl.arange(0, COLUMNS)
     for sequence in range(num_sequences):
-        row = ((plane // 2) * num_sequences + sequence) * KV_HEADS + head
+        row = ((plane // PLANES) * num_sequences + sequence) * KV_HEADS + head
         for begin in range(0, num_kept, TILE):
             new = begin + tl.arange(0, TILE)
             old = tl.load(kept + row * num_kept + new, mask=new < num_kept, other=-1)
@@ -50,14 +51,14 @@ def _compact_head(
 
 
 def compact(part: torch.Tensor, kept: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor) -> None:
-    """KVOperations.compact of one part of a cache: keys and values of every layer, bit for bit, without a temporary
-    copy.
+    """KVOperations.compact of one part of a cache, in every layer, bit for bit, without a temporary copy.
 
     A program has one head of one layer's keys or values and takes the sequences in order, because a destination may be
     a source of a sequence before it.
 
-    part: one of `PagedKVCache.parts`, `[layers, 2, blocks, kv_heads, block_size, width]`: slots of a head in a block
-        are contiguous, heads and blocks lie at equal distances. kept: contiguous int64 `[layers, S, kv_heads, K]`.
+    part: one of `PagedKVCache.parts`, `[layers, planes, blocks, kv_heads, block_size, width]`: slots of a head in a
+        block are contiguous, heads and blocks lie at equal distances.
+    kept: contiguous int64 `[layers, S, kv_heads, K]`.
     sources, destinations: contiguous int64 `[S, source_blocks]`, `[S, destination_blocks]`.
     """
     layers, planes, num_blocks, kv_heads, block_size, width = part.shape
@@ -71,6 +72,7 @@ def compact(part: torch.Tensor, kept: torch.Tensor, sources: torch.Tensor, desti
         kept.shape[3],
         sources.shape[1],
         destinations.shape[1],
+        PLANES=planes,
         KV_HEADS=kv_heads,
         BLOCK_SIZE=block_size,
         HEAD_STRIDE=part.stride(3),

@@ -23,7 +23,7 @@ def _copy_chunk(cache, sources, destinations, num_blocks, BLOCK_ELEMENTS: tl.con
 def copy_blocks(cache: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor) -> None:
     """Copy block `sources[i]` to `destinations[i]`, bit for bit, in one launch.
 
-    cache: contiguous `[layers, 2, blocks, kv_heads, block_size, width]`. sources, destinations: int64 `[n]`; no id
+    cache: contiguous `[layers, planes, blocks, kv_heads, block_size, width]`. sources, destinations: int64 `[n]`; no id
         is in both, and none is twice among the destinations.
     """
     layers, planes, num_blocks = cache.shape[:3]

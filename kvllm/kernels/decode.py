@@ -230,7 +230,7 @@ def _attend_segments(
             if WINDOW:
                 exists = exists & (kv_index >= oldest)
             places = kv_places(
-                keys, table, kv_index, exists, head, evicted_begin, num_evicted, KV_HEADS, BLOCK_SIZE, HEAD_DIM
+                keys, values, table, kv_index, exists, head, evicted_begin, num_evicted, KV_HEADS, BLOCK_SIZE, HEAD_DIM
             )
             scores, maximum, total, weighted = attend_tile(
                 query,

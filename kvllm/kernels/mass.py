@@ -85,7 +85,7 @@ def _add_of_chunks(
     for begin in range(tl.program_id(2) * TILE, length, tl.num_programs(2) * TILE):
         kv_index = begin + tl.arange(0, TILE)
         exists = kv_index < length
-        places = kv_places(keys, table, kv_index, exists, head, length, 0, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+        places, _ = kv_places(keys, keys, table, kv_index, exists, head, length, 0, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
         tile_keys = load_vectors(keys, places, exists, queries.dtype.element_ty, HEAD_DIM, CHANNELS)
         added = tl.zeros([ROWS, TILE], tl.float32)
         for begin_row in range(0, (end_token - first_token) * GROUP, ROWS):

@@ -45,7 +45,7 @@ def _attend_kv_pairs(
         kv_index = start + tl.arange(0, TILE)
         exists = (kv_index >= begin) & (kv_index < end) if WINDOW else kv_index < end
         places = kv_places(
-            keys, table, kv_index, exists, head, evicted_begin, num_evicted, KV_HEADS, BLOCK_SIZE, HEAD_DIM
+            keys, values, table, kv_index, exists, head, evicted_begin, num_evicted, KV_HEADS, BLOCK_SIZE, HEAD_DIM
         )
         visible = kv_index[None, :] < length[:, None]
         if WINDOW:

@@ -57,8 +57,10 @@ def _store_codes(
     slot = tl.load(slots + token)
     if slot < 0:
         return
-    codes, words = code_places(key_cache, slot // BLOCK_SIZE, slot % BLOCK_SIZE, head, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+    block, place = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    codes, words = code_places(key_cache, block, place, head, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
     store_codes(key_cache, codes, words, keys + token * key_stride + head * HEAD_DIM, HEAD_DIM, CHANNELS)
+    codes, words = code_places(value_cache, block, place, head, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
     store_codes(value_cache, codes, words, values + token * value_stride + head * HEAD_DIM, HEAD_DIM, CHANNELS)
 
 

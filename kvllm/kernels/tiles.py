@@ -55,7 +55,8 @@ def evicted_range(packed_len, head_lengths, sequence, head, KV_HEADS: tl.constex
 
 @triton.jit
 def kv_places(
-    cache,
+    keys,
+    values,
     table,
     kv_index,
     exists,
@@ -66,18 +67,25 @@ def kv_places(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """Where a head's KV pairs are in a layer, as `load_vectors` takes it; `kv_index` counts them without evicted ones.
+    """Where a head's keys are in a layer, and where its values, each as `load_vectors` takes it; `kv_index` counts KV
+    pairs without evicted ones.
 
     In elements; in a quantized cache, those of codes, and of words.
     """
     places = kv_index + tl.where(kv_index < evicted_begin, 0, num_evicted)
     blocks = tl.load(table + places // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
-    if cache.dtype.element_ty.primitive_bitwidth == 8:
-        offsets, words = code_places(cache, blocks, places % BLOCK_SIZE, head, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+    if keys.dtype.element_ty.primitive_bitwidth == 8:
+        offsets, words = code_places(keys, blocks, places % BLOCK_SIZE, head, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
     else:
         offsets = (blocks * KV_HEADS + head) * (BLOCK_SIZE * HEAD_DIM) + (places % BLOCK_SIZE) * HEAD_DIM
         words = offsets
-    return offsets, words
+    if keys.dtype.element_ty == values.dtype.element_ty:
+        value_offsets, value_words = offsets, words
+    else:
+        value_offsets, value_words = code_places(
+            values, blocks, places % BLOCK_SIZE, head, KV_HEADS, BLOCK_SIZE, HEAD_DIM
+        )
+    return (offsets, words), (value_offsets, value_words)
 
 
 @triton.jit
@@ -127,7 +135,8 @@ def attend_tile(
     query attends. Returns the scores (float32 `[rows, pairs]`), the new maximum, the sum of weights (both float32
     `[rows]`) and of weighted values (float32 `[rows, CHANNELS]`).
     """
-    tile_keys = load_vectors(keys, places, exists, queries.dtype, HEAD_DIM, CHANNELS)
+    key_places, value_places = places
+    tile_keys = load_vectors(keys, key_places, exists, queries.dtype, HEAD_DIM, CHANNELS)
     scores = tl.dot(queries, tl.trans(tile_keys), input_precision="ieee") * scale
     scores = bounded(scores, SOFT_CAP)
     scores = tl.where(visible, scores, float("-inf"))
@@ -135,7 +144,7 @@ def attend_tile(
     shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # a query that has seen nothing yet
     shrink = tl.exp2(maximum - shift)
     weights = tl.exp2(scores - shift[:, None])
-    tile_values = load_vectors(values, places, exists, queries.dtype, HEAD_DIM, CHANNELS)
+    tile_values = load_vectors(values, value_places, exists, queries.dtype, HEAD_DIM, CHANNELS)
     weighted = tl.dot(
         weights.to(tile_values.dtype), tile_values, acc=weighted * shrink[:, None], input_precision="ieee"
     )

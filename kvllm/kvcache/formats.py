@@ -12,10 +12,10 @@ CHANNELS = 8
 
 
 @dataclass(frozen=True)
-class KVFormat:
+class VectorFormat:
     """A key or a value of one token and one head as codes of `bits` bits, with a scale of its own.
 
-    name: the value of `kv_cache_dtype`. docs/kv-cache-dtypes.md has the formulas.
+    docs/kv-cache-dtypes.md has the formula of each name.
     """
 
     name: str
@@ -29,7 +29,32 @@ class KVFormat:
         return self.code_bytes(head_dim) + SCALE_BYTES
 
 
-KV_FORMATS = {each.name: each for each in (KVFormat("fp8_e4m3", 8), KVFormat("int8", 8), KVFormat("int4", 4))}
+@dataclass(frozen=True)
+class KVFormat:
+    """The formats of keys and of values.
+
+    name: the value of `kv_cache_dtype`.
+    """
+
+    name: str
+    keys: VectorFormat
+    values: VectorFormat
+
+    def pair_bytes(self, head_dim: int) -> int:
+        """Bytes of a key and a value, with their scales."""
+        return self.keys.vector_bytes(head_dim) + self.values.vector_bytes(head_dim)
+
+
+FP8_E4M3, INT8, INT4 = VectorFormat("fp8_e4m3", 8), VectorFormat("int8", 8), VectorFormat("int4", 4)
+KV_FORMATS = {
+    each.name: each
+    for each in (
+        KVFormat("fp8_e4m3", FP8_E4M3, FP8_E4M3),
+        KVFormat("int8", INT8, INT8),
+        KVFormat("int8_int4", INT8, INT4),
+        KVFormat("int4", INT4, INT4),
+    )
+}
 KV_CACHE_DTYPES = ("auto", "bfloat16", *KV_FORMATS)
 """The values of `kv_cache_dtype`. "auto" is the dtype of the activations."""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvllm.kvcache.formats import KVFormat
+from kvllm.kvcache.formats import VectorFormat
 from kvllm.quantized_vectors import SMALLEST_MAGNITUDE
 
 
@@ -19,7 +19,7 @@ from kvllm.quantized_vectors import SMALLEST_MAGNITUDE
 class Codec:
     """The two directions of a format.
 
-    storage: the dtype of a cache of this format. It tells the format to the compiled operators.
+    storage: the dtype of keys, or values, of this format in a cache. It tells the format to operators and kernels.
     """
 
     storage: torch.dtype
@@ -27,8 +27,8 @@ class Codec:
     dequantize: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def codec(kv_format: KVFormat) -> Codec:
-    return CODECS[kv_format.name]
+def codec(vector_format: VectorFormat) -> Codec:
+    return CODECS[vector_format.name]
 
 
 def _magnitude(vectors: torch.Tensor) -> torch.Tensor:

@@ -123,8 +123,8 @@ class CostModel:
     def kv_pair_bytes(self) -> int:
         """Bytes on a device of one KV pair in one layer, with its scales."""
         head_dim = self.model.head_dim
-        vector = self.kv_format.vector_bytes(head_dim) if self.kv_format else head_dim * self.itemsize
-        return 2 * self.kv_heads * vector
+        pair = self.kv_format.pair_bytes(head_dim) if self.kv_format else 2 * head_dim * self.itemsize
+        return self.kv_heads * pair
 
     def pool_blocks(
         self,

@@ -104,7 +104,8 @@ def run_heaviest_steps(runner: ModelRunner, config: EngineConfig) -> None:
 
     Raises ConfigError if there is too little of it.
     """
-    runner.cache.data[:, :, 0] = 0
+    for tensor in runner.cache.tensors:
+        tensor[:, :, 0] = 0
     tokens, seqs = config.max_num_batched_tokens, config.max_num_seqs
     with enough_memory(f"a step of max_num_batched_tokens={tokens} and max_num_seqs={seqs}", "lower these"):
         for plan in (*_prefill(config), *_event(config)):

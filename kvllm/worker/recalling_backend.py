@@ -154,5 +154,4 @@ class RecallingBackend(AttentionBackend):
             sequence.is_ordered = False
         write_pairs(self.cache, layer, here, arrivals)
         dropped.store(layer, there, leavers, left)
-        vector_bytes = self.cache.shape.vector_bytes + dropped.cache.shape.vector_bytes
-        self.recall.exchanged_bytes += 2 * len(row) * vector_bytes
+        self.recall.exchanged_bytes += len(row) * (self.cache.shape.pair_bytes + dropped.cache.shape.pair_bytes)

@@ -21,7 +21,7 @@ def test_no_mass_exceeds_its_bound(name: str | None, seed: int, scale: float, nu
     queries, keys = torch.randn(2, 3, 4, 16).double() * scale, torch.randn(2, 3, num_dropped + 5, 16).double()
     stored = keys[:, :, :num_dropped]
     if name:
-        parts = codec(KV_FORMATS[name])
+        parts = codec(KV_FORMATS[name].keys)
         stored = parts.dequantize(*parts.quantize(stored)).double()
     errors = (stored - keys[:, :, :num_dropped]).norm(dim=-1)
     scores = queries @ keys.mT

@@ -59,11 +59,11 @@ def test_llama_3_70b(tmp_path, capsys):
     assert found["weights_bytes"] == 2 * 70_553_706_496
 
 
-@pytest.mark.parametrize(("dtype", "of_vector"), [("int8", 128 + 4), ("int4", 64 + 4)])
-def test_quantized_kv_pairs(dtype, of_vector, tmp_path, capsys):
+@pytest.mark.parametrize(("dtype", "of_pair"), [("int8", 2 * 132), ("int8_int4", 132 + 68), ("int4", 2 * 68)])
+def test_quantized_kv_pairs(dtype, of_pair, tmp_path, capsys):
     """A scale of four bytes lies beside each key and each value of a head."""
     found = figures(capsys, config_file(tmp_path, LLAMA_3_8B), "--kv-cache-dtype", dtype)
-    assert found["bytes_per_token"] == 32 * 8 * 2 * of_vector
+    assert found["bytes_per_token"] == 32 * 8 * of_pair
 
 
 HALF_SLIDING = LLAMA_3_8B | {

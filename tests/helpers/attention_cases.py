@@ -129,8 +129,9 @@ def make_case(
         entries = torch.arange(length)
         slots = blocks[entries // block_size] * block_size + entries % block_size
         operations.store(0, keys[-1], values[-1], slots)
-        if cache.codec:
-            keys[-1], values[-1] = (cache.codec.dequantize(*cache.codec.quantize(part[-1])) for part in (keys, values))
+        if cache.shape.kv_format:
+            stored = zip(cache.planes, (keys[-1], values[-1]), strict=True)
+            keys[-1], values[-1] = (plane.decode(plane.encode(vectors), torch.float32) for plane, vectors in stored)
     index = torch.tensor([i for rows in last_kv_index for i in rows], dtype=torch.int32)
     starts = torch.tensor([0] + [len(rows) for rows in last_kv_index]).cumsum(0).int()
     return Case(

@@ -65,7 +65,8 @@ def compile_kernels(capability: int, every_shape: bool) -> None:
         hashes = variants.setdefault((self.__name__, dtypes, *sorted(options.items())), set())
         if kernel.hash not in hashes:
             hashes.add(kernel.hash)
-            compiled.setdefault(self.__name__, []).append(describe(kernel))
+            formats_differ = {torch.int8, torch.uint8} <= set(dtypes)
+            compiled.setdefault(self.__name__, []).append(describe(kernel) | {"formats_differ": formats_differ})
 
     triton.runtime.driver.set_active(Device())
     JITFunction.run = compile_only
@@ -228,6 +229,8 @@ def test_every_kernel_compiles(tmp_path: Path, capability: int, every_shape: boo
         for name, kernel in kernels:
             # In float32, a decode with evicted KV pairs keeps a pointer there from its beginning to its end.
             allowed = 0 if kernel["tensor_cores"] or name != "_attend_segments" else 8
+            if name == "_attend_segments" and kernel["formats_differ"]:
+                allowed = 16  # written before the loop over tiles, and read behind it: keys and values have own places
             assert kernel["local"] <= allowed, name
         prefills = [kernel for name, kernel in kernels if name == "_attend_chunks" and kernel["tensor_cores"]]
         assert prefills

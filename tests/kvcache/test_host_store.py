@@ -15,6 +15,7 @@ SHAPES = {
     "bfloat16": CacheShape(3, 2, 24, 5, torch.bfloat16),
     "float32 with scores": CacheShape(3, 2, 24, 16, torch.float32, scored=True),
     "int8": CacheShape(3, 2, 24, 5, torch.float32, kv_format=KV_FORMATS["int8"]),
+    "int8_int4": CacheShape(3, 2, 24, 5, torch.float32, kv_format=KV_FORMATS["int8_int4"]),
     "int4, three layers in two places": CacheShape(
         3, 1, 24, 3, torch.float32, kv_format=KV_FORMATS["int4"], places=(0, 1, 0)
     ),
@@ -32,7 +33,7 @@ def random_cache(shape: CacheShape, num_blocks: int = 6) -> PagedKVCache:
 
 def block_bytes(cache: PagedKVCache, block: int) -> list[torch.Tensor]:
     """The block's bytes, with those of its scores."""
-    found = [cache.data[:, :, block].clone().view(torch.uint8)]
+    found = [tensor[:, :, block].clone().view(torch.uint8) for tensor in cache.tensors]
     return found if cache.scores is None else [*found, cache.scores[:, block].clone().view(torch.uint8)]
 
 
@@ -76,9 +77,10 @@ def test_keys_and_values_are_quantized_on_their_way(name: str) -> None:
     cache.data.normal_()
     assert cache.scores is not None
     cache.scores.normal_()
-    assert store.layout.record_bytes == 2 * 2 * 4 * (2 * KV_FORMATS[name].vector_bytes(16) + 4)
-    codec = CODECS[name]
-    expected = codec.dequantize(*codec.quantize(cache.data[:, :, 0])).bfloat16()
+    assert store.layout.record_bytes == 2 * 2 * 4 * (KV_FORMATS[name].pair_bytes(16) + 4)
+    codecs = (CODECS[each.name] for each in (KV_FORMATS[name].keys, KV_FORMATS[name].values))
+    planes = zip(codecs, cache.data[:, :, 0].unbind(1), strict=True)
+    expected = torch.stack([codec.dequantize(*codec.quantize(plane)) for codec, plane in planes], dim=1).bfloat16()
     scores = cache.scores[:, 0].clone()
     store.store(cache, [0], [1])
     store.load(0, [1], cache, [2])

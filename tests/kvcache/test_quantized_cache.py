@@ -18,7 +18,7 @@ from kvllm.kvcache.ops.base import KVOperations
 from kvllm.kvcache.ops.cpu import CpuOperations
 from kvllm.kvcache.ops.plain import TorchOperations
 from kvllm.kvcache.ops.registry import make_operations
-from kvllm.kvcache.quantize import codec
+from kvllm.kvcache.quantize import CODECS
 from kvllm.sampling_params import SamplingParams
 from tests.helpers.caches import literal_compaction, random_kept
 from tests.helpers.tensors import randn
@@ -31,7 +31,7 @@ OPERATIONS = pytest.mark.parametrize("make", [CpuOperations, TorchOperations], i
 
 def through(name: str, vectors: torch.Tensor) -> torch.Tensor:
     """Vectors, quantized and read again."""
-    return codec(KV_FORMATS[name]).dequantize(*codec(KV_FORMATS[name]).quantize(vectors))
+    return CODECS[name].dequantize(*CODECS[name].quantize(vectors))
 
 
 def edge_vectors() -> torch.Tensor:
@@ -47,7 +47,7 @@ def edge_vectors() -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_int8_is_its_formula(dtype: torch.dtype) -> None:
     vectors = edge_vectors().to(dtype)
-    codes, words = codec(KV_FORMATS["int8"]).quantize(vectors)
+    codes, words = CODECS["int8"].quantize(vectors)
     x = vectors.double().numpy()
     scale = (np.maximum(np.abs(x).max(-1, keepdims=True), 1e-8) / 127).astype(np.float32)
     expected = np.clip(np.rint(x.astype(np.float32) / scale), -127, 127)
@@ -59,7 +59,7 @@ def test_int8_is_its_formula(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_int4_is_its_formula(dtype: torch.dtype) -> None:
     vectors = edge_vectors().to(dtype)
-    codes, words = codec(KV_FORMATS["int4"]).quantize(vectors)
+    codes, words = CODECS["int4"].quantize(vectors)
     parameters = words.view(torch.bfloat16)
     found = through("int4", vectors)
     for row, x in enumerate(vectors.float()):
@@ -76,7 +76,7 @@ def test_int4_is_its_formula(dtype: torch.dtype) -> None:
 def test_fp8_is_its_formula() -> None:
     """Every code is the number of float8 that is nearest to x / s, by a search among all of them."""
     vectors = edge_vectors()
-    codes, words = codec(KV_FORMATS["fp8_e4m3"]).quantize(vectors)
+    codes, words = CODECS["fp8_e4m3"].quantize(vectors)
     numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
     finite = numbers[numbers.isfinite()]
     scale = vectors.double().abs().amax(-1, keepdim=True).clamp(min=1e-8) / 448
@@ -89,7 +89,7 @@ def test_fp8_is_its_formula() -> None:
 
 def test_int8_golden(load_vectors: Callable) -> None:
     arrays, _ = load_vectors("int8_kv")
-    codes, words = codec(KV_FORMATS["int8"]).quantize(torch.from_numpy(arrays["x"]))
+    codes, words = CODECS["int8"].quantize(torch.from_numpy(arrays["x"]))
     assert (codes.view(torch.int8).numpy() == arrays["q"]).all()
     np.testing.assert_allclose(words.view(torch.float32).squeeze(-1).numpy(), arrays["scale"].squeeze(), rtol=1e-6)
 
@@ -103,7 +103,7 @@ def test_int4_golden(case: int, load_vectors: Callable) -> None:
     x = torch.from_numpy(arrays[f"c{case}_x"]).unflatten(-1, (-1, group))
     expected = torch.from_numpy(arrays[f"c{case}_dequant"]).double().view(x.shape)
     scale = torch.from_numpy(arrays[f"c{case}_scale"]).double().view(*x.shape[:-1], 1)
-    codes, _ = codec(KV_FORMATS["int4"]).quantize(x)
+    codes, _ = CODECS["int4"].quantize(x)
     packed = torch.from_numpy(arrays[f"c{case}_packed"]).view(codes.shape)
     assert (codes == packed).float().mean() > 0.8
     found = through("int4", x).double()
@@ -111,7 +111,7 @@ def test_int4_golden(case: int, load_vectors: Callable) -> None:
     assert (found - x.double()).norm() < 1.01 * (expected - x.double()).norm()
 
 
-@FORMATS
+@pytest.mark.parametrize("name", CODECS)
 def test_what_a_vector_loses(name: str) -> None:
     """Of normal channels: the error of a vector relative to its size."""
     vectors = randn(2000, 128)
@@ -129,7 +129,7 @@ def test_capacity_at_128_channels(name: str) -> None:
     shape = CacheShape(2, 4, 128, 16, torch.bfloat16, kv_format=KV_FORMATS[name])
     cache = PagedKVCache(shape, 3)
     assert cache.data.nbytes == 3 * shape.bytes_per_block == sum(part.nbytes for part in cache.parts)
-    assert plain.bytes_per_block / shape.bytes_per_block >= (3.5 if name == "int4" else 1.9)
+    assert plain.bytes_per_block / shape.bytes_per_block >= {"int4": 3.5, "int8_int4": 2.55}.get(name, 1.9)
 
 
 @FORMATS
@@ -137,14 +137,15 @@ def test_capacity_at_128_channels(name: str) -> None:
 def test_codes_come_first_in_a_head_of_a_block_and_scales_behind(name: str, block_size: int) -> None:
     shape = CacheShape(2, 3, 8, block_size, torch.float32, kv_format=KV_FORMATS[name])
     cache = PagedKVCache(shape, 4)
-    cache.data.view(torch.uint8).copy_(torch.arange(cache.data.nbytes).view(cache.data.shape) % 251)
-    codes, words = cache.parts
-    of_head = cache.data.view(torch.uint8)[1, 0, 2, 1].flatten()
-    code_bytes = codes.shape[-1]
-    for offset in range(block_size):
-        assert torch.equal(codes[1, 0, 2, 1, offset], of_head[offset * code_bytes : (offset + 1) * code_bytes])
-        scale = of_head[block_size * code_bytes + 4 * offset :][:4]
-        assert torch.equal(words[1, 0, 2, 1, offset].view(torch.uint8), scale)
+    every_byte = cache.data.view(torch.uint8)
+    every_byte.copy_(torch.arange(every_byte.numel()).view(every_byte.shape) % 251)
+    for plane, stored in zip(cache.planes, (cache.keys(1), cache.values(1)), strict=True):
+        codes, words = plane.parts
+        of_head, code_bytes = stored.view(torch.uint8)[2, 1].flatten(), codes.shape[-1]
+        for offset in range(block_size):
+            assert torch.equal(codes[1, 2, 1, offset], of_head[offset * code_bytes : (offset + 1) * code_bytes])
+            scale = of_head[block_size * code_bytes + 4 * offset :][:4]
+            assert torch.equal(words[1, 2, 1, offset].view(torch.uint8), scale)
 
 
 def make_cache(
@@ -161,30 +162,31 @@ def make_cache(
 @FORMATS
 def test_store(make: MakeOperations, name: str, dtype: torch.dtype) -> None:
     cache = make_cache(name, dtype=dtype)
-    expected = [part.clone() for part in cache.parts]
+    expected = make_cache(name, dtype=dtype)
     slots = torch.tensor([7, -1, 0, 35, 20])
     qkv = randn(5, 300, dtype=dtype)
     keys, values = qkv[:, 10:106].unflatten(1, (3, 32)), qkv[:, 150:246].unflatten(1, (3, 32))
     keys[2], values[0, 1], values[3, 2] = 0, 2.5, values[3, 2] * 1e4
-    for plane, vectors in enumerate((keys, values)):
-        quantized = codec(KV_FORMATS[name]).quantize(vectors)
-        for part, rows in zip(expected, quantized, strict=True):
+    formats = KV_FORMATS[name].keys, KV_FORMATS[name].values
+    for plane, vectors, each in zip(expected.planes, (keys, values), formats, strict=True):
+        for part, rows in zip(plane.parts, CODECS[each.name].quantize(vectors), strict=True):
             for row, slot in enumerate(slots.tolist()):
                 if slot >= 0:
-                    part[1, plane, slot // 4, :, slot % 4] = rows[row]
+                    part[1, slot // 4, :, slot % 4] = rows[row]
     make(cache).store(1, keys, values, slots)
-    assert all(torch.equal(found, part) for found, part in zip(cache.parts, expected, strict=True))
+    assert torch.equal(cache.data.view(torch.uint8), expected.data.view(torch.uint8))
 
 
 @OPERATIONS
 @FORMATS
 def test_copy_blocks(make: MakeOperations, name: str) -> None:
     cache = make_cache(name)
-    expected = cache.data.view(torch.uint8).clone()
+    expected = make_cache(name)
     for source, destination in ((2, 5), (2, 0), (8, 1)):
-        expected[:, :, destination] = expected[:, :, source]
+        for tensor in expected.tensors:
+            tensor[:, :, destination] = tensor[:, :, source]
     make(cache).copy_blocks(torch.tensor([2, 2, 8]), torch.tensor([5, 0, 1]))
-    assert torch.equal(cache.data.view(torch.uint8), expected)
+    assert torch.equal(cache.data.view(torch.uint8), expected.data.view(torch.uint8))
 
 
 @OPERATIONS
@@ -227,9 +229,13 @@ def test_gathered_keys_and_values_are_those_that_attention_sees(make: MakeOperat
     operations = make(cache)
     operations.store(0, keys, values, torch.arange(36))
     tables = torch.tensor([[3, 0], [8, 8]], dtype=torch.int32)
-    for found, stored in ((operations.gather_keys(0, tables), keys), (operations.gather_values(0, tables), values)):
+    kv_format = KV_FORMATS[name]
+    for found, stored, each in (
+        (operations.gather_keys(0, tables), keys, kv_format.keys),
+        (operations.gather_values(0, tables), values, kv_format.values),
+    ):
         assert found.shape == (2, 3, 8, 32) and found.dtype == torch.bfloat16
-        expected = through(name, stored).bfloat16().unflatten(0, (9, 4))
+        expected = through(each.name, stored).bfloat16().unflatten(0, (9, 4))
         assert torch.equal(found, expected[tables.long()].flatten(1, 2).transpose(1, 2))
 
 
@@ -259,6 +265,8 @@ def test_the_compiled_operators_refuse_bad_shapes() -> None:
     ):
         with pytest.raises(RuntimeError, match=message):
             store(cache.keys(0), cache.values(0), vectors, vectors, slots)
+    with pytest.raises(RuntimeError, match="value_cache has dtype Char, which does not go with key_cache of Byte"):
+        store(make_cache("int4").keys(0), cache.values(0), randn(1, 3, 32), randn(1, 3, 32), slots)
     half = randn(1, 3, 32, dtype=torch.float16)
     with pytest.raises(RuntimeError, match="keys has dtype Half"):
         store(cache.keys(0), cache.values(0), half, half, slots)
@@ -274,9 +282,9 @@ def test_refusals() -> None:
 
 def test_the_dtype_is_a_part_of_the_identity_of_a_block() -> None:
     hashes = []
-    for dtype in ("auto", "int8", "int4"):
+    for dtype in ("auto", "int8", "int8_int4", "int4"):
         for salt in (None, "a"):
             seq = Sequence(0, "0", list(range(8)), SamplingParams(), max_length=20, origin=Origin(cache_salt=salt))
             BlockManager(4, 4, kv_cache_dtype=dtype)._extend_hashes(seq, 1)
             hashes += seq.block_hashes
-    assert len(set(hashes)) == len(hashes) == 6
+    assert len(set(hashes)) == len(hashes) == 8

@@ -53,5 +53,5 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         paged.model.forward(torch.tensor([1, 2]), torch.tensor([0, 1]), paged.context(plan, torch.tensor([0, 10**6])))
     with pytest.raises(RuntimeError, match="what make_decoder returned"):
         torch.ops.kvllm.run_decoder(
-            torch.zeros(8, dtype=torch.uint8), *[torch.zeros(1, 1)] * 7, *[None] * 4, 0, 0, 0, False, 1.0
+            torch.zeros(8, dtype=torch.uint8), *[torch.zeros(1, 1)] * 8, *[None] * 4, 0, 0, 0, False, 1.0
         )

@@ -88,6 +88,7 @@ def test_completions_of_one_prompt_copy_their_block(checkpoint: Path, name: str)
         ("keydiff", PERIODIC, "fp8_e4m3"),
         ("h2o", THRESHOLD, "int8"),
         ("adakv", THRESHOLD, "int4"),
+        ("kara_sharp", PERIODIC, "int8_int4"),
     ],
 )
 def test_methods_see_what_attention_sees(checkpoint: Path, name: str, method: str, policy: dict[str, Any]) -> None:
@@ -107,10 +108,11 @@ class RoundingOperations(TorchOperations):
 
     def __init__(self, cache: PagedKVCache, name: str) -> None:
         super().__init__(cache)
-        self.codec = CODECS[name]
+        self.codecs = CODECS[KV_FORMATS[name].keys.name], CODECS[KV_FORMATS[name].values.name]
 
     def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        keys, values = (self.codec.dequantize(*self.codec.quantize(vectors)) for vectors in (keys, values))
+        pairs = zip(self.codecs, (keys, values), strict=True)
+        keys, values = (codec.dequantize(*codec.quantize(vectors)) for codec, vectors in pairs)
         super().store(layer, keys, values, slot_mapping)
 
 
@@ -126,8 +128,8 @@ def round_what_is_stored(llm: LLM, name: str) -> None:
 
 def test_the_pool_counts_scales(checkpoint: Path) -> None:
     """Two layers of two heads of 32 channels, blocks of 16 tokens; scores of 4 bytes where the method observes."""
-    sizes = {"int8": 32 + 4, "fp8_e4m3": 32 + 4, "int4": 16 + 4, "auto": 32 * 4}
-    for name, vector in sizes.items():
+    sizes = {"int8": 2 * 36, "fp8_e4m3": 2 * 36, "int8_int4": 36 + 20, "int4": 2 * 20, "auto": 2 * 128}
+    for name, pair in sizes.items():
         llm = make_llm(
             checkpoint,
             kv_cache_dtype=name,
@@ -135,7 +137,7 @@ def test_the_pool_counts_scales(checkpoint: Path) -> None:
             kv_cache_memory_bytes=1 << 20,
             max_model_len=500,
         )
-        of_block = 2 * 2 * 16 * 2 * vector
+        of_block = 2 * 2 * 16 * pair
         assert llm.stats().block_bytes == of_block == llm.cache_shape.bytes_per_block
         assert llm.llm_engine.config.num_blocks == (1 << 20) // of_block
 
@@ -148,7 +150,8 @@ def test_what_cannot_be_stored_is_refused_before_weights_are_read(checkpoint: Pa
     with pytest.raises(ConfigError, match="'flash_attn' does not read a KV cache of int8"):
         make_llm(tmp_path, kv_cache_dtype="int8", attention_backend="flash_attn")
     with pytest.raises(
-        ConfigError, match="kv_cache_dtype='int3' is not allowed: choose one of auto, bfloat16, fp8_e4m3, int8, int4"
+        ConfigError,
+        match="kv_cache_dtype='int3' is not allowed: choose one of auto, bfloat16, fp8_e4m3, int8, int8_int4, int4",
     ):
         make_llm(tmp_path, kv_cache_dtype="int3")
 

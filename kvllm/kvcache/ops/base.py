@@ -55,5 +55,6 @@ class KVOperations(ABC):
 
     def _gather(self, layer: int, plane: int, block_tables: torch.Tensor) -> torch.Tensor:
         blocks = block_tables.long()
-        rows = [part[self.cache.place(layer), plane][blocks].transpose(1, 2).flatten(2, 3) for part in self.cache.parts]
-        return self.cache.decode(rows, self.cache.shape.dtype)
+        stored, place = self.cache.planes[plane], self.cache.place(layer)
+        rows = [part[place][blocks].transpose(1, 2).flatten(2, 3) for part in stored.parts]
+        return stored.decode(rows, self.cache.shape.dtype)

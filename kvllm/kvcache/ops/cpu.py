@@ -38,7 +38,9 @@ class CpuOperations(KVOperations):
         self._store(self.keys[layer], self.values[layer], keys, values, slot_mapping)
 
     def copy_blocks(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
-        self._copy_blocks(self.cache.data, sources, destinations)
+        for tensor in self.cache.tensors:
+            self._copy_blocks(tensor, sources, destinations)
 
     def compact(self, kept: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor) -> None:
-        self._compact(self.cache.data[: len(kept)], kept, sources, destinations)
+        for tensor in self.cache.tensors:
+            self._compact(tensor[: len(kept)], kept, sources, destinations)

@@ -22,7 +22,7 @@ class GpuOperations(KVOperations):
     def __init__(self, cache: PagedKVCache, compiled: bool) -> None:
         super().__init__(cache)
         quantized = cache.shape.kv_format is not None
-        self._blocks = whole_blocks(cache.data) if quantized else cache.data
+        self._blocks = [whole_blocks(tensor) for tensor in cache.tensors] if quantized else cache.tensors
         self._copy_blocks = operator("copy_blocks") if compiled else copy_blocks
         self._compact = operator("compact") if compiled and not quantized else compact
 
@@ -30,13 +30,15 @@ class GpuOperations(KVOperations):
         store_kv(self.keys[layer], self.values[layer], keys, values, slot_mapping)
 
     def copy_blocks(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
-        self._copy_blocks(self._blocks, sources, destinations)
+        for blocks in self._blocks:
+            self._copy_blocks(blocks, sources, destinations)
 
     def compact(self, kept: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor) -> None:
         for part in self.cache.parts:
             self._compact(part[: len(kept)], kept.contiguous(), sources.contiguous(), destinations.contiguous())
 
 
-def whole_blocks(data: torch.Tensor) -> torch.Tensor:
-    """A quantized cache as one vector for each block, int32 `[places, 2, blocks, 1, 1, words]`, a view."""
-    return data.flatten(3).view(torch.int32)[..., None, None, :]
+def whole_blocks(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of a quantized cache as one vector for each block, int32 `[places, planes, blocks, 1, 1, words]`, a
+    view."""
+    return tensor.flatten(3).view(torch.int32)[..., None, None, :]

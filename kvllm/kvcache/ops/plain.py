@@ -13,9 +13,9 @@ class TorchOperations(KVOperations):
     def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         stored = slot_mapping >= 0
         slots, block_size = slot_mapping[stored], self.cache.shape.block_size
-        for plane, vectors in enumerate((keys, values)):
-            for part, rows in zip(self.cache.parts, self.cache.encode(vectors[stored]), strict=True):
-                part[self.cache.place(layer), plane][slots // block_size, :, slots % block_size] = rows
+        for plane, vectors in zip(self.cache.planes, (keys, values), strict=True):
+            for part, rows in zip(plane.parts, plane.encode(vectors[stored]), strict=True):
+                part[self.cache.place(layer)][slots // block_size, :, slots % block_size] = rows
 
     def copy_blocks(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
         for part in self.cache.parts:

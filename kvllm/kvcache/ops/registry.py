@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from importlib.util import find_spec
 
 import torch
@@ -26,8 +25,10 @@ def make_operations(cache: PagedKVCache) -> KVOperations:
     if cache.data.is_cuda and find_spec("triton") and why_not_triton(cache) is None:
         from kvllm.kvcache.ops.gpu import GpuOperations  # cannot be imported without triton
 
-        moved = cache.shape.vector_bytes if cache.shape.kv_format is None else math.prod(cache.data.shape[3:])
-        return GpuOperations(cache, compiled=moved % VECTOR_BYTES == 0 and has_cuda_operators())
+        shape = cache.shape
+        vectors = 1 if shape.kv_format is None else shape.num_kv_heads * shape.block_size  # that are moved together
+        fits = all(vectors * vector_bytes % VECTOR_BYTES == 0 for _, vector_bytes in shape.plane_groups)
+        return GpuOperations(cache, compiled=fits and has_cuda_operators())
     return TorchOperations(cache)
 
 

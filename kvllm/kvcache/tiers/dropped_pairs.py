@@ -53,8 +53,9 @@ class DroppedPairs:
 
     def keys(self, layer: int, chunks: torch.Tensor) -> torch.Tensor:
         """int64 `[R, C]` chunk ids -> float32 `[R, kv_heads, C * CHUNK, head_dim]`, a copy."""
-        parts = [part[layer, 0][chunks].transpose(1, 2).flatten(2, 3) for part in self.cache.parts]
-        return self.cache.decode(parts, torch.float32)
+        keys = self.cache.planes[0]
+        parts = [part[layer][chunks].transpose(1, 2).flatten(2, 3) for part in keys.parts]
+        return keys.decode(parts, torch.float32)
 
     def store(self, layer: int, places: Places, pairs: torch.Tensor, positions: torch.Tensor) -> None:
         """Write pairs, float32 `[2, ..., head_dim]` (keys and values), with their positions `[...]`."""
@@ -67,15 +68,21 @@ class DroppedPairs:
 def read_pairs(cache: PagedKVCache, layer: int, places: Places) -> torch.Tensor:
     """Keys and values at some places: float32 `[2, ..., head_dim]`, a copy."""
     block, head, offset = places
-    return cache.decode([part[layer][:, block, head, offset] for part in cache.parts], torch.float32)
+    return torch.stack(
+        [
+            plane.decode([part[layer][block, head, offset] for part in plane.parts], torch.float32)
+            for plane in cache.planes
+        ]
+    )
 
 
 def write_pairs(cache: PagedKVCache, layer: int, places: Places, pairs: torch.Tensor) -> None:
     """Write what `read_pairs` returns. What was read from a cache of the same format is written bit for bit, unless
     that is quantized: then rounding may be done again."""
     block, head, offset = places
-    for part, rows in zip(cache.parts, cache.encode(pairs), strict=True):
-        part[layer][:, block, head, offset] = rows.to(part.dtype)
+    for plane, vectors in zip(cache.planes, pairs, strict=True):
+        for part, rows in zip(plane.parts, plane.encode(vectors), strict=True):
+            part[layer][block, head, offset] = rows.to(part.dtype)
 
 
 def _shape(shape: CacheShape, kv_format: KVFormat | None) -> CacheShape:

@@ -31,15 +31,20 @@ class RecordLayout:
     def __init__(self, shape: CacheShape, kv_format: KVFormat | None = None) -> None:
         assert kv_format is None or shape.kv_format is None, "it is quantized already"
         self.shape = shape
-        self.codec = codec(kv_format) if kv_format else None
-        pair = (shape.num_places, 2, shape.num_kv_heads, shape.block_size)
+        self.codecs = [codec(kv_format.keys), codec(kv_format.values)] if kv_format else []
+        slots = (shape.num_kv_heads, shape.block_size)
         self._sizes: list[tuple[torch.dtype, tuple[int, ...]]] = []
+        self._words: list[torch.dtype] = []  # of each tensor of a cache
         if kv_format:
-            self._sizes += [(torch.uint8, (*pair, kv_format.code_bytes(shape.head_dim))), (torch.int32, (*pair, 1))]
+            for each in (kv_format.keys, kv_format.values):
+                self._sizes.append((torch.uint8, (shape.num_places, *slots, each.code_bytes(shape.head_dim))))
+                self._sizes.append((torch.int32, (shape.num_places, *slots, 1)))
         else:
-            plane_bytes = prod(pair[2:]) * shape.vector_bytes
-            self._word = next(word for word in WORDS if plane_bytes % word.itemsize == 0)
-            self._sizes.append((self._word, (*pair[:2], plane_bytes // self._word.itemsize)))
+            for planes, vector_bytes in shape.plane_groups:
+                plane_bytes = prod(slots) * vector_bytes
+                word = next(word for word in WORDS if plane_bytes % word.itemsize == 0)
+                self._words.append(word)
+                self._sizes.append((word, (shape.num_places, planes, plane_bytes // word.itemsize)))
         if shape.scored:
             self._sizes.append((torch.float32, (shape.num_places, shape.num_kv_heads, shape.block_size)))
 
@@ -57,20 +62,25 @@ class RecordLayout:
     def pack(self, cache: PagedKVCache, blocks: torch.Tensor) -> Records:
         """Copies of blocks, int64 `[count]`, on the cache's device."""
         parts: list[torch.Tensor] = []
-        if self.codec:
-            parts += self.codec.quantize(cache.data.movedim(2, 0)[blocks])
+        if self.codecs:
+            for plane, codec in zip(cache.planes, self.codecs, strict=True):
+                parts += codec.quantize(plane.parts[0].movedim(1, 0)[blocks])
         else:
-            parts.append(self._words(cache).movedim(2, 0)[blocks])
+            parts += [words.movedim(2, 0)[blocks] for words in self._words_of(cache)]
         if cache.scores is not None:
             parts.append(cache.scores.movedim(1, 0)[blocks])
         return tuple(part.contiguous() for part in parts)
 
     def unpack(self, records: Records, cache: PagedKVCache, blocks: torch.Tensor) -> None:
         """Write records, on the cache's device, to blocks, int64 `[count]`."""
-        if self.codec:
-            cache.data.movedim(2, 0)[blocks] = self.codec.dequantize(records[0], records[1]).to(cache.data.dtype)
+        if self.codecs:
+            quantized = zip(cache.planes, self.codecs, (records[:2], records[2:4]), strict=True)
+            for plane, codec, (codes, scales) in quantized:
+                vectors = plane.parts[0].movedim(1, 0)
+                vectors[blocks] = codec.dequantize(codes, scales).to(vectors.dtype)
         else:
-            self._words(cache).movedim(2, 0)[blocks] = records[0]
+            for words, record in zip(self._words_of(cache), records, strict=False):
+                words.movedim(2, 0)[blocks] = record
         if cache.scores is not None:
             cache.scores.movedim(1, 0)[blocks] = records[-1]
 
@@ -89,6 +99,7 @@ class RecordLayout:
                 left = left[num_bytes:]
         return records
 
-    def _words(self, cache: PagedKVCache) -> torch.Tensor:
-        """`[places, 2, blocks, words]`, a view."""
-        return cache.data.view(torch.uint8).flatten(3).view(self._word)
+    def _words_of(self, cache: PagedKVCache) -> list[torch.Tensor]:
+        """`[places, planes, blocks, words]` of each tensor of a cache, views."""
+        pairs = zip(cache.tensors, self._words, strict=True)
+        return [tensor.view(torch.uint8).flatten(3).view(word) for tensor, word in pairs]
