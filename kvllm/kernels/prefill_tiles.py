@@ -174,12 +174,13 @@ def _attend_range(
         exists = (kv_index >= oldest) & (kv_index < newest) if MASKED else tl.full([TILE], True, tl.int1)
         if BOXES:  # the end of a tile is in the block of its beginning
             block = tl.load(table + start // BLOCK_SIZE)
-            places = (block * KV_HEADS + head) * BLOCK_SIZE + start % BLOCK_SIZE
+            key_places = (block * KV_HEADS + head) * BLOCK_SIZE + start % BLOCK_SIZE
+            value_places = key_places
         else:
-            places = kv_places(
-                keys, table, kv_index, exists, head, evicted_begin, num_evicted, KV_HEADS, BLOCK_SIZE, HEAD_DIM
+            key_places, value_places = kv_places(
+                keys, values, table, kv_index, exists, head, evicted_begin, num_evicted, KV_HEADS, BLOCK_SIZE, HEAD_DIM
             )
-        tile_keys = _load_tile(keys, places, exists, query.dtype, HEAD_DIM, CHANNELS, BOXES, False)
+        tile_keys = _load_tile(keys, key_places, exists, query.dtype, HEAD_DIM, CHANNELS, BOXES, False)
         scores = tl.dot(query, tl.trans(tile_keys))
         if SOFT_CAP != 0:
             scores = bounded(scores * scale, SOFT_CAP)
@@ -195,7 +196,7 @@ def _attend_range(
             shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # a query that has seen nothing yet
         shrink = tl.exp2(maximum - shift)
         weights = tl.exp2(scores * factor - shift[:, None])
-        tile_values = _load_tile(values, places, exists, query.dtype, HEAD_DIM, CHANNELS, BOXES, MASKED)
+        tile_values = _load_tile(values, value_places, exists, query.dtype, HEAD_DIM, CHANNELS, BOXES, MASKED)
         weighted = tl.dot(weights.to(tile_values.dtype), tile_values, acc=weighted * shrink[:, None])
         total = total * shrink + tl.sum(weights, 1)
         maximum = new_maximum
