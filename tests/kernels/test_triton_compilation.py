@@ -66,7 +66,8 @@ def compile_kernels(capability: int, every_shape: bool) -> None:
         if kernel.hash not in hashes:
             hashes.add(kernel.hash)
             formats_differ = {torch.int8, torch.uint8} <= set(dtypes)
-            compiled.setdefault(self.__name__, []).append(describe(kernel) | {"formats_differ": formats_differ})
+            described = describe(self.__name__, kernel) | {"formats_differ": formats_differ}
+            compiled.setdefault(self.__name__, []).append(described)
 
     triton.runtime.driver.set_active(Device())
     JITFunction.run = compile_only
@@ -76,37 +77,42 @@ def compile_kernels(capability: int, every_shape: bool) -> None:
             if dtype == torch.bfloat16 and head_dim in ((128, 256) if every_shape else (128,)):
                 launch_quantized(head_dim, [name for name in KV_FORMATS if name != "fp8_e4m3" or capability >= 90])
         launch_elementwise(dtype)
-    for num_sequences in (1, 2, 3, 4, 33):
+    for num_sequences in (1, 2, 3, 16, 33):
         launch_batch(num_sequences)
     launch_sampling()
     again = {str(name) for (name, *_), hashes in variants.items() if len(hashes) > 1}
     print(json.dumps([compiled, sorted(again)]))
 
 
-def describe(kernel: Any) -> dict[str, Any]:
+def describe(name: str, kernel: Any) -> dict[str, Any]:
     """The bytes of shared memory and of local memory of a compiled kernel, the numbers that it multiplies by tensor
-    cores, whether whole groups of warps do that, and whether the tensor memory accelerator reads tiles."""
-    ptx = kernel.asm["ptx"]
+    cores, whether the tensor memory accelerator reads tiles; of a prefill, whether whole groups of warps multiply."""
+    tensor_cores = sorted(set(re.findall(r"mma\S*\.(bf16|f16)\b", kernel.asm["ptx"])))
+    usage = inspect(kernel.asm["cubin"], "-res-usage")
+    [(stack, local)] = re.findall(r"STACK:(\d+) .*LOCAL:(\d+)", usage)
+    # A disassembly takes a third of the time of a compilation, so it is left to those of which more is asked.
+    instructions = inspect(kernel.asm["cubin"], "-sass") if name == "_attend_chunks" and tensor_cores else ""
     return {
         "shared": kernel.metadata.shared,
-        "local": local_bytes(kernel.asm["cubin"]),
-        "tensor_cores": sorted(set(re.findall(r"mma\S*\.(bf16|f16)\b", ptx))),
-        "warp_groups": "wgmma.mma_async" in ptx,
-        "boxes": "cp.async.bulk.tensor" in ptx,
+        "local": int(stack) + int(local),
+        "tensor_cores": tensor_cores,
+        "warp_groups": re.search(r"\bHGMMA\b", instructions) is not None,
+        "local_instructions": len(re.findall(r"\b(?:LDL|STL)\b", instructions)),
+        "boxes": "cp.async.bulk.tensor" in kernel.asm["ptx"],
     }
 
 
-def local_bytes(cubin: bytes) -> int:
-    """Bytes of memory that a thread has for what its registers do not hold."""
+def inspect(cubin: bytes, option: str) -> str:
+    """What cuobjdump says of a cubin: `-sass`, its instructions; `-res-usage`, the memory that a thread has for what
+    its registers do not hold. Where that is 0 bytes there are no instructions LDL and STL."""
     import triton
 
     cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        usage = subprocess.run([cuobjdump, "-res-usage", file.name], capture_output=True, text=True, check=True)
-    [(stack, local)] = re.findall(r"STACK:(\d+) .*LOCAL:(\d+)", usage.stdout + usage.stderr)
-    return int(stack) + int(local)
+        result = subprocess.run([cuobjdump, option, file.name], capture_output=True, text=True, check=True)
+    return result.stdout + result.stderr
 
 
 def launch_attention(dtype: torch.dtype, head_dim: int) -> None:
@@ -121,9 +127,9 @@ def launch_attention(dtype: torch.dtype, head_dim: int) -> None:
     cache = PagedKVCache(CacheShape(1, 8, head_dim, 256, dtype, scored=True), 4)
     backend = TritonBackend(cache, 32, head_dim**-0.5)
     queries = torch.zeros(33, 32, head_dim, dtype=dtype)
-    with_holes = {"packed_len": ints(2), "head_lengths": ints(1, 2, 8)}
-    observed = {"table_slots": ints(2), "mass": torch.zeros(1, 2, 8, 4096)}
-    windows = {"window_start": ints(2), "windows": ScoreWindows(768, 768, 736, squared=True)}
+    with_holes: dict[str, Any] = {"packed_len": ints(2), "head_lengths": ints(1, 2, 8)}
+    observed: dict[str, Any] = {"table_slots": ints(2), "mass": torch.zeros(1, 2, 8, 4096)}
+    windows: dict[str, Any] = {"window_start": ints(2), "windows": ScoreWindows(768, 768, 736, squared=True)}
     for options in ({}, with_holes, observed, windows) if head_dim == 128 else ({},):
         batch = AttentionBatch(torch.tensor([0, 1, 33], dtype=torch.int32), ints(33), ints(2, 8), **options)
         backend.run(0, queries, backend.plan(batch))
@@ -171,20 +177,33 @@ def launch_options(cache: PagedKVCache, queries: torch.Tensor, batch: AttentionB
 
 def launch_batch(num_sequences: int) -> None:
     """Decodes alone and beside a chunk, with holes and without, in the second layer of a cache with one KV head: the
-    lengths of its heads begin at any number."""
+    lengths of its heads begin at any number. Then what else depends on the number of sequences or tokens."""
     from kvllm.attention.triton import TritonBackend
+    from kvllm.kvcache.ops.gpu import GpuOperations
 
-    def ints(*size: int) -> torch.Tensor:
-        return torch.zeros(size, dtype=torch.int32)
+    def ints(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(size, dtype=dtype)
 
-    backend = TritonBackend(PagedKVCache(CacheShape(2, 1, 128, 16, torch.bfloat16), 4), 4, 0.1)
-    holes = {"packed_len": ints(num_sequences), "head_lengths": ints(2, num_sequences, 1)}
-    for num_tokens in (num_sequences, num_sequences + 5):
-        queries = torch.zeros(num_tokens, 4, 128, dtype=torch.bfloat16)
-        for options in ({}, holes):
-            tables = ints(num_sequences, 1 + num_sequences)
-            batch = AttentionBatch(ints(num_sequences + 1), ints(num_tokens), tables, **options)
-            backend.run(1, queries, backend.plan(batch))
+    holes: dict[str, Any] = {"packed_len": ints(num_sequences), "head_lengths": ints(2, num_sequences, 1)}
+    observed: dict[str, Any] = {"table_slots": ints(num_sequences), "mass": torch.zeros(2, num_sequences, 1, 4096)}
+    windows: dict[str, Any] = {
+        "window_start": ints(num_sequences),
+        "windows": ScoreWindows(768, 768, 736, squared=True),
+    }
+    for kv_format, every in ((None, ({}, holes, observed, windows)), (KV_FORMATS["int8"], ({}, holes))):
+        shape = CacheShape(2, 1, 128, 16, torch.bfloat16, kv_format=kv_format, scored=kv_format is None)
+        cache = PagedKVCache(shape, 4)
+        backend, operations = TritonBackend(cache, 4, 0.1), GpuOperations(cache, compiled=False)
+        for num_tokens in (num_sequences, num_sequences + 5):
+            queries = torch.zeros(num_tokens, 4, 128, dtype=torch.bfloat16)
+            for options in every:
+                tables = ints(num_sequences, num_sequences)
+                batch = AttentionBatch(ints(num_sequences + 1), ints(num_tokens), tables, **options)
+                backend.run(1, queries, backend.plan(batch))
+            operations.store(1, queries[:, :1], queries[:, 1:2], ints(num_tokens, dtype=torch.int64))
+        blocks = ints(num_sequences, 1 + num_sequences, dtype=torch.int64)
+        operations.copy_blocks(blocks[:, 0].contiguous(), blocks[:, 0].contiguous())
+        operations.compact(ints(2, num_sequences, 1, 3 + num_sequences, dtype=torch.int64), blocks, blocks)
 
 
 def launch_sampling() -> None:
@@ -227,13 +246,11 @@ def test_every_kernel_compiles(tmp_path: Path, capability: int, every_shape: boo
     assert max(kernel["shared"] for _, kernel in kernels) <= SHARED_MEMORY[capability]
     if capability == 90:
         for name, kernel in kernels:
-            # In float32, a decode with evicted KV pairs keeps a pointer there from its beginning to its end.
-            allowed = 0 if kernel["tensor_cores"] or name != "_attend_segments" else 8
-            if name == "_attend_segments" and kernel["formats_differ"]:
-                allowed = 16  # written before the loop over tiles, and read behind it: keys and values have own places
+            # A decode keeps a pointer there throughout where keys and values have places of their own.
+            allowed = 16 if name == "_attend_segments" and kernel["formats_differ"] else 0
             assert kernel["local"] <= allowed, name
         prefills = [kernel for name, kernel in kernels if name == "_attend_chunks" and kernel["tensor_cores"]]
         assert prefills
-        assert all(kernel["warp_groups"] for kernel in prefills)
+        assert all(kernel["warp_groups"] and not kernel["local_instructions"] for kernel in prefills)
         # Not in small blocks, in quantized ones, and where heads have evicted KV pairs.
         assert {kernel["boxes"] for kernel in prefills} == {False, True}
