@@ -24,6 +24,7 @@ import torch
 from benchmarks.common import command_line, machine, report, shapes, workloads
 from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.compression.methods import kara
+from kvllm.compression.methods.token2chunk import choose
 from kvllm.config import EngineConfig
 from kvllm.models.config import load_model_config
 from kvllm.simulation.cost import CostModel
@@ -49,6 +50,7 @@ STEPS = 40
 CHUNK = 2048
 CHUNKS = 4
 WINDOW = 768
+SMALL_WINDOW = 36
 COUNTS = ("steps", "preemptions", "windows_compressed")
 
 
@@ -71,17 +73,20 @@ def matmul_rate(dtype: torch.dtype, size: int = 2048) -> float:
     return 2 * size**3 / best_seconds(lambda: a @ b)
 
 
-def score_times(heads: int, kv_heads: int, head_dim: int) -> tuple[float, float]:
-    """Seconds to score and select from a window of WINDOW KV pairs, and from one so small that its time is overhead."""
+def score_times(heads: int, kv_heads: int, head_dim: int) -> tuple[float, float, float]:
+    """Seconds to score and select from a window of WINDOW KV pairs; and to score one, and to select from one, that are
+    so small that their time is overhead."""
 
-    def seconds(window: int) -> float:
+    def seconds(window: int) -> tuple[float, float]:
         queries = torch.randn(1, heads, window, head_dim, dtype=torch.bfloat16)
         keys = torch.randn(1, kv_heads, window, head_dim, dtype=torch.bfloat16)
-        return best_seconds(
-            lambda: kara.select(queries, keys, retain=window // 3, buffer=0, chunk_budget=8, max_chunk=8)
+        scores = kara.scores(queries, keys, buffer=0)
+        return (
+            best_seconds(lambda: kara.scores(queries, keys, buffer=0)),
+            best_seconds(lambda: choose(scores, retain=window // 3, buffer=0, chunk_budget=8, max_chunk=8)),
         )
 
-    return seconds(WINDOW), seconds(12)
+    return sum(seconds(WINDOW)), *seconds(SMALL_WINDOW)
 
 
 # Steps of the real engine
@@ -189,9 +194,9 @@ def fit_products(hardware: Hardware, llm: LLM) -> Hardware:
 
 def fit_scores(hardware: Hardware, llm: LLM) -> Hardware:
     model = llm.model_config
-    seconds, least = score_times(model.num_query_heads, model.num_kv_heads, model.head_dim)
-    rate = 2 * model.num_query_heads * model.head_dim * WINDOW**2 / (seconds - least)
-    hardware = msgspec.structs.replace(hardware, select_seconds=least)
+    seconds, score, select = score_times(model.num_query_heads, model.num_kv_heads, model.head_dim)
+    rate = 2 * model.num_query_heads * model.head_dim * WINDOW**2 / (seconds - score - select)
+    hardware = msgspec.structs.replace(hardware, score_seconds=score, select_seconds=select)
     return set_share(hardware, "score_efficiency", rate, hardware.flops_per_s["float32"])
 
 

@@ -53,6 +53,7 @@ def run(args: argparse.Namespace, cost: CostModel, num_seqs: int, compression: C
         max_num_seqs=num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         compression=compression,
+        async_scheduling=args.async_scheduling,
     )
     return simulate(config, cost, lengths, [0.0] * len(lengths))
 
@@ -80,6 +81,7 @@ def latency_rows(runs: dict[str, Outcome]) -> list[list[str]]:
             f"{run.mean_latency:,.1f}",
             f"{run.mean_first_token:,.1f}",
             f"{1e3 * (run.mean_latency - run.mean_first_token) * run.requests / run.output_tokens:.1f}",
+            *(f"{1e3 * seconds:,.1f}" for seconds in msgspec.structs.astuple(run.inter_token)),
             *(f"{seconds:,.1f}" for seconds in msgspec.to_builtins(run.phases).values()),
         ]
         for name, run in runs.items()
@@ -88,7 +90,8 @@ def latency_rows(runs: dict[str, Outcome]) -> list[list[str]]:
 
 def show(num_seqs: int, runs: dict[str, Outcome]) -> str:
     throughput = ["throughput", "output\ntokens/s", "gain", "paper", "mean con-\ncurrency", "preemp-\ntions", "windows"]
-    latency = ["latency", "mean, s", "to first\ntoken, s", "ms a\ntoken", "decode, s", "prefill, s"]
+    latency = ["latency", "mean, s", "to first\ntoken, s", "ms a\ntoken", "p50 be-\ntween two", "p99", "max"]
+    latency += ["decode, s", "prefill, s"]
     latency += ["recompute, s", "score, s", "compact, s"]
     return (
         f"At most {num_seqs} sequences at once\n\n"
@@ -123,6 +126,12 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--max-num-seqs", type=int, nargs="+", default=[128, 256, 512])
     add("--max-num-batched-tokens", type=int, default=8192)
     add("--gpu-memory-utilization", type=float, default=0.9)
+    add(
+        "--async-scheduling",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="plan a step while the one before it runs (default)",
+    )
     add("--output", type=Path, metavar="FILE", help="write all figures as JSON")
     return parser.parse_args(arguments)
 

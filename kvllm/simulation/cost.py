@@ -194,14 +194,14 @@ class CostModel:
         last = self._matmul(queries.tokens, self.q_weights) + self.hardware.layer_seconds
         return self._matmuls(queries.tokens, 2 * self.q_weights, layers) + layers * layer + last
 
-    def score(self, products: int, keys: int, layers: int) -> float:
+    def score(self, products: int, keys: int, layers: int, *, at_once: bool) -> float:
         """Score and select in so many layers (Kara paper, eq. 4): `products` of a query and a key for each query head,
-        from `keys` cached keys. Without products, layers are selected from together."""
+        from `keys` cached keys. at_once: all these layers are selected from together."""
         flops = 2 * self.query_heads * self.model.head_dim * products
         traffic = keys * self.kv_pair_bytes / 2
         scoring = max(flops / self._score_flops, traffic / self._bytes_per_s)
-        selections = layers if products else 1
-        return layers * scoring + selections * self.hardware.select_seconds
+        selections = 1 if at_once else layers
+        return layers * (scoring + self.hardware.score_seconds) + selections * self.hardware.select_seconds
 
     def observe(self, scored: int, layers: int) -> float:
         """Add up scores in so many layers while sequences decode, for `scored` KV pairs that can be compressed: a

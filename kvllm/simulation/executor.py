@@ -192,4 +192,5 @@ class SimulatedExecutor(BlockingExecutor):
             keys += size
         if recomputed.tokens and recomputes:
             self.seconds.recompute += self.cost.recompute(recomputed)
-        self.seconds.score += self.cost.score(products, keys, layers)
+        at_once = not recomputed.tokens or bool(config.spec.scores)
+        self.seconds.score += self.cost.score(products, keys, layers, at_once=at_once)

@@ -30,8 +30,9 @@ class Hardware(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         the launch of the next. A single rank puts the tokens into the next step itself. None: steps are not planned
         ahead.
     layer_seconds: time of a layer beside its arithmetic: starting its kernels.
-    select_seconds: time of scoring and selecting beside the products, for each pass over windows: in a layer, or in all
-        where no queries are recomputed.
+    score_seconds: time of scoring the windows of a pass in a layer, beside the products: starting its kernels.
+    select_seconds: time of selecting from the scores of a pass: of a layer, or of all of them where the engine selects
+        from these together.
     link_bytes_per_s: rate, per direction, at which devices exchange data. link_seconds: latency of a collective.
     """
 
@@ -50,6 +51,7 @@ class Hardware(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sequence_seconds: float = 0.0
     launch_seconds: float | None = None
     layer_seconds: float = 0.0
+    score_seconds: float = 0.0
     select_seconds: float = 0.0
     link_bytes_per_s: float | None = None
     link_seconds: float = 0.0
@@ -64,9 +66,9 @@ class Hardware(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         for field in ("bandwidth", "matmul", "attention", "score"):
             value = getattr(self, f"{field}_efficiency")
             require(0 < value <= 1, f"{field}_efficiency", value, "a share, above 0 and at most 1")
-        for field in ("reserved_bytes", "step_seconds", "sequence_seconds", "layer_seconds", "select_seconds"):
-            self._not_negative(field)
-        self._not_negative("link_seconds")
+        self._not_negative("reserved_bytes")
+        for part in ("step", "sequence", "layer", "score", "select", "link"):
+            self._not_negative(f"{part}_seconds")
         if self.launch_seconds is not None:
             self._not_negative("launch_seconds")
         if self.devices > 1 or self.link_bytes_per_s is not None:

@@ -7,10 +7,12 @@ content, so the prefix cache is off.
 from __future__ import annotations
 
 import gc
-from collections import deque
+from bisect import bisect_left
+from collections import Counter, deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Sequences
 from contextlib import contextmanager
+from itertools import accumulate
 
 import msgspec
 from msgspec import Struct
@@ -29,11 +31,30 @@ from kvllm.stats import EngineStats
 GREEDY = SamplingParams(temperature=0)
 
 
+class Distribution(Struct, frozen=True):
+    """Median, 99th percentile (nearest rank) and maximum of some numbers; 0 of none."""
+
+    p50: float = 0.0
+    p99: float = 0.0
+    most: float = 0.0
+
+    @staticmethod
+    def of(counts: Counter[float]) -> Distribution:
+        """counts: how often there is each number."""
+        if not counts:
+            return Distribution()
+        values = sorted(counts)
+        ends = list(accumulate(counts[value] for value in values))
+        p50, p99 = (values[bisect_left(ends, share * ends[-1])] for share in (0.5, 0.99))
+        return Distribution(p50, p99, values[-1])
+
+
 class Outcome(Struct, kw_only=True):
     """One simulated run. Concurrency is sequences in a step, as in EngineStats.
 
     seconds: from the first arrival to the end of the last request; `phases` leaves out when there was nothing to do.
     mean_latency, mean_first_token: seconds from a request's arrival to its last, and to its first token.
+    inter_token: seconds from a token of a request to its next.
     first_tokens: the seconds to the first token of each request. preempted: how often each was preempted.
     """
 
@@ -44,6 +65,7 @@ class Outcome(Struct, kw_only=True):
     phases: SimulatedSeconds
     mean_latency: float
     mean_first_token: float
+    inter_token: Distribution
     steps: int
     mean_concurrency: float
     peak_concurrency: int
@@ -109,6 +131,8 @@ class _Simulation:
         self.output_tokens = 0
         self.latency = 0.0
         self.first_tokens = [0.0] * len(lengths)
+        self.last_tokens = [0.0] * len(lengths)  # when each request got its last token
+        self.inter_token = Counter[float]()  # how often so many seconds lie between two
         self.preempted = [0] * len(lengths)
 
     def run(self) -> Outcome:
@@ -165,6 +189,9 @@ class _Simulation:
             num_tokens = len(seq.token_ids)
             if num_tokens == seq.prompt_length + 1:
                 self.first_tokens[seq.seq_id] = self.now - self.arrivals[seq.seq_id]
+            else:
+                self.inter_token[self.now - self.last_tokens[seq.seq_id]] += 1
+            self.last_tokens[seq.seq_id] = self.now
             if num_tokens == seq.max_length:
                 self.latency += self.now - self.arrivals[seq.seq_id]
                 self.preempted[seq.seq_id] = seq.preemptions
@@ -181,6 +208,7 @@ class _Simulation:
             phases=self.executor.seconds,
             mean_latency=self.latency / len(self.lengths),
             mean_first_token=sum(self.first_tokens) / len(self.lengths),
+            inter_token=Distribution.of(self.inter_token),
             steps=stats.steps,
             mean_concurrency=sum(running) / len(running),
             peak_concurrency=max(running),

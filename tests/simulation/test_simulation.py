@@ -7,6 +7,7 @@ import random
 import re
 import subprocess
 import sys
+from collections import Counter
 
 import msgspec
 import pytest
@@ -24,7 +25,7 @@ from kvllm.models.config import load_model_config
 from kvllm.simulation.cost import CostModel, QueryBatch, resolve_dtype
 from kvllm.simulation.executor import SimulatedExecutor
 from kvllm.simulation.hardware import Hardware, load_hardware, shipped_names
-from kvllm.simulation.simulate import Outcome, simulate
+from kvllm.simulation.simulate import Distribution, Outcome, simulate
 from kvllm.simulation.workload import arrival_times, load_workload, read_timed_trace
 from tests.helpers.checkpoints import make_checkpoint
 
@@ -49,6 +50,7 @@ HARDWARE = Hardware(
     step_seconds=1.0,
     sequence_seconds=0.5,
     layer_seconds=0.25,
+    score_seconds=0.125,
     select_seconds=0.5,
     link_bytes_per_s=100.0,
     link_seconds=0.1,
@@ -119,10 +121,10 @@ def test_a_compression_recomputes_scores_and_moves(cost):
     layer = 2 * 100 * 512 / 1e4 + 4 * 4 * 2 * 5050 / 1e4 + 0.25  # no key and value projection
     last = 2 * 100 * 64 / 1e4 + 0.25  # the queries alone
     assert cost.recompute(rows) == pytest.approx(layer + last)
-    assert cost.score(100, keys=5, layers=2) == pytest.approx(2 * (2 * 4 * 2 * 100 / 1e4 + 0.5))
-    assert cost.score(1, keys=1000, layers=2) == pytest.approx(2 * (1000 * 16 / 1e3 + 0.5))
-    assert cost.score(0, keys=1000, layers=2) == pytest.approx(2 * 1000 * 16 / 1e3 + 0.5)
-    assert cost.score(0, keys=1000, layers=1) == pytest.approx(1000 * 16 / 1e3 + 0.5)
+    products, keys = 2 * 4 * 2 * 100 / 1e4, 1000 * 16 / 1e3
+    assert cost.score(100, keys=5, layers=2, at_once=False) == pytest.approx(2 * (products + 0.125 + 0.5))
+    assert cost.score(100, keys=5, layers=2, at_once=True) == pytest.approx(2 * (products + 0.125) + 0.5)
+    assert cost.score(1, keys=1000, layers=2, at_once=True) == pytest.approx(2 * (keys + 0.125) + 0.5)
     assert cost.compact(3, layers=2) == pytest.approx(2 * 2 * 3 * 32 / 1e3 + 0.25)
     assert cost.compact(3, layers=1) == pytest.approx(2 * 3 * 32 / 1e3 + 0.25)
 
@@ -134,7 +136,7 @@ def test_efficiencies_stretch_what_they_are_of(model):
     bare = [2 * 0.25 + 1.0 + 0.5] * 2
     decode = [c.forward(QueryBatch(1, 1, 10, 10), QueryBatch(), 0)[0] - b for c, b in zip(costs, bare, strict=True)]
     prefill = [c.forward(QueryBatch(), QueryBatch(1, 100, 0, 0), 0)[1] - b for c, b in zip(costs, bare, strict=True)]
-    score = [c.score(1000, 0, layers=2) - 1.0 for c in costs]
+    score = [c.score(1000, 0, layers=2, at_once=True) - 0.75 for c in costs]
     assert decode[1] == pytest.approx(2 * decode[0])
     assert prefill[1] == pytest.approx(4 * prefill[0])
     assert score[1] == pytest.approx(10 * score[0])
@@ -199,9 +201,20 @@ def test_windows_go_through_the_model_in_passes_that_fit_the_budget(cost, budget
         batch, starts = starts[:count], starts[count:]
         visible = sum(12 * start + 78 for start in batch)
         expected += cost.recompute(QueryBatch(count, 12 * count, visible, sum(start + 12 for start in batch)))
-        scored += cost.score(12 * 8 * count, 12 * count, layers=2)
+        scored += cost.score(12 * 8 * count, 12 * count, layers=2, at_once=True)
     assert executor.seconds.recompute == pytest.approx(expected)
     assert executor.seconds.score == pytest.approx(scored)
+
+
+@pytest.mark.parametrize(("method", "query_window", "at_once"), [("snapkv", 4, True), ("rkv", 4, False)])
+def test_layers_are_selected_from_at_once_by_methods_that_have_their_scores_apart(cost, method, query_window, at_once):
+    compression = CompressionConfig(
+        method=method, period=8, window_blocks=3, retain_blocks=1, buffer=4, query_window=query_window
+    )
+    executor = SimulatedExecutor(cost, engine_config(compression=compression))
+    executor.execute(compression_plan())
+    products, keys = 3 * query_window * (12 - 4), 3 * 12
+    assert executor.seconds.score == pytest.approx(cost.score(products, keys, layers=2, at_once=at_once))
 
 
 # Runs
@@ -309,6 +322,19 @@ def test_runs_repeat_exactly(cost):
     config = engine_config(num_blocks=100, compression=KARA)
     outcomes = [simulate(config, cost, some_lengths(60), arrival_times(60, 0.05)) for _ in range(2)]
     assert outcomes[0] == outcomes[1]
+
+
+def test_inter_token_latency_is_the_time_between_tokens_of_a_request(cost):
+    """One request, then two: the second's prompt falls between two tokens of the first."""
+    alone = simulate(engine_config(), cost, [(9, 21)], [0.0])
+    decoding = alone.seconds - alone.mean_first_token
+    assert 20 * alone.inter_token.p50 == pytest.approx(decoding, rel=0.05)
+    assert alone.inter_token.p50 <= alone.inter_token.p99 == alone.inter_token.most
+    arrivals = [0.0, alone.mean_first_token + 2.5 * alone.inter_token.p50]
+    both = simulate(engine_config(), cost, [(9, 21), (150, 2)], arrivals)
+    assert both.inter_token.most > 3 * both.inter_token.p50
+    assert Distribution.of(Counter({1.0: 98, 2.0: 1, 5.0: 1})) == Distribution(1.0, 2.0, 5.0)
+    assert Distribution.of(Counter()) == Distribution()
 
 
 def test_a_rare_request_finds_nobody_and_waits_for_nobody(cost):

@@ -95,7 +95,7 @@ def test_a_window_ends_at_the_position_whatever_was_dropped(checkpoint: Path, co
         )
     )
     assert executor.seconds.compact == pytest.approx(cost.compact(8, layers=FULL))
-    assert executor.seconds.score == pytest.approx(cost.score(0, 40, layers=FULL))
+    assert executor.seconds.score == pytest.approx(cost.score(0, 40, layers=FULL, at_once=True))
     assert executor.seconds.decode == pytest.approx(forward(cost, held=9, samples=2))
     before = executor.seconds.decode
     executor.execute(StepPlan(decodes=Decodes([1], [0]), dropped_seq_ids=[0]))
