@@ -36,7 +36,7 @@ TOTAL_SECONDS = 550.0
 LEAST_SECONDS = 20.0
 """Seconds that a section needs at least: torch alone takes several to import."""
 RESULTS = ROOT / "benchmarks" / "results"
-OPTIONAL_PACKAGES = ("triton", "flash-attn", "flashinfer-python", "xformers", "ray")
+OPTIONAL_PACKAGES = ("triton", "flash-attn", "flash-attn-3", "flashinfer-python", "xformers", "ray")
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:

@@ -85,8 +85,8 @@ class EngineArgs:
         kv_offloading_disk_size: GiB there, of all ranks of an engine together.
         swap: whether the cache of a preempted sequence goes to the host: "auto" where that is cheaper than to compute
             it again, "always" while there is room, or "never".
-        attention_backend: "triton", "flash_attn", "flashinfer", "xformers", "cpu", "reference", or "auto" for the
-            fastest of those that can do what is asked.
+        attention_backend: "triton", "flash_attn_3", "flash_attn", "flashinfer", "xformers", "cpu", "reference", or
+            "auto" for the fastest of those that can do what is asked.
         load_format: "auto" reads the checkpoint's weights, "dummy" makes random ones from its config.json alone.
         async_scheduling: plan a step while the one before it is executed, which changes no token; default on a GPU.
         quantization: "int8" or "int4": weights of so many bits, made when the model is loaded, on a CPU.

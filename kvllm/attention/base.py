@@ -10,8 +10,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from kvllm.attention.layer import PLAIN, LayerAttention
@@ -53,6 +54,16 @@ class ScoredChunk:
     window_start: int
 
 
+class HostRows(NamedTuple):
+    """What the host knows of a batch, int32: the tensors of these names in AttentionBatch.
+
+    They are valid only until the step is launched: the next steps use the memory.
+    """
+
+    query_start_loc: np.ndarray
+    last_kv_index: np.ndarray
+
+
 @dataclass(frozen=True)
 class AttentionBatch:
     """The query tokens of one step. All tensors but `mass` are int32; all are on the cache's device.
@@ -75,6 +86,7 @@ class AttentionBatch:
     window_start: `[S]`, the index at which the first of the `windows` begins in a sequence's cache, beyond its query
         tokens if none of them takes part. None: nothing is scored in this pass. Not beside `packed_len`.
     scored_chunks: sequences that a backend which `scores_windows` leaves to others: those with several query tokens.
+    on_host: the same rows in the host's memory, so that a backend that plans there need not wait for the device.
     """
 
     query_start_loc: torch.Tensor
@@ -87,11 +99,12 @@ class AttentionBatch:
     window_start: torch.Tensor | None = None
     windows: ScoreWindows | None = None
     scored_chunks: tuple[ScoredChunk, ...] = ()
+    on_host: HostRows | None = None
 
     @property
     def of_window(self) -> AttentionBatch:
         """The batch for layers with a window: none of their KV pairs was evicted, and none is scored."""
-        return AttentionBatch(self.query_start_loc, self.last_kv_index, self.block_tables)
+        return AttentionBatch(self.query_start_loc, self.last_kv_index, self.block_tables, on_host=self.on_host)
 
 
 class AttentionBackend(ABC):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import flash_attn  # which pyright takes to be this file
 import numpy as np
@@ -12,7 +11,8 @@ from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from packaging.version import Version
 
 from kvllm.attention.base import AttentionBackend, AttentionBatch
-from kvllm.attention.runs import RunGroup, groups_of, refuse_evicted_mask, runs_of, with_sinks
+from kvllm.attention.flash import arguments_for, as_pages
+from kvllm.attention.runs import RunGroup, attend_parts, groups_of, refuse_evicted_mask, runs_of, with_sinks
 
 FIRST_THAT_SYNCHRONIZES = Version("2.8.4")
 """Sources with this version of the library read the longest length of a paged cache back to the host, since
@@ -75,12 +75,7 @@ class FlashAttentionBackend(AttentionBackend):
         plan: list[DecodePlan | ChunkPlan],
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if len(plan) == 1:
-            return self._attend(layer, queries, plan[0], sinks)
-        output = torch.empty_like(queries, memory_format=torch.contiguous_format)
-        for part in plan:
-            output[part.tokens] = self._attend(layer, queries[part.tokens], part, sinks)
-        return output
+        return attend_parts(queries, plan, lambda queries, part: self._attend(layer, queries, part, sinks))
 
     def _attend(
         self, layer: int, queries: torch.Tensor, plan: DecodePlan | ChunkPlan, sinks: torch.Tensor | None
@@ -95,12 +90,13 @@ class FlashAttentionBackend(AttentionBackend):
         """The output, and the logarithms of the softmax's sums, float32 `[T, query_heads]`."""
         output, log_sums = flash_attn_with_kvcache(  # pyright: ignore[reportCallIssue]
             queries.unsqueeze(1),
-            *self._cache(layer),
+            as_pages(self.keys[layer]),
+            as_pages(self.values[layer]),
             cache_seqlens=plan.lengths,
             block_table=plan.block_tables,
             softmax_scale=self.scale,
             return_softmax_lse=True,
-            **self._options(layer),
+            **arguments_for(self.layers[layer]),
         )
         return output.squeeze(1), log_sums.squeeze(2)
 
@@ -108,7 +104,8 @@ class FlashAttentionBackend(AttentionBackend):
         """As `_decode`."""
         output, log_sums, _ = flash_attn_varlen_func(  # pyright: ignore[reportCallIssue]
             queries,
-            *self._cache(layer),
+            as_pages(self.keys[layer]),
+            as_pages(self.values[layer]),
             plan.query_start_loc,
             plan.kv_start_loc,
             plan.max_queries,
@@ -117,19 +114,6 @@ class FlashAttentionBackend(AttentionBackend):
             causal=True,
             block_table=plan.block_tables,
             return_attn_probs=True,  # of which there are none without dropout
-            **self._options(layer),
+            **arguments_for(self.layers[layer]),
         )
         return output, log_sums.T
-
-    def _cache(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values as the library takes them, views `[blocks, block_size, kv_heads, head_dim]`."""
-        return self.keys[layer].transpose(1, 2), self.values[layer].transpose(1, 2)
-
-    def _options(self, layer: int) -> dict[str, Any]:
-        """What the library is told of a layer's window and soft cap, if it has any."""
-        options, arguments = self.layers[layer], {}
-        if options.window is not None:
-            arguments["window_size"] = (options.window - 1, 0)  # tokens before a query's own, and behind it
-        if options.soft_cap is not None:
-            arguments["softcap"] = options.soft_cap
-        return arguments

@@ -14,7 +14,7 @@ from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPaged
 
 from kvllm.attention.base import AttentionBackend, AttentionBatch
 from kvllm.attention.layer import LayerAttention
-from kvllm.attention.runs import RunGroup, groups_of, refuse_evicted_mask, runs_of, with_sinks
+from kvllm.attention.runs import RunGroup, attend_parts, groups_of, refuse_evicted_mask, runs_of, with_sinks
 
 LAYOUT = "HND"
 """`[blocks, kv_heads, block_size, head_dim]`, that of this cache: nothing is copied."""
@@ -43,6 +43,10 @@ class GroupPlan:
     group: RunGroup
     pages: Pages
     planned: dict[tuple[int, float], Any] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> slice | torch.Tensor:
+        return self.group.tokens
 
 
 @dataclass(eq=False)
@@ -87,12 +91,7 @@ class FlashInferBackend(AttentionBackend):
     def run(
         self, layer: int, queries: torch.Tensor, plan: list[GroupPlan], sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
-        if len(plan) == 1:
-            return self._attend(layer, queries, plan[0], sinks)
-        output = torch.empty_like(queries, memory_format=torch.contiguous_format)
-        for part in plan:
-            output[part.group.tokens] = self._attend(layer, queries[part.group.tokens], part, sinks)
-        return output
+        return attend_parts(queries, plan, lambda queries, part: self._attend(layer, queries, part, sinks))
 
     def _attend(self, layer: int, queries: torch.Tensor, plan: GroupPlan, sinks: torch.Tensor | None) -> torch.Tensor:
         wrapper = self._planned(plan, self.layers[layer])

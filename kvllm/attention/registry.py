@@ -84,12 +84,25 @@ def why_not_triton(case: Case) -> str | None:
 
 
 def why_not_flash_attn(case: Case) -> str | None:
-    shape = case.cache.shape
-    if shape.block_size % 256:
-        return f"needs a block_size that is a multiple of 256, not {shape.block_size}"
-    if shape.head_dim % 8 or shape.head_dim > 256:
-        return f"needs a head_dim that is a multiple of 8 up to 256, not {shape.head_dim}"
-    return _why_not_library(case, "flash_attn", "flash-attn")
+    if case.cache.shape.block_size % 256:
+        return f"needs a block_size that is a multiple of 256, not {case.cache.shape.block_size}"
+    return _why_not_flash_head_dim(case) or _why_not_library(case, "flash_attn", "flash-attn")
+
+
+def why_not_flash_attn_3(case: Case) -> str | None:
+    if reason := _why_not_flash_head_dim(case) or _why_not_library(case, "flash_attn_interface", "flash-attn-3"):
+        return reason
+    major, minor = torch.cuda.get_device_capability(case.cache.data.device)
+    if major not in (8, 9):
+        return f"runs on GPUs of compute capability 8 and 9, not {major}.{minor}"
+    return None
+
+
+def _why_not_flash_head_dim(case: Case) -> str | None:
+    head_dim = case.cache.shape.head_dim
+    if head_dim % 8 or head_dim > 256:
+        return f"needs a head_dim that is a multiple of 8 up to 256, not {head_dim}"
+    return None
 
 
 def why_not_flashinfer(case: Case) -> str | None:
@@ -147,12 +160,13 @@ class Entry:
 BACKENDS = {
     "cpu": Entry("kvllm.attention.cpu", "CpuBackend", why_not_cpu, tuple(KV_FORMATS)),
     "flash_attn": Entry("kvllm.attention.flash_attn", "FlashAttentionBackend", why_not_flash_attn),
+    "flash_attn_3": Entry("kvllm.attention.flash_attn_3", "FlashAttention3Backend", why_not_flash_attn_3),
     "flashinfer": Entry("kvllm.attention.flashinfer", "FlashInferBackend", why_not_flashinfer),
     "reference": Entry("kvllm.attention.reference", "ReferenceBackend", lambda case: None, tuple(KV_FORMATS)),
     "triton": Entry("kvllm.attention.triton", "TritonBackend", why_not_triton, tuple(KV_FORMATS)),
     "xformers": Entry("kvllm.attention.xformers", "XformersBackend", why_not_xformers),
 }
-FASTEST = ("cpu", "triton", "flash_attn", "flashinfer", "xformers", "reference")
+FASTEST = ("cpu", "triton", "flash_attn_3", "flash_attn", "flashinfer", "xformers", "reference")
 """The backends that "auto" tries; those of other packages add shapes of blocks and heads that triton does not take."""
 
 

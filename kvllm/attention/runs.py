@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -30,8 +32,8 @@ class Runs:
 
 def runs_of(batch: AttentionBatch) -> Runs:
     """The fewest runs that hold all query tokens in their order: one for each chunk of a prompt, several where a
-    recomputation leaves tokens out. Waits for the device."""
-    starts, index = batch.query_start_loc.cpu().numpy(), batch.last_kv_index.cpu().numpy()
+    recomputation leaves tokens out. Waits for the device if nothing of the batch is on the host."""
+    starts, index = batch.on_host or (batch.query_start_loc.cpu().numpy(), batch.last_kv_index.cpu().numpy())
     sequence = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
     follows = (np.diff(index) == 1) & (np.diff(sequence) == 0)
     first = np.flatnonzero(np.concatenate(([True], ~follows)))
@@ -77,6 +79,28 @@ def _group(runs: Runs, chosen: np.ndarray, device: torch.device) -> RunGroup:
     follow = tokens[-1] - tokens[0] + 1 == len(tokens)
     place = slice(int(tokens[0]), int(tokens[-1]) + 1) if follow else torch.from_numpy(tokens).to(device)
     return RunGroup(starts, runs.sequences[chosen], runs.lengths[chosen], place)
+
+
+class Part(Protocol):
+    """The plan for some of a batch's tokens, as in RunGroup."""
+
+    @property
+    def tokens(self) -> slice | torch.Tensor: ...
+
+
+P = TypeVar("P", bound=Part)
+
+
+def attend_parts(
+    queries: torch.Tensor, plan: Sequence[P], attend: Callable[[torch.Tensor, P], torch.Tensor]
+) -> torch.Tensor:
+    """Attention of `queries` `[T, query_heads, head_dim]`, from that of each part's."""
+    if len(plan) == 1:
+        return attend(queries, plan[0])
+    output = torch.empty_like(queries, memory_format=torch.contiguous_format)
+    for part in plan:
+        output[part.tokens] = attend(queries[part.tokens], part)
+    return output
 
 
 def with_sinks(output: torch.Tensor, log_sums: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:

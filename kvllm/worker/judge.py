@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch.nn.functional import kl_div
 
-from kvllm.attention.base import AttentionBackend, AttentionBatch
+from kvllm.attention.base import AttentionBackend
 from kvllm.attention.context import AttentionContext
 from kvllm.kvcache.ops.base import KVOperations
+from kvllm.worker.read_batch import read_batch
 from kvllm.worker.state import BlockTables, SequenceState
 from kvllm.worker.transfer import to_device
 
@@ -52,12 +53,7 @@ class Judge:
         index = np.array([state.cached_length for state in states])[:, None] + np.arange(-count, 0)
         dropped = np.array([state.dropped for state in states])[:, None]
         token_ids = [state.token_ids[state.logical_length - count : state.logical_length] for state in states]
-        num_blocks = int(index.max()) // self.tables.block_size + 1
-        batch = AttentionBatch(
-            query_start_loc=torch.arange(0, index.size + 1, count, dtype=torch.int32, device=device),
-            last_kv_index=to_device(index.astype(np.int32).ravel(), device),
-            block_tables=to_device(self.tables.table[[state.table_slot for state in states], :num_blocks], device),
-        )
+        batch = read_batch(self.tables, [state.table_slot for state in states], index, device)
         nowhere = torch.full((index.size,), -1, dtype=torch.int64, device=device)
         hidden = self.model.forward(
             to_device(np.array(token_ids).ravel(), device),

@@ -8,7 +8,7 @@ from typing import NamedTuple, cast
 
 import torch
 
-from kvllm.attention.base import AttentionBatch
+from kvllm.attention.base import AttentionBatch, HostRows
 
 ALIGNMENT = 64
 """Bytes. Triton compiles its kernels anew for pointers that are aligned otherwise."""
@@ -79,7 +79,10 @@ class PartInputs(NamedTuple):
 class StepInputs:
     """Views of `memory`, uint8: token ids and positions, int64 `[num_query_tokens]`; and the tensors of an
     AttentionBatch. `slot_mapping` (int64 `[num_query_tokens]`), `last_kv_index` and `block_tables` are those of the
-    first part of the KV groups; `parts` has those of all."""
+    first part of the KV groups; `parts` has those of all.
+
+    on_host: for a copy that `to` has made, the inputs that it is of.
+    """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
@@ -94,6 +97,7 @@ class StepInputs:
 
     def __init__(self, shape: InputShape, memory: torch.Tensor) -> None:
         self.shape = shape
+        self.on_host: StepInputs | None = None
         self.memory = memory[: shape.num_bytes]
         for name, dtype, size, begin, end in shape.layout():
             setattr(self, name, memory[begin:end].view(dtype).view(size))
@@ -103,7 +107,9 @@ class StepInputs:
         """A copy that nobody waits for; on the CPU these inputs themselves."""
         if device.type == "cpu":
             return self
-        return StepInputs(self.shape, self.memory.to(device, non_blocking=True))
+        copy = StepInputs(self.shape, self.memory.to(device, non_blocking=True))
+        copy.on_host = self
+        return copy
 
     def take(self, others: StepInputs) -> None:
         """Become copies of inputs whose block tables may have fewer columns. What the columns behind them hold stays.
@@ -131,11 +137,23 @@ class StepInputs:
             self.head_lengths,
             self.table_slots,
             window_start=self.window_start,
+            on_host=self._rows_on_host(0),
         )
 
     def other_batches(self) -> list[AttentionBatch]:
         """Those of the parts behind the first."""
         return [
-            AttentionBatch(self.query_start_loc, part.last_kv_index, part.block_tables, window_start=part.window_start)
-            for part in self.parts[1:]
+            AttentionBatch(
+                self.query_start_loc,
+                part.last_kv_index,
+                part.block_tables,
+                window_start=part.window_start,
+                on_host=self._rows_on_host(index),
+            )
+            for index, part in enumerate(self.parts[1:], start=1)
         ]
+
+    def _rows_on_host(self, part: int) -> HostRows | None:
+        if self.on_host is None:
+            return None
+        return HostRows(self.on_host.query_start_loc.numpy(), self.on_host.parts[part].last_kv_index.numpy())

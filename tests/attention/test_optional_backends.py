@@ -21,9 +21,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvllm import LLM, CompressionConfig
 from kvllm.attention import registry as backends
+from kvllm.attention.base import HostRows
 from kvllm.attention.layer import LayerAttention
 from kvllm.attention.registry import make_backend
 from kvllm.attention.runs import runs_of
@@ -79,6 +81,23 @@ def test_runs() -> None:
     assert runs.sequences.tolist() == [0, 1, 2, 2, 3]
     assert runs.lengths.tolist() == [65, 59, 4, 9, 10]
     assert runs.sizes.tolist() == [1, 19, 1, 3, 1]
+
+
+@needs_triton
+@pytest.mark.usefixtures("flash_attn_3", "flashinfer")
+@pytest.mark.parametrize("name", ["flash_attn", "flash_attn_3", "flashinfer"])
+def test_nothing_is_read_back_of_what_the_host_knows(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The rows on the device are tensors that nothing can be read from."""
+    install_flash_attn(monkeypatch, "2.8.3")
+    case = attention_cases.make_case(attention_cases.MIXED, block_size=256)
+    starts, index = case.batch.query_start_loc, case.batch.last_kv_index
+    on_device = {"query_start_loc": starts.to("meta"), "last_kv_index": index.to("meta")}
+    batch = replace(case.batch, on_host=HostRows(starts.numpy(), index.numpy()), **on_device)
+    types = {"flash_attn": "FlashAttentionBackend", "flash_attn_3": "FlashAttention3Backend"}
+    backend = on_the_cpu(f"kvllm.attention.{name}", types.get(name, "FlashInferBackend"), case)
+    found = backend.run(0, case.queries, backend.plan(batch))
+    monkeypatch.delitem(sys.modules, "kvllm.attention.flash_attn", raising=False)
+    torch.testing.assert_close(found.double(), attention_cases.dense_attention(case), atol=3e-6, rtol=3e-6)
 
 
 # FlashAttention
@@ -188,6 +207,80 @@ def test_flash_attn(monkeypatch: pytest.MonkeyPatch, rows: list[list[int]], opti
     found = backend.run(0, case.queries, backend.plan(case.batch), case.sinks)
     monkeypatch.delitem(sys.modules, "kvllm.attention.flash_attn")
     torch.testing.assert_close(found.double(), attention_cases.dense_attention(case), atol=3e-6, rtol=3e-6)
+
+
+# FlashAttention 3
+
+
+def flash_attn_3_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    cache_seqlens: torch.Tensor,
+    page_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    max_seqlen_q: int,
+    softmax_scale: float,
+    causal: bool,
+    return_softmax_lse: bool,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q `[T, query_heads, d]`; the last row of each sequence sees all of its entries, the one before one less. Values
+    behind a sequence's last entry are multiplied by zero, as the kernel does in its last tile."""
+    assert causal and return_softmax_lse and all(tensor.stride(-1) == 1 for tensor in (q, k_cache, v_cache, page_table))
+    assert cache_seqlens.dtype == page_table.dtype == cu_seqlens_q.dtype == torch.int32
+    assert cache_seqlens.is_contiguous() and len(cache_seqlens) == len(page_table) == len(cu_seqlens_q) - 1
+    sizes = cu_seqlens_q.diff().tolist()
+    assert max_seqlen_q == max(sizes) and (max_seqlen_q == 1 or min(sizes) > 1), "decodes and chunks are apart"
+    output, sums = [], []
+    for rows, n, table in zip(q.split(sizes), cache_seqlens.tolist(), page_table, strict=True):
+        whole = -(-n // k_cache.shape[1]) * k_cache.shape[1]
+        visible = in_window(torch.ones(len(rows), n).tril(n - len(rows)).bool(), window_size)
+        visible = torch.nn.functional.pad(visible, (0, whole - n))
+        keys, values = paged(k_cache, table, whole), paged(v_cache, table, whole)
+        assert values.isfinite().all()
+        found, log_sums = attend_with_sums(rows, keys, values, visible, softmax_scale, softcap)
+        output.append(found)
+        sums.append(log_sums)
+    return torch.cat(output), torch.cat(sums).T, torch.empty(0), torch.empty(0)
+
+
+@pytest.fixture
+def flash_attn_3(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    library = ModuleType("flash_attn_interface")
+    library.flash_attn_with_kvcache = flash_attn_3_with_kvcache
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", library)
+    monkeypatch.delitem(sys.modules, "kvllm.attention.flash_attn_3", raising=False)
+    yield
+    monkeypatch.delitem(sys.modules, "kvllm.attention.flash_attn_3", raising=False)
+
+
+@pytest.mark.usefixtures("flash_attn_3")
+@pytest.mark.parametrize("block_size", [16, 48])
+@pytest.mark.parametrize("rows", [attention_cases.MIXED, [[600], [0], [255]]], ids=["mixed", "decodes"])
+@pytest.mark.parametrize("options", ["plain", "window 1", "window 100", "soft cap", "sinks", "all"])
+def test_flash_attn_3(rows: list[list[int]], options: str, block_size: int) -> None:
+    case = attention_cases.make_case(rows, block_size=block_size, head_dim=64, group=3)
+    case = attention_cases.with_options(case, attention_cases.OPTIONS[options])
+    backend = on_the_cpu("kvllm.attention.flash_attn_3", "FlashAttention3Backend", case)
+    found = backend.run(0, case.queries, backend.plan(case.batch), case.sinks)
+    torch.testing.assert_close(found.double(), attention_cases.dense_attention(case), atol=3e-6, rtol=3e-6)
+
+
+@pytest.mark.parametrize("capability, reason", [((9, 0), None), ((8, 6), None), ((10, 0), "10.0"), ((12, 0), "12.0")])
+def test_flash_attn_3_has_no_kernels_for_later_gpus(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], reason: str | None
+) -> None:
+    monkeypatch.setattr(backends, "find_spec", lambda package: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    cache = PagedKVCache(SHAPE, 1)
+    with FakeTensorMode():
+        cache.data = torch.empty(0, dtype=SHAPE.dtype, device="cuda")  # which needs no device
+    assert backends.why_not_flash_attn_3(backends.Case(cache, 4)) == (
+        reason and f"runs on GPUs of compute capability 8 and 9, not {reason}"
+    )
 
 
 # FlashInfer
@@ -382,12 +475,18 @@ def test_xformers(monkeypatch: pytest.MonkeyPatch, rows: list[list[int]], group:
 SHAPE = CacheShape(1, 2, 64, 256, torch.bfloat16)
 
 
-PACKAGES = {"flash_attn": "flash-attn", "flashinfer": "flashinfer-python", "xformers": "xformers"}
+PACKAGES = {
+    "flash_attn": "flash-attn",
+    "flash_attn_3": "flash-attn-3",
+    "flashinfer": "flashinfer-python",
+    "xformers": "xformers",
+}
 OWN_LIMITS = {
     "flash_attn": (
         ("multiple of 256, not 32", {"block_size": 32}, {}),
         ("multiple of 8 up to 256, not 300", {"head_dim": 300}, {}),
     ),
+    "flash_attn_3": (("multiple of 8 up to 256, not 300", {"head_dim": 300}, {}),),
     "flashinfer": (("head_dim of 64, 128 or 256, not 96", {"head_dim": 96}, {}),),
     "xformers": (
         ("multiple of 64, not 32", {"block_size": 32}, {}),

@@ -12,6 +12,7 @@ from kvllm.sampling_params import SamplingParams
 from kvllm.worker.attention_state import RaggedLengths
 from kvllm.worker.inputs import InputPreparer
 from kvllm.worker.observed_scores import NEVER
+from kvllm.worker.read_batch import read_batch
 from kvllm.worker.sampler import SampleRow
 from kvllm.worker.state import BlockTables, SequenceState
 from kvllm.worker.step_inputs import InputShape, StepInputs
@@ -159,3 +160,32 @@ def test_inputs_written_out() -> None:
     }
     assert inputs.memory.numel() == inputs.shape.num_bytes
     assert all(begin % 64 == 0 for *_, begin, _ in inputs.shape.layout())
+
+
+def test_a_device_does_not_hide_the_rows_that_the_host_wrote() -> None:
+    """Each part of the KV groups has rows of its own; nothing can be read from the copies."""
+    worker = Worker()
+    worker.start(9)
+    [state] = worker.states
+    worker.sliding.slide(state.table_slot, 1)
+    worker.grow(state, 3)
+    state.logical_length, state.cached_length = 6, 1
+    inputs = worker.ahead.prepare([state], [3], worker.ahead.shape(3, 1, 4, 2)).to(torch.device("meta"))
+    batches = [inputs.attention_batch(), *inputs.other_batches()]
+    rows = [[part.tolist() for part in batch.on_host or ()] for batch in batches]
+    assert rows == [[[0, 3], [1, 2, 3]], [[0, 3], [2, 3, 4]]]
+    assert all(batch.last_kv_index.is_meta and batch.of_window.on_host is batch.on_host for batch in batches)
+
+
+def test_rows_of_cached_tokens_are_on_the_host() -> None:
+    worker = Worker()
+    worker.tables.append(0, [7, 4])
+    worker.tables.append(1, [2, 9])
+    index = np.array([[1, 2, 5], [0, 3, 4]])
+    batch = read_batch(worker.tables, [1, 0], index, torch.device("meta"))
+    assert [part.tolist() for part in batch.on_host or ()] == [[0, 3, 6], [1, 2, 5, 0, 3, 4]]
+    batch = read_batch(worker.tables, [1, 0], index, CPU)
+    assert batch.on_host and batch.query_start_loc.tolist() == batch.on_host.query_start_loc.tolist()
+    assert batch.last_kv_index.tolist() == batch.on_host.last_kv_index.tolist()
+    assert batch.block_tables.tolist() == [[2, 9], [7, 4]]
+    assert batch.query_start_loc.dtype == batch.last_kv_index.dtype == batch.block_tables.dtype == torch.int32
