@@ -81,7 +81,9 @@ class Observer(BlockingExecutor):
         if compressor is None:
             raise ConfigError("nothing is compressed: choose a retention below 1")
         self._block_size = compressor.block_size
-        self._select, compressor.select = compressor.select, self._observe
+        self._retain = compressor.config.retained(compressor.block_size)
+        self._select = compressor.select
+        self._score, compressor.score = compressor.score, self._observe
 
     def execute(self, plan: StepPlan) -> StepResult:
         for job in plan.compressions:
@@ -90,24 +92,21 @@ class Observer(BlockingExecutor):
             self._dropped += job.dropped
         return self.inner.execute(plan)
 
-    def _observe(
-        self, queries: Tensor, keys: Tensor, *, retain: int, buffer: int, chunk_budget: int, **options: Any
-    ) -> Tensor:
-        """Stands in for the selection; called once for each layer."""
+    def _observe(self, queries: Tensor, keys: Tensor, *, buffer: int, chunk_budget: int, **options: Any) -> Tensor:
+        """Stands in for the scores; called once for each layer."""
 
         def select(retain: int, chunk_budget: int) -> Tensor:
             return self._select(queries, keys, retain=retain, buffer=buffer, chunk_budget=chunk_budget, **options)
 
-        kept = select(retain, chunk_budget)
         sets = {
-            CANDIDATES: select(max(buffer, retain - chunk_budget), 0),
-            KEPT: kept,
-            PLAIN: select(retain, 0),
+            CANDIDATES: select(max(buffer, self._retain - chunk_budget), 0),
+            KEPT: select(self._retain, chunk_budget),
+            PLAIN: select(self._retain, 0),
         }
         self.windows[-1].scores.append(kara.scores(queries, keys, buffer)[0].cpu())
         for name, chosen in sets.items():
             self.windows[-1].kept[name].append(chosen[0, :, : chosen.shape[-1] - buffer].cpu())
-        return kept
+        return self._score(queries, keys, buffer=buffer, chunk_budget=chunk_budget, **options)
 
     def close(self) -> None:
         self.inner.close()

@@ -57,8 +57,8 @@ def overlaps(problem_set: ProblemSet, strides: Sequence[int]) -> dict[int, float
     """The share of the KV pairs kept with all queries that every s-th query keeps, over windows, layers and heads."""
     llm = LLM(compression=KARA, **problem_set.engine(Variant("overlap")))
     compressor = runner_of(llm).compressor
-    assert compressor is not None and KARA.retain_tokens is not None  # Kara compresses
-    overlap = Overlap(compressor.score, compressor.choose, KARA.retain_tokens, strides)
+    assert compressor is not None  # Kara compresses
+    overlap = Overlap(compressor.score, compressor.choose, KARA.retained(compressor.block_size), strides)
     compressor.score = overlap
     llm.generate(
         [p.prompt for p in problem_set.problems], SamplingParams(temperature=0, max_tokens=MAX_TOKENS), use_tqdm=False
