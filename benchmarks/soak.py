@@ -28,7 +28,7 @@ import torch
 from benchmarks.common import machine, report
 from kvllm import LLM, CompressionConfig, KvLLMError, SamplingParams
 from kvllm.config import require
-from kvllm.llm import DEFAULT_MODEL
+from kvllm.engine_args import DEFAULT_MODEL
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 256

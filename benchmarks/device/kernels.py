@@ -150,7 +150,7 @@ def time_attention(
     kv_pairs = sum(indices[-1] + 1 for indices in last_kv_index)
     attended = sum(index + 1 for indices in last_kv_index for index in indices)
     num_tokens = sum(map(len, last_kv_index))
-    kv_bytes = 2 * kv_pairs * shape.kv_heads * shape.cache(1, block_size, kv_format).vector_bytes
+    kv_bytes = kv_pairs * shape.kv_heads * shape.cache(1, block_size, kv_format).pair_bytes
     num_bytes = kv_bytes + 2 * num_tokens * shape.heads * shape.head_dim * shape.dtype.itemsize
     flops = 4 * attended * shape.heads * shape.head_dim
     prepare = partial(attention_calls, clock.target, shape, name, last_kv_index, block_size, kv_bytes, kv_format)
@@ -190,12 +190,13 @@ def attention_calls(
 
 def fill(target: Target, cache: PagedKVCache) -> None:
     """Random numbers; in a quantized cache, codes with scales of one."""
-    if cache.codec is None:
+    if cache.shape.kv_format is None:
         cache.data.normal_(generator=target.generator())
     else:
-        codes, words = cache.parts
-        codes.random_(0, 100, generator=target.generator())  # none of which is a NaN in float8
-        words.fill_(0x3F803F80)
+        for plane in cache.planes:
+            codes, words = plane.parts
+            codes.random_(0, 100, generator=target.generator())  # none of which is a NaN in float8
+            words.fill_(0x3F803F80)
 
 
 def over(name: str, cache: PagedKVCache, shape: Shape) -> AttentionBackend:
@@ -222,10 +223,10 @@ def time_movement(clock: Clock, shape: Shape, name: str, make: MakeOperations) -
 
 def time_store(clock: Clock, shape: Shape, name: str, make: MakeOperations, kv_format: KVFormat | None = None) -> None:
     stored = f" in {kv_format.name}" if kv_format else ""
-    of_vector = shape.head_dim * shape.dtype.itemsize + shape.cache(1, 16, kv_format).vector_bytes
+    of_pair = 2 * shape.head_dim * shape.dtype.itemsize + shape.cache(1, 16, kv_format).pair_bytes
     for tokens in clock.target.size((128, 2048), (4,)):
         prepare = partial(store_calls, clock.target, shape, make, tokens, kv_format)
-        num_bytes = 2 * tokens * shape.kv_heads * of_vector
+        num_bytes = tokens * shape.kv_heads * of_pair
         clock.time(f"{name}: store {tokens} tokens{stored}", prepare, num_bytes, host=name == "torch")
 
 
