@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvllm.attention.base import AttentionBackend, AttentionBatch
+from kvllm.attention.base import AttentionBackend
 from kvllm.attention.context import AttentionContext, PartedAttention
 from kvllm.compression.mass import Softmax
 from kvllm.compression.model_inputs import WithModelInputs
@@ -28,6 +28,7 @@ from kvllm.kvcache.compaction import pad, region_indices
 from kvllm.kvcache.ops.base import KVOperations
 from kvllm.worker.attention_state import AttentionMass, RaggedLengths
 from kvllm.worker.observed_scores import ObservedScores
+from kvllm.worker.read_batch import read_batch
 from kvllm.worker.recall import Recall
 from kvllm.worker.state import BlockTables, SequenceState
 from kvllm.worker.timing import PhaseClock
@@ -331,12 +332,7 @@ class Compressor:
         table_slots = [state.table_slot for state in states]
         dropped = np.array([state.logical_length for state in states]) - part.tables.kv_lengths(states)
         index = positions - dropped[:, None]  # such a KV pair lies behind everything that was dropped
-        num_blocks = int(index.max()) // self.block_size + 1
-        batch = AttentionBatch(
-            query_start_loc=torch.arange(0, index.size + 1, positions.shape[1], dtype=torch.int32, device=device),
-            last_kv_index=to_device(index.astype(np.int32).ravel(), device),
-            block_tables=to_device(part.tables.table[table_slots, :num_blocks], device),
-        )
+        batch = read_batch(part.tables, table_slots, index, device)
         if self.ragged:
             batch = replace(batch, **self.ragged.of(table_slots))
         return AttentionContext(self.backend, self.operations, self.backend.plan(batch), slot_mapping=None)
