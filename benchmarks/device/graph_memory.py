@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.common.internals import runner_of
 from benchmarks.device.log import Figures, Log
 from benchmarks.device.shapes import LLAMA_8B, write_shape
 from benchmarks.device.target import Target
@@ -27,14 +28,16 @@ def run(target: Target, log: Log) -> None:
 
 @torch.inference_mode()
 def graph_memory(target: Target) -> Figures:
-    runner = make_llm(target).llm_engine.executor.runner
+    runner = runner_of(make_llm(target))
     expected = measure_graphs(runner, NUM_BLOCKS)
     free = [free_bytes(target)]
     runner.use_graphs(cuda_capture(), NUM_BLOCKS, largest_alone=True)
     free.append(free_bytes(target))
-    others = runner.graphs.batch_sizes()[1:]
+    graphs = runner.graphs
+    assert graphs is not None  # they were turned on
+    others = graphs.batch_sizes()[1:]
     for sizes in (others[:1], others[1:]):
-        runner.graphs.capture(sizes)
+        graphs.capture(sizes)
         free.append(free_bytes(target))
     return {
         "graphs": 1 + len(others),

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.common import accuracy, command_line, machine, report
-from benchmarks.common.questions import QuestionSource
+from benchmarks.common.questions import QuestionSource, ReasonerQuestions
 from benchmarks.common.teacher_forcing import feed
 from benchmarks.common.trials import REASONER
 from benchmarks.reasoner.tasks import DEFAULT_TASK
@@ -41,10 +41,9 @@ class Text(NamedTuple):
 def make_texts(args: argparse.Namespace) -> list[Text]:
     encode = load_tokenizer(accuracy.path_of(args)).encode
     if args.text is None:
-        source = QuestionSource(
-            task=DEFAULT_TASK, sizes=accuracy.SIZES, count=args.texts, seed=1, dataset=None, limit=1
-        )
-        return [Text(encode(p.prompt), encode(p.working, add_special_tokens=False)) for p in source.load().problems]
+        source = QuestionSource(task=DEFAULT_TASK, sizes=accuracy.SIZES, count=args.texts)
+        problems = ReasonerQuestions(source).problems
+        return [Text(encode(p.prompt), encode(p.working, add_special_tokens=False)) for p in problems]
     require(Path(args.text).is_file(), "--text", args.text, "an existing file")
     token_ids = encode(Path(args.text).read_text())
     starts = range(0, len(token_ids) - args.length + 1, args.length)

@@ -111,7 +111,8 @@ class Compressor:
         self.recall = recall
         self.method = METHODS[config.method]
         self.select = select or self.method
-        self.score, self.choose = (select or self.method).score, self.method.choose
+        self.score: Callable[..., torch.Tensor] = (select or self.method).score
+        self.choose = self.method.choose
         self.carries = config.spec.carries
         self.query_tokens = QueryTokens.of(config)
         self.options = config.options

@@ -39,10 +39,11 @@ def stream(server: ServerProcess) -> tuple[str, int]:
 
 
 def workers(server: ServerProcess, kind: str) -> list[psutil.Process]:
+    """Those that run. A killed process stays in the list of processes until its parent has asked for its end."""
     found = []
     for process in psutil.Process(server.process.pid).children(recursive=True):
         try:
-            if f"ray::{kind}" in process.name():
+            if f"ray::{kind}" in process.name() and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except psutil.NoSuchProcess:  # it has just ended
             continue
@@ -71,7 +72,11 @@ def test_streams_go_on_when_a_worker_is_killed(option: str, kind: str) -> None:
             assert [each.result(120) for each in streams] == [expected] * STREAMS
         assert server.request("/health")[0] == 200
         assert stream(server) == expected
-        wait_until(lambda: len(workers(server, kind)) == 2, "another worker in its place")
+        wait_until(
+            lambda: len(workers(server, kind)) == 2,
+            "another worker in its place",
+            state=lambda: (workers(server, kind), server.log),
+        )
         assert victim.pid not in {process.pid for process in workers(server, kind)}
     finally:
         assert server.stop() == 0

@@ -242,7 +242,10 @@ class _RemoteReplica:
         return answer
 
     def check(self) -> None:
-        """Raises ReplicaLost if it hangs."""
+        """Raises ReplicaLost if it hangs, or Ray has not started it in time."""
+        late = not self.loaded and time.monotonic() > self.begin + START_SECONDS
+        if late and not ray.wait([self._ready], timeout=0)[0]:
+            raise ReplicaLost(f"a replica has not started in {START_SECONDS:g} s")
         if complaint := self.hang_detector.complaint(time.monotonic()):
             raise ReplicaLost(f"a replica (pid {self.pid}) {complaint}")
 
