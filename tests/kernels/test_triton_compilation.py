@@ -76,9 +76,10 @@ def compile_kernels(capability: int, every_shape: bool) -> None:
             launch_attention(dtype, head_dim)
             if dtype == torch.bfloat16 and head_dim in ((128, 256) if every_shape else (128,)):
                 launch_quantized(head_dim, [name for name in KV_FORMATS if name != "fp8_e4m3" or capability >= 90])
-        launch_elementwise(dtype)
-    for num_sequences in (1, 2, 3, 16, 33):
-        launch_batch(num_sequences)
+        launch_elementwise(dtype, 3)
+    for number in (1, 2, 3, 16, 33):
+        launch_batch(number)
+        launch_rows(number)
     launch_sampling()
     again = {str(name) for (name, *_), hashes in variants.items() if len(hashes) > 1}
     print(json.dumps([compiled, sorted(again)]))
@@ -206,31 +207,46 @@ def launch_batch(num_sequences: int) -> None:
         operations.compact(ints(2, num_sequences, 1, 3 + num_sequences, dtype=torch.int64), blocks, blocks)
 
 
+def launch_rows(number: int) -> None:
+    """What depends on how many tokens, rows of logits or windows there are, of a model of 16 bits."""
+    from kvllm.kernels.scores import window_scores
+
+    launch_elementwise(torch.bfloat16, number)
+    launch_draws(number, torch.bfloat16, top_k=True, top_p=True)
+    queries = torch.zeros(number, 16 + number, 32, 128, dtype=torch.bfloat16).transpose(1, 2)
+    window_scores(queries, torch.zeros(number, 8, 16 + number, 128, dtype=torch.bfloat16), number, 0.1)
+
+
 def launch_sampling() -> None:
     """Logits of a model of 16 bits; those that were changed, and are of 32, with the filter that most requests have."""
+    for top_k, top_p in itertools.product((False, True), repeat=2):
+        launch_draws(3, torch.bfloat16, top_k=top_k, top_p=top_p)
+    launch_draws(3, torch.float32, top_k=False, top_p=True)
+
+
+def launch_draws(rows: int, dtype: torch.dtype, **filtered: bool) -> None:
     from kvllm.kernels.sampling import Maxima, draw
 
-    for rows, dtype in ((1, torch.bfloat16), (3, torch.bfloat16), (3, torch.float32)):
-        logits, filters = torch.zeros(rows, 128256, dtype=dtype), torch.zeros(rows, 5, dtype=torch.float64)
-        maxima = Maxima.of(logits)
-        maxima.most_likely()
-        for top_k, top_p in itertools.product((False, True), repeat=2) if dtype == torch.bfloat16 else [(False, True)]:
-            draw(logits, maxima, torch.zeros(rows, dtype=torch.int64), filters, top_k=top_k, top_p=top_p)
+    logits, filters = torch.zeros(rows, 128256, dtype=dtype), torch.zeros(rows, 5, dtype=torch.float64)
+    maxima = Maxima.of(logits)
+    maxima.most_likely()
+    draw(logits, maxima, torch.zeros(rows, dtype=torch.int64), filters, **filtered)
 
 
-def launch_elementwise(dtype: torch.dtype) -> None:
+def launch_elementwise(dtype: torch.dtype, rows: int) -> None:
+    """Of a layer, between its products; and the products with its experts, of few rows each and of many."""
     from kvllm.kernels import elementwise
     from kvllm.kernels.grouped_linear import grouped_linear
 
-    x, weight = torch.zeros(3, 6144, dtype=dtype), torch.zeros(6144, dtype=dtype)
+    x, weight = torch.zeros(rows, 6144, dtype=dtype), torch.zeros(6144, dtype=dtype)
     elementwise.rms_norm(x, weight, 1e-6)
     elementwise.add_rms_norm(x, x, weight, 1e-6)
     elementwise.silu_mul(x)
-    experts, bias = torch.zeros(8, 96, 6144, dtype=dtype), torch.zeros(8, 96, dtype=dtype)
-    for rows in (3, 300):
-        grouped_linear(torch.zeros(rows, 6144, dtype=dtype), experts, bias, torch.zeros(8, dtype=torch.int64))
-        grouped_linear(torch.zeros(rows, 6144, dtype=dtype), experts, None, torch.zeros(8, dtype=torch.int64))
-    positions, table = torch.zeros(3, dtype=torch.int64), torch.zeros(9, 128)
+    experts, bias, ends = (torch.zeros(8, *size, dtype=dtype) for size in ((96, 6144), (96,), ()))
+    for of_experts in (x, torch.zeros(300 + rows, 6144, dtype=dtype)):
+        grouped_linear(of_experts, experts, bias, ends.long())
+        grouped_linear(of_experts, experts, None, ends.long())
+    positions, table = torch.zeros(rows, dtype=torch.int64), torch.zeros(9, 128)
     elementwise.rotary(x, positions, table, 32, 8, 128)
     elementwise.rotary(x, positions, table, 32, 8, 128, weight[:128], weight[:128])
 
