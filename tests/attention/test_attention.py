@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvllm.attention.base import AttentionBatch, ScoredChunk, ScoreWindows
+from kvllm.attention.base import AttentionBackend, AttentionBatch, ScoredChunk, ScoreWindows
 from kvllm.attention.layer import LayerAttention
 from kvllm.attention.registry import make_backend
 from kvllm.errors import ConfigError
@@ -251,30 +251,32 @@ def test_scores_of_windows(options: str) -> None:
     attention_cases.assert_scores("cpu", attention_cases.OPTIONS[options])
 
 
+@pytest.mark.parametrize("options", ["plain", "soft cap", "sinks"])
 @pytest.mark.parametrize("windows", attention_cases.WINDOWS, ids=str)
-@pytest.mark.parametrize("chunk", [1, 7, 50, 200])
-def test_chunks_of_query_tokens_add_what_single_ones_do(windows: ScoreWindows, chunk: int) -> None:
+def test_chunks_of_query_tokens_add_what_single_ones_do(windows: ScoreWindows, options: str) -> None:
     """A sequence's tokens one by one through the kernel, and in chunks through the second product."""
-    case = attention_cases.make_case([list(range(700))], group=2, head_dim=32)
-    singly, in_chunks = (torch.full((1, case.cache.num_blocks, 2, 16), torch.nan) for _ in range(2))
-    start = torch.tensor([16], dtype=torch.int32)
-
-    def batch(begin: int, end: int) -> AttentionBatch:
-        loc, index = torch.tensor([0, end - begin], dtype=torch.int32), torch.arange(begin, end, dtype=torch.int32)
-        chunks = (ScoredChunk(0, 0, end - begin, begin, 16),)
-        return AttentionBatch(loc, index, case.batch.block_tables, windows=windows, scored_chunks=chunks)
-
-    backend = case.backend("cpu")
-    case.cache.scores = singly
-    for i in range(16, 700):
-        backend.run(0, case.queries[i : i + 1], backend.plan(replace(batch(i, i + 1), window_start=start)))
-    case.cache.scores = in_chunks
-    scoring = ScoringBackend(backend, make_operations(case.cache))
-    for begin in range(0, 700, chunk):
-        end = min(begin + chunk, 700)
-        scoring.run(0, case.queries[begin:end], scoring.plan(batch(begin, end)))
+    case = make_case([list(range(700))], group=2, head_dim=32)
+    case = with_options(case, attention_cases.OPTIONS[options])
+    backend, start = case.backend("cpu"), torch.tensor([16], dtype=torch.int32)
     block, offset = case.batch.block_tables[0, torch.arange(16, 700) // 16].long(), torch.arange(16, 700) % 16
     scored = (torch.arange(684) % windows.stride) < windows.num_scored
-    expected, found = singly[0, block, :, offset], in_chunks[0, block, :, offset]
-    torch.testing.assert_close(found[scored], expected[scored], atol=1e-5, rtol=1e-5)
+
+    def run(backend: AttentionBackend, begin: int, end: int, window_start: torch.Tensor | None = None) -> None:
+        loc, index = torch.tensor([0, end - begin], dtype=torch.int32), torch.arange(begin, end, dtype=torch.int32)
+        chunks = (ScoredChunk(0, 0, end - begin, begin, 16),)
+        batch = AttentionBatch(loc, index, case.batch.block_tables, windows=windows, scored_chunks=chunks)
+        plan = backend.plan(replace(batch, window_start=window_start))
+        backend.run(0, case.queries[begin:end], plan, case.sinks)
+
+    case.cache.scores = torch.full((1, case.cache.num_blocks, 2, 16), torch.nan)
+    for i in range(16, 700):
+        run(backend, i, i + 1, window_start=start)
+    expected = case.cache.scores[0, block, :, offset]
     assert not expected[scored].isnan().any() and expected[~scored].isnan().all()
+    scoring = ScoringBackend(backend, make_operations(case.cache))
+    for chunk in (1, 7, 50, 200):
+        case.cache.scores.fill_(torch.nan)
+        for begin in range(0, 700, chunk):
+            run(scoring, begin, min(begin + chunk, 700))
+        found = case.cache.scores[0, block, :, offset]
+        torch.testing.assert_close(found[scored], expected[scored], atol=1e-5, rtol=1e-5)
