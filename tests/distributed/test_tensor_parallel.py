@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +32,16 @@ from benchmarks import worker_faults
 from kvllm import LLM, CheckpointError, CompressionConfig, ConfigError, KvLLMError, RequestOutput, SamplingParams
 from kvllm.compression.registry import METHODS
 from kvllm.config import LayerGroup
-from kvllm.core.executor import BlockingExecutor
-from kvllm.core.protocol import StepPlan, StepResult, TransferReport, decode_plan, encode
+from kvllm.core.protocol import TransferReport
 from kvllm.distributed import worker_group
 from kvllm.distributed.hang_detector import HangDetector
-from kvllm.distributed.shared_memory import BUFFER_BYTES, SharedMemoryShard, create_memory
+from kvllm.distributed.shared_memory import BUFFER_BYTES, SharedMemoryShard
 from kvllm.distributed.transfers import TransfersOfRanks
 from kvllm.errors import WorkerError
-from kvllm.models.config import load_model_config
 from kvllm.parallel import Shard, SingleRank
-from kvllm.worker.build import RunnerSettings, make_runner
 from tests.helpers.checkpoints import add_statistics, make_checkpoint
 from tests.helpers.engines import greedy, make_llm, random_prompts, tokens
+from tests.helpers.thread_executor import ThreadExecutor, on_threads, shared_memory_shards
 from tests.helpers.waiting import wait_until
 
 ray = pytest.importorskip("ray", reason="needs ray: pip install ray")
@@ -138,22 +136,10 @@ def test_nothing_is_left_when_the_engine_is_ended(
 # Collectives
 
 
-def on_threads(world_size: int, work: Callable[[int], Any]) -> list[Any]:
-    with ThreadPoolExecutor(world_size) as pool:
-        return list(pool.map(work, range(world_size)))
-
-
 @pytest.fixture
 def shards() -> Iterator[Callable[..., list[SharedMemoryShard]]]:
-    descriptors: list[int] = []
-
-    def make(world_size: int, timeout: float = 120) -> list[SharedMemoryShard]:
-        descriptors.append(create_memory(world_size))
-        return [SharedMemoryShard(rank, world_size, descriptors[-1], timeout) for rank in range(world_size)]
-
-    yield make
-    for descriptor in descriptors:
-        os.close(descriptor)
+    with ExitStack() as stack:
+        yield lambda *args, **options: stack.enter_context(shared_memory_shards(*args, **options))
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -186,35 +172,6 @@ def test_a_collective_does_not_wait_for_ever(shards) -> None:
 
 
 # What survives
-
-
-class ThreadExecutor(BlockingExecutor):
-    """One runner for each rank, each in a thread. Records the offsets that every call of the method keeps, by rank."""
-
-    def __init__(self, llm: LLM, path: Path, shards: list[Shard]) -> None:
-        settings = RunnerSettings(str(path), load_model_config(path), llm.config, "float32", "auto", "auto")
-        self.runners = on_threads(len(shards), lambda rank: make_runner(settings, shards[rank], torch.device("cpu")))
-        self.kept: list[list[torch.Tensor]] = [[] for _ in shards]
-        for runner, kept in zip(self.runners, self.kept, strict=True):
-            runner.compressor.select = self._recording(runner.compressor.select, kept)
-            runner.compressor.choose = self._recording(runner.compressor.choose, kept)
-
-    @staticmethod
-    def _recording(select: Callable[..., torch.Tensor], kept: list[torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def call(*args: Any, **options: Any) -> torch.Tensor:
-            kept.append(select(*args, **options))
-            return kept[-1]
-
-        return call
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        plan_bytes = encode(plan)
-        results = on_threads(len(self.runners), lambda rank: self.runners[rank].execute(decode_plan(plan_bytes)))
-        assert not any(result.tokens for result in results[1:])  # they do not sample
-        return results[0]
-
-    def close(self) -> None:
-        pass
 
 
 def compression_of(method: str) -> CompressionConfig:

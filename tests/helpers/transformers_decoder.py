@@ -33,8 +33,12 @@ class TransformersDecoder:
             path, dtype=torch.float64, attn_implementation="written_out", experts_implementation="eager"
         ).eval()
         self.statistics: dict[str, Tensor] = {}
-        self.frequencies = self.model.model.rotary_emb.inv_freq.float()
         self._softmax: list[Softmax] = []
+
+    @property
+    def frequencies(self) -> Tensor:
+        """The rotation's, of models whose layers all have the same."""
+        return self.model.model.rotary_emb.inv_freq.float()
 
     def softmax(self, layer: int) -> Softmax:
         """The softmax of a layer in the passes so far."""

@@ -6,36 +6,42 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from kvllm import CompressionConfig
+from kvllm import LLM, CompressionConfig
 from kvllm.engine_args import EngineArgs
-from kvllm.kvcache.groups import UNIFORM
 from kvllm.models.config import load_model_config
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.engines import assert_greedy, greedy, make_llm, random_prompts, tokens
 from tests.helpers.families import FAMILIES
+from tests.helpers.recorder import Recorder, assert_dense
+from tests.helpers.thread_executor import ThreadExecutor, shared_memory_shards
+from tests.helpers.transformers_decoder import TransformersDecoder
 
 CASES = (
     "llama-yarn",
     "llama-biases",
     "mistral-window",
+    "ministral",
     "ministral3",
     "mixtral",
+    "qwen2-last-windows",
+    "qwen3-named-windows",
     "qwen3-moe",
     "phi4-mini",
     "gemma2",
     "gemma3",
     "gpt-oss",
 )
-CROWDED: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
-OPTIONS: dict[str, Any] = {"period": 8, "window_blocks": 3, "buffer": 4, "chunk_budget": 4}
+COMPRESSION: dict[str, Any] = {"period": 8, "window_blocks": 3, "retain_blocks": 1, "buffer": 4, "chunk_budget": 4}
 
 
-def crowded(checkpoint: Path) -> dict[str, Any]:
-    """Options with a pool that the longest sequence nearly fills, where layers have windows."""
-    groups = EngineArgs(checkpoint, block_size=16, **CROWDED).engine_config.kv_groups
-    alone = sum(group.most_blocks(228, 16, 64) for group in groups)
-    return CROWDED | {"num_gpu_blocks_override": 40 if groups == UNIFORM else alone + 4}
+def crowded(checkpoint: Path, new_tokens: int, block_size: int = 16) -> dict[str, Any]:
+    """Options with a pool that the longest sequence nearly fills."""
+    options: dict[str, Any] = {"block_size": block_size, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    groups = EngineArgs(checkpoint, **options).engine_config.kv_groups
+    alone = sum(group.most_blocks(100 + new_tokens, block_size, 64) for group in groups)
+    return options | {"num_gpu_blocks_override": alone + 4}
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -47,29 +53,64 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: Path) -> list[list[int]]:
-    """The tokens of an engine with too few blocks, which are transformers'; and the same from cached prefixes."""
-    llm, prompts = make_llm(checkpoint, **crowded(checkpoint)), random_prompts(256)
+    """The tokens of an engine with too few blocks, which are transformers'."""
+    llm, prompts = make_llm(checkpoint, **crowded(checkpoint, 128)), random_prompts(256)
     found = tokens(llm, prompts)
     assert_greedy(checkpoint, prompts, found)
-    assert llm.stats().preemptions > 0
-    tokens(llm, prompts[-1:], greedy(1))  # the window behind the prompt may have been lost in the crowd
-    again = llm.generate(prompts[-1:], greedy(), use_tqdm=False)[0]
-    assert again.outputs[0].token_ids == found[-1] and again.metrics.num_cached_tokens == 96
+    assert_crowded_and_cached(llm, prompts[-1], found[-1])
     return found
+
+
+def assert_crowded_and_cached(llm: LLM, prompt: dict, expected: list[int]) -> None:
+    """Sequences were preempted, and a prompt's cached blocks give the tokens that it gave before."""
+    assert llm.stats().preemptions > 0
+    tokens(llm, [prompt], greedy(1))  # the window behind the prompt may have been lost in the crowd
+    again = llm.generate([prompt], greedy(len(expected)), use_tqdm=False)[0]
+    assert again.outputs[0].token_ids == expected and again.metrics.num_cached_tokens == 96
 
 
 def test_greedy_tokens_are_those_of_transformers(expected: list[list[int]]) -> None:
     assert [len(each) for each in expected] == [128] * 8
 
 
-def test_compression(checkpoint: Path, expected: list[list[int]]) -> None:
-    """Retention of everything changes no token, and what is kept does not depend on the backend."""
-    windows = {layer.window for layer in load_model_config(checkpoint).layers}
-    if windows and None not in windows:
+def test_two_ranks(checkpoint: Path, expected: list[list[int]]) -> None:
+    llm, prompts = make_llm(checkpoint, **crowded(checkpoint, 32)), random_prompts(256)
+    with shared_memory_shards(2) as shards:
+        llm.llm_engine.executor = ThreadExecutor(llm, checkpoint, shards)
+        assert tokens(llm, prompts, greedy(32)) == [each[:32] for each in expected]
+        assert_crowded_and_cached(llm, prompts[-1], expected[-1][:32])
+
+
+def compressed_tokens(llm: LLM) -> list[list[int]]:
+    found = tokens(llm, random_prompts(256, lengths=(1, 17, 40, 63, 100)), greedy(40))
+    assert llm.stats().windows_compressed >= 5
+    return found
+
+
+def test_compression(checkpoint: Path) -> None:
+    """Logits are those of transformers, whose full layers attend what survived; two ranks give the same tokens."""
+    windows = [layer.window for layer in load_model_config(checkpoint).layers] or [None] * 3
+    if None not in windows:
         pytest.skip("layers with a window are not compressed")
-    prompts, options = random_prompts(256), OPTIONS | ({"method": "keydiff"} if windows else {})
-    whole = CompressionConfig(retain_blocks=3, **options)
-    assert tokens(make_llm(checkpoint, compression=whole), prompts) == expected
-    llm = make_llm(checkpoint, compression=CompressionConfig(retain_blocks=1, **options), **crowded(checkpoint))
-    assert [len(each) for each in tokens(llm, prompts)] == [128] * 8
-    assert llm.stats().windows_compressed >= 8
+    method = "kara" if set(windows) == {None} else "keydiff"  # which needs no queries again
+    options = crowded(checkpoint, 40, block_size=8)
+    options["compression"] = CompressionConfig(method=method, **COMPRESSION)
+    llm = make_llm(checkpoint, **options)
+    recorder = llm.llm_engine.executor = Recorder(llm.llm_engine.executor.runner, llm.config)
+    found = compressed_tokens(llm)
+    decoder = TransformersDecoder(checkpoint)
+    for text in recorder.texts:
+        if text.logits:  # else it was preempted before it was back
+            text.visible = with_windows(text.visible, windows)
+            assert_dense(decoder, text, tolerance=1e-4)  # transformers rotates in 32 bits
+    llm = make_llm(checkpoint, **options)
+    with shared_memory_shards(2) as shards:
+        llm.llm_engine.executor = ThreadExecutor(llm, checkpoint, shards)
+        assert compressed_tokens(llm) == found
+
+
+def with_windows(visible: torch.Tensor, windows: list[int | None]) -> torch.Tensor:
+    """What full layers see -> what all see: `[layers, kv_heads, tokens, positions]`."""
+    full, rows = iter(visible), torch.arange(visible.shape[-1])
+    seen = [rows > rows[:, None] - window if window else next(full) for window in windows]
+    return torch.stack([(each & (rows <= rows[:, None])).expand_as(visible[0]) for each in seen])
