@@ -1,6 +1,7 @@
-"""Shares of a window for each layer, from what a checkpoint's layers lose: a file beside the checkpoint.
+"""Shares of a window for each layer: from what a checkpoint's layers lose, or falling from layer to layer.
 
-`python -m benchmarks.quality.calibrate` writes the file from a text. This module imports no torch.
+What layers lose stands in a file beside the checkpoint, which `python -m benchmarks.quality.calibrate` writes from a
+text. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct, structs
 
+from kvllm.compression.layer_budgets import layer_budgets
 from kvllm.config import CompressionConfig, LayerGroup
 from kvllm.errors import CheckpointError
 
@@ -56,15 +58,17 @@ def read_losses(folder: Path, num_layers: int) -> LayerLosses:
 def resolve(
     compression: CompressionConfig | None, folder: Path, windows: Sequence[int | None], block_size: int
 ) -> CompressionConfig | None:
-    """A configuration with groups of layers in place of `layer_groups="auto"`.
+    """A configuration with groups of layers in place of `layer_groups="auto"` or "pyramid".
 
     windows: of each layer, None where it attends all tokens. Raises CheckpointError as `read_losses` does.
     """
-    if compression is None or compression.layer_groups != "auto":
+    if compression is None or not isinstance(compression.layer_groups, str):
         return compression
-    losses = read_losses(folder, len(windows))
     layers = [layer for layer, window in enumerate(windows) if window is None]
-    blocks = propose(losses, layers, compression, block_size)
+    if compression.layer_groups == "pyramid":
+        blocks = falling_line(len(layers), compression, block_size)
+    else:
+        blocks = propose(read_losses(folder, len(windows)), layers, compression, block_size)
     groups = [
         LayerGroup(tuple(layer for layer, own in zip(layers, blocks, strict=True) if own == kept), kept)
         for kept in sorted(set(blocks))
@@ -75,7 +79,7 @@ def resolve(
 def propose(losses: LayerLosses, layers: Sequence[int], compression: CompressionConfig, block_size: int) -> list[int]:
     """Blocks of a window that each of some layers keeps, `retain_blocks` in the mean. Together they lose least."""
     most, buffer = compression.window_blocks, compression.buffer
-    least = max(1, -(-buffer // block_size))
+    least = _least_blocks(compression, block_size)
     scored = most * block_size - buffer
 
     def loss(layer: int, blocks: int) -> float:
@@ -91,3 +95,15 @@ def propose(losses: LayerLosses, layers: Sequence[int], compression: Compression
             1  # losses fall ever more slowly, so the next block goes where most is
         )
     return kept
+
+
+def falling_line(num_layers: int, compression: CompressionConfig, block_size: int) -> list[int]:
+    """Blocks of a window that each of some layers keeps, `retain_blocks` in the mean: budgets of PyramidKV."""
+    least = min(_least_blocks(compression, block_size), compression.retain_blocks)
+    budgets = layer_budgets(num_layers, compression.window_blocks, compression.retain_blocks, least)
+    return [least + budget for budget in budgets]
+
+
+def _least_blocks(compression: CompressionConfig, block_size: int) -> int:
+    """Blocks that hold the buffer, which every layer keeps."""
+    return max(1, -(-compression.buffer // block_size))

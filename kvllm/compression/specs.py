@@ -100,7 +100,10 @@ class MethodSpec:
                 f'policy="threshold", not {policy!r}'
             )
         if policy != "threshold" and self.ragged:
-            return f'it keeps more in some layers or heads than in others: use policy="threshold", not {policy!r}'
+            return (
+                f'it keeps more in some layers or heads than in others: use policy="threshold", not {policy!r}, or '
+                "another method with layer_groups, by which layers keep different shares of a window"
+            )
         return None
 
 

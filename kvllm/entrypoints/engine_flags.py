@@ -65,7 +65,7 @@ def parse_compression(text: str) -> CompressionConfig | None:
                 f"--compression: {setting!r} is no setting: write none, or name=value with {', '.join(types)}"
             )
         try:
-            if name == "layer_groups" and value != "auto":
+            if name == "layer_groups" and value not in ("auto", "pyramid"):
                 options[name] = _layer_groups(value)
                 continue
             options[name] = msgspec.convert(value, types[name], strict=False)

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from kvllm import LLM, CompressionConfig, ConfigError, SamplingParams
-from kvllm.compression.methods.pyramidkv import layer_budgets
 from kvllm.config import LayerGroup
 from kvllm.kvcache.groups import KVGroup
 from tests.helpers.checkpoints import make_checkpoint
@@ -109,13 +108,11 @@ def test_blocks_saved_are_real(checkpoint: Path) -> None:
 
 def test_the_falling_line_of_pyramidkv_gives_blocks_back(checkpoint: Path) -> None:
     """SnapKV's scores by windows, of which layers keep PyramidKV's budgets in blocks: two in the mean."""
-    budgets = layer_budgets(LAYERS, length=3, retain=2, buffer=0)
-    assert budgets == sorted(budgets, reverse=True) and sum(budgets) == 2 * LAYERS and len(set(budgets)) > 1
-    groups = [LayerGroup((layer,), blocks) for layer, blocks in enumerate(budgets)]
     falling = CompressionConfig(
-        method="snapkv", query_window=4, window_blocks=3, layer_groups=groups, buffer=4, period=4
+        method="snapkv", query_window=4, window_blocks=3, retain_blocks=2, layer_groups="pyramid", buffer=4, period=4
     )
     llm, recorder = recorded(checkpoint, compression=falling)
+    assert llm.config.compression.retained_by_layer([None] * LAYERS) == [3, 2, 2, 2, 1]
     run_poisoned(llm, random_token_ids(5, 50, seed=1), SamplingParams(max_tokens=60, ignore_eos=True))
     stats = llm.stats()
     assert stats.windows_compressed >= 3 and stats.blocks_released == stats.windows_compressed * LAYERS
