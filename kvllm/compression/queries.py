@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 PAIRS_PER_TOKEN = 8
 """KV pairs whose scores count as much in the token budget as one token that goes through the model."""
+PAIRS_PER_DECODE = 64
+"""KV pairs that are scored and chosen from in at most the time of one sequence's decode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,3 +64,13 @@ def window_tokens(config: CompressionConfig, size: int) -> int:
     """Tokens of a step's budget that compressing a window of `size` KV pairs takes: the query tokens, or the KV pairs
     that are scored, if these weigh more."""
     return max(QueryTokens.of(config).count(size), -(-size // PAIRS_PER_TOKEN))
+
+
+def windows_beside(config: CompressionConfig, size: int, decodes: int) -> int:
+    """Windows of `size` KV pairs that a step may compress beside so many decodes, at least one.
+
+    They take about half as long as the decodes: half as many query tokens, or as many KV pairs as are scored in that
+    time. So the time between two tokens stays within 1.5 times its usual length, unless a single window takes longer.
+    """
+    cost = max(QueryTokens.of(config).count(size), -(-size // PAIRS_PER_DECODE))
+    return max(1, decodes // 2 // cost)

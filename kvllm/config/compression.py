@@ -50,8 +50,9 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
             `max_sequences` sequences), "pressure" (only while blocks are short, and only what is needed to make them
             last `period` steps more), "standalone" (each sequence whenever its tail fills a window; block_size 1) or
             "threshold" (a sequence's whole cache, once it has `threshold_tokens` KV pairs, to `budget_tokens`).
-        max_sequences: most sequences that an event compresses. None: 30, as in the paper, where queries are recomputed;
-            without that an event costs little, and has no limit but the tokens of its step.
+        max_sequences: most sequences that an event compresses, together as far as the tokens of a step allow. None: 30,
+            as in the paper, where queries are recomputed, and without that all; spread over as many steps as it takes,
+            so that none of them is half as long again as a step without an event, or compresses more than one window.
         window_blocks: blocks of one window, the trailing full blocks that were never compressed.
         retain_blocks: whole blocks kept of a window. A whole number of blocks leaves the partial last block in place.
         retain_tokens: KV pairs kept of a window, buffer included; overrides `retain_blocks` (the paper: 257 of 768).

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from msgspec import structs
 
-from kvllm.compression.queries import window_tokens
+from kvllm.compression.queries import window_tokens, windows_beside
 from kvllm.config import CompressionConfig, EngineConfig, require
 from kvllm.core.protocol import CompressionJob
 from kvllm.core.regions import NothingDropped, Region, Regions, WholeCache, make_group_regions, make_regions
@@ -39,8 +39,9 @@ class EngineLoad:
 class CompressionPolicy(ABC):
     """Names the regions that are compressed now.
 
-    Called once per step with the decoding sequences, none of them finished or prefilling, in order of age. What does
-    not fit into the step's tokens waits for the next, so that no event keeps all sequences from decoding for long.
+    Called once per step with the decoding sequences, none of them finished or prefilling, in order of age. Unless
+    `max_sequences` is set, a step compresses as many windows as its decodes allow (`windows_beside`), and the next
+    steps go on, so that no event keeps all sequences from decoding for long.
     """
 
     at_once: bool = False
@@ -169,6 +170,14 @@ class CompressionPolicy(ABC):
         later = set(first[1:])
         return [job for job in jobs if job[0].seq_id not in later]
 
+    def _windows_now(self, decoding: Sequences[Sequence], load: EngineLoad, least: int = 1) -> int:
+        """Windows that a step may compress, if they may wait: at least one, and `least` if there are tokens for them."""
+        size = self.config.window_blocks * self.regions.block_size
+        affordable = max(1, load.tokens // window_tokens(self.config, size))
+        if self.config.max_sequences is not None:  # an event of that size is asked for
+            return affordable
+        return min(affordable, max(least, windows_beside(self.config, size, len(decoding))))
+
     def is_restored(self, seq: Sequence) -> bool:
         """Whether a sequence is to be computed again, now that windows keep more. That is cheap behind its first
         window. It happens once at most, so that every sequence ends."""
@@ -191,14 +200,15 @@ class PeriodicPolicy(CompressionPolicy):
     The first event is not before more than a window's length of steps. It takes a sequence's trailing window, as in the
     paper; where scores are observed it takes the earliest one, since these belong to windows that follow each other. Of
     the eligible sequences those that stored most since they were last served go first (`order="most_uncompressed"`), so
-    none starves. An event for which the tokens of a step do not suffice, or in which windows wait for what is judged,
-    goes on in the following steps.
+    none starves. An event with more windows than a step may compress, or in which windows wait for what is judged, goes
+    on in the following steps, so fast that it ends before the next one.
     """
 
     def __init__(self, config: CompressionConfig, block_size: int, groups: Sequences[KVGroup] = UNIFORM) -> None:
         super().__init__(config, block_size, groups)
         self._last_event = 0
         self._left = 0  # sequences that the present event may still serve
+        self._pace = 1  # windows in a step with which it ends before the next one
 
     def _usual_region(self, seq: Sequence) -> Region | None:
         if not self.observes_scores:
@@ -208,7 +218,8 @@ class PeriodicPolicy(CompressionPolicy):
     def select(self, decoding: Sequences[Sequence], load: EngineLoad) -> list[Candidate]:
         steps = load.decode_steps
         due = steps > self.config.window_blocks * self.regions.block_size and steps % self.config.period == 0
-        if due and steps != self._last_event:  # steps without a decode do not move the clock
+        begins = due and steps != self._last_event  # steps without a decode do not move the clock
+        if begins:
             self._last_event = steps
             self._left = self.config.event_sequences
         if not self._left:
@@ -217,10 +228,12 @@ class PeriodicPolicy(CompressionPolicy):
         if self.config.order == "most_uncompressed":
             jobs.sort(key=lambda job: (job[0].carried_tail - job[0].uncompressed_tail, job[0].seq_id))
         jobs = jobs[: self._left]
+        if begins:
+            self._pace = -(-len(jobs) // self.config.period)
         now = self._in_turn(jobs)
-        affordable = max(1, load.tokens // window_tokens(self.config, now[0][1].size)) if now else 0
-        self._left = self._left - affordable if affordable < len(now) else len(jobs) - len(now)
-        return now[:affordable]
+        most = self._windows_now(decoding, load, self._pace)
+        self._left = self._left - most if most < len(now) else len(jobs) - len(now)
+        return now[:most]
 
 
 class StandalonePolicy(CompressionPolicy):
@@ -279,7 +292,7 @@ class PressurePolicy(CompressionPolicy):
     steps. Sequences go first whose released blocks serve longest for the query tokens that are recomputed; one that
     ends within `period` steps is left alone, unless the next step would have to preempt. The need is looked at once in
     a period, or when a preemption is near, so that windows are scored together; and in the steps behind, until it is
-    met. A step takes more tokens than it should only for blocks that are missing now.
+    met. A step compresses more windows than it should only for blocks that are missing now.
 
     Where scores are added up while sequences decode, that costs nothing while there is room for all: it begins when the
     running sequences could outgrow the pool. What they have stored until then stays, unless they are preempted.
@@ -307,7 +320,7 @@ class PressurePolicy(CompressionPolicy):
         jobs = [job for job in jobs if urgent > 0 or self._remaining(job[0]) > self.config.period]
         jobs.sort(key=self._order)
         now = jobs if urgent > 0 else self._in_turn(jobs)
-        chosen = self._enough(now[: self.config.event_sequences], needed, urgent, load.tokens)
+        chosen = self._enough(now[: self.config.event_sequences], needed, urgent, self._windows_now(decoding, load))
         self._unmet = self._unmet or len(now) < len(jobs)
         return chosen
 
@@ -319,22 +332,22 @@ class PressurePolicy(CompressionPolicy):
         scored = [seq for seq in decoding if seq.is_scored] if self.observes_scores else decoding
         return super().eligible(scored, may_wait=may_wait)
 
-    def _enough(self, jobs: list[Candidate], needed: int, urgent: int, tokens: int) -> list[Candidate]:
-        """The first windows that release `needed` blocks together, and of these the ones that fit into the tokens; but
-        at least one, and at least those that release `urgent` blocks."""
+    def _enough(self, jobs: list[Candidate], needed: int, urgent: int, most: int) -> list[Candidate]:
+        """The first windows that release `needed` blocks together, `most` of them at most; but at least those that
+        release `urgent` blocks."""
         released = 0
         chosen: list[Candidate] = []
         for seq, region in jobs:
             missing, missing_now = (number * self.regions.block_size - released for number in (needed, urgent))
             if missing <= 0:
                 break
-            each, cost = self.released(seq, region), window_tokens(self.config, region.size)
+            each = self.released(seq, region)
             wanted = min(region.count, -(-missing // each))
-            count = min(wanted, max(tokens // cost, -(-missing_now // each), 0 if chosen else 1))
+            count = min(wanted, max(most, -(-missing_now // each)))
             self._unmet = count < wanted
             if count <= 0:
                 break
-            tokens -= count * cost
+            most -= count
             released += count * each
             chosen.append((seq, replace(region, count=count)))
         return chosen

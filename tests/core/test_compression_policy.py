@@ -113,7 +113,7 @@ def test_paper_settings(load_vectors) -> None:
 def test_many_sequences(load_vectors) -> None:
     vectors, _ = load_vectors("periodic_policy")
     lengths = list(zip(vectors["many_prompt"].tolist(), vectors["many_gen"].tolist(), strict=True))
-    events, history = run(CompressionConfig(method="kara", retain_tokens=257), 256, lengths)
+    events, history = run(CompressionConfig(method="kara", retain_tokens=257, max_sequences=30), 256, lengths)
     assert events == vectors["many_events"].tolist()
     total = as_in_vectors(history, events)[:, :, 0].sum(1)
     assert (total == vectors["many_total"][: len(total)]).all()
@@ -128,17 +128,42 @@ def test_eligibility(load_vectors) -> None:
 def test_events_fall_on_multiples_of_the_period(load_vectors) -> None:
     vectors, _ = load_vectors("periodic_policy")
     lengths = [(10 * i, 2000) for i in range(1, 60)]
-    events, _ = run(CompressionConfig(method="kara"), 256, lengths)
+    events, _ = run(CompressionConfig(method="kara", max_sequences=30), 256, lengths)
     fired = sorted({event[0] for event in events})
     assert set(fired) <= set(vectors["fires"].tolist()) and fired[0] == vectors["fires"][0]
     assert all(sum(event[0] == step for event in events) <= 30 for step in fired)
 
 
-@pytest.mark.parametrize(("method", "most"), [("kara", 30), ("kara_sharp", 59), ("keydiff", 59)])
-def test_an_event_has_a_limit_where_queries_are_recomputed(method: str, most: int) -> None:
-    events, _ = run(CompressionConfig(method=method), 256, [(10, 1030)] * 59)
-    assert max(Counter(event[0] for event in events).values()) == most
-    assert CompressionConfig(method=method, max_sequences=7).event_sequences == 7
+@pytest.mark.parametrize(
+    ("method", "sequences", "period", "windows"),
+    [
+        ("kara", 59, 128, [1] * 30),  # a window has more query tokens than there are decodes
+        ("kara", 59, 16, [2] * 15),  # the event ends before the next one
+        ("kara_no_bi", 200, 128, [3] * 10),  # half of 200 decodes, 32 query tokens each
+        ("kara_sharp", 200, 128, [8] * 25),  # half of 200 decodes, 768 KV pairs / 64 each
+        ("keydiff", 59, 128, [2] * 29 + [1]),
+    ],
+)
+def test_an_event_is_spread_over_steps(method: str, sequences: int, period: int, windows: list[int]) -> None:
+    """So it takes half as long as the decodes of its steps, or a window. Where queries are recomputed, 30 sequences
+    take part."""
+    compression = CompressionConfig(method=method, period=period)
+    policy = PeriodicPolicy(compression, 256)
+    waiting = [decoding(i, 800) for i in range(sequences)]
+    for seq in waiting:
+        seq.block_table = [0] * 4
+    running, found = list(waiting), []
+    for step in range(896, 896 + period):
+        served = policy.select(running, EngineLoad(step, 1 << 20, 0, TOKENS))
+        for seq, region in served:
+            seq.compacted(region, 32, region.dropped)
+        found.append(len(served))
+    assert found == windows + [0] * (period - len(windows))
+
+
+def test_an_event_of_a_given_size_is_not_spread() -> None:
+    events, _ = run(CompressionConfig(method="kara_sharp", max_sequences=40), 256, [(10, 1030)] * 59)
+    assert max(Counter(event[0] for event in events).values()) == 40
 
 
 def test_standalone_schedule(load_vectors) -> None:
@@ -309,7 +334,7 @@ def test_the_same_requests_are_compressed_the_same_way_under_pressure() -> None:
 
 
 def pressure(**options: Any) -> PressurePolicy:
-    sizes = {"period": 8, "window_blocks": 4, "retain_blocks": 1, "buffer": 1}
+    sizes = {"period": 8, "window_blocks": 4, "retain_blocks": 1, "buffer": 1, "max_sequences": 9}
     return PressurePolicy(CompressionConfig(method="kara", policy="pressure", **(sizes | options)), 4)
 
 
@@ -402,6 +427,16 @@ def test_blocks_that_are_missing_now_come_before_the_tokens() -> None:
     sequences = [decoding(i, 20) for i in range(5)]  # each is about to begin a block
     assert chosen(pressure(), sequences, 1, tokens=0) == [0, 1]  # four are missing
     assert chosen(pressure(), sequences, 4, tokens=16) == [0]
+
+
+def test_under_pressure_an_event_is_spread_unless_blocks_are_missing_now() -> None:
+    """Of 40 decodes a window of 16 recomputed KV pairs takes its half. It releases three blocks."""
+    policy, sequences = pressure(max_sequences=None), [decoding(i, 18) for i in range(40)]
+    for steps in range(8, 11):
+        assert chosen(policy, sequences, 100, missing=9, steps=steps) == [0]
+    on_edge = [decoding(i, 20) for i in range(40)]  # each is about to begin a block
+    assert chosen(policy, on_edge, 28, missing=30, steps=11) == [0, 1, 2, 3]
+    assert chosen(policy, sequences[:1], 100, steps=12) == []
 
 
 def test_an_event_goes_on_until_its_sequences_are_served() -> None:

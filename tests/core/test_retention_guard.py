@@ -152,7 +152,7 @@ def test_later_windows_keep_more_and_those_of_the_same_step_do_not(policy: str) 
     if policy == "standalone":
         engine = Engine(config(policy=policy, window_blocks=32, retain_blocks=8), 1.0, 1600, block_size=1)
     else:
-        engine = Engine(config(policy=policy), 1.0, num_blocks=60 if policy == "pressure" else 400)
+        engine = Engine(config(policy=policy, max_sequences=2), 1.0, num_blocks=60 if policy == "pressure" else 400)
     for seq_id in range(2):
         engine.add(seq_id, 140)
     engine.run(150)
@@ -264,7 +264,7 @@ def test_a_first_window_lost_before_retention_rose_is_computed_again() -> None:
 
 def test_first_windows_go_together_when_blocks_are_missing_now() -> None:
     """Each of eight sequences fills its last block. A window releases six blocks, and a hundred are wanted."""
-    made = config(policy="pressure")
+    made = config(policy="pressure", max_sequences=8)
     found = make_policy(EngineConfig(num_blocks=900, block_size=BLOCK_SIZE, max_model_len=900, compression=made))
     assert found is not None
     sequences = [Sequence(i, "", [0] * 100, SamplingParams(), max_length=900, tail_start=0) for i in range(8)]

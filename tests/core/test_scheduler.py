@@ -449,7 +449,10 @@ def test_every_eligible_sequence_is_compressed_eventually() -> None:
 
 
 BUDGETED = {
-    "periodic": (4, CompressionConfig(method="kara", period=20, window_blocks=4, retain_blocks=1, buffer=1)),
+    "periodic": (
+        4,
+        CompressionConfig(method="kara", period=20, max_sequences=6, window_blocks=4, retain_blocks=1, buffer=1),
+    ),
     "prompts": (
         4,
         CompressionConfig(method="kara", period=1000, window_blocks=4, retain_blocks=1, buffer=1, compress_prompt=True),
