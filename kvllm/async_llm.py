@@ -194,6 +194,7 @@ class AsyncLLM:
         """The counters as they were after the last step."""
         stats = copy(self._stats)
         stats.packed_timeline = stats.packed_timeline[:]
+        stats.stalls, stats.event_stalls = copy(stats.stalls), copy(stats.event_stalls)
         return stats
 
     # Health

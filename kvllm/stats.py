@@ -6,7 +6,9 @@ from copy import copy
 from struct import Struct as Packing
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, field
+
+from kvllm.durations import Durations
 
 SIZES = ("num_blocks", "block_bytes", "method_state_bytes", "num_host_blocks")
 MOST_STEPS = 1 << 19
@@ -14,7 +16,7 @@ MOST_STEPS = 1 << 19
 STEP = Packing("<II")
 """A step in the timeline: 8 bytes. A tuple in a list takes over 100, which is 60 MiB for MOST_STEPS."""
 GAUGES = ("num_running", "num_waiting", "blocks_in_use", "added_blocks", "host_blocks_in_use")
-PEAKS = ("peak_blocks", "peak_event_bytes", "longest_stall_seconds")
+PEAKS = ("peak_blocks", "peak_event_bytes")
 
 
 class EngineStats(Struct):
@@ -54,8 +56,9 @@ class EngineStats(Struct):
         score_seconds: time of compression events for scores and selection.
         compact_seconds: time of compression events for the movement of KV pairs.
         judge_seconds: time of the predictions before and after compressions that are judged.
-        longest_stall_seconds: the longest that a running sequence waited for its next token while the engine was at
-            work: the step that computed it, and others that had no room for it.
+        stalls: how long running sequences waited for their next tokens while the engine was at work: the step that
+            computed one, and others that had no room for it.
+        event_stalls: those of them that ended with a step that compressed.
         peak_event_bytes: the most memory that an event took beside the activations of its pass.
         packed_timeline: `timeline` as bytes, a STEP for each step.
     """
@@ -96,7 +99,8 @@ class EngineStats(Struct):
     score_seconds: float = 0.0
     compact_seconds: float = 0.0
     judge_seconds: float = 0.0
-    longest_stall_seconds: float = 0.0
+    stalls: Durations = field(default_factory=Durations)
+    event_stalls: Durations = field(default_factory=Durations)
     peak_event_bytes: int = 0
     packed_timeline: bytearray = bytearray()
 
@@ -104,6 +108,11 @@ class EngineStats(Struct):
     def timeline(self) -> list[tuple[int, int]]:
         """For each step (running sequences, blocks in use); of old steps no more than MOST_STEPS. A new list."""
         return list(STEP.iter_unpack(bytes(self.packed_timeline)))  # a copy: no thread may resize what is iterated over
+
+    @property
+    def longest_stall_seconds(self) -> float:
+        """The longest of `stalls`."""
+        return self.stalls.longest
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)

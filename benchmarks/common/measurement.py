@@ -17,6 +17,7 @@ from benchmarks.common import machine
 from benchmarks.common.internals import runner_of
 from benchmarks.common.progress import Step, show_progress, wrapped_step
 from kvllm import LLM, RequestOutput, SamplingParams
+from kvllm.durations import Durations
 from kvllm.stats import EngineStats
 
 
@@ -58,6 +59,8 @@ class Measurement(Struct, kw_only=True):
     recompute_seconds: float
     score_seconds: float
     compact_seconds: float
+    median_stall_seconds: float
+    p99_stall_seconds: float
     longest_stall_seconds: float
     num_blocks: int
     block_bytes: int
@@ -97,7 +100,7 @@ def measure(
     """
     stats = llm.stats()
     before = {name: stats[name] for name in COUNTERS}
-    stats.longest_stall_seconds = 0.0  # in a warm-up, kernels may be compiled
+    stats.stalls, stats.event_stalls = Durations(), Durations()  # in a warm-up, kernels may be compiled
     steps_before = stats.steps
     rates: list[float] = []
     bar = bool(title) and sys.stderr.isatty()
@@ -128,6 +131,8 @@ def measure(
         mean_concurrency=sum(running for running, _ in timeline) / len(timeline),
         peak_concurrency=max(running for running, _ in timeline),
         **{name: stats[name] - before[name] for name in COUNTERS},
+        median_stall_seconds=stats.stalls.p50,
+        p99_stall_seconds=stats.stalls.p99,
         longest_stall_seconds=stats.longest_stall_seconds,
         num_blocks=stats.num_blocks,
         block_bytes=llm.cache_shape.bytes_per_block,

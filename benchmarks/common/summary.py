@@ -16,6 +16,8 @@ SHOWN = {
     "recompute_seconds": ("recompute queries, s", "{:.2f}"),
     "score_seconds": ("score and select, s", "{:.2f}"),
     "compact_seconds": ("compact, s", "{:.2f}"),
+    "median_stall_seconds": ("wait for a token, median, s", "{:.3f}"),
+    "p99_stall_seconds": ("wait for a token, 99th percentile, s", "{:.3f}"),
     "longest_stall_seconds": ("longest wait for a token, s", "{:.3f}"),
     "mean_latency": ("latency, mean, s", "{:.2f}"),
     "p99_latency": ("latency, 99th percentile, s", "{:.2f}"),

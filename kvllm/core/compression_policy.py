@@ -171,7 +171,7 @@ class CompressionPolicy(ABC):
         return [job for job in jobs if job[0].seq_id not in later]
 
     def _windows_now(self, decoding: Sequences[Sequence], load: EngineLoad, least: int = 1) -> int:
-        """Windows that a step may compress, if they may wait: at least one, and `least` if there are tokens for them."""
+        """Windows that a step may compress if they may wait: at least one, and `least` if the tokens suffice."""
         size = self.config.window_blocks * self.regions.block_size
         affordable = max(1, load.tokens // window_tokens(self.config, size))
         if self.config.max_sequences is not None:  # an event of that size is asked for

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -141,7 +142,7 @@ class LLMEngine:
                 self._recover()
                 return []
             self.sampled, self.prompts = sampled, self.scheduler.prompts_of(result)
-            self._count_stalls(time.monotonic() - begin)
+            self._count_stalls(time.monotonic() - begin, compressed=bool(plan.compressions))
             for each in self.prompts:
                 self.outputs.add_prompt_logprobs(*each)
             for seq in self.outputs.process(self.sampled):
@@ -227,13 +228,16 @@ class LLMEngine:
 
     # Statistics
 
-    def _count_stalls(self, seconds: float) -> None:
+    def _count_stalls(self, seconds: float, *, compressed: bool) -> None:
         """seconds: that this step took."""
         self._step_seconds += seconds
+        last_times = Counter(seq.last_token_time for seq, _ in self.sampled)
+        for last_time, number in last_times.items():
+            if last_time is not None:
+                self.stats.stalls.add(self._step_seconds - last_time, number)
+                if compressed:
+                    self.stats.event_stalls.add(self._step_seconds - last_time, number)
         for seq, _ in self.sampled:
-            if seq.last_token_time is not None:
-                stall = self._step_seconds - seq.last_token_time
-                self.stats.longest_stall_seconds = max(self.stats.longest_stall_seconds, stall)
             seq.last_token_time = self._step_seconds
 
     def _count(self, plan: StepPlan, result: StepResult) -> None:

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvllm.durations import Durations
 from kvllm.outputs import RequestMetrics
 from kvllm.sampling_params import SamplingParams
 from kvllm.stats import EngineStats
@@ -36,6 +37,10 @@ ENGINE_COUNTERS = {
     "kvllm:blocks_released": ("Blocks that compression returned to the pool.", "blocks_released"),
     "kvllm:compressions_judged": ("Compressions whose divergence was measured.", "compressions_judged"),
     "kvllm:divergence": ("KL(full || compressed) of these, in nats a token, summed.", "divergence_sum"),
+}
+STALLS = {
+    "kvllm:stall_seconds": ("Time that running sequences waited for their next tokens.", "stalls"),
+    "kvllm:event_stall_seconds": ("The same, of steps that compressed.", "event_stalls"),
 }
 PHASES = ("prefill", "decode", "recompute", "score", "compact", "judge")
 
@@ -80,11 +85,20 @@ class EngineCollector(Collector):
         for phase in PHASES:
             seconds.add_metric((*self._labels, phase), now.stats[f"{phase}_seconds"])
         yield seconds
+        for name, (text, field) in STALLS.items():
+            yield self._stalls(name, text, now.stats[field])
         text = "Requests refused because the server was busy or about to stop."
         rejections = CounterMetricFamily("vllm:admission_rejections", text, labels=("model_name", "engine", "reason"))
         for reason, count in self._rejections.items():
             rejections.add_metric((*self._labels, reason), count)
         yield rejections
+
+    def _stalls(self, name: str, text: str, durations: Durations) -> HistogramMetricFamily:
+        """With every bound at which the buckets have doubled."""
+        histogram = HistogramMetricFamily(name, text, labels=("model_name", "engine"))
+        buckets = [(str(bound), float(count)) for bound, count in durations.cumulative()]
+        histogram.add_metric(self._labels, [*buckets, ("+Inf", float(sum(durations.counts)))], durations.total)
+        return histogram
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
         gauge = GaugeMetricFamily(name, text, labels=("model_name", "engine"))

@@ -255,6 +255,31 @@ def test_the_longest_stall_is_that_of_a_running_sequence(qwen3: Path, monkeypatc
         for _ in range(3):
             engine.step()
         assert engine.stats.longest_stall_seconds == i
+    stalls = engine.stats.stalls  # 7 of the first request, 2 of the second, whose prompt took two steps
+    assert (sum(stalls.counts), stalls.total) == (9, 2.0)
+
+
+def test_stalls_by_events_are_counted_apart(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps with an event take 1.5 s here, others 0.125 s, by a clock of the test."""
+    compression = CompressionConfig(method="kara", period=8, window_blocks=2, buffer=1, policy="periodic")
+    engine = make_llm(qwen3, block_size=4, compression=compression).llm_engine
+    launch, now = engine.executor.launch, 0.0
+
+    def slow_with_events(plan: StepPlan) -> None:
+        nonlocal now
+        now += 1.5 if plan.compressions else 0.125
+        launch(plan)
+
+    monkeypatch.setattr(engine.executor, "launch", slow_with_events)
+    monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: now))
+    for i in range(3):
+        engine.add_request(str(i), random_prompts(256, lengths=(8,))[0], greedy(40))
+    while engine.has_unfinished_requests():
+        engine.step()
+    stats = engine.stats
+    assert sum(stats.stalls.counts) == 3 * 39 and sum(stats.event_stalls.counts) == 3 * stats.compression_events > 0
+    assert (stats.stalls.p50, stats.stalls.p99, stats.longest_stall_seconds) == (0.125, 1.5, 1.5)
+    assert stats.event_stalls.p50 == 1.5
 
 
 def test_logprobs_are_those_of_transformers(qwen3: Path) -> None:

@@ -210,8 +210,10 @@ def test_metrics(server: ServerProcess) -> None:
         "vllm:e2e_request_latency_seconds",
         "vllm:request_queue_time_seconds",
         "vllm:request_prefill_time_seconds",
+        "kvllm:stall_seconds",
     ):
         assert server.metric(f"{name}_count") > 0
+    assert server.metric("kvllm:event_stall_seconds_count") == 0
     for name in ("kvllm:windows_compressed_total", "kvllm:evicted_pairs_total", "kvllm:blocks_released_total"):
         assert server.metric(name) == 0
 

@@ -486,7 +486,7 @@ def survivors(recorder: Recorder) -> dict[tuple[int, ...], list[tuple[int, list]
 def test_survivors_depend_on_their_sequence_alone(checkpoints: dict[str, Path], retain_tokens: int | None) -> None:
     """Not on those that share the event, nor on the number of rows that are recomputed at a time."""
     prompts = random_token_ids(2, 2, 2, 2, 2)
-    options: dict[str, Any] = {"compression": compression_config(retain_tokens=retain_tokens)}
+    options: dict[str, Any] = {"compression": compression_config(retain_tokens=retain_tokens, max_sequences=5)}
 
     def run(prompts: list[list[int]], rows_per_pass: int = 256) -> dict:
         llm = make_llm(checkpoints["qwen3"], **options)
