@@ -32,5 +32,5 @@ class WithModelInputs:
         return self.method(queries, keys, frequencies=self.frequencies, **offered)
 
     def score(self, queries: Tensor | None, keys: Tensor, *, layers: Sequence[int], **offered: Any) -> Tensor:
-        """The first half of a call, for a method that has halves."""
-        return self.method.score(queries, keys, **offered)
+        """The first half of a call, for a method that has halves. Statistics have no part in it."""
+        return self.method.score(queries, keys, frequencies=self.frequencies, **offered)

@@ -164,7 +164,11 @@ SPECS: dict[str, MethodSpec] = {
         ),
         MethodSpec("snapkv", "what the last queries attend to, smoothed", "recent", scores="snapkv:scores"),
         MethodSpec(
-            "rkv", "what the last queries attend to, less what is said again", "recent", (Option("mix", 0.1, 0.0, 1.0),)
+            "rkv",
+            "what the last queries attend to, less what is said again",
+            "recent",
+            (Option("mix", 0.1, 0.0, 1.0),),
+            scores="rkv:scores",
         ),
         MethodSpec(
             "gkv",
@@ -182,7 +186,13 @@ SPECS: dict[str, MethodSpec] = {
             (Option("protected", 0.1, 0.0, 1.0), SINKS),
             whole_layer=True,
         ),
-        MethodSpec("expected_attention", "what queries like the last ones will attend to", "recent", (FUTURE, SINKS)),
+        MethodSpec(
+            "expected_attention",
+            "what queries like the last ones will attend to",
+            "recent",
+            (FUTURE, SINKS),
+            scores="expected_attention:region_scores",
+        ),
         MethodSpec(
             "expected_attention_calibrated",
             "what queries like those of a text will attend to",

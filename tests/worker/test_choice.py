@@ -12,12 +12,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvllm import CompressionConfig
+from kvllm.compression.specs import SPECS
 from kvllm.worker import compressor as compressor_module
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.engines import greedy, make_llm, random_prompts, tokens
 
 LAYERS = 4
-METHODS = ("kara", "kara_causal", "kara_sharp", "kara_no_bi", "kara_no_token2chunk", "snapkv")
+METHODS = [name for name, spec in SPECS.items() if spec.scores]
 
 
 class Operations(TorchDispatchMode):
@@ -52,7 +53,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(checkpoint: Path, method: str) -> tuple[list[list[int]], Operations, int]:
     compression = CompressionConfig(
-        method=method, period=8, window_blocks=3, buffer=8, chunk_budget=6, query_window=8, score_source="recomputed"
+        method=method,
+        period=8,
+        max_sequences=2,
+        window_blocks=3,
+        buffer=8,
+        chunk_budget=6,
+        query_window=8,
+        score_source="recomputed",
     )
     llm = make_llm(checkpoint, compression=compression)
     operations = Operations(llm.llm_engine.executor.runner.compressor)

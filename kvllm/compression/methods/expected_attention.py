@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvllm.compression.methods.token2chunk import top_indices
+from kvllm.compression.methods.token2chunk import choose
 from kvllm.compression.precision import no_tf32
-from kvllm.compression.region import check_queries, everything, keeps_everything, with_buffer, with_sinks
+from kvllm.compression.region import check_queries, everything, keeps_everything, with_sinks
 from kvllm.compression.rotation import mean_rotation, rotate, unrotate
 from kvllm.compression.statistics import QueryStatistics
 
@@ -57,11 +57,31 @@ def select(
     """
     if keeps_everything(keys, retain, buffer):
         return everything(keys)
+    found = region_scores(queries, keys, buffer, values, starts, last_positions, frequencies, future, sinks)
+    return choose(found, retain=retain, buffer=buffer)
+
+
+@torch.no_grad()
+def region_scores(
+    queries: Tensor,
+    keys: Tensor,
+    buffer: int,
+    values: Tensor,
+    starts: Sequence[int],
+    last_positions: Sequence[int],
+    frequencies: Tensor,
+    future: int = 512,
+    sinks: int = 4,
+) -> Tensor:
+    """`scores` by the region's last queries times the lengths of values, infinite for sinks. Arguments as for `select`.
+
+    Returns:
+        float32 `[S, Hkv, C - buffer]`, bit-identical for a sequence whatever the others in the batch are.
+    """
     check_queries(queries, keys)
     sequences = zip(queries, last_positions, strict=True)
     of_queries = [_gaussian(unrotate(*each, frequencies)) for each in sequences]
-    found = _weighted_scores(keys, values, of_queries, starts, last_positions, frequencies, future, sinks, buffer)
-    return with_buffer(top_indices(found, retain - buffer), keys, buffer)
+    return _weighted_scores(keys, values, of_queries, starts, last_positions, frequencies, future, sinks, buffer)
 
 
 def select_calibrated(
@@ -87,7 +107,7 @@ def select_calibrated(
         return everything(keys)
     of_queries = [(statistics.mean, statistics.covariance)] * (len(keys) // len(statistics.mean))
     found = _weighted_scores(keys, values, of_queries, starts, last_positions, frequencies, future, sinks, buffer)
-    return with_buffer(top_indices(found, retain - buffer), keys, buffer)
+    return choose(found, retain=retain, buffer=buffer)
 
 
 def _gaussian(queries: Tensor) -> Gaussian:

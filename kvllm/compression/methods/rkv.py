@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.nn.functional import max_pool1d
 
 from kvllm.compression.mass import PLAIN_SOFTMAX, Softmax, queries_per_tile
-from kvllm.compression.methods.token2chunk import top_indices
+from kvllm.compression.methods.token2chunk import choose
 from kvllm.compression.precision import no_tf32
-from kvllm.compression.region import check_queries, everything, keeps_everything, with_buffer
+from kvllm.compression.region import check_queries, everything, keeps_everything
 
 
 def select(
@@ -25,8 +25,6 @@ def select(
     softmax: Softmax = PLAIN_SOFTMAX,
 ) -> Tensor:
     """Choose the KV pairs of a region to keep, per sequence and KV head.
-
-    The score of a KV pair is `mix * importance - (1 - mix) * redundancy`.
 
     Args:
         queries: `[S, Hq, query tokens, d]`, rotated; those of the region's last KV pairs.
@@ -44,14 +42,33 @@ def select(
     """
     if keeps_everything(keys, retain, buffer):
         return everything(keys)
+    found = scores(queries, keys, buffer, mix, kernel, threshold, strict_public, softmax)
+    return choose(found, retain=retain, buffer=buffer)
+
+
+def scores(
+    queries: Tensor,
+    keys: Tensor,
+    buffer: int,
+    mix: float = 0.1,
+    kernel: int = 7,
+    threshold: float = 0.5,
+    strict_public: bool = True,
+    softmax: Softmax = PLAIN_SOFTMAX,
+) -> Tensor:
+    """`mix * importance - (1 - mix) * redundancy` of each compressible KV pair. Arguments as for `select`.
+
+    Returns:
+        float32 `[S, Hkv, C - buffer]`, bit-identical for a sequence whatever the others in the batch are.
+    """
     check_queries(queries, keys)
     num_scored = keys.shape[2] - buffer
-    scores = []
+    found = []
     for seq_queries, seq_keys in zip(queries, keys, strict=True):
         important = importance(seq_queries, seq_keys[:, :num_scored], kernel, softmax)
         redundant = redundancy(seq_keys, threshold, strict_public)[:, :num_scored]
-        scores.append(mix * important - (1 - mix) * redundant)
-    return with_buffer(top_indices(torch.stack(scores), retain - buffer), keys, buffer)
+        found.append(mix * important - (1 - mix) * redundant)
+    return torch.stack(found)
 
 
 @torch.no_grad()
