@@ -136,7 +136,8 @@ def make_config(
     groups = make_kv_groups(windows, compression)
     blocks = args.num_blocks
     if blocks is None:
-        blocks = cost.pool_blocks(args.block_size, args.gpu_memory_utilization, kv_groups=groups)
+        scored = compression is not None and compression.observes_scores
+        blocks = cost.pool_blocks(args.block_size, args.gpu_memory_utilization, scored=scored, kv_groups=groups)
     return EngineConfig(
         num_blocks=blocks,
         max_model_len=max_model_len,

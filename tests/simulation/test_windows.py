@@ -148,6 +148,10 @@ def test_command_has_the_groups_and_blocks_of_the_engine(
     room = LARGE.memory_bytes * 0.9 - cost.weight_bytes
     assert config.num_blocks == int(room) // cache_shape(engine).bytes_per_block
     assert make_config(args, cost, WINDOW).kv_groups == UNIFORM  # no text is longer than the window
+    scored = CompressionConfig(method="kara_sharp", buffer=4)
+    engine = EngineArgs(checkpoint, block_size=4, max_model_len=180, compression=scored)
+    fewer = make_config(args, cost, 180, scored).num_blocks
+    assert fewer == int(room) // cache_shape(engine).bytes_per_block < config.num_blocks
     run(args)
     assert f"{config.num_blocks:,} blocks of 4 = {4 * config.num_blocks:,} tokens in 2 of 5 layers" in (
         capsys.readouterr().out
