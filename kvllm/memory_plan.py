@@ -48,7 +48,8 @@ class MemoryPlan:
     """One model under one configuration of the engine.
 
     config: `num_blocks` of it is not read. layer_types: all layers, by what they hold of a sequence.
-    weights_bytes: of the whole model, in `dtype`. pair_bytes: of one token in one layer, of all KV heads.
+    weights_bytes: of the whole model, in `dtype`. pair_bytes: of one token in one layer, of all KV heads;
+    key_bytes, value_bytes: of its key and value alone.
     rank_weights_bytes, rank_block_bytes: of weights, and of one block, on each of `num_ranks` ranks.
     """
 
@@ -59,6 +60,8 @@ class MemoryPlan:
     layer_types: tuple[LayerType, ...]
     weights_bytes: int
     pair_bytes: int
+    key_bytes: int
+    value_bytes: int
     rank_weights_bytes: int
     rank_block_bytes: int
 
@@ -169,6 +172,7 @@ def plan_memory(model: ModelConfig, config: EngineConfig, dtype: str, num_ranks:
         layer_types(model),
         weights_bytes(model, dtype, SingleRank()),
         whole.bytes_per_block // (whole.num_places * config.block_size),
+        *(whole.num_kv_heads * size for size in whole.vector_bytes),
         weights_bytes(model, dtype, _FirstRank(num_ranks)),
         rank.bytes_per_block,
     )

@@ -125,6 +125,8 @@ def report(plan: MemoryPlan, length: int, args: argparse.Namespace) -> Iterator[
         window = "all" if kind.window is None else f"{kind.window:,}"
         share = kind.layers * plan.pair_bytes
         yield f"{kind.name:<10}{kind.layers:>8}{window:>10}{plan.pair_bytes:>20,}{share:>14,}"
+    if plan.key_bytes != plan.value_bytes:
+        yield f"of a KV pair, the key takes {plan.key_bytes:,} bytes and the value {plan.value_bytes:,}"
     yield ""
     yield from _lengths(plan, args.prompt_length)
     if args.gpu_memory is not None:

@@ -54,9 +54,15 @@ class CacheShape:
         return ((2, keys),) if self.kv_format.keys == self.kv_format.values else ((1, keys), (1, values))
 
     @property
+    def vector_bytes(self) -> tuple[int, int]:
+        """Bytes of a key and of a value of one token and one head, each with its scale."""
+        groups = self.plane_groups
+        return groups[0][1], groups[-1][1]
+
+    @property
     def pair_bytes(self) -> int:
         """Bytes of the key and the value of one token and one head, with their scales."""
-        return sum(count * vector_bytes for count, vector_bytes in self.plane_groups)
+        return sum(self.vector_bytes)
 
     @property
     def bytes_per_block(self) -> int:

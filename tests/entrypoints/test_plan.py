@@ -59,11 +59,15 @@ def test_llama_3_70b(tmp_path, capsys):
     assert found["weights_bytes"] == 2 * 70_553_706_496
 
 
-@pytest.mark.parametrize(("dtype", "of_pair"), [("int8", 2 * 132), ("int8_int4", 132 + 68), ("int4", 2 * 68)])
-def test_quantized_kv_pairs(dtype, of_pair, tmp_path, capsys):
-    """A scale of four bytes lies beside each key and each value of a head."""
-    found = figures(capsys, config_file(tmp_path, LLAMA_3_8B), "--kv-cache-dtype", dtype)
-    assert found["bytes_per_token"] == 32 * 8 * of_pair
+@pytest.mark.parametrize(("dtype", "key", "value"), [("int8", 132, 132), ("int8_int4", 132, 68), ("int4", 68, 68)])
+def test_quantized_kv_pairs(dtype, key, value, tmp_path, capsys):
+    """A scale of four bytes lies beside each key and each value of a head. Sizes that differ are printed."""
+    model = config_file(tmp_path, LLAMA_3_8B)
+    found = figures(capsys, model, "--kv-cache-dtype", dtype)
+    assert found["bytes_per_token"] == 32 * 8 * (key + value)
+    cli.main(["plan", "--model", str(model), "--kv-cache-dtype", dtype])
+    both = f"of a KV pair, the key takes {8 * key:,} bytes and the value {8 * value:,}"
+    assert (both in capsys.readouterr().out.splitlines()) == (key != value)
 
 
 HALF_SLIDING = LLAMA_3_8B | {
