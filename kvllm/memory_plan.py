@@ -164,6 +164,7 @@ def plan_memory(model: ModelConfig, config: EngineConfig, dtype: str, num_ranks:
     """
     require(num_ranks >= 1, "tensor_parallel_size", num_ranks, "at least 1")
     whole, rank = (rank_cache_shape(model, dtype, config, ranks) for ranks in (1, num_ranks))
+    key, value = whole.vector_bytes
     return MemoryPlan(
         model,
         config,
@@ -172,7 +173,8 @@ def plan_memory(model: ModelConfig, config: EngineConfig, dtype: str, num_ranks:
         layer_types(model),
         weights_bytes(model, dtype, SingleRank()),
         whole.bytes_per_block // (whole.num_places * config.block_size),
-        *(whole.num_kv_heads * size for size in whole.vector_bytes),
+        whole.num_kv_heads * key,
+        whole.num_kv_heads * value,
         weights_bytes(model, dtype, _FirstRank(num_ranks)),
         rank.bytes_per_block,
     )
