@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,9 +22,9 @@ from kvllm.structured.checker import GrammarChecker
 from kvllm.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from kvllm.worker import host_memory
 from kvllm.worker.build import (
+    Loaded,
     RunnerSettings,
     available_memory,
-    explain_backend,
     host_block_bytes,
     host_chunk_bytes,
     make_grammars,
@@ -31,7 +32,7 @@ from kvllm.worker.build import (
     method_state_bytes,
     rank_cache_shape,
 )
-from kvllm.worker.inline import InlineExecutor, make_executor
+from kvllm.worker.inline import make_executor
 from kvllm.worker.threads import set_up_threads
 
 if TYPE_CHECKING:  # a single process needs neither these nor Ray
@@ -98,7 +99,8 @@ def build_engine(args: EngineArgs) -> Engine:
             args.gpu_memory_utilization if measures else None,
             args.quantization,
         )
-        engine = _load_on(workers, settings, tokenizer) if workers else _load_here(settings, device, tokenizer)
+        load = partial(_load_on, workers) if workers else partial(_load_here, device)
+        engine, loaded = load(settings, tokenizer)
         if args.max_model_len is not None:
             check_pool(engine.config)  # of the size that was found
         if isinstance(engine, LLMEngine) and args.kv_offloading_path is not None:
@@ -106,7 +108,7 @@ def build_engine(args: EngineArgs) -> Engine:
         engine.stats.block_bytes = shape.bytes_per_block
         engine.stats.num_host_blocks = config.num_host_blocks * args.data_parallel_size
         engine.stats.method_state_bytes = state_bytes * args.data_parallel_size
-        _log(args, settings, engine, device)
+        _log(args, settings, engine, device, loaded)
         started.pop_all()
     return engine
 
@@ -152,26 +154,30 @@ def _start_workers(args: EngineArgs) -> RayExecutor | ReplicaSet:
     return RayExecutor(num_ranks, args.placement_strategy, args.max_worker_restarts)
 
 
-def _load_on(workers: RayExecutor | ReplicaSet, settings: RunnerSettings, tokenizer: Tokenizer | None) -> Engine:
+def _load_on(
+    workers: RayExecutor | ReplicaSet, settings: RunnerSettings, tokenizer: Tokenizer | None
+) -> tuple[Engine, Loaded]:
     """Let the workers load the model, and learn how many blocks there are."""
     from kvllm.distributed.replicas.engine import DataParallelEngine
     from kvllm.distributed.replicas.replica_set import ReplicaSet
 
-    config = structs.replace(settings.engine, num_blocks=workers.load(settings))
+    loaded = workers.load(settings)
+    config = structs.replace(settings.engine, num_blocks=loaded.num_blocks)
     options = _request_options(settings, tokenizer, GrammarChecker(make_grammars(settings), samples_here=False))
     if isinstance(workers, ReplicaSet):
-        return DataParallelEngine(config, workers, **options)
-    return LLMEngine(config, workers, **options)
+        return DataParallelEngine(config, workers, **options), loaded
+    return LLMEngine(config, workers, **options), loaded
 
 
-def _load_here(settings: RunnerSettings, device: str, tokenizer: Tokenizer | None) -> LLMEngine:
+def _load_here(device: str, settings: RunnerSettings, tokenizer: Tokenizer | None) -> tuple[Engine, Loaded]:
     """Load the model in this process, and learn how many blocks there are."""
     runner = make_runner(settings, SingleRank(), torch.device(device))
-    config = structs.replace(settings.engine, num_blocks=runner.cache.num_blocks)
+    loaded = Loaded.of(settings, runner)
+    config = structs.replace(settings.engine, num_blocks=loaded.num_blocks)
     assert runner.grammars is not None
     checker = GrammarChecker(runner.grammars, samples_here=True)
     executor = make_executor(runner, async_scheduling=config.async_scheduling)
-    return LLMEngine(config, executor, **_request_options(settings, tokenizer, checker))
+    return LLMEngine(config, executor, **_request_options(settings, tokenizer, checker)), loaded
 
 
 def _request_options(settings: RunnerSettings, tokenizer: Tokenizer | None, grammars: GrammarChecker) -> dict[str, Any]:
@@ -242,8 +248,8 @@ def _num_host_chunks(args: EngineArgs, config: EngineConfig, shape: CacheShape) 
 # Log
 
 
-def _log(args: EngineArgs, settings: RunnerSettings, engine: Engine, device: str) -> None:
-    """Say in a line what was started."""
+def _log(args: EngineArgs, settings: RunnerSettings, engine: Engine, device: str, loaded: Loaded) -> None:
+    """Say in a line what was started, and what is wrong with it."""
     config, num_ranks = engine.config, args.tensor_parallel_size * args.data_parallel_size
     logger.info(
         "%s (%s, %s) on %s%s; attention backend %s; KV pool of %d blocks of %d tokens%s, %s MiB%s; %s",
@@ -252,7 +258,7 @@ def _log(args: EngineArgs, settings: RunnerSettings, engine: Engine, device: str
         settings.dtype,
         device,
         f", {num_ranks} ranks on Ray" if args.uses_ray else "",
-        _attention_backend(settings, engine),
+        loaded.attention_backend,
         config.num_blocks,
         config.block_size,
         "" if config.kv_cache_dtype == "auto" else f" in {config.kv_cache_dtype}",
@@ -260,12 +266,8 @@ def _log(args: EngineArgs, settings: RunnerSettings, engine: Engine, device: str
         " for each rank" if num_ranks > 1 else "",
         _compression(args, settings),
     )
-
-
-def _attention_backend(settings: RunnerSettings, engine: Engine) -> str:
-    if isinstance(engine, LLMEngine) and isinstance(engine.executor, InlineExecutor):
-        return explain_backend(settings, engine.executor.runner.backend)
-    return f"{settings.attention_backend} (each rank chooses)"
+    for warning in loaded.warnings:
+        logger.warning(warning)
 
 
 def _compression(args: EngineArgs, settings: RunnerSettings) -> str:

@@ -16,7 +16,7 @@ from kvllm.distributed.restart_budget import RestartBudget
 from kvllm.distributed.transfers import TransfersOfRanks
 from kvllm.distributed.worker_group import WorkerGroup
 from kvllm.errors import WorkerError
-from kvllm.worker.build import RunnerSettings
+from kvllm.worker.build import Loaded, RunnerSettings
 
 
 class RayExecutor(Executor):
@@ -66,15 +66,15 @@ class RayExecutor(Executor):
         """Process ids of the ranks, on their nodes."""
         return self._groups[0].pids
 
-    def load(self, settings: RunnerSettings) -> int:
+    def load(self, settings: RunnerSettings) -> Loaded:
         """Let every rank load its shard. Raises ConfigError and CheckpointError as `make_runner` does.
 
-        Returns the blocks that the KV pool has, which will be the same after a restart.
+        The KV pool will have as many blocks after a restart.
         """
-        num_blocks = self._groups[0].load(settings)
-        engine = replace(settings.engine, num_blocks=num_blocks)
+        loaded = self._groups[0].load(settings)
+        engine = replace(settings.engine, num_blocks=loaded.num_blocks)
         self._settings = replace(settings, engine=engine, gpu_memory_utilization=None)
-        return num_blocks
+        return loaded
 
     def launch(self, plan: StepPlan) -> None:
         """Raises WorkersRestarted when a fault was repaired, WorkerError when there were too many."""

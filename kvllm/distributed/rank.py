@@ -20,7 +20,7 @@ from kvllm.distributed.channel import Channel
 from kvllm.distributed.process_group import ProcessGroupShard
 from kvllm.distributed.shared_memory import SharedMemoryShard, create_memory
 from kvllm.parallel import Counted, Shard, SingleRank
-from kvllm.worker.build import RunnerSettings, available_memory, make_runner
+from kvllm.worker.build import Loaded, RunnerSettings, available_memory, make_runner
 
 COLLECTIVE_TIMEOUT = 3600.0
 """Seconds, as many as loading may take: the first collective waits for the slowest disk. In a step, the engine's
@@ -85,7 +85,7 @@ def _serve(channel: Channel, spec: RankSpec, rendezvous: _Rendezvous | None) -> 
     runner = make_runner(start.settings, shard, torch.device(spec.device))
     if runner.samples and runner.grammars is not None:
         runner.grammars.prepare()
-    channel.send(0, str(runner.cache.num_blocks).encode())
+    channel.send(0, msgspec.msgpack.encode(Loaded.of(start.settings, runner)))
     with _heartbeat(channel, shard) as busy:
         while True:
             number, plan = channel.receive()

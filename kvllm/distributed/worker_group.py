@@ -28,7 +28,7 @@ from kvllm.distributed.hang_detector import HangDetector
 from kvllm.distributed.placement import kind_of, nodes_of, reserve
 from kvllm.distributed.rank import HEARTBEAT, Rank, RankSpec, Ready, Start
 from kvllm.errors import KvLLMError, WorkerError
-from kvllm.worker.build import RunnerSettings
+from kvllm.worker.build import Loaded, RunnerSettings
 
 START_SECONDS = 120.0
 LOAD_SECONDS = 3600.0
@@ -76,14 +76,14 @@ class WorkerGroup:
         self._rendezvous = readies[0].rendezvous
         self.available_memory = min(ready.available_memory for ready in readies)
 
-    def load(self, settings: RunnerSettings) -> int:
+    def load(self, settings: RunnerSettings) -> Loaded:
         """Let every rank load its shard. A ConfigError or CheckpointError of a rank is raised here.
 
-        Returns the blocks that the KV pool has.
+        Returns what rank 0 tells.
         """
         try:
             self._send(msgspec.msgpack.encode(Start(self._rendezvous, settings)))
-            return int(self._receive(LOAD_SECONDS, LOAD_SECONDS)[0])
+            return msgspec.msgpack.decode(self._receive(LOAD_SECONDS, LOAD_SECONDS)[0], type=Loaded)
         except WorkerError:
             for error in self._errors():
                 if isinstance(error, RayTaskError) and isinstance(error.cause, KvLLMError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -37,8 +37,6 @@ from kvllm.worker.graphs import cuda_capture
 from kvllm.worker.memory import enough_memory, fitting_blocks, run_heaviest_steps
 from kvllm.worker.model_runner import ModelRunner
 
-logger = logging.getLogger(__name__)
-
 GIB = 1 << 30
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
@@ -58,6 +56,39 @@ class RunnerSettings(Struct, frozen=True):
     enforce_eager: bool = False
     gpu_memory_utilization: float | None = None
     quantization: str | None = None
+
+
+class Loaded(Struct, frozen=True):
+    """What loading a model has found out.
+
+    num_blocks: in the KV pool. attention_backend: its name, and why it was chosen. warnings: for the log of the process
+    that asked for it, since nobody sees those of ranks.
+    """
+
+    num_blocks: int
+    attention_backend: str
+    warnings: list[str] = []
+
+    @staticmethod
+    def of(settings: RunnerSettings, runner: ModelRunner) -> Loaded:
+        backend, demands = runner.backend, _demands(settings.engine)
+        case = Case(backend.cache, backend.num_query_heads, settings.model.layers, **demands)
+        chosen = explain(settings.attention_backend, case)
+        return Loaded(runner.cache.num_blocks, chosen, [*_warnings(settings, runner, chosen)])
+
+
+def _warnings(settings: RunnerSettings, runner: ModelRunner, chosen: str) -> Iterator[str]:
+    """Nobody shall be served slowly who did not ask for it, and not know."""
+    if settings.attention_backend == "auto" and chosen.startswith("reference "):
+        yield (
+            f"attention_backend='auto' leaves {chosen}, which is too slow to serve with: change what rules the others "
+            "out, or give attention_backend='reference' if it is meant"
+        )
+    if runner.device.type == "cuda" and not settings.enforce_eager and runner.graphs is None:
+        yield (
+            f"the attention backend {runner.backend.name} cannot be captured in CUDA graphs, so decode steps are "
+            "launched kernel by kernel, which is slower: attention_backend='triton' can be captured"
+        )
 
 
 def rank_cache_shape(model: ModelConfig, dtype: str, engine: EngineConfig, num_ranks: int) -> CacheShape:
@@ -118,7 +149,6 @@ def make_runner(settings: RunnerSettings, shard: Shard, device: torch.device) ->
     small = _backend(settings, shard, device, 1)  # before the weights are read: a wrong name must not cost a minute
     with enough_memory("the model", "take a smaller one"):
         model = _load(settings, shard, device)
-    _warn_of_reference(settings, small)
     if utilization is not None:
         fitting = fitting_blocks(_runner(settings, shard, model, small, method), engine, utilization, with_graphs)
         num_blocks = min(num_blocks, _least(fitting, shard, device))
@@ -130,23 +160,7 @@ def make_runner(settings: RunnerSettings, shard: Shard, device: torch.device) ->
     if with_graphs:
         with enough_memory("what CUDA graphs need", "set enforce_eager=True, give the KV pool less"):
             runner.use_graphs(cuda_capture(), num_blocks)
-        if runner.graphs is None:
-            logger.warning(
-                "the attention backend %s cannot be captured in CUDA graphs, so decode steps are launched kernel by "
-                "kernel, which is slower: attention_backend='triton' can be captured",
-                runner.backend.name,
-            )
     return runner
-
-
-def _warn_of_reference(settings: RunnerSettings, backend: AttentionBackend) -> None:
-    """Nobody shall serve with the reference who did not ask for it, and not know."""
-    if settings.attention_backend == "auto" and backend.name == "reference":
-        logger.warning(
-            "attention_backend='auto' leaves %s, which is too slow to serve with: change what rules the others out, or "
-            "give attention_backend='reference' if it is meant",
-            explain_backend(settings, backend),
-        )
 
 
 def _backend(settings: RunnerSettings, shard: Shard, device: torch.device, num_blocks: int) -> AttentionBackend:
@@ -157,14 +171,6 @@ def _backend(settings: RunnerSettings, shard: Shard, device: torch.device, num_b
     cache = PagedKVCache(shape, num_blocks, device)
     return make_backend(
         settings.attention_backend, cache, num_query_heads, model.scale, model.layers, **_demands(settings.engine)
-    )
-
-
-def explain_backend(settings: RunnerSettings, backend: AttentionBackend) -> str:
-    """The name of the backend that a single rank has, and why."""
-    return explain(
-        settings.attention_backend,
-        Case(backend.cache, settings.model.num_query_heads, settings.model.layers, **_demands(settings.engine)),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import random
 import signal
@@ -72,6 +73,20 @@ def ray_llm(ray_cluster) -> Iterator[Callable[..., LLM]]:
     yield make
     for llm in made:
         llm.llm_engine.close()
+
+
+def test_the_choice_of_ranks_is_logged_where_the_engine_is(
+    ray_llm: Callable[..., LLM], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Standard error of ranks goes nowhere. A rank has half of the heads: 65, more than operators share a KV head
+    among."""
+    heads = {"num_attention_heads": 130, "num_key_value_heads": 2, "head_dim": 4}
+    make_checkpoint(tmp_path, "qwen3", num_hidden_layers=1, **heads)
+    with caplog.at_level(logging.INFO, "kvllm"):
+        ray_llm(tmp_path, attention_backend="auto")
+    started, warning = [each.getMessage() for each in caplog.records if each.name == "kvllm.engine_builder"]
+    reason = "reference (cpu shares a KV head among at most 64 query heads, the model has 65"
+    assert f"attention backend {reason}" in started and f"leaves {reason}" in warning
 
 
 # The whole life, without a cluster to join

@@ -27,7 +27,7 @@ from kvllm.outputs import RequestOutput
 from kvllm.parallel import Counted, SingleRank
 from kvllm.stats import EngineStats
 from kvllm.tokenizer import load_tokenizer
-from kvllm.worker.build import RunnerSettings, available_memory, make_runner
+from kvllm.worker.build import Loaded, RunnerSettings, available_memory, make_runner
 from kvllm.worker.inline import make_executor
 
 REPORT_SECONDS = 0.05
@@ -174,25 +174,25 @@ class Replica:
         return msgspec.msgpack.encode(ReplicaReady(os.getpid(), ray.get_runtime_context().get_node_id(), memory))
 
     def load(self, encoded_settings: bytes) -> bytes:
-        """Load the model, as RunnerSettings say. Returns the blocks that the pool has, as a number.
+        """Load the model, as RunnerSettings say. Returns a Loaded.
 
         Raises ConfigError and CheckpointError.
         """
         settings = msgspec.msgpack.decode(encoded_settings, type=RunnerSettings)
         if self._ranks:
             executor, self._shard = self._ranks, None
-            num_blocks = self._ranks.load(settings)
+            loaded = self._ranks.load(settings)
         else:
             self._shard = Counted(SingleRank())
             runner = make_runner(settings, self._shard, torch.device(self._spec.device))
             executor = make_executor(runner, async_scheduling=settings.engine.async_scheduling)
-            num_blocks = runner.cache.num_blocks
+            loaded = Loaded.of(settings, runner)
             assert runner.grammars is not None
             runner.grammars.prepare()
-        config, model = structs.replace(settings.engine, num_blocks=num_blocks), settings.model
+        config, model = structs.replace(settings.engine, num_blocks=loaded.num_blocks), settings.model
         engine = LLMEngine(config, executor, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids)
         self._reporter = Reporter(engine, Path(settings.path))
-        return msgspec.msgpack.encode(num_blocks)
+        return msgspec.msgpack.encode(loaded)
 
     def exchange(self, encoded_starts: bytes) -> bytes:
         """Takes a list of SequenceStart. Returns a Report, after a while or when everything is done.

@@ -31,7 +31,7 @@ from kvllm.distributed.worker_group import (
 )
 from kvllm.errors import KvLLMError, WorkerError
 from kvllm.stats import EngineStats
-from kvllm.worker.build import RunnerSettings
+from kvllm.worker.build import Loaded, RunnerSettings
 
 
 class ReplicaLost(WorkerError):
@@ -75,16 +75,18 @@ class ReplicaSet:
         """Process ids of the replicas, on their nodes; 0 for one that is starting."""
         return [replica.pid for replica in self._replicas]
 
-    def load(self, settings: RunnerSettings) -> int:
+    def load(self, settings: RunnerSettings) -> Loaded:
         """Let every replica load the model. Raises ConfigError and CheckpointError as `make_runner` does.
 
-        Returns the blocks of the smallest pool.
+        Returns what the one with the smallest pool tells.
         """
+        loaded = []
         for replica in self._replicas:
             replica.load(settings)
         try:
             for replica in self._replicas:
-                self.num_blocks.append(msgspec.msgpack.decode(replica.result(LOAD_SECONDS), type=int))
+                loaded.append(msgspec.msgpack.decode(replica.result(LOAD_SECONDS), type=Loaded))
+                self.num_blocks.append(loaded[-1].num_blocks)
                 replica.loaded = True
         except ReplicaLost as error:
             cause = getattr(error.__cause__, "cause", None)
@@ -95,7 +97,7 @@ class ReplicaSet:
             )
             for num_blocks in self.num_blocks
         ]
-        return min(self.num_blocks)
+        return min(loaded, key=lambda each: each.num_blocks)
 
     def close(self) -> None:
         self._finalizer()
