@@ -6,6 +6,8 @@ import argparse
 import json
 import re
 import shlex
+import shutil
+import subprocess
 import sys
 import urllib.request
 from pathlib import Path
@@ -48,6 +50,31 @@ def test_the_flags_of_the_unit_are_those_of_the_command() -> None:
     start = shlex.split(re.search(r"^ExecStart=(.*)$", text, re.MULTILINE)[1])
     args = parse(start[2:])
     assert int(re.search(r"^TimeoutStopSec=(\d+)$", text, re.MULTILINE)[1]) > args.shutdown_timeout
+
+
+def test_systemd_reads_the_unit(tmp_path: Path) -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("needs systemd-analyze: apt-get install systemd")
+    text = (DEPLOY / "kvllm.service").read_text()
+    (tmp_path / "kvllm.service").write_text(text.replace("/opt/kvllm/bin/kvllm", sys.executable))  # it has to exist
+    command = ["systemd-analyze", "verify", str(tmp_path / "kvllm.service")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+def test_the_pod_runs_as_the_user_of_the_image() -> None:
+    dockerfile = (DEPLOY / "Dockerfile").read_text()
+    (user,) = re.findall(r"^USER (\d+)$", dockerfile, re.MULTILINE)
+    assert f"useradd --uid {user} " in dockerfile and pod()["securityContext"]["runAsUser"] == int(user)
+
+
+def test_the_image_is_built_of_files_that_are_there() -> None:
+    dockerfile = (DEPLOY / "Dockerfile").read_text()
+    copied = [
+        name for line in re.findall(r"^COPY (?!--from)(.*) \S+$", dockerfile, re.MULTILINE) for name in line.split()
+    ]
+    assert {"csrc", "kvllm", "pyproject.toml", "setup.py"} <= set(copied)
+    assert all((DEPLOY.parent / name).exists() for name in copied)
 
 
 def test_the_probes_ask_for_routes_that_need_no_key(server: ServerProcess) -> None:
