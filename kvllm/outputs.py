@@ -56,6 +56,7 @@ class RequestMetrics:
         scheduled_time: the first step of the request; with data parallelism, when a replica was chosen.
         num_cached_tokens: prompt tokens that came from the prefix cache.
         preemptions: times that a sequence of the request lost its blocks and was computed again.
+        windows_compressed: windows compressed, summed over the request's sequences, those after a preemption again.
         evicted_entries: KV pairs dropped by compression, summed over the request's sequences; those that a preemption
             brought back and that were dropped again count twice.
         missing_entries: KV pairs that the sequences have computed and do not have now, or did not have at their end.
@@ -73,6 +74,7 @@ class RequestMetrics:
     finished_time: float | None = None
     num_cached_tokens: int = 0
     preemptions: int = 0
+    windows_compressed: int = 0
     evicted_entries: int = 0
     missing_entries: int = 0
     divergences: list[float] = field(default_factory=list)

@@ -89,6 +89,7 @@ class Sequence:
         "tail_start",
         "token_ids",
         "uncompressed_tail",
+        "windows_compressed",
     )  # fmt: skip
 
     def __init__(
@@ -130,6 +131,7 @@ class Sequence:
         self.refill_length = 0
         self.preemptions = 0
         self.preempted_length = 0  # tokens when it was preempted last
+        self.windows_compressed = 0
         self.evicted = 0
         self.divergences: list[float] = []
         self.cache_hits = 0  # tokens found in the prefix cache when the sequence was first admitted
@@ -259,7 +261,9 @@ class Sequence:
         """
         self.cached_length -= region.dropped
         self.missing += dropped
+        self.windows_compressed += region.count
         self.evicted += dropped
+        self.metrics.windows_compressed += region.count
         self.metrics.evicted_entries += dropped
         self.metrics.missing_entries += dropped
         self.compressions.append(region)
@@ -292,6 +296,7 @@ class Sequence:
         child.logical_length = self.logical_length
         child.cached_length = self.cached_length
         child.missing = self.missing
+        self.metrics.missing_entries += self.missing
         child.uncompressed_tail = self.uncompressed_tail
         child.carried_tail = self.carried_tail
         child.is_scored = self.is_scored

@@ -12,6 +12,7 @@ from statistics import mean
 from typing import Any, TypeVar
 
 from kvllm.core.input_processor import Prompt
+from kvllm.errors import RequestError
 from kvllm.outputs import RequestMetrics, RequestOutput
 from kvllm.sampling_params import BeamSearchParams, SamplingParams
 from kvllm.serving.responses import CompletionTokensDetails, CompressionUsage, PromptTokensDetails, Usage
@@ -115,8 +116,8 @@ class Generation:
         """What has been used so far. reasoning_tokens: None if nobody has looked for a thought."""
         prompt, output = self.prompt_tokens, self.output_tokens
         metrics = [progress.metrics for progress in self._progress]
-        evicted = sum(each.evicted_entries for each in metrics)
         divergences = [divergence for each in metrics for divergence in each.divergences]
+        missing = sum(each.missing_entries for each in metrics)
         pairs = output + sum(len(p.token_ids) * q.n for p, q in zip(self.prompts, self._params, strict=True))
         usage = Usage(
             prompt,
@@ -124,8 +125,9 @@ class Generation:
             prompt + output,
             PromptTokensDetails(sum(each.num_cached_tokens for each in metrics)),
             CompressionUsage(
-                round(1 - evicted / pairs, 4),
-                evicted,
+                round(1 - missing / pairs, 4),
+                sum(each.windows_compressed for each in metrics),
+                sum(each.evicted_entries for each in metrics),
                 sum(each.preemptions for each in metrics),
                 mean(divergences) if divergences else None,
             ),
@@ -171,6 +173,9 @@ class Generation:
         try:
             options = {"priority": origin.priority, "tenant": origin.tenant, "cache_salt": origin.cache_salt}
             yield {"prompt_token_ids": self.prompts[index].token_ids}, request_id, options
+        except RequestError:  # the engine has refused the prompt, or has counted how it ended
+            self._progress[index].is_finished = True
+            raise
         finally:
             self._state.running.discard(request_id)
 

@@ -25,12 +25,14 @@ class CompressionUsage(Struct, omit_defaults=True):
     """What compression did to the request's KV cache.
 
     kept_share: of the KV pairs of prompt and output, the share that was not dropped.
-    evicted_pairs: KV pairs dropped, summed over the completions.
+    windows: windows compressed, summed over the completions.
+    evicted_pairs: KV pairs dropped, in the same way. After a preemption, both count again what is compressed again.
     preemptions: times that a completion lost its cache and was computed again.
     divergence: mean KL(full || compressed), in nats a token, of the compressions that were judged; None if none was.
     """
 
     kept_share: float
+    windows: int
     evicted_pairs: int
     preemptions: int
     divergence: float | None = None

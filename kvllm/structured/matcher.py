@@ -68,7 +68,8 @@ class Matcher:
 def first_line(error: str) -> str:
     """The part of llguidance's error that names the cause; behind it come states of its parser."""
     lines = error.strip().split("\n")
-    if lines[0] == "NoExtensionBias":
+    # Of the forced bytes, no token has the first one: the parser then tries any token.
+    if lines[0] == "NoExtensionBias" or "forced bytes: got" in lines[0]:
         return "no token of the vocabulary can come next"
     causes = [line for line in lines if line.startswith("error: ")]  # of a regular expression, which is drawn above
     return " ".join([lines[0], *causes[:1]])

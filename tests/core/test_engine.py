@@ -12,6 +12,8 @@ import transformers
 from kvllm import CompressionConfig, SamplingParams
 from kvllm.core import engine as engine_module
 from kvllm.core.protocol import StepPlan
+from kvllm.core.regions import Region
+from kvllm.core.sequence import Sequence
 from kvllm.engine_args import DEFAULT_MODEL
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.engines import NEW_TOKENS, assert_greedy, greedy, make_llm, random_prompts, tokens
@@ -204,11 +206,24 @@ def test_metrics_of_requests_are_kept_while_they_run(qwen3: Path) -> None:
     stats = engine.stats
     assert seen_evicted and seen_preempted
     assert sum(output.metrics.evicted_entries for output in outputs) == stats.entries_evicted
+    assert sum(output.metrics.windows_compressed for output in outputs) == stats.windows_compressed
     assert sum(output.metrics.preemptions for output in outputs) == stats.preemptions
     for output in outputs:
         metrics = output.metrics
         assert 0 < metrics.missing_entries <= metrics.evicted_entries
         assert metrics.arrival_time <= metrics.scheduled_time <= metrics.first_token_time < metrics.finished_time
+
+
+def test_a_completion_that_branches_off_a_compressed_prompt_lacks_it_too() -> None:
+    seq = Sequence(0, "x", [0] * 96, SamplingParams(n=2), max_length=100, forks=1)
+    seq.advance(96)
+    seq.compacted(Region(0, size=48, retain=16, stride=48, count=2), 0, dropped=64)
+    child = seq.fork(1, 1, seed=0)
+    metrics = seq.metrics
+    assert metrics.missing_entries == seq.missing + child.missing == 128
+    assert (metrics.windows_compressed, metrics.evicted_entries) == (2, 64)  # of work, which was done once
+    child.reset()
+    assert metrics.missing_entries == seq.missing == 64
 
 
 def test_statistics_of_what_is_there_now(qwen3: Path) -> None:

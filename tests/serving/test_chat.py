@@ -154,7 +154,7 @@ def test_compression_and_its_usage(chat_server: ServerProcess) -> None:
     cut, less, not_at_all = usages
     assert cut["evicted_pairs"] >= 2 * 128 and cut["kept_share"] == round(1 - cut["evicted_pairs"] / 540, 4)
     assert 0 < less["evicted_pairs"] < cut["evicted_pairs"]
-    assert not_at_all == {"kept_share": 1.0, "evicted_pairs": 0, "preemptions": 0}
+    assert not_at_all == {"kept_share": 1.0, "windows": 0, "evicted_pairs": 0, "preemptions": 0}
     assert chat_server.metric("kvllm:evicted_pairs_total") == cut["evicted_pairs"] + less["evicted_pairs"]
     assert chat_server.json("/v1/completions", body | {"compression": {"method": "kara"}})[0] == 400
 

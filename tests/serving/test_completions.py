@@ -37,7 +37,7 @@ def test_text_and_usage(client: Any, expected: str) -> None:
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (40, 24, 64)
     again = client.completions.create(model="reasoner", prompt=PROMPT, **GREEDY)
     assert again.usage.prompt_tokens_details.cached_tokens == 32  # two blocks of 16
-    assert again.usage.kvllm == {"kept_share": 1.0, "evicted_pairs": 0, "preemptions": 0}
+    assert again.usage.kvllm == {"kept_share": 1.0, "windows": 0, "evicted_pairs": 0, "preemptions": 0}
 
 
 def test_stream_adds_up(client: Any, expected: str) -> None:

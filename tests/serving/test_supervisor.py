@@ -11,39 +11,10 @@ from kvllm.engine_args import EngineArgs
 from kvllm.serving.app import make_app
 from kvllm.serving.state import ServerOptions, ServerState
 from kvllm.serving.supervisor import MOST_RESTARTS, EngineSupervisor
+from tests.helpers.asgi import ask
 from tests.serving.conftest import PROMPT
 
 ARGS = EngineArgs(block_size=16, kv_cache_memory_bytes=16 << 20)
-
-
-async def ask(app: Any, path: str, body: Any = None) -> tuple[int, bytes]:
-    """Status and body of the application's answer."""
-    content = b"" if body is None else json.dumps(body).encode()
-    received = [{"type": "http.request", "body": content, "more_body": False}]
-    sent: list[dict[str, Any]] = []
-
-    async def receive() -> dict[str, Any]:
-        if received:
-            return received.pop()
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
-
-    method = "GET" if body is None else "POST"
-    await app(
-        {
-            "type": "http",
-            "method": method,
-            "path": path,
-            "headers": [(b"content-type", b"application/json")],
-            "query_string": b"",
-        },
-        receive,
-        send,
-    )
-    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent)
 
 
 def kill(llm: AsyncLLM) -> None:

@@ -252,6 +252,7 @@ def test_a_free_part_may_be_left_out() -> None:
         ({"grammar": "start: x"}, 'unknown name: "x"'),
         ({"grammar": "root ::= ("}, "GBNF"),
         ({"choice": ["中文"]}, "no token"),
+        ({"json": {"type": "string"}}, "no token"),  # the vocabulary has no quotation mark
     ],
 )  # fmt: skip
 def test_bad_rules_are_refused_before_they_start(reasoner: LLM, rule: dict[str, Any], said: str | None) -> None:

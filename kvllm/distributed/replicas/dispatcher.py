@@ -180,6 +180,7 @@ class Dispatcher:
                 seq.cache_hits = max(seq.cache_hits, ended.cache_hits)
                 metrics = seq.metrics
                 metrics.preemptions += ended.preemptions
+                metrics.windows_compressed += ended.windows_compressed
                 metrics.evicted_entries += ended.evicted
                 metrics.missing_entries += ended.missing
                 metrics.divergences += ended.divergences

@@ -37,6 +37,7 @@ class Ended(Struct, array_like=True, frozen=True):
 
     seq_id: int
     preemptions: int
+    windows_compressed: int
     evicted: int
     cache_hits: int
     missing: int

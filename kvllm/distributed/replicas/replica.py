@@ -150,7 +150,15 @@ class Reporter:
 
 
 def _ended(seq: Sequence) -> Ended:
-    return Ended(_global_id(seq), seq.preemptions, seq.evicted, seq.cache_hits, seq.missing, seq.divergences)
+    return Ended(
+        _global_id(seq),
+        seq.preemptions,
+        seq.windows_compressed,
+        seq.evicted,
+        seq.cache_hits,
+        seq.missing,
+        seq.divergences,
+    )
 
 
 def _global_id(seq: Sequence) -> int:
