@@ -62,7 +62,7 @@ class EngineArgs:
         kv_cache_memory_bytes: its size in bytes, on each rank. Default: on a GPU, what model and steps leave of
             `gpu_memory_utilization`; else half of the free memory, 4 GiB at most.
         gpu_memory_utilization: share of a GPU's memory that may be in use, by other processes too.
-        enforce_eager: on a GPU, launch kernels one by one, instead of replaying CUDA graphs of decode steps.
+        enforce_eager: on a GPU, launch kernels one by one, instead of replaying CUDA graphs of steps.
         enable_prefix_caching: let requests share the blocks of equal beginnings.
         disable_hybrid_kv_cache_manager: let all layers share their blocks, so that layers with a sliding window keep
             those behind it, too.

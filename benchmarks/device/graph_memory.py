@@ -23,7 +23,7 @@ def run(target: Target, log: Log) -> None:
     if target.dry_run:
         log.left_out("all", "there are no graphs on a CPU")
     else:
-        log.measure(f"{LLAMA_8B}, batches up to {MAX_NUM_SEQS}", partial(graph_memory, target))
+        log.measure(f"{LLAMA_8B}, up to {MAX_NUM_SEQS} sequences", partial(graph_memory, target))
 
 
 @torch.inference_mode()
@@ -35,7 +35,7 @@ def graph_memory(target: Target) -> Figures:
     free.append(free_bytes(target))
     graphs = runner.graphs
     assert graphs is not None  # they were turned on
-    others = graphs.batch_sizes()[1:]
+    others = graphs.sizes.all()[1:]
     for sizes in (others[:1], others[1:]):
         graphs.capture(sizes)
         free.append(free_bytes(target))

@@ -69,7 +69,7 @@ class AttentionBatch:
     """The query tokens of one step. All tensors but `mass` are int32; all are on the cache's device.
 
     query_start_loc: `[S + 1]`, query tokens of sequence s are `query_start_loc[s] : query_start_loc[s + 1]`, each
-        sequence has at least one.
+        sequence has at least one; with a backend that `captures_chunks`, the last ones may have none.
     last_kv_index: `[T]`, the index in its sequence's cache of the newest KV pair that a query token attends (its own):
         token i attends pairs `0 .. last_kv_index[i]`. Ascending within a sequence. It is an index into the cache, not a
         position: after a compaction the two differ.
@@ -114,12 +114,14 @@ class AttentionBackend(ABC):
         no `mass`: their KV pairs are never compressed.
     capturable: a CUDA graph may hold `plan` and `run` for sequences of one query token each. They read nothing back to
         the host, and what they launch depends on the shapes of a batch alone, not on what its tensors hold.
+    captures_chunks: the same for sequences of any number of query tokens.
     observes: `run` adds to `AttentionBatch.mass`.
     scores_windows: `run` adds to `cache.scores` what `AttentionBatch.windows` says, for sequences with one query token.
     """
 
     name: str
     capturable: bool = False
+    captures_chunks: bool = False
     observes: bool = False
     scores_windows: bool = False
 

@@ -35,6 +35,7 @@ class TritonBackend(AttentionBackend):
 
     name = "triton"
     capturable = True
+    captures_chunks = True
     observes = True
     scores_windows = True
 

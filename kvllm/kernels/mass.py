@@ -76,7 +76,7 @@ def _add_of_chunks(
     """Sequences with several query tokens: the product of queries and keys again, but neither a softmax nor values."""
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first_token, end_token = tl.load(query_start_loc + sequence), tl.load(query_start_loc + sequence + 1)
-    if end_token - first_token == 1:
+    if end_token - first_token < 2:
         return
     length = tl.load(last_kv_index + end_token - 1) + 1
     channel = tl.arange(0, CHANNELS)

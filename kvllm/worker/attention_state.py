@@ -143,6 +143,7 @@ class ObservingBackend(AttentionBackend):
         self.operations = operations
         self.mass = mass
         self.capturable = backend.capturable and backend.observes
+        self.captures_chunks = backend.captures_chunks and backend.observes
 
     def plan(self, batch: AttentionBatch) -> Any:
         assert batch.table_slots is not None

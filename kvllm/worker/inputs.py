@@ -27,8 +27,9 @@ class InputPreparer:
     still works on this one, and is never more than a guess: `prepare` takes them if the step is of that batch, shape
     and lengths, adds the blocks that tables have grown by, and writes all anew otherwise.
 
-    A shape may have room for more sequences, of one query token each. These store nothing, and attend to a single KV
-    pair; where attention is added up, they share the slot behind those of all sequences.
+    A shape may have room for more sequences, of one query token each; beside chunks of prompts the first of them has
+    all query tokens that fill the step up, and others have none. They store nothing, and their query tokens attend to a
+    single KV pair; where attention is added up, they share the slot behind those of all sequences.
 
     tables: one for each part of the KV groups.
     window_start: of all sequences in the first part, where windows are scored. scored: in how many parts they are.
@@ -161,7 +162,10 @@ class _PartialInputs:
         for part, of_part, index in zip(tables, tensors.parts, kv_index, strict=True):
             _write(of_part.last_kv_index, index)
             _write(of_part.block_tables, part.table[table_slots, : of_part.block_tables.shape[1]])
-        _write(tensors.query_start_loc, np.concatenate([starts, starts[-1] + 1 + np.arange(spare)]))
+        ends = (
+            starts[-1] + 1 + np.arange(spare) if tensors.shape.is_decode else [tensors.shape.num_query_tokens] * spare
+        )
+        _write(tensors.query_start_loc, np.concatenate([starts, ends]))
         if ragged and tensors.packed_len is not None and tensors.head_lengths is not None:
             _write(tensors.packed_len, ragged.packed_len[table_slots])
             _write(tensors.head_lengths.transpose(0, 1), ragged.head_lengths[:, table_slots].swapaxes(0, 1))

@@ -76,7 +76,7 @@ def enough_memory(what: str, remedy: str) -> Iterator[None]:
 
 @torch.inference_mode()
 def measure_graphs(probe: ModelRunner, num_blocks: int) -> int:
-    """Bytes of the GPU that the graphs of all batch sizes take, of which two are captured here and given up again.
+    """Bytes of the GPU that the graphs of all sizes take, of which two are captured here and given up again.
 
     The largest one comes first and brings what the others share; each of these takes what the second one does. That is
     seen from outside: torch knows its kernels' memory, but not what the driver keeps of a graph.
@@ -85,7 +85,7 @@ def measure_graphs(probe: ModelRunner, num_blocks: int) -> int:
     probe.use_graphs(cuda_capture(), num_blocks, largest_alone=True)
     if probe.graphs is None:
         return 0
-    between, others = _free_bytes(probe), probe.graphs.batch_sizes()[1:]
+    between, others = _free_bytes(probe), probe.graphs.sizes.all()[1:]
     probe.graphs.capture(others[:1])
     first, second = before - between, between - _free_bytes(probe)
     probe.graphs = None

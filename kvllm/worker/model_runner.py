@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -33,10 +34,12 @@ from kvllm.sampling_params import SamplingParams
 from kvllm.structured.compile import Grammars
 from kvllm.worker.attention_state import AttentionMass, ObservingBackend, RaggedLengths
 from kvllm.worker.compressor import CompressedPart, Compressor
-from kvllm.worker.draws import reads_in_place
-from kvllm.worker.graphs import Capture, DecodeGraphs
+from kvllm.worker.draws import most_likely, reads_in_place
+from kvllm.worker.graph_sizes import GraphSizes
+from kvllm.worker.graphs import Capture, StepGraphs
 from kvllm.worker.inputs import InputPreparer
 from kvllm.worker.judge import Judge
+from kvllm.worker.last_logits import LastLogits
 from kvllm.worker.launched import Launched
 from kvllm.worker.observed_scores import ObservedScores, ScoringBackend
 from kvllm.worker.offloader import Offloader
@@ -95,9 +98,6 @@ class ModelRunner:
             for index, group in enumerate(groups)
         ]
         self._part_of = _part_of_layers(config, cache.shape.num_layers)
-        self._decode_widths = [
-            group.most_blocks(config.max_model_len, config.block_size, 1) // len(group.parts) for group in groups
-        ]
         self.ragged: RaggedLengths | None = None
         self.mass: AttentionMass | None = None
         self.observed: ObservedScores | None = None
@@ -105,11 +105,18 @@ class ModelRunner:
         self.judge: Judge | None = None
         self.recall: Recall | None = None
         self._recalling: RecallingBackend | None = None  # in the step
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: StepGraphs | None = None
         if compression := config.active_compression:
             if dropped:
                 self.recall = Recall(self.operations, dropped, compression)
             self._prepare_compression(compression, config, select)
+        self._graph_sizes = GraphSizes(config.max_num_seqs)
+        if self.backend.captures_chunks:
+            self._graph_sizes = GraphSizes.with_chunks(config.max_num_seqs, config.max_num_batched_tokens)
+        chunk = max(1, self._graph_sizes.most_chunk_tokens)
+        self._graph_widths = [
+            group.most_blocks(config.max_model_len, config.block_size, chunk) // len(group.parts) for group in groups
+        ]
         self.offloader: Offloader | None = None
         if store:
             self.offloader = Offloader(cache, store, [state for state in self._slot_states if state])
@@ -154,20 +161,31 @@ class ModelRunner:
 
     @torch.inference_mode()
     def use_graphs(self, capture: Capture, num_blocks: int, *, largest_alone: bool = False) -> None:
-        """Record decode steps of every shape, and replay them from now on. Where the attention backend cannot be
-        recorded, they go on being launched as others are.
+        """Record steps of every size, and replay them from now on. Where the attention backend cannot be recorded, they
+        go on being launched as others are.
 
         num_blocks: in the pool. largest_alone: record the rest when it is needed.
         """
         if self.backend.capturable and (self.observed is None or self.backend.scores_windows):
-            first, *others = self._decode_widths
+            first, *others = self._graph_widths
             most = [
                 min(num_blocks, width) if part < self._full_parts else width for part, width in enumerate(others, 1)
             ]
-            self.graphs = DecodeGraphs(
-                self._forward_inputs, capture, self.inputs, min(num_blocks, first), tuple(most), self._full_parts
+            sizes = self._graph_sizes
+            self.graphs = StepGraphs(
+                self._recorded, capture, self.inputs, sizes, min(num_blocks, first), tuple(most), self._full_parts
             )
-            self.graphs.capture(self.graphs.batch_sizes()[: 1 if largest_alone else None])
+            self.graphs.capture(sizes.all()[: 1 if largest_alone else None])
+
+    def _recorded(self, inputs: StepInputs) -> LastLogits:
+        """All of a step but draws, for a graph: the logits of each sequence, and its most likely token."""
+        hidden = self._forward_inputs(inputs)
+        logits = self._logits(hidden if inputs.shape.is_decode else hidden[inputs.query_start_loc[1:].long() - 1])
+        return LastLogits(logits, most_likely(logits) if self.samples else None)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`[R, hidden_size]` -> `[R, vocab_size]`, of which every rank computes a part."""
+        return self.model.logits(hidden, rounded=reads_in_place(hidden))
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run a plan to its end."""
@@ -199,7 +217,6 @@ class ModelRunner:
         for start in plan.scored:
             if self.observed:
                 self.observed.start(self.states[start.seq_id].table_slot, start.kv_index)
-        graphs = None if plan.has_prefill else self.graphs
         clock, event_bytes, divergences = PhaseClock(self.device), 0, None
         if plan.compressions and self.compressor:
             divergences = self._compress(self.compressor, plan.compressions, clock)
@@ -211,9 +228,10 @@ class ModelRunner:
                 self.offloader.load(plan)
             for change in plan.others:
                 self._change_table(change)
-            samples = self._forward(plan, graphs) if plan.num_seqs else None
-        if plan.num_seqs and graphs:  # the next step is probably one more token of each, and this one still runs
-            graphs.prepare_ahead([self.states[seq_id] for seq_id, _ in plan.query_tokens()])
+            samples = self._forward(plan) if plan.num_seqs else None
+        if self.graphs and plan.num_seqs and not plan.has_prefill:
+            # The next step is probably one more token of each, and this one still runs.
+            self.graphs.prepare_ahead([self.states[seq_id] for seq_id, _ in plan.query_tokens()])
         prompts, self._prompt_reports = self._prompt_reports, []
         complete = partial(self._complete, plan) if self.offloader or self.recall else None
         self._last = Launched(samples, clock, event_bytes, prompts, divergences, complete)
@@ -300,7 +318,7 @@ class ModelRunner:
         tables.slide(table_slot, change.first)
         tables.append(table_slot, change.new_blocks)
 
-    def _forward(self, plan: StepPlan, graphs: DecodeGraphs | None) -> Samples | None:
+    def _forward(self, plan: StepPlan) -> Samples | None:
         """Run the model and sample. On a GPU both have only been launched when this returns."""
         states = [self.states[seq_id] for seq_id in plan.decodes.seq_ids]
         place = self._extend(plan.decodes, states)
@@ -312,13 +330,19 @@ class ModelRunner:
         if self.recall:
             groups = self.recall.groups(plan, states, self.tables[0])
             self._recalling = RecallingBackend(self.backend, self.recall, groups) if groups else None
-        hidden = graphs.run(states, place) if graphs else self._run_model(states, num_tokens, place)
-        if self._reported:
-            self._report_prompts(plan, states, hidden)
+        chunks = [self._scored_chunks(states, num_tokens, part) for part in range(self._full_parts)]
+        size = self._graph_sizes.of(num_tokens)
+        if self.graphs is None or size is None or self._reported or self._recalling or any(chunks):
+            hidden = self._run_model(states, num_tokens, chunks, place)
+            last_logits = partial(self._last_logits, hidden, list(accumulate(num_tokens)))
+            if self._reported:
+                self._report_prompts(plan, states, hidden)
+        else:
+            last_logits = self.graphs.run(states, num_tokens, size, place).rows
         for state, count in zip(states, num_tokens, strict=True):
             state.logical_length += count
             state.cached_length += count
-        return self._sample(plan, states, hidden)
+        return self._sample(plan, states, last_logits)
 
     def _extend(self, decodes: Decodes, states: list[SequenceState]) -> Callable[[torch.Tensor], None] | None:
         """Give sequences that decode their new tokens and blocks. Returns what writes tokens that only the device knows
@@ -338,7 +362,11 @@ class ModelRunner:
         return partial(self._last.place, sequences, pending)
 
     def _run_model(
-        self, states: list[SequenceState], num_tokens: list[int], place: Callable[[torch.Tensor], None] | None
+        self,
+        states: list[SequenceState],
+        num_tokens: list[int],
+        chunks: Sequence[tuple[ScoredChunk, ...]],
+        place: Callable[[torch.Tensor], None] | None,
     ) -> torch.Tensor:
         """Hidden states `[T, hidden_size]` of the next `num_tokens[i]` tokens of each sequence."""
         table_slots = [state.table_slot for state in states]
@@ -347,7 +375,6 @@ class ModelRunner:
         inputs = self.inputs.prepare(states, num_tokens, shape).to(self.device)
         if place:
             place(inputs.token_ids)
-        chunks = [self._scored_chunks(states, num_tokens, part) for part in range(self._full_parts)]
         return self._forward_inputs(inputs, chunks)
 
     def _forward_inputs(self, inputs: StepInputs, chunks: Sequence[tuple[ScoredChunk, ...]] = ()) -> torch.Tensor:
@@ -401,23 +428,31 @@ class ModelRunner:
                 self._reported.discard(item.seq_id)
             begin += item.num_tokens
 
-    def _sample(self, plan: StepPlan, states: list[SequenceState], hidden: torch.Tensor) -> Samples | None:
-        """Sample where the plan says so; a fork samples from its parent's logits."""
-        num_decodes = end = len(plan.decodes.seq_ids)
-        sampled, logit_rows = states[:num_decodes], list(range(num_decodes))
-        for chunk, state in zip(plan.chunks, states[num_decodes:], strict=True):
-            end += chunk.num_tokens
+    def _sample(
+        self, plan: StepPlan, states: list[SequenceState], last_logits: Callable[[list[int]], LastLogits]
+    ) -> Samples | None:
+        """Sample where the plan says so; a fork samples from its parent's logits.
+
+        last_logits: those of the last tokens of some sequences, by their numbers in the step.
+        """
+        num_decodes = len(plan.decodes.seq_ids)
+        sampled, numbers = states[:num_decodes], list(range(num_decodes))
+        for number, chunk in enumerate(plan.chunks, num_decodes):
             if chunk.samples:
-                sampled += [state, *[self._fork(state, fork) for fork in chunk.forks]]
-                logit_rows += [end - 1] * (1 + len(chunk.forks))
+                sampled += [states[number], *[self._fork(states[number], fork) for fork in chunk.forks]]
+                numbers += [number] * (1 + len(chunk.forks))
         if not sampled:
             return None
         for row, state in enumerate(sampled):
             state.sampled_row = row
-        in_order = logit_rows == list(range(len(logit_rows)))
-        hidden = hidden[: len(logit_rows)] if in_order else hidden[to_device(logit_rows, self.device)]
-        logits = self.model.logits(hidden, rounded=reads_in_place(hidden))  # of which every rank computes a part
-        return sample(logits, [state.sample_row for state in sampled]) if self.samples else None
+        logits, chosen = last_logits(numbers)
+        return sample(logits, [state.sample_row for state in sampled], chosen) if self.samples else None
+
+    def _last_logits(self, hidden: torch.Tensor, ends: list[int], numbers: list[int]) -> LastLogits:
+        """Of some sequences, from hidden states `[T, hidden_size]`. ends: behind the query tokens of each sequence."""
+        rows = [ends[number] - 1 for number in numbers]
+        in_order = rows == list(range(len(rows)))
+        return LastLogits(self._logits(hidden[: len(rows)] if in_order else hidden[to_device(rows, self.device)]))
 
     def _fork(self, parent: SequenceState, fork: Fork) -> SequenceState:
         source = parent.sample_row

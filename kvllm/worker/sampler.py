@@ -28,7 +28,7 @@ from kvllm.worker.transfer import Download, to_device
 # Rows are drawn in parts of this many logits: it bounds the copies alive at once, some 30 bytes per logit, or up to 8
 # where they are read in place.
 LOGITS_AT_ONCE = 2**22
-LOGITS_AT_ONCE_IN_PLACE = 2**25
+LOGITS_AT_ONCE_IN_PLACE = 2**26
 MASK_64 = 2**64 - 1
 NOT_FINITE = "the model's logits are not finite: check its weights, or use a dtype with a wider range"
 
@@ -86,15 +86,18 @@ class SampleRow:
         return sets
 
 
-def sample(logits: Tensor, rows: list[SampleRow]) -> Samples:
+def sample(logits: Tensor, rows: list[SampleRow], most_likely: Tensor | None = None) -> Samples:
     """Sample one token for each row. What one row makes fail gives that row alone an error instead of a token.
 
     Args:
         logits: [R, V] float32, or of the model's dtype where `draws.reads_in_place`; not modified.
         rows: R of them.
+        most_likely: int64 [R], if it is known already; not modified.
     """
     special = [i for i, row in enumerate(rows) if not row.is_plain]
-    if len(special) < len(rows):
+    if len(special) < len(rows) and most_likely is not None:
+        chosen = most_likely.clone() if special else most_likely
+    elif len(special) < len(rows):
         chosen = draws.most_likely(logits)
     else:
         chosen = torch.empty(len(rows), dtype=torch.int64, device=logits.device)

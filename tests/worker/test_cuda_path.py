@@ -22,6 +22,7 @@ import torch
 from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.core.protocol import StepPlan, StepResult
 from kvllm.outputs import RequestOutput
+from kvllm.worker import draws, graph_sizes, sampler
 from kvllm.worker.memory import measure_graphs
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.cuda_stand_in import Device, stand_in
@@ -31,7 +32,9 @@ from tests.helpers.processes import run_python
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton, which is not installed")
 
 MIB = 1 << 20
-PROMPTS = [list(range(5, 45)), list(range(7, 20)), [9, 8]]
+PROMPTS = [list(range(7, 18)), list(range(5, 45))]
+MOST_TOKENS, MOST_RECORDED_TOKENS = 20, 16
+"""Two steps have 20 tokens, the third has a decode beside the last 12 tokens of a prompt."""
 COUNTS_OF_HEADS = "a copy to the host"
 """Heads that keep different numbers of entries: the host must know them, once an event."""
 
@@ -49,34 +52,36 @@ def cases() -> dict[str, tuple[dict[str, Any], list[SamplingParams]]]:
     cache = {"policy": "threshold", "threshold_tokens": 32, "budget_tokens": 16, "buffer": 4, "query_window": 4}
     sampled = [
         params(n=2, temperature=0.8, top_p=0.9, seed=3),
-        params(temperature=0.7, top_k=20, top_p=0.9, seed=4, repetition_penalty=1.2, min_tokens=4, logprobs=2),
-        params(temperature=1, min_p=0.05, seed=5, frequency_penalty=0.5),
+        params(temperature=0.7, top_k=20, min_p=0.01, seed=4, repetition_penalty=1.2, min_tokens=4, logprobs=2),
     ]
+    forks = {"max_num_seqs": 3, "num_gpu_blocks_override": 5}
     return {
-        "forks, options of sampling, a short pool": ({"num_gpu_blocks_override": 6}, sampled),
+        "forks, options of sampling, a short pool": (forks, sampled),
         "kara, a pool of what is free": (
             {
                 "num_gpu_blocks_override": None,
                 "gpu_memory_utilization": 0.02,
                 "compression": CompressionConfig(method="kara", retain_tokens=9, **window),
             },
-            [params()] * 3,
+            [params()] * 2,
         ),
-        "h2o": ({"compression": CompressionConfig(method="h2o", retain_blocks=1, **window)}, [params()] * 3),
-        "adakv": ({"compression": CompressionConfig(method="adakv", **cache)}, [params()] * 3),
-        "int8, forks, a short pool": ({"num_gpu_blocks_override": 6, "kv_cache_dtype": "int8"}, sampled),
+        "h2o": ({"compression": CompressionConfig(method="h2o", retain_blocks=1, **window)}, [params()] * 2),
+        "int8, adakv": (
+            {"kv_cache_dtype": "int8", "compression": CompressionConfig(method="adakv", **cache)},
+            [params()] * 2,
+        ),
         "int4, kara_sharp": (
             {
                 "kv_cache_dtype": "int4",
                 "compression": CompressionConfig(method="kara_sharp", retain_tokens=9, **window),
             },
-            [params()] * 3,
+            [params()] * 2,
         ),
     }
 
 
 def make_llm(path: Path, device: str, **options: Any) -> LLM:
-    defaults = {"max_num_seqs": 4, "num_gpu_blocks_override": 12, "max_num_batched_tokens": 32}
+    defaults = {"max_num_seqs": 2, "num_gpu_blocks_override": 12, "max_num_batched_tokens": MOST_TOKENS}
     return LLM(path, device=device, dtype="float32", max_model_len=64, block_size=16, **(defaults | options))
 
 
@@ -92,19 +97,23 @@ def run(llm: LLM, requested: list[SamplingParams], step: Callable[[], Any]) -> l
 
 
 @contextmanager
-def watched(device: Device, llm: LLM) -> Iterator[None]:
-    """A launch waits for nothing, and its tokens come in one download, which it does not wait for either. One of single
-    tokens replays a graph, events or not."""
+def watched(device: Device, llm: LLM, *, greedy: bool) -> Iterator[None]:
+    """A launch waits for nothing, and its tokens come in one download, which it does not wait for either. It replays a
+    graph, with chunks of prompts or without, events or not, unless it has too many tokens. The graph has found the most
+    likely ones."""
     executor = llm.llm_engine.executor
     launch, collect = executor.launch, executor.collect
 
     def watched_launch(plan: StepPlan) -> None:
         device.waits, device.downloads, device.replays = [], 0, 0
+        before = choose.call_count
         launch(plan)
         expected = [COUNTS_OF_HEADS] if plan.compressions and executor.runner.ragged else []
         sampled = any(item.samples for item in scheduled_in(plan))
         assert (device.waits, device.downloads) == (expected, sampled + len(expected))
-        assert device.replays == (plan.num_seqs > 0 and not plan.has_prefill)
+        total = sum(num_tokens for _, num_tokens in plan.query_tokens())
+        assert device.replays == (0 < total <= MOST_RECORDED_TOKENS)
+        assert not (greedy and device.replays) or choose.call_count == before
 
     def watched_collect() -> StepResult:
         device.waits, device.downloads = [], 0
@@ -112,7 +121,8 @@ def watched(device: Device, llm: LLM) -> Iterator[None]:
         assert (device.waits, device.downloads) == ([], 0)
         return result
 
-    with patch.object(executor, "launch", watched_launch), patch.object(executor, "collect", watched_collect):
+    watching = patch.multiple(executor, launch=watched_launch, collect=watched_collect)
+    with watching, patch.object(sampler.draws, "most_likely", wraps=draws.most_likely) as choose:
         yield
 
 
@@ -122,12 +132,13 @@ def check_case(path: Path, options: dict[str, Any], requested: list[SamplingPara
         on_cpu["attention_backend"] = "reference"  # the operators want larger heads
     llm = make_llm(path, "cpu", **on_cpu)
     expected = run(llm, requested, llm.llm_engine.step)
-    with stand_in() as device:
+    chunk_tokens = patch.object(graph_sizes, "LEAST_CHUNK_TOKENS", MOST_RECORDED_TOKENS)
+    with stand_in() as device, chunk_tokens:
         on_device = make_llm(path, "cuda", **options)
         runner = on_device.llm_engine.executor.runner
         assert runner.device.type == "cuda" and runner.graphs
         assert on_device.config.async_scheduling
-        with watched(device, on_device):
+        with watched(device, on_device, greedy=all(each.greedy for each in requested)):
             found = run(on_device, requested, on_device.llm_engine.step)
     assert on_device.stats().compression_events == llm.stats().compression_events >= ("compression" in options)
     for request, other in zip(found, expected, strict=True):
@@ -145,38 +156,38 @@ def run_cases() -> None:
                 check_case(Path(directory), *case)
             except Exception:
                 failures[name] = traceback.format_exc()
-    print(json.dumps(failures))
+        print(json.dumps([failures, measured_graphs(Path(directory))]))
+
+
+def measured_graphs(path: Path) -> list[Any]:
+    """Of graphs of which the first takes 30 MiB of a device and the others 5 each, by a runner that had none: the
+    estimate for all in MiB, how many were captured for it, and whether the runner has none again."""
+    with stand_in() as device:
+        runner = make_llm(path, "cuda", enforce_eager=True).llm_engine.executor.runner
+
+        def mem_get_info(_: Any) -> tuple[int, int]:
+            return (1 << 30) - (25 * MIB * bool(device.graphs) + 5 * MIB * len(device.graphs)), 1 << 30
+
+        with patch.object(torch.cuda, "mem_get_info", mem_get_info):
+            estimate = measure_graphs(runner, 12)
+        return [estimate // MIB, len(device.graphs), runner.graphs is None]
 
 
 @pytest.fixture(scope="module")
-def failures() -> dict[str, str]:
-    return run_python("run_cases()", "tests.worker.test_cuda_path", TRITON_INTERPRET="1")
+def found() -> tuple[dict[str, str], list[Any]]:
+    """The failures of cases, and `measured_graphs`."""
+    failures, measured = run_python("run_cases()", "tests.worker.test_cuda_path", TRITON_INTERPRET="1")
+    return failures, measured
 
 
 @pytest.mark.parametrize("name", cases())
-def test_an_engine_on_the_stand_in(name: str, failures: dict[str, str]) -> None:
-    assert name not in failures, failures[name]
+def test_an_engine_on_the_stand_in(name: str, found: tuple[dict[str, str], list[Any]]) -> None:
+    assert name not in found[0], found[0][name]
 
 
-def run_measurement() -> None:
-    """Of graphs of which the first takes 30 MiB of a device and the others 5 each, by a runner that had none."""
-    with TemporaryDirectory() as directory:
-        make_checkpoint(Path(directory), "qwen3", head_dim=16, num_hidden_layers=1, num_attention_heads=2)
-        with stand_in() as device:
-            runner = make_llm(Path(directory), "cuda", enforce_eager=True).llm_engine.executor.runner
-
-            def mem_get_info(_: Any) -> tuple[int, int]:
-                return (1 << 30) - (25 * MIB * bool(device.graphs) + 5 * MIB * len(device.graphs)), 1 << 30
-
-            with patch.object(torch.cuda, "mem_get_info", mem_get_info):
-                measured = measure_graphs(runner, 12)
-            print(json.dumps([measured // MIB, len(device.graphs), runner.graphs is None]))
-
-
-def test_graphs_are_measured_by_two_of_them() -> None:
-    """For at most 4 sequences there are three: of 4, 2 and 1."""
-    found = run_python("run_measurement()", "tests.worker.test_cuda_path", TRITON_INTERPRET="1")
-    assert found == [30 + 5 + 5, 2, True]
+def test_graphs_are_measured_by_two_of_them(found: tuple[dict[str, str], list[Any]]) -> None:
+    """For at most 2 sequences and 20 tokens there are four: of 20 and 16 with chunks, of 2 and 1 without."""
+    assert found[1] == [30 + 3 * 5, 2, True]
 
 
 # The stand-in

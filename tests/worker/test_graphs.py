@@ -17,8 +17,10 @@ from kvllm.compression.specs import SPECS
 from kvllm.config import LayerGroup
 from kvllm.kvcache.formats import KV_FORMATS
 from kvllm.worker import graphs
-from kvllm.worker.graphs import DecodeGraphs, Step, cuda_capture
+from kvllm.worker.graph_sizes import GraphSize, GraphSizes
+from kvllm.worker.graphs import Step, StepGraphs, cuda_capture
 from kvllm.worker.inputs import InputPreparer
+from kvllm.worker.last_logits import LastLogits
 from kvllm.worker.model_runner import ModelRunner
 from kvllm.worker.sampler import SampleRow
 from kvllm.worker.state import BlockTables, SequenceState
@@ -57,7 +59,7 @@ class Recordings:
             self.recorded += 1
             recorded = capture(step)
 
-            def replay() -> torch.Tensor:
+            def replay() -> LastLogits:
                 self.replayed += 1
                 return recorded()
 
@@ -69,11 +71,11 @@ class Recordings:
             self._run, self.runner.graphs.run = self.runner.graphs.run, self._counting_run
             self._running = False
 
-    def _counting_run(self, *args: Any) -> torch.Tensor:
+    def _counting_run(self, *args: Any) -> LastLogits:
         self._running = True
-        hidden = self._run(*args)
+        last = self._run(*args)
         self._running = False
-        return hidden
+        return last
 
     def _counting_begin(self, *args: Any) -> Any:
         self.late += self._running
@@ -109,7 +111,7 @@ def test_batches_of_every_size(checkpoint: Path, device: str, options: dict) -> 
     params = [greedy(20 + 9 * i) for i in range(len(LENGTHS))]  # they end one after the other
     _, recordings = assert_same_tokens(checkpoint, device, params, **options)
     assert recordings.replayed > 60
-    assert recordings.recorded == len(recordings.runner.graphs.batch_sizes())  # none while requests were served
+    assert recordings.recorded == len(recordings.runner.graphs.sizes.all())  # none while requests were served
 
 
 @DEVICES
@@ -283,24 +285,37 @@ def test_what_was_prepared_before_a_chunk_of_a_prompt_is_not_used_behind_it(chec
     assert [output.outputs[0].token_ids for output in outputs] == expected
 
 
-def graphs_of(tables: BlockTables, max_blocks: int) -> DecodeGraphs:
-    inputs = InputPreparer([tables], None, False, torch.device("cpu"))
-    return DecodeGraphs(lambda inputs: inputs.slot_mapping, lambda step: step, inputs, max_blocks)
-
-
 def test_a_graph_for_every_batch_size() -> None:
-    recorded = graphs_of(BlockTables(100, 200, block_size=16), 48)
-    sizes = [recorded.size_for(num_seqs) for num_seqs in range(1, 101)]
-    assert all(num_seqs <= size for num_seqs, size in enumerate(sizes, start=1))
-    assert recorded.batch_sizes() == sorted(set(sizes), reverse=True) == [100, 96, 80, 64, 48, 32, 16, 8, 4, 2, 1]
-    assert len(graphs_of(BlockTables(256, 8, block_size=256), 8).batch_sizes()) == 20
+    sizes = [GraphSizes(100).of([1] * num_seqs) for num_seqs in range(1, 101)]
+    assert all(size and num_seqs <= size.num_seqs == size.num_query_tokens for num_seqs, size in enumerate(sizes, 1))
+    every = GraphSizes(100).all()
+    assert {*sizes} == {*every} and every == [(size, size) for size in (100, 96, 80, 64, 48, 32, 16, 8, 4, 2, 1)]
 
 
 def test_many_sequences_have_few_graphs() -> None:
-    recorded = graphs_of(BlockTables(4096, 8, block_size=256), 8)
-    sizes = [recorded.size_for(num_seqs) for num_seqs in range(1, 4097)]
+    sizes = [GraphSizes(4096).of_decodes(num_seqs) for num_seqs in range(1, 4097)]
     assert all(num_seqs <= size <= num_seqs * 9 / 8 + 15 for num_seqs, size in enumerate(sizes, start=1))
     assert len(set(sizes)) == 52
+
+
+def test_thirty_graphs_for_the_default_batch() -> None:
+    sizes = GraphSizes.with_chunks(256, 2048)
+    assert len(sizes.all()) == 30 and sizes.all()[0] == (512, 257)
+    assert GraphSizes.with_chunks(256, 300).of([45] + [1] * 255) == (300, 257)
+    assert GraphSizes.with_chunks(1024, 8192).all()[0] == (2048, 1025)
+
+
+@pytest.mark.parametrize("max_num_seqs, max_num_batched_tokens", [(256, 2048), (4, 20), (1, 2), (300, 300)])
+def test_a_step_with_chunks_fits_its_size(max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    """Tokens that fill it up have a sequence of their own, and it is never taken for a step of decodes."""
+    sizes = GraphSizes.with_chunks(max_num_seqs, max_num_batched_tokens)
+    every = sizes.all()
+    for total in range(2, sizes.most_chunk_tokens + 1):
+        num_seqs = min(max_num_seqs, total - 1)
+        size = sizes.of([total - num_seqs + 1] + [1] * (num_seqs - 1))
+        assert size and size in every and total <= size.num_query_tokens != size.num_seqs
+        assert num_seqs + (size.num_query_tokens > total) <= size.num_seqs
+    assert sizes.of([sizes.most_chunk_tokens + 1]) is None
 
 
 def test_a_graph_reads_tables_of_every_width() -> None:
@@ -309,14 +324,15 @@ def test_a_graph_reads_tables_of_every_width() -> None:
     tables.table[:] = np.arange(120).reshape(3, 40)
     read: list[torch.Tensor] = []
 
-    def forward(inputs: StepInputs) -> torch.Tensor:
+    def compute(inputs: StepInputs) -> LastLogits:
         read.append(inputs.block_tables.clone())
-        return inputs.token_ids[:, None].float()
+        return LastLogits(inputs.token_ids[:, None].float())
 
-    recorded = DecodeGraphs(forward, lambda step: step, InputPreparer([tables], None, False, torch.device("cpu")), 40)
+    inputs = InputPreparer([tables], None, False, torch.device("cpu"))
+    recorded = StepGraphs(compute, lambda step: step, inputs, GraphSizes(3), 40)
     for length, width in ((600, 40), (20, 2), (100, 8)):
         states = [SequenceState([5] * 601, slot, length, length, SampleRow(params, 0, [], [])) for slot in (2, 0)]
-        assert recorded.run(states).tolist() == [[5.0], [5.0]]
+        assert recorded.run(states, [1, 1], GraphSize(2, 2)).logits.tolist() == [[5.0], [5.0]]
         assert (read[-1][:, :width] == torch.from_numpy(tables.table[[2, 0], :width])).all()
         assert read[-1].shape == (2, 40)
 

@@ -237,6 +237,14 @@ def test_min_tokens_forbids_stopping(temperature):
             assert token_ids(sample(logits, [row_of(seed, output, **options)]))[0] in allowed
 
 
+def test_plain_rows_take_tokens_that_are_known():
+    """Other rows have their own, and what is known stays as it is."""
+    logits, known = random_logits(3, 50), torch.tensor([7, 8, 9])
+    rows = [row_of(temperature=0), row_of(temperature=0, logit_bias={4: 100}), row_of(temperature=0)]
+    found = sampler.sample(logits, rows, known)
+    assert token_ids(found.tokens()) == [7, 4, 9] and known.tolist() == [7, 8, 9]
+
+
 def test_min_tokens_leaves_a_token_to_choose():
     tokens = sample(torch.zeros(1, 3), [row_of(min_tokens=1, eos=(0, 1, 2))])
     assert tokens[0].token_id in range(3)
