@@ -11,7 +11,7 @@ the budget to which each baseline cuts the whole cache. So all methods answer wi
 The question comes with the prompt, as in the paper. Methods that score with the last queries then see the question
 before they choose. Kara's windows end before the question, except for the last one, so Kara scores the rest of the text
 without it. With --question-after no method sees the question: the prompt is compressed first, and the question follows
-token by token.
+token by token. With --recall-bound or --recall-period dropped KV pairs come back where they are attended.
 
 The figures go to niah.json, a heat map for each method to niah.png.
 """
@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 from matplotlib.figure import Figure
-from msgspec import structs
 
 from benchmarks.common import accuracy, command_line, compressions, intervals, machine, report
 from benchmarks.common.teacher_forcing import feed
@@ -105,6 +104,7 @@ def run(args: argparse.Namespace, trial: Trial, needles: Sequence[Needle], token
         max_num_seqs=min(args.max_num_seqs, len(needles)),
         max_model_len=max(needle.length + limit for needle, limit in zip(needles, limits, strict=True)),
         compression=trial.compression,
+        kv_offloading_size=trial.kv_offloading_size,
     )
     params = [
         SamplingParams(temperature=0, max_tokens=len(given) + limit, budget_tokens=budget)
@@ -134,12 +134,16 @@ def run(args: argparse.Namespace, trial: Trial, needles: Sequence[Needle], token
 def trial_of(args: argparse.Namespace, method: str, budgets: list[int]) -> Trial:
     if method == FULL:
         return Trial(name=method)
+    size = args.kv_offloading_size if args.recall else None
     if SPECS[method].refusal("threshold"):
         options = {"window": args.window, "buffer": args.buffer, "method": method, "compress_prompt": True}
-        return Trial(name=method, compression=compressions.kara(args.retention, **options))
+        compression = compressions.kara(args.retention, **options, **args.recall)
+        return Trial(name=method, compression=compression, kv_offloading_size=size)
     # A smaller gap would take their last `buffer` tokens from methods that keep more in some heads than in others.
-    compression = compressions.threshold(method, recent=args.buffer, gap=2 * args.buffer)
-    return Trial(name=method, compression=structs.replace(compression, protect_prompt=False), budgets=budgets)
+    compression = compressions.threshold(
+        method, recent=args.buffer, gap=2 * args.buffer, protect_prompt=False, **args.recall
+    )
+    return Trial(name=method, compression=compression, budgets=budgets, kv_offloading_size=size)
 
 
 # Figures
@@ -222,6 +226,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--question-after", action="store_true", help="give the question after the prompt is compressed")
     add("--methods", nargs="+", choices=OTHERS, default=OTHERS, metavar="M", help="methods beside Kara (default: all)")
     add("--max-num-seqs", type=int, default=32, metavar="N", help="most sequences at once (default 32)")
+    compressions.add_recall_arguments(parser)
     command_line.add_output_argument(parser)
     args = parser.parse_args(arguments)
     for field in ("problems", "max_num_seqs", "buffer"):
@@ -231,6 +236,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     require(all(0 <= depth <= 1 for depth in args.depths), "--depths", args.depths, "numbers from 0 to 1")
     compressions.check_retention("--retention", args.retention)
     command_line.require_unique("--methods", args.methods)
+    args.recall = compressions.recall_of(args, [KARA, *args.methods])
     return args
 
 
