@@ -10,13 +10,19 @@ import torch
 from torch import Tensor
 
 
-def upper_scores(queries: Tensor, keys: Tensor, errors: Tensor) -> Tensor:
+def scores_of(queries: Tensor, keys: Tensor) -> Tensor:
+    """The product of each query with each key: `[R, H, G, P]` of queries `[R, H, G, d]` and keys `[R, H, P, d]`."""
+    # A product of four dimensions is slow on a CPU: with few queries it takes several times as long.
+    return torch.bmm(queries.flatten(0, 1), keys.flatten(0, 1).mT).unflatten(0, keys.shape[:2])
+
+
+def upper_scores(scores: Tensor, queries: Tensor, errors: Tensor) -> Tensor:
     """At least the score of each query with each key as it was in the pool before it was stored: `[R, H, G, P]`.
 
-    queries: `[R, H, G, d]`. keys: `[R, H, P, d]`, as they are stored. errors: `[R, H, P]`, the length of what storing
-        took from each key (Cauchy-Schwarz bounds its product with a query).
+    scores: `[R, H, G, P]`, with the keys as they are stored. queries: `[R, H, G, d]`. errors: `[R, H, P]`, the length
+        of what storing took from each key (Cauchy-Schwarz bounds its product with a query).
     """
-    return queries @ keys.mT + queries.norm(dim=-1)[..., None] * errors[:, :, None]
+    return scores + queries.norm(dim=-1)[..., None] * errors[:, :, None]
 
 
 def missing_mass(resident: Tensor, upper: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from kvllm.attention.base import AttentionBackend, AttentionBatch
 from kvllm.compression.mass import Softmax
-from kvllm.compression.recall import exchanges, missing_mass, upper_scores
+from kvllm.compression.recall import exchanges, missing_mass, scores_of, upper_scores
 from kvllm.kvcache.tiers.dropped_pairs import CHUNK, read_pairs, write_pairs
 
 if TYPE_CHECKING:
@@ -102,16 +102,17 @@ class RecallingBackend(AttentionBackend):
         kv_heads, dropped = self.cache.shape.num_kv_heads, self.recall.dropped
         of_heads = queries.view(num_rows, num_tokens, kv_heads, -1, width).transpose(1, 2)
         scaled = of_heads.flatten(2, 3) * softmax.scale_of(width)  # [R, kv_heads, G, head_dim]
-        resident = softmax.bounded(scaled @ self.recall.operations.gather_keys(layer, group.tables).float().mT)
+        resident = scores_of(scaled, self.recall.operations.gather_keys(layer, group.tables).float())
         last = group.last_kv_index.repeat_interleave(num_heads // kv_heads, dim=1)
         unseen = torch.arange(resident.shape[-1]) > last[:, None, :, None]
-        keys = dropped.keys(layer, group.chunks)
+        stored = scores_of(scaled, dropped.keys(layer, group.chunks))
         errors = dropped.errors[layer][group.chunks].transpose(1, 2).flatten(2)
-        absent = (torch.arange(keys.shape[2]) >= group.num_dropped[:, None])[:, None, None]
+        upper = upper_scores(stored, scaled, errors)
+        absent = (torch.arange(stored.shape[-1]) >= group.num_dropped[:, None])[:, None, None]
         return _Scores(
-            resident.masked_fill_(unseen, -torch.inf),
-            softmax.bounded(scaled @ keys.mT).masked_fill_(absent, -torch.inf),
-            softmax.bounded(upper_scores(scaled, keys, errors)).masked_fill_(absent, -torch.inf),
+            softmax.bounded(resident).masked_fill_(unseen, -torch.inf),
+            softmax.bounded(stored).masked_fill_(absent, -torch.inf),
+            softmax.bounded(upper).masked_fill_(absent, -torch.inf),
             softmax,
         )
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvllm.compression.recall import exchanges, missing_mass, upper_scores
+from kvllm.compression.recall import exchanges, missing_mass, scores_of, upper_scores
 from kvllm.kvcache.formats import KV_FORMATS
 from kvllm.kvcache.quantize import codec
 
@@ -24,9 +24,11 @@ def test_no_mass_exceeds_its_bound(name: str | None, seed: int, scale: float, nu
         parts = codec(KV_FORMATS[name].keys)
         stored = parts.dequantize(*parts.quantize(stored)).double()
     errors = (stored - keys[:, :, :num_dropped]).norm(dim=-1)
-    scores = queries @ keys.mT
+    scores = scores_of(queries, keys)
+    assert torch.allclose(scores, queries @ keys.mT)
     mass = scores.softmax(-1)[..., :num_dropped].sum(-1)
-    bound = missing_mass(scores[..., num_dropped:].logsumexp(-1), upper_scores(queries, stored, errors))
+    upper = upper_scores(scores_of(queries, stored), queries, errors)
+    bound = missing_mass(scores[..., num_dropped:].logsumexp(-1), upper)
     assert (mass <= bound + 1e-12).all()
     if name is None:
         assert torch.allclose(mass, bound)
