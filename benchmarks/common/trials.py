@@ -63,7 +63,8 @@ class Outcome(Struct, kw_only=True):
     cached_lengths: KV pairs in the cache when the last token was sampled. logical_lengths: KV pairs that were computed
     until then. tokens: generated ones. seconds: of the whole trial. Trials run side by side, so this is no measure of
     speed. cpu_seconds: of the processor, for the whole trial. event_seconds: of the compressions; scores that are
-    observed while decoding are not part of it.
+    observed while decoding are not part of it. recalled_bytes: that KV pairs took which changed places with dropped
+    ones, both ways.
     """
 
     right: list[bool]
@@ -75,6 +76,7 @@ class Outcome(Struct, kw_only=True):
     seconds: float
     cpu_seconds: float
     event_seconds: float
+    recalled_bytes: int = 0
 
     @property
     def accuracy(self) -> float:
@@ -114,6 +116,7 @@ def run(job: Job) -> Outcome:
         logical_lengths=lengths,
         tokens=tokens,
         windows=llm.stats().windows_compressed,
+        recalled_bytes=llm.stats().recalled_bytes,
         seconds=seconds,
         cpu_seconds=cpu_seconds,
         event_seconds=event_seconds(llm),

@@ -125,6 +125,7 @@ def run(args: argparse.Namespace, trial: Trial, needles: Sequence[Needle], token
         logical_lengths=lengths,
         tokens=[len(answer) for answer in answers],
         windows=llm.stats().windows_compressed,
+        recalled_bytes=llm.stats().recalled_bytes,
         seconds=seconds,
         cpu_seconds=cpu_seconds,
         event_seconds=event_seconds(llm),

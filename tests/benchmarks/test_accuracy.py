@@ -70,6 +70,7 @@ def test_figure_5_lets_dropped_pairs_come_back(tmp_path: Path) -> None:
     assert alone["compression"]["recall_bound"] is None and recalled["compression"]["recall_bound"] == 0.05
     assert recalled["fingerprint"] != alone["fingerprint"] and recalled["kept"] < 0.6
     assert recalled["exact"] == [True, True] != alone["exact"]
+    assert recalled["recalled_bytes"] > 0 == alone["recalled_bytes"]
     with pytest.raises(ConfigError, match="method='adakv'.*recall_bound"):
         figure_5.parse_arguments(["--methods", "kara", "adakv", "--recall-bound", "0.05"])
 

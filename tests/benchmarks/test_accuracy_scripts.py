@@ -213,6 +213,16 @@ def test_needles(checkpoint: Path, tmp_path: Path, capsys, more: Sequence[str]) 
     assert (tmp_path / "niah.png").stat().st_size > 1000
 
 
+def test_needles_with_recall(checkpoint: Path, tmp_path: Path) -> None:
+    """What comes back changes places with what is held, so that as many pairs are held."""
+    options = ("--methods", "snapkv", "--depths", "0.5", "--sentences", "20", "--recall-period", "1")
+    niah.run_niah(niah_arguments(checkpoint, tmp_path, *options))
+    methods = json.loads((tmp_path / "niah.json").read_text())["methods"]
+    assert methods["full cache"]["recalled_bytes"] == 0
+    for method in ("kara", "snapkv"):
+        assert methods[method]["recalled_bytes"] > 0 and methods[method]["kept"] < 0.6
+
+
 def test_needles_are_where_they_should_be(checkpoint: Path) -> None:
     arguments = ["--model", str(checkpoint), "--sentences", "10", "40", "--depths", "0", "0.3", "1", "--problems", "3"]
     needles = niah.make_needles(niah.parse_arguments(arguments), load_tokenizer(checkpoint))
