@@ -64,6 +64,13 @@ class HostRows(NamedTuple):
     last_kv_index: np.ndarray
 
 
+@dataclass(eq=False)
+class Recording:
+    """What a backend that `plans_on_host` keeps of a batch that a graph holds, as long as there is the graph."""
+
+    plan: Any = None
+
+
 @dataclass(frozen=True)
 class AttentionBatch:
     """The query tokens of one step. All tensors but `mass` are int32; all are on the cache's device.
@@ -87,6 +94,7 @@ class AttentionBatch:
         tokens if none of them takes part. None: nothing is scored in this pass. Not beside `packed_len`.
     scored_chunks: sequences that a backend which `scores_windows` leaves to others: those with several query tokens.
     on_host: the same rows in the host's memory, so that a backend that plans there need not wait for the device.
+    recording: of a batch whose tensors a graph reads in each of its replays.
     """
 
     query_start_loc: torch.Tensor
@@ -100,6 +108,7 @@ class AttentionBatch:
     windows: ScoreWindows | None = None
     scored_chunks: tuple[ScoredChunk, ...] = ()
     on_host: HostRows | None = None
+    recording: Recording | None = None
 
     @property
     def of_window(self) -> AttentionBatch:
@@ -115,6 +124,7 @@ class AttentionBackend(ABC):
     capturable: a CUDA graph may hold `plan` and `run` for sequences of one query token each. They read nothing back to
         the host, and what they launch depends on the shapes of a batch alone, not on what its tensors hold.
     captures_chunks: the same for sequences of any number of query tokens.
+    plans_on_host: a graph holds `run` alone, and `before_replay` plans the step that it is about to compute.
     observes: `run` adds to `AttentionBatch.mass`.
     scores_windows: `run` adds to `cache.scores` what `AttentionBatch.windows` says, for sequences with one query token.
     """
@@ -122,6 +132,7 @@ class AttentionBackend(ABC):
     name: str
     capturable: bool = False
     captures_chunks: bool = False
+    plans_on_host: bool = False
     observes: bool = False
     scores_windows: bool = False
 
@@ -138,6 +149,14 @@ class AttentionBackend(ABC):
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> Any:
         """Prepare the work that all layers share. The result is passed to `run` unchanged."""
+
+    def before_replay(self, batch: AttentionBatch) -> None:
+        """Plan a batch of a graph again: its tensors and `on_host` are those of another step than at the last time.
+
+        For a backend that `plans_on_host`. The first `plan` of such a batch comes ahead of the capture, and those in it
+        return the same plan.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def run(self, layer: int, queries: torch.Tensor, plan: Any, sinks: torch.Tensor | None = None) -> torch.Tensor:

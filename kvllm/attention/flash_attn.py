@@ -12,7 +12,7 @@ from packaging.version import Version
 
 from kvllm.attention.base import AttentionBackend, AttentionBatch
 from kvllm.attention.flash import arguments_for, as_pages
-from kvllm.attention.runs import RunGroup, attend_parts, groups_of, refuse_evicted_mask, runs_of, with_sinks
+from kvllm.attention.runs import RunGroup, attend_parts, groups_of, refuse_evicted_mask, runs_of, upload, with_sinks
 
 FIRST_THAT_SYNCHRONIZES = Version("2.8.4")
 """Sources with this version of the library read the longest length of a paged cache back to the host, since
@@ -59,12 +59,11 @@ class FlashAttentionBackend(AttentionBackend):
 
     def _plan_group(self, group: RunGroup, batch: AttentionBatch) -> DecodePlan | ChunkPlan:
         device = self.cache.data.device
-        block_tables = batch.block_tables[torch.from_numpy(group.sequences).to(device)]
+        block_tables = batch.block_tables[upload(group.sequences, device)]
         if group.is_decode:
-            lengths = torch.from_numpy(group.lengths.astype(np.int32)).to(device)
-            return DecodePlan(group.tokens, lengths, block_tables)
-        query_start_loc = torch.from_numpy(group.starts.astype(np.int32)).to(device)
-        kv_start_loc = torch.from_numpy(np.append(0, group.lengths.cumsum()).astype(np.int32)).to(device)
+            return DecodePlan(group.tokens, upload(group.lengths.astype(np.int32), device), block_tables)
+        query_start_loc = upload(group.starts.astype(np.int32), device)
+        kv_start_loc = upload(np.append(0, group.lengths.cumsum()).astype(np.int32), device)
         most = int(np.diff(group.starts).max()), int(group.lengths.max())
         return ChunkPlan(group.tokens, query_start_loc, kv_start_loc, *most, block_tables)
 

@@ -11,7 +11,7 @@ from flash_attn_interface import flash_attn_with_kvcache  # pyright: ignore[repo
 
 from kvllm.attention.base import AttentionBackend, AttentionBatch
 from kvllm.attention.flash import arguments_for, as_pages
-from kvllm.attention.runs import RunGroup, attend_parts, groups_of, refuse_evicted_mask, runs_of, with_sinks
+from kvllm.attention.runs import RunGroup, attend_parts, groups_of, refuse_evicted_mask, runs_of, upload, with_sinks
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,8 @@ class FlashAttention3Backend(AttentionBackend):
     def _plan_group(self, group: RunGroup, batch: AttentionBatch) -> FlashPlan:
         """Decodes have a call of their own: beside chunks the library would split none of them."""
         device = self.cache.data.device
-        query_start_loc, lengths = (
-            torch.from_numpy(values.astype(np.int32)).to(device) for values in (group.starts, group.lengths)
-        )
-        block_tables = batch.block_tables[torch.from_numpy(group.sequences).to(device)]
+        query_start_loc, lengths = (upload(values.astype(np.int32), device) for values in (group.starts, group.lengths))
+        block_tables = batch.block_tables[upload(group.sequences, device)]
         return FlashPlan(group.tokens, query_start_loc, lengths, block_tables, int(np.diff(group.starts).max()))
 
     def run(

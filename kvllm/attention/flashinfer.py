@@ -14,12 +14,25 @@ from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPaged
 
 from kvllm.attention.base import AttentionBackend, AttentionBatch
 from kvllm.attention.layer import LayerAttention
-from kvllm.attention.runs import RunGroup, attend_parts, groups_of, refuse_evicted_mask, runs_of, with_sinks
+from kvllm.attention.runs import (
+    RunGroup,
+    attend_parts,
+    groups_of,
+    pinned,
+    refuse_evicted_mask,
+    runs_of,
+    upload,
+    with_sinks,
+)
 
 LAYOUT = "HND"
 """`[blocks, kv_heads, block_size, head_dim]`, that of this cache: nothing is copied."""
 WORKSPACE_BYTES = 128 << 20
 """Recommended by the library for the partial results of split sequences. Kernels use it one after the other."""
+
+
+Kind = tuple[int, float]
+"""Of layers that share a plan of the library: tokens of the window before a query's own, or -1; soft cap, or 0."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +48,24 @@ class Pages:
     last_page_len: torch.Tensor
 
 
+@dataclass(frozen=True)
+class GraphBuffers:
+    """Where a graph finds the pages of its sequences: as in Pages, but all are on the device."""
+
+    starts: torch.Tensor
+    indices: torch.Tensor
+    last_page_len: torch.Tensor
+
+
 @dataclass(eq=False)
 class GroupPlan:
-    """A group of runs. planned: the library's wrappers that were planned for it, one for each kind of layer: window and
-    soft cap."""
+    """A group of runs. planned: the library's wrappers that were planned for it, one for each kind of layer.
+    buffers: of a plan that a graph holds, which keeps its wrappers."""
 
     group: RunGroup
     pages: Pages
-    planned: dict[tuple[int, float], Any] = field(default_factory=dict)
+    buffers: GraphBuffers | None = None
+    planned: dict[Kind, Planner] = field(default_factory=dict)
 
     @property
     def tokens(self) -> slice | torch.Tensor:
@@ -50,8 +73,8 @@ class GroupPlan:
 
 
 @dataclass(eq=False)
-class Lease:
-    """A wrapper, which serves one plan at a time. copied: behind the copies of the last planning."""
+class Planner:
+    """A wrapper of the library, which serves one plan at a time. copied: behind the copies of the last planning."""
 
     wrapper: Any
     user: weakref.ref[GroupPlan]
@@ -64,29 +87,57 @@ class FlashInferBackend(AttentionBackend):
     The library plans on the host, for each kind of layer, when the first such layer runs. A plan keeps its wrappers as
     long as it lives, so plans of several parts of KV groups do not disturb each other. The library splits sequences by
     what else is in the batch, so a token's bits depend on the batch.
+
+    A graph holds the launches of one plan. How many programs these start follows from the number of sequences; what
+    they do is read from memory that the library's `plan` writes, so it is called again before each replay.
     """
 
     name = "flashinfer"
+    capturable = True
+    plans_on_host = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        device = self.cache.data.device
-        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self._leases: dict[bool, list[Lease]] = defaultdict(list)  # by whether it decodes
+        self._workspace = self._zeros(WORKSPACE_BYTES)
+        self._graph_workspace = self._workspace
+        self._planners: dict[bool, list[Planner]] = defaultdict(list)  # by whether they decode
+
+    def _zeros(self, num_bytes: int) -> torch.Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self.cache.data.device)
 
     def plan(self, batch: AttentionBatch) -> list[GroupPlan]:
         refuse_evicted_mask(self.name, batch)
-        groups = groups_of(runs_of(batch), self.cache.data.device)
-        return [GroupPlan(group, self._pages(group, batch.block_tables)) for group in groups]
+        recording = batch.recording
+        if recording is None:
+            return [GroupPlan(group, self._pages(group, batch.block_tables)) for group in self._groups(batch)]
+        if recording.plan is None:
+            [group] = self._groups(batch)
+            buffers = self._buffers(*batch.block_tables.shape)
+            recording.plan = [GroupPlan(group, self._pages(group, batch.block_tables), buffers)]
+        return recording.plan
+
+    def before_replay(self, batch: AttentionBatch) -> None:
+        assert batch.recording
+        for plan in batch.recording.plan or []:  # without one, the graph is captured with what the tensors hold now
+            [plan.group] = self._groups(batch)
+            plan.pages = self._pages(plan.group, batch.block_tables)
+            for kind, planner in plan.planned.items():
+                self._plan_for(plan, planner, kind)
+
+    def _groups(self, batch: AttentionBatch) -> list[RunGroup]:
+        return groups_of(runs_of(batch), self.cache.data.device)
 
     def _pages(self, group: RunGroup, block_tables: torch.Tensor) -> Pages:
         block_size, device = self.cache.shape.block_size, block_tables.device
         counts = -(-group.lengths // block_size)
         starts = np.append(0, counts.cumsum())
-        sequences = torch.from_numpy(np.repeat(group.sequences, counts)).to(device)
-        columns = torch.from_numpy(np.arange(starts[-1]) - np.repeat(starts[:-1], counts)).to(device)
+        sequences = upload(np.repeat(group.sequences, counts), device)
+        columns = upload(np.arange(starts[-1]) - np.repeat(starts[:-1], counts), device)
         last_page_len = group.lengths - (counts - 1) * block_size
-        return Pages(_int32(starts), block_tables[sequences, columns], _int32(last_page_len))
+        return Pages(self._int32(starts), block_tables[sequences, columns], self._int32(last_page_len))
+
+    def _int32(self, values: np.ndarray) -> torch.Tensor:
+        return pinned(values.astype(np.int32), self.cache.data.device)
 
     def run(
         self, layer: int, queries: torch.Tensor, plan: list[GroupPlan], sinks: torch.Tensor | None = None
@@ -103,35 +154,66 @@ class FlashInferBackend(AttentionBackend):
 
     def _planned(self, plan: GroupPlan, options: LayerAttention) -> Any:
         """A wrapper that is planned for layers with these options."""
-        window_left = -1 if options.window is None else options.window - 1  # tokens before a query's own
-        kind = window_left, options.soft_cap or 0.0
+        kind = -1 if options.window is None else options.window - 1, options.soft_cap or 0.0
         if kind not in plan.planned:
-            lease = self._lease(plan)
-            if lease.copied:
-                lease.copied.synchronize()  # or planning would overwrite what is still to be copied
-            self._plan_wrapper(lease.wrapper, plan, *kind)
-            if self.cache.data.is_cuda:
-                lease.copied = torch.cuda.Event()
-                lease.copied.record()
-            plan.planned[kind] = lease.wrapper
-        return plan.planned[kind]
+            planner = self._lease(plan)
+            self._plan_for(plan, planner, kind)
+            plan.planned[kind] = planner
+        return plan.planned[kind].wrapper
 
-    def _lease(self, plan: GroupPlan) -> Lease:
-        """A wrapper whose last plan is gone, or a new one: each pins memory of its own."""
-        leases = self._leases[plan.group.is_decode]
-        for lease in leases:
-            if lease.user() is None:
-                lease.user = weakref.ref(plan)
-                return lease
-        workspace = self._workspace
+    def _plan_for(self, plan: GroupPlan, planner: Planner, kind: Kind) -> None:
+        if planner.copied:
+            planner.copied.synchronize()  # or planning would overwrite what is still to be copied
+        self._plan_wrapper(planner.wrapper, plan, *kind)
+        if self.cache.data.is_cuda:
+            planner.copied = torch.cuda.Event()
+            planner.copied.record()
+
+    # Wrappers: each has memory of its own, some of it pinned
+
+    def _lease(self, plan: GroupPlan) -> Planner:
+        """A wrapper whose last plan is gone, or a new one; always a new one for a graph, of just its size."""
+        if plan.buffers:
+            return Planner(self._wrapper_for_graph(plan.buffers), weakref.ref(plan))
+        planners = self._planners[plan.group.is_decode]
+        for planner in planners:
+            if planner.user() is None:
+                planner.user = weakref.ref(plan)
+                return planner
         if plan.group.is_decode:
             wrapper: Any = BatchDecodeWithPagedKVCacheWrapper(  # pyright: ignore[reportCallIssue]
-                workspace, LAYOUT, use_tensor_cores=True
+                self._workspace, LAYOUT, use_tensor_cores=True
             )
         else:
-            wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, LAYOUT)  # pyright: ignore[reportCallIssue]
-        leases.append(Lease(wrapper, weakref.ref(plan)))
-        return leases[-1]
+            wrapper = BatchPrefillWithPagedKVCacheWrapper(self._workspace, LAYOUT)  # pyright: ignore[reportCallIssue]
+        planners.append(Planner(wrapper, weakref.ref(plan)))
+        return planners[-1]
+
+    def _wrapper_for_graph(self, buffers: GraphBuffers) -> Any:
+        needed = self._graph_bytes(len(buffers.last_page_len))
+        if len(self._graph_workspace) < needed:
+            self._graph_workspace = self._zeros(needed)
+        return BatchDecodeWithPagedKVCacheWrapper(  # pyright: ignore[reportCallIssue]
+            self._graph_workspace,
+            LAYOUT,
+            use_cuda_graph=True,
+            use_tensor_cores=True,
+            paged_kv_indptr_buffer=buffers.starts,
+            paged_kv_indices_buffer=buffers.indices,
+            paged_kv_last_page_len_buffer=buffers.last_page_len,
+        )
+
+    def _buffers(self, num_seqs: int, num_blocks: int) -> GraphBuffers:
+        sizes = num_seqs + 1, num_seqs * num_blocks, num_seqs
+        return GraphBuffers(*(torch.zeros(size, dtype=torch.int32, device=self.cache.data.device) for size in sizes))
+
+    def _graph_bytes(self, num_seqs: int) -> int:
+        """Of the partial results of so many sequences with one query token in a graph: a tile of query heads for all
+        programs that the library may start, and a sum for each row, both aligned."""
+        group = self.num_query_heads // self.cache.shape.num_kv_heads
+        tile = 16 if group <= 16 else 64 if group <= 64 else 128
+        tiles = -(-num_seqs * group // tile) + num_seqs - 1
+        return 4 * self.num_query_heads * tiles * tile * (self.cache.shape.head_dim + 1) + 32
 
     def _plan_wrapper(self, wrapper: Any, plan: GroupPlan, window_left: int, soft_cap: float) -> None:
         shape, pages = self.cache.shape, plan.pages
@@ -146,9 +228,5 @@ class FlashInferBackend(AttentionBackend):
         if plan.group.is_decode:
             wrapper.plan(pages.starts, pages.indices, pages.last_page_len, *sizes, **options)
         else:
-            query_starts = _int32(plan.group.starts)
+            query_starts = self._int32(plan.group.starts)
             wrapper.plan(query_starts, pages.starts, pages.indices, pages.last_page_len, *sizes, causal=True, **options)
-
-
-def _int32(values: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(values.astype(np.int32))

@@ -77,8 +77,19 @@ def _group(runs: Runs, chosen: np.ndarray, device: torch.device) -> RunGroup:
     starts = np.append(0, runs.sizes[chosen].cumsum())
     tokens = np.repeat(runs.starts[chosen] - starts[:-1], runs.sizes[chosen]) + np.arange(starts[-1])
     follow = tokens[-1] - tokens[0] + 1 == len(tokens)
-    place = slice(int(tokens[0]), int(tokens[-1]) + 1) if follow else torch.from_numpy(tokens).to(device)
+    place = slice(int(tokens[0]), int(tokens[-1]) + 1) if follow else upload(tokens, device)
     return RunGroup(starts, runs.sequences[chosen], runs.lengths[chosen], place)
+
+
+def pinned(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A tensor in the host's memory from which a device of this type can copy while the host goes on."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
+def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy on a device, for which nobody waits."""
+    return pinned(values, device).to(device, non_blocking=True)
 
 
 class Part(Protocol):

@@ -14,7 +14,7 @@ from xformers.ops.fmha.attn_bias import (
 )
 
 from kvllm.attention.base import AttentionBackend, AttentionBatch
-from kvllm.attention.runs import Runs, refuse_evicted_mask, runs_of
+from kvllm.attention.runs import Runs, refuse_evicted_mask, runs_of, upload
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class ChunkPlan:
 class XformersBackend(AttentionBackend):
     """See `registry.why_not_xformers` for what it can do.
 
-    Lengths are read back to the host for every plan, and chunks need memory for a copy of one layer's KV pairs: its
-    paged operator takes no chunks.
+    A plan waits for the device, since its masks are copied there in the library. Chunks need memory for a copy of one
+    layer's KV pairs: its paged operator takes no chunks.
     """
 
     name = "xformers"
@@ -58,7 +58,7 @@ class XformersBackend(AttentionBackend):
 
     def _plan_tokens(self, runs: Runs, chosen: np.ndarray, block_tables: torch.Tensor) -> TokenPlan:
         device, kv_heads = self.cache.data.device, self.cache.shape.num_kv_heads
-        sequences, heads = torch.from_numpy(runs.sequences[chosen]).to(device), torch.arange(kv_heads, device=device)
+        sequences, heads = upload(runs.sequences[chosen], device), torch.arange(kv_heads, device=device)
         pages = block_tables[sequences].unsqueeze(1) * kv_heads + heads[:, None]
         mask = PagedBlockDiagonalPaddedKeysMask.from_seqlens(
             [self.num_query_heads // kv_heads] * (len(chosen) * kv_heads),
@@ -67,18 +67,18 @@ class XformersBackend(AttentionBackend):
             self.cache.shape.block_size,
             device=device,
         )
-        return TokenPlan(torch.from_numpy(runs.starts[chosen]).to(device), mask)
+        return TokenPlan(upload(runs.starts[chosen], device), mask)
 
     def _plan_chunks(self, runs: Runs, chosen: np.ndarray, block_tables: torch.Tensor) -> ChunkPlan:
         device, lengths = self.cache.data.device, runs.lengths[chosen]
         tokens = np.concatenate([np.arange(*runs.starts[run : run + 2]) for run in chosen])
-        kv_index = torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])).to(device)
-        sequences = torch.from_numpy(runs.sequences[chosen].repeat(lengths)).to(device)
+        kv_index = upload(np.concatenate([np.arange(length) for length in lengths]), device)
+        sequences = upload(runs.sequences[chosen].repeat(lengths), device)
         block_size = self.cache.shape.block_size
         blocks = block_tables[sequences, kv_index // block_size].long()
         sizes = runs.sizes[chosen].tolist()
         mask = BlockDiagonalCausalFromBottomRightMask.from_seqlens(sizes, lengths.tolist(), device=device)
-        return ChunkPlan(torch.from_numpy(tokens).to(device), blocks, kv_index % block_size, mask)
+        return ChunkPlan(upload(tokens, device), blocks, kv_index % block_size, mask)
 
     def run(
         self, layer: int, queries: torch.Tensor, plan: list[TokenPlan | ChunkPlan], sinks: torch.Tensor | None = None

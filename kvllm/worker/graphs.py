@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from kvllm.attention.base import Recording
 from kvllm.worker.graph_sizes import GraphSize, GraphSizes
 from kvllm.worker.inputs import InputPreparer
 from kvllm.worker.last_logits import LastLogits
@@ -37,6 +38,7 @@ class StepGraphs:
     inputs: prepares the inputs of other steps, too. max_blocks: of one sequence in the first part of the KV groups.
     others: columns of the block tables of the other parts, for the largest of the sizes. full_parts: the first parts,
         in which tables are as wide as the batch needs.
+    before_replay: called with the inputs of a step once they are in the memory that its graph reads.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class StepGraphs:
         max_blocks: int,
         others: tuple[int, ...] = (),
         full_parts: int = 1,
+        before_replay: Callable[[StepInputs], None] | None = None,
     ) -> None:
         self.inputs = inputs
         self.sizes = sizes
@@ -55,6 +58,7 @@ class StepGraphs:
         self._max_blocks, self._others = max_blocks, others
         self._compute = compute
         self._capture = capture
+        self._before_replay = before_replay
         self._steps: dict[GraphSize, Step] = {}
         self._inputs: dict[GraphSize, StepInputs] = {}
         self._last: LastLogits | None = None
@@ -79,6 +83,8 @@ class StepGraphs:
         static.take(inputs)
         if place:
             place(static.token_ids)
+        if self._before_replay:
+            self._before_replay(static)
         return self._step(size)()
 
     def prepare_ahead(self, states: list[SequenceState]) -> None:
@@ -121,7 +127,8 @@ class StepGraphs:
     def _inputs_of(self, size: GraphSize) -> StepInputs:
         """Those that the graph of a size reads."""
         if size not in self._inputs:
-            self._inputs[size] = StepInputs(self._widest(size), self._static)
+            inputs = self._inputs[size] = StepInputs(self._widest(size), self._static)
+            inputs.recordings = [Recording() for _ in inputs.parts]
         return self._inputs[size]
 
     def _step(self, size: GraphSize) -> Step:

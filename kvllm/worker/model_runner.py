@@ -172,8 +172,16 @@ class ModelRunner:
                 min(num_blocks, width) if part < self._full_parts else width for part, width in enumerate(others, 1)
             ]
             sizes = self._graph_sizes
+            before_replay = self._plan_again if self.backend.plans_on_host else None
             self.graphs = StepGraphs(
-                self._recorded, capture, self.inputs, sizes, min(num_blocks, first), tuple(most), self._full_parts
+                self._recorded,
+                capture,
+                self.inputs,
+                sizes,
+                min(num_blocks, first),
+                tuple(most),
+                self._full_parts,
+                before_replay,
             )
             self.graphs.capture(sizes.all()[: 1 if largest_alone else None])
 
@@ -182,6 +190,11 @@ class ModelRunner:
         hidden = self._forward_inputs(inputs)
         logits = self._logits(hidden if inputs.shape.is_decode else hidden[inputs.query_start_loc[1:].long() - 1])
         return LastLogits(logits, most_likely(logits) if self.samples else None)
+
+    def _plan_again(self, inputs: StepInputs) -> None:
+        """The part of attention that the host has in a step whose graph is about to be replayed."""
+        for batch in inputs.batches():
+            self.backend.before_replay(batch)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[R, hidden_size]` -> `[R, vocab_size]`, of which every rank computes a part."""
@@ -379,7 +392,7 @@ class ModelRunner:
 
     def _forward_inputs(self, inputs: StepInputs, chunks: Sequence[tuple[ScoredChunk, ...]] = ()) -> torch.Tensor:
         """The model over inputs on its device. chunks: those that are scored in each part that attends all tokens."""
-        batches = [inputs.attention_batch(), *inputs.other_batches()]
+        batches = inputs.batches()
         backend = self._recalling or self.backend
         if self.observed:
             for part, of_part in enumerate(chunks or [()] * self._full_parts):

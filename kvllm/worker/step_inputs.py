@@ -8,7 +8,7 @@ from typing import NamedTuple, cast
 
 import torch
 
-from kvllm.attention.base import AttentionBatch, HostRows
+from kvllm.attention.base import AttentionBatch, HostRows, Recording
 
 ALIGNMENT = 64
 """Bytes. Triton compiles its kernels anew for pointers that are aligned otherwise."""
@@ -81,7 +81,7 @@ class StepInputs:
     AttentionBatch. `slot_mapping` (int64 `[num_query_tokens]`), `last_kv_index` and `block_tables` are those of the
     first part of the KV groups; `parts` has those of all.
 
-    on_host: for a copy that `to` has made, the inputs that it is of.
+    on_host: for a copy on a device, the inputs that it is of. recordings: one for each part, where a graph reads them.
     """
 
     token_ids: torch.Tensor
@@ -98,6 +98,7 @@ class StepInputs:
     def __init__(self, shape: InputShape, memory: torch.Tensor) -> None:
         self.shape = shape
         self.on_host: StepInputs | None = None
+        self.recordings: list[Recording | None] = [None] * (1 + len(shape.others))
         self.memory = memory[: shape.num_bytes]
         for name, dtype, size, begin, end in shape.layout():
             setattr(self, name, memory[begin:end].view(dtype).view(size))
@@ -112,8 +113,9 @@ class StepInputs:
         return copy
 
     def take(self, others: StepInputs) -> None:
-        """Become copies of inputs whose block tables may have fewer columns. What the columns behind them hold stays.
-        Nobody waits for that."""
+        """Become copies of inputs on the host whose block tables may have fewer columns. What the columns behind them
+        hold stays. Nobody waits for that."""
+        self.on_host = others
         [begin] = [begin for name, _, _, begin, _ in self.shape.layout() if name == "block_tables"]
         self.memory[:begin].copy_(others.memory[:begin], non_blocking=True)
         for part, other in zip(self.parts, others.parts, strict=True):
@@ -127,6 +129,10 @@ class StepInputs:
         )
         return PartInputs(slots, last, tables, getattr(self, f"window_start{suffix}", None))
 
+    def batches(self) -> list[AttentionBatch]:
+        """Those of all parts."""
+        return [self.attention_batch(), *self.other_batches()]
+
     def attention_batch(self) -> AttentionBatch:
         """That of the first part. What methods keep beside the cache stands beside it alone."""
         return AttentionBatch(
@@ -138,6 +144,7 @@ class StepInputs:
             self.table_slots,
             window_start=self.window_start,
             on_host=self._rows_on_host(0),
+            recording=self.recordings[0],
         )
 
     def other_batches(self) -> list[AttentionBatch]:
@@ -149,6 +156,7 @@ class StepInputs:
                 part.block_tables,
                 window_start=part.window_start,
                 on_host=self._rows_on_host(index),
+                recording=self.recordings[index],
             )
             for index, part in enumerate(self.parts[1:], start=1)
         ]

@@ -5,19 +5,13 @@ Their kernels need a GPU. On the CPU the packages' functions are written out her
 
 from __future__ import annotations
 
-import ast
-import inspect
-import math
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -32,43 +26,12 @@ from kvllm.attention.runs import runs_of
 from kvllm.errors import ConfigError
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.kvcache.formats import KV_FORMATS
-from tests.helpers import attention_cases
+from tests.helpers import attention_cases, literal_flashinfer
+from tests.helpers.literal_attention import attend, attend_with_sums
 
 needs_triton = pytest.mark.skipif(
     find_spec("triton") is None, reason="needs the package triton, which is not installed"
 )
-
-FLASHINFER = find_spec("flashinfer")
-
-
-def attend(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    visible: torch.Tensor,
-    scale: float,
-    softcap: float = 0.0,
-) -> torch.Tensor:
-    """`[T, query_heads, d]` over `[entries, kv_heads, d]`, of which a row sees those in bool `[T, entries]`."""
-    return attend_with_sums(queries, keys, values, visible, scale, softcap)[0]
-
-
-def attend_with_sums(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    visible: torch.Tensor,
-    scale: float,
-    softcap: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same, and the logarithms of the softmax's sums, `[T, query_heads]`."""
-    group = queries.shape[1] // keys.shape[1]
-    keys, values = (tensor.repeat_interleave(group, dim=1) for tensor in (keys, values))
-    scores = torch.einsum("thd,ehd->hte", queries, keys.nan_to_num()) * scale
-    scores = softcap * (scores / softcap).tanh() if softcap else scores
-    scores = scores.masked_fill(~visible, -torch.inf)
-    return torch.einsum("hte,ehd->thd", scores.softmax(-1), values.nan_to_num()), scores.logsumexp(-1).T
-
 
 # Runs of rows
 
@@ -81,6 +44,12 @@ def test_runs() -> None:
     assert runs.sequences.tolist() == [0, 1, 2, 2, 3]
     assert runs.lengths.tolist() == [65, 59, 4, 9, 10]
     assert runs.sizes.tolist() == [1, 19, 1, 3, 1]
+
+
+@pytest.fixture
+def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with literal_flashinfer.installed(monkeypatch):
+        yield
 
 
 @needs_triton
@@ -281,152 +250,6 @@ def test_flash_attn_3_has_no_kernels_for_later_gpus(
     assert backends.why_not_flash_attn_3(backends.Case(cache, 4)) == (
         reason and f"runs on GPUs of compute capability 8 and 9, not {reason}"
     )
-
-
-# FlashInfer
-
-
-class Wrapper:
-    """What both wrappers of FlashInfer do: plan on the host, then attend in any number of layers.
-
-    calls: what the wrappers of a test were called with: class, method, positional and named arguments.
-    """
-
-    calls: ClassVar[list[tuple[str, str, tuple[Any, ...], dict[str, Any]]]] = []
-    query_starts: torch.Tensor
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        workspace, layout = args
-        assert layout == "HND" and workspace.dtype == torch.uint8 and not workspace.any()
-        self.calls.append((type(self).__name__, "__init__", args, options))
-
-    def plan(self, *args: Any, **options: Any) -> None:
-        self.calls.append((type(self).__name__, "plan", args, options))
-        self.starts, self.indices, self.last_page_len, heads, kv_heads, head_dim, self.page_size = args[-7:]
-        assert self.starts.dtype == self.indices.dtype == self.last_page_len.dtype == torch.int32
-        assert len(self.starts) == len(self.last_page_len) + 1 and self.starts[-1] == len(self.indices)
-        assert ((self.last_page_len >= 1) & (self.last_page_len <= self.page_size)).all()
-        self.sizes, self.options = (heads, kv_heads, head_dim), options
-        self.query_starts = args[0] if len(args) == 8 else torch.arange(len(self.starts), dtype=torch.int32)
-
-    def run(self, q: torch.Tensor, paged_kv_cache: Any, **options: Any) -> Any:
-        self.calls.append((type(self).__name__, "run", (q, paged_kv_cache), options))
-        assert (q.shape[1], paged_kv_cache[0].shape[1], q.shape[2]) == self.sizes
-        found = [self._attend_sequence(i, q, paged_kv_cache) for i in range(len(self.last_page_len))]
-        output, sums = (torch.cat(parts) for parts in zip(*found, strict=True))
-        return (output, sums / math.log(2)) if options.get("return_lse") else output
-
-    def _attend_sequence(self, i: int, q: torch.Tensor, cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        pages = self.indices[self.starts[i] : self.starts[i + 1]].long()
-        length = (len(pages) - 1) * self.page_size + int(self.last_page_len[i])
-        keys, values = (part[pages].transpose(1, 2).flatten(0, 1)[:length] for part in cache)
-        rows = q[self.query_starts[i] : self.query_starts[i + 1]]
-        visible = torch.ones(len(rows), length).tril(length - len(rows)).bool()
-        if self.options["window_left"] >= 0:
-            visible = visible.triu(length - len(rows) - self.options["window_left"])
-        return attend_with_sums(rows, keys, values, visible, self.options["sm_scale"], self.options["logits_soft_cap"])
-
-
-class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
-    pass
-
-
-class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
-    def plan(self, *args: Any, **options: Any) -> None:
-        assert options["causal"] and (args[0].diff() > 1).all(), "decodes do not come here"
-        super().plan(*args, **options)
-
-
-@pytest.fixture
-def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Wrapper]]:
-    library = ModuleType("flashinfer")
-    for wrapper in (BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper):
-        setattr(library, wrapper.__name__, wrapper)
-    monkeypatch.setitem(sys.modules, "flashinfer", library)
-    monkeypatch.delitem(sys.modules, "kvllm.attention.flashinfer", raising=False)
-    Wrapper.calls.clear()
-    yield Wrapper
-    monkeypatch.delitem(sys.modules, "kvllm.attention.flashinfer", raising=False)
-
-
-@pytest.mark.parametrize("block_size", [16, 48])
-@pytest.mark.parametrize("rows", [attention_cases.MIXED, [[600], [0], [255]]], ids=["mixed", "decodes"])
-@pytest.mark.parametrize("options", ["plain", "window 1", "window 100", "soft cap", "sinks", "all"])
-def test_flashinfer(flashinfer: type[Wrapper], rows: list[list[int]], options: str, block_size: int) -> None:
-    case = attention_cases.make_case(rows, block_size=block_size, head_dim=64, group=3)
-    case = attention_cases.with_options(case, attention_cases.OPTIONS[options])
-    backend = on_the_cpu("kvllm.attention.flashinfer", "FlashInferBackend", case)
-    found = backend.run(0, case.queries, backend.plan(case.batch), case.sinks)
-    torch.testing.assert_close(found.double(), attention_cases.dense_attention(case), atol=3e-6, rtol=3e-6)
-
-
-def test_flashinfer_plans_once_for_each_kind_of_layer(flashinfer: type[Wrapper]) -> None:
-    """Layers of a kind share a wrapper; two plans that live at once, as those of two parts of KV groups, do not, and
-    wrappers of a plan that is gone serve the next one. Sequences have other lengths in the second plan."""
-    kinds = [attention_cases.OPTIONS[name] for name in ("plain", "window 5", "plain")]
-    cases = [attention_cases.make_case([[length]], head_dim=64) for length in (70, 30)]
-    shape = replace(cases[0].cache.shape, num_layers=3)
-    cache = PagedKVCache(shape, 12)
-    cache.data.normal_()
-    backend = import_module("kvllm.attention.flashinfer").FlashInferBackend(cache, 8, 0.125, kinds)
-    reference = make_backend("reference", cache, 8, 0.125, kinds)
-    batches = [case.batch for case in cases]
-
-    def check_step() -> None:
-        plans, expected = [backend.plan(batch) for batch in batches], [reference.plan(batch) for batch in batches]
-        for layer in range(3):
-            for case, plan, literal in zip(cases, plans, expected, strict=True):
-                found = backend.run(layer, case.queries, plan)
-                torch.testing.assert_close(found, reference.run(layer, case.queries, literal), atol=3e-6, rtol=3e-6)
-
-    check_step()
-    counts = Counter(method for _, method, _, _ in flashinfer.calls)
-    assert counts == {"__init__": 4, "plan": 4, "run": 6}
-    check_step()
-    counts = Counter(method for _, method, _, _ in flashinfer.calls)
-    assert counts == {"__init__": 4, "plan": 8, "run": 12}
-
-
-@cache
-def signatures(module: str, name: str) -> dict[str, inspect.Signature]:
-    """Those of a class's methods in the source of the installed package, which cannot be imported without CUDA."""
-    assert FLASHINFER and FLASHINFER.submodule_search_locations
-    tree = ast.parse((Path(FLASHINFER.submodule_search_locations[0]) / f"{module}.py").read_text())
-    [definition] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
-    methods = {node.name: node.args for node in definition.body if isinstance(node, ast.FunctionDef)}  # overloads first
-    return {method: signature_of(arguments) for method, arguments in methods.items()}
-
-
-def signature_of(arguments: ast.arguments) -> inspect.Signature:
-    kinds = inspect.Parameter
-    named, parameters = [*arguments.posonlyargs, *arguments.args], []
-    required = len(named) - len(arguments.defaults)
-    for number, each in enumerate(named):
-        default = kinds.empty if number < required else None
-        parameters.append(kinds(each.arg, kinds.POSITIONAL_OR_KEYWORD, default=default))
-    if arguments.vararg:
-        parameters.append(kinds(arguments.vararg.arg, kinds.VAR_POSITIONAL))
-    parameters += [kinds(each.arg, kinds.KEYWORD_ONLY, default=None) for each in arguments.kwonlyargs]
-    if arguments.kwarg:
-        parameters.append(kinds(arguments.kwarg.arg, kinds.VAR_KEYWORD))
-    return inspect.Signature(parameters)
-
-
-@pytest.mark.skipif(FLASHINFER is None, reason="needs the package flashinfer-python, or its source")
-def test_flashinfer_takes_what_it_is_given(flashinfer: type[Wrapper]) -> None:
-    case = attention_cases.make_case(attention_cases.MIXED, head_dim=64)
-    case = attention_cases.with_options(case, attention_cases.OPTIONS["all"])
-    backend = on_the_cpu("kvllm.attention.flashinfer", "FlashInferBackend", case)
-    backend.run(0, case.queries, backend.plan(case.batch), case.sinks)
-    names = {"BatchDecodeWithPagedKVCacheWrapper": "decode", "BatchPrefillWithPagedKVCacheWrapper": "prefill"}
-    for name, method, args, options in flashinfer.calls:
-        of_class = signatures(names[name], name)
-        if method == "plan" and "_plan_impl" in of_class:  # to which `plan` passes everything on
-            method = "_plan_impl"
-        of_class[method].bind(backend, *args, **options)
-    assert {(name, method) for name, method, _, _ in flashinfer.calls} == {
-        (name, method) for name in names for method in ("__init__", "plan", "run")
-    }
 
 
 # xFormers

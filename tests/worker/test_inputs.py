@@ -171,7 +171,7 @@ def test_a_device_does_not_hide_the_rows_that_the_host_wrote() -> None:
     worker.grow(state, 3)
     state.logical_length, state.cached_length = 6, 1
     inputs = worker.ahead.prepare([state], [3], worker.ahead.shape(3, 1, 4, 2)).to(torch.device("meta"))
-    batches = [inputs.attention_batch(), *inputs.other_batches()]
+    batches = inputs.batches()
     rows = [[part.tolist() for part in batch.on_host or ()] for batch in batches]
     assert rows == [[[0, 3], [1, 2, 3]], [[0, 3], [2, 3, 4]]]
     assert all(batch.last_kv_index.is_meta and batch.of_window.on_host is batch.on_host for batch in batches)
