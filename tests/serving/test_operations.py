@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -15,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from kvllm.engine_args import DEFAULT_MODEL
+from kvllm.entrypoints import serve
 from kvllm.entrypoints.cli import main
 from tests.helpers.server import COMPLETION_HEAD, ServerProcess
 from tests.helpers.waiting import wait_until
@@ -226,6 +230,21 @@ def test_wrong_arguments(capsys: pytest.CaptureFixture[str], arguments: list[str
     with pytest.raises(SystemExit) as raised:
         main(["serve", "--port", "99999", *arguments])  # a port that cannot be had
     assert words in f"{raised.value} {capsys.readouterr().err}"
+
+
+def examples() -> list[list[str]]:
+    """Arguments of each `kvllm serve` in the help text and the pages, with the package's model in place of others."""
+    pages = [Path(serve.__file__), *(Path(__file__).parents[2] / page for page in ("README.md", "docs/serving.md"))]
+    text = "\n".join(page.read_text() for page in pages).replace("\\\n", " ")
+    lines = re.findall(r"^ *(?:\w+=\w+ )*kvllm serve(?= |$)(.*)$", text, re.MULTILINE)
+    return [shlex.split(re.sub(r"path/to/\S+", str(DEFAULT_MODEL), line), comments=True) for line in lines]
+
+
+@pytest.mark.parametrize("arguments", examples())
+def test_examples_are_accepted(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", *arguments, "--port", "99999"])  # a port that cannot be had, which shows behind all options
+    assert "--port 99999" in capsys.readouterr().err
 
 
 def test_a_missing_package_is_named_with_what_installs_it() -> None:
