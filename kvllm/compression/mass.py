@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvllm._extension import operator
+from kvllm.compression.paged_keys import Keys, PagedKeys
 from kvllm.compression.precision import no_tf32
 
 # Attention probabilities of one KV head that are alive at a time. On a CPU the tiles of all heads should stay in
@@ -49,7 +50,7 @@ def queries_per_tile(keys: Tensor) -> int:
 @torch.no_grad()
 def batched_attention_mass(
     queries: Tensor,
-    keys: Tensor,
+    keys: Keys,
     num_keys: int,
     last_kv_index: Tensor | None = None,
     *,
@@ -60,7 +61,7 @@ def batched_attention_mass(
 
     Args:
         queries: `[S, Hq, query tokens, d]`, rotated, bfloat16 or float32.
-        keys: `[S, Hkv, W, d]`, rotated.
+        keys: `[S, Hkv, W, d]`, rotated; or PagedKeys of one layer.
         last_kv_index: int64 `[query tokens]`, the index of each token among the keys, up to which it attends; None: to
             all.
         squared: sum the squares of the probabilities.
@@ -70,22 +71,24 @@ def batched_attention_mass(
         float32 `[S, Hkv, num_keys]`, bit-identical for a sequence whatever the others in the batch are.
     """
     scale = softmax.scale_of(keys.shape[3])
-    if keys.is_cpu and queries.dtype == keys.dtype in (torch.float32, torch.bfloat16) and keys.shape[3] % 2 == 0:
-        return operator("attention_mass")(
-            queries, keys.contiguous(), num_keys, scale, last_kv_index, squared, softmax.soft_cap or 0.0, softmax.sinks
-        )
-    if keys.is_cuda and queries.dtype == keys.dtype and find_spec("triton"):
-        from kvllm.kernels.scores import window_scores
+    if isinstance(keys, PagedKeys) or (keys.is_cuda and queries.dtype == keys.dtype and find_spec("triton")):
+        from kvllm.kernels.scores import window_scores  # cannot be imported without triton
 
+        paged = isinstance(keys, PagedKeys)
         return window_scores(
             queries,
-            keys.contiguous(),
+            keys.blocks[0] if paged else keys.contiguous(),
             num_keys,
             scale,
             last_kv_index,
+            tables=keys.tables if paged else None,
             squared=squared,
             soft_cap=softmax.soft_cap,
             sinks=softmax.sinks,
+        )
+    if keys.is_cpu and queries.dtype == keys.dtype in (torch.float32, torch.bfloat16) and keys.shape[3] % 2 == 0:
+        return operator("attention_mass")(
+            queries, keys.contiguous(), num_keys, scale, last_kv_index, squared, softmax.soft_cap or 0.0, softmax.sinks
         )
     # One sequence at a time: a batched product may choose its order of summation by the size of the batch.
     sequences = zip(queries, keys[:, :, :num_keys], strict=True)

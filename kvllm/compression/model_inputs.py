@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from kvllm.compression.paged_keys import Keys
 from kvllm.compression.registry import Method
 from kvllm.compression.sharded_method import ShardedMethod
 from kvllm.compression.statistics import QueryStatistics
@@ -25,12 +26,12 @@ class WithModelInputs:
         self.frequencies = frequencies
         self.statistics = statistics
 
-    def __call__(self, queries: Tensor | None, keys: Tensor, *, layers: Sequence[int], **offered: Any) -> Tensor:
+    def __call__(self, queries: Tensor | None, keys: Keys, *, layers: Sequence[int], **offered: Any) -> Tensor:
         """layers: those that the rows of `keys` are of, ascending."""
         if self.statistics:
             offered["statistics"] = self.statistics.of_layers(layers)
         return self.method(queries, keys, frequencies=self.frequencies, **offered)
 
-    def score(self, queries: Tensor | None, keys: Tensor, *, layers: Sequence[int], **offered: Any) -> Tensor:
+    def score(self, queries: Tensor | None, keys: Keys, *, layers: Sequence[int], **offered: Any) -> Tensor:
         """The first half of a call, for a method that has halves. Statistics have no part in it."""
         return self.method.score(queries, keys, frequencies=self.frequencies, **offered)

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvllm.compression.paged_keys import Keys
 
-def keeps_everything(keys: Tensor, retain: int, buffer: int) -> bool:
+
+def keeps_everything(keys: Keys, retain: int, buffer: int) -> bool:
     """Whether all C KV pairs of the region `keys [S, Hkv, C, d]` survive."""
     length = keys.shape[2]
     if not 0 <= buffer <= min(retain, length):
@@ -16,12 +18,12 @@ def keeps_everything(keys: Tensor, retain: int, buffer: int) -> bool:
     return retain >= length
 
 
-def everything(keys: Tensor) -> Tensor:
+def everything(keys: Keys) -> Tensor:
     """All offsets, int64 `[S, Hkv, C]`."""
     return torch.arange(keys.shape[2], device=keys.device).repeat(*keys.shape[:2], 1)
 
 
-def with_buffer(kept: Tensor, keys: Tensor, buffer: int) -> Tensor:
+def with_buffer(kept: Tensor, keys: Keys, buffer: int) -> Tensor:
     """Ascending offsets `kept [S, Hkv, k]` below `C - buffer`, followed by the last `buffer` of the C."""
     return with_last(kept, keys.shape[2], buffer)
 
@@ -44,7 +46,7 @@ def with_sinks(scores: Tensor, starts: Sequence[int], sinks: int) -> Tensor:
     return scores.masked_fill(is_sink, torch.inf)
 
 
-def check_queries(queries: Tensor | None, keys: Tensor) -> Tensor:
+def check_queries(queries: Tensor | None, keys: Keys) -> Tensor:
     """`queries [S, Hq, query tokens, d]`, checked against `keys [S, Hkv, C, d]`. Raises ValueError."""
     if queries is None:
         raise ValueError("the queries of the window are missing, and no scores were observed")

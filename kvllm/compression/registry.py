@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from kvllm.compression.paged_keys import Keys
 from kvllm.compression.specs import SPECS, MethodSpec
 
 BY_LAYER = ("layer", "num_layers", "capacity", "evicted_mask", "mass", "carried")
@@ -69,12 +70,12 @@ class Method:
                 f"nothing that the engine offers: {', '.join(INPUTS)}"
             )
 
-    def __call__(self, queries: Tensor | None, keys: Tensor, *, retain: int, buffer: int, **offered: Any) -> Tensor:
+    def __call__(self, queries: Tensor | None, keys: Keys, *, retain: int, buffer: int, **offered: Any) -> Tensor:
         """Choose the KV pairs of a region to keep, per sequence and KV head.
 
         Args:
             queries: `[S, Hq, query tokens, d]`, or None for a method that needs none, and
-            keys: `[S, Hkv, C, d]`, rotated, bfloat16 or float32, on one device.
+            keys: `[S, Hkv, C, d]`, rotated, bfloat16 or float32, on one device; or, with `reads_blocks`, PagedKeys.
             retain: KV pairs kept of the C; everything is kept if `retain >= C`.
             buffer: the last KV pairs of the region, always kept.
             offered: options and `INPUTS`; those that this method does not take are left out.
@@ -90,7 +91,7 @@ class Method:
         """Whether a call is `choose` of what `score` returns, so that `choose` may serve many layers at once."""
         return self._scores is not None
 
-    def score(self, queries: Tensor | None, keys: Tensor, *, buffer: int, **offered: Any) -> Tensor:
+    def score(self, queries: Tensor | None, keys: Keys, *, buffer: int, **offered: Any) -> Tensor:
         """The first half of a call: float32 `[S, Hkv, ...]`. Arguments as there."""
         assert self._scores is not None
         return self._scores(queries, keys, buffer=buffer, **_only(self._score_arguments, offered))

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from kvllm.compression.mass import Softmax
+from kvllm.compression.paged_keys import Keys
 from kvllm.compression.registry import METHODS
 from kvllm.parallel import KVHeads, Shard
 
@@ -30,13 +31,14 @@ class ShardedMethod:
         self.heads = heads
         self.shard = shard
 
-    def __call__(self, queries: Tensor | None, keys: Tensor, **options: Any) -> Tensor:
+    def __call__(self, queries: Tensor | None, keys: Keys, **options: Any) -> Tensor:
         if self.whole_layer:
+            assert isinstance(keys, Tensor)
             return self._of_whole_layer(queries, keys, options)
         queries, options = self._with_replicas(queries, options)
         return self.method(queries, keys, **options)
 
-    def score(self, queries: Tensor | None, keys: Tensor, **options: Any) -> Tensor:
+    def score(self, queries: Tensor | None, keys: Keys, **options: Any) -> Tensor:
         """The first half of a call, for a method that has halves."""
         assert not self.whole_layer
         queries, options = self._with_replicas(queries, options)

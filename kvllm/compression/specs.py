@@ -59,6 +59,8 @@ class MethodSpec:
     unrotates: it takes the rotation off keys, for which it needs the position of each. KV pairs that were compressed
         before have none that is known.
     calibrated: it needs statistics of the model's queries, from a file beside the checkpoint.
+    reads_blocks: its functions take `PagedKeys`, too. Where kernels can read keys from the blocks of the cache, it gets
+        these instead of a copy.
     keeps_end: the end of the region survives, so nothing moves where whole blocks are dropped.
     function: where its function is, as `module:name` in `kvllm.compression.methods`; by default `<name>:select`.
     scores, choose: where the two halves of that function are, if an event may call the first for each layer, and the
@@ -77,6 +79,7 @@ class MethodSpec:
     whole_layer: bool = False
     unrotates: bool = False
     calibrated: bool = False
+    reads_blocks: bool = False
     keeps_end: bool = False
     function: str = ""
     scores: str = ""
@@ -128,6 +131,7 @@ SPECS: dict[str, MethodSpec] = {
             "window",
             TOKEN2CHUNK,
             scores="kara:scores",
+            reads_blocks=True,
         ),
         MethodSpec(
             "kara_causal",
@@ -137,6 +141,7 @@ SPECS: dict[str, MethodSpec] = {
             "probabilities",
             function="kara:select_causal",
             scores="kara:causal_scores",
+            reads_blocks=True,
         ),
         MethodSpec(
             "kara_sharp",
@@ -146,6 +151,7 @@ SPECS: dict[str, MethodSpec] = {
             "squares",
             scores="kara_sharp:both_scores",
             choose="kara_sharp:choose",
+            reads_blocks=True,
         ),
         MethodSpec(
             "kara_no_bi",
@@ -154,6 +160,7 @@ SPECS: dict[str, MethodSpec] = {
             TOKEN2CHUNK,
             function="kara:select",
             scores="kara:scores",
+            reads_blocks=True,
         ),
         MethodSpec(
             "kara_no_token2chunk",
@@ -161,6 +168,7 @@ SPECS: dict[str, MethodSpec] = {
             "window",
             function="kara:select_tokens",
             scores="kara:scores",
+            reads_blocks=True,
         ),
         MethodSpec("snapkv", "what the last queries attend to, smoothed", "recent", scores="snapkv:scores"),
         MethodSpec(
@@ -177,7 +185,7 @@ SPECS: dict[str, MethodSpec] = {
             (Option("decay", 0.8, 0.0, 1.0), Option("mix", 0.5, 0.0, 1.0)),
             carries=True,
         ),
-        MethodSpec("keydiff", "the keys that differ most from the mean key"),
+        MethodSpec("keydiff", "the keys that differ most from the mean key", reads_blocks=True),
         MethodSpec("lagkv", "what stands out against the KV pairs that follow", options=(Option("lag", 128, 2), SINKS)),
         MethodSpec(
             "vase",

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvllm.kernels.tiles import LOG2_E, bounded
+from kvllm.kernels.tiles import LOG2_E, bounded, kv_places, load_vectors
 
 
 @triton.jit
@@ -39,12 +39,29 @@ def _load_queries(
 
 @triton.jit
 def _load_keys(
-    keys, sequence, head, key, num_keys, window, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr
+    keys,
+    tables,
+    sequence,
+    head,
+    key,
+    num_keys,
+    window,
+    dtype: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr,
 ):
-    channel = tl.arange(0, CHANNELS)
-    offsets = ((sequence.to(tl.int64) * KV_HEADS + head) * window + key) * HEAD_DIM
-    mask = (key < num_keys)[:, None] & (channel < HEAD_DIM)[None, :]
-    return tl.load(keys + offsets[:, None] + channel[None, :], mask=mask, other=0.0)
+    """Keys of one head: of contiguous windows of `window` keys if BLOCK_SIZE is 0, else in blocks, of which `tables`
+    has `window` for each sequence."""
+    exists = key < num_keys
+    if BLOCK_SIZE == 0:
+        offsets = ((sequence.to(tl.int64) * KV_HEADS + head) * window + key) * HEAD_DIM
+        places = (offsets, offsets)
+    else:
+        table = tables + sequence * window
+        places, _ = kv_places(keys, keys, table, key, exists, head, num_keys, 0, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+    return load_vectors(keys, places, exists, dtype, HEAD_DIM, CHANNELS)
 
 
 @triton.jit
@@ -62,6 +79,7 @@ def _last_key(last_kv_index, row, num_tokens, num_keys, GROUP: tl.constexpr, MAS
 def _row_softmax(
     queries,
     keys,
+    tables,
     last_kv_index,
     maxima,
     inverses,
@@ -75,6 +93,7 @@ def _row_softmax(
     token_stride,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     CHANNELS: tl.constexpr,
     MASKED: tl.constexpr,
@@ -112,7 +131,20 @@ def _row_softmax(
         total += 1.0
     for begin in range(0, num_keys, KEYS):
         key = begin + tl.arange(0, KEYS)
-        key_tile = _load_keys(keys, sequence, head, key, num_keys, window, KV_HEADS, HEAD_DIM, CHANNELS)
+        key_tile = _load_keys(
+            keys,
+            tables,
+            sequence,
+            head,
+            key,
+            num_keys,
+            window,
+            query.dtype,
+            KV_HEADS,
+            BLOCK_SIZE,
+            HEAD_DIM,
+            CHANNELS,
+        )
         scores = bounded(tl.dot(query, tl.trans(key_tile), input_precision="ieee") * scale, SOFT_CAP)
         scores = tl.where(key[None, :] <= last[:, None], scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
@@ -128,6 +160,7 @@ def _column_sums(
     mass,
     queries,
     keys,
+    tables,
     last_kv_index,
     maxima,
     inverses,
@@ -140,6 +173,7 @@ def _column_sums(
     token_stride,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     CHANNELS: tl.constexpr,
     MASKED: tl.constexpr,
@@ -151,7 +185,20 @@ def _column_sums(
     """Second pass: the probabilities of a tile of keys, or their squares, added up over all rows in ascending tiles."""
     sequence, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     key = tile * KEYS + tl.arange(0, KEYS)
-    key_tile = _load_keys(keys, sequence, head, key, num_keys, window, KV_HEADS, HEAD_DIM, CHANNELS)
+    key_tile = _load_keys(
+        keys,
+        tables,
+        sequence,
+        head,
+        key,
+        num_keys,
+        window,
+        queries.dtype.element_ty,
+        KV_HEADS,
+        BLOCK_SIZE,
+        HEAD_DIM,
+        CHANNELS,
+    )
     first_place = (sequence.to(tl.int64) * KV_HEADS + head) * (GROUP * num_tokens)
     sums = tl.zeros([ROWS, KEYS], tl.float32)
     for begin in range(0, GROUP * num_tokens, ROWS):
@@ -189,6 +236,7 @@ def window_scores(
     scale: float,
     last_kv_index: torch.Tensor | None = None,
     *,
+    tables: torch.Tensor | None = None,
     squared: bool = False,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
@@ -196,7 +244,8 @@ def window_scores(
     """Attention probability that each of the first `num_keys` keys receives from all queries (Kara paper, Eq. 4).
 
     queries: `[S, Hq, query tokens, d]`; the channels contiguous, or they are copied.
-    keys: contiguous `[S, Hkv, W, d]` of the same dtype.
+    keys: contiguous `[S, Hkv, W, d]` of the same dtype; with `tables`, contiguous int `[S, n]`, a layer of a cache,
+        `[blocks, Hkv, block_size, width]` of the same dtype or quantized, that has the keys in these blocks.
     last_kv_index: int64 `[query tokens]`, the key up to which each token attends; None: to all.
     squared: add up the squares. soft_cap, sinks: as in Softmax.
 
@@ -207,6 +256,9 @@ def window_scores(
         queries = queries.contiguous()
     num_sequences, num_heads, num_tokens, head_dim = queries.shape
     _, kv_heads, window, _ = keys.shape
+    pages, block_size = keys, 0
+    if tables is not None:
+        pages, window, block_size = tables, tables.shape[1], keys.shape[2]
     group = num_heads // kv_heads
     maxima, inverses = torch.empty(
         2, num_sequences, kv_heads, group * num_tokens, dtype=torch.float32, device=keys.device
@@ -216,6 +268,7 @@ def window_scores(
     shape = {
         "KV_HEADS": kv_heads,
         "GROUP": group,
+        "BLOCK_SIZE": block_size,
         "HEAD_DIM": head_dim,
         "CHANNELS": max(16, triton.next_power_of_2(head_dim)),
         "MASKED": last_kv_index is not None,
@@ -235,6 +288,7 @@ def window_scores(
     _row_softmax[(num_sequences, kv_heads, row_tiles)](
         queries,
         keys,
+        pages,
         last_kv_index,
         maxima,
         inverses,
@@ -245,6 +299,6 @@ def window_scores(
         SINKS=sinks is not None,
     )
     _column_sums[(num_sequences, kv_heads, key_tiles)](
-        mass, queries, keys, last_kv_index, maxima, inverses, *sizes, **shape, **second, SQUARED=squared
+        mass, queries, keys, pages, last_kv_index, maxima, inverses, *sizes, **shape, **second, SQUARED=squared
     )
     return mass

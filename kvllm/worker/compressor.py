@@ -20,6 +20,7 @@ from kvllm.attention.base import AttentionBackend
 from kvllm.attention.context import AttentionContext, PartedAttention
 from kvllm.compression.mass import Softmax
 from kvllm.compression.model_inputs import WithModelInputs
+from kvllm.compression.paged_keys import Keys, PagedKeys
 from kvllm.compression.queries import QueryTokens, window_tokens
 from kvllm.compression.registry import METHODS
 from kvllm.config import CompressionConfig
@@ -114,6 +115,7 @@ class Compressor:
         self.score: Callable[..., torch.Tensor] = (select or self.method).score
         self.choose = self.method.choose
         self.carries = config.spec.carries
+        self.reads_blocks = config.spec.reads_blocks and operations.reads_blocks
         self.query_tokens = QueryTokens.of(config)
         self.options = config.options
         self.block_size = self.cache.shape.block_size
@@ -241,10 +243,14 @@ class Compressor:
         return [list(torch.cat(of_part).unbind(1)) if of_part else [None] * len(windows) for of_part in kept]
 
     def _layers_at_once(self, num_pairs: int) -> int:
-        """Layers that are selected from in one call, for windows of so many KV pairs together."""
+        """Layers that are selected from in one call, for windows of so many KV pairs together: as many as there is room
+        for copies of their keys, or for their scores if there are no copies."""
         if self.method.by_layer:
             return 1
-        shape, kinds = self.cache.shape, 2 if "values" in self.method.arguments else 1
+        shape = self.cache.shape
+        if self.reads_blocks:
+            return max(1, MAX_SCORE_BYTES // (4 * num_pairs * shape.num_kv_heads))
+        kinds = 2 if "values" in self.method.arguments else 1
         layer_bytes = num_pairs * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize * kinds
         return max(1, MAX_GATHERED_BYTES // layer_bytes)
 
@@ -270,7 +276,7 @@ class Compressor:
             "layers": layers,
             "layer": layers[0],
             "softmax": self._softmax(layers[0]),
-            "keys": self._gather(self.operations.gather_keys, layers, tables, size),
+            "keys": self._keys(layers, tables, size),
             "seeds": [_seed(window) for window in windows] * len(layers),
             "starts": starts * len(layers),
             "last_positions": [window.position + size - 1 for window in windows] * len(layers),
@@ -286,6 +292,12 @@ class Compressor:
         if self.observed:
             inputs["observed"] = self._gather(self.observed.of_windows, layers, tables, size - self.config.buffer)
         return inputs
+
+    def _keys(self, layers: Sequence[int], tables: torch.Tensor, size: int) -> Keys:
+        if not self.reads_blocks:
+            return self._gather(self.operations.gather_keys, layers, tables, size)
+        shape = self.cache.shape
+        return PagedKeys([self.operations.keys[layer] for layer in layers], tables, size, shape.head_dim, shape.dtype)
 
     @staticmethod
     def _gather(gather: Gather, layers: Sequence[int], tables: torch.Tensor, size: int) -> torch.Tensor:

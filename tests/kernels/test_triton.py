@@ -24,8 +24,12 @@ from kvllm.attention.base import AttentionBatch
 from kvllm.attention.layer import LayerAttention
 from kvllm.attention.registry import make_backend
 from kvllm.compression import mass
+from kvllm.compression.methods import keydiff
+from kvllm.compression.paged_keys import PagedKeys
+from kvllm.compression.registry import METHODS
 from kvllm.errors import ConfigError
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
+from kvllm.kvcache.ops.base import KVOperations
 from kvllm.kvcache.ops.plain import TorchOperations
 from kvllm.models import elementwise as torch_forms
 from kvllm.worker.attention_state import AttentionMass
@@ -444,6 +448,36 @@ def scores_from_rows_of_a_step() -> None:
     assert torch.equal(found, expected)
 
 
+@check
+def methods_choose_the_same_from_keys_in_blocks() -> None:
+    """As from copies of them, in two layers at once where no queries say otherwise; the cache has NaNs everywhere else,
+    and the last block of a window is not full."""
+    for head_dim, block_size, dtype in ((64, 16, torch.float32), (96, 32, torch.float16)):
+        cache = PagedKVCache(CacheShape(2, 2, head_dim, block_size, dtype), 12)
+        cache.data.fill_(float("nan"))
+        tables = torch.tensor([[7, 0, 3, 11, 5, 1], [9, 4, 2, 10, 6, 8]], dtype=torch.int32)[:, : 96 // block_size]
+        for layer in range(2):
+            cache.keys(layer)[tables.long()] = randn(
+                2, 96 // block_size, 2, block_size, head_dim, dtype=dtype, seed=layer
+            )
+        operations, blocks = TorchOperations(cache), [cache.keys(layer) for layer in range(2)]
+        gathered = [operations.gather_keys(layer, tables)[:, :, :90] for layer in range(2)]
+        queries, offsets = randn(2, 6, 10, head_dim, dtype=dtype), torch.arange(8, 90, 9)
+        for name, method in METHODS.items():
+            if not method.spec.reads_blocks:
+                continue
+            layers = 1 if method.spec.queries != "none" else 2
+            options = {"retain": 32, "buffer": 8, "chunk_budget": 6, "max_chunk": 4, "query_offsets": offsets}
+            paged = PagedKeys(blocks[:layers], tables, 90, head_dim, dtype)
+            copies = torch.cat(gathered[:layers])
+            given = queries if layers == 1 else None
+            assert torch.equal(method(given, paged, **options), method(given, copies, **options)), name
+        found = keydiff.scores(PagedKeys(blocks, tables, 90, head_dim, dtype))
+        torch.testing.assert_close(found, keydiff.scores(torch.cat(gathered)), rtol=1e-5, atol=1e-6)
+        alone = keydiff.scores(PagedKeys(blocks[1:], tables[1:], 90, head_dim, dtype))
+        assert torch.equal(alone, found[3:])
+
+
 def both_dtypes(rows: int, width: int) -> list[torch.Tensor]:
     """Not bfloat16: the interpreter truncates where it should round."""
     return [randn(rows, width, dtype=dtype) for dtype in (torch.float32, torch.float16)]
@@ -509,9 +543,12 @@ def rotation() -> None:
 
 
 def generate_tokens(
-    path: Path, backend: str, compression: CompressionConfig, *, recorded: bool = False
+    path: Path, backend: str, compression: CompressionConfig, *, recorded: bool = False, in_blocks: bool = False
 ) -> tuple[list[list[int]], AttentionMass | None]:
-    """The tokens of an engine that compresses, and the mass that it has added up."""
+    """The tokens of an engine that compresses, and the mass that it has added up.
+
+    in_blocks: kernels read the keys of windows from the cache, as on a GPU.
+    """
     llm = LLM(
         path,
         dtype="float32",
@@ -525,6 +562,9 @@ def generate_tokens(
     runner = llm.llm_engine.executor.runner
     if recorded:
         runner.use_graphs(lambda step: step, runner.cache.num_blocks)
+    if in_blocks:
+        assert runner.compressor
+        runner.compressor.reads_blocks = True
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     found = llm.generate([list(range(5, 45)), list(range(7, 20)), [9, 8]], params, use_tqdm=False)
     assert llm.stats().compression_events > 0 and bool(runner.graphs) == recorded
@@ -553,6 +593,19 @@ def the_engine_generates_the_same_tokens() -> None:
                 recorded, recorded_mass = generate_tokens(path, "triton", compression, recorded=True)
                 assert recorded == expected and recorded_mass
                 assert torch.equal(recorded_mass.mass[:, :-1], mass.mass[:, :-1])  # the last row is no sequence's
+
+
+@check
+def the_engine_scores_keys_in_blocks() -> None:
+    """With queries layer by layer, without them two layers at once; and nothing is gathered."""
+    window = {"period": 4, "window_blocks": 2, "retain_blocks": 1, "buffer": 4, "compress_prompt": True}
+    with TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+        path = Path(directory)
+        make_checkpoint(path, "qwen3", head_dim=16, num_hidden_layers=2, num_attention_heads=4)
+        methods = [CompressionConfig(method=name, **window) for name in ("kara_sharp", "keydiff")]
+        expected = [generate_tokens(path, "reference", each) for each in methods]
+        patch.delattr(KVOperations, "gather_keys")
+        assert [generate_tokens(path, "reference", each, in_blocks=True) for each in methods] == expected
 
 
 @check

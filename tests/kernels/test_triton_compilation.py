@@ -146,6 +146,17 @@ def launch_attention(dtype: torch.dtype, head_dim: int) -> None:
     window_scores(*window)
     window_scores(*window, ints(33).long(), squared=True)
     window_scores(*window, ints(33).long(), soft_cap=50.0, sinks=torch.zeros(32))
+    launch_paged_keys(cache, window[0], ints(1, 3))
+
+
+def launch_paged_keys(cache: PagedKVCache, queries: torch.Tensor, tables: torch.Tensor) -> None:
+    """What reads the keys of windows from a cache."""
+    from kvllm.kernels.keydiff import key_differences
+    from kvllm.kernels.scores import window_scores
+
+    offsets, size = torch.zeros(queries.shape[2], dtype=torch.int64), tables.shape[1] * cache.shape.block_size
+    window_scores(queries, cache.keys(0), size - 32, 0.1, offsets, tables=tables, squared=True)
+    key_differences([cache.keys(0)], tables, size, cache.shape.head_dim, cache.shape.dtype)
 
 
 def launch_quantized(head_dim: int, names: list[str]) -> None:
@@ -166,6 +177,7 @@ def launch_quantized(head_dim: int, names: list[str]) -> None:
         operations.store(0, queries[:, :8], queries[:, 8:16], torch.zeros(33, dtype=torch.int64))
         operations.copy_blocks(blocks[0], blocks[0])
         operations.compact(kept, blocks, blocks)
+        launch_paged_keys(cache, queries[None].transpose(1, 2), blocks.int())
 
 
 def launch_options(cache: PagedKVCache, queries: torch.Tensor, batch: AttentionBatch, window: int | None) -> None:
@@ -215,6 +227,8 @@ def launch_rows(number: int) -> None:
     launch_draws(number, torch.bfloat16, top_k=True, top_p=True)
     queries = torch.zeros(number, 16 + number, 32, 128, dtype=torch.bfloat16).transpose(1, 2)
     window_scores(queries, torch.zeros(number, 8, 16 + number, 128, dtype=torch.bfloat16), number, 0.1)
+    cache = PagedKVCache(CacheShape(1, 8, 128, 256, torch.bfloat16), 4)
+    launch_paged_keys(cache, queries, torch.zeros(number, number, dtype=torch.int32))
 
 
 def launch_sampling() -> None:

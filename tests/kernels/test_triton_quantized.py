@@ -11,6 +11,9 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from kvllm.compression.mass import attention_mass, batched_attention_mass
+from kvllm.compression.methods import keydiff
+from kvllm.compression.paged_keys import PagedKeys
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.kvcache.formats import KV_FORMATS
 from kvllm.kvcache.ops.base import KVOperations
@@ -72,6 +75,13 @@ def scores_that_methods_see(name: str) -> None:
     for sequence, row in enumerate((1, 0)):
         expected = dense_mass(case, sequence)
         torch.testing.assert_close(mass[0, row, :, : expected.shape[1]].double(), expected, atol=2e-5, rtol=1e-5)
+    tables = case.batch.block_tables[:, :2]
+    keys = TorchOperations(case.cache).gather_keys(0, tables)[:, :, :30]
+    paged = PagedKeys([case.cache.keys(0)], tables, 30, 96, keys.dtype)
+    queries = randn(2, 3 * keys.shape[1], 7, 96)
+    torch.testing.assert_close(keydiff.scores(paged), keydiff.scores(keys), rtol=1e-5, atol=1e-6)
+    expected = torch.stack([attention_mass(*each) for each in zip(queries, keys[:, :, :25], strict=True)])
+    torch.testing.assert_close(batched_attention_mass(queries, paged, 25), expected, rtol=1e-4, atol=1e-6)
 
 
 def pair_of_caches(name: str, head_dim: int, dtype: torch.dtype) -> tuple[KVOperations, KVOperations]:

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from kvllm.compression.mass import PLAIN_SOFTMAX, Softmax, batched_attention_mass
 from kvllm.compression.methods.token2chunk import choose
+from kvllm.compression.paged_keys import Keys
 from kvllm.compression.region import check_queries, everything, keeps_everything
 
 
 def select(
     queries: Tensor,
-    keys: Tensor,
+    keys: Keys,
     *,
     retain: int,
     buffer: int,
@@ -44,16 +45,14 @@ def select(
     return choose(found, retain=retain, buffer=buffer, chunk_budget=chunk_budget, max_chunk=max_chunk)
 
 
-def select_tokens(
-    queries: Tensor, keys: Tensor, *, retain: int, buffer: int, softmax: Softmax = PLAIN_SOFTMAX
-) -> Tensor:
+def select_tokens(queries: Tensor, keys: Keys, *, retain: int, buffer: int, softmax: Softmax = PLAIN_SOFTMAX) -> Tensor:
     """The ablation without Token2Chunk: `select` with all of the budget for the best tokens."""
     return select(queries, keys, retain=retain, buffer=buffer, chunk_budget=0, max_chunk=3, softmax=softmax)
 
 
 def select_causal(
     queries: Tensor | None,
-    keys: Tensor,
+    keys: Keys,
     *,
     retain: int,
     buffer: int,
@@ -76,7 +75,7 @@ def select_causal(
 
 
 def causal_scores(
-    queries: Tensor | None, keys: Tensor, buffer: int, query_offsets: Tensor, softmax: Softmax = PLAIN_SOFTMAX
+    queries: Tensor | None, keys: Keys, buffer: int, query_offsets: Tensor, softmax: Softmax = PLAIN_SOFTMAX
 ) -> Tensor:
     """`scores` by each position's own query token and later ones alone."""
     num_scored = keys.shape[2] - buffer
@@ -84,7 +83,7 @@ def causal_scores(
 
 
 @torch.no_grad()
-def scores(queries: Tensor, keys: Tensor, buffer: int, softmax: Softmax = PLAIN_SOFTMAX) -> Tensor:
+def scores(queries: Tensor, keys: Keys, buffer: int, softmax: Softmax = PLAIN_SOFTMAX) -> Tensor:
     """Attention mass each compressible position receives (Kara paper, Eq. 4).
 
     Every query attends to the first n = W - buffer keys and only to these, later ones included (no causal mask).

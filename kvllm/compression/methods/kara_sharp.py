@@ -15,6 +15,7 @@ from torch import Tensor
 from kvllm.compression.mass import PLAIN_SOFTMAX, Softmax, batched_attention_mass
 from kvllm.compression.methods import keydiff, token2chunk
 from kvllm.compression.methods.token2chunk import top_indices
+from kvllm.compression.paged_keys import Keys
 from kvllm.compression.region import check_queries, everything, keeps_everything
 
 DISTINCT_SHARE = 4
@@ -23,7 +24,7 @@ DISTINCT_SHARE = 4
 
 def select(
     queries: Tensor | None,
-    keys: Tensor,
+    keys: Keys,
     *,
     retain: int,
     buffer: int,
@@ -55,19 +56,19 @@ def choose(both: Tensor, *, retain: int, buffer: int, chunk_budget: int, max_chu
 
 
 def both_scores(
-    queries: Tensor | None, keys: Tensor, buffer: int, query_offsets: Tensor, softmax: Softmax = PLAIN_SOFTMAX
+    queries: Tensor | None, keys: Keys, buffer: int, query_offsets: Tensor, softmax: Softmax = PLAIN_SOFTMAX
 ) -> Tensor:
     """`scores`, and how unlike the others each key is: float32 `[S, Hkv, 2, W - buffer]`."""
     return _with_distinctness(scores(queries, keys, buffer, query_offsets, softmax), keys)
 
 
-def _with_distinctness(looked_up: Tensor, keys: Tensor) -> Tensor:
+def _with_distinctness(looked_up: Tensor, keys: Keys) -> Tensor:
     return torch.stack((looked_up, keydiff.scores(keys)[..., : looked_up.shape[-1]]), dim=2)
 
 
 @torch.no_grad()
 def scores(
-    queries: Tensor | None, keys: Tensor, buffer: int, query_offsets: Tensor, softmax: Softmax = PLAIN_SOFTMAX
+    queries: Tensor | None, keys: Keys, buffer: int, query_offsets: Tensor, softmax: Softmax = PLAIN_SOFTMAX
 ) -> Tensor:
     """Squared attention that each compressible position receives from its own query token and later ones.
 

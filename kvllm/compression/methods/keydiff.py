@@ -7,10 +7,11 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from kvllm.compression.methods.token2chunk import top_indices
+from kvllm.compression.paged_keys import Keys, PagedKeys
 from kvllm.compression.region import everything, keeps_everything, with_buffer
 
 
-def select(queries: Tensor | None, keys: Tensor, *, retain: int, buffer: int) -> Tensor:
+def select(queries: Tensor | None, keys: Keys, *, retain: int, buffer: int) -> Tensor:
     """Choose the KV pairs of a region to keep, per sequence and KV head.
 
     Args:
@@ -30,12 +31,16 @@ def select(queries: Tensor | None, keys: Tensor, *, retain: int, buffer: int) ->
 
 
 @torch.no_grad()
-def scores(keys: Tensor) -> Tensor:
+def scores(keys: Keys) -> Tensor:
     """Negative cosine similarity of each key to the mean of all unit keys, the buffer's included.
 
     Returns:
         float32 `[S, Hkv, C]` for keys `[S, Hkv, C, d]`, bit-identical for a sequence whatever the others are.
     """
+    if isinstance(keys, PagedKeys):
+        from kvllm.kernels.keydiff import key_differences  # cannot be imported without triton
+
+        return key_differences(keys.blocks, keys.tables, keys.shape[2], keys.shape[3], keys.dtype)
     unit = normalize(keys.float(), dim=-1)
     anchor = normalize(unit.mean(dim=2, keepdim=True), dim=-1)
     return -(unit * anchor).sum(dim=-1)

@@ -13,6 +13,9 @@ class KVOperations(ABC):
     """Moves KV pairs into, within and out of one `PagedKVCache`; within it, bit for bit. See
     `registry.make_operations`."""
 
+    reads_blocks: bool = False
+    """Whether kernels can read the cache's keys as `PagedKeys`."""
+
     def __init__(self, cache: PagedKVCache) -> None:
         self.cache = cache
         self.keys = [cache.keys(layer) for layer in range(cache.shape.num_layers)]

@@ -19,6 +19,8 @@ class GpuOperations(KVOperations):
     Nothing waits for the device: a CUDA graph may hold `store`. Block ids and slots are on the device, and not checked.
     """
 
+    reads_blocks = True
+
     def __init__(self, cache: PagedKVCache, compiled: bool) -> None:
         super().__init__(cache)
         quantized = cache.shape.kv_format is not None
