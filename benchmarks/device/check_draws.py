@@ -13,7 +13,7 @@ from benchmarks.device.log import Figures, Log, within
 from benchmarks.device.target import Target
 from kvllm import SamplingParams
 from kvllm.worker import draws
-from kvllm.worker.sampler import SampleRow, sample
+from kvllm.worker.sampler import SampleRow, SampleRows, sample
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.7},
@@ -77,7 +77,7 @@ def sampling(target: Target) -> Figures:
     ):
 
         def tokens(logits: torch.Tensor, params: SamplingParams = params) -> list[int]:
-            samples = sample(logits, [SampleRow(params, seed, [1], []) for seed in range(rows)])
+            samples = sample(logits, SampleRows([SampleRow(params, seed, [1], []) for seed in range(rows)]))
             return [token.token_id for token in samples.tokens()]
 
         pairs = zip(tokens(logits.to(target.device)), tokens(logits), strict=True)

@@ -25,7 +25,7 @@ from kvllm.errors import ConfigError
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.kvcache.formats import KV_FORMATS, KVFormat
 from kvllm.models import elementwise
-from kvllm.worker.sampler import SampleRow, sample
+from kvllm.worker.sampler import SampleRow, SampleRows, sample
 
 
 @dataclass(frozen=True)
@@ -340,6 +340,6 @@ def time_sampling(clock: Clock, shape: Shape) -> None:
         "greedy": SamplingParams(temperature=0),
         "temperature 0.6, top-p 0.95": SamplingParams(temperature=0.6, top_p=0.95),
     }.items():
-        sample_rows = [SampleRow(params, seed, [1], []) for seed in range(rows)]
+        sample_rows = SampleRows([SampleRow(params, seed, [1], []) for seed in range(rows)])
         call = partial(sample, logits, sample_rows)
         clock.time(f"sampling, {rows} rows, {title}", lambda call=call: [call], logits.nbytes, host=True)

@@ -144,7 +144,7 @@ class Compressor:
                         part.tables.compact(state.table_slot, own)
                 if self.observed:
                     self.observed.advance(state.table_slot, job)
-                state.cached_length -= job.dropped
+                state.lengths.cached[state.table_slot] -= job.dropped
 
     # Selection
 
@@ -343,7 +343,7 @@ class Compressor:
         """Attention in a part, of query tokens `[windows, query tokens]` that are cached."""
         device = self.cache.data.device
         table_slots = [state.table_slot for state in states]
-        dropped = np.array([state.logical_length for state in states]) - part.tables.kv_lengths(states)
+        dropped = part.tables.lengths.logical[table_slots] - part.tables.kv_lengths(table_slots)
         index = positions - dropped[:, None]  # such a KV pair lies behind everything that was dropped
         batch = read_batch(part.tables, table_slots, index, device)
         if self.ragged:
@@ -384,7 +384,7 @@ class Compressor:
             assert of_job is not None
             state = states[job.seq_id]
             start = job.first_block * self.block_size
-            cached = int(part.tables.kv_lengths([state])[0])
+            cached = int(part.tables.kv_lengths([state.table_slot])[0])
             region_end = min(cached, start + job.region_blocks * self.block_size)
             tail = region_end - start - job.span
             indices.append(region_indices(of_job, job.size, job.size - job.stride, tail))

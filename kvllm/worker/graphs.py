@@ -69,16 +69,18 @@ class StepGraphs:
         self,
         states: list[SequenceState],
         num_tokens: list[int],
+        token_ids: list[int],
         size: GraphSize,
         place: Callable[[torch.Tensor], None] | None = None,
     ) -> LastLogits:
         """Compute the next `num_tokens[i]` tokens of each sequence.
 
-        size: that of such a step. place: writes tokens that are on the device already into the token ids there.
+        token_ids: `[T]`, these tokens. size: that of such a step. place: writes tokens that are on the device already
+            into the token ids there.
 
         Returns at least S rows, valid until the next call; on a GPU the step has only been launched.
         """
-        inputs = self.inputs.prepare(states, num_tokens, self._shape_of(states, num_tokens, size))
+        inputs = self.inputs.prepare(states, num_tokens, token_ids, self._shape_of(states, num_tokens, size))
         static = self._inputs_of(size)
         static.take(inputs)
         if place:
@@ -118,8 +120,9 @@ class StepGraphs:
         """With tables for the longest sequence, and as seldom as possible another one than in the step before."""
         block_size = self.inputs.tables[0].block_size
         full = self.inputs.tables[1 : self._full_parts]
-        last = max(state.cached_length + count for state, count in zip(states, num_tokens, strict=True)) - 1
-        last = max(last, *(int((part.kv_lengths(states) + num_tokens).max()) - 1 for part in full)) if full else last
+        table_slots = [state.table_slot for state in states]
+        ends = [self.inputs.tables[0].lengths.cached[table_slots], *(part.kv_lengths(table_slots) for part in full)]
+        last = max(int((length + num_tokens).max()) for length in ends) - 1
         width = max(-(-LEAST_KV_PAIRS // block_size), 1 << (last // block_size).bit_length())
         width = min(width, self._max_blocks)
         return self.inputs.shape(*size, *[width] * (1 + len(full)), *self._others[len(full) :])

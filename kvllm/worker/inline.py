@@ -32,9 +32,19 @@ class InlineExecutor(Executor):
             self._in_flight.clear()
         plan = decode_plan(encode(plan))
         if self._thread:
-            self._in_flight.append(self._thread.submit(self.runner.execute, plan).result)
+            execution = self._thread.submit(self._execute, plan)
+            self._in_flight.append(lambda: execution.result()())
         else:
             self._in_flight.append(self.runner.launch(plan).result)
+
+    def _execute(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Run a plan, and return what makes its result. Another thread makes it while the next plan is run, unless it
+        reads what that one changes."""
+        launched = self.runner.launch(plan)
+        if launched.complete:
+            result = launched.result()
+            return lambda: result
+        return launched.result
 
     def collect(self) -> StepResult:
         return decode_result(encode(self._in_flight.popleft()()))

@@ -63,16 +63,18 @@ class InputPreparer:
         scored = 0 if self.window_start is None else self.scored
         return InputShape(num_query_tokens, num_seqs, num_blocks[0], heads, self.observed, scored, num_blocks[1:])
 
-    def prepare(self, states: list[SequenceState], num_tokens: list[int], shape: InputShape) -> StepInputs:
+    def prepare(
+        self, states: list[SequenceState], num_tokens: list[int], token_ids: list[int], shape: InputShape
+    ) -> StepInputs:
         """Inputs of the step that computes the next `num_tokens[i]` tokens of each sequence, which have their blocks.
 
-        shape: with room for as many query tokens, sequences, and blocks of each.
+        token_ids: `[T]`, these tokens. shape: with room for as many query tokens, sequences, and blocks of each.
         """
         inputs, self._ahead = self._ahead, None
         if inputs is None or not inputs.are_of(states, num_tokens, shape, self.tables):
             inputs = self._begin(states, num_tokens, shape)
         inputs.add_new_blocks(self.tables)
-        inputs.complete(self.tables)
+        inputs.complete(token_ids, self.tables)
         if inputs.tensors.window_start is not None and self.window_start is not None:
             starts = self.window_start[inputs.table_slots]
             _write(inputs.tensors.window_start, starts, spare=NEVER)
@@ -86,7 +88,8 @@ class InputPreparer:
         for part in range(1, self.scored):
             window_start = inputs.tensors.parts[part].window_start
             assert window_start is not None
-            more = self.tables[part].kv_lengths(inputs.states) - self.tables[0].kv_lengths(inputs.states)
+            slots = inputs.table_slots
+            more = self.tables[part].kv_lengths(slots) - self.tables[0].kv_lengths(slots)
             _write(window_start, np.where(starts == NEVER, NEVER, starts + more), spare=NEVER)
 
     def prepare_ahead(self, states: list[SequenceState], num_tokens: list[int], shape: InputShape) -> None:
@@ -128,15 +131,15 @@ class _Room:
 class _PartialInputs:
     """Inputs of a step without its tokens and their slots, and what they follow from.
 
-    table_slots: `[S]`, of the sequences; token_slots, `[T]`, of the query tokens. Of each part of the KV groups:
-    num_blocks, in the tables of the sequences; num_replacements, of the tables; kv_index, `[T]`, where in its
-    sequence's table the KV pair of each query token will be.
+    table_slots, cached_lengths: `[S]`, of the sequences; token_slots, `[T]`, of the query tokens. Of each part of the
+    KV groups: num_blocks, `[S]`, in the tables of the sequences; num_replacements, of the tables; kv_index, `[T]`,
+    where in its sequence's table the KV pair of each query token will be.
     """
 
     states: list[SequenceState]
     num_tokens: list[int]
-    cached_lengths: list[int]
-    num_blocks: list[list[int]]
+    cached_lengths: np.ndarray
+    num_blocks: list[np.ndarray]
     num_replacements: list[int]
     table_slots: np.ndarray
     token_slots: np.ndarray
@@ -154,9 +157,9 @@ class _PartialInputs:
         starts = np.concatenate([[0], np.cumsum(num_tokens)])
         offset = np.arange(starts[-1]) - np.repeat(starts[:-1], num_tokens)
         table_slots = np.array([state.table_slot for state in states])
-        cached_lengths = [state.cached_length for state in states]
-        logical_lengths = [state.logical_length for state in states]
-        kv_index = [np.repeat(part.kv_lengths(states), num_tokens) + offset for part in tables]
+        lengths = tables[0].lengths
+        logical_lengths = lengths.logical[table_slots]
+        kv_index = [np.repeat(part.kv_lengths(table_slots), num_tokens) + offset for part in tables]
         spare = tensors.shape.num_seqs - len(states)
         _write(tensors.positions, np.repeat(logical_lengths, num_tokens) + offset)
         for part, of_part, index in zip(tables, tensors.parts, kv_index, strict=True):
@@ -174,8 +177,8 @@ class _PartialInputs:
         return _PartialInputs(
             states,
             num_tokens,
-            cached_lengths,
-            [part.num_blocks_of(states) for part in tables],
+            lengths.cached[table_slots],
+            [part.num_blocks[table_slots] for part in tables],
             [part.num_replacements for part in tables],
             table_slots,
             np.repeat(table_slots, num_tokens),
@@ -187,9 +190,8 @@ class _PartialInputs:
         self, states: list[SequenceState], num_tokens: list[int], shape: InputShape, tables: Sequence[BlockTables]
     ) -> bool:
         """Whether all that is written is right for a step, but for blocks at the ends of tables."""
-        return (
-            self.are_of_batch(states, num_tokens, shape, tables)
-            and [state.cached_length for state in states] == self.cached_lengths
+        return self.are_of_batch(states, num_tokens, shape, tables) and np.array_equal(
+            tables[0].lengths.cached[self.table_slots], self.cached_lengths
         )
 
     def are_of_batch(
@@ -205,32 +207,25 @@ class _PartialInputs:
 
     def go_on(self, tables: Sequence[BlockTables]) -> None:
         """Write what follows from the lengths, which are others now, of sequences with one query token each."""
-        self.cached_lengths = [state.cached_length for state in self.states]
-        self.kv_index = [part.kv_lengths(self.states) for part in tables]
-        _write(self.tensors.positions, [state.logical_length for state in self.states])
+        lengths = tables[0].lengths
+        self.cached_lengths = lengths.cached[self.table_slots]
+        self.kv_index = [part.kv_lengths(self.table_slots) for part in tables]
+        _write(self.tensors.positions, lengths.logical[self.table_slots])
         for of_part, index in zip(self.tensors.parts, self.kv_index, strict=True):
             _write(of_part.last_kv_index, index)
 
     def add_new_blocks(self, tables: Sequence[BlockTables]) -> None:
         """Tables that have grown since they were written."""
         for number, (part, of_part) in enumerate(zip(tables, self.tensors.parts, strict=True)):
-            before, after = self.num_blocks[number], part.num_blocks_of(self.states)
-            if after == before:
-                continue
-            block_tables = of_part.block_tables.numpy()
-            for i, state in enumerate(self.states):
-                if after[i] != before[i]:
-                    block_tables[i] = part.table[state.table_slot, : block_tables.shape[1]]
-            self.num_blocks[number] = after
+            num_blocks = part.num_blocks[self.table_slots]
+            grown = np.flatnonzero(num_blocks != self.num_blocks[number])
+            if len(grown):
+                block_tables = of_part.block_tables.numpy()
+                block_tables[grown] = part.table[self.table_slots[grown], : block_tables.shape[1]]
+                self.num_blocks[number] = num_blocks
 
-    def complete(self, tables: Sequence[BlockTables]) -> None:
+    def complete(self, token_ids: list[int], tables: Sequence[BlockTables]) -> None:
         """The tokens themselves, and where their KV pairs are stored."""
-        token_ids: list[int] = []
-        if self.tensors.shape.is_decode:
-            token_ids = [state.token_ids[state.logical_length] for state in self.states]
-        else:
-            for state, count in zip(self.states, self.num_tokens, strict=True):
-                token_ids += state.token_ids[state.logical_length : state.logical_length + count]
         _write(self.tensors.token_ids, token_ids)
         for part, of_part, kv_index in zip(tables, self.tensors.parts, self.kv_index, strict=True):
             _write(of_part.slot_mapping, part.slot_mapping(self.token_slots, kv_index), spare=-1)

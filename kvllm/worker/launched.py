@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 
 from kvllm.core.protocol import PhaseSeconds, SampledToken, StepResult
+from kvllm.core.sequence import PENDING
 from kvllm.worker.prompt_logprobs import PromptReport
 from kvllm.worker.sampler import Samples
 from kvllm.worker.state import SequenceState
@@ -47,10 +48,13 @@ class Launched:
             self.complete(result)
         return result
 
-    def fill(self, states: Sequence[SequenceState]) -> None:
-        """Give sequences the tokens sampled for them in place of PENDING. Waits for the device."""
-        for state in states:
-            state.set_token(len(state.token_ids) - 1, self.tokens[state.sampled_row].token_id)
+    def filled(self, token_ids: list[int], states: Sequence[SequenceState]) -> list[int]:
+        """A token of each sequence, in place of PENDING that sampled for it. Waits for the device."""
+        sampled = self.samples.token_ids() if self.samples else []
+        return [
+            sampled[state.sampled_row] if token_id == PENDING else token_id
+            for state, token_id in zip(states, token_ids, strict=True)
+        ]
 
     def place(self, states: Sequence[SequenceState], places: list[int], token_ids: torch.Tensor) -> None:
         """Write the tokens sampled for sequences to places of the token ids `[T]`, all on the device. The sequences

@@ -47,7 +47,8 @@ from kvllm.worker.prompt_logprobs import PromptReport
 from kvllm.worker.recall import Recall
 from kvllm.worker.recalling_backend import RecallingBackend
 from kvllm.worker.sampler import SampleRow, Samples, sample
-from kvllm.worker.state import BlockTables, SequenceState
+from kvllm.worker.state import BlockTables, Lengths, SequenceState
+from kvllm.worker.step_batch import BatchKeeper, StepBatch, rows_of
 from kvllm.worker.step_inputs import StepInputs
 from kvllm.worker.threads import operators_alone
 from kvllm.worker.timing import PhaseClock
@@ -88,13 +89,15 @@ class ModelRunner:
         self.grammars = grammars
         self.states: dict[int, SequenceState] = {}
         self._last = Launched()
+        self._batches = BatchKeeper()
         self._reported: set[int] = set()  # sequences whose prompt's log probabilities are asked for and not complete
         self._prompt_reports: list[PromptReport] = []  # of the step
         self.free_slots = list(reversed(range(config.max_num_seqs)))
         groups = [group for group in config.kv_groups for _ in group.parts]
         self._full_parts = sum(group.window is None for group in groups)
+        self.lengths = Lengths(config.max_num_seqs)
         self.tables = [
-            _block_tables(group, config, counts_first=index > 0 or not self._full_parts)
+            _block_tables(group, config, self.lengths, counts_first=index > 0 or not self._full_parts)
             for index, group in enumerate(groups)
         ]
         self._part_of = _part_of_layers(config, cache.shape.num_layers)
@@ -225,6 +228,7 @@ class ModelRunner:
                 self.recall.release(seq_id)
         for start in plan.new_seqs:
             self._start(start)
+        self._batches.follow(plan)
         for change in plan.restored:
             self._change_table(change)
         for start in plan.scored:
@@ -280,13 +284,8 @@ class ModelRunner:
         self.tables[0].append(table_slot, start.block_table)
         if self.offloader:
             self.offloader.restore(start.seq_id, table_slot)
-        self.states[start.seq_id] = SequenceState(
-            token_ids=start.token_ids,
-            table_slot=table_slot,
-            logical_length=start.cached_length + start.dropped,
-            cached_length=start.cached_length,
-            sample_row=row,
-        )
+        self.lengths.start(table_slot, start.cached_length + start.dropped, start.cached_length)
+        self.states[start.seq_id] = SequenceState(start.token_ids, table_slot, self.lengths, row)
 
     def _sample_row(self, params: SamplingParams, seed: int, prompt: list[int], output: list[int]) -> SampleRow:
         rule = params.structured_outputs
@@ -333,59 +332,60 @@ class ModelRunner:
 
     def _forward(self, plan: StepPlan) -> Samples | None:
         """Run the model and sample. On a GPU both have only been launched when this returns."""
-        states = [self.states[seq_id] for seq_id in plan.decodes.seq_ids]
-        place = self._extend(plan.decodes, states)
+        batch = self._batches.batch(plan, self.states)
+        states, num_tokens = batch.states, batch.num_tokens
+        token_ids, place = self._extend(plan.decodes, batch.decoding)
         for chunk in plan.chunks:
             state = self.states[chunk.seq_id]
             self.tables[0].append(state.table_slot, chunk.new_blocks)
-            states.append(state)
-        num_tokens = [1] * len(plan.decodes.seq_ids) + [chunk.num_tokens for chunk in plan.chunks]
+            begin = state.logical_length
+            token_ids = [*token_ids, *state.token_ids[begin : begin + chunk.num_tokens]]
         if self.recall:
             groups = self.recall.groups(plan, states, self.tables[0])
             self._recalling = RecallingBackend(self.backend, self.recall, groups) if groups else None
         chunks = [self._scored_chunks(states, num_tokens, part) for part in range(self._full_parts)]
         size = self._graph_sizes.of(num_tokens)
         if self.graphs is None or size is None or self._reported or self._recalling or any(chunks):
-            hidden = self._run_model(states, num_tokens, chunks, place)
+            hidden = self._run_model(batch, token_ids, chunks, place)
             last_logits = partial(self._last_logits, hidden, list(accumulate(num_tokens)))
             if self._reported:
                 self._report_prompts(plan, states, hidden)
         else:
-            last_logits = self.graphs.run(states, num_tokens, size, place).rows
-        for state, count in zip(states, num_tokens, strict=True):
-            state.logical_length += count
-            state.cached_length += count
-        return self._sample(plan, states, last_logits)
+            last_logits = self.graphs.run(states, num_tokens, token_ids, size, place).rows
+        self.lengths.advance(batch.table_slots, num_tokens)
+        return self._sample(plan, batch, last_logits)
 
-    def _extend(self, decodes: Decodes, states: list[SequenceState]) -> Callable[[torch.Tensor], None] | None:
-        """Give sequences that decode their new tokens and blocks. Returns what writes tokens that only the device knows
-        into the step's token ids `[T]` there, if there are any."""
-        for state, token_id in zip(states, decodes.token_ids, strict=True):
+    def _extend(
+        self, decodes: Decodes, states: list[SequenceState]
+    ) -> tuple[list[int], Callable[[torch.Tensor], None] | None]:
+        """Give sequences that decode their new tokens and blocks. Returns these tokens, and what writes those that only
+        the device knows into the step's token ids `[T]` there, if there are any."""
+        token_ids, place = decodes.token_ids, None
+        if PENDING in token_ids:
+            pending = [index for index, token_id in enumerate(token_ids) if token_id == PENDING]
+            sequences = [states[index] for index in pending]
+            if self.device.type == "cpu" or any(state.sample_row.reads_output for state in sequences):
+                token_ids = self._last.filled(token_ids, states)
+            else:
+                place = partial(self._last.place, sequences, pending)
+        for state, token_id in zip(states, token_ids, strict=True):
             state.token_ids.append(token_id)
             state.sample_row.output_token_ids.append(token_id)
         for index, block in zip(decodes.grown, decodes.new_blocks, strict=True):
             self.tables[0].append(states[index].table_slot, [block])
-        pending = [index for index, token_id in enumerate(decodes.token_ids) if token_id == PENDING]
-        if not pending:
-            return None
-        sequences = [states[index] for index in pending]
-        if self.device.type == "cpu" or any(state.sample_row.reads_output for state in sequences):
-            self._last.fill(sequences)
-            return None
-        return partial(self._last.place, sequences, pending)
+        return token_ids, place
 
     def _run_model(
         self,
-        states: list[SequenceState],
-        num_tokens: list[int],
+        batch: StepBatch,
+        token_ids: list[int],
         chunks: Sequence[tuple[ScoredChunk, ...]],
         place: Callable[[torch.Tensor], None] | None,
     ) -> torch.Tensor:
-        """Hidden states `[T, hidden_size]` of the next `num_tokens[i]` tokens of each sequence."""
-        table_slots = [state.table_slot for state in states]
-        num_blocks = [max(part.num_blocks[table_slot] for table_slot in table_slots) for part in self.tables]
-        shape = self.inputs.shape(sum(num_tokens), len(states), *num_blocks)
-        inputs = self.inputs.prepare(states, num_tokens, shape).to(self.device)
+        """Hidden states `[T, hidden_size]` of a step's query tokens."""
+        num_blocks = [int(part.num_blocks[batch.table_slots].max()) for part in self.tables]
+        shape = self.inputs.shape(sum(batch.num_tokens), len(batch.states), *num_blocks)
+        inputs = self.inputs.prepare(batch.states, batch.num_tokens, token_ids, shape).to(self.device)
         if place:
             place(inputs.token_ids)
         return self._forward_inputs(inputs, chunks)
@@ -411,7 +411,7 @@ class ModelRunner:
         if self.observed is None or (self.backend.scores_windows and max(num_tokens) == 1):
             return ()
         chunks, begin = [], 0
-        lengths = self.tables[part].kv_lengths(states).tolist()
+        lengths = self.tables[part].kv_lengths([state.table_slot for state in states]).tolist()
         for i, (state, count, length) in enumerate(zip(states, num_tokens, lengths, strict=True)):
             start = int(self.observed.window_start[state.table_slot])
             if start < state.cached_length + count and (count > 1 or not self.backend.scores_windows):
@@ -442,24 +442,25 @@ class ModelRunner:
             begin += item.num_tokens
 
     def _sample(
-        self, plan: StepPlan, states: list[SequenceState], last_logits: Callable[[list[int]], LastLogits]
+        self, plan: StepPlan, batch: StepBatch, last_logits: Callable[[list[int]], LastLogits]
     ) -> Samples | None:
         """Sample where the plan says so; a fork samples from its parent's logits.
 
         last_logits: those of the last tokens of some sequences, by their numbers in the step.
         """
-        num_decodes = len(plan.decodes.seq_ids)
-        sampled, numbers = states[:num_decodes], list(range(num_decodes))
-        for number, chunk in enumerate(plan.chunks, num_decodes):
+        sampled, numbers = batch.decoding, list(range(batch.num_decodes))
+        for number, chunk in enumerate(plan.chunks, batch.num_decodes):
             if chunk.samples:
-                sampled += [states[number], *[self._fork(states[number], fork) for fork in chunk.forks]]
+                parent = batch.states[number]
+                sampled += [parent, *[self._fork(parent, fork) for fork in chunk.forks]]
                 numbers += [number] * (1 + len(chunk.forks))
         if not sampled:
             return None
         for row, state in enumerate(sampled):
             state.sampled_row = row
+        rows = batch.decode_rows if len(sampled) == batch.num_decodes else rows_of(sampled)
         logits, chosen = last_logits(numbers)
-        return sample(logits, [state.sample_row for state in sampled], chosen) if self.samples else None
+        return sample(logits, rows, chosen) if self.samples else None
 
     def _last_logits(self, hidden: torch.Tensor, ends: list[int], numbers: list[int]) -> LastLogits:
         """Of some sequences, from hidden states `[T, hidden_size]`. ends: behind the query tokens of each sequence."""
@@ -470,31 +471,26 @@ class ModelRunner:
     def _fork(self, parent: SequenceState, fork: Fork) -> SequenceState:
         source = parent.sample_row
         row = self._sample_row(source.params, fork.seed, source.prompt_token_ids, [])
-        child = SequenceState(
-            token_ids=parent.token_ids[:],
-            table_slot=self._acquire_slot(),
-            logical_length=parent.logical_length,
-            cached_length=parent.cached_length,
-            sample_row=row,
-        )
+        child = SequenceState(parent.token_ids[:], self._acquire_slot(), self.lengths, row)
+        self.lengths.start(child.table_slot, parent.logical_length, parent.cached_length)
         for tables in self.tables:
             tables.copy(parent.table_slot, child.table_slot)
         if self.observed:
             self.observed.window_start[child.table_slot] = self.observed.window_start[parent.table_slot]
-        if self.mass:  # lengths need no copy: forks come before any compression
+        if self.mass:  # the lengths of heads need no copy: forks come before any compression
             self.mass.copy(parent.table_slot, child.table_slot)
         self.states[fork.seq_id] = child
         return child
 
 
-def _block_tables(group: KVGroup, config: EngineConfig, *, counts_first: bool) -> BlockTables:
+def _block_tables(group: KVGroup, config: EngineConfig, lengths: Lengths, *, counts_first: bool) -> BlockTables:
     """The tables of a part of a group, for as many blocks as a sequence can hold.
 
     counts_first: see BlockTables; in the first part, unless its layers have a window, lengths say where KV pairs are.
     """
     most = group.most_blocks(config.max_model_len, config.block_size, config.max_num_batched_tokens)
     num_blocks = most // len(group.parts)
-    return BlockTables(config.max_num_seqs, num_blocks, config.block_size, counts_first=counts_first)
+    return BlockTables(lengths, num_blocks, config.block_size, counts_first=counts_first)
 
 
 def _part_of_layers(config: EngineConfig, num_layers: int) -> list[int]:

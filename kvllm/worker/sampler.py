@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -86,17 +87,31 @@ class SampleRow:
         return sets
 
 
-def sample(logits: Tensor, rows: list[SampleRow], most_likely: Tensor | None = None) -> Samples:
+class SampleRows:
+    """The rows of a step's logits: `all` of them, and the numbers of those that need more than the most likely token.
+
+    special: rows that are not plain. reported: rows that asked for log probabilities, each with how many.
+    """
+
+    def __init__(self, rows: list[SampleRow]) -> None:
+        self.all = rows
+        self.special = [i for i, row in enumerate(rows) if not row.is_plain]
+        logprobs = [row.params.logprobs for row in rows]
+        self.reported = {i: count for i, count in enumerate(logprobs) if count is not None}
+
+
+def sample(logits: Tensor, of_step: SampleRows, most_likely: Tensor | None = None) -> Samples:
     """Sample one token for each row. What one row makes fail gives that row alone an error instead of a token.
 
     Args:
         logits: [R, V] float32, or of the model's dtype where `draws.reads_in_place`; not modified.
-        rows: R of them.
+        of_step: with R rows.
         most_likely: int64 [R], if it is known already; not modified.
     """
-    special = [i for i, row in enumerate(rows) if not row.is_plain]
+    rows, special = of_step.all, of_step.special
     if len(special) < len(rows) and most_likely is not None:
-        chosen = most_likely.clone() if special else most_likely
+        # A download from the CPU is no copy, and is read when the next step may have overwritten what a graph returned.
+        chosen = most_likely.clone() if special or most_likely.is_cpu else most_likely
     elif len(special) < len(rows):
         chosen = draws.most_likely(logits)
     else:
@@ -109,14 +124,14 @@ def sample(logits: Tensor, rows: list[SampleRow], most_likely: Tensor | None = N
         chosen[to_device(part, logits.device)] = _choose_part(logits, rows, part, errors)
     reports: list[Tensor] = []
     counts: list[int | None] = [None] * len(rows)
-    for i, row in enumerate(rows):
-        if row.params.logprobs is not None and i not in errors:
+    for i, count in of_step.reported.items():
+        if i not in errors:
             try:
-                reports.append(report(logits[i : i + 1].float(), chosen[i : i + 1], row.params.logprobs)[0])
+                reports.append(report(logits[i : i + 1].float(), chosen[i : i + 1], count)[0])
             except Exception as error:
                 errors[i] = _describe(error)
             else:
-                counts[i] = row.params.logprobs
+                counts[i] = count
     return Samples(chosen, reports, counts, errors, logits.shape[-1])
 
 
@@ -156,6 +171,11 @@ class Samples:
         self.chosen = chosen
         # float64 holds every token id.
         self._download = Download(torch.cat((chosen.double(), *reports)) if reports else chosen)
+
+    def token_ids(self) -> list[int]:
+        """Waits for the copy. A row with an error has any token, since its request ends."""
+        values = self._download.wait()[: len(self._counts)].numpy()
+        return values.clip(0, self._vocab_size - 1).astype(np.int64).tolist()
 
     def tokens(self) -> list[SampledToken]:
         """Waits for the copy. A row whose logits are not finite has an error."""

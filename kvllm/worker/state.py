@@ -10,17 +10,36 @@ from kvllm.core.protocol import CompressionJob
 from kvllm.worker.sampler import SampleRow
 
 
+class Lengths:
+    """Lengths of all sequences of a worker by table slot, so that those of a batch are a slice and not a Python loop.
+
+    logical, cached: int64 `[max_num_seqs]`, as in `kvllm.core.sequence.Sequence`.
+    """
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self.logical = np.zeros(max_num_seqs, dtype=np.int64)
+        self.cached = np.zeros(max_num_seqs, dtype=np.int64)
+
+    def start(self, table_slot: int, logical: int, cached: int) -> None:
+        self.logical[table_slot] = logical
+        self.cached[table_slot] = cached
+
+    def advance(self, table_slots: np.ndarray, num_tokens: list[int]) -> None:
+        """As many more tokens of each sequence are computed, and their KV pairs stored."""
+        self.logical[table_slots] += num_tokens
+        self.cached[table_slots] += num_tokens
+
+
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """table_slot: where its block tables lie. Lengths as in `kvllm.core.sequence.Sequence`.
+    """table_slot: where its block tables and lengths lie.
 
     sampled_row: of the samples of the step that sampled for it last, which are those of its last token.
     """
 
     token_ids: list[int]
     table_slot: int
-    logical_length: int
-    cached_length: int
+    lengths: Lengths
     sample_row: SampleRow
     sampled_row: int = 0
 
@@ -28,6 +47,14 @@ class SequenceState:
         """Put a token of the output in place of PENDING."""
         self.token_ids[index] = token_id
         self.sample_row.output_token_ids[index - len(self.sample_row.prompt_token_ids)] = token_id
+
+    @property
+    def logical_length(self) -> int:
+        return int(self.lengths.logical[self.table_slot])
+
+    @property
+    def cached_length(self) -> int:
+        return int(self.lengths.cached[self.table_slot])
 
     @property
     def dropped(self) -> int:
@@ -40,14 +67,16 @@ class BlockTables:
     and not a Python loop.
 
     counts_first: the index of a sequence's next KV pair follows from `first`, and not from `cached_length`.
-    table: int32 `[max_num_seqs, max_blocks]`. num_blocks: by slot.
+    lengths: of all sequences. table: int32 `[max_num_seqs, max_blocks]`. num_blocks: int64 `[max_num_seqs]`.
     first: int64 `[max_num_seqs]`, how many blocks less than the text a table has (`GroupTable.first`).
     num_replacements: how often blocks of a table were replaced. As long as it stays, tables only grow at their ends.
     """
 
-    def __init__(self, max_num_seqs: int, max_blocks: int, block_size: int, *, counts_first: bool = False) -> None:
+    def __init__(self, lengths: Lengths, max_blocks: int, block_size: int, *, counts_first: bool = False) -> None:
+        max_num_seqs = len(lengths.logical)
+        self.lengths = lengths
         self.table = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
-        self.num_blocks = [0] * max_num_seqs
+        self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         self.first = np.zeros(max_num_seqs, dtype=np.int64)
         self.block_size = block_size
         self.counts_first = counts_first
@@ -81,7 +110,7 @@ class BlockTables:
         """Drop the blocks before block `first` of the text."""
         dropped = first - int(self.first[table_slot])
         if dropped:
-            self.replace(table_slot, 0, min(dropped, self.num_blocks[table_slot]), [])
+            self.replace(table_slot, 0, min(dropped, int(self.num_blocks[table_slot])), [])
             self.first[table_slot] = first
 
     def copy(self, source: int, table_slot: int) -> None:
@@ -90,16 +119,11 @@ class BlockTables:
         self.num_blocks[table_slot] = num_blocks
         self.first[table_slot] = self.first[source]
 
-    def num_blocks_of(self, states: list[SequenceState]) -> list[int]:
-        """Blocks of each sequence."""
-        return [self.num_blocks[state.table_slot] for state in states]
-
-    def kv_lengths(self, states: list[SequenceState]) -> np.ndarray:
-        """The index in its table of each sequence's next KV pair: int64 `[S]`."""
+    def kv_lengths(self, table_slots: np.ndarray | list[int]) -> np.ndarray:
+        """The index in its table of the next KV pair of each sequence in `table_slots`: int64 `[S]`."""
         if not self.counts_first:
-            return np.array([state.cached_length for state in states])
-        slots = [state.table_slot for state in states]
-        return np.array([state.logical_length for state in states]) - self.first[slots] * self.block_size
+            return self.lengths.cached[table_slots]
+        return self.lengths.logical[table_slots] - self.first[table_slots] * self.block_size
 
     def slot_mapping(self, table_slots: np.ndarray, kv_index: np.ndarray) -> np.ndarray:
         """Cache slot of KV pair `kv_index[i]` of the sequence in `table_slots[i]`: int64."""

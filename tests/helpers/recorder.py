@@ -70,7 +70,7 @@ def kv_pairs_of(runner: ModelRunner, seq_id: int, part: int = 0, layers: int | N
     """The cache of a sequence in logical order, in the layers of a part:
     `[layers, 2, kv_heads, KV pairs, head_dim]`, a copy."""
     state, tables = runner.states[seq_id], runner.tables[part]
-    length = int(tables.kv_lengths([state])[0])
+    length = int(tables.kv_lengths([state.table_slot])[0])
     return kv_pairs_in(runner.cache, tables.table[state.table_slot].tolist(), length)[:layers]
 
 

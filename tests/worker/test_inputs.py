@@ -14,7 +14,7 @@ from kvllm.worker.inputs import InputPreparer
 from kvllm.worker.observed_scores import NEVER
 from kvllm.worker.read_batch import read_batch
 from kvllm.worker.sampler import SampleRow
-from kvllm.worker.state import BlockTables, SequenceState
+from kvllm.worker.state import BlockTables, Lengths, SequenceState
 from kvllm.worker.step_inputs import InputShape, StepInputs
 from tests.helpers.examples import examples
 
@@ -26,8 +26,9 @@ class Worker:
     """Sequences, and two that prepare inputs of all their steps: one ahead, too."""
 
     def __init__(self) -> None:
-        self.tables = BlockTables(MAX_SEQS, MAX_BLOCKS, BLOCK_SIZE)
-        self.sliding = BlockTables(MAX_SEQS, MAX_BLOCKS, BLOCK_SIZE, counts_first=True)
+        self.lengths = Lengths(MAX_SEQS)
+        self.tables = BlockTables(self.lengths, MAX_BLOCKS, BLOCK_SIZE)
+        self.sliding = BlockTables(self.lengths, MAX_BLOCKS, BLOCK_SIZE, counts_first=True)
         self.ragged = RaggedLengths(CacheShape(2, 3, 8, BLOCK_SIZE, torch.float32), MAX_SEQS, CPU)
         self.window_start = np.full(MAX_SEQS, NEVER, dtype=np.int32)
         self.ahead, self.usual = self.preparer(), self.preparer()
@@ -41,7 +42,9 @@ class Worker:
     def start(self, length: int) -> None:
         tokens = list(range(100 * len(self.states), 100 * len(self.states) + length))
         row = SampleRow(SamplingParams(), 0, tokens, [])
-        self.states.append(SequenceState(tokens, len(self.states), length - 1, length - 1, row))
+        table_slot = len(self.states)
+        self.lengths.start(table_slot, length - 1, length - 1)
+        self.states.append(SequenceState(tokens, table_slot, self.lengths, row))
 
     def grow(self, state: SequenceState, num_tokens: int) -> None:
         """Blocks for so many more pairs."""
@@ -62,7 +65,7 @@ class Worker:
     def compress(self, state: SequenceState) -> None:
         """Two blocks of pairs become one, of which heads keep different numbers."""
         self.tables.replace(state.table_slot, 0, 2, self.new_blocks(1))
-        state.cached_length -= BLOCK_SIZE
+        self.lengths.cached[state.table_slot] -= BLOCK_SIZE
         self.ragged.set([state.table_slot], [0], torch.randint(5, (2, 1, 3)), [BLOCK_SIZE])
 
     def shape(self, states: list[SequenceState], num_tokens: list[int], spare: int) -> InputShape:
@@ -103,7 +106,7 @@ def test_what_was_prepared_before_never_shows(events: list[tuple[str, int]]) -> 
                 worker.tables.replace(state.table_slot, 1, 1, worker.new_blocks(1))
             case "a longer cache":
                 worker.grow(state, 2)
-                state.cached_length += 1
+                worker.lengths.cached[state.table_slot] += 1
             case "scores are added up":
                 worker.window_start[state.table_slot] = state.cached_length
             case "a compression" if state.cached_length > 2 * BLOCK_SIZE:
@@ -112,15 +115,13 @@ def test_what_was_prepared_before_never_shows(events: list[tuple[str, int]]) -> 
                 worker.slide(state)
         for each, count in zip(batch, num_tokens, strict=True):
             worker.grow(each, count)
-            each.token_ids += range(each.logical_length, each.logical_length + count)
+        token_ids = [number + 7 * i for i in range(sum(num_tokens))]
         shape = worker.shape(batch, num_tokens, spare)
-        found = worker.ahead.prepare(batch, num_tokens, shape)
-        anew = fields(worker.preparer().prepare(batch, num_tokens, shape))
+        found = worker.ahead.prepare(batch, num_tokens, token_ids, shape)
+        anew = fields(worker.preparer().prepare(batch, num_tokens, token_ids, shape))
         assert fields(found) == anew
-        assert fields(worker.usual.prepare(batch, num_tokens, shape)) == anew
-        for each, count in zip(batch, num_tokens, strict=True):
-            each.logical_length += count
-            each.cached_length += count
+        assert fields(worker.usual.prepare(batch, num_tokens, token_ids, shape)) == anew
+        worker.lengths.advance(np.array([each.table_slot for each in batch]), num_tokens)
         before = found.memory.clone()
         worker.ahead.prepare_ahead(batch, num_tokens, shape)
         assert torch.equal(found.memory, before)  # which may be on its way to the device
@@ -135,14 +136,13 @@ def test_inputs_written_out() -> None:
     worker.tables.append(first.table_slot, [7, 4, 9])
     worker.sliding.slide(first.table_slot, 1)
     worker.sliding.append(first.table_slot, [8, 3])
-    first.token_ids += [50]
-    first.logical_length, first.cached_length = 9, 5  # four pairs are gone
+    worker.lengths.start(first.table_slot, 9, 5)  # four pairs are gone
     worker.ragged.set([first.table_slot], [1], torch.tensor([[[3, 0, 1]], [[2, 2, 3]]]), [3])
     worker.window_start[first.table_slot] = 4
     worker.tables.append(second.table_slot, [2])
     worker.sliding.append(second.table_slot, [1])
-    second.logical_length = second.cached_length = 0
-    inputs = worker.ahead.prepare([second, first], [3, 1], worker.ahead.shape(5, 3, 4, 2))
+    worker.lengths.start(second.table_slot, 0, 0)
+    inputs = worker.ahead.prepare([second, first], [3, 1], [*second.token_ids, 50], worker.ahead.shape(5, 3, 4, 2))
     assert fields(inputs) == {
         "token_ids": [*second.token_ids, 50, 0],
         "positions": [0, 1, 2, 9, 0],
@@ -169,8 +169,10 @@ def test_a_device_does_not_hide_the_rows_that_the_host_wrote() -> None:
     [state] = worker.states
     worker.sliding.slide(state.table_slot, 1)
     worker.grow(state, 3)
-    state.logical_length, state.cached_length = 6, 1
-    inputs = worker.ahead.prepare([state], [3], worker.ahead.shape(3, 1, 4, 2)).to(torch.device("meta"))
+    state.lengths.start(state.table_slot, 6, 1)
+    inputs = worker.ahead.prepare([state], [3], state.token_ids[6:9], worker.ahead.shape(3, 1, 4, 2)).to(
+        torch.device("meta")
+    )
     batches = inputs.batches()
     rows = [[part.tolist() for part in batch.on_host or ()] for batch in batches]
     assert rows == [[[0, 3], [1, 2, 3]], [[0, 3], [2, 3, 4]]]

@@ -26,7 +26,7 @@ from kvllm.sampling_params import SamplingParams
 from kvllm.worker import sampler
 from kvllm.worker.draws import filter_logits
 from kvllm.worker.penalties import penalize
-from kvllm.worker.sampler import SampleRow, uniform
+from kvllm.worker.sampler import SampleRow, SampleRows, uniform
 from tests.helpers.examples import examples
 
 MASK = 2**64 - 1
@@ -41,7 +41,7 @@ def row_of(seed: int = 0, output: list[int] | None = None, prompt: list[int] | N
 
 
 def sample(logits: torch.Tensor, rows: list[SampleRow]) -> list[SampledToken]:
-    return sampler.sample(logits, rows).tokens()
+    return sampler.sample(logits, SampleRows(rows)).tokens()
 
 
 def token_ids(tokens: list[SampledToken]) -> list[int]:
@@ -241,7 +241,7 @@ def test_plain_rows_take_tokens_that_are_known():
     """Other rows have their own, and what is known stays as it is."""
     logits, known = random_logits(3, 50), torch.tensor([7, 8, 9])
     rows = [row_of(temperature=0), row_of(temperature=0, logit_bias={4: 100}), row_of(temperature=0)]
-    found = sampler.sample(logits, rows, known)
+    found = sampler.sample(logits, SampleRows(rows), known)
     assert token_ids(found.tokens()) == [7, 4, 9] and known.tolist() == [7, 8, 9]
 
 
