@@ -46,10 +46,10 @@ lint: venv
 	$(VENV)/bin/clang-format --dry-run --Werror $(SOURCES) tests/kernels/*.cpp
 
 test: lint
-	$(VENV)/bin/python -m pytest -n auto --dist loadgroup --durations 40
+	$(VENV)/bin/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder --durations 40
 
 test-long: lint
-	$(VENV)/bin/python -m pytest -n auto --dist loadgroup --long
+	$(VENV)/bin/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder --long
 
 wheel: venv
 	rm -rf build  # files that were moved since would be packed, too

@@ -36,6 +36,10 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("long" if config.getoption("long") else "default")
 
 
+SLOWEST = ("test_triton_compilation", "test_triton", "test_device_check", "test_cuda_path", "test_triton_quantized")
+"""Files with a minute's work that cannot be shared out: they begin first, so that no process is left alone with one."""
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("long"):
@@ -45,6 +49,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:  # a file's tests share its fixtures, so one process runs them
         if not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    items.sort(key=lambda item: item.path.stem not in SLOWEST)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

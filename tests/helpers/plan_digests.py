@@ -12,7 +12,9 @@ from tests.helpers.plans import scheduled_in
 COMPRESSIONS: dict[str, CompressionConfig | None] = {
     "none": None,
     "periodic": CompressionConfig(method="kara", period=4, max_sequences=2, window_blocks=2, buffer=1),
-    "prompts": CompressionConfig(method="kara", period=6, window_blocks=3, buffer=2, compress_prompt=True),
+    "prompts": CompressionConfig(
+        method="kara", period=6, max_sequences=30, window_blocks=3, buffer=2, compress_prompt=True
+    ),
     "pressure": CompressionConfig(
         method="kara", policy="pressure", period=5, max_sequences=3, window_blocks=2, buffer=1
     ),

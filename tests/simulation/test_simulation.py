@@ -206,7 +206,9 @@ def test_windows_go_through_the_model_in_passes_that_fit_the_budget(cost, budget
     assert executor.seconds.score == pytest.approx(scored)
 
 
-@pytest.mark.parametrize(("method", "query_window", "at_once"), [("snapkv", 4, True), ("rkv", 4, False)])
+@pytest.mark.parametrize(
+    ("method", "query_window", "at_once"), [("snapkv", 4, True), ("rkv", 4, True), ("vase", 4, False)]
+)
 def test_layers_are_selected_from_at_once_by_methods_that_have_their_scores_apart(cost, method, query_window, at_once):
     compression = CompressionConfig(
         method=method, period=8, window_blocks=3, retain_blocks=1, buffer=4, query_window=query_window

@@ -250,10 +250,12 @@ def test_survivors_depend_on_their_sequence_alone(checkpoint: Path, method: str,
     """Not on the batch, its order, the rows that are recomputed at a time, nor the run."""
     prompts = random_token_ids(2, 2, 2)
     lengths = random_token_ids(2, 30, 57) if policy != "periodic" else prompts  # its clock is the engine's
+    # An event with a clock is spread over steps unless its number of sequences is given.
+    event = {"max_sequences": len(prompts)} if policy == "periodic" else {}
     together = {}
 
     def check(requests: list[tuple[int, list[int]]], rows_per_pass: int = 64, **options: Any) -> None:
-        llm, recorder = make_llm(checkpoint, compression_config(method, policy), **options)
+        llm, recorder = make_llm(checkpoint, compression_config(method, policy, **event), **options)
         recorder.runner.compressor.max_num_batched_tokens = rows_per_pass
         tokens = run(llm, [prompt for _, prompt in requests], [greedy(70, seed) for seed, _ in requests])
         found = survivors(recorder)
