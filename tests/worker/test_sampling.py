@@ -245,6 +245,14 @@ def test_plain_rows_take_tokens_that_are_known():
     assert token_ids(found.tokens()) == [7, 4, 9] and known.tolist() == [7, 8, 9]
 
 
+def test_samples_outlive_the_memory_of_known_tokens():
+    """A graph writes the most likely tokens of the next step where those of the last one lay."""
+    known = torch.tensor([3, 1])
+    samples = sampler.sample(random_logits(2, 8), SampleRows([row_of(temperature=0), row_of(temperature=0)]), known)
+    known.zero_()
+    assert samples.token_ids() == token_ids(samples.tokens()) == [3, 1]
+
+
 def test_min_tokens_leaves_a_token_to_choose():
     tokens = sample(torch.zeros(1, 3), [row_of(min_tokens=1, eos=(0, 1, 2))])
     assert tokens[0].token_id in range(3)
