@@ -11,10 +11,12 @@ from typing import Any
 from kvllm import CompressionConfig
 from kvllm.compression.specs import SPECS
 from kvllm.config import require
+from kvllm.config.compression import RECALL_DTYPES
 
 BLOCK_SIZE = 16
 WINDOW, BUFFER = 384, 128
 """Kara's window and buffer in KV pairs, with which benchmarks/quality/settings.py found the most right answers."""
+RECALL_OPTIONS = ("recall_bound", "recall_period", "recall_chunks", "recall_dtype")
 RECENT, GAP = 32, 64
 """KV pairs of the baselines: the last ones, which are always kept and whose queries score; and those between a budget
 and its threshold."""
@@ -109,6 +111,8 @@ def add_recall_arguments(parser: argparse.ArgumentParser) -> None:
     add("--recall-bound", type=float, metavar="SHARE", help=bound)
     add("--recall-period", type=int, metavar="N", help="let dropped KV pairs come back at every N-th token")
     add("--recall-chunks", type=int, default=2, metavar="N", help="most chunks that come back at once (default 2)")
+    dtype = "of dropped KV pairs (default: as the pool has them)"
+    add("--recall-dtype", choices=RECALL_DTYPES, default="auto", metavar="D", help=dtype)
     size = "GiB of host memory, half of it for dropped KV pairs that may come back (default 2)"
     add("--kv-offloading-size", type=float, default=2.0, metavar="GIB", help=size)
 
@@ -120,7 +124,7 @@ def recall_of(args: argparse.Namespace, methods: Iterable[str]) -> dict[str, Any
     """
     if args.recall_bound is None and args.recall_period is None:
         return {}
-    options = {name: getattr(args, name) for name in ("recall_bound", "recall_period", "recall_chunks")}
+    options = {name: getattr(args, name) for name in RECALL_OPTIONS}
     for method in methods:
         if SPECS[method].refusal("threshold"):
             kara("0.5", method=method, **options)

@@ -21,6 +21,7 @@ ENGINE_OPTIONS = {
     "kv_cache_dtype": Literal[KV_CACHE_DTYPES],
     "attention_backend": Literal["auto", *BACKENDS],
     "enable_prefix_caching": bool,
+    "kv_offloading_size": float,
     "max_num_seqs": int,
     "max_num_batched_tokens": int,
 }

@@ -71,6 +71,8 @@ def test_figure_5_lets_dropped_pairs_come_back(tmp_path: Path) -> None:
     assert recalled["fingerprint"] != alone["fingerprint"] and recalled["kept"] < 0.6
     assert recalled["exact"] == [True, True] != alone["exact"]
     assert recalled["recalled_bytes"] > 0 == alone["recalled_bytes"]
+    in_few_bits = figure_5.parse_arguments([*arguments, "--recall-period", "1", "--recall-dtype", "int4"]).recall
+    assert in_few_bits == {"recall_bound": None, "recall_period": 1, "recall_chunks": 2, "recall_dtype": "int4"}
     with pytest.raises(ConfigError, match="method='adakv'.*recall_bound"):
         figure_5.parse_arguments(["--methods", "kara", "adakv", "--recall-bound", "0.05"])
 

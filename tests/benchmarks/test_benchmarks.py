@@ -113,6 +113,9 @@ def test_variants_carry_settings_of_compression_and_engine():
     assert variant.compression.compress_prompt is True
     assert variant.engine == {"block_size": 16}
     assert parse_variant("vanilla").compression is None
+    recalling = parse_variant("kara_sharp:policy=pressure,recall_bound=0.05,kv_offloading_size=0.5")
+    assert recalling.compression is not None and recalling.compression.recall_bound == 0.05
+    assert recalling.engine == {"kv_offloading_size": 0.5}
 
 
 @pytest.mark.parametrize(
