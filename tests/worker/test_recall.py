@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,11 @@ import pytest
 import torch
 
 from kvllm import LLM, CompressionConfig, ConfigError, SamplingParams
-from kvllm.kvcache.tiers.dropped_pairs import CHUNK, read_pairs
-from kvllm.worker.recall import CompressedSequence, Recall
+from kvllm.worker.recall import Recall
 from kvllm.worker.recalling_backend import RecallGroup, RecallingBackend
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.engines import greedy, make_llm, random_prompts, tokens
+from tests.helpers.watched_pairs import Watch, recall_of
 
 PROMPTS = random_prompts(256, (3, 17, 40, 63, 30))
 POLICIES: dict[str, dict[str, Any]] = {
@@ -37,79 +36,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def recalling(policy: str, **options: Any) -> CompressionConfig:
     recall = {} if "recall_bound" in options else {"recall_period": 1}
     return CompressionConfig(method="keydiff", policy=policy, buffer=4, **POLICIES[policy] | recall | options)
-
-
-def recall_of(llm: LLM) -> Recall:
-    recall = llm.llm_engine.executor.runner.recall
-    assert isinstance(recall, Recall)
-    return recall
-
-
-class Watch:
-    """Records every KV pair that the model computes, and holds the engine's sequences against them.
-
-    pairs: by layer, head and position, the bytes of each key with its value that were computed there.
-    """
-
-    def __init__(self, llm: LLM) -> None:
-        self.llm = llm
-        self.runner = llm.llm_engine.executor.runner
-        self.pairs: dict[tuple[int, int, int], set[bytes]] = defaultdict(set)
-        self._take, self.runner.recall.take = self.runner.recall.take, self._take_ordered
-        self.runner.model._compiled = None  # which calls no `project`
-        for index, layer in enumerate(self.runner.model.layers):
-            self._record(index, layer.attention)
-
-    def _record(self, layer: int, attention: Any) -> None:
-        project = attention.project
-
-        def recording(x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            queries, keys, values = project(x, positions)
-            for row, position in enumerate(positions.tolist()):
-                for head in range(keys.shape[1]):
-                    self.pairs[layer, head, position].add(bytes_of(keys[row, head], values[row, head]))
-            return queries, keys, values
-
-        attention.project = recording
-
-    def _take_ordered(self, job: Any, state: Any, blocks: Any, kept: torch.Tensor) -> None:
-        """A compression finds its region in the order of positions."""
-        sequence = self.runner.recall.sequences.get(job.seq_id)
-        if sequence:
-            of_region = sequence.positions[..., job.first_block * self.runner.block_size :]
-            assert (of_region.diff(dim=-1) > 0).all()
-        self._take(job, state, blocks, kept)
-
-    def check(self) -> None:
-        """Residents and dropped pairs of a sequence are all its pairs, each once, as they were computed."""
-        recall = self.runner.recall
-        owned = [chunk for sequence in recall.sequences.values() for chunk in sequence.chunks]
-        assert len(set(owned)) == len(owned)
-        for seq_id in recall.sequences.keys() & self.runner.states.keys():
-            self._check(recall, self.runner.states[seq_id], recall.sequences[seq_id])
-
-    def _check(self, recall: Recall, state: Any, sequence: CompressedSequence) -> None:
-        assert sequence.is_complete and sequence.num_dropped == state.dropped
-        num_known, size = sequence.positions.shape[-1], recall.cache.shape.block_size
-        table = torch.from_numpy(self.runner.tables[0].table[state.table_slot]).long()
-        index, dropped = torch.arange(state.cached_length), torch.arange(sequence.num_dropped)
-        chunks = torch.tensor(sequence.chunks)[dropped // CHUNK]
-        for layer, of_layer in enumerate(sequence.positions):
-            for head, known in enumerate(of_layer):
-                heads = torch.tensor(head)
-                residents = torch.cat((known, (index[num_known:] + state.dropped).int()))
-                there = chunks, heads, dropped % CHUNK
-                others = recall.dropped.positions[layer][there]
-                positions = torch.cat((residents, others))
-                assert positions.sort().values.tolist() == list(range(state.logical_length))
-                here = read_pairs(recall.cache, layer, (table[index // size], heads, index % size))
-                pairs = torch.cat((here, read_pairs(recall.dropped.cache, layer, there)), dim=1)
-                for position, key, value in zip(positions.tolist(), *pairs, strict=True):
-                    assert bytes_of(key, value) in self.pairs[layer, head, position]
-
-
-def bytes_of(key: torch.Tensor, value: torch.Tensor) -> bytes:
-    return torch.cat((key, value)).float().numpy().tobytes()
 
 
 def run(llm: LLM, watch: Watch, count: int = 60) -> None:
