@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from kvllm.config import EngineConfig
 from kvllm.core.admission import Admission
 from kvllm.core.block_manager import BlockManager, PrefixHit
+from kvllm.core.disk_prefixes import DiskPrefixes
 from kvllm.core.offloading import Offloading, table_changes
 from kvllm.core.protocol import (
     BlockCopy,
@@ -35,14 +36,20 @@ class Batch:
     """
 
     def __init__(
-        self, config: EngineConfig, stats: EngineStats, blocks: BlockManager, waiting: FairQueue, admission: Admission
+        self,
+        config: EngineConfig,
+        stats: EngineStats,
+        blocks: BlockManager,
+        waiting: FairQueue,
+        admission: Admission,
+        on_disk: DiskPrefixes,
     ) -> None:
         self.config = config
         self.stats = stats
         self.blocks = blocks
         self.waiting = waiting
         self.admission = admission
-        self.offloading = Offloading(config, stats, blocks) if config.num_host_blocks else None
+        self.offloading = Offloading(config, stats, blocks, on_disk) if config.num_host_blocks else None
         admission.offloading = self.offloading
         self.running: list[Sequence] = []
         self.plan = StepPlan()

@@ -7,6 +7,7 @@ from itertools import chain
 
 from kvllm.config import EngineConfig
 from kvllm.core.block_manager import BlockManager, PrefixHit
+from kvllm.core.disk_prefixes import DiskPrefixes
 from kvllm.core.host_blocks import HostBlocks
 from kvllm.core.protocol import NOWHERE, BlockTransfer, Load, StepPlan, StepResult, TableChange
 from kvllm.core.sequence import Sequence
@@ -26,7 +27,7 @@ class Offloading:
     loading: sequences by the numbers of their loads, oldest first. They own blocks of the pool, and do not run.
     """
 
-    def __init__(self, config: EngineConfig, stats: EngineStats, blocks: BlockManager) -> None:
+    def __init__(self, config: EngineConfig, stats: EngineStats, blocks: BlockManager, on_disk: DiskPrefixes) -> None:
         self.stats = stats
         self.blocks = blocks
         self.host = HostBlocks(config.num_host_blocks)
@@ -34,7 +35,7 @@ class Offloading:
         self.loading: dict[int, Sequence] = {}
         self._sources: dict[int, BlockTransfer] = {}  # of prefixes, by the numbers of their loads
         self._uses_disk = config.kv_offloading_path is not None
-        self._on_disk = set[bytes]()
+        self._on_disk = on_disk
         self._loaded: list[int] = []
         self._lost: list[int] = []
         self._number = 0
@@ -55,7 +56,7 @@ class Offloading:
         self.cost.measure(plan, result)
         self._loaded += [number for number in result.transfers.loaded if number in self.loading]
         self._lost += [number for number in result.transfers.lost if number in self.loading]
-        self._on_disk.update(result.transfers.on_disk)
+        self._on_disk.reported(result.transfers.on_disk)
         self.stats.host_blocks_in_use = self.host.num_used
 
     # To the host
@@ -91,7 +92,7 @@ class Offloading:
                 transfer.digests.append(digest if is_new else b"")
         if transfer.blocks:
             self._plan.stores.append(transfer)
-            self._on_disk.update(filter(None, transfer.digests))
+            self._on_disk.written(filter(None, transfer.digests))
 
     def store_idle(self) -> Iterator[StepPlan]:
         """Plans by which the disk gets the prefixes that the pool holds, and nobody owns."""
@@ -108,7 +109,7 @@ class Offloading:
     def forget_prefixes(self) -> None:
         """Let later sequences find nothing that is on the host or the disk now."""
         self.host.forget_prefixes()
-        self._on_disk.clear()
+        self._on_disk.forget()
 
     # Back
 
@@ -162,7 +163,7 @@ class Offloading:
             if seq.host_tables is None:
                 lost = self._sources.pop(number)
                 self.host.remove(lost.host_blocks)
-                self._on_disk.difference_update(lost.digests)
+                self._on_disk.lost(lost.digests)
                 seq.reset()
             else:
                 self.stats.tokens_recomputed += seq.logical_length

@@ -10,6 +10,7 @@ from kvllm.core.batch import Batch
 from kvllm.core.block_manager import BlockManager, PrefixHit
 from kvllm.core.compression_planner import CompressionPlanner
 from kvllm.core.compression_policy import check_fits, make_policy
+from kvllm.core.disk_prefixes import DiskPrefixes
 from kvllm.core.protocol import MissingMass, PromptLogprobs, SampledToken, StepPlan, StepResult
 from kvllm.core.queue import LOOKAHEAD, FairQueue, Tenant
 from kvllm.core.sequence import PENDING, Sequence
@@ -50,6 +51,7 @@ class Scheduler:
         self.planner = CompressionPlanner(self.policy, config, self.blocks) if self.policy else None
         self.blocks.pool.keeps_evicted = config.num_host_blocks > 0 and not self.blocks.others
         self.admission = Admission(config, self.blocks, self.planner)
+        self._on_disk = DiskPrefixes()
         self.reset([])
         self._reset_workers = False
         self._has_risen = False  # what windows keep, in the last step
@@ -371,7 +373,8 @@ class Scheduler:
         self.waiting = FairQueue(self.config.tenants)
         for seq in sorted(sequences, key=lambda seq: seq.seq_id):
             self.waiting.add(seq)
-        self.batch = Batch(self.config, self.stats, self.blocks, self.waiting, self.admission)
+        self._on_disk.restart()
+        self.batch = Batch(self.config, self.stats, self.blocks, self.waiting, self.admission, self._on_disk)
         self.tenants = TenantAdmission(self.batch, self.admission, self.planner)
         self._reset_workers = True
         self._prefilled: list[Sequence] = []  # in chunks of the plan that was launched last

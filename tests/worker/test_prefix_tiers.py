@@ -78,6 +78,39 @@ def test_prefixes_outlive_the_engine(checkpoint: Path, expected: list[list[int]]
         assert not another.stats().prefix_host_hits
 
 
+@pytest.mark.parametrize("has_run", [False, True])
+def test_what_was_forgotten_stays_so_behind_a_failed_step(
+    checkpoint: Path, expected: list[list[int]], tmp_path: Path, has_run: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers tell again what the disk has. What was written since is found."""
+    options = HOST | {"kv_offloading_path": str(tmp_path)}
+    first = make_llm(checkpoint, **options)
+    assert one_by_one(first) == expected
+    first.llm_engine.close()
+    llm = make_llm(checkpoint, **options)
+    if has_run:
+        assert one_by_one(llm)[:1] == expected[:1]
+    before = llm.stats().prefix_host_hits
+    assert (before > 0) == has_run
+    llm.llm_engine.reset_prefix_cache()
+    fail_a_step(llm, monkeypatch)
+    assert one_by_one(llm) == expected
+    assert llm.stats().prefix_host_hits == before
+    fail_a_step(llm, monkeypatch)
+    assert one_by_one(llm) == expected
+    assert llm.stats().prefix_host_hits > before
+
+
+def fail_a_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
+        context.setattr(llm.llm_engine.executor, "collect", fail)
+        tokens(llm, PROMPTS[:1], greedy(2))
+    llm.llm_engine.abort("0")
+
+
 def test_a_changed_checkpoint_finds_nothing(tmp_path: Path) -> None:
     options = HOST | {"kv_offloading_path": str(tmp_path / "disk")}
     for seed in (0, 1):
