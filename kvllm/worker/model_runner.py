@@ -13,7 +13,7 @@ import torch
 from kvllm.attention.base import AttentionBackend, ScoredChunk
 from kvllm.attention.context import Attention, AttentionContext, PartedAttention
 from kvllm.compression.model_inputs import WithModelInputs
-from kvllm.config import CompressionConfig, EngineConfig
+from kvllm.config import EngineConfig
 from kvllm.core.protocol import (
     BlockCopy,
     CompressionJob,
@@ -26,28 +26,27 @@ from kvllm.core.protocol import (
 )
 from kvllm.core.sequence import PENDING
 from kvllm.kvcache.cache import PagedKVCache
-from kvllm.kvcache.groups import KVGroup, layer_parts
 from kvllm.kvcache.ops.registry import make_operations
 from kvllm.kvcache.tiers.dropped_pairs import DroppedPairs
 from kvllm.kvcache.tiers.host import HostStore
 from kvllm.sampling_params import SamplingParams
 from kvllm.structured.compile import Grammars
-from kvllm.worker.attention_state import AttentionMass, ObservingBackend, RaggedLengths
-from kvllm.worker.compressor import CompressedPart, Compressor
+from kvllm.worker.attention_state import AttentionMass, RaggedLengths
+from kvllm.worker.compression import Compression
+from kvllm.worker.compressor import Compressor
 from kvllm.worker.draws import most_likely, reads_in_place
 from kvllm.worker.graph_sizes import GraphSizes
 from kvllm.worker.graphs import Capture, StepGraphs
+from kvllm.worker.group_tables import make_tables, num_full_parts, part_of_layers, table_widths
 from kvllm.worker.inputs import InputPreparer
-from kvllm.worker.judge import Judge
 from kvllm.worker.last_logits import LastLogits
 from kvllm.worker.launched import Launched
 from kvllm.worker.observed_scores import ObservedScores, ScoringBackend
 from kvllm.worker.offloader import Offloader
 from kvllm.worker.prompt_logprobs import PromptReport
-from kvllm.worker.recall import Recall
 from kvllm.worker.recalling_backend import RecallingBackend
 from kvllm.worker.sampler import SampleRow, Samples, sample
-from kvllm.worker.state import BlockTables, Lengths, SequenceState
+from kvllm.worker.state import Lengths, SequenceState
 from kvllm.worker.step_batch import BatchKeeper, StepBatch, rows_of
 from kvllm.worker.step_inputs import StepInputs
 from kvllm.worker.threads import operators_alone
@@ -81,7 +80,6 @@ class ModelRunner:
         self.model = model
         self.cache = cache
         self.device = cache.data.device
-        self.backend = backend
         self.operations = make_operations(cache)
         self.block_size = config.block_size
         self.eos_token_ids = eos_token_ids
@@ -93,33 +91,20 @@ class ModelRunner:
         self._reported: set[int] = set()  # sequences whose prompt's log probabilities are asked for and not complete
         self._prompt_reports: list[PromptReport] = []  # of the step
         self.free_slots = list(reversed(range(config.max_num_seqs)))
-        groups = [group for group in config.kv_groups for _ in group.parts]
-        self._full_parts = sum(group.window is None for group in groups)
         self.lengths = Lengths(config.max_num_seqs)
-        self.tables = [
-            _block_tables(group, config, self.lengths, counts_first=index > 0 or not self._full_parts)
-            for index, group in enumerate(groups)
-        ]
-        self._part_of = _part_of_layers(config, cache.shape.num_layers)
-        self.ragged: RaggedLengths | None = None
-        self.mass: AttentionMass | None = None
-        self.observed: ObservedScores | None = None
-        self.compressor = None
-        self.judge: Judge | None = None
-        self.recall: Recall | None = None
+        self.tables = make_tables(config, self.lengths)
+        self._full_parts = num_full_parts(config)
+        self._part_of = part_of_layers(config, cache.shape.num_layers)
+        compression = Compression.of(model, self.operations, backend, config, self.tables, select, dropped)
+        self.backend = compression.backend
+        self.ragged, self.mass, self.observed = compression.ragged, compression.mass, compression.observed
+        self.compressor, self.judge, self.recall = compression.compressor, compression.judge, compression.recall
         self._recalling: RecallingBackend | None = None  # in the step
         self.graphs: StepGraphs | None = None
-        if compression := config.active_compression:
-            if dropped:
-                self.recall = Recall(self.operations, dropped, compression)
-            self._prepare_compression(compression, config, select)
         self._graph_sizes = GraphSizes(config.max_num_seqs)
         if self.backend.captures_chunks:
             self._graph_sizes = GraphSizes.with_chunks(config.max_num_seqs, config.max_num_batched_tokens)
-        chunk = max(1, self._graph_sizes.most_chunk_tokens)
-        self._graph_widths = [
-            group.most_blocks(config.max_model_len, config.block_size, chunk) // len(group.parts) for group in groups
-        ]
+        self._graph_widths = table_widths(config, max(1, self._graph_sizes.most_chunk_tokens))
         self.offloader: Offloader | None = None
         if store:
             self.offloader = Offloader(cache, store, [state for state in self._slot_states if state])
@@ -127,40 +112,6 @@ class ModelRunner:
         self.inputs = InputPreparer(
             self.tables, self.ragged, config.observes_attention, self.device, window_start, self._full_parts
         )
-
-    def _prepare_compression(
-        self, compression: CompressionConfig, config: EngineConfig, select: WithModelInputs | None
-    ) -> None:
-        most_tokens = config.max_num_batched_tokens
-        if compression.guard_kl is not None:
-            self.judge = Judge(
-                self.model, self.operations, self.backend, self.tables[0], compression.buffer, most_tokens
-            )
-        if compression.spec.ragged:
-            self.ragged = RaggedLengths(self.cache.shape, config.max_num_seqs, self.device)
-        if config.keeps_scores:
-            self.mass = AttentionMass(self.cache.shape, config.max_num_seqs, config.max_model_len, self.device)
-        if self.mass and config.observes_attention:
-            self.backend = ObservingBackend(self.backend, self.operations, self.mass)
-        if compression.observes_scores:
-            self.observed = ObservedScores(self.cache, compression, config.max_num_seqs)
-        self.compressor = Compressor(
-            self.model,
-            self.operations,
-            self.backend,
-            [self._compressed_part(index) for index in range(self._full_parts)],
-            compression,
-            most_tokens,
-            self.ragged,
-            self.mass,
-            self.observed,
-            select,
-            self.recall,
-        )
-
-    def _compressed_part(self, index: int) -> CompressedPart:
-        layers = [layer for layer, part in enumerate(self._part_of) if part == index]
-        return CompressedPart(index, self.tables[index], layers)
 
     @torch.inference_mode()
     def use_graphs(self, capture: Capture, num_blocks: int, *, largest_alone: bool = False) -> None:
@@ -481,20 +432,3 @@ class ModelRunner:
             self.mass.copy(parent.table_slot, child.table_slot)
         self.states[fork.seq_id] = child
         return child
-
-
-def _block_tables(group: KVGroup, config: EngineConfig, lengths: Lengths, *, counts_first: bool) -> BlockTables:
-    """The tables of a part of a group, for as many blocks as a sequence can hold.
-
-    counts_first: see BlockTables; in the first part, unless its layers have a window, lengths say where KV pairs are.
-    """
-    most = group.most_blocks(config.max_model_len, config.block_size, config.max_num_batched_tokens)
-    num_blocks = most // len(group.parts)
-    return BlockTables(lengths, num_blocks, config.block_size, counts_first=counts_first)
-
-
-def _part_of_layers(config: EngineConfig, num_layers: int) -> list[int]:
-    """The index of each layer's part."""
-    parts = layer_parts(config.kv_groups)
-    part_of = {layer: index for index, layers in enumerate(parts) for layer in layers}
-    return [part_of.get(layer, 0) for layer in range(num_layers)]
