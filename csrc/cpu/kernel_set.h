@@ -6,6 +6,7 @@
 #include "elementwise_kernel.h"
 #include "float_product.h"
 #include "integer_product.h"
+#include "key_scores_kernel.h"
 #include "mass_kernel.h"
 #include "product_kernel.h"
 #include "quantize_kernel.h"
@@ -22,7 +23,7 @@ constexpr decltype(&widen<T>) widen_to<T, T> = nullptr;
 
 template <class T, class KV>
 constexpr KVKernels kv_kernels() {
-  return {attend<T, KV>, finish<T, KV>};
+  return {attend<T, KV>, finish<T, KV>, score_keys<T, KV>};
 }
 
 // Kernels for T, with the way in which scores and products with weights of T are multiplied.

@@ -179,6 +179,9 @@ struct KVKernels {
   void (*attend)(const PairRange& range, const PairRange* following, const QueryTile& tile, float scale,
                  float* workspace, const PartialSoftmax& result);
   void (*finish)(const QueryTile& tile, int head_dim, const PartialSoftmax& total);
+  // out[query][pair] <- scale * query . key, for queries in rows of `stride` floats. `workspace` is as for `attend`.
+  void (*score_keys)(const PairRange& range, const QueryTile& tile, float scale, float* workspace, float* out,
+                     int64_t stride);
 };
 
 // Pointers are to float or BFloat16, one table for each. Matrices are dense `[rows, width]`.

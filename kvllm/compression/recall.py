@@ -10,12 +10,6 @@ import torch
 from torch import Tensor
 
 
-def scores_of(queries: Tensor, keys: Tensor) -> Tensor:
-    """The product of each query with each key: `[R, H, G, P]` of queries `[R, H, G, d]` and keys `[R, H, P, d]`."""
-    # A product of four dimensions is slow on a CPU: with few queries it takes several times as long.
-    return torch.bmm(queries.flatten(0, 1), keys.flatten(0, 1).mT).unflatten(0, keys.shape[:2])
-
-
 def upper_scores(scores: Tensor, queries: Tensor, errors: Tensor) -> Tensor:
     """At least the score of each query with each key as it was in the pool before it was stored: `[R, H, G, P]`.
 
@@ -34,17 +28,28 @@ def missing_mass(resident: Tensor, upper: Tensor) -> Tensor:
     return torch.sigmoid(upper.logsumexp(-1) - resident)
 
 
-def exchanges(gain: Tensor, loss: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Which dropped pairs change places with which residents, at most `most` in each of M rows.
+def candidates(gain: Tensor, loss: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The dropped pairs that are worth most and the residents that are worth least, at most `most` in each of M rows.
 
-    gain: `[M, P]`, what dropped pairs are worth. loss: `[M, N]`, what residents are; inf for one that stays. The best
-    of the former replace the worst of the latter as long as they are worth more.
+    gain: `[M, P]`, what dropped pairs are worth. loss: `[M, N]`, what residents are; inf for one that stays.
 
     Returns:
-        Three int64 `[n]`: the row, the dropped pair, the resident.
+        arriving, leaving: int64 `[M, E]`, of which each may change places with its counterpart.
+        is_gain: bool `[M, E]`, where the former is worth more than the latter. So it is for the first ones of a row.
     """
     most = min(most, gain.shape[1], loss.shape[1])
     gain, arriving = gain.topk(most)
     loss, leaving = loss.topk(most, largest=False)
-    row, rank = (gain > loss).nonzero(as_tuple=True)
-    return row, arriving[row, rank], leaving[row, rank]
+    return arriving, leaving, gain > loss
+
+
+def num_needed(missing: Tensor, arriving: Tensor, leaving: Tensor, limit: float) -> Tensor:
+    """How many exchanges of each row leave at most `limit` of each query's attention in dropped pairs: int64 `[M, 1]`.
+    Where all are too few, all.
+
+    missing: `[M, G]`, the share of each query's attention in dropped pairs, or a bound on it.
+    arriving, leaving: `[M, G, E]`, the shares of the pairs that change places, one exchange behind the other.
+    """
+    after = missing[..., None] + (leaving - arriving).cumsum(-1)
+    too_much = after.amax(1) > limit
+    return 1 + too_much.long().cumprod(-1).sum(-1, keepdim=True)

@@ -169,18 +169,20 @@ class Recall:
         begins, seq_ids, states = zip(*members, strict=True)
         sequences = [self.sequences[seq_id] for seq_id in seq_ids]
         index = torch.arange(num_tokens)
-        last = torch.tensor([state.cached_length for state in states])[:, None] + index
+        last = torch.tensor([state.cached_length for state in states], dtype=torch.int32)[:, None] + index.int()
+        last_dropped = torch.tensor([sequence.num_dropped - 1 for sequence in sequences], dtype=torch.int32)
         num_blocks = int(last.max()) // tables.block_size + 1
         table = tables.table[[state.table_slot for state in states], :num_blocks]
         most = max(len(sequence.chunks) for sequence in sequences)
+        chunks = [each.chunks + each.chunks[:1] * (most - len(each.chunks)) for each in sequences]
         return RecallGroup(
             seq_ids=seq_ids,
             sequences=sequences,
             rows=torch.tensor(begins)[:, None] + index,
             last_kv_index=last,
-            tables=torch.from_numpy(table.astype(np.int64)),
-            chunks=torch.tensor([each.chunks + each.chunks[:1] * (most - len(each.chunks)) for each in sequences]),
-            num_dropped=torch.tensor([sequence.num_dropped for sequence in sequences]),
+            tables=torch.from_numpy(np.ascontiguousarray(table)),
+            chunks=torch.tensor(chunks, dtype=torch.int32),
+            last_dropped=last_dropped[:, None].expand(-1, num_tokens).contiguous(),
             movable=_padded([each.movable for each in sequences], num_blocks * tables.block_size),
         )
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvllm.compression.recall import exchanges, missing_mass, scores_of, upper_scores
+from kvllm.compression.recall import candidates, missing_mass, num_needed, upper_scores
 from kvllm.kvcache.formats import KV_FORMATS
 from kvllm.kvcache.quantize import codec
 
@@ -24,10 +24,9 @@ def test_no_mass_exceeds_its_bound(name: str | None, seed: int, scale: float, nu
         parts = codec(KV_FORMATS[name].keys)
         stored = parts.dequantize(*parts.quantize(stored)).double()
     errors = (stored - keys[:, :, :num_dropped]).norm(dim=-1)
-    scores = scores_of(queries, keys)
-    assert torch.allclose(scores, queries @ keys.mT)
+    scores = queries @ keys.mT
     mass = scores.softmax(-1)[..., :num_dropped].sum(-1)
-    upper = upper_scores(scores_of(queries, stored), queries, errors)
+    upper = upper_scores(queries @ stored.mT, queries, errors)
     bound = missing_mass(scores[..., num_dropped:].logsumexp(-1), upper)
     assert (mass <= bound + 1e-12).all()
     if name is None:
@@ -37,6 +36,18 @@ def test_no_mass_exceeds_its_bound(name: str | None, seed: int, scale: float, nu
 def test_the_best_dropped_pairs_replace_the_worst_residents() -> None:
     gain = torch.tensor([[0.5, 3.0, 2.0], [0.0, -1.0, 9.0]])
     loss = torch.tensor([[torch.inf, 1.0, 0.1, 2.5], [0.5, torch.inf, torch.inf, torch.inf]])
-    found = torch.stack(exchanges(gain, loss, 3), dim=1).tolist()
-    assert found == [[0, 1, 2], [0, 2, 1], [1, 2, 0]]
-    assert torch.stack(exchanges(gain, loss, 1), dim=1).tolist() == [[0, 1, 2], [1, 2, 0]]
+    arriving, leaving, is_gain = candidates(gain, loss, 3)
+    assert arriving.tolist() == [[1, 2, 0], [2, 0, 1]]
+    assert leaving[:, 0].tolist() == [2, 0] and leaving[0].tolist() == [2, 1, 3]
+    assert is_gain.tolist() == [[True, True, False], [True, False, False]]
+    assert [each.shape[1] for each in candidates(gain, loss, 1)] == [1, 1, 1]
+
+
+def test_exchanges_end_where_the_bound_is_met() -> None:
+    """In the second row one query has enough after the first exchange, the other after none."""
+    missing = torch.tensor([[0.5, 0.1], [0.5, 0.5], [0.3, 0.3]])
+    arriving = torch.tensor([[[0.2, 0.2, 0.09], [0.0, 0.0, 0.0]], [[0.48, 0.01, 0.0], [0.1, 0.05, 0.0]]])
+    arriving = torch.cat((arriving, torch.full((1, 2, 3), 0.26)))
+    leaving = torch.full((3, 2, 3), 0.001)
+    assert num_needed(missing, arriving, leaving, 0.12).tolist() == [[2], [4], [1]]
+    assert num_needed(missing, arriving, leaving, 0.05).tolist() == [[4], [4], [1]]

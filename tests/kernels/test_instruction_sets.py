@@ -33,6 +33,7 @@ from tests.helpers.elementwise_checks import (
     assert_silu_mul_is_swiglu,
     assert_silu_of_extreme_gates,
 )
+from tests.helpers.key_score_checks import assert_scores
 from tests.helpers.tensors import assert_same_rounding, randn
 
 LEVELS = ["baseline", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx"]
@@ -63,6 +64,8 @@ def check_quantized_cache() -> None:
             assert_matches_dense(make_ragged_case(dtype=dtype, kv_cache_dtype=name), "cpu", tolerance)
             assert_bits_of_a_row_do_not_depend_on_the_batch(3, dtype, kv_cache_dtype=name)
             assert_same_codes(name, dtype)
+        for name in (None, *KV_FORMATS):
+            assert_scores(CpuOperations, name, dtype, num_tokens=23, group=3, block_size=16)
 
 
 def assert_same_codes(name: str, dtype: torch.dtype) -> None:

@@ -114,7 +114,7 @@ def true_mass(
     others = originals[group.chunks].transpose(1, 2).flatten(2, 3).double()
     masses = []
     for row, last in enumerate(group.last_kv_index[:, -1].tolist()):
-        num_dropped = int(group.num_dropped[row])
+        num_dropped = int(group.last_dropped[row, -1]) + 1
         of_row = torch.cat((keys[row, :, : last + 1], others[row, :, :num_dropped]), dim=1)
         of_heads = queries[row, -1].double().unflatten(0, (of_row.shape[0], -1))
         shares = (of_heads @ of_row.mT * of_row.shape[-1] ** -0.5).softmax(-1)

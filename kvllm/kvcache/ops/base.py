@@ -47,17 +47,37 @@ class KVOperations(ABC):
             blocks. Sequences are moved in order: a destination may be a source of a sequence before it.
         """
 
+    def key_scores(
+        self, layer: int, queries: torch.Tensor, block_tables: torch.Tensor, last_kv_index: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Scores of each sequence's query tokens with its keys, as attention has them in front of a soft cap.
+
+        queries: `[S, T, query_heads, head_dim]` of the shape's dtype. block_tables: int32 `[S, n]`. last_kv_index:
+            int32 `[S, T]`, the last KV pair that each query token sees, -1 for none.
+
+        Returns:
+            float32 `[S, kv_heads, T * group, n * block_size]`, the heads of a query token beside each other, -inf
+            behind what it sees.
+        """
+        heads = self.cache.shape.num_kv_heads
+        of_heads = queries.float().unflatten(2, (heads, -1)).transpose(1, 2).flatten(2, 3)
+        keys = self._gather(layer, 0, block_tables, torch.float32)
+        # A product of four dimensions is slow on a CPU: with few queries it takes several times as long.
+        scores = torch.bmm(of_heads.flatten(0, 1) * scale, keys.flatten(0, 1).mT).unflatten(0, keys.shape[:2])
+        last = last_kv_index.repeat_interleave(queries.shape[2] // heads, dim=1)[:, None, :, None]
+        return scores.masked_fill_(torch.arange(keys.shape[2], device=last.device) > last, -torch.inf)
+
     def gather_keys(self, layer: int, block_tables: torch.Tensor) -> torch.Tensor:
         """Keys of whole blocks, as attention sees them: int `[S, n]` block ids ->
         `[S, kv_heads, n * block_size, head_dim]` of the shape's dtype, a copy."""
-        return self._gather(layer, 0, block_tables)
+        return self._gather(layer, 0, block_tables, self.cache.shape.dtype)
 
     def gather_values(self, layer: int, block_tables: torch.Tensor) -> torch.Tensor:
         """Values of whole blocks; arguments and result as for `gather_keys`."""
-        return self._gather(layer, 1, block_tables)
+        return self._gather(layer, 1, block_tables, self.cache.shape.dtype)
 
-    def _gather(self, layer: int, plane: int, block_tables: torch.Tensor) -> torch.Tensor:
+    def _gather(self, layer: int, plane: int, block_tables: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         blocks = block_tables.long()
         stored, place = self.cache.planes[plane], self.cache.place(layer)
         rows = [part[place][blocks].transpose(1, 2).flatten(2, 3) for part in stored.parts]
-        return stored.decode(rows, self.cache.shape.dtype)
+        return stored.decode(rows, dtype)

@@ -8,11 +8,14 @@ from kvllm._extension import operator
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.kvcache.ops.base import KVOperations
 
+PRODUCTS = (torch.float32, torch.bfloat16)
+"""Dtypes of queries that the operators multiply."""
+
 
 def why_not_quantize(shape: CacheShape) -> str | None:
     """The reason why the operators cannot store and read a quantized cache, None if they can."""
     assert shape.kv_format is not None
-    if shape.dtype not in (torch.float32, torch.bfloat16):
+    if shape.dtype not in PRODUCTS:
         return f"does not read a KV cache of {shape.kv_format.name} with activations of {shape.dtype}"
     if shape.head_dim % 32 or shape.head_dim > 256:
         return f"reads a KV cache of {shape.kv_format.name} with a head_dim of 32, 64, .. 256, not {shape.head_dim}"
@@ -28,6 +31,7 @@ class CpuOperations(KVOperations):
         self._store = operator("store_kv")
         self._copy_blocks = operator("copy_blocks")
         self._compact = operator("compact")
+        self._key_scores = operator("key_scores")
 
     @staticmethod
     def serves(cache: PagedKVCache) -> bool:
@@ -44,3 +48,11 @@ class CpuOperations(KVOperations):
     def compact(self, kept: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor) -> None:
         for tensor in self.cache.tensors:
             self._compact(tensor[: len(kept)], kept, sources, destinations)
+
+    def key_scores(
+        self, layer: int, queries: torch.Tensor, block_tables: torch.Tensor, last_kv_index: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Where the kernels have no product for the dtype of queries, in plain torch."""
+        if queries.dtype not in PRODUCTS:
+            return super().key_scores(layer, queries, block_tables, last_kv_index, scale)
+        return self._key_scores(queries.contiguous(), self.keys[layer], block_tables, last_kv_index, scale)

@@ -13,6 +13,7 @@ import torch
 
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.kvcache.formats import KVFormat
+from kvllm.kvcache.ops.registry import make_operations
 
 CHUNK = 16
 
@@ -25,14 +26,16 @@ class DroppedPairs:
 
     cache: keys and values, with chunks for blocks, in the format of the pool or in one of fewer bits.
     positions: int32 `[layers, chunks, kv_heads, CHUNK]`, in the text.
-    errors: float32, as many: the length of what storing took from each key.
+    errors: float32, as many: the length of what storing took from each key. None where it takes nothing.
+    operations: of the cache.
     """
 
     def __init__(self, shape: CacheShape, kv_format: KVFormat | None, num_chunks: int) -> None:
         self.cache = PagedKVCache(_shape(shape, kv_format), num_chunks)
         size = (shape.num_layers, num_chunks, shape.num_kv_heads, CHUNK)
         self.positions = torch.empty(size, dtype=torch.int32)
-        self.errors = torch.empty(size)
+        self.errors = torch.zeros(size) if kv_format else None
+        self.operations = make_operations(self.cache)
         self._free = list(reversed(range(num_chunks)))
 
     @staticmethod
@@ -51,18 +54,13 @@ class DroppedPairs:
     def release(self, chunks: Sequence[int]) -> None:
         self._free.extend(chunks)
 
-    def keys(self, layer: int, chunks: torch.Tensor) -> torch.Tensor:
-        """int64 `[R, C]` chunk ids -> float32 `[R, kv_heads, C * CHUNK, head_dim]`, a copy."""
-        keys = self.cache.planes[0]
-        parts = [part[layer][chunks].transpose(1, 2).flatten(2, 3) for part in keys.parts]
-        return keys.decode(parts, torch.float32)
-
     def store(self, layer: int, places: Places, pairs: torch.Tensor, positions: torch.Tensor) -> None:
         """Write pairs, float32 `[2, ..., head_dim]` (keys and values), with their positions `[...]`."""
         write_pairs(self.cache, layer, places, pairs)
-        stored = read_pairs(self.cache, layer, places)[0]
         self.positions[layer][places] = positions
-        self.errors[layer][places] = (stored - pairs[0]).norm(dim=-1)
+        if self.errors is not None:
+            stored = read_pairs(self.cache, layer, places)[0]
+            self.errors[layer][places] = (stored - pairs[0]).norm(dim=-1)
 
 
 def read_pairs(cache: PagedKVCache, layer: int, places: Places) -> torch.Tensor:
