@@ -15,9 +15,9 @@ import torch
 from matplotlib.figure import Figure
 
 from benchmarks.common import command_line, machine, report
-from benchmarks.common.intervals import interval, paired_difference
+from benchmarks.common.intervals import interval, paired_difference, percent
 from benchmarks.common.questions import QuestionSource
-from benchmarks.common.trials import REASONER, Outcome, Setting, Trial, fingerprint, percent, run_all
+from benchmarks.common.trials import REASONER, Outcome, Setting, Trial, fingerprint, run_all
 from benchmarks.reasoner.tasks import DEFAULT_TASK, TASKS
 from kvllm.config import require
 from kvllm.engine_args import DEFAULT_MODEL
@@ -100,7 +100,7 @@ class Log:
             self.known = {trial["fingerprint"]: msgspec.convert(trial, Outcome) for trial in trials}
 
     def __call__(self, trial: Trial, outcome: Outcome) -> None:
-        print(f"  {trial.name}: {percent(outcome)} % right, {outcome.seconds:.0f} s", flush=True)
+        print(f"  {trial.name}: {percent(outcome.right)} % right, {outcome.seconds:.0f} s", flush=True)
         self.content["trials"][trial.name] = {
             "fingerprint": fingerprint(self.setting, trial),
             "compression": msgspec.to_builtins(trial.compression),
@@ -139,7 +139,7 @@ def compare(outcomes: Mapping[str, Outcome]) -> str:
         difference = paired_difference(outcome.right, first.right)
         against = ["", ""] if outcome is first else [difference.text, f"{difference.p_value:.1g}"]
         kept = f"{100 * outcome.kept:.1f}"
-        rows.append([name, percent(outcome), f"{100 * mean(outcome.exact):.1f}", kept, *against])
+        rows.append([name, percent(outcome.right), f"{100 * mean(outcome.exact):.1f}", kept, *against])
     header = ["", "right, %\n[95% interval]", "exact\nworkings, %", "KV pairs kept\nat the end, %"]
     return report.table([*header, "minus the first,\npoints", "p (McNemar)"], rows)
 

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.common import intervals, report
-from benchmarks.common.trials import FULL, Outcome, percent
+from benchmarks.common.trials import FULL, Outcome
 
 Outcomes = Mapping[str, Outcome]
 """The full cache's outcome, and others by method and column, as in "kara 0.2". A method may lack columns."""
@@ -43,7 +43,7 @@ def show(labels: Sequence[str], unit: str, columns: Sequence[str], outcomes: Out
     questions = len(full.right)
     parts = [
         f"Right answers in % with {intervals.CONFIDENCE:.0%} intervals, {questions} questions; full cache "
-        f"{percent(full)}\n{table(lambda outcome, _: percent(outcome))}",
+        f"{intervals.percent(full.right)}\n{table(lambda outcome, _: intervals.percent(outcome.right))}",
         "Minus the full cache, same questions, in points (p: McNemar's exact test)\n" + table(minus_full),
         f"Minus {first}, same questions, in points\n{table(minus_first)}" if len(labels) > 1 else "",
         f"KV pairs kept at the end, %\n{table(lambda outcome, _: f'{100 * outcome.kept:.1f}')}",

@@ -18,6 +18,12 @@ def interval(successes: int, trials: int) -> tuple[float, float]:
     return found.low, found.high
 
 
+def percent(right: Sequence[bool]) -> str:
+    """The share of right answers in percent, with its interval."""
+    low, high = interval(sum(right), len(right))
+    return f"{100 * mean(right):.1f} [{100 * low:.0f}, {100 * high:.0f}]"
+
+
 class Difference(Struct, frozen=True):
     """The difference of two trials in right answers to the same questions.
 

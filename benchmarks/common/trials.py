@@ -16,7 +16,6 @@ from msgspec import Struct, structs
 
 from benchmarks.common.child import run_child
 from benchmarks.common.compressions import BLOCK_SIZE
-from benchmarks.common.intervals import interval
 from benchmarks.common.progress import SECONDS_SIDE_BY_SIDE, show_progress
 from benchmarks.common.questions import Questions, QuestionSource
 from kvllm import LLM, CompressionConfig, RequestOutput, SamplingParams
@@ -220,9 +219,3 @@ def prompts_of(outcome: Outcome) -> list[int]:
     """Tokens of each prompt."""
     lengths = zip(outcome.logical_lengths, outcome.tokens, strict=True)
     return [logical - tokens + 1 for logical, tokens in lengths]
-
-
-def percent(outcome: Outcome) -> str:
-    """Right answers in percent, with their interval."""
-    low, high = interval(sum(outcome.right), len(outcome.right))
-    return f"{100 * outcome.accuracy:.1f} [{100 * low:.0f}, {100 * high:.0f}]"

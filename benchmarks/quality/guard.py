@@ -24,7 +24,7 @@ import msgspec
 from msgspec import Struct
 
 from benchmarks.common import accuracy, command_line, machine, report
-from benchmarks.common.intervals import interval
+from benchmarks.common.intervals import percent
 from benchmarks.common.progress import Step, show_progress, wrapped_step
 from benchmarks.reasoner.problems import NUM_ASKED, Problem, grade
 from benchmarks.reasoner.programs import draw_lines, make_worded, worded, write_program
@@ -160,12 +160,6 @@ def share_of_judging(stats: EngineStats) -> float:
     return stats.judge_seconds / (stats.decode_seconds + stats.prefill_seconds)
 
 
-def percent(answers: Sequence[Answer]) -> str:
-    right = sum(answer.right for answer in answers)
-    low, high = interval(right, len(answers))
-    return f"{100 * right / len(answers):.1f} [{100 * low:.0f}, {100 * high:.0f}]"
-
-
 def show(args: argparse.Namespace, outcomes: dict[str, Outcome]) -> str:
     count, first = args.problems, min(args.max_num_seqs, args.problems)
     parts = {
@@ -180,8 +174,9 @@ def show(args: argparse.Namespace, outcomes: dict[str, Outcome]) -> str:
         kept = [f"{100 * mean(answer.kept for answer in half):.1f}" for half in (near, far)]
         judged = [[d for answer in half for d in answer.divergences] for half in (near, far)]
         means = [f"{mean(each):.4f}" if each else "" for each in judged]
+        right = [percent([answer.right for answer in part]) for part in of_parts]
         blocks = [f"{mean(answer.added_blocks for answer in half):.1f}" for half in (near, far)]
-        rows.append([name, *map(percent, of_parts), *kept, *means, *blocks])
+        rows.append([name, *right, *kept, *means, *blocks])
     twice = [f"{what},\n{half}" for what in ("kept, %", "KL, nats", "blocks\nadded") for half in ("near", "far")]
     return report.table(["right answers, %", *parts, *twice], rows)
 

@@ -27,8 +27,8 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.common import accuracy, answer_tables, command_line, compressions, machine, report
-from benchmarks.common.intervals import paired_difference
-from benchmarks.common.trials import FULL, Outcome, Trial, percent, prompts_of, run_all
+from benchmarks.common.intervals import paired_difference, percent
+from benchmarks.common.trials import FULL, Outcome, Trial, prompts_of, run_all
 from kvllm.compression.specs import SPECS
 from kvllm.config import CompressionConfig, require
 from kvllm.kvcache.cache import CacheShape
@@ -180,7 +180,7 @@ def show_dtypes(args: argparse.Namespace, trials: Sequence[Trial], outcomes: Out
         outcome = outcomes[trial.name]
         minus_full = paired_difference(outcome.right, outcomes[FULL].right).text
         figures = [f"{100 * mean(outcome.exact):.1f}", f"{100 * share_held(args, trial, outcome):.1f}", minus_full]
-        rows.append([trial.name, percent(outcome), *figures])
+        rows.append([trial.name, percent(outcome.right), *figures])
     header = ["", "right, %\n[95% interval]", "exact\nworkings, %", "bytes, %", "minus the full\ncache, points"]
     return report.table(header, rows)
 

@@ -31,7 +31,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.common import accuracy, command_line, compressions, intervals, machine, report
 from benchmarks.common.teacher_forcing import feed
-from benchmarks.common.trials import REASONER, Outcome, Trial, event_seconds, percent
+from benchmarks.common.trials import REASONER, Outcome, Trial, event_seconds
 from benchmarks.reasoner.problems import Problem, grade
 from benchmarks.reasoner.recall import hide
 from benchmarks.reasoner.tasks import TASKS
@@ -172,7 +172,7 @@ def show(needles: Sequence[Needle], outcomes: Mapping[str, Outcome]) -> str:
         difference = intervals.paired_difference(outcome.right, outcomes[KARA].right)
         against = "" if name == KARA else f"{difference.text} (p {difference.p_value:.1g})"
         by_length = [f"{100 * mean(column):.0f}" for column in columns]
-        rows.append([name, f"{100 * outcome.kept:.1f}", percent(outcome), against, *by_length])
+        rows.append([name, f"{100 * outcome.kept:.1f}", intervals.percent(outcome.right), against, *by_length])
     header = ["", "KV pairs kept\nat the end, %", "right answers,\n%", "minus Kara,\npoints"]
     header += [f"{length}\ntokens" for length in lengths(needles)]
     return report.table(header, rows)
@@ -259,7 +259,7 @@ def run_niah(arguments: Sequence[str]) -> None:
     for method in (FULL, KARA, *args.methods):
         trial = trial_of(args, method, outcomes[KARA].cached_lengths if KARA in outcomes else [])
         outcomes[method] = outcome = run(args, trial, needles, tokenizer)
-        print(f"  {method}: {percent(outcome)} % right", flush=True)
+        print(f"  {method}: {intervals.percent(outcome.right)} % right", flush=True)
         written["methods"][method] = {
             "compression": msgspec.to_builtins(trial.compression),
             "accuracy": outcome.accuracy,
