@@ -270,18 +270,22 @@ class EngineArgs:
         )
 
     def _check_recall(self) -> None:
-        """A host's memory has to be there, and one rank, which has all heads."""
+        """A host's memory has to be there."""
         if not self._engine_config(1, 2).recalls:
             return
-        size, ranks = self.kv_offloading_size, self.tensor_parallel_size
+        size = self.kv_offloading_size
         allowed = "a number of GiB: with recall_period or recall_bound, what is dropped goes to host memory"
         require(size is not None, "kv_offloading_size", size, allowed)
-        require(ranks == 1, "tensor_parallel_size", ranks, "1 with recall_period or recall_bound")
 
     def _check_parallel(self, model: ModelConfig) -> None:
         field, value = "tensor_parallel_size", self.tensor_parallel_size
         heads = model.num_kv_heads
         shared_out = heads % value == 0 or value % heads == 0
         require(shared_out, field, value, f"a divisor of the model's {heads} KV heads, or a multiple of them")
+        allowed = (
+            f"at most the model's {heads} KV heads with recall_period or recall_bound, since all queries of a head"
+        )
+        allowed += " together choose what comes back: lower it"
+        require(value <= heads or not self._engine_config(1, 2).recalls, field, value, allowed)
         for name, size in {"query heads": model.num_query_heads, **model.mlp_columns}.items():
             require(size % value == 0, field, value, f"a divisor of the model's {size} {name}")

@@ -235,10 +235,10 @@ def _num_host_blocks(args: EngineArgs, config: EngineConfig, shape: CacheShape) 
 
 
 def _num_host_chunks(args: EngineArgs, config: EngineConfig, shape: CacheShape) -> int:
-    """Chunks for what compressions drop, if it may come back: the other half of `kv_offloading_size`."""
+    """Chunks of each rank for what compressions drop, if it may come back: the other half of `kv_offloading_size`."""
     if args.kv_offloading_size is None or not config.recalls:
         return 0
-    chunk_bytes = host_chunk_bytes(config, shape)
+    chunk_bytes = host_chunk_bytes(config, shape) * args.tensor_parallel_size
     chunks = int(args.kv_offloading_size / 2 * GIB) // chunk_bytes
     least = f"at least two chunks of KV pairs, {2 * chunk_bytes / GIB:.2g} GiB"
     require(chunks >= 1, "kv_offloading_size", args.kv_offloading_size, least)

@@ -47,7 +47,7 @@ class EngineStats(Struct):
         blocks_released: blocks by which block tables shrank, those of all KV groups.
         compressions_judged: compressions whose divergence was measured.
         divergence_sum: of these, KL(full || compressed) in nats a token, summed.
-        recalled_bytes: bytes of KV pairs that came back and of those that made way, each counted once, on one rank.
+        recalled_bytes: bytes of KV pairs that came back and of those that made way, each counted once, on all ranks.
         peak_blocks: most blocks owned by sequences at once.
         step_seconds: time of all steps, from their planning to their outputs.
         decode_seconds: the model's time in steps without prompt tokens.

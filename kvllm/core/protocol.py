@@ -338,4 +338,3 @@ class StepResult(Struct, array_like=True):
 encode = msgpack.Encoder().encode
 decode_plan = msgpack.Decoder(StepPlan).decode
 decode_result = msgpack.Decoder(StepResult).decode
-decode_transfers = msgpack.Decoder(TransferReport).decode

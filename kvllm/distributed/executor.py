@@ -10,9 +10,10 @@ from msgspec.structs import replace
 from ray.util.placement_group import PlacementGroup
 
 from kvllm.core.executor import Executor, WorkersRestarted
-from kvllm.core.protocol import StepPlan, StepResult, decode_result, decode_transfers, encode
+from kvllm.core.protocol import StepPlan, StepResult, decode_result, encode
 from kvllm.distributed.placement import acquire_ray, release_ray
 from kvllm.distributed.restart_budget import RestartBudget
+from kvllm.distributed.results import merge
 from kvllm.distributed.transfers import TransfersOfRanks
 from kvllm.distributed.worker_group import WorkerGroup
 from kvllm.errors import WorkerError
@@ -91,13 +92,11 @@ class RayExecutor(Executor):
     def collect(self) -> StepResult:
         """Raises what `launch` raises."""
         try:
-            first, *others = self._groups[0].collect()
+            results = self._groups[0].collect()
         except WorkerError as fault:
             self._restart(fault)
-        result = decode_result(first)
-        result.transfers = self._transfers.add([result.transfers, *map(decode_transfers, others)])
         self._budget.count(1)
-        return result
+        return merge([decode_result(result) for result in results], self._transfers)
 
     def close(self) -> None:
         self._finalizer()

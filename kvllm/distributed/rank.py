@@ -92,7 +92,7 @@ def _serve(channel: Channel, spec: RankSpec, rendezvous: _Rendezvous | None) -> 
             busy.set()
             result = runner.execute(decode_plan(plan))
             busy.clear()
-            channel.send(number, encode(result if spec.rank == 0 else result.transfers))
+            channel.send(number, encode(result))
 
 
 @contextmanager

@@ -254,6 +254,36 @@ def test_ranks_quantize_alike(shards, tmp_path: Path, kv_cache_dtype: str) -> No
     assert run(shards(2)) == run([SingleRank()])
 
 
+RECALL: dict[str, Any] = {"num_gpu_blocks_override": 28, "block_size": 8, "watermark": 0.0}
+RECALL |= {"kv_offloading_size": 0.02, "swap": "always", "max_num_batched_tokens": 64, "max_num_seqs": 8}
+
+
+def recalling(policy: str) -> CompressionConfig:
+    sizes = {"window_blocks": 3, "period": 8} if policy == "periodic" else {"threshold_tokens": 60, "budget_tokens": 40}
+    return CompressionConfig(method="keydiff", policy=policy, buffer=4, recall_bound=0.05, recall_chunks=1, **sizes)
+
+
+def recalled(llm: LLM) -> tuple[list[list[int]], list[float]]:
+    """Tokens, and the largest bounds on what is missing."""
+    outputs = llm.generate(random_prompts(256, (3, 17, 40, 63, 30)), greedy(60), use_tqdm=False)
+    assert llm.stats().recalled_bytes > 0 < llm.stats().windows_compressed
+    return [each.outputs[0].token_ids for each in outputs], [each.metrics.missing_mass_max or 0 for each in outputs]
+
+
+@pytest.mark.parametrize("policy", ["periodic", "threshold"])
+def test_pairs_come_back_on_two_ranks_as_on_one(checkpoints, shards, policy: str) -> None:
+    """Each head chooses for itself; the bound is that of all heads. With sequences that are swapped between."""
+    found = []
+    for members in ([SingleRank()], shards(2)):
+        llm = make_llm(checkpoints["qwen3"], compression=recalling(policy), **RECALL)
+        llm.llm_engine.executor = ThreadExecutor(llm, checkpoints["qwen3"], members)
+        found.append((*recalled(llm), llm.stats().recalled_bytes))
+        assert llm.stats().swapped_in > 0
+    (tokens_of_one, bounds_of_one, bytes_of_one), (tokens_of_two, bounds_of_two, bytes_of_two) = found
+    assert tokens_of_two == tokens_of_one and bytes_of_two == bytes_of_one
+    assert bounds_of_two == pytest.approx(bounds_of_one, abs=1e-4) and max(bounds_of_one) > 0.05
+
+
 # Ray
 
 
@@ -523,6 +553,16 @@ def test_two_ranks_swap_their_heads(ray_llm, checkpoints) -> None:
     assert llm.config.num_host_blocks == make_llm(checkpoints["qwen3"], **options).config.num_host_blocks
     assert tokens(llm, prompts, greedy(60)) == expected
     assert llm.stats().swapped_in == llm.stats().preemptions > 0
+
+
+def test_two_ranks_recall_as_one(ray_llm, checkpoints) -> None:
+    options = RECALL | {"compression": recalling("periodic")}
+    one = make_llm(checkpoints["qwen3"], **options)
+    two = ray_llm(checkpoints["qwen3"], **options)
+    expected, bounds = recalled(one)
+    assert recalled(two) == (expected, pytest.approx(bounds, abs=1e-4))
+    assert two.stats().recalled_bytes == one.stats().recalled_bytes
+    assert two.config.num_host_chunks == one.config.num_host_chunks  # of half of the heads each
 
 
 def test_a_load_is_there_when_all_ranks_have_it() -> None:

@@ -14,7 +14,9 @@ import torch
 from kvllm import LLM
 from kvllm.core.executor import BlockingExecutor
 from kvllm.core.protocol import StepPlan, StepResult, decode_plan, encode
+from kvllm.distributed.results import merge
 from kvllm.distributed.shared_memory import SharedMemoryShard, create_memory
+from kvllm.distributed.transfers import TransfersOfRanks
 from kvllm.models.config import load_model_config
 from kvllm.parallel import Shard
 from kvllm.worker.build import RunnerSettings, make_runner
@@ -40,6 +42,7 @@ class ThreadExecutor(BlockingExecutor):
     def __init__(self, llm: LLM, path: Path, shards: Sequence[Shard]) -> None:
         settings = RunnerSettings(str(path), load_model_config(path), llm.config, "float32", "auto", "auto")
         self.runners = on_threads(len(shards), lambda rank: make_runner(settings, shards[rank], torch.device("cpu")))
+        self.transfers = TransfersOfRanks(len(shards))
         self.kept: list[list[torch.Tensor]] = [[] for _ in shards]
         for runner, kept in zip(self.runners, self.kept, strict=True):
             if runner.compressor:
@@ -58,7 +61,7 @@ class ThreadExecutor(BlockingExecutor):
         plan_bytes = encode(plan)
         results = on_threads(len(self.runners), lambda rank: self.runners[rank].execute(decode_plan(plan_bytes)))
         assert not any(result.tokens for result in results[1:])  # they do not sample
-        return results[0]
+        return merge(results, self.transfers)
 
     def close(self) -> None:
         pass

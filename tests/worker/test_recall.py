@@ -146,7 +146,7 @@ def test_a_tier_without_room_reports_that_all_may_be_missing(checkpoint: Path) -
         ({"recall_period": 1, "recall_dtype": "int3"}, {}, "recall_dtype='int3' .* choose one of"),
         ({"recall_period": 1, "method": "sliding_window"}, {}, "method='sliding_window' .* with recall_period"),
         ({"recall_period": 1}, {"kv_offloading_size": None}, "kv_offloading_size=None .* a number of GiB"),
-        ({"recall_period": 1}, {"tensor_parallel_size": 2}, "tensor_parallel_size=2 .* with recall_period"),
+        ({"recall_period": 1}, {"tensor_parallel_size": 4}, "tensor_parallel_size=4 .* 2 KV heads with recall_period"),
         ({"recall_period": 1, "recall_dtype": "int8"}, {"kv_cache_dtype": "int4"}, "recall_dtype='int8' .* already"),
     ],
 )
