@@ -214,8 +214,7 @@ class LLMEngine:
     def _plan_ahead(self, plan: StepPlan) -> StepPlan | None:
         """The step behind one that is in flight, if there will be one, and it depends neither on divergences for the
         guard nor on what has come from the host meanwhile."""
-        has_tier = self.config.num_host_blocks > 0 or self.config.num_host_chunks > 0
-        waits = has_tier or any(job.judged for job in plan.compressions)
+        waits = self.scheduler.batch.loading or any(job.judged for job in plan.compressions)
         if waits or not self.config.async_scheduling:
             return None
         self.scheduler.finish_longest()

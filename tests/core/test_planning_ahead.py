@@ -28,7 +28,13 @@ COMPRESSIONS = {
     "threshold": CompressionConfig(
         method="keydiff", policy="threshold", threshold_tokens=30, budget_tokens=17, buffer=2, query_window=1
     ),
+    "recall": CompressionConfig(method="keydiff", period=4, window_blocks=2, buffer=1, recall_period=1),
 }
+TIERS: dict[str, dict[str, Any]] = {
+    # Nothing is loaded: how long loads take would decide plans.
+    "recall": {"kv_offloading_size": 0.01, "swap": "never", "enable_prefix_caching": False}
+}
+SWAP = {"kv_offloading_size": 0.01, "swap": "always"}
 Engines = tuple[LLMEngine, LLMEngine]
 """One that waits, and one that plans ahead."""
 
@@ -52,12 +58,12 @@ def make_engines(checkpoint: Path, **options: Any) -> Engines:
 
 @pytest.fixture(scope="module", params=COMPRESSIONS)
 def engines(request: pytest.FixtureRequest, checkpoint: Path) -> Engines:
-    return make_engines(checkpoint, compression=COMPRESSIONS[request.param])
+    return make_engines(checkpoint, compression=COMPRESSIONS[request.param], **TIERS.get(request.param, {}))
 
 
-@pytest.fixture(scope="module")
-def uncompressed(checkpoint: Path) -> Engines:
-    return make_engines(checkpoint)
+@pytest.fixture(scope="module", params=[{}, SWAP], ids=["no tier", "swap"])
+def uncompressed(request: pytest.FixtureRequest, checkpoint: Path) -> Engines:
+    return make_engines(checkpoint, **request.param)
 
 
 @contextmanager
@@ -160,6 +166,30 @@ def test_tokens_are_equal_whatever_ends_requests(uncompressed: Engines, seed: in
     """Tokens behind an end are computed for nothing, and are nowhere to be seen."""
     waiting, ahead = uncompressed
     assert serve(ahead, seed) == serve(waiting, seed)
+
+
+def test_sequences_that_are_swapped_have_the_tokens_of_an_engine_that_waits(checkpoint: Path) -> None:
+    """A sequence goes to the host with a token in flight; while one loads its blocks, no step is planned ahead."""
+    found = []
+    for engine in make_engines(checkpoint, **SWAP, watermark=0.0):
+        ahead = []
+        plan_ahead = engine._plan_ahead
+
+        def noting(plan: StepPlan, engine: LLMEngine = engine, ahead: list = ahead, inner: Any = plan_ahead) -> Any:
+            planned = inner(plan)
+            ahead.append((planned is not None, bool(plan.loads)))
+            return planned
+
+        engine._plan_ahead = noting
+        outputs = [
+            engine.add_request(str(i), random_prompt(random.Random(i)), SamplingParams(max_tokens=40, temperature=0))
+            for i in range(8)
+        ]
+        run_to_end(engine)
+        assert engine.stats.swapped_in > 0 and (True, True) not in ahead
+        assert any(is_ahead for is_ahead, _ in ahead) == engine.config.async_scheduling
+        found.append(tokens_of(outputs))
+    assert found[0] == found[1]
 
 
 def test_a_step_is_planned_while_the_one_before_it_runs(uncompressed: Engines) -> None:

@@ -148,9 +148,10 @@ def test_a_host_without_room_leads_to_computing_again(checkpoint: Path) -> None:
     assert 0 < llm.stats().swapped_out < llm.stats().preemptions and llm.stats().tokens_recomputed > 0
 
 
-def test_lost_blocks_are_computed_again(checkpoint: Path) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_lost_blocks_are_computed_again(checkpoint: Path, ahead: bool) -> None:
     expected = tokens(make_llm(checkpoint, **SMALL | {"num_gpu_blocks_override": 400}), PROMPTS, greedy(60))
-    llm = make_llm(checkpoint, **SMALL, **HOST)
+    llm = make_llm(checkpoint, **SMALL, **HOST, async_scheduling=ahead)
     store = llm.llm_engine.executor.runner.offloader.store
     engine = llm.llm_engine
     outputs = [engine.add_request(str(i), prompt, greedy(60)) for i, prompt in enumerate(PROMPTS)]
