@@ -555,6 +555,27 @@ def test_two_ranks_swap_their_heads(ray_llm, checkpoints) -> None:
     assert llm.stats().swapped_in == llm.stats().preemptions > 0
 
 
+def test_what_is_on_the_host_is_computed_again_when_a_rank_dies(ray_llm, checkpoints, tmp_path: Path) -> None:
+    """Each rank that starts again finds its part of the disk."""
+    options = {"num_gpu_blocks_override": 24, "block_size": 8, "watermark": 0.0, "kv_offloading_size": 0.01}
+    options |= {"swap": "always", "kv_offloading_path": str(tmp_path)}
+    prompts = random_prompts(256, (3, 17, 40, 63, 30))
+    expected = tokens(make_llm(checkpoints["qwen3"]), prompts, greedy(60))
+    llm = ray_llm(checkpoints["qwen3"], **options)
+    engine = llm.llm_engine
+    outputs = [engine.add_request(str(i), prompt, greedy(60)) for i, prompt in enumerate(prompts)]
+    while engine.stats.swapped_out == engine.stats.swapped_in:
+        engine.step()
+    os.kill(engine.executor.pids[1], signal.SIGKILL)
+    while engine.has_unfinished_requests():
+        engine.step()
+        engine.scheduler.check()
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert len(engine.executor.restart_seconds) >= 1 and engine.stats.swapped_out > engine.stats.swapped_in
+    before = engine.stats.prefix_host_hits
+    assert tokens(llm, prompts, greedy(60)) == expected and engine.stats.prefix_host_hits > before
+
+
 def test_two_ranks_recall_as_one(ray_llm, checkpoints) -> None:
     options = RECALL | {"compression": recalling("periodic")}
     one = make_llm(checkpoints["qwen3"], **options)

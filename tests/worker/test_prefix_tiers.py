@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvllm import LLM
-from kvllm.kvcache.tiers.disk import FILE
+from kvllm import LLM, ConfigError
+from kvllm.kvcache.tiers.disk import FILE, DiskStore
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.engines import greedy, make_llm, random_prompts, tokens
 
@@ -144,20 +145,58 @@ def test_a_damaged_file_leads_to_computing_again(
 
 
 SCRIPT = """
-import os, signal, sys
+import json, os, resource, signal, sys
 from tests.worker.test_prefix_tiers import HOST, PROMPTS
 from tests.helpers.engines import greedy, make_llm, tokens
-llm = make_llm(sys.argv[1], **HOST, kv_offloading_path=sys.argv[2])
-for prompt in PROMPTS * 2:
-    tokens(llm, [prompt], greedy(20))
-llm.llm_engine.executor.runner.offloader.store.disk.wait()
-os.kill(os.getpid(), signal.SIGKILL)
+path, directory, way = sys.argv[1:]
+llm = make_llm(path, **HOST, kv_offloading_path=directory)
+if way == "full":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, 150_000))
+found = [tokens(llm, [prompt], greedy(20))[0] for prompt in PROMPTS * 2]
+if way == "full":
+    llm.llm_engine.close()
+    print(json.dumps(found))
+else:
+    if way == "killed":
+        llm.llm_engine.executor.runner.offloader.store.disk.wait()
+    os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_prefixes_outlive_a_killed_process(checkpoint: Path, expected: list[list[int]], tmp_path: Path) -> None:
-    process = subprocess.run([sys.executable, "-c", SCRIPT, str(checkpoint), str(tmp_path)], check=False)
-    assert process.returncode == -9
+def run_script(checkpoint: Path, directory: Path, way: str) -> subprocess.CompletedProcess[str]:
+    arguments = [sys.executable, "-c", SCRIPT, str(checkpoint), str(directory), way]
+    return subprocess.run(arguments, check=False, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("way", ["killed", "killed while it writes"])
+def test_prefixes_outlive_a_killed_process(
+    checkpoint: Path, expected: list[list[int]], tmp_path: Path, way: str
+) -> None:
+    assert run_script(checkpoint, tmp_path, way).returncode == -9
     llm = make_llm(checkpoint, **HOST, kv_offloading_path=str(tmp_path))
     assert one_by_one(llm) == expected
-    assert llm.stats().prefix_host_hits > 0
+    assert llm.stats().prefix_host_hits > 0 or way != "killed"
+
+
+def test_a_full_disk_is_named_and_changes_no_token(checkpoint: Path, expected: list[list[int]], tmp_path: Path) -> None:
+    """The system writes no file of more than some blocks."""
+    process = run_script(checkpoint, tmp_path, "full")
+    assert process.returncode == 0 and json.loads(process.stdout) == expected * 2
+    assert process.stderr.count("cannot be used any more") == 1 and "Free the disk" in process.stderr
+    llm = make_llm(checkpoint, **HOST, kv_offloading_path=str(tmp_path))  # with room again
+    assert one_by_one(llm) == expected
+
+
+def test_a_small_disk_keeps_the_blocks_written_last(
+    checkpoint: Path, expected: list[list[int]], tmp_path: Path
+) -> None:
+    block = 2 * 2 * 2 * 8 * 32 * 4
+    options = HOST | {"kv_offloading_path": str(tmp_path), "kv_offloading_disk_size": 5 * (block + 16) / (1 << 30)}
+    for _ in range(2):
+        llm = make_llm(checkpoint, **options)
+        assert [one_by_one(llm), one_by_one(llm)] == [expected, expected]
+        llm.llm_engine.close()
+    (file,) = tmp_path.rglob(FILE)
+    assert len(DiskStore(file.parent, 1 << 30).digests()) == 5
+    with pytest.raises(ConfigError, match="kv_offloading_disk_size=.*at least a block of 8 tokens"):
+        make_llm(checkpoint, **options | {"kv_offloading_disk_size": block / 2 / (1 << 30)})
