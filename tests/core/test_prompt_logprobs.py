@@ -76,12 +76,13 @@ def test_they_do_not_depend_on_how_they_are_computed(options: dict, vocabulary_p
 
 
 def assert_close(found: list[dict[int, Logprob] | None], wanted: list[dict[int, Logprob] | None]) -> None:
+    """Each may be 1e-4 from those of transformers."""
     assert len(found) == len(wanted)
     for entry, other in zip(found[1:], wanted[1:], strict=True):
         assert entry is not None and other is not None
         assert set(entry) == set(other)
         for token_id, logprob in entry.items():
-            assert logprob.logprob == pytest.approx(other[token_id].logprob, abs=1e-4)
+            assert logprob.logprob == pytest.approx(other[token_id].logprob, abs=2e-4)
             assert logprob.decoded_token == other[token_id].decoded_token
 
 
