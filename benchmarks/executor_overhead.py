@@ -6,8 +6,11 @@
    model. The overhead of a step is the time of `execute` less the time that the worker reports for the plan. All are
    medians over the steps that only decode, and the size of the plans.
 2. The host's critical path, with `async_scheduling` off and on. In place of the model's pass stands a device that is
-   busy for a while and takes no processor. It is idle from the end of a pass to the beginning of the next: the tokens
-   go to the engine, the next plan comes back, and its inputs are prepared. Every token's text is made at once.
+   busy for a while and takes no processor. It is idle from the end of a pass, when the logits are there, to the
+   beginning of the next. When the engine waits, all that the host does is in between: tokens are chosen and go to the
+   engine, every token's text is made at once, the next plan comes back, and its inputs are prepared. When it plans
+   ahead, tokens are chosen, go into inputs that are prepared already, and the result is handed over; the rest counts
+   only as far as it holds that up.
 """
 
 from __future__ import annotations

@@ -245,6 +245,12 @@ class StepPlan(Struct, array_like=True):
         """Query tokens of the forward pass."""
         return len(self.decodes.seq_ids) + sum(chunk.num_tokens for chunk in self.chunks)
 
+    @property
+    def only_decodes(self) -> bool:
+        """Whether nothing comes before a pass of decodes alone that takes workers any time."""
+        others = (self.new_seqs, self.compressions, self.copies, self.chunks, self.stores, self.loads, self.restored)
+        return bool(self.decodes.seq_ids) and not self.reset and not any(others)
+
     def query_tokens(self) -> Iterator[tuple[int, int]]:
         """The id of each sequence in the forward pass, in its order, and the number of its query tokens."""
         yield from ((seq_id, 1) for seq_id in self.decodes.seq_ids)

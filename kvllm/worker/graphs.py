@@ -65,22 +65,20 @@ class StepGraphs:
         num_bytes = max(self._widest(size).num_bytes for size in sizes.all())
         self._static = torch.zeros(num_bytes, dtype=torch.uint8, device=inputs.device)
 
-    def run(
-        self,
-        states: list[SequenceState],
-        num_tokens: list[int],
-        token_ids: list[int],
-        size: GraphSize,
-        place: Callable[[torch.Tensor], None] | None = None,
-    ) -> LastLogits:
-        """Compute the next `num_tokens[i]` tokens of each sequence.
+    def prepare(self, states: list[SequenceState], num_tokens: list[int], size: GraphSize) -> StepInputs:
+        """Inputs of the step that computes the next `num_tokens[i]` tokens of each sequence. size: that of such a step.
 
-        token_ids: `[T]`, these tokens. size: that of such a step. place: writes tokens that are on the device already
-            into the token ids there.
+        The caller writes the tokens.
+        """
+        return self.inputs.prepare(states, num_tokens, self._shape_of(states, num_tokens, size))
+
+    def run(
+        self, inputs: StepInputs, size: GraphSize, place: Callable[[torch.Tensor], None] | None = None
+    ) -> LastLogits:
+        """Compute a step of a size. place: writes tokens that are on the device already into the token ids there.
 
         Returns at least S rows, valid until the next call; on a GPU the step has only been launched.
         """
-        inputs = self.inputs.prepare(states, num_tokens, token_ids, self._shape_of(states, num_tokens, size))
         static = self._inputs_of(size)
         static.take(inputs)
         if place:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 from kvllm.core.executor import Executor
 from kvllm.core.protocol import StepPlan, StepResult, decode_plan, decode_result, encode
 from kvllm.worker.model_runner import ModelRunner
+from kvllm.worker.step_thread import StepThread
 
 
 class InlineExecutor(Executor):
@@ -24,7 +24,7 @@ class InlineExecutor(Executor):
 
     def __init__(self, runner: ModelRunner, *, in_thread: bool = False) -> None:
         self.runner = runner
-        self._thread = ThreadPoolExecutor(1, "kvllm-worker") if in_thread else None
+        self._thread = StepThread(runner) if in_thread else None
         self._in_flight: deque[Callable[[], StepResult]] = deque()
 
     def launch(self, plan: StepPlan) -> None:
@@ -32,19 +32,10 @@ class InlineExecutor(Executor):
             self._in_flight.clear()
         plan = decode_plan(encode(plan))
         if self._thread:
-            execution = self._thread.submit(self._execute, plan)
+            execution = self._thread.launch(plan)
             self._in_flight.append(lambda: execution.result()())
         else:
             self._in_flight.append(self.runner.launch(plan).result)
-
-    def _execute(self, plan: StepPlan) -> Callable[[], StepResult]:
-        """Run a plan, and return what makes its result. Another thread makes it while the next plan is run, unless it
-        reads what that one changes."""
-        launched = self.runner.launch(plan)
-        if launched.complete:
-            result = launched.result()
-            return lambda: result
-        return launched.result
 
     def collect(self) -> StepResult:
         return decode_result(encode(self._in_flight.popleft()()))
@@ -52,7 +43,7 @@ class InlineExecutor(Executor):
     def close(self) -> None:
         """Let what goes to a disk arrive there. Memory goes with the object."""
         if self._thread:
-            self._thread.shutdown()
+            self._thread.close()
         if self.runner.offloader:
             self.runner.offloader.close()
 

@@ -17,8 +17,8 @@ from kvllm.worker.step_inputs import InputShape, StepInputs
 class InputPreparer:
     """Prepares the inputs of steps in the host's memory, from the sequences' states and tables as they are.
 
-    `prepare` returns all inputs of a step. Three pieces of memory take turns: those of two steps may be on their way to
-    the device while the third is written.
+    `prepare` returns all inputs of a step but its tokens. Three pieces of memory take turns: those of two steps may be
+    on their way to the device while the third is written.
 
     A step that computes one more token of each sequence of an earlier one writes over that one's inputs, of which the
     tables and whatever belongs to the batch stay.
@@ -63,18 +63,17 @@ class InputPreparer:
         scored = 0 if self.window_start is None else self.scored
         return InputShape(num_query_tokens, num_seqs, num_blocks[0], heads, self.observed, scored, num_blocks[1:])
 
-    def prepare(
-        self, states: list[SequenceState], num_tokens: list[int], token_ids: list[int], shape: InputShape
-    ) -> StepInputs:
+    def prepare(self, states: list[SequenceState], num_tokens: list[int], shape: InputShape) -> StepInputs:
         """Inputs of the step that computes the next `num_tokens[i]` tokens of each sequence, which have their blocks.
+        All but the tokens themselves: see `StepInputs.write_tokens`.
 
-        token_ids: `[T]`, these tokens. shape: with room for as many query tokens, sequences, and blocks of each.
+        shape: with room for as many query tokens, sequences, and blocks of each.
         """
         inputs, self._ahead = self._ahead, None
         if inputs is None or not inputs.are_of(states, num_tokens, shape, self.tables):
             inputs = self._begin(states, num_tokens, shape)
         inputs.add_new_blocks(self.tables)
-        inputs.complete(token_ids, self.tables)
+        inputs.write_slots(self.tables)
         if inputs.tensors.window_start is not None and self.window_start is not None:
             starts = self.window_start[inputs.table_slots]
             _write(inputs.tensors.window_start, starts, spare=NEVER)
@@ -93,7 +92,7 @@ class InputPreparer:
             _write(window_start, np.where(starts == NEVER, NEVER, starts + more), spare=NEVER)
 
     def prepare_ahead(self, states: list[SequenceState], num_tokens: list[int], shape: InputShape) -> None:
-        """Write what is known of a step before its tokens and its new blocks are. The next one is likely to be it."""
+        """Write what is known of a step before its new blocks are. The next one is likely to be it."""
         self._ahead = self._begin(states, num_tokens, shape)
 
     def _begin(self, states: list[SequenceState], num_tokens: list[int], shape: InputShape) -> _PartialInputs:
@@ -129,7 +128,7 @@ class _Room:
 
 @dataclass
 class _PartialInputs:
-    """Inputs of a step without its tokens and their slots, and what they follow from.
+    """Inputs of a step without the slots of its tokens, and what they follow from.
 
     table_slots, cached_lengths: `[S]`, of the sequences; token_slots, `[T]`, of the query tokens. Of each part of the
     KV groups: num_blocks, `[S]`, in the tables of the sequences; num_replacements, of the tables; kv_index, `[T]`,
@@ -224,9 +223,8 @@ class _PartialInputs:
                 block_tables[grown] = part.table[self.table_slots[grown], : block_tables.shape[1]]
                 self.num_blocks[number] = num_blocks
 
-    def complete(self, token_ids: list[int], tables: Sequence[BlockTables]) -> None:
-        """The tokens themselves, and where their KV pairs are stored."""
-        _write(self.tensors.token_ids, token_ids)
+    def write_slots(self, tables: Sequence[BlockTables]) -> None:
+        """Where the KV pairs of the tokens are stored."""
         for part, of_part, kv_index in zip(tables, self.tensors.parts, self.kv_index, strict=True):
             _write(of_part.slot_mapping, part.slot_mapping(self.token_slots, kv_index), spare=-1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,9 +17,9 @@ class LastLogits(NamedTuple):
     logits: torch.Tensor
     chosen: torch.Tensor | None = None
 
-    def rows(self, rows: list[int]) -> LastLogits:
+    def rows(self, rows: Sequence[int]) -> LastLogits:
         """Some rows, any of them as often as it is wanted."""
-        if rows == list(range(len(rows))):
+        if rows == range(len(rows)) or rows == list(range(len(rows))):
             return self._first(len(rows))
         index = to_device(rows, self.logits.device)
         return LastLogits(self.logits[index], None if self.chosen is None else self.chosen[index])

@@ -6,20 +6,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
 import torch
 
 from kvllm.core.protocol import PhaseSeconds, SampledToken, StepResult
-from kvllm.core.sequence import PENDING
 from kvllm.worker.prompt_logprobs import PromptReport
 from kvllm.worker.sampler import Samples
 from kvllm.worker.state import SequenceState
+from kvllm.worker.step_batch import StepBatch
 from kvllm.worker.timing import PhaseClock
 from kvllm.worker.transfer import to_device
 
 
 @dataclass
 class Launched:
-    """event_bytes: see StepResult. complete: adds to the result what tiers have done."""
+    """event_bytes: see StepResult. complete: adds to the result what tiers have done. batch: of the step."""
 
     samples: Samples | None = None
     clock: PhaseClock | None = None
@@ -27,6 +28,7 @@ class Launched:
     prompts: list[PromptReport] = field(default_factory=list)
     divergences: torch.Tensor | None = None
     complete: Callable[[StepResult], None] | None = None
+    batch: StepBatch | None = None
     _unknown: list[tuple[SequenceState, int, int]] = field(default_factory=list)
     """Sequences whose token at an index is the sample of a row, for which the next step did not wait."""
 
@@ -48,13 +50,16 @@ class Launched:
             self.complete(result)
         return result
 
-    def filled(self, token_ids: list[int], states: Sequence[SequenceState]) -> list[int]:
-        """A token of each sequence, in place of PENDING that sampled for it. Waits for the device."""
-        sampled = self.samples.token_ids() if self.samples else []
-        return [
-            sampled[state.sampled_row] if token_id == PENDING else token_id
-            for state, token_id in zip(states, token_ids, strict=True)
-        ]
+    def filled(self, token_ids: np.ndarray, pending: list[int], batch: StepBatch) -> np.ndarray:
+        """A token of each sequence that decodes in the next step: what this one has sampled in place of those that are
+        `pending`. Waits for the device."""
+        assert self.samples
+        sampled, is_same = self.samples.token_ids(), batch is self.batch
+        if is_same and len(pending) == len(token_ids):
+            return sampled
+        filled = token_ids.copy()
+        filled[pending] = sampled[pending if is_same else [batch.states[index].sampled_row for index in pending]]
+        return filled
 
     def place(self, states: Sequence[SequenceState], places: list[int], token_ids: torch.Tensor) -> None:
         """Write the tokens sampled for sequences to places of the token ids `[T]`, all on the device. The sequences

@@ -8,6 +8,7 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvllm.attention.base import AttentionBackend, ScoredChunk
@@ -17,7 +18,6 @@ from kvllm.config import EngineConfig
 from kvllm.core.protocol import (
     BlockCopy,
     CompressionJob,
-    Decodes,
     Fork,
     SequenceStart,
     StepPlan,
@@ -35,7 +35,7 @@ from kvllm.worker.attention_state import AttentionMass, RaggedLengths
 from kvllm.worker.compression import Compression
 from kvllm.worker.compressor import Compressor
 from kvllm.worker.draws import most_likely, reads_in_place
-from kvllm.worker.graph_sizes import GraphSizes
+from kvllm.worker.graph_sizes import GraphSize, GraphSizes
 from kvllm.worker.graphs import Capture, StepGraphs
 from kvllm.worker.group_tables import make_tables, num_full_parts, part_of_layers, table_widths
 from kvllm.worker.inputs import InputPreparer
@@ -47,11 +47,20 @@ from kvllm.worker.prompt_logprobs import PromptReport
 from kvllm.worker.recalling_backend import RecallingBackend
 from kvllm.worker.sampler import SampleRow, Samples, sample
 from kvllm.worker.state import Lengths, SequenceState
-from kvllm.worker.step_batch import BatchKeeper, StepBatch, rows_of
+from kvllm.worker.step_batch import BatchKeeper, StepBatch, number_rows, rows_of
 from kvllm.worker.step_inputs import StepInputs
 from kvllm.worker.threads import operators_alone
 from kvllm.worker.timing import PhaseClock
 from kvllm.worker.transfer import to_device
+
+Run = Callable[[Callable[[], None]], Launched]
+"""Starts the pass of a prepared plan, and calls what it is given right before."""
+
+Place = Callable[[torch.Tensor], None]
+"""Writes tokens that are on the device already into the token ids `[T]` of a step there."""
+
+LastRows = Callable[[Sequence[int]], LastLogits]
+"""The logits of the last tokens of some sequences, by their numbers in the step."""
 
 
 class ModelRunner:
@@ -141,7 +150,7 @@ class ModelRunner:
 
     def _recorded(self, inputs: StepInputs) -> LastLogits:
         """All of a step but draws, for a graph: the logits of each sequence, and its most likely token."""
-        hidden = self._forward_inputs(inputs)
+        hidden = self.model.forward(inputs.token_ids, inputs.positions, self._attention(inputs))
         logits = self._logits(hidden if inputs.shape.is_decode else hidden[inputs.query_start_loc[1:].long() - 1])
         return LastLogits(logits, most_likely(logits) if self.samples else None)
 
@@ -161,12 +170,18 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> Launched:
         """Start a plan. On a CPU it is executed when this returns."""
         if self.device.type != "cpu":
-            return self._launch(plan)
+            return self.prepare(plan)(_nothing)
         with operators_alone():
-            return self._launch(plan)
+            return self.prepare(plan)(_nothing)
+
+    def follows(self, plan: StepPlan) -> bool:
+        """Whether a plan can be prepared while the one that was prepared last is run, because it touches nothing that
+        this one still needs."""
+        return self._batches.keeps(plan) and not (self.graphs or self.offloader or self.recall)
 
     @torch.inference_mode()
-    def _launch(self, plan: StepPlan) -> Launched:
+    def prepare(self, plan: StepPlan) -> Run:
+        """Do what comes before the pass of a plan, and needs no token of the step before."""
         if plan.reset:
             self._reset()
         if self.offloader:
@@ -196,14 +211,21 @@ class ModelRunner:
                 self.offloader.load(plan)
             for change in plan.others:
                 self._change_table(change)
-            samples = self._forward(plan) if plan.num_seqs else None
-        if self.graphs and plan.num_seqs and not plan.has_prefill:
-            # The next step is probably one more token of each, and this one still runs.
-            self.graphs.prepare_ahead([self.states[seq_id] for seq_id, _ in plan.query_tokens()])
-        prompts, self._prompt_reports = self._prompt_reports, []
-        complete = partial(self._complete, plan) if self.offloader or self.recall else None
-        self._last = Launched(samples, clock, event_bytes, prompts, divergences, complete)
-        return self._last
+            forward = self._prepare_forward(plan) if plan.num_seqs else None
+
+        @torch.inference_mode()
+        def run(before_pass: Callable[[], None]) -> Launched:
+            with clock.measure("model"):
+                samples, batch = forward(before_pass) if forward else (None, None)
+            if self.graphs and batch and not plan.has_prefill:
+                # The next step is probably one more token of each, and this one still runs.
+                self.graphs.prepare_ahead(batch.states)
+            prompts, self._prompt_reports = self._prompt_reports, []
+            complete = partial(self._complete, plan) if self.offloader or self.recall else None
+            self._last = Launched(samples, clock, event_bytes, prompts, divergences, complete, batch)
+            return self._last
+
+        return run
 
     def _complete(self, plan: StepPlan, result: StepResult) -> None:
         """Add what tiers have done to the result of a plan."""
@@ -281,68 +303,94 @@ class ModelRunner:
         tables.slide(table_slot, change.first)
         tables.append(table_slot, change.new_blocks)
 
-    def _forward(self, plan: StepPlan) -> Samples | None:
-        """Run the model and sample. On a GPU both have only been launched when this returns."""
+    def _prepare_forward(self, plan: StepPlan) -> Callable[[Callable[[], None]], tuple[Samples | None, StepBatch]]:
+        """Prepare the model's pass. What this returns runs it and samples. On a GPU both have only been launched when
+        that returns."""
         batch = self._batches.batch(plan, self.states)
         states, num_tokens = batch.states, batch.num_tokens
-        token_ids, place = self._extend(plan.decodes, batch.decoding)
+        if plan.decodes.grown:
+            self.tables[0].append_one(batch.table_slots[plan.decodes.grown], plan.decodes.new_blocks)
+        chunk_tokens: list[int] = []
         for chunk in plan.chunks:
             state = self.states[chunk.seq_id]
             self.tables[0].append(state.table_slot, chunk.new_blocks)
             begin = state.logical_length
-            token_ids = [*token_ids, *state.token_ids[begin : begin + chunk.num_tokens]]
+            chunk_tokens += state.token_ids[begin : begin + chunk.num_tokens]
         if self.recall:
             groups = self.recall.groups(plan, states, self.tables[0])
             self._recalling = RecallingBackend(self.backend, self.recall, groups) if groups else None
         chunks = [self._scored_chunks(states, num_tokens, part) for part in range(self._full_parts)]
-        size = self._graph_sizes.of(num_tokens)
+        size = self._graph_sizes.of(num_tokens) if self.graphs else None
+        compute: Callable[[StepInputs, Place | None], LastRows]
         if self.graphs is None or size is None or self._reported or self._recalling or any(chunks):
-            hidden = self._run_model(batch, token_ids, chunks, place)
-            last_logits = partial(self._last_logits, hidden, list(accumulate(num_tokens)))
-            if self._reported:
-                self._report_prompts(plan, states, hidden)
+            inputs = self._prepare_inputs(batch)
+            # A GPU gets its inputs when the tokens are in them.
+            attention = self._attention(inputs, chunks) if self.device.type == "cpu" else None
+            compute = partial(self._compute, plan, batch, chunks, attention)
         else:
-            last_logits = self.graphs.run(states, num_tokens, token_ids, size, place).rows
-        self.lengths.advance(batch.table_slots, num_tokens)
-        return self._sample(plan, batch, last_logits)
+            inputs = self.graphs.prepare(states, num_tokens, size)
+            compute = partial(self._replay, self.graphs, size)
+        self.lengths.advance(batch.table_slots, batch.counts)
+        known = np.array(plan.decodes.token_ids, dtype=np.int64)
+        pending = np.flatnonzero(known == PENDING).tolist()
 
-    def _extend(
-        self, decodes: Decodes, states: list[SequenceState]
-    ) -> tuple[list[int], Callable[[torch.Tensor], None] | None]:
-        """Give sequences that decode their new tokens and blocks. Returns these tokens, and what writes those that only
-        the device knows into the step's token ids `[T]` there, if there are any."""
-        token_ids, place = decodes.token_ids, None
-        if PENDING in token_ids:
-            pending = [index for index, token_id in enumerate(token_ids) if token_id == PENDING]
-            sequences = [states[index] for index in pending]
-            if self.device.type == "cpu" or any(state.sample_row.reads_output for state in sequences):
-                token_ids = self._last.filled(token_ids, states)
-            else:
-                place = partial(self._last.place, sequences, pending)
-        for state, token_id in zip(states, token_ids, strict=True):
-            state.token_ids.append(token_id)
-            state.sample_row.output_token_ids.append(token_id)
-        for index, block in zip(decodes.grown, decodes.new_blocks, strict=True):
-            self.tables[0].append(states[index].table_slot, [block])
-        return token_ids, place
+        def run(before_pass: Callable[[], None]) -> tuple[Samples | None, StepBatch]:
+            token_ids, place = self._extend(batch, known, pending)
+            inputs.write_tokens(np.concatenate([token_ids, chunk_tokens]) if chunk_tokens else token_ids)
+            before_pass()
+            return self._sample(plan, batch, compute(inputs, place)), batch
 
-    def _run_model(
-        self,
-        batch: StepBatch,
-        token_ids: list[int],
-        chunks: Sequence[tuple[ScoredChunk, ...]],
-        place: Callable[[torch.Tensor], None] | None,
-    ) -> torch.Tensor:
-        """Hidden states `[T, hidden_size]` of a step's query tokens."""
+        return run
+
+    def _prepare_inputs(self, batch: StepBatch) -> StepInputs:
+        """Those of a pass that is not recorded."""
         num_blocks = [int(part.num_blocks[batch.table_slots].max()) for part in self.tables]
         shape = self.inputs.shape(sum(batch.num_tokens), len(batch.states), *num_blocks)
-        inputs = self.inputs.prepare(batch.states, batch.num_tokens, token_ids, shape).to(self.device)
+        return self.inputs.prepare(batch.states, batch.num_tokens, shape)
+
+    def _extend(self, batch: StepBatch, known: np.ndarray, pending: list[int]) -> tuple[np.ndarray, Place | None]:
+        """Give sequences that decode their new tokens. Returns these tokens, and what writes those that only the device
+        knows, if there are any.
+
+        known: int64 `[num_decodes]`, these tokens, PENDING at the indices `pending`.
+        """
+        token_ids, place = known, None
+        if pending:
+            if self.device.type == "cpu" or any(batch.states[index].sample_row.reads_output for index in pending):
+                token_ids = self._last.filled(known, pending, batch)
+            else:
+                place = partial(self._last.place, [batch.states[index] for index in pending], pending)
+        batch.extend(token_ids)
+        if place:
+            batch.take_tokens()  # PENDING, which the result of the step before replaces
+        return token_ids, place
+
+    def _compute(
+        self,
+        plan: StepPlan,
+        batch: StepBatch,
+        chunks: Sequence[tuple[ScoredChunk, ...]],
+        attention: Attention | None,
+        inputs: StepInputs,
+        place: Place | None,
+    ) -> LastRows:
+        """The model's pass, kernel by kernel, over inputs on the host. attention: if it is known already."""
+        inputs = inputs.to(self.device)
         if place:
             place(inputs.token_ids)
-        return self._forward_inputs(inputs, chunks)
+        attention = attention or self._attention(inputs, chunks)
+        hidden = self.model.forward(inputs.token_ids, inputs.positions, attention)
+        if self._reported:
+            self._report_prompts(plan, batch.states, hidden)
+        return partial(self._last_logits, batch, hidden)
 
-    def _forward_inputs(self, inputs: StepInputs, chunks: Sequence[tuple[ScoredChunk, ...]] = ()) -> torch.Tensor:
-        """The model over inputs on its device. chunks: those that are scored in each part that attends all tokens."""
+    def _replay(self, graphs: StepGraphs, size: GraphSize, inputs: StepInputs, place: Place | None) -> LastRows:
+        """The same, recorded."""
+        return graphs.run(inputs, size, place).rows
+
+    def _attention(self, inputs: StepInputs, chunks: Sequence[tuple[ScoredChunk, ...]] = ()) -> Attention:
+        """Attention over inputs on the model's device, whose tokens it does not read. chunks: those that are scored in
+        each part that attends all tokens."""
         batches = inputs.batches()
         backend = self._recalling or self.backend
         if self.observed:
@@ -354,8 +402,7 @@ class ModelRunner:
             AttentionContext(backend, self.operations, backend.plan(of_part), part.slot_mapping)
             for of_part, part in zip(batches, inputs.parts, strict=True)
         ]
-        attention: Attention = parts[0] if len(parts) == 1 else PartedAttention(parts, self._part_of)
-        return self.model.forward(inputs.token_ids, inputs.positions, attention)
+        return parts[0] if len(parts) == 1 else PartedAttention(parts, self._part_of)
 
     def _scored_chunks(self, states: list[SequenceState], num_tokens: list[int], part: int) -> tuple[ScoredChunk, ...]:
         """The query tokens whose scores the attention backend does not add up, with their places in a part."""
@@ -371,10 +418,10 @@ class ModelRunner:
         return tuple(chunks)
 
     def _report_prompts(self, plan: StepPlan, states: list[SequenceState], hidden: torch.Tensor) -> None:
-        """Report the tokens that follow those of the step in prompts. Lengths are still those before the step."""
+        """Report the tokens that follow those of the step in prompts. Lengths are those behind the step."""
         begin = first_chunk = len(plan.decodes.seq_ids)
         for item, state in zip(plan.chunks, states[first_chunk:], strict=True):
-            row, first = state.sample_row, state.logical_length + 1
+            row, first = state.sample_row, state.logical_length - item.num_tokens + 1
             following = row.prompt_token_ids[first : first + item.num_tokens]
             if item.seq_id in self._reported and following:
                 report = PromptReport(
@@ -392,14 +439,14 @@ class ModelRunner:
                 self._reported.discard(item.seq_id)
             begin += item.num_tokens
 
-    def _sample(
-        self, plan: StepPlan, batch: StepBatch, last_logits: Callable[[list[int]], LastLogits]
-    ) -> Samples | None:
-        """Sample where the plan says so; a fork samples from its parent's logits.
-
-        last_logits: those of the last tokens of some sequences, by their numbers in the step.
-        """
-        sampled, numbers = batch.decoding, list(range(batch.num_decodes))
+    def _sample(self, plan: StepPlan, batch: StepBatch, last_logits: LastRows) -> Samples | None:
+        """Sample where the plan says so; a fork samples from its parent's logits."""
+        if batch.only_decodes:
+            logits, chosen = last_logits(range(batch.num_decodes))
+            if self._last.batch is not batch:
+                number_rows(batch.decoding)
+            return sample(logits, batch.decode_rows, chosen) if self.samples else None
+        sampled, numbers = batch.decoding[:], list(range(batch.num_decodes))
         for number, chunk in enumerate(plan.chunks, batch.num_decodes):
             if chunk.samples:
                 parent = batch.states[number]
@@ -407,14 +454,15 @@ class ModelRunner:
                 numbers += [number] * (1 + len(chunk.forks))
         if not sampled:
             return None
-        for row, state in enumerate(sampled):
-            state.sampled_row = row
-        rows = batch.decode_rows if len(sampled) == batch.num_decodes else rows_of(sampled)
+        number_rows(sampled)
         logits, chosen = last_logits(numbers)
-        return sample(logits, rows, chosen) if self.samples else None
+        return sample(logits, rows_of(sampled), chosen) if self.samples else None
 
-    def _last_logits(self, hidden: torch.Tensor, ends: list[int], numbers: list[int]) -> LastLogits:
-        """Of some sequences, from hidden states `[T, hidden_size]`. ends: behind the query tokens of each sequence."""
+    def _last_logits(self, batch: StepBatch, hidden: torch.Tensor, numbers: Sequence[int]) -> LastLogits:
+        """Of some sequences of a batch, from hidden states `[T, hidden_size]`."""
+        if batch.only_decodes:
+            return LastLogits(self._logits(hidden))
+        ends = list(accumulate(batch.num_tokens))
         rows = [ends[number] - 1 for number in numbers]
         in_order = rows == list(range(len(rows)))
         return LastLogits(self._logits(hidden[: len(rows)] if in_order else hidden[to_device(rows, self.device)]))
@@ -432,3 +480,7 @@ class ModelRunner:
             self.mass.copy(parent.table_slot, child.table_slot)
         self.states[fork.seq_id] = child
         return child
+
+
+def _nothing() -> None:
+    """Nobody waits for a pass to begin."""

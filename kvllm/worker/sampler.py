@@ -172,10 +172,10 @@ class Samples:
         # float64 holds every token id.
         self._download = Download(torch.cat((chosen.double(), *reports)) if reports else chosen)
 
-    def token_ids(self) -> list[int]:
-        """Waits for the copy. A row with an error has any token, since its request ends."""
-        values = self._download.wait()[: len(self._counts)].numpy()
-        return values.clip(0, self._vocab_size - 1).astype(np.int64).tolist()
+    def token_ids(self) -> np.ndarray:
+        """int64 `[R]`. Waits for the copy. A row with an error has any token, since its request ends."""
+        values = self._download.wait().numpy()[: len(self._counts)]
+        return np.maximum(values, 0).astype(np.int64, copy=False)
 
     def tokens(self) -> list[SampledToken]:
         """Waits for the copy. A row whose logits are not finite has an error."""

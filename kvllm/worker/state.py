@@ -24,7 +24,7 @@ class Lengths:
         self.logical[table_slot] = logical
         self.cached[table_slot] = cached
 
-    def advance(self, table_slots: np.ndarray, num_tokens: list[int]) -> None:
+    def advance(self, table_slots: np.ndarray, num_tokens: np.ndarray) -> None:
         """As many more tokens of each sequence are computed, and their KV pairs stored."""
         self.logical[table_slots] += num_tokens
         self.cached[table_slots] += num_tokens
@@ -90,6 +90,11 @@ class BlockTables:
         before = self.num_blocks[table_slot]
         self.table[table_slot, before : before + len(blocks)] = blocks
         self.num_blocks[table_slot] += len(blocks)
+
+    def append_one(self, table_slots: np.ndarray, blocks: list[int]) -> None:
+        """A block more for each of some tables."""
+        self.table[table_slots, self.num_blocks[table_slots]] = blocks
+        self.num_blocks[table_slots] += 1
 
     def replace(self, table_slot: int, first: int, count: int, blocks: list[int]) -> None:
         """Blocks `first .. first + count` become `blocks` (not more); what is behind them moves up."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -17,21 +18,49 @@ class StepBatch:
     """The sequences of a step in the plan's order, `num_decodes` that decode first, and their query tokens.
 
     table_slots: int64 `[S]`.
+    untaken: new tokens of those that decode, int64 `[num_decodes]` of each step, which they do not have yet.
     """
 
     states: list[SequenceState]
     num_tokens: list[int]
     num_decodes: int
     table_slots: np.ndarray
+    untaken: deque[np.ndarray] = field(default_factory=deque)
 
     @property
+    def only_decodes(self) -> bool:
+        return self.num_decodes == len(self.states)
+
+    @cached_property
     def decoding(self) -> list[SequenceState]:
         return self.states[: self.num_decodes]
+
+    @cached_property
+    def counts(self) -> np.ndarray:
+        """`num_tokens`, int64 `[S]`."""
+        return np.array(self.num_tokens)
 
     @cached_property
     def decode_rows(self) -> SampleRows:
         """Of those that decode."""
         return rows_of(self.decoding)
+
+    def extend(self, token_ids: np.ndarray) -> None:
+        """Give a token to each sequence that decodes, at once if sampling asks for it. Otherwise it has time, and a
+        pass begins earlier."""
+        if self.only_decodes and not self.decode_rows.special:
+            self.untaken.append(token_ids)
+        else:
+            self._give(token_ids)
+
+    def take_tokens(self) -> None:
+        while self.untaken:
+            self._give(self.untaken.popleft())
+
+    def _give(self, token_ids: np.ndarray) -> None:
+        for state, token_id in zip(self.decoding, token_ids.tolist(), strict=True):
+            state.token_ids.append(token_id)
+            state.sample_row.output_token_ids.append(token_id)
 
     @classmethod
     def of(cls, plan: StepPlan, states: dict[int, SequenceState]) -> StepBatch:
@@ -46,6 +75,12 @@ def rows_of(states: list[SequenceState]) -> SampleRows:
     return SampleRows([state.sample_row for state in states])
 
 
+def number_rows(states: list[SequenceState]) -> None:
+    """Let sequences know the rows of the logits that they sample from."""
+    for row, state in enumerate(states):
+        state.sampled_row = row
+
+
 class BatchKeeper:
     """Makes the batch of each step. Most steps only decode the sequences of the step before, and get its batch."""
 
@@ -53,9 +88,16 @@ class BatchKeeper:
         self._seq_ids: list[int] = []
         self._batch: StepBatch | None = None
 
+    def keeps(self, plan: StepPlan) -> bool:
+        """Whether a plan does nothing but to decode the sequences of the last step once more."""
+        changes = plan.dropped_seq_ids or plan.scored or not plan.only_decodes
+        return self._batch is not None and not changes and plan.decodes.seq_ids == self._seq_ids
+
     def follow(self, plan: StepPlan) -> None:
-        """Forget the batch if sequences start or are dropped, which also a plan may do that computes nothing: one that
-        starts again has another state under its id."""
+        """Let sequences take their last tokens. Forget the batch if sequences start or are dropped, which also a plan
+        may do that computes nothing: one that starts again has another state under its id."""
+        if self._batch:
+            self._batch.take_tokens()
         if plan.reset or plan.dropped_seq_ids or plan.new_seqs:
             self._batch = None
 

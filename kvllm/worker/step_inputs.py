@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from math import prod
 from typing import NamedTuple, cast
 
+import numpy as np
 import torch
 
 from kvllm.attention.base import AttentionBatch, HostRows, Recording
@@ -103,6 +104,12 @@ class StepInputs:
         for name, dtype, size, begin, end in shape.layout():
             setattr(self, name, memory[begin:end].view(dtype).view(size))
         self.parts = [self._part(index) for index in range(1 + len(shape.others))]
+
+    def write_tokens(self, token_ids: np.ndarray) -> None:
+        """The query tokens of the step, int64; fewer than there is room for are filled up."""
+        array = self.token_ids.numpy()
+        array[: len(token_ids)] = token_ids
+        array[len(token_ids) :] = 0
 
     def to(self, device: torch.device) -> StepInputs:
         """A copy that nobody waits for; on the CPU these inputs themselves."""

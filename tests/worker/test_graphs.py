@@ -68,17 +68,17 @@ class Recordings:
         self.runner.use_graphs(counting, self.runner.cache.num_blocks)
         if self.runner.graphs:
             self._begin, self.runner.inputs._begin = self.runner.inputs._begin, self._counting_begin
-            self._run, self.runner.graphs.run = self.runner.graphs.run, self._counting_run
-            self._running = False
+            self._prepare, self.runner.graphs.prepare = self.runner.graphs.prepare, self._counting_prepare
+            self._preparing = False
 
-    def _counting_run(self, *args: Any) -> LastLogits:
-        self._running = True
-        last = self._run(*args)
-        self._running = False
-        return last
+    def _counting_prepare(self, *args: Any) -> StepInputs:
+        self._preparing = True
+        inputs = self._prepare(*args)
+        self._preparing = False
+        return inputs
 
     def _counting_begin(self, *args: Any) -> Any:
-        self.late += self._running
+        self.late += self._preparing
         return self._begin(*args)
 
 
@@ -335,7 +335,9 @@ def test_a_graph_reads_tables_of_every_width() -> None:
         states = [SequenceState([5] * 601, slot, lengths, SampleRow(params, 0, [], [])) for slot in (2, 0)]
         for slot in (2, 0):
             lengths.start(slot, length, length)
-        assert recorded.run(states, [1, 1], [5, 5], GraphSize(2, 2)).logits.tolist() == [[5.0], [5.0]]
+        of_step = recorded.prepare(states, [1, 1], GraphSize(2, 2))
+        of_step.write_tokens(np.array([5, 5]))
+        assert recorded.run(of_step, GraphSize(2, 2)).logits.tolist() == [[5.0], [5.0]]
         assert (read[-1][:, :width] == torch.from_numpy(tables.table[[2, 0], :width])).all()
         assert read[-1].shape == (2, 40)
 

@@ -115,13 +115,14 @@ def test_what_was_prepared_before_never_shows(events: list[tuple[str, int]]) -> 
                 worker.slide(state)
         for each, count in zip(batch, num_tokens, strict=True):
             worker.grow(each, count)
-        token_ids = [number + 7 * i for i in range(sum(num_tokens))]
+        token_ids = np.array([number + 7 * i for i in range(sum(num_tokens))])
         shape = worker.shape(batch, num_tokens, spare)
-        found = worker.ahead.prepare(batch, num_tokens, token_ids, shape)
-        anew = fields(worker.preparer().prepare(batch, num_tokens, token_ids, shape))
-        assert fields(found) == anew
-        assert fields(worker.usual.prepare(batch, num_tokens, token_ids, shape)) == anew
-        worker.lengths.advance(np.array([each.table_slot for each in batch]), num_tokens)
+        preparers = (worker.ahead, worker.preparer(), worker.usual)
+        found, anew, usual = (preparer.prepare(batch, num_tokens, shape) for preparer in preparers)
+        for inputs in (found, anew, usual):
+            inputs.write_tokens(token_ids)
+        assert fields(found) == fields(anew) == fields(usual)
+        worker.lengths.advance(np.array([each.table_slot for each in batch]), np.array(num_tokens))
         before = found.memory.clone()
         worker.ahead.prepare_ahead(batch, num_tokens, shape)
         assert torch.equal(found.memory, before)  # which may be on its way to the device
@@ -142,7 +143,8 @@ def test_inputs_written_out() -> None:
     worker.tables.append(second.table_slot, [2])
     worker.sliding.append(second.table_slot, [1])
     worker.lengths.start(second.table_slot, 0, 0)
-    inputs = worker.ahead.prepare([second, first], [3, 1], [*second.token_ids, 50], worker.ahead.shape(5, 3, 4, 2))
+    inputs = worker.ahead.prepare([second, first], [3, 1], worker.ahead.shape(5, 3, 4, 2))
+    inputs.write_tokens(np.array([*second.token_ids, 50]))
     assert fields(inputs) == {
         "token_ids": [*second.token_ids, 50, 0],
         "positions": [0, 1, 2, 9, 0],
@@ -170,9 +172,7 @@ def test_a_device_does_not_hide_the_rows_that_the_host_wrote() -> None:
     worker.sliding.slide(state.table_slot, 1)
     worker.grow(state, 3)
     state.lengths.start(state.table_slot, 6, 1)
-    inputs = worker.ahead.prepare([state], [3], state.token_ids[6:9], worker.ahead.shape(3, 1, 4, 2)).to(
-        torch.device("meta")
-    )
+    inputs = worker.ahead.prepare([state], [3], worker.ahead.shape(3, 1, 4, 2)).to(torch.device("meta"))
     batches = inputs.batches()
     rows = [[part.tolist() for part in batch.on_host or ()] for batch in batches]
     assert rows == [[[0, 3], [1, 2, 3]], [[0, 3], [2, 3, 4]]]

@@ -250,7 +250,7 @@ def test_samples_outlive_the_memory_of_known_tokens():
     known = torch.tensor([3, 1])
     samples = sampler.sample(random_logits(2, 8), SampleRows([row_of(temperature=0), row_of(temperature=0)]), known)
     known.zero_()
-    assert samples.token_ids() == token_ids(samples.tokens()) == [3, 1]
+    assert samples.token_ids().tolist() == token_ids(samples.tokens()) == [3, 1]
 
 
 def test_min_tokens_leaves_a_token_to_choose():

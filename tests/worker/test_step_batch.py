@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from kvllm.core.protocol import Decodes, PrefillChunk, SequenceStart, StepPlan
@@ -31,6 +32,20 @@ def test_steps_that_decode_the_same_sequences_share_a_batch() -> None:
     assert step(keeper, StepPlan(decodes=Decodes([5, 3], [9, 9])), states) == [0, 2]
     assert step(keeper, StepPlan(decodes=DECODES, chunks=[PrefillChunk(5, 2, [], False)]), states) == [2, 0, 0]
     assert step(keeper, StepPlan(decodes=DECODES), states) == [2, 0]
+
+
+def test_sequences_have_their_tokens_before_anything_reads_them() -> None:
+    """A draw depends on the number of tokens, so its sequence gets them at once; the others before the next step."""
+    for temperature, at_once in ((0, [1]), (1, [1, 7])):
+        keeper, states = BatchKeeper(), states_in(2, 0)
+        states[3].sample_row = SampleRow(SamplingParams(temperature=temperature), 0, [1], [])
+        states[5].sample_row = SampleRow(SamplingParams(temperature=0), 0, [1], [])
+        batch = keeper.batch(StepPlan(decodes=DECODES), states)
+        batch.extend(np.array([7, 8]))
+        assert states[3].token_ids == at_once
+        step(keeper, StepPlan(decodes=DECODES, chunks=[PrefillChunk(5, 2, [], False)]), states)
+        assert [states[3].token_ids, states[5].token_ids] == [[1, 7], [1, 8]]
+        assert [states[3].sample_row.output_token_ids, states[5].sample_row.output_token_ids] == [[7], [8]]
 
 
 START = SequenceStart(3, [1], 1, 0, SamplingParams(), 0)
