@@ -40,8 +40,8 @@ async def serving(app: Any, **options: Any) -> AsyncIterator[int]:
 
 async def exchange(port: int, parts: list[bytes], pause: float) -> tuple[bytes, float]:
     """Send parts with pauses between them. Returns what came until the connection's end, and how long that took."""
+    begin = time.monotonic()  # before the server can know of the connection
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    begin = time.monotonic()
 
     async def send() -> None:
         for part in parts:
