@@ -22,16 +22,11 @@ OPERATIONS = pytest.mark.parametrize("make", [CpuOperations, TorchOperations], i
 @OPERATIONS
 @pytest.mark.parametrize("name", [None, *KV_FORMATS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize(("num_tokens", "group", "block_size"), [(1, 2, 16), (3, 1, 5), (23, 3, 16)])
+@pytest.mark.parametrize("sizes", [(1, 2, 16), (3, 1, 5), (23, 3, 16)], ids=str)  # tokens, group, block size
 def test_scores(
-    make: Callable[[PagedKVCache], KVOperations],
-    name: str | None,
-    dtype: torch.dtype,
-    num_tokens: int,
-    group: int,
-    block_size: int,
+    make: Callable[[PagedKVCache], KVOperations], name: str | None, dtype: torch.dtype, sizes: tuple[int, int, int]
 ) -> None:
-    assert_scores(make, name, dtype, num_tokens, group, block_size)
+    assert_scores(make, name, dtype, *sizes)
 
 
 def test_what_the_operator_refuses() -> None:
