@@ -141,8 +141,7 @@ def test_an_interrupt_ends_the_answer_alone(server):
     terminal.wait_for("dddd")  # which the model goes on with
     terminal.process.send_signal(signal.SIGINT)
     terminal.wait_for("\r\n> ")
-    terminal.process.send_signal(signal.SIGINT)  # at the prompt it ends the command
-    assert terminal.close() == 130
+    assert terminal.interrupt_and_close() == 130  # at the prompt it ends the command
 
 
 def test_top_shows_what_the_server_counts(kvllm, server):

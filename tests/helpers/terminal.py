@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import select
+import signal
 import subprocess
 import time
 from collections.abc import Sequence
@@ -36,6 +38,18 @@ class Terminal:
             self.text += os.read(self._fd, 65536).decode(errors="replace")
         before, _, self.text = self.text.partition(text)
         return before
+
+    def interrupt_and_close(self) -> int:
+        """Interrupt a process that waits for a line, and wait for its end. Returns its exit code.
+
+        readline loses an interrupt that comes between its prompt and its wait for a key, so that one may take two.
+        """
+        for _ in range(10):
+            self.process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(1)
+                break
+        return self.close()
 
     def close(self) -> int:
         """Wait for the end of the process. Returns its exit code."""
