@@ -8,13 +8,19 @@ engines get the same token ids and generate the same number of tokens, greedily.
 smaller than the demand: engines let requests wait, preempt them, or drop KV pairs. Every run is a process of its own.
 The engines take turns, in the opposite order in every other round, and ratios are taken within a round. The figures go
 to peers.json, a plot to peers.png.
+
+`--busy-processes` adds a run of each engine beside processes that compute without end, and the share of its speed that
+it keeps there.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Mapping, Sequence
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -40,6 +46,7 @@ class Run(Struct):
     """A run of an engine. See `benchmarks.peers_engines.protocol.measure`.
 
     first_tokens: of each request. kv: the format of the KV cache. version: of the engine's package.
+    kept_beside_work: tokens per second beside the busy processes, over those without them; None if there are none.
     """
 
     seconds: float
@@ -53,6 +60,7 @@ class Run(Struct):
     overhead_bytes: float
     first_tokens: list[int]
     version: str
+    kept_beside_work: float | None = None
 
 
 Runs = dict[str, list[Run]]
@@ -82,6 +90,13 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )
     add("--rounds", type=int, default=3, help="runs of each engine (default 3)")
     add("--seed", type=int, default=0)
+    add(
+        "--busy-processes",
+        type=int,
+        default=0,
+        metavar="N",
+        help="every run is followed by another one beside N processes that compute without end (default 0)",
+    )
     add("--timeout", type=float, default=1800, help="seconds that a run or a conversion may take (default 1800)")
     add(
         "--environments",
@@ -94,6 +109,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.set_defaults(max_model_len=None)  # the longest request
     args = parser.parse_args(arguments)
     require(args.rounds >= 1, "--rounds", args.rounds, "at least 1")
+    require(args.busy_processes >= 0, "--busy-processes", args.busy_processes, "at least 0")
     require(args.timeout > 0, "--timeout", args.timeout, "above 0")
     require(0 < args.pool_fraction <= 1, "--pool-fraction", args.pool_fraction, "above 0 and at most 1")
     args.engines = args.engines or default_engines(args.pool_fraction)
@@ -165,7 +181,34 @@ def make_job(
     }
 
 
-def run_rounds(files: PeerFiles, jobs: Mapping[str, Job], rounds: int, timeout: float) -> tuple[Runs, dict[str, str]]:
+@contextmanager
+def busy_processes(number: int) -> Iterator[None]:
+    """So many processes that compute without end, for as long as the context."""
+    command = [sys.executable, "-c", "while True: pass"]
+    processes = [subprocess.Popen(command, start_new_session=True) for _ in range(number)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def run_engine(files: PeerFiles, name: str, job: Job, busy: int, timeout: float) -> Run:
+    """Run an engine, and once more beside busy processes if there are to be any. Raises ChildFailed."""
+    engine = ENGINES[name]
+    python, log = files.python(engine.environment), files.log(name)
+    run = msgspec.convert(call(python, engine.module, job, log, {}, timeout), Run)
+    if busy:
+        with busy_processes(busy):
+            beside = msgspec.convert(call(python, engine.module, job, log, {}, timeout), Run)
+        run.kept_beside_work = beside.output_tokens_per_s / run.output_tokens_per_s
+    return run
+
+
+def run_rounds(
+    files: PeerFiles, jobs: Mapping[str, Job], rounds: int, timeout: float, busy: int = 0
+) -> tuple[Runs, dict[str, str]]:
     """The runs of all engines that ran in every round, and why others did not."""
     runs: Runs = {name: [] for name in jobs}
     failures: dict[str, str] = {}
@@ -174,14 +217,12 @@ def run_rounds(files: PeerFiles, jobs: Mapping[str, Job], rounds: int, timeout: 
         for name in names if number % 2 == 0 else reversed(names):
             if name in failures:
                 continue
-            engine = ENGINES[name]
             try:
-                result = call(files.python(engine.environment), engine.module, jobs[name], files.log(name), {}, timeout)
+                runs[name].append(run := run_engine(files, name, jobs[name], busy, timeout))
             except ChildFailed as error:
                 failures[name] = str(error)
                 print(f"round {number + 1} of {rounds}, {name}: {error}", flush=True)
                 continue
-            runs[name].append(run := msgspec.convert(result, Run))
             print(
                 f"round {number + 1} of {rounds}, {name}: {run.output_tokens_per_s:.1f} output tokens/s, "
                 f"{run.seconds:.1f} s",
@@ -240,6 +281,12 @@ def eviction_ratios(runs: Runs) -> dict[str, Spread]:
     return result
 
 
+def kept_shares(runs: Runs) -> dict[str, Spread]:
+    """What engines keep of their speed beside busy processes, if there were any."""
+    shares = {name: [run.kept_beside_work for run in of_engine] for name, of_engine in runs.items()}
+    return {name: spread_of(kept) for name, of in shares.items() if (kept := [s for s in of if s is not None])}
+
+
 def same_first_tokens(run: Run, kvllm: Run) -> str:
     same = sum(a == b for a, b in zip(run.first_tokens, kvllm.first_tokens, strict=True))
     return f"{same} of {len(run.first_tokens)}"
@@ -280,6 +327,7 @@ def show(runs: Runs, failures: Mapping[str, str]) -> str:
     lines = [report.table(header, rows)]
     lines += [f"{name} / best peer: {spread(s, '{:.2f}')}" for name, s in best_ratios(runs).items()]
     lines += [f"{name} / kvllm: {spread(s, '{:.2f}')}" for name, s in eviction_ratios(runs).items()]
+    lines += [f"{name} beside busy processes: {spread(s, '{:.0%}')}" for name, s in kept_shares(runs).items()]
     lines += [f"{name} did not run: {reason}" for name, reason in failures.items()]
     return "\n".join(lines)
 
@@ -313,6 +361,7 @@ def content_of(requests: Sequence[Request], runs: Runs, failures: Mapping[str, s
         "ratios": ratios(runs),
         "best_ratios": best_ratios(runs),
         "eviction_ratios": eviction_ratios(runs),
+        "kept_beside_work": kept_shares(runs),
         "failures": failures,
         "engines": {
             name: {"weights": ENGINES[name].weights, "runs": msgspec.to_builtins(of_engine)}
@@ -353,7 +402,7 @@ def benchmark(arguments: Sequence[str]) -> None:
             name: make_job(name, checkpoint, path, model, of_workload, args.pool_fraction)
             for name, path in checkpoints.items()
         }
-        runs, failures = run_rounds(files, jobs, args.rounds, args.timeout)
+        runs, failures = run_rounds(files, jobs, args.rounds, args.timeout, args.busy_processes)
         limit = limits.physical_limit(model, "bfloat16", "cpu")
         print(f"\n{show(runs, missing | failures)}\n")
         print(show_limit(limit, runs, alone=len(of_workload) == 1), flush=True)

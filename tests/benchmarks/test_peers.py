@@ -193,6 +193,19 @@ def test_rounds_alternate_and_a_failure_does_not_stop_the_others(tmp_path):
     assert failures == {"vllm": "RuntimeError: no such instruction"}
 
 
+def test_an_engine_runs_again_beside_processes_that_compute(tmp_path):
+    """The stand-in for an engine reports as many tokens per second as it finds processes of that kind, and 2 more."""
+    files = PeerFiles(tmp_path)
+    result = msgspec.json.encode(make_run(1234)).decode()
+    count = "n=$(( $(pgrep -fc '^[^ ]*python[^ ]* -c while True: pass') + 2 ))"
+    make_environment(files, "vllm", f"{count}; echo '{result}' | sed \"s/1234/$n/\"")
+    runs, failures = peers.run_rounds(files, {"vllm": {}}, 2, 60, busy=2)
+    assert failures == {} and [run.kept_beside_work for run in runs["vllm"]] == [2, 2]
+    assert [run.output_tokens_per_s for run in runs["vllm"]] == [2, 2]  # they end with the run
+    assert "vllm beside busy processes: 200%" in peers.show(runs, {})
+    assert peers.kept_shares(recorded()) == {}
+
+
 # The script
 
 
