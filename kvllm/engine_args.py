@@ -14,7 +14,15 @@ from typing import get_type_hints
 import msgspec
 
 from kvllm.compression.specs import STATISTICS_FILE
-from kvllm.config import CompressionConfig, EngineConfig, TenantConfig, bounding, make_kv_groups, require
+from kvllm.config import (
+    CompressionConfig,
+    EngineConfig,
+    TenantConfig,
+    bounding,
+    check_host_size,
+    make_kv_groups,
+    require,
+)
 from kvllm.errors import ConfigError
 from kvllm.kvcache.groups import UNIFORM, KVGroup
 from kvllm.layer_shares import resolve
@@ -139,7 +147,7 @@ class EngineArgs:
         allowed = "without disable_hybrid_kv_cache_manager, which lets all layers share their blocks: leave one out"
         require(not (groups and self.disable_hybrid_kv_cache_manager), "layer_groups", groups, allowed)
         self._engine_config(1, self.max_model_len or 2)  # which checks the options that it takes over
-        self._check_recall()
+        check_host_size(self._engine_config(1, 2), self.kv_offloading_size)
         with_ray = 'Ray runs ranks on GPUs if the cluster has enough of them, else on CPUs: use "auto"'
         require(not self.uses_ray or self.device == "auto", "device", self.device, with_ray)
 
@@ -268,14 +276,6 @@ class EngineArgs:
             f"{sliding} of the model's {model.num_layers} layers attend only a sliding window. Their KV pairs cannot "
             "be compressed, and with disable_hybrid_kv_cache_manager=True all layers share their blocks: leave one out"
         )
-
-    def _check_recall(self) -> None:
-        """A host's memory has to be there."""
-        if not self._engine_config(1, 2).recalls:
-            return
-        size = self.kv_offloading_size
-        allowed = "a number of GiB: with recall_period or recall_bound, what is dropped goes to host memory"
-        require(size is not None, "kv_offloading_size", size, allowed)
 
     def _check_parallel(self, model: ModelConfig) -> None:
         field, value = "tensor_parallel_size", self.tensor_parallel_size

@@ -11,7 +11,7 @@ import torch
 from msgspec import structs
 
 from kvllm.compression.specs import AUTO, STATISTICS_FILE
-from kvllm.config import EngineConfig, require
+from kvllm.config import EngineConfig, host_room, require
 from kvllm.core.compression_policy import check_pool
 from kvllm.core.engine import LLMEngine
 from kvllm.engine_args import EngineArgs
@@ -80,10 +80,11 @@ def build_engine(args: EngineArgs) -> Engine:
             free = workers.available_memory if workers else available_memory(device, 1)
             num_blocks = _num_blocks(args, config.num_blocks, shape.bytes_per_block, state_bytes, free)
             config = structs.replace(config, num_blocks=num_blocks)
+        num_host_blocks, num_host_chunks = _host_room(args, config, shape)
         config = structs.replace(
             config,
-            num_host_blocks=_num_host_blocks(args, config, shape),
-            num_host_chunks=_num_host_chunks(args, config, shape),
+            num_host_blocks=num_host_blocks,
+            num_host_chunks=num_host_chunks,
             async_scheduling=device == "cuda" if args.async_scheduling is None else args.async_scheduling,
         )
         if args.max_model_len is not None:
@@ -217,32 +218,23 @@ def _num_blocks(args: EngineArgs, most_useful: int, block_bytes: int, state_byte
     return blocks
 
 
-def _num_host_blocks(args: EngineArgs, config: EngineConfig, shape: CacheShape) -> int:
-    """Blocks of each rank in host memory, of which all ranks of an engine together take `kv_offloading_size`."""
-    if args.kv_offloading_size is None:
-        return 0
-    block_bytes = host_block_bytes(config, shape) * args.tensor_parallel_size
-    share = 0.5 if config.recalls else 1
-    blocks = int(args.kv_offloading_size * share * GIB) // block_bytes
+def _host_room(args: EngineArgs, config: EngineConfig, shape: CacheShape) -> tuple[int, int]:
+    """Blocks of each rank in host memory, and chunks there for what compressions drop, if it may come back. All ranks
+    of an engine together take `kv_offloading_size`."""
+    size, num_ranks = args.kv_offloading_size, args.tensor_parallel_size
+    if size is None:
+        return 0, 0
+    block_bytes = host_block_bytes(config, shape) * num_ranks
+    chunk_bytes = host_chunk_bytes(config, shape) * num_ranks if config.recalls else None
+    room = host_room(size, args.block_size, block_bytes, chunk_bytes)
+    on_disk = args.kv_offloading_disk_size
     least = f"at least a block of {args.block_size} tokens, {block_bytes / GIB:.2g} GiB"
-    require(blocks >= 1, "kv_offloading_size", args.kv_offloading_size, least)
-    has_room = args.kv_offloading_path is None or args.kv_offloading_disk_size * GIB >= block_bytes
-    require(has_room, "kv_offloading_disk_size", args.kv_offloading_disk_size, least)
+    has_room = args.kv_offloading_path is None or on_disk * GIB >= block_bytes
+    require(has_room, "kv_offloading_disk_size", on_disk, least)
     free = host_memory.available_memory() / GIB
     allowed = f"{free:.1f} GiB of this machine's memory are free"
-    require(args.kv_offloading_size <= free, "kv_offloading_size", args.kv_offloading_size, allowed)
-    return blocks
-
-
-def _num_host_chunks(args: EngineArgs, config: EngineConfig, shape: CacheShape) -> int:
-    """Chunks of each rank for what compressions drop, if it may come back: the other half of `kv_offloading_size`."""
-    if args.kv_offloading_size is None or not config.recalls:
-        return 0
-    chunk_bytes = host_chunk_bytes(config, shape) * args.tensor_parallel_size
-    chunks = int(args.kv_offloading_size / 2 * GIB) // chunk_bytes
-    least = f"at least two chunks of KV pairs, {2 * chunk_bytes / GIB:.2g} GiB"
-    require(chunks >= 1, "kv_offloading_size", args.kv_offloading_size, least)
-    return chunks
+    require(size <= free, "kv_offloading_size", size, allowed)
+    return room
 
 
 # Log

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 # The palette of Okabe and Ito: its colours differ with any colour vision, and in print.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 STYLES = ("-", "--", ":")
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvllm.config.checks import check_types, require
 from kvllm.config.compression import POLICIES, CompressionConfig, LayerGroup, bounding, make_kv_groups
 from kvllm.config.engine import EngineConfig
+from kvllm.config.host_room import check_host_size, host_room
 from kvllm.config.tenant import TenantConfig
 
 __all__ = [
@@ -14,7 +15,9 @@ __all__ = [
     "LayerGroup",
     "TenantConfig",
     "bounding",
+    "check_host_size",
     "check_types",
+    "host_room",
     "make_kv_groups",
     "require",
 ]

@@ -292,6 +292,12 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
         """Whether dropped KV pairs may come back."""
         return self.recall_period is not None or self.recall_bound is not None
 
+    def recalls_in(self, logical_length: int, num_tokens: int) -> bool:
+        """Whether a step that computes `num_tokens` behind `logical_length` tokens of a text may recall something: it
+        computes a multiple of the period. Counted in the text, so that batch mates change nothing."""
+        period = self.recall_period or 1
+        return (logical_length + num_tokens) // period > logical_length // period
+
     @property
     def event_sequences(self) -> int:
         """Most sequences that an event compresses."""

@@ -212,10 +212,8 @@ class LLMEngine:
         return plan
 
     def _plan_ahead(self, plan: StepPlan) -> StepPlan | None:
-        """The step behind one that is in flight, if there will be one, and it depends neither on divergences for the
-        guard nor on what has come from the host meanwhile."""
-        waits = self.scheduler.batch.loading or any(job.judged for job in plan.compressions)
-        if waits or not self.config.async_scheduling:
+        """The step behind one that is in flight, unless there will be none, or it depends on what that one finds."""
+        if not self.config.async_scheduling or self.scheduler.waits_for(plan):
             return None
         self.scheduler.finish_longest()
         return self.scheduler.schedule() if self.scheduler.has_unfinished else None

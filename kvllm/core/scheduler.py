@@ -298,6 +298,11 @@ class Scheduler:
         if seq.others:
             self.blocks.release_behind(seq)
 
+    def waits_for(self, plan: StepPlan) -> bool:
+        """Whether the plan behind one that is in flight depends on what this one finds: divergences for the guard, or
+        what has come from the host meanwhile."""
+        return bool(self.batch.loading) or any(job.judged for job in plan.compressions)
+
     def finish_longest(self) -> None:
         """Drop the sequences that end with the tokens that are still to come, as `finish` does."""
         for seq in self._sampling:

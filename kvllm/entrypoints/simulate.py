@@ -14,10 +14,18 @@ from pathlib import Path
 
 import msgspec
 
-from kvllm.config import CompressionConfig, EngineConfig, bounding, make_kv_groups
+from kvllm.config import (
+    CompressionConfig,
+    EngineConfig,
+    bounding,
+    check_host_size,
+    host_room,
+    make_kv_groups,
+)
+from kvllm.config.engine import SWAP_MODES
 from kvllm.entrypoints.engine_flags import parse_compression
 from kvllm.errors import CheckpointError
-from kvllm.kvcache.formats import KV_CACHE_DTYPES
+from kvllm.kvcache.formats import KV_CACHE_DTYPES, KV_FORMATS
 from kvllm.kvcache.groups import block_layers
 from kvllm.layer_shares import resolve
 from kvllm.models.config import ModelConfig, load_model_config
@@ -27,6 +35,7 @@ from kvllm.simulation.simulate import Outcome, simulate
 from kvllm.simulation.tenants import Served, make_load, parse_tenants, serve, without
 from kvllm.simulation.workload import Workload, arrival_times, load_workload
 
+GIB = 1 << 30
 SHOWN: tuple[tuple[str, str, Callable[[Outcome], float]], ...] = (
     ("requests/s", "{:.2f}", lambda run: run.requests_per_s),
     ("output tokens/s", "{:,.0f}", lambda run: run.output_tokens_per_s),
@@ -39,6 +48,7 @@ SHOWN: tuple[tuple[str, str, Callable[[Outcome], float]], ...] = (
     ("mean concurrency", "{:.1f}", lambda run: run.mean_concurrency),
     ("peak concurrency", "{:.0f}", lambda run: run.peak_concurrency),
     ("preemptions", "{:,.0f}", lambda run: run.preemptions),
+    ("tokens computed again", "{:,.0f}", lambda run: run.tokens_recomputed),
     ("blocks in use, peak", "{:,.0f}", lambda run: run.peak_blocks),
     ("windows compressed", "{:,.0f}", lambda run: run.windows_compressed),
     ("blocks released", "{:,.0f}", lambda run: run.blocks_released),
@@ -48,6 +58,17 @@ SHOWN: tuple[tuple[str, str, Callable[[Outcome], float]], ...] = (
     ("score, s", "{:,.1f}", lambda run: run.phases.score),
     ("compact, s", "{:,.1f}", lambda run: run.phases.compact),
 )
+OF_TIERS: tuple[tuple[str, str, Callable[[Outcome], float]], ...] = (
+    ("sequences swapped out", "{:,.0f}", lambda run: run.swapped_out),
+    ("stored, GiB", "{:,.2f}", lambda run: run.stored_bytes / GIB),
+    ("loaded, GiB", "{:,.2f}", lambda run: run.loaded_bytes / GIB),
+    ("exchanged, GiB", "{:,.2f}", lambda run: run.recalled_bytes / GIB),
+    ("KV pairs without room", "{:,.0f}", lambda run: run.lost_pairs),
+    ("host memory, peak, GiB", "{:,.2f}", lambda run: run.host_bytes / GIB),
+    ("transfer, s", "{:,.1f}", lambda run: run.phases.transfer),
+    ("recall, s", "{:,.1f}", lambda run: run.phases.recall),
+)
+"""Shown where there is host memory."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,6 +120,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpu-memory-utilization", type=float, default=0.9, help="for weights and KV pool (default: 0.9)"
     )
     pool.add_argument("--num-blocks", type=int, help="blocks in the KV pool")
+    add_tier_arguments(parser)
+
+
+def add_tier_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--kv-offloading-size", type=float, metavar="GIB", help="host memory below the KV pool (default: none)")
+    dtypes = ("auto", *KV_FORMATS)
+    add("--kv-offload-dtype", default="auto", choices=dtypes, help="of blocks there (default: auto, the pool's)")
+    swap = "whether a preempted sequence's cache goes there (default: auto, where that is cheaper)"
+    add("--swap", default="auto", choices=SWAP_MODES, help=swap)
+    pairs = "KV pairs that come back at a recall, in each layer and KV head (default: what recall_chunks allows)"
+    add("--recalled-pairs", type=float, metavar="X", help=pairs)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -115,7 +148,8 @@ def run(args: argparse.Namespace) -> None:
     configs = [config]
     if compression:
         configs.append(make_config(args, cost, workload.longest, compression))
-    outcomes = [simulate(each, cost, workload.lengths, arrivals) for each in configs]
+    pairs = args.recalled_pairs
+    outcomes = [simulate(each, cost, workload.lengths, arrivals, recalled_pairs=pairs) for each in configs]
     print(describe(args, cost, config, workload))
     print(show(outcomes))
 
@@ -138,8 +172,11 @@ def make_config(
     if blocks is None:
         scored = compression is not None and compression.observes_scores
         blocks = cost.pool_blocks(args.block_size, args.gpu_memory_utilization, scored=scored, kv_groups=groups)
-    return EngineConfig(
+    config = EngineConfig(
         num_blocks=blocks,
+        kv_cache_dtype=args.kv_cache_dtype,
+        kv_offload_dtype=args.kv_offload_dtype,
+        swap=args.swap,
         max_model_len=max_model_len,
         block_size=args.block_size,
         max_num_seqs=args.max_num_seqs,
@@ -148,6 +185,18 @@ def make_config(
         kv_groups=groups,
         async_scheduling=cost.plans_ahead if args.async_scheduling is None else args.async_scheduling,
     )
+    return with_host_memory(config, cost, args.kv_offloading_size)
+
+
+def with_host_memory(config: EngineConfig, cost: CostModel, size: float | None) -> EngineConfig:
+    """The same with so many GiB of host memory for all devices."""
+    check_host_size(config, size)
+    if size is None:
+        return config
+    block_bytes, chunk_bytes = cost.host_block_bytes(config), cost.host_chunk_bytes(config)
+    each = cost.devices
+    blocks, chunks = host_room(size, config.block_size, each * block_bytes, each * chunk_bytes or None)
+    return msgspec.structs.replace(config, num_host_blocks=blocks, num_host_chunks=chunks)
 
 
 def simulate_tenants(args: argparse.Namespace, cost: CostModel) -> None:
@@ -220,7 +269,8 @@ def show(outcomes: list[Outcome]) -> str:
     """A column for each run, and the ratio of the second to the first."""
     names = ["without", "compressed", "ratio"] if len(outcomes) == 2 else ["without"]
     lines = [f"{'':<28}" + "".join(f"{name:>14}" for name in names)]
-    for title, shape, value in SHOWN:
+    has_tiers = any(outcome.host_bytes for outcome in outcomes)
+    for title, shape, value in SHOWN + (OF_TIERS if has_tiers else ()):
         values = [value(outcome) for outcome in outcomes]
         cells = [shape.format(each) for each in values]
         if len(values) == 2:

@@ -11,10 +11,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvllm.config import require
+from kvllm.config import EngineConfig, require
 from kvllm.errors import ConfigError
-from kvllm.kvcache.formats import kv_format_of
+from kvllm.kvcache.formats import KV_FORMATS, kv_format_of
 from kvllm.kvcache.groups import UNIFORM, KVGroup, block_layers
+from kvllm.kvcache.tiers.chunks import CHUNK, ERROR_BYTES, POSITION_BYTES
 from kvllm.models.config import ModelConfig
 from kvllm.simulation.hardware import Hardware
 
@@ -67,6 +68,27 @@ class QueryBatch:
         growing = min(tokens, max(0, window - position))  # tokens whose window begins with the text
         attended.visible += growing * position + growing * (growing + 1) // 2 + (tokens - growing) * window
         attended.read += min(position, window - 1) + tokens
+
+
+@dataclass(slots=True)
+class RecallBatch:
+    """What queries score in one layer before its attention, in each KV head.
+
+    products: of a query token and a KV pair. resident, dropped: KV pairs whose keys are read. exchanged: dropped KV
+    pairs that change places with residents.
+    """
+
+    products: int = 0
+    resident: int = 0
+    dropped: int = 0
+    exchanged: float = 0.0
+
+    def add(self, tokens: int, cached: int, dropped: int, exchanged: float) -> None:
+        """Add new tokens of a sequence with `cached` KV pairs beside those that it has dropped."""
+        self.products += tokens * (cached + dropped) + tokens * (tokens + 1) // 2
+        self.resident += cached + tokens
+        self.dropped += dropped
+        self.exchanged += exchanged
 
 
 class CostModel:
@@ -122,9 +144,32 @@ class CostModel:
     @property
     def kv_pair_bytes(self) -> int:
         """Bytes on a device of one KV pair in one layer, with its scales."""
-        head_dim = self.model.head_dim
-        pair = self.kv_format.pair_bytes(head_dim) if self.kv_format else 2 * head_dim * self.itemsize
-        return self.kv_heads * pair
+        return self.pair_bytes("auto")
+
+    def pair_bytes(self, kv_dtype: str) -> int:
+        """The same as `kv_dtype` has it; "auto" is the pool's own."""
+        head_dim, kv_format = self.model.head_dim, KV_FORMATS.get(kv_dtype, self.kv_format)
+        return self.kv_heads * (kv_format.pair_bytes(head_dim) if kv_format else 2 * head_dim * self.itemsize)
+
+    def key_bytes(self, kv_dtype: str) -> int:
+        """Of these, the bytes of the key."""
+        head_dim, kv_format = self.model.head_dim, KV_FORMATS.get(kv_dtype, self.kv_format)
+        return self.kv_heads * (kv_format.keys.vector_bytes(head_dim) if kv_format else head_dim * self.itemsize)
+
+    def host_block_bytes(self, config: EngineConfig) -> int:
+        """Bytes that a block of a device's pool takes in host memory."""
+        compression = config.active_compression
+        scores = 4 * self.kv_heads if compression is not None and compression.observes_scores else 0
+        layers = block_layers(config.kv_groups, self.model.num_layers)
+        return layers * config.block_size * (self.pair_bytes(config.kv_offload_dtype) + scores)
+
+    def host_chunk_bytes(self, config: EngineConfig) -> int:
+        """Bytes that a chunk of a device's dropped KV pairs takes there, if they may come back."""
+        compression = config.active_compression
+        if compression is None or not compression.recalls:
+            return 0
+        beside = self.kv_heads * (POSITION_BYTES + ERROR_BYTES)
+        return self.model.num_layers * CHUNK * (self.pair_bytes(compression.recall_dtype) + beside)
 
     def pool_blocks(
         self,
@@ -213,6 +258,28 @@ class CostModel:
         """Move `kv_pairs`: read and write them in so many layers, at once."""
         moved = 2 * layers * kv_pairs * self.kv_pair_bytes
         return moved / self._bytes_per_s + self.hardware.layer_seconds
+
+    def host_seconds(self, num_bytes: float) -> float:
+        """Bring so many bytes to the host, or back. Where that is the same memory, they are read and written."""
+        rate = self.hardware.host_bytes_per_s
+        return num_bytes / rate if rate else 2 * num_bytes / self._bytes_per_s
+
+    def recall(self, batch: RecallBatch, layers: int, kv_dtype: str) -> float:
+        """Score residents and dropped KV pairs in so many layers, and exchange some. A score for each query head is
+        written once and read twice, by a maximum and a sum. Dropped keys, and those that come back, pass the link.
+
+        kv_dtype: of the dropped KV pairs.
+        """
+        flops = 2 * self.query_heads * self.model.head_dim * batch.products
+        here = batch.resident * self.key_bytes("auto") + 12 * self.query_heads * batch.products
+        there = batch.dropped * self.key_bytes(kv_dtype) + batch.exchanged * self.pair_bytes(kv_dtype)
+        here += 2 * batch.exchanged * self.kv_pair_bytes
+        rate = self.hardware.host_bytes_per_s
+        if rate:
+            traffic = max(here / self._bytes_per_s, there / rate)
+        else:  # what leaves is written to the same memory, too
+            traffic = (here + there + batch.exchanged * self.pair_bytes(kv_dtype)) / self._bytes_per_s
+        return layers * (max(flops / self._score_flops, traffic) + self.hardware.recall_seconds)
 
     def _matmuls(self, tokens: int, weights: int, layers: int) -> float:
         """The products of the first `layers` layers: with `weights` of each, and with its MLP, or its router and the

@@ -10,9 +10,19 @@ from msgspec import Struct
 from kvllm.compression.queries import QueryTokens, window_tokens
 from kvllm.config import CompressionConfig, EngineConfig, require
 from kvllm.core.executor import BlockingExecutor
-from kvllm.core.protocol import CompressionJob, SampledToken, StepPlan, StepResult
+from kvllm.core.protocol import (
+    CompressionJob,
+    PhaseSeconds,
+    SampledToken,
+    SequenceStart,
+    StepPlan,
+    StepResult,
+    TransferReport,
+)
 from kvllm.kvcache.groups import block_layers, full_groups
+from kvllm.kvcache.tiers.chunks import CHUNK
 from kvllm.simulation.cost import CostModel, QueryBatch
+from kvllm.simulation.tiers import HostLink, SimulatedRecall
 
 TOKEN = SampledToken(0)
 Window = tuple[int, int]
@@ -20,32 +30,40 @@ Window = tuple[int, int]
 
 
 class SimulatedSeconds(Struct):
-    """Time by phase. A step that decodes and prefills counts for both in part."""
+    """Time by phase. A step that decodes and prefills counts for both in part.
+
+    transfer: of copies on the device before they go to the host, and of waiting for what comes back.
+    """
 
     decode: float = 0.0
     prefill: float = 0.0
     recompute: float = 0.0
     score: float = 0.0
     compact: float = 0.0
+    recall: float = 0.0
+    transfer: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.decode + self.prefill + self.recompute + self.score + self.compact
+        return self.decode + self.prefill + self.recompute + self.score + self.compact + self.recall + self.transfer
 
 
 class SimulatedExecutor(BlockingExecutor):
-    """Accounts for plans as `ModelRunner` and `Compressor` would execute them. Every sampled token is token 0."""
+    """Accounts for plans as `ModelRunner` and `Compressor` would execute them. Every sampled token is token 0.
 
-    def __init__(self, cost: CostModel, config: EngineConfig) -> None:
+    planned_ahead: whether the next plan was made while the one before it ran.
+    """
+
+    def __init__(self, cost: CostModel, config: EngineConfig, recalled_pairs: float | None = None) -> None:
+        """recalled_pairs: see `simulate`."""
         self.cost = cost
         self.config = config
         guard = config.compression and config.compression.guard_kl
         require(
             guard is None, "guard_kl", guard, "None in a simulation, which runs no model whose predictions to judge"
         )
-        allowed = "no recall in a simulation, where no query tells what comes back"
-        require(not config.recalls, "compression", config.compression and config.compression.method, allowed)
         self.compression = config.active_compression
+        self.planned_ahead = config.async_scheduling
         self.seconds = SimulatedSeconds()
         self.layers = block_layers(config.kv_groups, cost.model.num_layers)
         groups = full_groups(config.kv_groups)
@@ -57,6 +75,20 @@ class SimulatedExecutor(BlockingExecutor):
         self.dropped: dict[int, int] = {}  # those that compressions dropped there, of sequences that were compressed
         self.saved: dict[int, dict[int, int]] = {}  # and in each other such group, by the index of its first part
         self.scored = set[int]()  # sequences whose scores are added up
+        self._suspended: dict[int, tuple[dict[int, int] | None, bool]] = {}  # `saved` and `scored` of others
+        self.link, self.recall = self._tiers(recalled_pairs)
+
+    def _tiers(self, recalled_pairs: float | None) -> tuple[HostLink | None, SimulatedRecall | None]:
+        config, link, recall = self.config, None, None
+        if config.num_host_blocks:
+            link = HostLink(self.cost.host_seconds(self.cost.host_block_bytes(config)))
+        if self.compression and self.compression.recalls:
+            require(config.num_host_chunks > 0, "num_host_chunks", config.num_host_chunks, "at least 1 with recall")
+            most = self.compression.recall_chunks * CHUNK
+            allowed = f"between 0 and {most}, which recall_chunks={self.compression.recall_chunks} allows"
+            require(0 <= (recalled_pairs or 0) <= most, "recalled_pairs", recalled_pairs, allowed)
+            recall = SimulatedRecall(self.compression, config.num_host_chunks, recalled_pairs)
+        return link, recall
 
     def execute(self, plan: StepPlan) -> StepResult:
         if plan.reset:
@@ -64,13 +96,20 @@ class SimulatedExecutor(BlockingExecutor):
             self.dropped.clear()
             self.saved.clear()
             self.scored.clear()
+            self._suspended.clear()
+            for tier in filter(None, (self.link, self.recall)):
+                tier.clear()
+        if self.link:
+            self._store(self.link, plan)
+        if self.recall:
+            self.recall.release(plan)
         for seq_id in plan.dropped_seq_ids:
             del self.cached[seq_id]
             self.dropped.pop(seq_id, None)
             self.saved.pop(seq_id, None)
             self.scored.discard(seq_id)
         for start in plan.new_seqs:
-            self.cached[start.seq_id] = start.cached_length
+            self._start(start)
         self.scored.update(start.seq_id for start in plan.scored)
         if plan.compressions and self.compression:
             self._compress([job for job in plan.compressions if job.destinations], self.compression)
@@ -80,9 +119,48 @@ class SimulatedExecutor(BlockingExecutor):
                 saved = self.saved.setdefault(job.seq_id, {})
                 for other in job.others:
                     saved[other.part] = saved.get(other.part, 0) + job.num_windows * (job.size - other.retain)
+        if self.link:
+            for load in plan.loads:
+                self.link.load(load.number, len(load.transfer.blocks), self.seconds.total)
         if plan.copies:
             self.seconds.decode += self.cost.compact(len(plan.copies) * self.config.block_size, self.layers)
-        return StepResult([TOKEN] * self._forward(plan)) if plan.num_seqs else StepResult()
+        if self.recall and self.compression and (batch := self.recall.batch(plan, self.cached, self.dropped)):
+            self.seconds.recall += self.cost.recall(batch, self.layers, self.compression.recall_dtype)
+        before = self.seconds.decode + self.seconds.prefill
+        result = StepResult([TOKEN] * self._forward(plan)) if plan.num_seqs else StepResult()
+        if self.link:
+            result.seconds = PhaseSeconds(model=self.seconds.decode + self.seconds.prefill - before)
+            result.transfers = self._transferred(self.link, wait=not plan.num_seqs)
+        return result
+
+    def _store(self, link: HostLink, plan: StepPlan) -> None:
+        """Begin what goes to the host, and keep what workers know of suspended sequences."""
+        link.cancel(plan.cancelled)
+        for transfer in plan.stores:
+            num_blocks = len(transfer.blocks)
+            copying = self.cost.compact(num_blocks * self.config.block_size, self.layers)
+            self.seconds.transfer += copying
+            link.store(num_blocks, self.seconds.total, copying)
+        for seq_id in plan.suspended:
+            if seq_id in self.cached:  # else it came back for this step, and goes again before it began
+                self._suspended[seq_id] = self.saved.get(seq_id), seq_id in self.scored
+        for seq_id in plan.forgotten:
+            self._suspended.pop(seq_id, None)
+
+    def _transferred(self, link: HostLink, *, wait: bool) -> TransferReport:
+        if wait:
+            self.seconds.transfer += link.wait(self.seconds.total)
+        return link.ended(self.seconds.total, all_loads=wait)
+
+    def _start(self, start: SequenceStart) -> None:
+        self.cached[start.seq_id] = start.cached_length
+        if start.dropped:
+            self.dropped[start.seq_id] = start.dropped
+        saved, is_scored = self._suspended.pop(start.seq_id, (None, False))
+        if saved is not None:
+            self.saved[start.seq_id] = saved
+        if is_scored:
+            self.scored.add(start.seq_id)
 
     def close(self) -> None:
         """Nothing to release."""
@@ -118,7 +196,7 @@ class SimulatedExecutor(BlockingExecutor):
         decode = QueryBatch(decoding, decoding, visible, visible)
         if self.windows or self.others:
             self._attend_in_groups(plan, decode, prefill)
-        ahead = self.config.async_scheduling
+        ahead = self.planned_ahead
         decode_seconds, prefill_seconds = self.cost.forward(decode, prefill, samples, planned_ahead=ahead)
         self.seconds.decode += decode_seconds
         if scored and self.compression:
@@ -153,6 +231,9 @@ class SimulatedExecutor(BlockingExecutor):
                 self._select(batch, compression, layers, recomputes=part == 0)
             if moved:
                 self.seconds.compact += self.cost.compact(moved, layers)
+        if self.recall:
+            held = self.layers * self.recall.take(jobs) * self.cost.pair_bytes(compression.recall_dtype)
+            self.seconds.recall += self.cost.host_seconds(held)
 
     def _cached_in(self, seq_id: int, part: int) -> int:
         """KV pairs of a sequence in a part without a window."""

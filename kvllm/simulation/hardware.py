@@ -33,7 +33,10 @@ class Hardware(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     score_seconds: time of scoring the windows of a pass in a layer, beside the products: starting its kernels.
     select_seconds: time of selecting from the scores of a pass: of a layer, or of all of them where the engine selects
         from these together.
+    recall_seconds: time of a recall in a layer, beside its products: starting its operations.
     link_bytes_per_s: rate, per direction, at which devices exchange data. link_seconds: latency of a collective.
+    host_bytes_per_s: rate, per direction, at which a device exchanges data with the host's memory. None: they have one
+        memory.
     """
 
     name: str
@@ -53,8 +56,10 @@ class Hardware(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     layer_seconds: float = 0.0
     score_seconds: float = 0.0
     select_seconds: float = 0.0
+    recall_seconds: float = 0.0
     link_bytes_per_s: float | None = None
     link_seconds: float = 0.0
+    host_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         require(self.devices >= 1, "devices", self.devices, "at least 1")
@@ -67,12 +72,14 @@ class Hardware(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             value = getattr(self, f"{field}_efficiency")
             require(0 < value <= 1, f"{field}_efficiency", value, "a share, above 0 and at most 1")
         self._not_negative("reserved_bytes")
-        for part in ("step", "sequence", "layer", "score", "select", "link"):
+        for part in ("step", "sequence", "layer", "score", "select", "recall", "link"):
             self._not_negative(f"{part}_seconds")
         if self.launch_seconds is not None:
             self._not_negative("launch_seconds")
         if self.devices > 1 or self.link_bytes_per_s is not None:
             self._positive("link_bytes_per_s", self.link_bytes_per_s or 0.0)
+        if self.host_bytes_per_s is not None:
+            self._positive("host_bytes_per_s", self.host_bytes_per_s)
 
     def _positive(self, field: str, value: float) -> None:
         require(0 < value < math.inf, field, value, "a number above 0")

@@ -17,7 +17,7 @@ from itertools import accumulate
 import msgspec
 from msgspec import Struct
 
-from kvllm.config import EngineConfig
+from kvllm.config import CompressionConfig, EngineConfig
 from kvllm.core.compression_policy import check_pool
 from kvllm.core.protocol import StepPlan, StepResult
 from kvllm.core.scheduler import Scheduler
@@ -56,6 +56,11 @@ class Outcome(Struct, kw_only=True):
     mean_latency, mean_first_token: seconds from a request's arrival to its last, and to its first token.
     inter_token: seconds from a token of a request to its next.
     first_tokens: the seconds to the first token of each request. preempted: how often each was preempted.
+    swapped_out: preempted sequences whose blocks went to the host; tokens_recomputed are of the others.
+    stored_bytes, loaded_bytes: of blocks that went to the host, and that came back.
+    recalls: how often a sequence's queries scored what it had dropped. recalled_bytes: of KV pairs that came back then,
+    and of those that made way, each counted once. lost_pairs: that were dropped and found no room, in each layer.
+    host_bytes: the most host memory in use at once. All bytes are those of all devices.
     """
 
     requests: int
@@ -79,6 +84,13 @@ class Outcome(Struct, kw_only=True):
     num_blocks: int
     first_tokens: list[float]
     preempted: list[int]
+    swapped_out: int
+    stored_bytes: int
+    loaded_bytes: int
+    recalls: int
+    recalled_bytes: int
+    lost_pairs: int
+    host_bytes: int
 
     @property
     def requests_per_s(self) -> float:
@@ -95,15 +107,19 @@ def simulate(
     lengths: Sequences[Lengths],
     arrivals: Sequences[float],
     tenants: Sequences[str] | None = None,
+    recalled_pairs: float | None = None,
 ) -> Outcome:
     """Serve requests of these lengths, arriving at these times (seconds, ascending), of these tenants.
+
+    recalled_pairs: KV pairs that come back at a recall, in each layer and KV head. None: as many as `recall_chunks`
+        allows.
 
     Raises ConfigError if a sequence of `max_model_len` does not fit the pool, RequestError if a request does not.
     """
     config = msgspec.structs.replace(config, enable_prefix_caching=False)
     check_pool(config)
     with _no_garbage_collection():
-        return _Simulation(config, cost, lengths, arrivals, tenants or [""] * len(lengths)).run()
+        return _Simulation(config, cost, lengths, arrivals, tenants or [""] * len(lengths), recalled_pairs).run()
 
 
 class _Simulation:
@@ -114,13 +130,15 @@ class _Simulation:
         lengths: Sequences[Lengths],
         arrivals: Sequences[float],
         tenants: Sequences[str],
+        recalled_pairs: float | None,
     ) -> None:
         self.config = config
+        self.cost = cost
         self.lengths = lengths
         self.arrivals = arrivals
         self.stats = EngineStats(num_blocks=config.num_blocks)
         self.scheduler = Scheduler(config, self.stats)
-        self.executor = SimulatedExecutor(cost, config)
+        self.executor = SimulatedExecutor(cost, config, recalled_pairs)
         self.origins = {tenant: Origin(tenant=tenant) for tenant in tenants}
         self.coming = {tenant: deque[int]() for tenant in tenants}
         for index, tenant in enumerate(tenants):
@@ -134,6 +152,7 @@ class _Simulation:
         self.last_tokens = [0.0] * len(lengths)  # when each request got its last token
         self.inter_token = Counter[float]()  # how often so many seconds lie between two
         self.preempted = [0] * len(lengths)
+        self.peak_host_blocks = 0
 
     def run(self) -> Outcome:
         while self.left or self._launched or self.scheduler.has_unfinished:
@@ -141,17 +160,18 @@ class _Simulation:
                 self.now = max(self.now, min(self.arrivals[coming[0]] for coming in self.coming.values() if coming))
             self._add_arrived()
             before = self.executor.seconds.total
+            self.executor.planned_ahead = self._launched is not None
             plan = self._launched or self.scheduler.schedule()
             self.scheduler.advance(plan)
-            self._launched = self._plan_ahead()
+            self._launched = self._plan_ahead(plan)
             result = self.executor.execute(plan)
             self.now += self.executor.seconds.total - before
             self._receive(plan, result)
         return self._outcome()
 
-    def _plan_ahead(self) -> StepPlan | None:
-        """The next step, while one runs. What arrives meanwhile joins the one behind it."""
-        if not self.config.async_scheduling:
+    def _plan_ahead(self, plan: StepPlan) -> StepPlan | None:
+        """The step behind one that runs. What arrives meanwhile joins the one behind it."""
+        if not self.config.async_scheduling or self.scheduler.waits_for(plan):
             return None
         self.scheduler.finish_longest()
         return self.scheduler.schedule() if self.scheduler.has_unfinished else None
@@ -185,6 +205,7 @@ class _Simulation:
         """Let the scheduler account for the step, and end the sequences that have all of their tokens."""
         sampled = self.scheduler.receive(plan, result)
         self.output_tokens += len(sampled)
+        self.peak_host_blocks = max(self.peak_host_blocks, self.stats.host_blocks_in_use)
         for seq, _ in sampled:
             num_tokens = len(seq.token_ids)
             if num_tokens == seq.prompt_length + 1:
@@ -200,6 +221,11 @@ class _Simulation:
     def _outcome(self) -> Outcome:
         stats = self.stats
         running = [running for running, _ in stats.timeline]
+        recall, devices = self.executor.recall, self.cost.devices
+        block_bytes = devices * self.cost.host_block_bytes(self.config)
+        host_bytes = block_bytes * self.peak_host_blocks
+        if recall:
+            host_bytes += devices * recall.peak_chunks * self.cost.host_chunk_bytes(self.config)
         return Outcome(
             requests=len(self.lengths),
             prompt_tokens=sum(prompt for prompt, _ in self.lengths),
@@ -222,7 +248,19 @@ class _Simulation:
             num_blocks=stats.num_blocks,
             first_tokens=self.first_tokens,
             preempted=self.preempted,
+            swapped_out=stats.swapped_out,
+            stored_bytes=block_bytes * stats.blocks_stored,
+            loaded_bytes=block_bytes * stats.blocks_loaded,
+            recalls=recall.recalls if recall else 0,
+            recalled_bytes=round(recall.recalled * self._exchange_bytes(recall.config)) if recall else 0,
+            lost_pairs=recall.lost if recall else 0,
+            host_bytes=host_bytes,
         )
+
+    def _exchange_bytes(self, compression: CompressionConfig) -> int:
+        """Bytes of a KV pair that comes back and of one that makes way, in all layers."""
+        both = self.cost.kv_pair_bytes + self.cost.pair_bytes(compression.recall_dtype)
+        return self.cost.devices * self.executor.layers * both
 
 
 @contextmanager

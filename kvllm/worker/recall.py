@@ -16,7 +16,8 @@ import torch
 from kvllm.config import CompressionConfig
 from kvllm.core.protocol import CompressionJob, MissingMass, StepPlan
 from kvllm.kvcache.ops.base import KVOperations
-from kvllm.kvcache.tiers.dropped_pairs import CHUNK, DroppedPairs, read_pairs, write_pairs
+from kvllm.kvcache.tiers.chunks import CHUNK, HeldPairs
+from kvllm.kvcache.tiers.dropped_pairs import DroppedPairs, read_pairs, write_pairs
 from kvllm.worker.recalling_backend import RecallGroup
 from kvllm.worker.state import BlockTables, SequenceState
 
@@ -27,16 +28,13 @@ class CompressedSequence:
 
     positions: int32 `[layers, kv_heads, n]`, of its first n residents. Behind them there are no gaps.
     movable: bool `[n]`, those in compressed windows, which may change places.
-    chunks: of DroppedPairs. num_dropped: pairs in them.
-    is_complete: whether all that was dropped found room there.
+    held: those that it has dropped.
     is_ordered: whether the positions ascend.
     """
 
     positions: torch.Tensor
     movable: torch.Tensor
-    chunks: list[int] = field(default_factory=list)
-    num_dropped: int = 0
-    is_complete: bool = True
+    held: HeldPairs = field(default_factory=HeldPairs)
     is_ordered: bool = True
 
 
@@ -59,7 +57,7 @@ class Recall:
     def release(self, seq_id: int) -> None:
         """Give up what a sequence has dropped, if it has."""
         if sequence := self.sequences.pop(seq_id, None):
-            self.dropped.release(sequence.chunks)
+            self.dropped.chunks.release(sequence.held.chunks)
 
     def clear(self) -> None:
         for seq_id in list(self.sequences):
@@ -120,16 +118,12 @@ class Recall:
         self, sequence: CompressedSequence, blocks: np.ndarray, offsets: torch.Tensor, positions: torch.Tensor
     ) -> None:
         """Copy pairs at `offsets` of a region, int64 `[layers, kv_heads, D]`, to the sequence's chunks."""
-        count = offsets.shape[-1]
-        missing = -(-(sequence.num_dropped + count) // CHUNK) - len(sequence.chunks)
-        if missing > self.dropped.num_free:
-            sequence.is_complete = False  # lost, as without recall
+        held, count = sequence.held, offsets.shape[-1]
+        if not held.add(count, self.dropped.chunks):
             return
-        sequence.chunks += self.dropped.allocate(missing)
-        index = torch.arange(sequence.num_dropped, sequence.num_dropped + count).expand(offsets.shape[1], -1)
-        sequence.num_dropped += count
+        index = torch.arange(held.count - count, held.count).expand(offsets.shape[1], -1)
         head = torch.arange(offsets.shape[1])[:, None]
-        places = torch.tensor(sequence.chunks)[index // CHUNK], head, index % CHUNK
+        places = torch.tensor(held.chunks)[index // CHUNK], head, index % CHUNK
         for layer, of_layer in enumerate(offsets):
             pairs = read_pairs(self.cache, layer, self._places(blocks, of_layer))
             self.dropped.store(layer, places, pairs, positions[layer])
@@ -149,18 +143,13 @@ class Recall:
         begin = 0
         for (seq_id, num_tokens), state in zip(plan.query_tokens(), states, strict=True):
             sequence = self.sequences.get(seq_id)
-            if sequence and not sequence.is_complete:
+            if sequence and not sequence.held.is_complete:
                 self._incomplete.append(seq_id)
-            if sequence and sequence.chunks and self._is_due(state.logical_length, num_tokens):
+            if sequence and sequence.held.chunks and self.config.recalls_in(state.logical_length, num_tokens):
                 members.setdefault(num_tokens, []).append((begin, seq_id, state))
             begin += num_tokens
         self._groups = [self._group(num_tokens, rows, tables) for num_tokens, rows in members.items()]
         return self._groups
-
-    def _is_due(self, logical_length: int, num_tokens: int) -> bool:
-        """Whether tokens hold a multiple of the period, counted in the text, so that batch mates change nothing."""
-        period = self.config.recall_period or 1
-        return (logical_length + num_tokens) // period > logical_length // period
 
     def _group(
         self, num_tokens: int, members: list[tuple[int, int, SequenceState]], tables: BlockTables
@@ -170,11 +159,12 @@ class Recall:
         sequences = [self.sequences[seq_id] for seq_id in seq_ids]
         index = torch.arange(num_tokens)
         last = torch.tensor([state.cached_length for state in states], dtype=torch.int32)[:, None] + index.int()
-        last_dropped = torch.tensor([sequence.num_dropped - 1 for sequence in sequences], dtype=torch.int32)
+        last_dropped = torch.tensor([sequence.held.count - 1 for sequence in sequences], dtype=torch.int32)
         num_blocks = int(last.max()) // tables.block_size + 1
         table = tables.table[[state.table_slot for state in states], :num_blocks]
-        most = max(len(sequence.chunks) for sequence in sequences)
-        chunks = [each.chunks + each.chunks[:1] * (most - len(each.chunks)) for each in sequences]
+        held = [sequence.held.chunks for sequence in sequences]
+        most = max(map(len, held))
+        chunks = [each + each[:1] * (most - len(each)) for each in held]
         return RecallGroup(
             seq_ids=seq_ids,
             sequences=sequences,

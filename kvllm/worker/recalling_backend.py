@@ -11,7 +11,8 @@ import torch
 from kvllm.attention.base import AttentionBackend, AttentionBatch
 from kvllm.compression.mass import Softmax
 from kvllm.compression.recall import candidates, missing_mass, num_needed, upper_scores
-from kvllm.kvcache.tiers.dropped_pairs import CHUNK, read_pairs, write_pairs
+from kvllm.kvcache.tiers.chunks import CHUNK
+from kvllm.kvcache.tiers.dropped_pairs import read_pairs, write_pairs
 
 if TYPE_CHECKING:
     from kvllm.worker.recall import CompressedSequence, Recall

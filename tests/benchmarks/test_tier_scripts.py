@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import prefix_tiers, swap
+from benchmarks.common import shapes
+from benchmarks.paper import simulated_tables
 from kvllm.errors import ConfigError
 
 
@@ -37,6 +39,20 @@ def test_tiers_save_prompt_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[
     kept = 4 * (67 - 32)  # the two whole blocks of the first turn
     assert computed["host"] == computed["host and disk"] == [4 * 32, kept]
     assert computed["after a restart"] == [kept]
+
+
+def test_tiers_at_the_papers_scale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With so little memory that two of four sequences are preempted."""
+    model, report = shapes.named_shape("8b", tmp_path), tmp_path / "tables.json"
+    sizes = ["--requests", "6", "--max-num-seqs", "6", "--gpu-memory-utilization", "0.189"]
+    options = ["--model-config", str(model), "--tiers", "--kv-offloading-size", "64", "--output", str(report)]
+    simulated_tables.tables([*sizes, *options])
+    runs = json.loads(report.read_text())["runs"]["6"]
+    assert runs["full cache"]["tokens_recomputed"] > 0 == runs["full cache"]["stored_bytes"]
+    assert runs["full cache, swap always"]["stored_bytes"] > 0 == runs["full cache, swap always"]["tokens_recomputed"]
+    every, sixteenth = (runs[name]["recalls"] for name in ("recall at each token, int4", "recall every 16, int4"))
+    assert every > 10 * sixteenth > 0
+    assert "swapped" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("arguments", [["--turns", "1"], ["--at-once", "9"], ["--conversations", "0"]])

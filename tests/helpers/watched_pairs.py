@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from kvllm import LLM
-from kvllm.kvcache.tiers.dropped_pairs import CHUNK, read_pairs
+from kvllm.kvcache.tiers.chunks import CHUNK
+from kvllm.kvcache.tiers.dropped_pairs import read_pairs
 from kvllm.worker.inline import InlineExecutor
 from kvllm.worker.model_runner import ModelRunner
 from kvllm.worker.recall import CompressedSequence, Recall
@@ -63,7 +64,7 @@ class Watch:
     def check(self) -> None:
         """Residents and dropped pairs of a running sequence are all its pairs, each once, as they were computed."""
         recall = self.runner.recall
-        owned = [chunk for sequence in recall.sequences.values() for chunk in sequence.chunks]
+        owned = [chunk for sequence in recall.sequences.values() for chunk in sequence.held.chunks]
         assert len(set(owned)) == len(owned)
         layers, _, heads, _ = recall.dropped.positions.shape
         nothing = CompressedSequence(torch.empty((layers, heads, 0), dtype=torch.int32), torch.empty(0))
@@ -71,11 +72,11 @@ class Watch:
             self._check(recall, state, recall.sequences.get(seq_id, nothing))
 
     def _check(self, recall: Recall, state: Any, sequence: CompressedSequence) -> None:
-        assert sequence.is_complete and sequence.num_dropped == state.dropped
+        assert sequence.held.is_complete and sequence.held.count == state.dropped
         num_known, size = sequence.positions.shape[-1], recall.cache.shape.block_size
         table = torch.from_numpy(self.runner.tables[0].table[state.table_slot]).long()
-        index, dropped = torch.arange(state.cached_length), torch.arange(sequence.num_dropped)
-        chunks = torch.tensor(sequence.chunks, dtype=torch.int64)[dropped // CHUNK]
+        index, dropped = torch.arange(state.cached_length), torch.arange(sequence.held.count)
+        chunks = torch.tensor(sequence.held.chunks, dtype=torch.int64)[dropped // CHUNK]
         for layer, of_layer in enumerate(sequence.positions):
             for head, known in enumerate(of_layer):
                 heads = torch.tensor(head)

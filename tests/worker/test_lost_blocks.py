@@ -55,7 +55,7 @@ class Losing:
         assert isinstance(self.llm.llm_engine, LLMEngine)
         self.engine = self.llm.llm_engine
         self.watch = Watch(self.llm)
-        self.num_free = recall_of(self.llm).dropped.num_free
+        self.num_free = recall_of(self.llm).dropped.chunks.num_free
         offloader = runner_of(self.llm).offloader
         assert offloader
         self.store = offloader.store
@@ -105,7 +105,7 @@ class Losing:
         self.add(5, 1, compress=False, number=-1)  # a plan that drops the last of the others
         self.run()
         assert self.engine.scheduler.blocks.num_owned == 0
-        assert recall_of(self.llm).dropped.num_free == self.num_free and not recall_of(self.llm).sequences
+        assert recall_of(self.llm).dropped.chunks.num_free == self.num_free and not recall_of(self.llm).sequences
 
 
 @pytest.fixture(scope="module")

@@ -60,12 +60,12 @@ def test_residents_and_dropped_pairs_are_all_pairs(checkpoint: Path, policy: str
     if policy == "standalone":
         options |= {"block_size": 1, "num_gpu_blocks_override": 280}
     llm = make_llm(checkpoint, **options)
-    free = recall_of(llm).dropped.num_free
+    free = recall_of(llm).dropped.chunks.num_free
     run(llm, Watch(llm))
     stats = llm.stats()
     tokens(llm, PROMPTS[:1], greedy(2))  # with a plan that drops the last of the others
     assert stats.recalled_bytes > 0
-    assert recall_of(llm).sequences == {} and recall_of(llm).dropped.num_free == free
+    assert recall_of(llm).sequences == {} and recall_of(llm).dropped.chunks.num_free == free
     if policy != "pressure":  # which preempts less
         assert stats.preemptions > 0
         assert (stats.swapped_in > 0) == (swap == "always")
@@ -132,7 +132,7 @@ def test_batch_mates_change_nothing(checkpoint: Path) -> None:
 
 def test_a_tier_without_room_reports_that_all_may_be_missing(checkpoint: Path) -> None:
     llm = make_llm(checkpoint, **SMALL | {"compression": recalling("pressure")})
-    recall_of(llm).dropped.allocate(recall_of(llm).dropped.num_free)
+    recall_of(llm).dropped.chunks.allocate(recall_of(llm).dropped.chunks.num_free)
     outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True), use_tqdm=False)
     assert any(output.metrics.missing_mass_max == 1 for output in outputs)
     assert llm.stats().recalled_bytes == 0

@@ -1,12 +1,10 @@
 """The KV pairs that compressions drop, in the host's memory, in chunks.
 
-A chunk has room for `CHUNK` pairs in every layer and KV head, and belongs to one sequence. All layers and heads of a
-sequence drop equally many pairs, so its chunks are filled alike; which pairs they hold differs from head to head.
+Which pairs a chunk holds differs from head to head, how many does not (`kvllm.kvcache.tiers.chunks`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -14,8 +12,7 @@ import torch
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.kvcache.formats import KVFormat
 from kvllm.kvcache.ops.registry import make_operations
-
-CHUNK = 16
+from kvllm.kvcache.tiers.chunks import CHUNK, ERROR_BYTES, POSITION_BYTES, ChunkPool
 
 Places = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Chunks (or blocks), KV heads and offsets in them: int64 that broadcast to `[...]`."""
@@ -24,6 +21,7 @@ Places = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class DroppedPairs:
     """Chunks of KV pairs, addressed by chunk id.
 
+    chunks: whose they are.
     cache: keys and values, with chunks for blocks, in the format of the pool or in one of fewer bits.
     positions: int32 `[layers, chunks, kv_heads, CHUNK]`, in the text.
     errors: float32, as many: the length of what storing took from each key. None where it takes nothing.
@@ -31,28 +29,18 @@ class DroppedPairs:
     """
 
     def __init__(self, shape: CacheShape, kv_format: KVFormat | None, num_chunks: int) -> None:
+        self.chunks = ChunkPool(num_chunks)
         self.cache = PagedKVCache(_shape(shape, kv_format), num_chunks)
         size = (shape.num_layers, num_chunks, shape.num_kv_heads, CHUNK)
         self.positions = torch.empty(size, dtype=torch.int32)
         self.errors = torch.zeros(size) if kv_format else None
         self.operations = make_operations(self.cache)
-        self._free = list(reversed(range(num_chunks)))
 
     @staticmethod
     def chunk_bytes(shape: CacheShape, kv_format: KVFormat | None) -> int:
         """Bytes of a chunk: keys, values, positions, errors."""
-        return _shape(shape, kv_format).bytes_per_block + 8 * shape.num_layers * shape.num_kv_heads * CHUNK
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    def allocate(self, count: int) -> list[int]:
-        """Ids of so many chunks; `num_free` says how many there are."""
-        return [self._free.pop() for _ in range(count)]
-
-    def release(self, chunks: Sequence[int]) -> None:
-        self._free.extend(chunks)
+        pairs = shape.num_layers * shape.num_kv_heads * CHUNK
+        return _shape(shape, kv_format).bytes_per_block + pairs * (POSITION_BYTES + ERROR_BYTES)
 
     def store(self, layer: int, places: Places, pairs: torch.Tensor, positions: torch.Tensor) -> None:
         """Write pairs, float32 `[2, ..., head_dim]` (keys and values), with their positions `[...]`."""
