@@ -48,7 +48,9 @@ from kvllm.kvcache.formats import KV_CACHE_DTYPES
 from kvllm.tokenizer import load_tokenizer
 
 METHODS = tuple(SPECS)
-DEFAULT = tuple(name for name, spec in SPECS.items() if not spec.calibrated)  # the others need a file beside the model
+DEFAULT = tuple(  # the others need a file beside the model, or read a text again whenever it is cut
+    name for name, spec in SPECS.items() if not spec.calibrated and not spec.repeats
+)
 BY_WINDOWS = tuple(name for name, spec in SPECS.items() if name.startswith("kara") or spec.refusal("threshold"))
 ALL = "all KV pairs"
 PARTS = 4

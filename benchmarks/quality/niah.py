@@ -43,6 +43,7 @@ from kvllm.tokenizer import Tokenizer, load_tokenizer
 FULL, KARA = "full cache", "kara"
 OTHERS = (
     "kara_sharp",
+    "kvzip",
     "chunkkv",
     "adakv",
     "snapkv",

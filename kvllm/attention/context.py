@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -58,4 +58,13 @@ class PartedAttention:
         return self.parts[self.part_of[layer]].run(layer, queries, sinks)
 
 
-Attention = AttentionContext | PartedAttention
+class Attention(Protocol):
+    """What the layers of a model ask for: an AttentionContext, or what does the same in another way."""
+
+    def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """As AttentionContext.store."""
+        ...
+
+    def run(self, layer: int, queries: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        """As AttentionContext.run."""
+        ...

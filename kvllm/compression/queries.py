@@ -21,7 +21,7 @@ PAIRS_PER_DECODE = 64
 
 @dataclass(frozen=True, slots=True)
 class QueryTokens:
-    """The tokens of a window whose queries are recomputed.
+    """The tokens of a window whose queries are recomputed, or that are repeated.
 
     recent: the last ones, all of them. stride: of those before, every `stride`-th, counted from their end; 0 for none.
     """
@@ -31,6 +31,8 @@ class QueryTokens:
 
     @staticmethod
     def of(config: CompressionConfig) -> QueryTokens:
+        if config.spec.repeats:
+            return QueryTokens(config.buffer, 1)
         match "none" if config.observes_scores else config.spec.queries:
             case "window":
                 return QueryTokens(config.buffer, config.query_stride)

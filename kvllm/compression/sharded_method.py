@@ -3,7 +3,8 @@
 Most methods look at one KV head at a time, so ranks have nothing to tell each other. Two cases differ:
 
 - Replicas of a KV head hold a part of its query heads each. They gather the queries, and sum the attention mass that
-  each has observed, before they select: so all of them keep the same KV pairs.
+  each has observed, or take the highest of what each has received, before they select: so all of them keep the same KV
+  pairs.
 - Some methods compare the heads of a layer, or number them. These see all heads, and every rank takes what is its own.
 """
 
@@ -52,6 +53,8 @@ class ShardedMethod:
                 options["softmax"] = self._with_sinks(options["softmax"], self._of_replicas)
             for name in {"mass", "observed"} & set(options):
                 options[name] = self._of_replicas(options[name]).sum(dim=1)
+            if "received" in options:
+                options["received"] = self._of_replicas(options["received"]).amax(dim=1)
         return queries, options
 
     def _of_whole_layer(self, queries: Tensor | None, keys: Tensor, options: dict[str, Any]) -> Tensor:

@@ -53,6 +53,8 @@ class MethodSpec:
         of being computed from all queries afterwards. None: its scores cannot.
     observes: it needs the attention that every KV pair has received so far. This sum belongs to one sequence, so
         sequences share no prefixes.
+    repeats: it needs the attention that the text of a region pays to its KV pairs when it is repeated behind them. That
+        takes a pass of the model over the text.
     carries: it gives every KV pair a score that it wants back at the next compression of that pair. That goes with
         policy "threshold" alone, since windows are compressed once.
     whole_layer: it compares the KV heads of a layer, or numbers them, so it must see all of them at once.
@@ -75,6 +77,7 @@ class MethodSpec:
     observable: Observable | None = None
     ragged: bool = False
     observes: bool = False
+    repeats: bool = False
     carries: bool = False
     whole_layer: bool = False
     unrotates: bool = False
@@ -84,6 +87,11 @@ class MethodSpec:
     function: str = ""
     scores: str = ""
     choose: str = "token2chunk:choose"
+
+    @property
+    def reads_cache_alone(self) -> bool:
+        """Whether what is cached of a region is enough, without a pass of the model and without what passed by."""
+        return self.queries == "none" and not self.observes and not self.repeats
 
     def refusal(self, policy: str) -> str | None:
         """Why a policy of that name cannot use the method; None if it can."""
@@ -223,6 +231,7 @@ SPECS: dict[str, MethodSpec] = {
             whole_layer=True,
             unrotates=True,
         ),
+        MethodSpec("kvzip", "what the text is repeated from", repeats=True),
         MethodSpec("streaming", "the first KV pairs, the attention sinks, and the last", options=(SINKS,)),
         MethodSpec("pyramidkv", "SnapKV; the budget falls from layer to layer", "recent", ragged=True),
         MethodSpec("adakv", "SnapKV; the budget moves between heads", "recent", ragged=True, whole_layer=True),

@@ -115,8 +115,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
         allowed = "the model has no layer that attends all tokens, so nothing can be compressed: leave it out"
         require(has_full(self.kv_groups), "compression", compression.method, allowed)
         spec = compression.spec
-        needs_nothing = (spec.queries == "none" and not spec.observes) or compression.observes_scores
-        able = ", ".join(name for name, each in SPECS.items() if each.queries == "none" and not each.observes)
+        needs_nothing = spec.reads_cache_alone or compression.observes_scores
+        able = ", ".join(name for name, each in SPECS.items() if each.reads_cache_alone)
         observable = ", ".join(name for name, each in SPECS.items() if each.observable)
         allowed = (
             "the model has layers with a sliding window, whose KV pairs are released, so no query can be computed "

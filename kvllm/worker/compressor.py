@@ -31,6 +31,7 @@ from kvllm.worker.attention_state import AttentionMass, RaggedLengths
 from kvllm.worker.observed_scores import ObservedScores
 from kvllm.worker.read_batch import read_batch
 from kvllm.worker.recall import Recall
+from kvllm.worker.repetition import CachedPart, RepeatedText, repeat
 from kvllm.worker.state import BlockTables, SequenceState
 from kvllm.worker.timing import PhaseClock
 from kvllm.worker.transfer import to_device
@@ -116,7 +117,8 @@ class Compressor:
         self.choose = self.method.choose
         self.carries = config.spec.carries
         self.reads_blocks = config.spec.reads_blocks and operations.reads_blocks
-        self.query_tokens = QueryTokens.of(config)
+        self.repeats = config.spec.repeats
+        self.query_tokens = QueryTokens(0, 0) if self.repeats else QueryTokens.of(config)
         self.options = config.options
         self.block_size = self.cache.shape.block_size
         self.event_bytes = 0
@@ -156,6 +158,8 @@ class Compressor:
             alike = list(group)
             offsets = np.array(self.query_tokens.offsets(size[0]), dtype=np.int64)
             windows_per_pass = max(1, self.max_num_batched_tokens // window_tokens(self.config, size[0]))
+            if self.repeats:
+                windows_per_pass = 1  # they are repeated one by one
             for i in range(0, len(alike), windows_per_pass):
                 of_pass = self._kept(alike[i : i + windows_per_pass], size[0], offsets, clock)
                 for mine, of_part in zip(kept, of_pass, strict=True):
@@ -179,6 +183,8 @@ class Compressor:
         kept: list[list[torch.Tensor]] = [[] for _ in self.parts]  # of each part, of some layers after others
         scores: list[list[torch.Tensor]] = [[] for _ in self.parts]  # the same, of layers that wait to be chosen from
 
+        received = self._repeat(windows[0]) if self.repeats else {}
+
         def count_bytes(*tensors: torch.Tensor | None) -> None:
             held = sum(tensor.nbytes for tensor in (*tensors, *chain(*kept, *scores)) if tensor is not None)
             self.event_bytes = max(self.event_bytes, held)
@@ -196,6 +202,8 @@ class Compressor:
             retain = mine[0].retain
             with clock.measure("score"):
                 inputs = shared | self._inputs(mine, layers, tables[number], size)
+                if received:
+                    inputs["received"] = torch.stack([received[layer] for layer in layers])
                 chosen = self.select(queries, retain=self._mean_retained(retain), **self.options, **inputs)
                 if self.mass and self.carries:
                     self.mass.put(layers[0], *_places(mine), inputs["carried"])
@@ -338,6 +346,22 @@ class Compressor:
             else PartedAttention(parts, [self.part_of[layer] for layer in sorted(self.part_of)]),
             visit,
         )
+
+    def _repeat(self, windows: Windows) -> dict[int, torch.Tensor]:
+        """The highest attention that the KV pairs of one window receive in each layer, while its text is repeated:
+        float32 `[kv_heads, size]`."""
+        window = next(window for window in windows if window)
+        state, parts = window.state, []
+        for part, own in zip(self.parts, windows, strict=True):
+            length = int(part.tables.kv_lengths([state.table_slot])[0])
+            table = part.tables.table[[state.table_slot], : -(-length // self.block_size)]
+            region = slice(own.start, own.start + own.size) if own else None
+            parts.append(CachedPart(to_device(table, self.cache.data.device), length, region))
+        text = RepeatedText(self.operations, parts, self.part_of, self._softmax)
+        # Of a whole cache that was cut before, the text is longer than the cache.
+        begin = window.start if self.config.policy == "threshold" else window.position
+        repeat(self.model, state, (begin, window.position + window.size), text)
+        return text.received
 
     def _context(self, part: CompressedPart, states: list[SequenceState], positions: np.ndarray) -> AttentionContext:
         """Attention in a part, of query tokens `[windows, query tokens]` that are cached."""

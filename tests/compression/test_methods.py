@@ -77,7 +77,7 @@ def call(name, queries, keys, heavy, *, retain, buffer, first_seed=0, **options)
     offered = {
         "chunk_budget": CHUNK_BUDGET, "max_chunk": MAX_CHUNK, "layer": LAYER, "num_layers": NUM_LAYERS,
         "seeds": range(first_seed, first_seed + len(keys)), "capacity": retain + 3, "mass": heavy,
-        "carried": None if heavy is None else heavy.clone(),
+        "carried": None if heavy is None else heavy.clone(), "received": heavy,
         "starts": starts, "last_positions": last_positions, "values": values_of(keys),
         "frequencies": frequencies_of(keys), "statistics": on_device(queries, keys),
         "query_offsets": torch.arange(queries.shape[2] - rows, queries.shape[2], device=queries.device),
@@ -316,6 +316,7 @@ def test_layers_together_keep_what_each_keeps_alone(name):
             "chunk_budget": CHUNK_BUDGET, "max_chunk": MAX_CHUNK, "values": values_of(keys[rows]),
             "starts": [start for start, _ in places], "last_positions": [last for _, last in places],
             "frequencies": frequencies_of(keys), "query_offsets": torch.arange(0), "observed": heavy[rows, :, :scored],
+            "received": heavy[rows],
             "statistics": QueryStatistics(
                 *(torch.cat([getattr(each, field.name) for each in of_layers]) for field in fields(QueryStatistics))
             ),
@@ -373,7 +374,7 @@ def required_options(name, heavy):
     options = {"chunk_budget": 4, "max_chunk": 5, "layer": 0, "num_layers": 2, "seeds": [0, 1], "capacity": 12}
     options |= {"mass": heavy, "query_offsets": torch.arange(heavy.shape[-1]), "starts": [0, 0]}
     options |= {"last_positions": [19, 19], "values": torch.zeros(*heavy.shape, 8), "frequencies": torch.ones(4)}
-    options |= {"statistics": statistics_of(4, 8), "carried": heavy.clone()}
+    options |= {"statistics": statistics_of(4, 8), "carried": heavy.clone(), "received": heavy}
     return {key: value for key, value in options.items() if key in METHODS[name].arguments}
 
 
@@ -393,6 +394,8 @@ def test_misuse_of_single_methods_is_reported():
         METHODS["random"](None, keys, **sizes, seeds=[1, 2, 3], layer=0)
     with pytest.raises(ValueError, match=r"mass \(2, 2, 19\)"):
         METHODS["h2o"](None, keys, **sizes, mass=heavy[..., 1:])
+    with pytest.raises(ValueError, match=r"received \(2, 2, 19\)"):
+        METHODS["kvzip"](None, keys, **sizes, received=heavy[..., 1:])
     with pytest.raises(ValueError, match=r"carried \(2, 2, 19\)"):
         METHODS["gkv"](queries, keys, **sizes, carried=heavy[..., 1:])
 
@@ -654,7 +657,7 @@ def literal(name, queries, keys, heavy, seed, retain, buffer, capacity):
             return literal_gkv(queries, keys, heavy, buffer, total)[0]
         case "keydiff":
             return literal_keydiff(keys, retain, buffer)
-        case "h2o":
+        case "h2o" | "kvzip":
             return [best(row[:scored], total) for row in heavy]
         case "streaming":
             return [[*range(4), *range(scored - total + 4, scored)]] * len(keys)

@@ -57,14 +57,32 @@ class DenseDecoder:
         """
         return self._forward([token_ids[position] for position in positions], positions, visible, text)
 
-    def _forward(self, token_ids: list[int], positions: list[int], visible: Tensor, cached: DensePass | None):
+    def repeat(self, text: DensePass, token_ids: list[int], positions: list[int], cached: Tensor) -> DensePass:
+        """A pass over tokens behind `text`, each of which attends what is cached of it, and these tokens up to its own.
+
+        cached: bool `[layers, Hkv, T]`. The result has the keys and values of the new tokens.
+        """
+        count = len(token_ids)
+        earlier = torch.ones(count, count, dtype=torch.bool).tril().expand(*cached.shape[:2], -1, -1)
+        visible = torch.cat((cached[:, :, None].expand(-1, -1, count, -1), earlier), dim=-1)
+        return self._forward(token_ids, positions, visible, text, appended=True)
+
+    def _forward(
+        self,
+        token_ids: list[int],
+        positions: list[int],
+        visible: Tensor,
+        cached: DensePass | None,
+        appended: bool = False,
+    ) -> DensePass:
+        """appended: the tokens follow those that are cached. Otherwise they are some of these."""
         result = DensePass(torch.empty(0), [], [], [])
         x = self.weights["model.embed_tokens.weight"][token_ids]
         for layer in range(self.num_layers):
             prefix = f"model.layers.{layer}"
             normed = self._norm(x, f"{prefix}.input_layernorm")
             queries = self._rotate(self._heads(normed, f"{prefix}.self_attn", "q"), positions)
-            if cached is None:
+            if cached is None or appended:
                 keys = self._rotate(self._heads(normed, f"{prefix}.self_attn", "k"), positions)
                 values = self._heads(normed, f"{prefix}.self_attn", "v")
             else:
@@ -72,6 +90,9 @@ class DenseDecoder:
             result.queries.append(queries)
             result.keys.append(keys)
             result.values.append(values)
+            if cached and appended:
+                keys = torch.cat((cached.keys[layer], keys), dim=1)
+                values = torch.cat((cached.values[layer], values), dim=1)
             attended = attend(queries, keys, values, visible[layer])
             x = x + attended.transpose(0, 1).flatten(1) @ self.weights[f"{prefix}.self_attn.o_proj.weight"].T
             normed = self._norm(x, f"{prefix}.post_attention_layernorm")

@@ -19,6 +19,7 @@ from kvllm.compression.registry import METHODS
 from kvllm.compression.statistics import QueryStatistics
 from kvllm.core.executor import BlockingExecutor
 from kvllm.core.protocol import BlockCopy, CompressionJob, SequenceStart, StepPlan, StepResult
+from kvllm.worker.repetition import pieces
 from tests.helpers.dense_decoder import DenseDecoder, attention_probabilities
 from tests.helpers.plans import Scheduled, scheduled_in
 from tests.helpers.recorder import assert_dense, block_table_of, kv_pairs_in, kv_pairs_of, poison
@@ -402,9 +403,31 @@ class Expected:
         squared = self.method.spec.observable == "squares"
         return (probabilities.square() if squared else probabilities).sum((1, 2))
 
+    def received(self, event: Event) -> list[Tensor]:
+        """By layer the highest attention `[kv_heads, size]` that the KV pairs of a region receive while its text is
+        repeated behind what is cached. The softmax is that of the region and the repetition."""
+        assert isinstance(self.decoder, DenseDecoder)
+        end = int(event.region[..., -1].max()) + 1
+        begin = event.start if self.config.policy == "threshold" else int(event.region[0, 0, 0])
+        cached = positions_of(event.layout, self.text.visible.shape[-1])[..., : self.length]
+        found = [torch.zeros(region.shape, dtype=torch.float64) for region in event.region]
+        for first, last in pieces(begin, end, MAX_MODEL_LEN - event.length):
+            behind = min(event.length, MAX_MODEL_LEN - (last - first))
+            positions = list(range(behind, behind + last - first))
+            repeated = self.decoder.repeat(self.dense, self.text.tokens[first:last], positions, cached)
+            for layer, region in enumerate(event.region):
+                keys = self.dense.keys[layer].take_along_dim(region[..., None], 1)
+                both = torch.cat((keys, repeated.keys[layer]), dim=1)
+                visible = torch.ones(len(positions), both.shape[1], dtype=torch.bool).tril(keys.shape[1])
+                queries, softmax = repeated.queries[layer], self.decoder.softmax(layer)
+                of_tokens = attention_probabilities(queries, both, visible.expand(len(both), -1, -1), softmax)
+                found[layer] = found[layer].maximum(of_tokens[..., : keys.shape[1]].amax((1, 2)))
+        return found
+
     def choice(self, event: Event) -> list[list[list[int]]]:
         """The offsets that the method keeps of dense keys, by layer and head, with dense queries or dense mass."""
         queries = self._queries(event)
+        received = self.received(event) if self.method.spec.repeats else []
         kept = []
         for layer, keys in enumerate(self.dense.keys):
             region = event.region[layer]
@@ -423,6 +446,8 @@ class Expected:
                 options["mass"] = self.mass(layer, event.length, index)[None].float()
             if self.config.observes_scores:
                 options["observed"] = self.observed(layer, event)[None].float()
+            if received:
+                options["received"] = received[layer][None].float()
             if self.method.spec.carries:
                 options["carried"] = self.carried[layer].gather(-1, region)[None].clone()
             chosen = self.method(

@@ -145,5 +145,6 @@ def test_what_needs_queries_again_is_refused(checkpoint: Path) -> None:
         make_llm(checkpoint, compression=CompressionConfig(method="kara", buffer=4))
     with pytest.raises(ConfigError, match=r"guard_kl=0\.1 is not allowed: the model has layers with a sliding window"):
         make_llm(checkpoint, compression=CompressionConfig(method="keydiff", buffer=4, guard_kl=0.1))
-    with pytest.raises(ConfigError, match="method='h2o' is not allowed"):
-        make_llm(checkpoint, compression=CompressionConfig(method="h2o", buffer=4))
+    for method in ("h2o", "kvzip"):
+        with pytest.raises(ConfigError, match=f"method='{method}' is not allowed"):
+            make_llm(checkpoint, compression=CompressionConfig(method=method, buffer=4))

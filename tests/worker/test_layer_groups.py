@@ -55,6 +55,7 @@ METHODS = {
     "recomputed": compression("kara", chunk_budget=2, period=4),
     "keys alone": compression("keydiff", policy="pressure", period=4),
     "prompts": compression("keydiff", compress_prompt=True, period=4),
+    "repeated": compression("kvzip", compress_prompt=True, period=4),
 }
 
 

@@ -1,0 +1,95 @@
+"""The pass over a text that is repeated behind its own cache, which stores nothing: what KVzip scores with.
+
+Long texts are repeated in pieces. Each of them follows the text, and begins with a few tokens of the piece before, so
+that it is clear what goes on. What the pieces before have repeated is not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvllm.compression.mass import Softmax
+from kvllm.compression.repetition import attention, attention_received
+from kvllm.kvcache.ops.base import KVOperations
+from kvllm.worker.state import SequenceState
+from kvllm.worker.transfer import to_device
+
+PIECE, LEAD = 2048, 8
+"""Tokens that are repeated at once, and tokens in front of them that are repeated with them (KVzip, section 3.3)."""
+LEAST_PIECE = 256
+"""Tokens of a piece, if there are fewer positions behind the text. It then takes the last positions that there are."""
+
+
+@dataclass(frozen=True)
+class CachedPart:
+    """What a sequence has cached in the layers of a part of a KV group.
+
+    table: int32 `[1, blocks]`. length: KV pairs there. region: those that are scored, None for none.
+    """
+
+    table: torch.Tensor
+    length: int
+    region: slice | None
+
+
+class RepeatedText:
+    """Attention of repeated tokens, in place of an `AttentionContext`: over what is cached of one sequence, and over
+    the repeated tokens so far.
+
+    part_of: from a layer to the index of its part. softmax_of: of each layer.
+    received: of each layer whose part has a region, the highest attention that each KV pair there has received, float32
+        `[kv_heads, size]`.
+    """
+
+    def __init__(
+        self,
+        operations: KVOperations,
+        parts: Sequence[CachedPart],
+        part_of: Mapping[int, int],
+        softmax_of: Callable[[int], Softmax],
+    ) -> None:
+        self.operations = operations
+        self.parts = parts
+        self.part_of = part_of
+        self.softmax_of = softmax_of
+        self.received: dict[int, torch.Tensor] = {}
+        self._keys = self._values = torch.empty(0)
+
+    def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Hold what the tokens would write to the cache, until the layer's attention has run."""
+        self._keys, self._values = keys.transpose(0, 1), values.transpose(0, 1)
+
+    def run(self, layer: int, queries: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        """As AttentionContext.run."""
+        part, of_heads, softmax = self.parts[self.part_of[layer]], queries.transpose(0, 1), self.softmax_of(layer)
+        keys = self.operations.gather_keys(layer, part.table)[0, :, : part.length]
+        values = self.operations.gather_values(layer, part.table)[0, :, : part.length]
+        if part.region:
+            received = attention_received(of_heads, keys[:, part.region], self._keys, softmax)
+            self.received[layer] = torch.maximum(self.received.get(layer, received), received)
+        found = attention(of_heads, (keys, values), (self._keys, self._values), softmax)
+        return found.transpose(0, 1).to(queries.dtype).contiguous()
+
+
+def repeat(model: Any, state: SequenceState, text: tuple[int, int], attention: RepeatedText) -> None:
+    """Give the tokens of a sequence from position `text[0]` to the one in front of `text[1]` to the model once more."""
+    cos_sin = model.layers[0].attention.cos_sin
+    length, num_positions = state.logical_length, len(cos_sin)
+    for begin, end in pieces(*text, num_positions - length):
+        first = min(length, num_positions - (end - begin))
+        positions = np.arange(first, first + end - begin)
+        model.forward(
+            to_device(state.token_ids[begin:end], cos_sin.device), to_device(positions, cos_sin.device), attention
+        )
+
+
+def pieces(begin: int, end: int, room: int) -> Iterator[tuple[int, int]]:
+    """Where the pieces of a text begin and end. room: positions behind it."""
+    size = min(PIECE, max(room - LEAD, LEAST_PIECE))
+    for first in range(begin, end, size):
+        yield max(begin, first - LEAD), min(end, first + size)
