@@ -17,7 +17,7 @@ BY_LAYER = ("layer", "num_layers", "capacity", "evicted_mask", "mass", "carried"
 
 INPUTS = (
     *BY_LAYER, "query_offsets", "seeds", "starts", "last_positions", "values", "frequencies", "statistics", "observed",
-    "softmax", "received",
+    "softmax", "received", "fits",
 )  # fmt: skip
 """Inputs from the engine, beside queries, keys, `retain`, `buffer` and a method's options. A method gets those that its
 function has as keyword arguments. The S rows of a call are regions of sequences; without queries, in several layers at
@@ -38,6 +38,8 @@ evicted_mask: with `ragged`, bool `[S, Hkv, C]`, the slots that an earlier selec
 mass: with `observes`, float32 `[S, Hkv, C]`, the attention that each KV pair has received so far.
 carried: with `carries`, float32 `[S, Hkv, C]`, what the method left in this tensor for each KV pair at the compression
     before; 0 for KV pairs that are compressed for the first time.
+fits: with `learns`, a `kvllm.compression.linear_fit.LinearFit` of each layer, which the function adds to when it gets
+    queries.
 received: with `repeats`, float32 `[S, Hkv, C]`, the highest attention that each KV pair received when the text of the
     region was repeated.
 observed: with `observable`, where scores were added up while decoding, float32 `[S, Hkv, C - buffer]`; then there are

@@ -53,6 +53,8 @@ class MethodSpec:
         of being computed from all queries afterwards. None: its scores cannot.
     observes: it needs the attention that every KV pair has received so far. This sum belongs to one sequence, so
         sequences share no prefixes.
+    learns: its function has queries for the first windows of an engine alone, and gets what it has learned from them
+        (`fits`) instead, once that is enough.
     repeats: it needs the attention that the text of a region pays to its KV pairs when it is repeated behind them. That
         takes a pass of the model over the text.
     carries: it gives every KV pair a score that it wants back at the next compression of that pair. That goes with
@@ -77,6 +79,7 @@ class MethodSpec:
     observable: Observable | None = None
     ragged: bool = False
     observes: bool = False
+    learns: bool = False
     repeats: bool = False
     carries: bool = False
     whole_layer: bool = False
@@ -160,6 +163,13 @@ SPECS: dict[str, MethodSpec] = {
             scores="kara_sharp:both_scores",
             choose="kara_sharp:choose",
             reads_blocks=True,
+        ),
+        MethodSpec(
+            "linear_scorer",
+            "what kara_sharp would keep, by a linear map that learns from its scores (ours)",
+            "window",
+            (*TOKEN2CHUNK, Option("learned_windows", 8, 1)),
+            learns=True,
         ),
         MethodSpec(
             "kara_no_bi",

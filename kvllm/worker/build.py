@@ -11,6 +11,8 @@ from msgspec import Struct
 
 from kvllm.attention.base import AttentionBackend
 from kvllm.attention.registry import Case, explain, make_backend
+from kvllm.compression.linear_fit import LinearFit
+from kvllm.compression.methods.linear_scorer import num_features
 from kvllm.compression.model_inputs import WithModelInputs
 from kvllm.compression.registry import METHODS
 from kvllm.compression.sharded_method import ShardedMethod
@@ -121,6 +123,8 @@ def host_block_bytes(engine: EngineConfig, shape: CacheShape) -> int:
 
 def method_state_bytes(engine: EngineConfig, shape: CacheShape) -> int:
     """Bytes that the compression method keeps beside the cache of a rank."""
+    if engine.active_compression and engine.active_compression.spec.learns:
+        return shape.num_layers * LinearFit.bytes_for(shape.num_kv_heads, num_features(shape.head_dim))
     if not engine.keeps_scores:
         return 0
     return AttentionMass.bytes_for(shape, engine.max_num_seqs, engine.max_model_len)

@@ -18,6 +18,7 @@ import torch
 
 from kvllm.attention.base import AttentionBackend
 from kvllm.attention.context import AttentionContext, PartedAttention
+from kvllm.compression.linear_fit import LinearFit
 from kvllm.compression.mass import Softmax
 from kvllm.compression.model_inputs import WithModelInputs
 from kvllm.compression.paged_keys import Keys, PagedKeys
@@ -119,9 +120,15 @@ class Compressor:
         self.reads_blocks = config.spec.reads_blocks and operations.reads_blocks
         self.repeats = config.spec.repeats
         self.query_tokens = QueryTokens(0, 0) if self.repeats else QueryTokens.of(config)
+        self.fits: list[LinearFit] = []
+        self.forget()
         self.options = config.options
         self.block_size = self.cache.shape.block_size
         self.event_bytes = 0
+
+    def forget(self) -> None:
+        """Learn from the beginning, as every rank does when one of them begins again."""
+        self.fits = [LinearFit() for _ in range(self.cache.shape.num_layers)] if self.config.spec.learns else []
 
     def compress(self, jobs: list[CompressionJob], states: dict[int, SequenceState], clock: PhaseClock) -> None:
         """Select and compact, then update the tables and cached lengths of the jobs' sequences.
@@ -154,9 +161,10 @@ class Compressor:
         """For each part, and there for each job, the offsets that its windows keep."""
         windows = [window for job in jobs for window in self._windows_of(job, states[job.seq_id])]
         kept: list[Kept] = [[] for _ in self.parts]
+        query_tokens = self._query_tokens(windows)
         for size, group in groupby(windows, key=_sizes):
             alike = list(group)
-            offsets = np.array(self.query_tokens.offsets(size[0]), dtype=np.int64)
+            offsets = np.array(query_tokens.offsets(size[0]), dtype=np.int64)
             windows_per_pass = max(1, self.max_num_batched_tokens // window_tokens(self.config, size[0]))
             if self.repeats:
                 windows_per_pass = 1  # they are repeated one by one
@@ -165,6 +173,18 @@ class Compressor:
                 for mine, of_part in zip(kept, of_pass, strict=True):
                     mine += of_part
         return [_by_job(of_part, jobs) for of_part in kept]
+
+    def _query_tokens(self, windows: list[Windows]) -> QueryTokens:
+        """The tokens whose queries an event over some windows needs."""
+        layers = [
+            layer
+            for part, of_part in zip(self.parts, zip(*windows, strict=True), strict=False)
+            if any(of_part)
+            for layer in part.layers
+        ]
+        if self.fits and all(self.fits[layer].weights is not None for layer in layers):
+            return QueryTokens(0, 0)
+        return self.query_tokens
 
     def _windows_of(self, job: CompressionJob, state: SequenceState) -> Iterator[Windows]:
         of_parts = [job.of_part(part.index) for part in self.parts]
@@ -202,6 +222,8 @@ class Compressor:
             retain = mine[0].retain
             with clock.measure("score"):
                 inputs = shared | self._inputs(mine, layers, tables[number], size)
+                if self.fits:
+                    inputs["fits"] = [self.fits[layer] for layer in layers]
                 if received:
                     inputs["received"] = torch.stack([received[layer] for layer in layers])
                 chosen = self.select(queries, retain=self._mean_retained(retain), **self.options, **inputs)

@@ -110,6 +110,8 @@ def run_heaviest_steps(runner: ModelRunner, config: EngineConfig) -> None:
     with enough_memory(f"a step of max_num_batched_tokens={tokens} and max_num_seqs={seqs}", "lower these"):
         for plan in (*_prefill(config), *_event(config)):
             runner.execute(plan)
+    if runner.compressor:
+        runner.compressor.forget()  # zeros teach nothing
 
 
 def _prefill(config: EngineConfig) -> Iterator[StepPlan]:

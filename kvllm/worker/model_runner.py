@@ -243,6 +243,8 @@ class ModelRunner:
         self._last = Launched()
         self.free_slots = list(reversed(range(len(self.tables[0].table))))
         self.inputs.clear()
+        if self.compressor:
+            self.compressor.forget()
         if self.offloader:
             self.offloader.reset()
         if self.recall:

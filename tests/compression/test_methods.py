@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kvllm.compression import mass
+from kvllm.compression.linear_fit import LinearFit
 from kvllm.compression.mass import attention_mass
 from kvllm.compression.methods import adakv, chunkkv, kara_sharp, keydiff, pyramidkv, rkv, snapkv
 from kvllm.compression.registry import METHODS
@@ -78,6 +79,7 @@ def call(name, queries, keys, heavy, *, retain, buffer, first_seed=0, **options)
         "chunk_budget": CHUNK_BUDGET, "max_chunk": MAX_CHUNK, "layer": LAYER, "num_layers": NUM_LAYERS,
         "seeds": range(first_seed, first_seed + len(keys)), "capacity": retain + 3, "mass": heavy,
         "carried": None if heavy is None else heavy.clone(), "received": heavy,
+        "fits": [LinearFit()],
         "starts": starts, "last_positions": last_positions, "values": values_of(keys),
         "frequencies": frequencies_of(keys), "statistics": on_device(queries, keys),
         "query_offsets": torch.arange(queries.shape[2] - rows, queries.shape[2], device=queries.device),
@@ -375,6 +377,7 @@ def required_options(name, heavy):
     options |= {"mass": heavy, "query_offsets": torch.arange(heavy.shape[-1]), "starts": [0, 0]}
     options |= {"last_positions": [19, 19], "values": torch.zeros(*heavy.shape, 8), "frequencies": torch.ones(4)}
     options |= {"statistics": statistics_of(4, 8), "carried": heavy.clone(), "received": heavy}
+    options |= {"fits": [LinearFit()]}
     return {key: value for key, value in options.items() if key in METHODS[name].arguments}
 
 
@@ -635,7 +638,7 @@ def literal(name, queries, keys, heavy, seed, retain, buffer, capacity):
     match name:
         case "kara" | "kara_no_bi":
             return literal_kara(queries, keys, retain, buffer, CHUNK_BUDGET, MAX_CHUNK)
-        case "kara_sharp":
+        case "kara_sharp" | "linear_scorer":
             return literal_kara_sharp(queries, keys, retain, buffer, CHUNK_BUDGET, MAX_CHUNK)
         case "kara_no_token2chunk":
             return literal_kara(queries, keys, retain, buffer, 0, MAX_CHUNK)

@@ -40,6 +40,8 @@ def compression_config(method: str, policy: str, **options: Any) -> CompressionC
     common: dict[str, Any] = {"buffer": 4, "chunk_budget": 3, "max_chunk": 5, "query_window": 6}
     if "sketch" in METHODS[method].arguments:
         common["method_options"] = {"sketch": 4}  # among fewer keys than channels, all have the same leverage
+    if METHODS[method].spec.learns:
+        common["method_options"] = {"learned_windows": 4}
     return CompressionConfig(method=method, policy=policy, **(common | sizes | options))
 
 
@@ -66,7 +68,8 @@ class Event:
     """One region that was compressed: `size` entries from `start` on, of a cache that was laid out as `layout`.
 
     length: of the text. kept: offsets `[layers, kv_heads, any]`, padded with -1. moved: False if blocks were let go.
-    queries: that it was scored with, by layer `[Hq, rows, d]`, or None. seed: that the method was given.
+    queries: that it was scored with, by layer `[Hq, rows, d]`, or None. seed, fits: that the method was given, the
+    latter by layer, as they were before.
     """
 
     text: Text
@@ -79,6 +82,7 @@ class Event:
     moved: bool = True
     queries: list[Tensor] | None = None
     seed: int | None = None
+    fits: list[Any] = field(default_factory=list)
 
     @property
     def region(self) -> Tensor:
@@ -146,7 +150,9 @@ class Recorder(BlockingExecutor):
         return logits
 
     def _record_selection(self, queries: Tensor | None, keys: Tensor, **options: Any) -> Tensor:
+        before = {"fits": copy.deepcopy(options["fits"])} if "fits" in options else {}
         kept = self._select(queries, keys, **options)
+        options |= before
         self._selections.append((queries, kept, options))
         return kept
 
@@ -223,18 +229,19 @@ class Recorder(BlockingExecutor):
         self.alive[seq_id] = text
         self.texts.append(text)
 
-    def _windows(self) -> Iterator[tuple[list[Tensor] | None, Tensor, int]]:
-        """For each window: its queries by layer, the offsets kept `[layers, kv_heads, any]`, and its seed."""
+    def _windows(self) -> Iterator[tuple[list[Tensor] | None, Tensor, int, list[Any]]]:
+        """For each window: its queries by layer, the offsets kept `[layers, kv_heads, any]`, its seed, and fits by
+        layer."""
         layers = self.runner.cache.shape.num_layers
         of_layers = [each for selection in self._selections for each in split_layers(*selection)]
         for i in range(0, len(of_layers), layers):  # a pass goes through all layers
             of_pass = of_layers[i : i + layers]
             for window, seed in enumerate(of_pass[0][2]):
-                queries = None if of_pass[0][0] is None else [queries[window] for queries, _, _ in of_pass]
+                queries = None if of_pass[0][0] is None else [queries[window] for queries, *_ in of_pass]
                 kept = torch.nn.utils.rnn.pad_sequence(
-                    [kept[window].T for _, kept, _ in of_pass], batch_first=True, padding_value=-1
+                    [kept[window].T for _, kept, *_ in of_pass], batch_first=True, padding_value=-1
                 ).transpose(1, 2)
-                yield queries, kept, seed
+                yield queries, kept, seed, [fit for *_, fit in of_pass]
 
     def _survivors(self, job: CompressionJob, windows: Iterator) -> Tensor:
         """Note the events of a job -> bool `[layers, kv_heads, entries before]`, which survive it."""
@@ -245,8 +252,8 @@ class Recorder(BlockingExecutor):
         for i in range(job.num_windows):
             start = job.first_block * self.config.block_size + i * stride
             if job.destinations:
-                queries, kept, seed = next(windows)
-                event = Event(text, text.length, start, job.size, job.retain, text.layout, kept, True, queries, seed)
+                queries, kept, *given = next(windows)
+                event = Event(text, text.length, start, job.size, job.retain, text.layout, kept, True, queries, *given)
             else:
                 assert job.num_windows == 1 and job.region_blocks * self.config.block_size == job.dropped
                 kept = torch.arange(job.dropped, job.size).expand(*text.layout.shape[:2], -1)
@@ -313,14 +320,14 @@ class Recorder(BlockingExecutor):
 
 def split_layers(
     queries: Tensor | None, kept: Tensor, options: dict[str, Any]
-) -> Iterator[tuple[Tensor | None, Tensor, list[int]]]:
-    """Queries, offsets kept and seeds of each layer that was selected from in one call."""
+) -> Iterator[tuple[Tensor | None, Tensor, list[int], Any]]:
+    """Queries, offsets kept, seeds and fit of each layer that was selected from in one call."""
     layers = options["layers"]
     assert queries is None or len(layers) == 1
     num_windows = len(kept) // len(layers)
     assert options["seeds"] == options["seeds"][:num_windows] * len(layers)
-    for of_layer in kept.split(num_windows):
-        yield queries, of_layer, options["seeds"][:num_windows]
+    for of_layer, fit in zip(kept.split(num_windows), options.get("fits", [None] * len(layers)), strict=True):
+        yield queries, of_layer, options["seeds"][:num_windows], fit
 
 
 def positions_of(layout: Tensor, size: int) -> Tensor:
@@ -446,6 +453,8 @@ class Expected:
                 options["mass"] = self.mass(layer, event.length, index)[None].float()
             if self.config.observes_scores:
                 options["observed"] = self.observed(layer, event)[None].float()
+            if self.method.spec.learns:
+                options["fits"] = copy.deepcopy(event.fits[layer : layer + 1])
             if received:
                 options["received"] = received[layer][None].float()
             if self.method.spec.carries:
@@ -468,7 +477,8 @@ class Expected:
 
     def _queries(self, event: Event) -> list[Tensor] | None:
         """Queries of the tokens that score, recomputed over what was cached before the event; by layer `[Hq, T, d]`."""
-        if self.method.spec.queries == "none" or self.config.observes_scores:
+        learned = self.method.spec.learns and event.queries is None
+        if self.method.spec.queries == "none" or self.config.observes_scores or learned:
             return None
         positions, visible = event.scoring(self.config)
         visible = visible[..., : self.length]

@@ -42,7 +42,7 @@ def select(
     if keeps_everything(keys, retain, buffer):
         return everything(keys)
     looked_up = scores(queries, keys, buffer, query_offsets, softmax) if observed is None else observed
-    both = _with_distinctness(looked_up, keys)
+    both = with_distinctness(looked_up, keys)
     return choose(both, retain=retain, buffer=buffer, chunk_budget=chunk_budget, max_chunk=max_chunk)
 
 
@@ -59,10 +59,11 @@ def both_scores(
     queries: Tensor | None, keys: Keys, buffer: int, query_offsets: Tensor, softmax: Softmax = PLAIN_SOFTMAX
 ) -> Tensor:
     """`scores`, and how unlike the others each key is: float32 `[S, Hkv, 2, W - buffer]`."""
-    return _with_distinctness(scores(queries, keys, buffer, query_offsets, softmax), keys)
+    return with_distinctness(scores(queries, keys, buffer, query_offsets, softmax), keys)
 
 
-def _with_distinctness(looked_up: Tensor, keys: Keys) -> Tensor:
+def with_distinctness(looked_up: Tensor, keys: Keys) -> Tensor:
+    """What `choose` takes, from scores `[S, Hkv, W - buffer]`."""
     return torch.stack((looked_up, keydiff.scores(keys)[..., : looked_up.shape[-1]]), dim=2)
 
 

@@ -1,0 +1,89 @@
+"""The scores of `kara_sharp`, predicted by a linear map that is learned while the engine runs (ours).
+
+Computing the queries of a window again takes a pass of the model, and says which KV pairs were looked up and what these
+are like. The first windows of an engine are scored so, as by `kara_sharp`, and a ridge regression learns from them, for
+each layer and KV head. From then on it takes the place of the queries, and no pass is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvllm.compression.linear_fit import LinearFit
+from kvllm.compression.mass import PLAIN_SOFTMAX, Softmax
+from kvllm.compression.methods import kara_sharp
+from kvllm.compression.region import everything, keeps_everything
+from kvllm.compression.rotation import pair_lengths, unrotate
+
+
+def select(
+    queries: Tensor | None,
+    keys: Tensor,
+    *,
+    retain: int,
+    buffer: int,
+    chunk_budget: int,
+    max_chunk: int,
+    query_offsets: Tensor,
+    values: Tensor,
+    last_positions: Sequence[int],
+    frequencies: Tensor,
+    fits: Sequence[LinearFit],
+    learned_windows: int = 8,
+    softmax: Softmax = PLAIN_SOFTMAX,
+) -> Tensor:
+    """Choose the KV pairs of a window to keep, per sequence and KV head.
+
+    Args:
+        queries: `[S, Hq, query tokens, d]` in one layer, as for `kara_sharp`, whose choice is made and learned from; or
+            None, where enough was learned.
+        keys: `[S, Hkv, W, d]`, rotated, of successive positions; without queries, of sequences in one layer after the
+            other.
+        retain: KV pairs kept of the W; everything is kept if `retain >= W`.
+        buffer: the last KV pairs of the window, always kept.
+        chunk_budget, max_chunk: see `token2chunk`.
+        query_offsets: int64 `[query tokens]`, the offset of each in the window.
+        values: `[S, Hkv, W, d]`.
+        last_positions: for each row the position of its last key.
+        frequencies: float32 `[d / 2]`, of the rotary embedding.
+        fits: of each layer, for these KV heads. That of a call with queries learns.
+        learned_windows: windows that are learned from.
+
+    Returns:
+        int64 `[S, Hkv, min(retain, W)]`: ascending offsets in the window.
+    """
+    if keeps_everything(keys, retain, buffer):
+        return everything(keys)
+    of_pairs = features(keys, values, last_positions, frequencies)[:, :, : keys.shape[2] - buffer]
+    if queries is None:
+        rows = of_pairs.chunk(len(fits))
+        looked_up = torch.cat([fit.predict(of_layer) for fit, of_layer in zip(fits, rows, strict=True)])
+    else:
+        looked_up = kara_sharp.scores(queries, keys, buffer, query_offsets, softmax)
+        fits[0].add(of_pairs, looked_up, learned_windows)
+    both = kara_sharp.with_distinctness(looked_up, keys)
+    return kara_sharp.choose(both, retain=retain, buffer=buffer, chunk_budget=chunk_budget, max_chunk=max_chunk)
+
+
+def num_features(head_dim: int) -> int:
+    """Of each KV pair."""
+    return head_dim + head_dim // 2 + 2
+
+
+@torch.no_grad()
+def features(keys: Tensor, values: Tensor, last_positions: Sequence[int], frequencies: Tensor) -> Tensor:
+    """What is known of each KV pair without a query. Arguments as for `select`.
+
+    Its key in front of the rotation, the lengths of the key's pairs of channels, the length of its value, and its place
+    in the window.
+
+    Returns:
+        float32 `[S, Hkv, W, num_features]`.
+    """
+    unrotated = torch.stack([unrotate(*each, frequencies) for each in zip(keys, last_positions, strict=True)])
+    lengths = values.float().norm(dim=-1, keepdim=True)
+    places = torch.linspace(0, 1, keys.shape[2], device=keys.device).expand(*keys.shape[:3])[..., None]
+    return torch.cat((unrotated, pair_lengths(keys), lengths, places), dim=-1)

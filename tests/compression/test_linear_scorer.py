@@ -1,0 +1,185 @@
+"""The linear scorer: its map against a ridge regression that is written out in float64, and when it takes over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvllm import CompressionConfig
+from kvllm.compression.linear_fit import RIDGE, LinearFit
+from kvllm.compression.methods import kara_sharp, keydiff, linear_scorer
+from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.engines import greedy, make_llm, random_prompts, random_token_ids, tokens
+from tests.helpers.literal_kara import literal_token2chunk
+from tests.helpers.literal_methods import best, halves, pairs
+
+LENGTH, RETAIN, BUFFER, HEADS, KV_HEADS, WIDTH = 46, 21, 6, 4, 2, 8
+FREQUENCIES = 100.0 ** -torch.linspace(0, 1, WIDTH // 2 + 1)[:-1]
+
+
+def windows_of(seed: int, count: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "queries": torch.randn(count, HEADS, LENGTH, WIDTH, generator=generator) * 2,
+        "keys": torch.randn(count, KV_HEADS, LENGTH, WIDTH, generator=generator),
+        "values": torch.randn(count, KV_HEADS, LENGTH, WIDTH, generator=generator),
+        "last_positions": [LENGTH - 1 + 7 * i for i in range(count)],
+    }
+
+
+def select(windows: dict[str, Any], fits: list[LinearFit], enough: int = 5) -> torch.Tensor:
+    return linear_scorer.select(
+        **windows,
+        retain=RETAIN,
+        buffer=BUFFER,
+        chunk_budget=6,
+        max_chunk=5,
+        query_offsets=torch.arange(LENGTH),
+        frequencies=FREQUENCIES,
+        fits=fits,
+        learned_windows=enough,
+    )
+
+
+def some(windows: dict[str, Any], rows: slice) -> dict[str, Any]:
+    return {name: None if each is None else each[rows] for name, each in windows.items()}
+
+
+def literal_features(windows: dict[str, Any], window: int, head: int) -> np.ndarray:
+    """`[KV pairs in front of the buffer, features]` in float64, rotations taken back by complex numbers."""
+    keys = windows["keys"][window, head].double().numpy()
+    values = windows["values"][window, head].double().numpy()
+    positions = windows["last_positions"][window] - LENGTH + 1 + np.arange(LENGTH)
+    turned = pairs(keys) * np.exp(-1j * np.outer(positions, FREQUENCIES.double().numpy()))
+    lengths, places = np.linalg.norm(values, axis=1), np.arange(LENGTH) / (LENGTH - 1)
+    rows = np.column_stack((halves(turned), abs(turned), lengths, places))
+    return rows[: LENGTH - BUFFER]
+
+
+def literal_weights(windows: dict[str, Any], head: int, count: int) -> np.ndarray:
+    """Least squares over standardized features, with rows that draw each weight to 0."""
+    offsets = torch.arange(LENGTH)
+    scores = kara_sharp.scores(windows["queries"].double(), windows["keys"].double(), BUFFER, offsets)
+    targets = scores[:count, head].double().numpy().ravel()
+    rows = np.concatenate([literal_features(windows, window, head) for window in range(count)])
+    deviations = rows.std(axis=0)
+    standard = (rows - rows.mean(axis=0)) / deviations
+    drawn = np.sqrt(RIDGE * len(rows)) * np.eye(rows.shape[1])
+    stacked = np.concatenate((standard, drawn))
+    found = np.linalg.lstsq(stacked, np.concatenate((targets - targets.mean(), np.zeros(rows.shape[1]))))[0]
+    return found / deviations
+
+
+def test_the_map_is_a_ridge_regression_over_the_first_windows() -> None:
+    windows, fit = windows_of(0, 7), LinearFit()
+    select(windows, [fit])
+    assert fit.weights is not None and fit.weights.shape == (KV_HEADS, linear_scorer.num_features(WIDTH))
+    for head in range(KV_HEADS):
+        expected = literal_weights(windows, head, 5)
+        np.testing.assert_allclose(fit.weights[head].numpy(), expected, rtol=2e-3, atol=1e-5)
+        assert abs(literal_weights(windows, head, 7) - expected).max() > 1e-2
+
+
+def test_windows_may_come_one_by_one() -> None:
+    windows, together, alone = windows_of(1, 6), LinearFit(), LinearFit()
+    select(windows, [together])
+    for i in range(6):
+        assert (alone.weights is None) == (i < 5)
+        select(some(windows, slice(i, i + 1)), [alone])
+    assert alone.weights is not None and together.weights is not None
+    assert torch.equal(alone.weights, together.weights)
+
+
+def test_until_it_has_learned_it_keeps_what_kara_sharp_keeps() -> None:
+    windows = windows_of(2, 3)
+    expected = kara_sharp.select(
+        windows["queries"],
+        windows["keys"],
+        retain=RETAIN,
+        buffer=BUFFER,
+        chunk_budget=6,
+        max_chunk=5,
+        query_offsets=torch.arange(LENGTH),
+    )
+    assert torch.equal(select(windows, [LinearFit()]), expected)
+
+
+def test_without_queries_it_keeps_what_the_map_scores_highest() -> None:
+    """In two layers at once, of which each has a map of its own; a quarter goes to distinct keys."""
+    fits = [LinearFit(), LinearFit()]
+    for seed, fit in enumerate(fits):
+        select(windows_of(seed, 5), [fit])
+    windows = windows_of(5, 4) | {"queries": None, "last_positions": [60, 81] * 2}
+    kept, total = select(windows, fits), RETAIN - BUFFER
+    for window in range(4):
+        weights = fits[window // 2].weights
+        assert weights is not None
+        unlike = keydiff.scores(windows["keys"][window : window + 1])[0, :, : LENGTH - BUFFER].tolist()
+        for head in range(KV_HEADS):
+            scores = literal_features(windows, window, head) @ weights[head].double().numpy()
+            scores[best(np.array(unlike[head]), total // 4)] = scores.max()
+            expected = literal_token2chunk(scores.astype(np.float32), total, 6, 5)
+            assert kept[window, head, :total].tolist() == expected
+    alone = select(some(windows, slice(2, 3)), fits[1:])
+    assert torch.equal(alone[0], kept[2])
+
+
+def test_a_feature_that_never_varies_counts_nothing() -> None:
+    fit, generator = LinearFit(), torch.Generator().manual_seed(0)
+    features = torch.randn(2, 1, 30, 3, generator=generator)
+    features[..., 1] = 7
+    fit.add(features, 2 * features[..., 0] - features[..., 2], 2)
+    assert fit.weights is not None
+    torch.testing.assert_close(fit.weights, torch.tensor([[2.0, 0, -1]]), rtol=0, atol=0.01)
+
+
+# In the engine
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen3")
+    make_checkpoint(path, "qwen3", head_dim=16)
+    return path
+
+
+def test_queries_are_computed_again_until_it_has_learned(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For six windows, and again after what a failed step may have left behind."""
+    compression = CompressionConfig(
+        method="linear_scorer",
+        period=8,
+        window_blocks=3,
+        buffer=4,
+        chunk_budget=4,
+        method_options={"learned_windows": 6},
+    )
+    llm = make_llm(checkpoint, block_size=8, compression=compression)
+    runner = llm.llm_engine.executor.runner
+    passes, recompute = list[int](), runner.model.recompute_queries
+    runner.model.recompute_queries = lambda token_ids, *args: (
+        passes.append(len(token_ids) // 24) or recompute(token_ids, *args)
+    )
+    tokens(llm, random_prompts(256, (3, 17, 30)), greedy(120))
+    assert 6 <= sum(passes) < 9 < llm.stats().windows_compressed
+    assert all(fit.windows == 6 and fit.weights is not None for fit in runner.compressor.fits)
+    seen = sum(passes)
+    tokens(llm, random_prompts(256, (3, 17)), greedy(90))
+    assert sum(passes) == seen
+    llm.llm_engine.add_request("failing", random_token_ids(3)[0], greedy(5))
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(runner.model, "forward", lambda *_: 1 / 0)
+        llm.llm_engine.step()
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+    tokens(llm, random_prompts(256, (3, 17)), greedy(120))
+    assert sum(passes) >= seen + 6
+
+
+def test_what_it_learns_from_counts_as_memory_of_the_cache(checkpoint: Path) -> None:
+    """Three layers and two KV heads; 16 channels, 8 pairs of them, two lengths, and the target and a constant."""
+    llm = make_llm(checkpoint, compression=CompressionConfig(method="linear_scorer", buffer=4))
+    assert llm.stats().method_state_bytes == 3 * 2 * 28**2 * 8
