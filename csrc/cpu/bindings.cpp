@@ -22,6 +22,9 @@ STABLE_TORCH_LIBRARY(kvllm, m) {
       "bool squared=False, float soft_cap=0.0, Tensor? sinks=None) -> Tensor");
   m.def(
       "key_scores(Tensor queries, Tensor key_cache, Tensor block_tables, Tensor last_kv_index, float scale) -> Tensor");
+  m.def(
+      "exchange_pairs(Tensor(a!) resident, Tensor(b!) dropped, Tensor(c!) upper, Tensor movable, Tensor? sinks, int "
+      "most, float limit) -> (Tensor, Tensor, Tensor)");
   m.def("store_kv(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor keys, Tensor values, Tensor slots) -> ()");
   m.def("copy_blocks(Tensor(a!) cache, Tensor sources, Tensor destinations) -> ()");
   m.def("compact(Tensor(a!) cache, Tensor kept, Tensor sources, Tensor destinations) -> ()");
@@ -51,6 +54,7 @@ STABLE_TORCH_LIBRARY_IMPL(kvllm, CPU, m) {
   m.impl("paged_attention", TORCH_BOX(&kvllm::paged_attention));
   m.impl("attention_mass", TORCH_BOX(&kvllm::attention_mass));
   m.impl("key_scores", TORCH_BOX(&kvllm::key_scores));
+  m.impl("exchange_pairs", TORCH_BOX(&kvllm::exchange_pairs));
   m.impl("store_kv", TORCH_BOX(&kvllm::store_kv));
   m.impl("copy_blocks", TORCH_BOX(&kvllm::copy_blocks));
   m.impl("compact", TORCH_BOX(&kvllm::compact));

@@ -4,6 +4,7 @@
 #include "attention_kernel.h"
 #include "code_scores.h"
 #include "elementwise_kernel.h"
+#include "exchange_kernel.h"
 #include "float_product.h"
 #include "integer_product.h"
 #include "key_scores_kernel.h"
@@ -38,6 +39,7 @@ constexpr Kernels make_kernels() {
       .quantize = {nullptr, quantize_int8<T>, quantize_int4<T>, quantize_float8<T>},
       .merge = merge,
       .add_window = add_window,
+      .exchange = exchange,
       .attention_mass = attention_mass<T, Score>,
       .rms_norm = rms_norm<T>,
       .add_rms_norm = add_rms_norm<T>,

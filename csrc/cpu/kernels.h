@@ -172,6 +172,24 @@ struct ProductKernels {
   void (*multiply)(const Product& arguments, const ProductPart& part, float* workspace);
 };
 
+// What the queries of one KV head of a sequence attend: scores of `residents` KV pairs and of `dropped_pairs` others,
+// in a row for each query. upper: at least the scores that these had before they were stored; it may be `dropped`.
+// movable: residents that may change places. Query i has a learned score sinks[i % group] in its softmax, unless
+// `sinks` is null.
+struct ExchangeHead {
+  float* resident;
+  float* dropped;
+  float* upper;
+  const bool* movable;
+  const float* sinks;
+  int queries;
+  int group;
+  int residents;
+  int dropped_pairs;
+  int most;     // exchanges; no more than there are pairs of either kind
+  float limit;  // of the share of a query's attention in dropped pairs that ends exchanges; below 0 if there is none
+};
+
 // What depends on how the cache holds KV pairs; null for formats of keys and values that no cache has together.
 struct KVKernels {
   // Queries against KV pairs, as far as each attends them. The beginning of `following`, which this thread will
@@ -196,6 +214,11 @@ struct Kernels {
   // See window_kernel.h.
   void (*add_window)(float* scores, int num_queries, int stride, int count, bool squared, const float* sinks,
                      float* added);
+
+  // Which dropped pairs change places with residents: arriving[i] with leaving[i] for i below `count`. Scores do so,
+  // too. Returns the largest bound on the share of a query's attention in dropped pairs, behind the exchanges.
+  // `workspace` has a float for each pair and three for each query, `arriving` and `leaving` have room for `most`.
+  float (*exchange)(const ExchangeHead& head, float* workspace, int32_t* arriving, int32_t* leaving, int* count);
 
   // mass[key] <- sum of the softmax weights, or their squares, that `num_queries` queries give it, each over the first
   // `attended` (one number for each) of `num_keys` dense keys, with a learned score of each in `sinks`, unless that is

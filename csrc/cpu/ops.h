@@ -11,6 +11,7 @@
 #include <atomic>
 #include <cstdint>
 #include <optional>
+#include <tuple>
 #include <vector>
 
 #include "isa.h"
@@ -41,6 +42,11 @@ Tensor attention_mass(const Tensor& queries, const Tensor& keys, int64_t num_sco
 // token.
 Tensor key_scores(const Tensor& queries, const Tensor& key_cache, const Tensor& block_tables,
                   const Tensor& last_kv_index, double scale);
+// Exchanges of each sequence and KV head, see ExchangeHead: of scores `[sequences, kv_heads, queries, pairs]` bounds
+// float32 `[sequences, kv_heads]`, counts int32, and arriving and leaving pairs int32 `[sequences, kv_heads, 2, most]`.
+std::tuple<Tensor, Tensor, Tensor> exchange_pairs(const Tensor& resident, const Tensor& dropped, const Tensor& upper,
+                                                  const Tensor& movable, const std::optional<Tensor>& sinks,
+                                                  int64_t most, double limit);
 void store_kv(const Tensor& key_cache, const Tensor& value_cache, const Tensor& keys, const Tensor& values,
               const Tensor& slots);
 void copy_blocks(const Tensor& cache, const Tensor& sources, const Tensor& destinations);

@@ -1,13 +1,35 @@
 """Recall: the attention that misses what was dropped, and which dropped KV pairs change places with residents.
 
 Shapes: R sequences, H KV heads, G queries of each KV head, N resident pairs, P dropped pairs, d channels. Queries are
-scaled as attention scales them. Functions keep the dtype of their arguments.
+scaled as attention scales them.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+from kvllm._extension import operator
+
+NO_LIMIT = -1.0
+
+
+class Exchanges(NamedTuple):
+    """KV pairs that change places, E of them.
+
+    bounds: float32 `[R, H]`, at least the share of attention that lies in dropped pairs behind the exchanges, of the
+        query that misses most.
+    row, head, arriving, leaving: int64 `[E]`, the sequence and KV head of each, its dropped pair and its resident. All
+        of a row and head are different pairs. Rows ascend.
+    """
+
+    bounds: Tensor
+    row: Tensor
+    head: Tensor
+    arriving: Tensor
+    leaving: Tensor
 
 
 def upper_scores(scores: Tensor, queries: Tensor, errors: Tensor) -> Tensor:
@@ -19,37 +41,31 @@ def upper_scores(scores: Tensor, queries: Tensor, errors: Tensor) -> Tensor:
     return scores + queries.norm(dim=-1)[..., None] * errors[:, :, None]
 
 
-def missing_mass(resident: Tensor, upper: Tensor) -> Tensor:
-    """An upper bound on the share of each query's attention that would lie in dropped pairs: `[R, H, G]`.
+def exchange(
+    resident: Tensor,
+    dropped: Tensor,
+    upper: Tensor,
+    movable: Tensor,
+    most: int,
+    limit: float | None = None,
+    sinks: Tensor | None = None,
+) -> Exchanges:
+    """Choose the dropped pairs that are attended most and the residents that are attended least, as long as the former
+    are attended more: at most `most` in each row and head. What a pair is worth is the largest share that a query gives
+    it, of what residents have in its softmax.
 
-    resident: `[R, H, G]`, the logarithm of the sum of what residents, and a learned sink, have in the softmax.
-    upper: `[R, H, G, P]`, from `upper_scores`; -inf where there is no pair.
+    resident: float32 `[R, H, G, N]`. dropped: float32 `[R, H, G, P]`, with the keys as they are stored. upper: as many,
+        at least the scores with the keys as they were. All three are -inf where there is no pair, and change places as
+        the pairs do; `upper` may be `dropped`.
+    movable: bool `[R, N]`, residents that may leave.
+    limit: exchange only where a query may have more than this share of its attention in dropped pairs, and until it has
+        not. None: as many as are worth it.
+    sinks: float32 `[H * G']`, learned scores of the query heads of a token. G is a multiple of G', with the heads of a
+        token beside each other.
     """
-    return torch.sigmoid(upper.logsumexp(-1) - resident)
-
-
-def candidates(gain: Tensor, loss: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The dropped pairs that are worth most and the residents that are worth least, at most `most` in each of M rows.
-
-    gain: `[M, P]`, what dropped pairs are worth. loss: `[M, N]`, what residents are; inf for one that stays.
-
-    Returns:
-        arriving, leaving: int64 `[M, E]`, of which each may change places with its counterpart.
-        is_gain: bool `[M, E]`, where the former is worth more than the latter. So it is for the first ones of a row.
-    """
-    most = min(most, gain.shape[1], loss.shape[1])
-    gain, arriving = gain.topk(most)
-    loss, leaving = loss.topk(most, largest=False)
-    return arriving, leaving, gain > loss
-
-
-def num_needed(missing: Tensor, arriving: Tensor, leaving: Tensor, limit: float) -> Tensor:
-    """How many exchanges of each row leave at most `limit` of each query's attention in dropped pairs: int64 `[M, 1]`.
-    Where all are too few, all.
-
-    missing: `[M, G]`, the share of each query's attention in dropped pairs, or a bound on it.
-    arriving, leaving: `[M, G, E]`, the shares of the pairs that change places, one exchange behind the other.
-    """
-    after = missing[..., None] + (leaving - arriving).cumsum(-1)
-    too_much = after.amax(1) > limit
-    return 1 + too_much.long().cumprod(-1).sum(-1, keepdim=True)
+    bounds, counts, pairs = operator("exchange_pairs")(
+        resident, dropped, upper, movable, sinks, most, NO_LIMIT if limit is None else limit
+    )
+    row, head, place = (torch.arange(pairs.shape[-1]) < counts[..., None]).nonzero(as_tuple=True)
+    arriving, leaving = pairs[row, head, :, place].long().unbind(-1)
+    return Exchanges(bounds, row, head, arriving, leaving)

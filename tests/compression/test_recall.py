@@ -1,4 +1,4 @@
-"""The arithmetic of recall: bounds in float64, and which pairs change places."""
+"""The arithmetic of recall: bounds against float64, and which pairs change places."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvllm.compression.recall import candidates, missing_mass, num_needed, upper_scores
+from kvllm.compression.recall import exchange, upper_scores
 from kvllm.kvcache.formats import KV_FORMATS
 from kvllm.kvcache.quantize import codec
+from tests.helpers.exchange_checks import assert_exchanges
 
 
 @pytest.mark.parametrize("name", [None, *KV_FORMATS])
@@ -24,30 +25,60 @@ def test_no_mass_exceeds_its_bound(name: str | None, seed: int, scale: float, nu
         parts = codec(KV_FORMATS[name].keys)
         stored = parts.dequantize(*parts.quantize(stored)).double()
     errors = (stored - keys[:, :, :num_dropped]).norm(dim=-1)
-    scores = queries @ keys.mT
-    mass = scores.softmax(-1)[..., :num_dropped].sum(-1)
-    upper = upper_scores(queries @ stored.mT, queries, errors)
-    bound = missing_mass(scores[..., num_dropped:].logsumexp(-1), upper)
-    assert (mass <= bound + 1e-12).all()
+    scores, of_stored = queries @ keys.mT, queries @ stored.mT
+    mass = scores.softmax(-1)[..., :num_dropped].sum(-1).amax(-1)
+    upper = upper_scores(of_stored, queries, errors)
+    given = [each.float().contiguous() for each in (scores[..., num_dropped:], of_stored, upper)]
+    bound = exchange(*given, torch.zeros(2, 5, dtype=torch.bool), 1).bounds
+    assert (mass <= bound + 1e-5 * scale.__ceil__()).all()
     if name is None:
-        assert torch.allclose(mass, bound)
+        assert torch.allclose(mass.float(), bound, atol=1e-5 * scale.__ceil__())
 
 
-def test_the_best_dropped_pairs_replace_the_worst_residents() -> None:
-    gain = torch.tensor([[0.5, 3.0, 2.0], [0.0, -1.0, 9.0]])
-    loss = torch.tensor([[torch.inf, 1.0, 0.1, 2.5], [0.5, torch.inf, torch.inf, torch.inf]])
-    arriving, leaving, is_gain = candidates(gain, loss, 3)
-    assert arriving.tolist() == [[1, 2, 0], [2, 0, 1]]
-    assert leaving[:, 0].tolist() == [2, 0] and leaving[0].tolist() == [2, 1, 3]
-    assert is_gain.tolist() == [[True, True, False], [True, False, False]]
-    assert [each.shape[1] for each in candidates(gain, loss, 1)] == [1, 1, 1]
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    sizes=st.tuples(st.integers(1, 3), st.integers(1, 2), st.integers(1, 2), st.integers(1, 2)),
+    pairs=st.tuples(st.integers(1, 90), st.integers(1, 90)),
+    most=st.integers(1, 40),
+    limit=st.sampled_from([None, 0.0, 0.05, 0.3, 0.9]),
+    has_sinks=st.booleans(),
+)
+def test_exchanges_are_those_of_float64(
+    seed: int,
+    sizes: tuple[int, int, int, int],
+    pairs: tuple[int, int],
+    most: int,
+    limit: float | None,
+    has_sinks: bool,
+) -> None:
+    assert_exchanges(seed, sizes, pairs, most, limit, has_sinks)
 
 
 def test_exchanges_end_where_the_bound_is_met() -> None:
-    """In the second row one query has enough after the first exchange, the other after none."""
-    missing = torch.tensor([[0.5, 0.1], [0.5, 0.5], [0.3, 0.3]])
-    arriving = torch.tensor([[[0.2, 0.2, 0.09], [0.0, 0.0, 0.0]], [[0.48, 0.01, 0.0], [0.1, 0.05, 0.0]]])
-    arriving = torch.cat((arriving, torch.full((1, 2, 3), 0.26)))
-    leaving = torch.full((3, 2, 3), 0.001)
-    assert num_needed(missing, arriving, leaving, 0.12).tolist() == [[2], [4], [1]]
-    assert num_needed(missing, arriving, leaving, 0.05).tolist() == [[4], [4], [1]]
+    """One exchange brings a query from 0.5 below 0.3, and another one would be worth it, too."""
+    resident = torch.tensor([0.5, 0.0, 0.0]).log().expand(1, 1, 1, -1).contiguous()
+    dropped = torch.tensor([0.3, 0.2]).log().expand(1, 1, 1, -1).contiguous()
+    movable = torch.tensor([[False, True, True]])
+    assert len(exchange(resident.clone(), dropped.clone(), dropped.clone(), movable, 9).row) == 2
+    found = exchange(resident, dropped, dropped, movable, 9, 0.3)
+    assert found.arriving.tolist() == [0] and found.leaving.tolist() == [1]
+    assert found.bounds.item() == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"dropped": torch.zeros(1, 2, 2, 4)}, "dimension 1 of dropped"),
+        ({"upper": torch.zeros(1, 1, 2, 5)}, "dimension 3 of upper"),
+        ({"movable": torch.zeros(1, 4, dtype=torch.bool)}, "dimension 1 of movable"),
+        ({"resident": torch.zeros(1, 1, 2, 3, dtype=torch.float64)}, "resident has dtype"),
+        ({"sinks": torch.zeros(3)}, "3 sinks for 2 queries"),
+        ({"most": 0}, "at least one exchange"),
+    ],
+)
+def test_wrong_shapes_are_refused(change: dict, words: str) -> None:
+    scores = {"resident": torch.zeros(1, 1, 2, 3), "dropped": torch.zeros(1, 1, 2, 4), "upper": torch.zeros(1, 1, 2, 4)}
+    given = scores | {"movable": torch.zeros(1, 3, dtype=torch.bool), "most": 2} | change
+    with pytest.raises(RuntimeError, match=words):
+        exchange(**given)

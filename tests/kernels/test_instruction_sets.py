@@ -33,6 +33,7 @@ from tests.helpers.elementwise_checks import (
     assert_silu_mul_is_swiglu,
     assert_silu_of_extreme_gates,
 )
+from tests.helpers.exchange_checks import assert_exchanges
 from tests.helpers.key_score_checks import assert_scores
 from tests.helpers.tensors import assert_same_rounding, randn
 
@@ -104,6 +105,13 @@ def check_products() -> None:
                 check(dtype, bits)
 
 
+def check_exchanges() -> None:
+    """Run in a process of its own for each instruction set."""
+    for seed, limit in enumerate((None, 0.05, 0.3, 0.9)):
+        for pairs in ((1, 1), (15, 90), (77, 16), (200, 170)):
+            assert_exchanges(seed, (3, 2, 2, 2), pairs, most=20, limit=limit, has_sinks=seed % 2 == 1)
+
+
 @pytest.mark.parametrize("isa", LEVELS)
 def test_every_instruction_set(isa: str) -> None:
     script = (
@@ -114,6 +122,7 @@ def test_every_instruction_set(isa: str) -> None:
         "test_instruction_sets.check_quantized_cache()\n"
         "test_instruction_sets.check_elementwise()\n"
         "test_instruction_sets.check_products()\n"
+        "test_instruction_sets.check_exchanges()\n"
         "print(operator('cpu_isa')())\n"
     )
     result = subprocess.run(
