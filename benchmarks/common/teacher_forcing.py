@@ -42,7 +42,7 @@ class Forced(BlockingExecutor):
         result = self.inner.execute(plan)
         sampled = plan.decodes.seq_ids + [chunk.seq_id for chunk in plan.chunks if chunk.samples]
         if self.observe and sampled:
-            self.observe(self._logits, sampled, [self.counts[seq_id] for seq_id in sampled])
+            self.observe(self._logits.float(), sampled, [self.counts[seq_id] for seq_id in sampled])
         pairs = zip(sampled, result.tokens, strict=True)
         return msgspec.structs.replace(result, tokens=[self._choose(seq_id, token) for seq_id, token in pairs])
 

@@ -8,7 +8,6 @@
 namespace kvllm {
 namespace {
 
-constexpr int64_t kThreadingProducts = 100000;
 constexpr int64_t kMaxPartialFloats = 16 << 20;
 
 void check_shape(const AttentionShape& shape) {

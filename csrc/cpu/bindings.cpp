@@ -28,6 +28,7 @@ STABLE_TORCH_LIBRARY(kvllm, m) {
   m.def("store_kv(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor keys, Tensor values, Tensor slots) -> ()");
   m.def("copy_blocks(Tensor(a!) cache, Tensor sources, Tensor destinations) -> ()");
   m.def("compact(Tensor(a!) cache, Tensor kept, Tensor sources, Tensor destinations) -> ()");
+  m.def("most_likely(Tensor logits) -> Tensor");
   m.def("pack_weight(Tensor weight) -> Tensor");
   m.def("unpack_rows(Tensor packed, Tensor indices) -> Tensor");
   m.def("packed_linear(Tensor x, Tensor packed, Tensor? scales, Tensor? bias, int out_features) -> Tensor");
@@ -58,6 +59,7 @@ STABLE_TORCH_LIBRARY_IMPL(kvllm, CPU, m) {
   m.impl("store_kv", TORCH_BOX(&kvllm::store_kv));
   m.impl("copy_blocks", TORCH_BOX(&kvllm::copy_blocks));
   m.impl("compact", TORCH_BOX(&kvllm::compact));
+  m.impl("most_likely", TORCH_BOX(&kvllm::most_likely));
   m.impl("pack_weight", TORCH_BOX(&kvllm::pack_weight));
   m.impl("unpack_rows", TORCH_BOX(&kvllm::unpack_rows));
   m.impl("packed_linear", TORCH_BOX(&kvllm::packed_linear));

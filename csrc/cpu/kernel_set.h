@@ -8,6 +8,7 @@
 #include "float_product.h"
 #include "integer_product.h"
 #include "key_scores_kernel.h"
+#include "largest_kernel.h"
 #include "mass_kernel.h"
 #include "product_kernel.h"
 #include "quantize_kernel.h"
@@ -43,6 +44,7 @@ constexpr Kernels make_kernels() {
       .attention_mass = attention_mass<T, Score>,
       .rms_norm = rms_norm<T>,
       .add_rms_norm = add_rms_norm<T>,
+      .largest = largest<T>,
       .silu_mul = silu_mul<T>,
       .rotary = rotary<T>,
       .product = {widen_to<T, typename P::Operand>, part_rows, product<T, P>},

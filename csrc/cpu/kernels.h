@@ -202,6 +202,12 @@ struct KVKernels {
                      int64_t stride);
 };
 
+// A number and its place.
+struct Largest {
+  float number;
+  int64_t index;
+};
+
 // Pointers are to float or BFloat16, one table for each. Matrices are dense `[rows, width]`.
 struct Kernels {
   int element_size;
@@ -231,6 +237,8 @@ struct Kernels {
   void (*rms_norm)(const void* x, const void* weight, void* out, int64_t rows, int64_t width, float eps);
   void (*add_rms_norm)(void* residual, const void* x, const void* weight, void* out, int64_t rows, int64_t width,
                        float eps);
+  // The first of the largest of numbers begin .. end - 1; the first NaN where there is one.
+  Largest (*largest)(const void* numbers, int64_t begin, int64_t end);
   void (*silu_mul)(const void* gate_up, void* out, int64_t rows, int64_t width);
   void (*rotary)(const Rotary& arguments, int64_t begin, int64_t end);
 

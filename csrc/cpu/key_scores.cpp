@@ -7,8 +7,6 @@
 namespace kvllm {
 namespace {
 
-constexpr int64_t kThreadingProducts = 100000;
-
 struct KeyScores {
   int64_t sequences, tokens, query_heads, head_dim, num_blocks, kv_heads, block_size, table_width;
   VectorFormat format;

@@ -52,6 +52,9 @@ void store_kv(const Tensor& key_cache, const Tensor& value_cache, const Tensor& 
 void copy_blocks(const Tensor& cache, const Tensor& sources, const Tensor& destinations);
 void compact(const Tensor& cache, const Tensor& kept, const Tensor& sources, const Tensor& destinations);
 
+// logits `[rows, tokens]` -> int64 `[rows]`, the first of the largest of each row, -1 where that is not finite.
+Tensor most_likely(const Tensor& logits);
+
 // [out, in] -> the order in which products read it: `[out / 16, in / c, 16, c]`, c = 2 for bfloat16, 1 for float32, and
 // rows of zeros up to a multiple of 16.
 Tensor pack_weight(const Tensor& weight);
@@ -182,6 +185,9 @@ void for_each_in_shares(int64_t count, const Upcoming& upcoming, const Body& bod
 
 // Elements below which a loop over memory is faster on one thread.
 constexpr int64_t kGrainElements = 32768;
+
+// Products of scores below which attention is faster on one thread.
+constexpr int64_t kThreadingProducts = 100000;
 
 // body(begin, end) over rows of `width` elements, on several threads where there is enough to do.
 template <class Body>

@@ -552,6 +552,14 @@ inline void store_pairs(float* p, Vec first, Vec second) {
 inline Vec rounded_to(Vec x, const float*) { return x; }
 inline Vec rounded_to(Vec x, const BFloat16*) { return round_to_bfloat16(x); }
 
+inline float to_number(float x) { return x; }
+inline float to_number(BFloat16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float number;
+  __builtin_memcpy(&number, &bits, sizeof(number));
+  return number;
+}
+
 // e^x to 1e-7 relative; 0 below -87, e^88 above 88, NaN stays NaN.
 inline Vec exp(Vec x) {
   const Vec low = broadcast(-87.0f), shift = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvllm._extension import operator
 from kvllm.sampling_params import SamplingParams
 from kvllm.worker.transfer import to_device
 
@@ -57,12 +58,9 @@ def most_likely(logits: Tensor) -> Tensor:
         from kvllm.kernels.sampling import Maxima
 
         return Maxima.of(logits).most_likely()
-    if logits.device.type == "cpu":  # NumPy's argmax takes a tenth of the time of torch's
-        rows = logits.numpy()
-        found = rows.argmax(-1)
-        found[~np.isfinite(rows[np.arange(len(rows)), found])] = NO_TOKEN
-        return torch.from_numpy(found)
-    highest, chosen = logits.max(-1)  # the maximum of a row with a NaN is a NaN, in NumPy too
+    if logits.device.type == "cpu":
+        return operator("most_likely")(logits)
+    highest, chosen = logits.max(-1)  # the maximum of a row with a NaN is a NaN
     return chosen.masked_fill_(~highest.isfinite(), NO_TOKEN)
 
 

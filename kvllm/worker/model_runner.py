@@ -159,9 +159,10 @@ class ModelRunner:
         for batch in inputs.batches():
             self.backend.before_replay(batch)
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[R, hidden_size]` -> `[R, vocab_size]`, of which every rank computes a part."""
-        return self.model.logits(hidden, rounded=reads_in_place(hidden))
+    def _logits(self, hidden: torch.Tensor, *, plain: bool = False) -> torch.Tensor:
+        """`[R, hidden_size]` -> `[R, vocab_size]`, of which every rank computes a part. plain: nothing but the largest
+        of each row will be looked for."""
+        return self.model.logits(hidden, rounded=plain or reads_in_place(hidden))
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run a plan to its end."""
@@ -463,7 +464,7 @@ class ModelRunner:
     def _last_logits(self, batch: StepBatch, hidden: torch.Tensor, numbers: Sequence[int]) -> LastLogits:
         """Of some sequences of a batch, from hidden states `[T, hidden_size]`."""
         if batch.only_decodes:
-            return LastLogits(self._logits(hidden))
+            return LastLogits(self._logits(hidden, plain=batch.decode_rows.is_plain))
         ends = list(accumulate(batch.num_tokens))
         rows = [ends[number] - 1 for number in numbers]
         in_order = rows == list(range(len(rows)))

@@ -91,6 +91,7 @@ class SampleRows:
     """The rows of a step's logits: `all` of them, and the numbers of those that need more than the most likely token.
 
     special: rows that are not plain. reported: rows that asked for log probabilities, each with how many.
+    is_plain: whether there are neither.
     """
 
     def __init__(self, rows: list[SampleRow]) -> None:
@@ -98,13 +99,15 @@ class SampleRows:
         self.special = [i for i, row in enumerate(rows) if not row.is_plain]
         logprobs = [row.params.logprobs for row in rows]
         self.reported = {i: count for i, count in enumerate(logprobs) if count is not None}
+        self.is_plain = not self.special and not self.reported
 
 
 def sample(logits: Tensor, of_step: SampleRows, most_likely: Tensor | None = None) -> Samples:
     """Sample one token for each row. What one row makes fail gives that row alone an error instead of a token.
 
     Args:
-        logits: [R, V] float32, or of the model's dtype where `draws.reads_in_place`; not modified.
+        logits: [R, V] float32, or of the model's dtype where `draws.reads_in_place` or all rows are plain; not
+            modified.
         of_step: with R rows.
         most_likely: int64 [R], if it is known already; not modified.
     """

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from kvllm.models import elementwise
+from kvllm.worker.draws import most_likely
 from tests.helpers.tensors import assert_same_rounding, cos_sin_table, randn
 
 EPS = 1e-6
@@ -51,3 +53,18 @@ def assert_bfloat16_rounds_to_even() -> None:
     expected = residual + x
     elementwise.add_rms_norm(residual, x, torch.ones(4).bfloat16(), EPS)
     assert residual.tolist() == expected.tolist() == [[1.0, 1.015625, 3.0, -1.0]]
+
+
+def assert_most_likely_is_argmax(dtype: torch.dtype) -> None:
+    """NumPy's: the first of equal numbers, and none where the largest is no finite number."""
+    for width in (1, 7, 256, 300, 1027, 3 * 32768 + 515):
+        logits = (4 * randn(6, width + 1, dtype=dtype)).round()[:, 1:]  # many ties; the first number is not aligned
+        logits[1] = -torch.inf
+        logits[2, : width // 2] = -torch.inf
+        logits[3, width // 3] = torch.nan
+        logits[4, width - 1] = torch.inf
+        logits[5, width // 2 :] = 99.0
+        rows = logits.float().numpy()
+        expected = np.where(np.isfinite(rows.max(-1)), rows.argmax(-1), -1)
+        assert most_likely(logits).tolist() == expected.tolist()
+        assert most_likely(logits[5:]).tolist() == [width // 2]

@@ -13,6 +13,7 @@ from kvllm.models import elementwise
 from tests.helpers.elementwise_checks import (
     assert_bfloat16_rounds_to_even,
     assert_bits_of_a_row_do_not_depend_on_the_others,
+    assert_most_likely_is_argmax,
     assert_rotary_in_bfloat16,
     assert_silu_mul_is_swiglu,
     assert_silu_of_extreme_gates,
@@ -57,6 +58,11 @@ def test_rotary_in_bfloat16(kv_heads: int, normalize: bool) -> None:
 
 def test_bits_of_a_row_do_not_depend_on_the_others() -> None:
     assert_bits_of_a_row_do_not_depend_on_the_others()
+
+
+@DTYPES
+def test_most_likely_is_argmax(dtype: torch.dtype) -> None:
+    assert_most_likely_is_argmax(dtype)
 
 
 def test_bfloat16_rounds_to_even() -> None:

@@ -29,6 +29,7 @@ from tests.helpers.elementwise_checks import (
     EPS,
     assert_bfloat16_rounds_to_even,
     assert_bits_of_a_row_do_not_depend_on_the_others,
+    assert_most_likely_is_argmax,
     assert_rotary_in_bfloat16,
     assert_silu_mul_is_swiglu,
     assert_silu_of_extreme_gates,
@@ -88,6 +89,7 @@ def check_elementwise() -> None:
         expected = elementwise.torch_add_rms_norm(residual.clone(), x, weight, EPS)
         assert_same_rounding(elementwise.add_rms_norm(residual, x, weight, EPS), expected)
         assert_silu_mul_is_swiglu(11, 143, dtype)
+        assert_most_likely_is_argmax(dtype)
     assert_silu_of_extreme_gates()
     for kv_heads in (0, 2):
         for normalize in (False, True):

@@ -19,11 +19,12 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from kvllm import LLM
 from kvllm.core.protocol import SampledToken
 from kvllm.errors import ConfigError
 from kvllm.outputs import CompletionOutput, RequestOutput
 from kvllm.sampling_params import SamplingParams
-from kvllm.worker import sampler
+from kvllm.worker import model_runner, sampler
 from kvllm.worker.draws import filter_logits
 from kvllm.worker.penalties import penalize
 from kvllm.worker.sampler import SampleRow, SampleRows, uniform
@@ -491,3 +492,25 @@ def test_some_token_comes_whatever_is_forbidden():
         ({"bad_words_token_ids": [[2]], "stop_token_ids": [0, 1], "min_tokens": 3}, 1),
     ):
         assert token_ids(sample(logits, [row_of(temperature=0, **options)])) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        ({"temperature": 0}, torch.bfloat16),
+        ({"temperature": 0, "logprobs": 1}, torch.float32),
+        ({"temperature": 0, "presence_penalty": 0.5}, torch.float32),
+        ({"temperature": 1.0, "seed": 0}, torch.float32),
+    ],
+    ids=str,
+)
+def test_logits_are_widened_where_more_than_the_largest_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, float], dtype: torch.dtype
+) -> None:
+    """In steps that only decode; the first token comes from a prompt."""
+    found = []
+    sample = model_runner.sample
+    monkeypatch.setattr(model_runner, "sample", lambda *args: (found.append(args[0].dtype), sample(*args))[1])
+    llm = LLM(num_gpu_blocks_override=4, dtype="bfloat16")
+    llm.generate(["2"], SamplingParams(max_tokens=3, ignore_eos=True, **options), use_tqdm=False)
+    assert found == [torch.float32, dtype, dtype]
