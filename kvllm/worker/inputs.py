@@ -131,8 +131,8 @@ class _PartialInputs:
     """Inputs of a step without the slots of its tokens, and what they follow from.
 
     table_slots, cached_lengths: `[S]`, of the sequences; token_slots, `[T]`, of the query tokens. Of each part of the
-    KV groups: num_blocks, `[S]`, in the tables of the sequences; num_replacements, of the tables; kv_index, `[T]`,
-    where in its sequence's table the KV pair of each query token will be.
+    KV groups: num_blocks, `[S]`, in the tables of the sequences; num_replacements and num_appends, of the tables;
+    kv_index, `[T]`, where in its sequence's table the KV pair of each query token will be.
     """
 
     states: list[SequenceState]
@@ -140,6 +140,7 @@ class _PartialInputs:
     cached_lengths: np.ndarray
     num_blocks: list[np.ndarray]
     num_replacements: list[int]
+    num_appends: list[int]
     table_slots: np.ndarray
     token_slots: np.ndarray
     kv_index: list[np.ndarray]
@@ -179,6 +180,7 @@ class _PartialInputs:
             lengths.cached[table_slots],
             [part.num_blocks[table_slots] for part in tables],
             [part.num_replacements for part in tables],
+            [part.num_appends for part in tables],
             table_slots,
             np.repeat(table_slots, num_tokens),
             kv_index,
@@ -216,6 +218,9 @@ class _PartialInputs:
     def add_new_blocks(self, tables: Sequence[BlockTables]) -> None:
         """Tables that have grown since they were written."""
         for number, (part, of_part) in enumerate(zip(tables, self.tensors.parts, strict=True)):
+            if part.num_appends == self.num_appends[number]:
+                continue
+            self.num_appends[number] = part.num_appends
             num_blocks = part.num_blocks[self.table_slots]
             grown = np.flatnonzero(num_blocks != self.num_blocks[number])
             if len(grown):
@@ -233,4 +238,5 @@ def _write(tensor: torch.Tensor, values: list[int] | np.ndarray, *, spare: int =
     """`values`, then `spare`, along the first dimension of a tensor on the host."""
     array = tensor.numpy()
     array[: len(values)] = values
-    array[len(values) :] = spare
+    if len(values) < len(array):
+        array[len(values) :] = spare

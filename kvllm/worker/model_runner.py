@@ -48,7 +48,7 @@ from kvllm.worker.recalling_backend import RecallingBackend
 from kvllm.worker.sampler import SampleRow, Samples, sample
 from kvllm.worker.state import Lengths, SequenceState
 from kvllm.worker.step_batch import BatchKeeper, StepBatch, number_rows, rows_of
-from kvllm.worker.step_inputs import StepInputs
+from kvllm.worker.step_inputs import InputShape, StepInputs
 from kvllm.worker.threads import operators_alone
 from kvllm.worker.timing import PhaseClock
 from kvllm.worker.transfer import to_device
@@ -97,6 +97,8 @@ class ModelRunner:
         self.states: dict[int, SequenceState] = {}
         self._last = Launched()
         self._batches = BatchKeeper()
+        self._shaped: tuple[StepBatch, list[tuple[int, int]], InputShape] | None = None
+        """The last batch, how often tables had changed, and the shape of its inputs."""
         self._reported: set[int] = set()  # sequences whose prompt's log probabilities are asked for and not complete
         self._prompt_reports: list[PromptReport] = []  # of the step
         self.free_slots = list(reversed(range(config.max_num_seqs)))
@@ -214,17 +216,17 @@ class ModelRunner:
                 self._change_table(change)
             forward = self._prepare_forward(plan) if plan.num_seqs else None
 
-        @torch.inference_mode()
         def run(before_pass: Callable[[], None]) -> Launched:
-            with clock.measure("model"):
-                samples, batch = forward(before_pass) if forward else (None, None)
-            if self.graphs and batch and not plan.has_prefill:
-                # The next step is probably one more token of each, and this one still runs.
-                self.graphs.prepare_ahead(batch.states)
-            prompts, self._prompt_reports = self._prompt_reports, []
-            complete = partial(self._complete, plan) if self.offloader or self.recall else None
-            self._last = Launched(samples, clock, event_bytes, prompts, divergences, complete, batch)
-            return self._last
+            with torch.inference_mode():
+                with clock.measure("model"):
+                    samples, batch = forward(before_pass) if forward else (None, None)
+                if self.graphs and batch and not plan.has_prefill:
+                    # The next step is probably one more token of each, and this one still runs.
+                    self.graphs.prepare_ahead(batch.states)
+                prompts, self._prompt_reports = self._prompt_reports, []
+                complete = partial(self._complete, plan) if self.offloader or self.recall else None
+                self._last = Launched(samples, clock, event_bytes, prompts, divergences, complete, batch)
+                return self._last
 
         return run
 
@@ -347,9 +349,12 @@ class ModelRunner:
 
     def _prepare_inputs(self, batch: StepBatch) -> StepInputs:
         """Those of a pass that is not recorded."""
-        num_blocks = [int(part.num_blocks[batch.table_slots].max()) for part in self.tables]
-        shape = self.inputs.shape(sum(batch.num_tokens), len(batch.states), *num_blocks)
-        return self.inputs.prepare(batch.states, batch.num_tokens, shape)
+        changes = [(part.num_appends, part.num_replacements) for part in self.tables]
+        if self._shaped is None or self._shaped[0] is not batch or self._shaped[1] != changes:
+            num_blocks = [int(part.num_blocks[batch.table_slots].max()) for part in self.tables]
+            shape = self.inputs.shape(sum(batch.num_tokens), len(batch.states), *num_blocks)
+            self._shaped = batch, changes, shape
+        return self.inputs.prepare(batch.states, batch.num_tokens, self._shaped[2])
 
     def _extend(self, batch: StepBatch, known: np.ndarray, pending: list[int]) -> tuple[np.ndarray, Place | None]:
         """Give sequences that decode their new tokens. Returns these tokens, and what writes those that only the device

@@ -70,6 +70,7 @@ class BlockTables:
     lengths: of all sequences. table: int32 `[max_num_seqs, max_blocks]`. num_blocks: int64 `[max_num_seqs]`.
     first: int64 `[max_num_seqs]`, how many blocks less than the text a table has (`GroupTable.first`).
     num_replacements: how often blocks of a table were replaced. As long as it stays, tables only grow at their ends.
+    num_appends: how often a table has grown there. As long as both stay, no running sequence's table changes.
     """
 
     def __init__(self, lengths: Lengths, max_blocks: int, block_size: int, *, counts_first: bool = False) -> None:
@@ -80,7 +81,7 @@ class BlockTables:
         self.first = np.zeros(max_num_seqs, dtype=np.int64)
         self.block_size = block_size
         self.counts_first = counts_first
-        self.num_replacements = 0
+        self.num_replacements = self.num_appends = 0
 
     def clear(self, table_slot: int) -> None:
         self.num_blocks[table_slot] = 0
@@ -90,11 +91,13 @@ class BlockTables:
         before = self.num_blocks[table_slot]
         self.table[table_slot, before : before + len(blocks)] = blocks
         self.num_blocks[table_slot] += len(blocks)
+        self.num_appends += 1
 
     def append_one(self, table_slots: np.ndarray, blocks: list[int]) -> None:
         """A block more for each of some tables."""
         self.table[table_slots, self.num_blocks[table_slots]] = blocks
         self.num_blocks[table_slots] += 1
+        self.num_appends += 1
 
     def replace(self, table_slot: int, first: int, count: int, blocks: list[int]) -> None:
         """Blocks `first .. first + count` become `blocks` (not more); what is behind them moves up."""
