@@ -12,14 +12,15 @@ RIDGE = 1e-3
 class LinearFit:
     """From F features of a KV pair to a target, for each KV head, by the first windows that are added.
 
-    Only sums are kept until there are enough windows, and only the map from then on. It has no constant: what is
-    predicted serves to compare KV pairs of a head.
-    windows: added so far. weights: float32 `[Hkv, F]`, None until there are enough.
+    It has no constant: what is predicted serves to compare KV pairs of a head.
+    windows: added so far. weights: float32 `[Hkv, F]`, by these windows; None before the first. is_complete: there are
+        enough, and what they were summed up to is dropped.
     """
 
     def __init__(self) -> None:
         self.windows = 0
         self.weights: Tensor | None = None
+        self.is_complete = False
         self._products = torch.empty(0)  # of each window's rows (1, features, target) with themselves, summed
 
     @staticmethod
@@ -33,13 +34,16 @@ class LinearFit:
 
         features: float32 `[S, Hkv, n, F]`. targets: float32 `[S, Hkv, n]`.
         """
+        if self.is_complete:
+            return
         missing = enough - self.windows
         for of_window in zip(features[:missing], targets[:missing], strict=True):
             product = _products(*of_window)
             self._products = self._products + product if self.windows else product
             self.windows += 1
-        if missing and self.windows == enough:
-            self.weights = _solve(self._products)
+        self.weights = _solve(self._products)
+        if self.windows == enough:
+            self.is_complete = True
             self._products = torch.empty(0)
 
     def predict(self, features: Tensor) -> Tensor:

@@ -53,8 +53,8 @@ class MethodSpec:
         of being computed from all queries afterwards. None: its scores cannot.
     observes: it needs the attention that every KV pair has received so far. This sum belongs to one sequence, so
         sequences share no prefixes.
-    learns: its function has queries for the first windows of an engine alone, and gets what it has learned from them
-        (`fits`) instead, once that is enough.
+    learns: its function keeps what it learns (`fits`), and has queries for the first windows of an engine alone, until
+        that is enough.
     repeats: it needs the attention that the text of a region pays to its KV pairs when it is repeated behind them. That
         takes a pass of the model over the text.
     carries: it gives every KV pair a score that it wants back at the next compression of that pair. That goes with

@@ -182,7 +182,7 @@ class Compressor:
             if any(of_part)
             for layer in part.layers
         ]
-        if self.fits and all(self.fits[layer].weights is not None for layer in layers):
+        if self.fits and all(self.fits[layer].is_complete for layer in layers):
             return QueryTokens(0, 0)
         return self.query_tokens
 

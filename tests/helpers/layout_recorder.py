@@ -69,7 +69,7 @@ class Event:
 
     length: of the text. kept: offsets `[layers, kv_heads, any]`, padded with -1. moved: False if blocks were let go.
     queries: that it was scored with, by layer `[Hq, rows, d]`, or None. seed, fits: that the method was given, the
-    latter by layer, as they were before.
+    latter by layer, with what it has learned from the event.
     """
 
     text: Text
@@ -150,9 +150,9 @@ class Recorder(BlockingExecutor):
         return logits
 
     def _record_selection(self, queries: Tensor | None, keys: Tensor, **options: Any) -> Tensor:
-        before = {"fits": copy.deepcopy(options["fits"])} if "fits" in options else {}
         kept = self._select(queries, keys, **options)
-        options |= before
+        if "fits" in options:
+            options["fits"] = copy.deepcopy(options["fits"])
         self._selections.append((queries, kept, options))
         return kept
 
@@ -454,13 +454,13 @@ class Expected:
             if self.config.observes_scores:
                 options["observed"] = self.observed(layer, event)[None].float()
             if self.method.spec.learns:
-                options["fits"] = copy.deepcopy(event.fits[layer : layer + 1])
+                options["fits"] = event.fits[layer : layer + 1]
             if received:
                 options["received"] = received[layer][None].float()
             if self.method.spec.carries:
                 options["carried"] = self.carried[layer].gather(-1, region)[None].clone()
             chosen = self.method(
-                None if queries is None else queries[layer][None].float(),
+                None if queries is None or self.method.spec.learns else queries[layer][None].float(),
                 keys.take_along_dim(index[..., None], 1).masked_fill(evicted_mask[..., None], torch.nan)[None].float(),
                 retain=mean_retained(event, self.config),
                 buffer=self.config.buffer,

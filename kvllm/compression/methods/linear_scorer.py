@@ -1,8 +1,9 @@
 """The scores of `kara_sharp`, predicted by a linear map that is learned while the engine runs (ours).
 
 Computing the queries of a window again takes a pass of the model, and says which KV pairs were looked up and what these
-are like. The first windows of an engine are scored so, as by `kara_sharp`, and a ridge regression learns from them, for
-each layer and KV head. From then on it takes the place of the queries, and no pass is run.
+are like. A ridge regression learns that from the first windows of an engine, for each layer and KV head, and all
+windows are compressed by what it predicts: the first ones by what was learned so far, from themselves, too. Behind
+these no pass is run.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def select(
     """Choose the KV pairs of a window to keep, per sequence and KV head.
 
     Args:
-        queries: `[S, Hq, query tokens, d]` in one layer, as for `kara_sharp`, whose choice is made and learned from; or
-            None, where enough was learned.
+        queries: `[S, Hq, query tokens, d]` in one layer, as for `kara_sharp`, whose scores are learned from; or None,
+            where enough was learned.
         keys: `[S, Hkv, W, d]`, rotated, of successive positions; without queries, of sequences in one layer after the
             other.
         retain: KV pairs kept of the W; everything is kept if `retain >= W`.
@@ -58,12 +59,10 @@ def select(
     if keeps_everything(keys, retain, buffer):
         return everything(keys)
     of_pairs = features(keys, values, last_positions, frequencies)[:, :, : keys.shape[2] - buffer]
-    if queries is None:
-        rows = of_pairs.chunk(len(fits))
-        looked_up = torch.cat([fit.predict(of_layer) for fit, of_layer in zip(fits, rows, strict=True)])
-    else:
-        looked_up = kara_sharp.scores(queries, keys, buffer, query_offsets, softmax)
-        fits[0].add(of_pairs, looked_up, learned_windows)
+    if queries is not None:
+        fits[0].add(of_pairs, kara_sharp.scores(queries, keys, buffer, query_offsets, softmax), learned_windows)
+    rows = of_pairs.chunk(len(fits))
+    looked_up = torch.cat([fit.predict(of_layer) for fit, of_layer in zip(fits, rows, strict=True)])
     both = kara_sharp.with_distinctness(looked_up, keys)
     return kara_sharp.choose(both, retain=retain, buffer=buffer, chunk_budget=chunk_budget, max_chunk=max_chunk)
 
