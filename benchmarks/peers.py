@@ -198,11 +198,14 @@ def run_engine(files: PeerFiles, name: str, job: Job, busy: int, timeout: float)
     """Run an engine, and once more beside busy processes if there are to be any. Raises ChildFailed."""
     engine = ENGINES[name]
     python, log = files.python(engine.environment), files.log(name)
-    run = msgspec.convert(call(python, engine.module, job, log, {}, timeout), Run)
+
+    def measured() -> Run:
+        return msgspec.convert(call(python, engine.module, job, log, {}, timeout), Run)
+
+    run = measured()
     if busy:
         with busy_processes(busy):
-            beside = msgspec.convert(call(python, engine.module, job, log, {}, timeout), Run)
-        run.kept_beside_work = beside.output_tokens_per_s / run.output_tokens_per_s
+            run.kept_beside_work = measured().output_tokens_per_s / run.output_tokens_per_s
     return run
 
 

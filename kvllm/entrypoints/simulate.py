@@ -254,10 +254,10 @@ def describe(args: argparse.Namespace, cost: CostModel, config: EngineConfig, wo
     tokens = config.num_blocks * config.block_size
     layers = block_layers(config.kv_groups, cost.model.num_layers)
     of_layers = "" if layers == cost.model.num_layers else f" in {layers} of {cost.model.num_layers} layers"
-    gib = tokens * cost.kv_pair_bytes * layers / (1 << 30)
+    gib = tokens * cost.kv_pair_bytes * layers / GIB
     return (
         f"{args.model_config.name} on {cost.hardware.name}, tensor parallel {cost.devices}: weights "
-        f"{cost.weight_bytes / (1 << 30):.1f} GiB and KV pool {gib:.1f} GiB a device\n"
+        f"{cost.weight_bytes / GIB:.1f} GiB and KV pool {gib:.1f} GiB a device\n"
         f"KV pool: {config.num_blocks:,} blocks of {config.block_size} = {tokens:,} tokens{of_layers}; "
         f"at most {config.max_num_seqs} sequences at once\n"
         f"Workload {args.workload.name}: {requests:,} requests, {arrival}, mean {prompts:.0f} + {outputs:.0f} tokens, "

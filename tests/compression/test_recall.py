@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -37,22 +39,19 @@ def test_no_mass_exceeds_its_bound(name: str | None, seed: int, scale: float, nu
 
 @settings(max_examples=150, deadline=None)
 @given(
-    seed=st.integers(0, 2**32),
-    sizes=st.tuples(st.integers(1, 3), st.integers(1, 2), st.integers(1, 2), st.integers(1, 2)),
-    pairs=st.tuples(st.integers(1, 90), st.integers(1, 90)),
-    most=st.integers(1, 40),
-    limit=st.sampled_from([None, 0.0, 0.05, 0.3, 0.9]),
-    has_sinks=st.booleans(),
+    case=st.fixed_dictionaries(
+        {
+            "seed": st.integers(0, 2**32),
+            "sizes": st.tuples(st.integers(1, 3), st.integers(1, 2), st.integers(1, 2), st.integers(1, 2)),
+            "pairs": st.tuples(st.integers(1, 90), st.integers(1, 90)),
+            "most": st.integers(1, 40),
+            "limit": st.sampled_from([None, 0.0, 0.05, 0.3, 0.9]),
+            "has_sinks": st.booleans(),
+        }
+    )
 )
-def test_exchanges_are_those_of_float64(
-    seed: int,
-    sizes: tuple[int, int, int, int],
-    pairs: tuple[int, int],
-    most: int,
-    limit: float | None,
-    has_sinks: bool,
-) -> None:
-    assert_exchanges(seed, sizes, pairs, most, limit, has_sinks)
+def test_exchanges_are_those_of_float64(case: dict[str, Any]) -> None:
+    assert_exchanges(**case)
 
 
 def test_exchanges_end_where_the_bound_is_met() -> None:
