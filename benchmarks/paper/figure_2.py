@@ -148,7 +148,7 @@ def compression(args: argparse.Namespace, method: str) -> CompressionConfig:
 def make_jobs(args: argparse.Namespace, path: Path, model: Any, requests: list[Any]) -> dict[str, Job]:
     if args.methods is None:
         allowed = [name for name, spec in SPECS.items() if args.policy == OWN or not spec.refusal(args.policy)]
-        methods = [name for name in allowed if not SPECS[name].calibrated]  # these need a file beside the model
+        methods = [name for name in allowed if not SPECS[name].reads_file]  # these need a file beside the model
     else:
         methods = args.methods
     command_line.require_unique("--methods", methods)

@@ -33,11 +33,11 @@ from kvllm.config import require
 
 METHODS = tuple(method for method in SPECS if not method.startswith("kara_no"))  # the ablations are in table_1
 DEFAULT = tuple(
-    # Without statistics beside the model, without StreamingLLM's second form, which has no sinks, and without KVzip,
+    # Without a file beside the model, without StreamingLLM's second form, which has no sinks, and without KVzip,
     # which reads a text again whenever it is cut.
     method
     for method in METHODS
-    if method != "sliding_window" and not SPECS[method].calibrated and not SPECS[method].repeats
+    if method != "sliding_window" and not SPECS[method].reads_file and not SPECS[method].repeats
 )
 RETENTIONS = ("0.2", "0.3", "0.4", "0.5", "0.6")
 SHORT = {

@@ -49,7 +49,7 @@ from kvllm.tokenizer import load_tokenizer
 
 METHODS = tuple(SPECS)
 DEFAULT = tuple(  # the others need a file beside the model, or read a text again whenever it is cut
-    name for name, spec in SPECS.items() if not spec.calibrated and not spec.repeats
+    name for name, spec in SPECS.items() if not spec.reads_file and not spec.repeats
 )
 BY_WINDOWS = tuple(name for name, spec in SPECS.items() if name.startswith("kara") or spec.refusal("threshold"))
 ALL = "all KV pairs"

@@ -17,72 +17,37 @@ for each of `d * d + 1.5 * d` numbers of a query head: 65 MiB for 32 layers of 3
 from __future__ import annotations
 
 import argparse
-import random
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.common import command_line, report
+from benchmarks.common import command_line, report, texts
 from benchmarks.common.internals import observe_projections, runner_of
 from benchmarks.common.layer_losses import LayerLoss
-from benchmarks.reasoner.problems import Problem
-from benchmarks.reasoner.tasks import TASKS, make_problem
 from kvllm import LLM, SamplingParams
 from kvllm.compression.rotation import pair_lengths, rotate, rotation
 from kvllm.compression.statistics import QueryStatistics, write_statistics
 from kvllm.config import require
-from kvllm.engine_args import DEFAULT_MODEL
 from kvllm.layer_shares import LAYER_LOSSES_FILE
 from kvllm.models.config import load_model_config
 from kvllm.models.rotary import rotary_frequencies
-from kvllm.tokenizer import load_tokenizer
 
 OUTLIERS = 4
 """First tokens of a piece that are left out: the attention sinks."""
 BLOCK_SIZE = 16
-SEED = 7
-"""Of the problems: other ones than those that the scripts about answers ask."""
-SMALLEST = 1 / 3
-"""Of a task's largest size."""
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_line.make_parser("benchmarks.quality.calibrate", __doc__)
-    add = parser.add_argument
-    add("--model", type=Path, default=Path(DEFAULT_MODEL), metavar="DIR", help="default: the model of the package")
-    add("--text", type=Path, metavar="FILE", help="default, for the model of the package: its problems")
-    add("--task", choices=TASKS, help="problems of one task of the reasoner")
-    add("--seed", type=int, default=SEED, help=f"seed of problems (default {SEED})")
-    add("--length", type=int, default=2048, metavar="N", help="tokens of a piece (default 2048)")
-    add("--pieces", type=int, default=64, metavar="N", help="most pieces (default 64)")
+    texts.add_arguments(parser)
+    parser.add_argument("--pieces", type=int, default=64, metavar="N", help="most pieces (default 64)")
     args = parser.parse_args(arguments)
-    require(args.length > OUTLIERS, "--length", args.length, f"more than {OUTLIERS}")
+    texts.check_arguments(args, OUTLIERS)
     require(args.pieces >= 1, "--pieces", args.pieces, "at least 1")
-    require(not (args.text and args.task), "--text", args.text, "without --task")
-    given = args.text or args.task or args.model == Path(DEFAULT_MODEL)
-    require(bool(given), "--text", args.text, "a file, for a model that is not the package's")
-    require(args.text is None or args.text.is_file(), "--text", args.text, "an existing file")
     return args
-
-
-def read_pieces(args: argparse.Namespace) -> list[list[int]]:
-    encode = load_tokenizer(str(args.model)).encode
-    if args.text is None:
-        problems = [draw_problem(args, index) for index in range(args.pieces)]
-        return [encode(problem.prompt + problem.working)[: args.length] for problem in problems]
-    token_ids = encode(args.text.read_text())
-    starts = range(0, len(token_ids) - OUTLIERS, args.length)
-    require(bool(starts), "--text", args.text, f"a text of more than {OUTLIERS} tokens")
-    return [token_ids[start : start + args.length] for start in starts][: args.pieces]
-
-
-def draw_problem(args: argparse.Namespace, index: int) -> Problem:
-    name = args.task or [*TASKS][index % len(TASKS)]
-    task, rng = TASKS[name], random.Random(f"calibration/{args.seed}/{index}")
-    smallest = max(task.smallest, round(SMALLEST * task.largest))
-    return make_problem(rng, rng.randint(smallest, task.largest), name)
 
 
 class Sums:
@@ -151,12 +116,9 @@ def calibrate(path: Path, pieces: Sequence[list[int]]) -> tuple[QueryStatistics,
 
 def run_calibration(arguments: Sequence[str]) -> None:
     args = parse_arguments(arguments)
-    pieces = read_pieces(args)
+    pieces = [text.token_ids for text in islice(texts.read_texts(args, OUTLIERS), args.pieces)]
     num_tokens = sum(map(len, pieces))
-    metadata = {
-        "text": args.text.name if args.text else f"problems of the reasoner: {args.task or 'all tasks'}",
-        "tokens": str(num_tokens),
-    }
+    metadata = {"text": texts.describe(args), "tokens": str(num_tokens)}
     statistics, losses = calibrate(args.model, pieces)
     written = write_statistics(args.model, statistics, metadata)
     of_layers = args.model / LAYER_LOSSES_FILE

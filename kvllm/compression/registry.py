@@ -16,8 +16,8 @@ BY_LAYER = ("layer", "num_layers", "capacity", "evicted_mask", "mass", "carried"
 """Inputs of one layer. A method that takes one of them chooses for each layer on its own."""
 
 INPUTS = (
-    *BY_LAYER, "query_offsets", "seeds", "starts", "last_positions", "values", "frequencies", "statistics", "observed",
-    "softmax", "received", "fits",
+    *BY_LAYER, "query_offsets", "seeds", "starts", "last_positions", "values", "frequencies", "statistics", "gates",
+    "observed", "softmax", "received", "fits",
 )  # fmt: skip
 """Inputs from the engine, beside queries, keys, `retain`, `buffer` and a method's options. A method gets those that its
 function has as keyword arguments. The S rows of a call are regions of sequences; without queries, in several layers at
@@ -33,6 +33,7 @@ last_positions: one int for each row, the position in the text of the region's l
 values: `[S, Hkv, C, d]`, as keys are.
 frequencies: float32 `[d / 2]`, radians by which the rotary embedding turns each pair of channels per position.
 statistics: a `QueryStatistics` of the layers, for the query heads of these KV heads, from a text that the model read.
+gates: with `gated`, the `Gates` of the layers, for these KV heads.
 capacity: with `ragged`, the most KV pairs that one head or layer may keep.
 evicted_mask: with `ragged`, bool `[S, Hkv, C]`, the slots that an earlier selection left without a KV pair.
 mass: with `observes`, float32 `[S, Hkv, C]`, the attention that each KV pair has received so far.

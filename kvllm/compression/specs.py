@@ -63,6 +63,7 @@ class MethodSpec:
     unrotates: it takes the rotation off keys, for which it needs the position of each. KV pairs that were compressed
         before have none that is known.
     calibrated: it needs statistics of the model's queries, from a file beside the checkpoint.
+    gated: it needs gates that were trained for the model, from a file beside the checkpoint.
     reads_blocks: its functions take `PagedKeys`, too. Where kernels can read keys from the blocks of the cache, it gets
         these instead of a copy.
     keeps_end: the end of the region survives, so nothing moves where whole blocks are dropped.
@@ -85,6 +86,7 @@ class MethodSpec:
     whole_layer: bool = False
     unrotates: bool = False
     calibrated: bool = False
+    gated: bool = False
     reads_blocks: bool = False
     keeps_end: bool = False
     function: str = ""
@@ -95,6 +97,11 @@ class MethodSpec:
     def reads_cache_alone(self) -> bool:
         """Whether what is cached of a region is enough, without a pass of the model and without what passed by."""
         return self.queries == "none" and not self.observes and not self.repeats
+
+    @property
+    def reads_file(self) -> bool:
+        """Whether it needs a file beside the checkpoint."""
+        return self.calibrated or self.gated
 
     def refusal(self, policy: str) -> str | None:
         """Why a policy of that name cannot use the method; None if it can."""
@@ -232,6 +239,8 @@ SPECS: dict[str, MethodSpec] = {
             options=(Option("future", 65536, 1),),
             calibrated=True,
         ),
+        MethodSpec("dms", "what gates would not drop that were trained to", unrotates=True, gated=True),
+        MethodSpec("trimkv", "what trained gates hold on to longest", unrotates=True, gated=True),
         MethodSpec("leverage", "the keys that others cannot stand in for", options=(SKETCH,), unrotates=True),
         MethodSpec(
             "compactor",

@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from kvllm.attention.base import AttentionBackend
 from kvllm.attention.registry import Case, explain, make_backend
+from kvllm.compression.gates import read_gates
 from kvllm.compression.linear_fit import LinearFit
 from kvllm.compression.methods.linear_scorer import num_features
 from kvllm.compression.model_inputs import WithModelInputs
@@ -244,16 +245,19 @@ def fingerprint(settings: RunnerSettings) -> str:
 
 
 def _method(settings: RunnerSettings, shard: Shard, device: torch.device) -> WithModelInputs | None:
-    """The compression method of a rank, with what it needs to know of the model. Raises as `read_statistics` does."""
+    """The compression method of a rank, with what it needs to know of the model. Raises as `read_statistics` and
+    `read_gates` do."""
     compression, model = settings.engine.active_compression, settings.model
     if compression is None:
         return None
-    held, method, statistics = kv_heads(model.num_kv_heads, shard), METHODS[compression.method], None
+    held, method, statistics, gates = kv_heads(model.num_kv_heads, shard), METHODS[compression.method], None, None
     if method.spec.calibrated:
         statistics = read_statistics(Path(settings.path), model, held, device)
+    if method.spec.gated:
+        gates = read_gates(Path(settings.path), compression.method, model, held, device)
     sharded = ShardedMethod(compression.method, held, shard) if shard.world_size > 1 else method
     frequencies = rotary_frequencies(model, settings.engine.max_model_len)
-    return WithModelInputs(sharded, frequencies.to(device), statistics)
+    return WithModelInputs(sharded, frequencies.to(device), statistics, gates)
 
 
 def make_grammars(settings: RunnerSettings) -> Grammars:

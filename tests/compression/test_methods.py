@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from kvllm.compression import mass
+from kvllm.compression.gates import Gates
 from kvllm.compression.linear_fit import LinearFit
 from kvllm.compression.mass import attention_mass
 from kvllm.compression.methods import adakv, chunkkv, kara_sharp, keydiff, linear_scorer, pyramidkv, rkv, snapkv
 from kvllm.compression.registry import METHODS
 from kvllm.compression.statistics import QueryStatistics
+from tests.helpers.gates import random_gates
 from tests.helpers.literal_kara import literal_token2chunk
 from tests.helpers.literal_methods import LITERALS, OPTIONS, Sequence
 
@@ -78,6 +80,11 @@ def on_device(queries, keys):
     return QueryStatistics(*(getattr(found, field.name).to(keys.device) for field in fields(found)))
 
 
+def gates_of(keys):
+    found = random_gates(1, keys.shape[1], keys.shape[3])
+    return Gates(*(getattr(found, field.name).to(keys.device) for field in fields(found)))
+
+
 def call(name, queries, keys, heavy, *, retain, buffer, first_seed=0, **options):
     """METHODS[name] as an engine calls it: with the query rows it asks for, and everything there is as options."""
     rows = {"window": queries.shape[2], "buffer": buffer, "recent": RECENT_ROWS, "none": 0}[METHODS[name].spec.queries]
@@ -89,7 +96,7 @@ def call(name, queries, keys, heavy, *, retain, buffer, first_seed=0, **options)
         "carried": None if heavy is None else heavy.clone(), "received": heavy,
         "fits": [fit_of(keys)],
         "starts": starts, "last_positions": last_positions, "values": values_of(keys),
-        "frequencies": frequencies_of(keys), "statistics": on_device(queries, keys),
+        "frequencies": frequencies_of(keys), "statistics": on_device(queries, keys), "gates": gates_of(keys),
         "query_offsets": torch.arange(queries.shape[2] - rows, queries.shape[2], device=queries.device),
     }  # fmt: skip
     last_rows = queries[:, :, queries.shape[2] - rows :] if rows else None
@@ -293,7 +300,7 @@ def test_heads_decide_alone(name):
     first = call(name, queries[:, :2], keys[:, :1], heavy[:, :1], retain=21, buffer=6)
     assert torch.equal(first, kept[:, :1])
     if name not in DRAWS:
-        own = {"statistics": statistics_of(2, 16, first=2)}
+        own = {"statistics": statistics_of(2, 16, first=2), "gates": random_gates(1, 1, 16, first=1)}
         second = call(name, queries[:, 2:], keys[:, 1:], heavy[:, 1:], retain=21, buffer=6, **own)
         assert torch.equal(second, kept[:, 1:])
 
@@ -319,24 +326,25 @@ def test_layers_together_keep_what_each_keeps_alone(name):
     layers, windows, scored = 3, 2, 352
     _, keys, heavy = region(11, layers * windows, 4, 2, 384, 64, torch.bfloat16)
     statistics = [statistics_of(4, 64, first=4 * layer) for layer in range(layers)]
+    gates = random_gates(layers, 2, 64)
 
-    def kept(rows, of_layers):
+    def kept(rows, of_layers, numbers):
         places = [place_of(i, 384) for i in range(windows)] * len(of_layers)
         offered = {
             "chunk_budget": CHUNK_BUDGET, "max_chunk": MAX_CHUNK, "values": values_of(keys[rows]),
             "starts": [start for start, _ in places], "last_positions": [last for _, last in places],
             "frequencies": frequencies_of(keys), "query_offsets": torch.arange(0), "observed": heavy[rows, :, :scored],
-            "received": heavy[rows],
+            "received": heavy[rows], "gates": gates.of_layers(numbers),
             "statistics": QueryStatistics(
                 *(torch.cat([getattr(each, field.name) for each in of_layers]) for field in fields(QueryStatistics))
             ),
         }  # fmt: skip
         return METHODS[name](None, keys[rows], retain=128, buffer=32, **(offered | OPTIONS))
 
-    together = kept(slice(None), statistics)
+    together = kept(slice(None), statistics, range(layers))
     for layer in range(layers):
         rows = slice(layer * windows, (layer + 1) * windows)
-        assert torch.equal(kept(rows, statistics[layer : layer + 1]), together[rows])
+        assert torch.equal(kept(rows, statistics[layer : layer + 1], [layer]), together[rows])
 
 
 @pytest.mark.parametrize(
@@ -385,7 +393,7 @@ def required_options(name, heavy):
     options |= {"mass": heavy, "query_offsets": torch.arange(heavy.shape[-1]), "starts": [0, 0]}
     options |= {"last_positions": [19, 19], "values": torch.zeros(*heavy.shape, 8), "frequencies": torch.ones(4)}
     options |= {"statistics": statistics_of(4, 8), "carried": heavy.clone(), "received": heavy}
-    options |= {"fits": [LinearFit()]}
+    options |= {"fits": [LinearFit()], "gates": random_gates(1, 2, 8)}
     return {key: value for key, value in options.items() if key in METHODS[name].arguments}
 
 
@@ -680,6 +688,7 @@ def literal(name, queries, keys, heavy, seed, retain, buffer, capacity):
     if name not in LITERALS:
         pytest.skip(f"{name} has no literal reference")
     as_tensor, statistics = torch.tensor(keys), statistics_of(len(queries), len(keys[0][0]))
+    gates = random_gates(1, len(keys), len(keys[0][0]))
     start, last_position = place_of(seed, len(keys[0]))
     sequence = Sequence(
         queries=np.array(queries),
@@ -690,6 +699,7 @@ def literal(name, queries, keys, heavy, seed, retain, buffer, capacity):
         last_position=last_position,
         frequencies=frequencies_of(as_tensor[None]).double().numpy(),
         statistics=QueryStatistics(*(getattr(statistics, field.name)[0] for field in fields(statistics))),
+        gates=Gates(*(getattr(gates, field.name)[0] for field in fields(gates))),
         seed=seed,
         layer=LAYER,
     )

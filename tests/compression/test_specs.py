@@ -56,8 +56,9 @@ def test_a_policy_takes_the_methods_that_the_list_allows(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_the_list_says_which_methods_read_statistics(name: str) -> None:
+def test_the_list_says_which_methods_read_files(name: str) -> None:
     assert SPECS[name].calibrated == ("statistics" in METHODS[name].arguments)
+    assert SPECS[name].gated == ("gates" in METHODS[name].arguments)
 
 
 def test_options_of_a_method() -> None:

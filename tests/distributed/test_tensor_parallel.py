@@ -40,7 +40,7 @@ from kvllm.distributed.shared_memory import BUFFER_BYTES, SharedMemoryShard
 from kvllm.distributed.transfers import TransfersOfRanks
 from kvllm.errors import WorkerError
 from kvllm.parallel import Shard, SingleRank
-from tests.helpers.checkpoints import add_statistics, make_checkpoint
+from tests.helpers.checkpoints import add_method_files, make_checkpoint
 from tests.helpers.engines import greedy, make_llm, random_prompts, tokens
 from tests.helpers.thread_executor import ThreadExecutor, on_threads, shared_memory_shards
 from tests.helpers.waiting import wait_until
@@ -57,7 +57,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     paths = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
     for family, path in paths.items():
         make_checkpoint(path, family, **FAMILIES[family])
-    add_statistics(paths["qwen3"])
+    add_method_files(paths["qwen3"])
     return paths
 
 

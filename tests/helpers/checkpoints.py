@@ -12,7 +12,11 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from benchmarks.quality.calibrate import calibrate
+from kvllm.compression.gates import write_gates
+from kvllm.compression.specs import SPECS
 from kvllm.compression.statistics import write_statistics
+from kvllm.models.config import load_model_config
+from tests.helpers.gates import random_gates
 
 SIZES = {
     "vocab_size": 256,
@@ -55,11 +59,16 @@ def make_checkpoint(
     return model
 
 
-def add_statistics(path: Path) -> None:
-    """Write the statistics of a checkpoint's queries beside it, as they are on two random texts."""
+def add_method_files(path: Path) -> None:
+    """Write beside a checkpoint what methods read: the statistics of its queries, as they are on two random texts, and
+    gates with random weights."""
     generator = torch.Generator().manual_seed(0)
     pieces = [torch.randint(SIZES["vocab_size"], (60,), generator=generator).tolist() for _ in range(2)]
     write_statistics(path, calibrate(path, pieces)[0], {})
+    model = load_model_config(path)
+    for seed, method in enumerate(name for name, spec in SPECS.items() if spec.gated):
+        gates = random_gates(model.num_layers, model.num_kv_heads, model.head_dim, first=100 * seed)
+        write_gates(path, method, gates, {})
 
 
 def edit(path: Path, **changes: Any) -> None:

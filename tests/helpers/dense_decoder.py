@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+from kvllm.compression.gates import Gates, gates_file
 from kvllm.compression.mass import PLAIN_SOFTMAX, Softmax
-from kvllm.compression.specs import STATISTICS_FILE
+from kvllm.compression.specs import SPECS, STATISTICS_FILE
 
 
 @dataclass
@@ -40,6 +41,8 @@ class DenseDecoder:
         self.eps = config["rms_norm_eps"]
         theta = config["rope_parameters"]["rope_theta"]
         self.statistics = load_file(path / STATISTICS_FILE) if (path / STATISTICS_FILE).is_file() else {}
+        files = {name: path / gates_file(name) for name, spec in SPECS.items() if spec.gated}
+        self.gates = {name: Gates(**load_file(file)) for name, file in files.items() if file.is_file()}
         self.frequencies = 1 / theta ** (torch.arange(0, self.head_dim, 2).float() / self.head_dim)
 
     def softmax(self, layer: int) -> Softmax:

@@ -447,6 +447,8 @@ class Expected:
             if "statistics" in self.method.arguments:
                 of_layer = {name: found[layer : layer + 1] for name, found in self.decoder.statistics.items()}
                 options["statistics"] = QueryStatistics(**of_layer)
+            if self.method.spec.gated:
+                options["gates"] = self.decoder.gates[self.method.spec.name].of_layers([layer])
             if self.method.spec.ragged:
                 options |= {"capacity": event.retain, "evicted_mask": evicted_mask[None]}
             if self.method.spec.observes:

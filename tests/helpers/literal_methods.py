@@ -7,10 +7,11 @@ for each KV head, in any order.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
+from kvllm.compression.gates import Gates
 from kvllm.compression.statistics import QueryStatistics
 
 OPTIONS = {"lag": 11, "protected": 0.3, "sketch": 5, "attention_chunk": 13, "blend": 0.6, "future": 20}
@@ -29,6 +30,7 @@ class Sequence:
     last_position: int
     frequencies: np.ndarray
     statistics: QueryStatistics
+    gates: Gates
     seed: int
     layer: int
 
@@ -203,6 +205,32 @@ def triattention(sequence: Sequence, total: int) -> list[list[int]]:
     return kept
 
 
+def gate_logits(sequence: Sequence) -> np.ndarray:
+    """`[Hkv, C - buffer]`: a hidden layer of `x sigmoid(x)`, unit by unit, over the key before its rotation, then the
+    value."""
+    weights = {field.name: getattr(sequence.gates, field.name).double().numpy() for field in fields(Gates)}
+    found = np.zeros((len(sequence.keys), sequence.scored))
+    for head, keys in enumerate(sequence.unrotated_keys()):
+        for j in range(sequence.scored):
+            found[head, j] = weights["output_bias"][head]
+            for unit, bias in enumerate(weights["hidden_bias"][head]):
+                key, value = np.split(weights["hidden"][head, unit], 2)
+                x = key @ keys[j] + value @ sequence.values[head, j] + bias
+                found[head, j] += weights["output"][head, unit] * x / (1 + np.exp(-x))
+    return found
+
+
+def dms(sequence: Sequence, total: int) -> list[list[int]]:
+    """The highest logits; a KV pair is ahead of the one before it by very little."""
+    return [best(logits + 1e-4 * np.arange(sequence.scored), total) for logits in gate_logits(sequence)]
+
+
+def trimkv(sequence: Sequence, total: int) -> list[list[int]]:
+    """A retention for each KV pair, to the power of the tokens that follow in the region."""
+    age = sequence.keys.shape[1] - 1 - np.arange(sequence.scored)
+    return [best((1 / (1 + np.exp(-logits))) ** age, total) for logits in gate_logits(sequence)]
+
+
 LITERALS: dict[str, Callable[[Sequence, int], list[list[int]]]] = {
     "lagkv": lagkv,
     "vase": vase,
@@ -211,4 +239,6 @@ LITERALS: dict[str, Callable[[Sequence, int], list[list[int]]]] = {
     "expected_attention": expected_attention,
     "expected_attention_calibrated": expected_attention_calibrated,
     "triattention": triattention,
+    "dms": dms,
+    "trimkv": trimkv,
 }

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM
 
+from kvllm.compression.gates import Gates
 from kvllm.compression.mass import Softmax
 from tests.helpers.dense_decoder import DensePass, attend
 
@@ -33,6 +34,7 @@ class TransformersDecoder:
             path, dtype=torch.float64, attn_implementation="written_out", experts_implementation="eager"
         ).eval()
         self.statistics: dict[str, Tensor] = {}
+        self.gates: dict[str, Gates] = {}
         self._softmax: list[Softmax] = []
 
     @property

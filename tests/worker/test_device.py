@@ -19,7 +19,7 @@ from kvllm.worker.build import RunnerSettings, make_runner
 from kvllm.worker.memory import run_heaviest_steps
 from kvllm.worker.model_runner import ModelRunner
 from kvllm.worker.transfer import to_device
-from tests.helpers.checkpoints import add_statistics, make_checkpoint
+from tests.helpers.checkpoints import add_method_files, make_checkpoint
 from tests.helpers.engines import greedy, random_prompts, tokens
 
 with_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -30,7 +30,7 @@ GIB = 1 << 30
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("qwen3")
     make_checkpoint(path, "qwen3", head_dim=16)
-    add_statistics(path)
+    add_method_files(path)
     return path
 
 

@@ -132,7 +132,7 @@ def compressions() -> dict[str, CompressionConfig]:
     found["periodic-kara_sharp"] = CompressionConfig(method="kara_sharp", period=4, window_blocks=2, **common)
     threshold = {"policy": "threshold", "threshold_tokens": 44, "budget_tokens": 25}
     for method, spec in SPECS.items():
-        if not spec.refusal("threshold") and not spec.calibrated:
+        if not spec.refusal("threshold") and not spec.reads_file:
             found[f"threshold-{method}"] = CompressionConfig(method=method, **threshold, **common)
     return found
 

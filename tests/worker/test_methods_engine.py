@@ -16,7 +16,7 @@ from msgspec import structs
 from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.compression.specs import SPECS
 from kvllm.errors import ConfigError
-from tests.helpers.checkpoints import add_statistics, make_checkpoint
+from tests.helpers.checkpoints import add_method_files, make_checkpoint
 from tests.helpers.dense_decoder import DenseDecoder
 from tests.helpers.engines import random_token_ids
 from tests.helpers.layout_recorder import (
@@ -57,7 +57,7 @@ def cases(*policies: str) -> pytest.MarkDecorator:
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("qwen3")
     make_checkpoint(path, "qwen3", head_dim=16)
-    add_statistics(path)
+    add_method_files(path)
     return path
 
 

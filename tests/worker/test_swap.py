@@ -10,7 +10,7 @@ import pytest
 from kvllm import LLM, CompressionConfig, ConfigError, SamplingParams
 from kvllm.compression.specs import SPECS
 from kvllm.config import LayerGroup
-from tests.helpers.checkpoints import add_statistics, make_checkpoint
+from tests.helpers.checkpoints import add_method_files, make_checkpoint
 from tests.helpers.dense_decoder import DenseDecoder
 from tests.helpers.engines import greedy, make_llm, random_prompts, random_token_ids, tokens
 from tests.helpers.layout_recorder import assert_as_expected, compression_config, run
@@ -29,7 +29,7 @@ PROMPTS = random_prompts(256, (3, 17, 40, 63, 30))
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("qwen3")
     make_checkpoint(path, "qwen3", head_dim=32, num_hidden_layers=2)
-    add_statistics(path)
+    add_method_files(path)
     return path
 
 

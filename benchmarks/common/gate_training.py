@@ -1,0 +1,222 @@
+"""Training of gates (`kvllm.compression.gates`). The model stays as it is. Its attention is biased by what the gates
+say of the KV pairs, so the loss has a gradient in the gates.
+
+The teacher is the model itself with its whole cache. transformers computes both, for any checkpoint that it loads.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, kl_div, logsigmoid
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+from transformers.masking_utils import eager_mask
+
+from benchmarks.common.texts import Text
+from kvllm.compression.gates import Gates, gate_inputs
+from kvllm.models.config import load_model_config
+from kvllm.models.rotary import channel_order, rotary_frequencies
+
+UNITS = 32
+"""Hidden units of a gate."""
+TEMPERATURE = 0.1
+"""Of the relaxed decisions of DMS: nearly all are close to 0 or 1."""
+RAMP = 0.5
+"""The share of the steps over which the target falls from everything to what is asked for."""
+ROWS = 16
+"""One of so many query tokens is looked at for what TRIM-KV holds."""
+GATED = "gated"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """retention: the share of the KV pairs further back than `delay` that each KV head is to keep. weight: of the loss
+    that draws it there."""
+
+    method: str
+    retention: float
+    delay: int = 128
+    steps: int = 300
+    learning_rate: float = 1e-2
+    weight: float = 10.0
+    seed: int = 0
+
+
+class Step(NamedTuple):
+    """divergence: mean KL(whole cache || gated) of next tokens. kept: share of the KV pairs. target: for `kept`."""
+
+    divergence: float
+    kept: float
+    target: float
+    loss: float
+
+
+class Biased(NamedTuple):
+    """What gates make of one layer. bias: of the attention logits, `[1, Hkv, T, T]`. kept: share of the KV pairs, and
+    excess: the share that is kept beyond the target; `[1, Hkv]` each."""
+
+    bias: Tensor
+    kept: Tensor
+    excess: Tensor
+
+
+class Places:
+    """Where the tokens of a text are. back `[T, T]`: how far token j lies behind query token i. can_go `[T]`: whether
+    it is judged; those of prompts stay."""
+
+    def __init__(self, text: Text) -> None:
+        self.num_prompt = text.num_prompt
+        self.tokens = torch.arange(len(text.token_ids))
+        self.back = (self.tokens[:, None] - self.tokens).clamp(min=0)
+        self.can_go = self.tokens >= text.num_prompt
+
+
+def dropped(logits: Tensor, places: Places, delay: int, target: float, noise: Tensor) -> Biased:
+    """DMS: a KV pair is dropped with probability `1 - sigmoid(logit)`, for query tokens more than `delay` further on.
+
+    logits: `[1, Hkv, T]`. noise: the same shape, logistic, which is the difference of two Gumbel variables.
+    """
+    relaxed = (logits + noise) / TEMPERATURE
+    kept = relaxed.sigmoid()[..., places.can_go].mean(dim=-1)
+    is_far = (places.back > delay) & places.can_go
+    return Biased(logsigmoid(relaxed)[:, :, None] * is_far, kept, (kept - target).relu())
+
+
+def decayed(logits: Tensor, places: Places, delay: int, target: float, noise: Tensor) -> Biased:
+    """TRIM-KV: what is held of a KV pair falls to `sigmoid(logit) ** n` within n tokens. The sum of it is to stay
+    within the capacity, which grows with the text: the last `delay` KV pairs and `target` of those before.
+
+    Arguments as for `dropped`; without noise.
+    """
+    bias = logsigmoid(logits)[:, :, None] * (places.back * places.can_go)
+    rows = places.tokens[places.num_prompt :: ROWS]
+    is_there = (places.tokens <= rows[:, None]) & places.can_go
+    held = (bias[:, :, rows].exp() * is_there).sum(dim=-1)
+    written = (rows - places.num_prompt + 1).float()
+    room = written - (1 - target) * (written - delay).clamp(min=0)
+    return Biased(bias, held.sum(dim=-1) / written.sum(), (held - room).relu().sum(dim=-1) / written.sum())
+
+
+BIASES: dict[str, Callable[[Tensor, Places, int, float, Tensor], Biased]] = {"dms": dropped, "trimkv": decayed}
+KEEPING = {"dms": 5.0, "trimkv": 8.0}
+"""The logit of untrained gates, which keep nearly everything."""
+
+
+@dataclass
+class Gating:
+    """One pass of the model, with biased attention. found: of each layer so far."""
+
+    bias: Callable[[int, Tensor, Tensor], Biased]
+    found: list[Biased] = field(default_factory=list)
+
+
+def _attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    gating: Gating | None = None,
+    **rest: Any,
+) -> tuple[Tensor, Tensor]:
+    """Attention of a layer of transformers, as the model's own module writes it out, with a bias."""
+    attend = sys.modules[type(module).__module__].eager_attention_forward
+    if gating is not None:
+        biased = gating.bias(module.layer_idx, key, value)
+        gating.found.append(biased)
+        attention_mask = attention_mask + biased.bias.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    return attend(module, query, key, value, attention_mask, **rest)
+
+
+class Trainer:
+    """Trains the gates of one method for a checkpoint. longest: tokens of the longest text."""
+
+    def __init__(self, path: Path, settings: Settings, longest: int) -> None:
+        self.settings = settings
+        config = load_model_config(path)
+        self.frequencies = rotary_frequencies(config, longest)
+        order = channel_order(config)
+        self.order = slice(None) if order is None else order
+        self.generator = torch.Generator().manual_seed(settings.seed)
+        AttentionInterface.register(GATED, _attend)
+        AttentionMaskInterface.register(GATED, eager_mask)
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=GATED)
+        self.model.eval().requires_grad_(False)
+        shape, width = (config.num_layers, config.num_kv_heads), 2 * config.head_dim
+        self.gates = Gates(
+            torch.randn(*shape, UNITS, width, generator=self.generator) / width**0.5,
+            torch.zeros(*shape, UNITS),
+            torch.zeros(*shape, UNITS),
+            torch.full(shape, KEEPING[settings.method]),
+        )
+        self.mean, self.deviation = torch.zeros(*shape, 1, width), torch.ones(*shape, 1, width)
+
+    def train(self, texts: Sequence[Text]) -> Iterator[Step]:
+        """Train on the texts in turn."""
+        self._standardize(texts[0])
+        parameters = [getattr(self.gates, each.name).requires_grad_() for each in fields(Gates)]
+        optimizer = torch.optim.Adam(parameters, betas=(0.9, 0.98))
+        for step in range(self.settings.steps):
+            progress = step / self.settings.steps
+            optimizer.param_groups[0]["lr"] = self.settings.learning_rate * (1 - progress)
+            target = max(self.settings.retention, 1 - (1 - self.settings.retention) * progress / RAMP)
+            loss, found = self.loss(texts[step % len(texts)], target)
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            yield found
+
+    def trained(self) -> Gates:
+        """The gates for inputs as they are, instead of standardized ones."""
+        hidden = self.gates.hidden / self.deviation
+        bias = self.gates.hidden_bias - (hidden * self.mean).sum(dim=-1)
+        return Gates(hidden.detach(), bias.detach(), self.gates.output.detach(), self.gates.output_bias.detach())
+
+    def loss(self, text: Text, target: float) -> tuple[Tensor, Step]:
+        """The loss of the gates on a text, with a gradient. target: share of the KV pairs."""
+        ids, places = torch.tensor([text.token_ids]), Places(text)
+
+        def bias(layer: int, keys: Tensor, values: Tensor) -> Biased:
+            logits = self.logits(layer, keys, values)
+            uniform = torch.rand(logits.shape, generator=self.generator)
+            return BIASES[self.settings.method](logits, places, self.settings.delay, target, uniform.logit(eps=1e-6))
+
+        gating = Gating(bias)
+        with torch.no_grad():
+            teacher = self.model(ids, use_cache=False).logits[0].log_softmax(dim=-1)
+        student = self.model(ids, use_cache=False, gating=gating).logits[0].log_softmax(dim=-1)
+        divergence = kl_div(student, teacher, reduction="batchmean", log_target=True)
+        excess = torch.cat([each.excess for each in gating.found]).mean()
+        loss = divergence + self.settings.weight * excess
+        if self.settings.method == "trimkv":
+            loss = loss + cross_entropy(student[:-1], ids[0, 1:])
+        kept = torch.cat([each.kept for each in gating.found]).mean()
+        return loss, Step(divergence.item(), kept.item(), target, loss.item())
+
+    def logits(self, layer: int, keys: Tensor, values: Tensor) -> Tensor:
+        """`[1, Hkv, T]` of a layer, from `[1, Hkv, T, d]`."""
+        inputs = self._inputs(keys, values)
+        return self.gates.of_layers([layer]).logits((inputs - self.mean[layer]) / self.deviation[layer])
+
+    def _inputs(self, keys: Tensor, values: Tensor) -> Tensor:
+        return gate_inputs(keys[..., self.order], values, keys.shape[2] - 1, self.frequencies)
+
+    def _standardize(self, text: Text) -> None:
+        """Find means and deviations of the inputs of gates on a text."""
+
+        def observe(layer: int, keys: Tensor, values: Tensor) -> Biased:
+            inputs = self._inputs(keys, values)[0]
+            self.mean[layer] = inputs.mean(dim=1, keepdim=True)
+            self.deviation[layer] = inputs.std(dim=1, keepdim=True).clamp(min=1e-6)
+            nothing = torch.zeros(1, len(inputs), 1, 1)
+            return Biased(nothing, nothing, nothing)
+
+        with torch.no_grad():
+            self.model(torch.tensor([text.token_ids]), use_cache=False, gating=Gating(observe))

@@ -1,0 +1,169 @@
+"""The training of gates: biases against literal float64, a biased pass against dense attention, what is learned."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.common.gate_training import TEMPERATURE, Biased, Gating, Places, Settings, Trainer, decayed, dropped
+from benchmarks.common.questions import QuestionSource
+from benchmarks.common.texts import Text
+from benchmarks.quality import train_gates
+from benchmarks.reasoner.tasks import make_problem
+from kvllm import LLM, CompressionConfig, ConfigError, SamplingParams
+from kvllm.compression.gates import Gates, gate_logits, gates_file
+from kvllm.engine_args import DEFAULT_MODEL
+from kvllm.tokenizer import load_tokenizer
+from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.dense_decoder import DenseDecoder
+from tests.helpers.engines import random_token_ids
+
+LENGTH, PROMPT, DELAY, TARGET = 40, 5, 6, 0.3
+METHODS = ("dms", "trimkv")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen3")
+    make_checkpoint(path, "qwen3", head_dim=16)
+    return path
+
+
+@pytest.fixture(scope="module")
+def text() -> Text:
+    return Text(random_token_ids(LENGTH)[0], PROMPT)
+
+
+def logits_of(seed: int) -> torch.Tensor:
+    return torch.randn(1, 2, LENGTH, generator=torch.Generator().manual_seed(seed))
+
+
+def sigmoid(x: Any) -> Any:
+    return 1 / (1 + np.exp(-x))
+
+
+def test_dropped_pairs_lose_their_attention_behind_the_delay(text: Text) -> None:
+    logits, noise = logits_of(0), logits_of(1)
+    found = dropped(logits, Places(text), DELAY, TARGET, noise)
+    for head in range(2):
+        keep = sigmoid((logits + noise)[0, head].double().numpy() / TEMPERATURE)
+        for i in range(LENGTH):
+            for j in range(i + 1):
+                is_judged = j >= PROMPT and i - j > DELAY
+                expected = np.log(keep[j]) if is_judged else 0
+                assert found.bias[0, head, i, j].item() == pytest.approx(expected, abs=1e-4)
+        assert found.kept[0, head].item() == pytest.approx(keep[PROMPT:].mean(), abs=1e-5)
+        assert found.excess[0, head].item() == pytest.approx(max(0, keep[PROMPT:].mean() - TARGET), abs=1e-5)
+
+
+def test_retention_falls_with_every_token(text: Text) -> None:
+    logits = logits_of(2) + 3
+    found = decayed(logits, Places(text), DELAY, TARGET, torch.zeros(()))
+    for head in range(2):
+        retention = sigmoid(logits[0, head].double().numpy())
+        held, room, written = [], [], []
+        for i in range(LENGTH):
+            for j in range(i + 1):
+                expected = (i - j) * np.log(retention[j]) if j >= PROMPT else 0
+                assert found.bias[0, head, i, j].item() == pytest.approx(expected, abs=1e-4)
+        for i in range(PROMPT, LENGTH, 16):
+            held.append(sum(retention[j] ** (i - j) for j in range(PROMPT, i + 1)))
+            written.append(i - PROMPT + 1)
+            room.append(min(written[-1], DELAY) + TARGET * max(0, written[-1] - DELAY))
+        assert found.kept[0, head].item() == pytest.approx(sum(held) / sum(written), abs=1e-5)
+        excess = sum(max(0, h - r) for h, r in zip(held, room, strict=True)) / sum(written)
+        assert excess > 0.05 and found.excess[0, head].item() == pytest.approx(excess, abs=1e-5)
+
+
+def test_a_biased_pass_is_that_without_the_dropped_pairs(checkpoint: Path, text: Text) -> None:
+    trainer, decoder, places = (
+        Trainer(checkpoint, Settings("dms", TARGET), LENGTH),
+        DenseDecoder(checkpoint),
+        Places(text),
+    )
+    logits = [100 * logits_of(layer).sign() for layer in range(decoder.num_layers)]
+
+    def bias(layer: int, *_: torch.Tensor) -> Biased:
+        return dropped(logits[layer], places, DELAY, TARGET, torch.zeros(()))
+
+    visible = torch.ones(decoder.num_layers, 2, LENGTH, LENGTH, dtype=torch.bool).tril()
+    for layer, of_layer in enumerate(logits):
+        gone = (of_layer[0] < 0)[:, None] & (places.back > DELAY) & (torch.arange(LENGTH) >= PROMPT)
+        visible[layer] &= ~gone
+    ids = torch.tensor([text.token_ids])
+    for gating, seen in ((Gating(bias), visible), (None, torch.ones_like(visible).tril())):
+        found = trainer.model(ids, use_cache=False, gating=gating).logits[0].double()
+        torch.testing.assert_close(found, decoder.forward(text.token_ids, seen).logits, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_gates_learn_which_pairs_may_go(method: str) -> None:
+    """Of a program of four lines: what is kept falls towards the target, and DMS predicts better than with as many KV
+    pairs by lot."""
+    encode, problem = load_tokenizer(DEFAULT_MODEL).encode, make_problem(random.Random(0), 4)
+    text = Text(encode(problem.prompt + problem.working), len(encode(problem.prompt)))
+    settings = Settings(method, TARGET, 16, steps=40, learning_rate=0.03)
+    trainer = Trainer(Path(DEFAULT_MODEL), settings, len(text.token_ids))
+    before, steps = trainer.loss(text, TARGET)[1], [*trainer.train([text])]
+    assert len(steps) == 40 and steps[0].target == 1 and steps[-1].target == TARGET
+    found = [trainer.loss(text, TARGET)[1] for _ in range(4)]
+    kept, divergence = mean(step.kept for step in found), mean(step.divergence for step in found)
+    assert before.kept > 0.95 and mean(step.loss for step in found) < 0.7 * before.loss
+    if method == "dms":
+        assert kept < TARGET + 0.2
+        trainer.gates = same_for_all(trainer.gates, kept)
+        by_lot = [trainer.loss(text, TARGET)[1] for _ in range(4)]
+        assert mean(step.kept for step in by_lot) == pytest.approx(kept, abs=0.1)
+        assert divergence < 0.8 * mean(step.divergence for step in by_lot)
+
+
+def same_for_all(gates: Gates, kept: float) -> Gates:
+    """Gates that keep every KV pair with the probability `kept`."""
+    constant = torch.full_like(gates.output_bias, kept).logit()
+    return Gates(gates.hidden, gates.hidden_bias, torch.zeros_like(gates.output), constant)
+
+
+def test_written_gates_say_of_cached_pairs_what_the_trained_ones_say(checkpoint: Path, text: Text) -> None:
+    trainer = Trainer(checkpoint, Settings("dms", TARGET, DELAY, steps=5), LENGTH)
+    for _ in trainer.train([text]):
+        pass
+    generator = torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(1, 2, LENGTH, 16, generator=generator) for _ in range(2))
+    for layer in range(3):
+        found = gate_logits(trainer.trained().of_layers([layer]), keys, values, [LENGTH - 1], trainer.frequencies)
+        torch.testing.assert_close(found, trainer.logits(layer, keys, values), rtol=1e-3, atol=1e-3)
+
+
+# The script
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_script_writes_beside_the_checkpoint(tmp_path: Path, method: str, capsys: pytest.CaptureFixture) -> None:
+    for file in Path(DEFAULT_MODEL).iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "text").write_text(QuestionSource(sizes=(6, 6), count=1).load().problems[0].working)
+    options = ["--method", method, "--model", str(tmp_path), "--length", "40"]
+    arguments = [*options, "--text", str(tmp_path / "text")]
+    train_gates.run_training([*arguments, "--steps", "3"])
+    out = capsys.readouterr().out
+    assert "step 3: loss" in out and str(tmp_path / gates_file(method)) in out and "from 3 steps" in out
+    compression = CompressionConfig(method=method, period=8, window_blocks=3, buffer=4)
+    llm = LLM(tmp_path, block_size=16, num_gpu_blocks_override=40, compression=compression)
+    llm.generate("a", SamplingParams(max_tokens=120, ignore_eos=True), use_tqdm=False)
+    assert llm.stats().windows_compressed > 0
+    train_gates.run_training([*options, "--task", "program", "--steps", "1"])
+    for wrong, message in (
+        (options, "--text=None is not allowed: a file"),
+        ([*arguments, "--task", "program"], "is not allowed: without --task"),
+        ([*arguments, "--retention", "1"], "--retention=1.0 is not allowed: between 0 and 1"),
+        ([*arguments, "--delay", "0"], "--delay=0 is not allowed: at least 1"),
+        ([*arguments, "--length", "4"], "--length=4 is not allowed: more than 4"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            train_gates.run_training(wrong)
