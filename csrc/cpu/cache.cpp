@@ -224,6 +224,40 @@ void copy_blocks(const Tensor& tensor, const Tensor& sources, const Tensor& dest
   });
 }
 
+Tensor gather_blocks(const Tensor& plane, const Tensor& tables, int64_t size) {
+  STD_TORCH_CHECK(plane.dim() == 5, "plane has ", plane.dim(), " dimensions, not 5");
+  check_contiguous(tables, "tables", 2);
+  check_dtype(tables, "tables", ScalarType::Int);
+  const int64_t layers = plane.size(0), heads = plane.size(2), block_size = plane.size(3), width = plane.size(4);
+  STD_TORCH_CHECK((width == 1 || plane.stride(4) == 1) && (block_size == 1 || plane.stride(3) == width),
+                  "the slots of a block of plane are not contiguous");
+  const int64_t windows = tables.size(0), table_width = tables.size(1);
+  STD_TORCH_CHECK(size >= 0 && size <= table_width * block_size, "size is ", size, ", beyond tables of ", table_width,
+                  " blocks of ", block_size);
+  const int32_t* ids = tables.const_data_ptr<int32_t>();
+  for (int64_t window = 0; window < windows; ++window) {
+    for (int64_t b = 0; b * block_size < size; ++b) {
+      check_block(ids[window * table_width + b], plane.size(1), "tables");
+    }
+  }
+  Tensor found = empty_like(plane, {layers * windows, heads, size, width});
+  const int64_t element = plane.element_size(), slot_bytes = width * element;
+  const char* from = static_cast<const char*>(plane.data_ptr());
+  char* to = static_cast<char*>(found.mutable_data_ptr());
+  for_rows(layers * windows * heads, size * slot_bytes / 4, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t head = row % heads, window = row / heads % windows, layer = row / heads / windows;
+      const char* of_head = from + (layer * plane.stride(0) + head * plane.stride(2)) * element;
+      for (int64_t slot = 0; slot < size; slot += block_size) {
+        const int64_t block = ids[window * table_width + slot / block_size];
+        std::memcpy(to + (row * size + slot) * slot_bytes, of_head + block * plane.stride(1) * element,
+                    std::min(block_size, size - slot) * slot_bytes);
+      }
+    }
+  });
+  return found;
+}
+
 void compact(const Tensor& tensor, const Tensor& kept, const Tensor& sources, const Tensor& destinations) {
   const Cache cache(tensor);
   check_ids(kept, "kept", 4);

@@ -2,11 +2,13 @@
 #pragma once
 
 #include "attention_kernel.h"
+#include "choice_kernel.h"
 #include "code_scores.h"
 #include "elementwise_kernel.h"
 #include "exchange_kernel.h"
 #include "float_product.h"
 #include "integer_product.h"
+#include "key_differences_kernel.h"
 #include "key_scores_kernel.h"
 #include "largest_kernel.h"
 #include "mass_kernel.h"
@@ -41,6 +43,8 @@ constexpr Kernels make_kernels() {
       .merge = merge,
       .add_window = add_window,
       .exchange = exchange,
+      .choose = choose,
+      .key_differences = key_differences<T>,
       .attention_mass = attention_mass<T, Score>,
       .rms_norm = rms_norm<T>,
       .add_rms_norm = add_rms_norm<T>,

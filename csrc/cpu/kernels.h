@@ -190,6 +190,18 @@ struct ExchangeHead {
   float limit;  // of the share of a query's attention in dropped pairs that ends exchanges; below 0 if there is none
 };
 
+// KV pairs that a choice keeps: `total`, of which the best `candidates` come first, and then what lies in the most
+// rewarding `chunks` gaps between these, each shorter than `max_chunk`; none if there are no chunks.
+struct ChunkBudget {
+  int total;
+  int candidates;
+  int chunks;
+  int max_chunk;
+};
+
+// Integers that a choice among `count` scores works in.
+constexpr int64_t choice_workspace(int64_t count) { return 4 * count + 2; }
+
 // What depends on how the cache holds KV pairs; null for formats of keys and values that no cache has together.
 struct KVKernels {
   // Queries against KV pairs, as far as each attends them. The beginning of `following`, which this thread will
@@ -225,6 +237,12 @@ struct Kernels {
   // too. Returns the largest bound on the share of a query's attention in dropped pairs, behind the exchanges.
   // `workspace` has a float for each pair and three for each query, `arriving` and `leaving` have room for `most`.
   float (*exchange)(const ExchangeHead& head, float* workspace, int32_t* arriving, int32_t* leaving, int* count);
+
+  // The indices of the scores that are kept, ascending, of equal ones the first; `workspace` has choice_workspace.
+  void (*choose)(const float* scores, int count, const ChunkBudget& budget, int32_t* workspace, int64_t* kept);
+
+  // The negative cosine of each of some dense keys to the mean of all unit keys. `anchor` has room for one.
+  void (*key_differences)(const void* keys, int num_keys, int head_dim, float* anchor, float* differences);
 
   // mass[key] <- sum of the softmax weights, or their squares, that `num_queries` queries give it, each over the first
   // `attended` (one number for each) of `num_keys` dense keys, with a learned score of each in `sinks`, unless that is

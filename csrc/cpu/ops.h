@@ -47,6 +47,15 @@ Tensor key_scores(const Tensor& queries, const Tensor& key_cache, const Tensor& 
 std::tuple<Tensor, Tensor, Tensor> exchange_pairs(const Tensor& resident, const Tensor& dropped, const Tensor& upper,
                                                   const Tensor& movable, const std::optional<Tensor>& sinks,
                                                   int64_t most, double limit);
+// `kvllm.compression.methods.token2chunk.expand`: of scores `[.., n]` int64 `[.., total]`.
+Tensor choose_chunks(const Tensor& scores, int64_t total, int64_t chunk_budget, int64_t max_chunk);
+// `kvllm.compression.methods.keydiff.scores`: of keys `[windows, kv_heads, n, head_dim]` float32 `[windows, kv_heads,
+// n]`.
+Tensor key_differences(const Tensor& keys);
+// The first `size` slots of windows in all layers of a plane `[layers, blocks, kv_heads, block_size, width]`, whose
+// slots of one head in one block are contiguous: `[layers * windows, kv_heads, size, width]`. tables: int32 `[windows,
+// blocks]`.
+Tensor gather_blocks(const Tensor& plane, const Tensor& tables, int64_t size);
 void store_kv(const Tensor& key_cache, const Tensor& value_cache, const Tensor& keys, const Tensor& values,
               const Tensor& slots);
 void copy_blocks(const Tensor& cache, const Tensor& sources, const Tensor& destinations);

@@ -162,7 +162,8 @@ class ObservingBackend(AttentionBackend):
         softmax = Softmax(self.scale, self.layers[layer].soft_cap, sinks)
         for i, (table_slot, begin, end, length, last_kv_index) in enumerate(sequences):
             blocks = batch.block_tables[i : i + 1, : -(-length // self.cache.shape.block_size)]
-            keys, of_sequence = self.operations.gather_keys(layer, blocks), queries[None, begin:end].transpose(1, 2)
+            keys = self.operations.gather_keys([layer], blocks, length)
+            of_sequence = queries[None, begin:end].transpose(1, 2)
             mass = batched_attention_mass(of_sequence, keys, length, last_kv_index, softmax=softmax)
             self.mass.add(layer, table_slot, mass[0])
         return self.backend.run(layer, queries, inner, sinks)

@@ -42,8 +42,6 @@ MAX_GATHERED_BYTES = 64 << 20
 MAX_SCORE_BYTES = 16 << 20
 """Scores of layers that wait to be chosen from together; choosing takes a few times as much."""
 
-Gather = Callable[[int, torch.Tensor], torch.Tensor]
-
 
 @dataclass(frozen=True)
 class CompressedPart:
@@ -312,7 +310,7 @@ class Compressor:
             "last_positions": [window.position + size - 1 for window in windows] * len(layers),
         }
         if "values" in self.method.arguments:
-            inputs["values"] = self._gather(self.operations.gather_values, layers, tables, size)
+            inputs["values"] = self.operations.gather_values(layers, tables, size)
         if self.ragged:
             inputs["capacity"] = windows[0].retain
             inputs["evicted_mask"] = self.ragged.evicted_mask(layers[0], table_slots, starts, size)
@@ -320,21 +318,14 @@ class Compressor:
             name = "carried" if self.carries else "mass"
             inputs[name] = self.mass.gather(layers[0], table_slots, starts, size)
         if self.observed:
-            inputs["observed"] = self._gather(self.observed.of_windows, layers, tables, size - self.config.buffer)
+            inputs["observed"] = self.operations.gather_scores(layers, tables, size - self.config.buffer)
         return inputs
 
     def _keys(self, layers: Sequence[int], tables: torch.Tensor, size: int) -> Keys:
         if not self.reads_blocks:
-            return self._gather(self.operations.gather_keys, layers, tables, size)
+            return self.operations.gather_keys(layers, tables, size)
         shape = self.cache.shape
         return PagedKeys([self.operations.keys[layer] for layer in layers], tables, size, shape.head_dim, shape.dtype)
-
-    @staticmethod
-    def _gather(gather: Gather, layers: Sequence[int], tables: torch.Tensor, size: int) -> torch.Tensor:
-        """What `gather` finds for the first `size` KV pairs of windows in some layers: `[layers * windows, kv_heads,
-        size, ...]`."""
-        of_layers = [gather(layer, tables)[:, :, :size] for layer in layers]
-        return of_layers[0] if len(of_layers) == 1 else torch.cat(of_layers)
 
     def _softmax(self, layer: int) -> Softmax:
         """The softmax of a layer's attention."""

@@ -41,7 +41,6 @@ class ObservedScores:
 
     def __init__(self, cache: PagedKVCache, config: CompressionConfig, num_slots: int) -> None:
         assert cache.scores is not None
-        self.place = cache.place
         self.scores = cache.scores
         self.block_size = cache.shape.block_size
         self.windows = score_windows(config, self.block_size)
@@ -65,14 +64,6 @@ class ObservedScores:
         """A job's windows are compressed: the next ones begin at the first whole block of what is left uncompressed."""
         end = job.first_block * self.block_size + job.num_windows * job.stride
         self.window_start[table_slot] = -(-(end - job.dropped) // self.block_size) * self.block_size
-
-    def of_windows(self, layer: int, tables: torch.Tensor) -> torch.Tensor:
-        """Scores of windows that begin in the first of their blocks: `[S, kv_heads, num_scored]`.
-
-        tables: int32 `[S, blocks]`.
-        """
-        scores = self.scores[self.place(layer)][tables.long()]  # [S, blocks, kv_heads, block_size]
-        return scores.transpose(1, 2).flatten(2)[:, :, : self.windows.num_scored]
 
     def compact(self, job: CompressionJob, sources: np.ndarray, offsets: torch.Tensor) -> None:
         """Let the scores of what is behind a job's windows move with its KV pairs.
@@ -139,7 +130,7 @@ class ScoringBackend(AttentionBackend):
         row = chunk.begin + begin - chunk.kv_index
         of_window = batched_attention_mass(
             queries[None, row : row + end - begin].transpose(1, 2),
-            self.operations.gather_keys(layer, blocks),
+            self.operations.gather_keys([layer], blocks, num_scored),
             num_scored,
             torch.arange(begin - start, end - start, device=queries.device).clamp_(max=num_scored - 1),
             squared=windows.squared,

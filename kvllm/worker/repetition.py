@@ -67,8 +67,8 @@ class RepeatedText:
     def run(self, layer: int, queries: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """As AttentionContext.run."""
         part, of_heads, softmax = self.parts[self.part_of[layer]], queries.transpose(0, 1), self.softmax_of(layer)
-        keys = self.operations.gather_keys(layer, part.table)[0, :, : part.length]
-        values = self.operations.gather_values(layer, part.table)[0, :, : part.length]
+        keys = self.operations.gather_keys([layer], part.table, part.length)[0]
+        values = self.operations.gather_values([layer], part.table, part.length)[0]
         if part.region:
             received = attention_received(of_heads, keys[:, part.region], self._keys, softmax)
             self.received[layer] = torch.maximum(self.received.get(layer, received), received)

@@ -243,7 +243,7 @@ def keys_of(llm, seq_id, layer):
     state = runner.states[seq_id]
     (tables,), slot = runner.tables, state.table_slot
     table = torch.from_numpy(tables.table[[slot], : tables.num_blocks[slot]])
-    return runner.operations.gather_keys(layer, table)[0, :, : state.cached_length]
+    return runner.operations.gather_keys([layer], table, state.cached_length)[0]
 
 
 def test_survivors_are_counted_by_region():

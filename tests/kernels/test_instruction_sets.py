@@ -34,6 +34,7 @@ from tests.helpers.elementwise_checks import (
     assert_silu_mul_is_swiglu,
     assert_silu_of_extreme_gates,
 )
+from tests.helpers.event_checks import assert_choices, assert_key_differences, assert_order_of_special_scores
 from tests.helpers.exchange_checks import assert_exchanges
 from tests.helpers.key_score_checks import assert_scores
 from tests.helpers.tensors import assert_same_rounding, randn
@@ -114,6 +115,16 @@ def check_exchanges() -> None:
             assert_exchanges(seed, (3, 2, 2, 2), pairs, most=20, limit=limit, has_sinks=seed % 2 == 1)
 
 
+def check_events() -> None:
+    """Run in a process of its own for each instruction set."""
+    for count in (1, 17, 80, 333):
+        for levels in (1, 3, 100_000):
+            assert_choices(count, levels)
+    assert_order_of_special_scores()
+    for dtype in (torch.float32, torch.bfloat16):
+        assert_key_differences(dtype)
+
+
 @pytest.mark.parametrize("isa", LEVELS)
 def test_every_instruction_set(isa: str) -> None:
     script = (
@@ -125,6 +136,7 @@ def test_every_instruction_set(isa: str) -> None:
         "test_instruction_sets.check_elementwise()\n"
         "test_instruction_sets.check_products()\n"
         "test_instruction_sets.check_exchanges()\n"
+        "test_instruction_sets.check_events()\n"
         "print(operator('cpu_isa')())\n"
     )
     result = subprocess.run(

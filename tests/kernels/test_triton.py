@@ -461,7 +461,7 @@ def methods_choose_the_same_from_keys_in_blocks() -> None:
                 2, 96 // block_size, 2, block_size, head_dim, dtype=dtype, seed=layer
             )
         operations, blocks = TorchOperations(cache), [cache.keys(layer) for layer in range(2)]
-        gathered = [operations.gather_keys(layer, tables)[:, :, :90] for layer in range(2)]
+        gathered = [operations.gather_keys([layer], tables, 90) for layer in range(2)]
         queries, offsets = randn(2, 6, 10, head_dim, dtype=dtype), torch.arange(8, 90, 9)
         for name, method in METHODS.items():
             if not method.spec.reads_blocks:

@@ -76,7 +76,7 @@ def scores_that_methods_see(name: str) -> None:
         expected = dense_mass(case, sequence)
         torch.testing.assert_close(mass[0, row, :, : expected.shape[1]].double(), expected, atol=2e-5, rtol=1e-5)
     tables = case.batch.block_tables[:, :2]
-    keys = TorchOperations(case.cache).gather_keys(0, tables)[:, :, :30]
+    keys = TorchOperations(case.cache).gather_keys([0], tables, 30)
     paged = PagedKeys([case.cache.keys(0)], tables, 30, 96, keys.dtype)
     queries = randn(2, 3 * keys.shape[1], 7, 96)
     torch.testing.assert_close(keydiff.scores(paged), keydiff.scores(keys), rtol=1e-5, atol=1e-6)
@@ -122,7 +122,7 @@ def vectors_that_are_not_finite(name: str) -> None:
     for operations in (gpu, plain):
         operations.store(0, vectors, vectors, torch.arange(4))
     broken = (torch.tensor([1, 0, 1]), torch.tensor([1, 2, 3]))
-    assert gpu.gather_keys(0, torch.tensor([[0]]))[0][broken].isnan().any(-1).all()
+    assert gpu.gather_keys([0], torch.tensor([[0]]), 16)[0][broken].isnan().any(-1).all()
     for operations in (gpu, plain):
         for part in operations.cache.parts:
             part[0, :, 0, *broken] = 0

@@ -231,8 +231,8 @@ def test_gathered_keys_and_values_are_those_that_attention_sees(make: MakeOperat
     tables = torch.tensor([[3, 0], [8, 8]], dtype=torch.int32)
     kv_format = KV_FORMATS[name]
     for found, stored, each in (
-        (operations.gather_keys(0, tables), keys, kv_format.keys),
-        (operations.gather_values(0, tables), values, kv_format.values),
+        (operations.gather_keys([0], tables, 8), keys, kv_format.keys),
+        (operations.gather_values([0], tables, 8), values, kv_format.values),
     ):
         assert found.shape == (2, 3, 8, 32) and found.dtype == torch.bfloat16
         expected = through(each.name, stored).bfloat16().unflatten(0, (9, 4))

@@ -70,12 +70,12 @@ def run(checkpoint: Path, method: str) -> tuple[list[list[int]], Operations, int
 
 @pytest.mark.parametrize("method", METHODS)
 def test_layers_are_chosen_from_at_once(checkpoint: Path, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With room for the scores of one layer alone, each is chosen from on its own: as many sorts for each of them, and
-    the same choices."""
+    """With room for the scores of one layer alone, each is chosen from on its own: as many operators for each of them,
+    and the same choices."""
     found, together, events = run(checkpoint, method)
     monkeypatch.setattr(compressor_module, "MAX_SCORE_BYTES", 1)
     expected, one_by_one, _ = run(checkpoint, method)
     assert len(together.chosen) == events > 0 and len(one_by_one.chosen) == LAYERS * events
     assert found == expected
     assert torch.equal(torch.cat(together.chosen), torch.cat(one_by_one.chosen))
-    assert LAYERS * together.counts["sort"] == one_by_one.counts["sort"] > 0
+    assert LAYERS * together.counts["choose_chunks"] == one_by_one.counts["choose_chunks"] > 0

@@ -110,7 +110,9 @@ def true_mass(
 ) -> torch.Tensor:
     """The largest share of attention that lies in dropped pairs, of each sequence of a group whose sequences have one
     query token: float64."""
-    keys = recall.operations.gather_keys(layer, group.tables).double()
+    keys = recall.operations.gather_keys(
+        [layer], group.tables, group.tables.shape[1] * recall.cache.shape.block_size
+    ).double()
     others = originals[group.chunks].transpose(1, 2).flatten(2, 3).double()
     masses = []
     for row, last in enumerate(group.last_kv_index[:, -1].tolist()):

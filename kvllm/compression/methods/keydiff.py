@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from kvllm._extension import operator
 from kvllm.compression.methods.token2chunk import top_indices
 from kvllm.compression.paged_keys import Keys, PagedKeys
 from kvllm.compression.region import everything, keeps_everything, with_buffer
@@ -41,6 +42,8 @@ def scores(keys: Keys) -> Tensor:
         from kvllm.kernels.keydiff import key_differences  # cannot be imported without triton
 
         return key_differences(keys.blocks, keys.tables, keys.shape[2], keys.shape[3], keys.dtype)
+    if keys.is_cpu and keys.dtype in (torch.float32, torch.bfloat16):
+        return operator("key_differences")(keys.contiguous())
     unit = normalize(keys.float(), dim=-1)
     anchor = normalize(unit.mean(dim=2, keepdim=True), dim=-1)
     return -(unit * anchor).sum(dim=-1)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvllm._extension import operator
 from kvllm.compression.region import with_last
 
 
 def top_indices(scores: Tensor, k: int) -> Tensor:
     """Ascending int64 positions `[..., min(k, n)]` of the k highest of `scores [..., n]`; of equals, the first wins."""
+    if _is_for_operator(scores):
+        return operator("choose_chunks")(scores.contiguous(), k, 0, 3)
     # torch.topk promises no order among equal values.
     order = scores.argsort(dim=-1, descending=True, stable=True)
     return order[..., :k].sort(dim=-1).values
@@ -49,6 +52,8 @@ def expand(scores: Tensor, total: int, chunk_budget: int, max_chunk: int) -> Ten
         raise ValueError(
             f"total={total}, chunk_budget={chunk_budget}, max_chunk={max_chunk}: at least 0, 0 and 3 are required"
         )
+    if _is_for_operator(scores):
+        return operator("choose_chunks")(scores.contiguous(), total, chunk_budget, max_chunk)
     num_candidates = total - chunk_budget
     max_chunks = chunk_budget // (max_chunk - 2)
     if total >= scores.shape[-1] or num_candidates < 2 or max_chunks == 0:
@@ -57,6 +62,10 @@ def expand(scores: Tensor, total: int, chunk_budget: int, max_chunk: int) -> Ten
     interior = _chunk_interior(scores, candidates, max_chunks, max_chunk)
     kept_first = scores.scatter(-1, candidates, torch.inf).scatter(-1, interior, torch.inf)
     return top_indices(kept_first, total)
+
+
+def _is_for_operator(scores: Tensor) -> bool:
+    return scores.is_cpu and scores.dtype == torch.float32
 
 
 def _chunk_interior(scores: Tensor, candidates: Tensor, max_chunks: int, max_chunk: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 
@@ -61,23 +62,44 @@ class KVOperations(ABC):
         """
         heads = self.cache.shape.num_kv_heads
         of_heads = queries.float().unflatten(2, (heads, -1)).transpose(1, 2).flatten(2, 3)
-        keys = self._gather(layer, 0, block_tables, torch.float32)
+        size = block_tables.shape[1] * self.cache.shape.block_size
+        keys = self._gather(0, [layer], block_tables, size, torch.float32)
         # A product of four dimensions is slow on a CPU: with few queries it takes several times as long.
         scores = torch.bmm(of_heads.flatten(0, 1) * scale, keys.flatten(0, 1).mT).unflatten(0, keys.shape[:2])
         last = last_kv_index.repeat_interleave(queries.shape[2] // heads, dim=1)[:, None, :, None]
         return scores.masked_fill_(torch.arange(keys.shape[2], device=last.device) > last, -torch.inf)
 
-    def gather_keys(self, layer: int, block_tables: torch.Tensor) -> torch.Tensor:
-        """Keys of whole blocks, as attention sees them: int `[S, n]` block ids ->
-        `[S, kv_heads, n * block_size, head_dim]` of the shape's dtype, a copy."""
-        return self._gather(layer, 0, block_tables, self.cache.shape.dtype)
+    def gather_keys(self, layers: Sequence[int], block_tables: torch.Tensor, size: int) -> torch.Tensor:
+        """The first `size` keys of each of S tables, as attention sees them, a copy.
 
-    def gather_values(self, layer: int, block_tables: torch.Tensor) -> torch.Tensor:
-        """Values of whole blocks; arguments and result as for `gather_keys`."""
-        return self._gather(layer, 1, block_tables, self.cache.shape.dtype)
+        layers: some that follow each other in a part of a KV group. block_tables: int32 `[S, n]`.
 
-    def _gather(self, layer: int, plane: int, block_tables: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        blocks = block_tables.long()
-        stored, place = self.cache.planes[plane], self.cache.place(layer)
-        rows = [part[place][blocks].transpose(1, 2).flatten(2, 3) for part in stored.parts]
-        return stored.decode(rows, dtype)
+        Returns:
+            `[layers * S, kv_heads, size, head_dim]` of the shape's dtype, the tables in the first layer before those in
+            the next.
+        """
+        return self._gather(0, layers, block_tables, size, self.cache.shape.dtype)
+
+    def gather_values(self, layers: Sequence[int], block_tables: torch.Tensor, size: int) -> torch.Tensor:
+        """Values; arguments and result as for `gather_keys`."""
+        return self._gather(1, layers, block_tables, size, self.cache.shape.dtype)
+
+    def gather_scores(self, layers: Sequence[int], block_tables: torch.Tensor, size: int) -> torch.Tensor:
+        """The scores beside the keys that `gather_keys` finds: float32 `[layers * S, kv_heads, size]`."""
+        assert self.cache.scores is not None
+        of_layers = self.cache.scores[self._places(layers)].unsqueeze(-1)
+        return self._gather_slots(of_layers, block_tables, size).squeeze(-1)
+
+    def _gather(
+        self, plane: int, layers: Sequence[int], block_tables: torch.Tensor, size: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        stored, places = self.cache.planes[plane], self._places(layers)
+        return stored.decode([self._gather_slots(part[places], block_tables, size) for part in stored.parts], dtype)
+
+    def _places(self, layers: Sequence[int]) -> slice:
+        return slice(self.cache.place(layers[0]), self.cache.place(layers[-1]) + 1)
+
+    def _gather_slots(self, of_layers: torch.Tensor, block_tables: torch.Tensor, size: int) -> torch.Tensor:
+        """`[layers, blocks, kv_heads, block_size, width]` -> `[layers * S, kv_heads, size, width]`."""
+        found = of_layers[:, block_tables.long()].transpose(2, 3).flatten(3, 4)
+        return found[:, :, :, :size].flatten(0, 1)

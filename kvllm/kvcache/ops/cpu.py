@@ -31,6 +31,7 @@ class CpuOperations(KVOperations):
         self._store = operator("store_kv")
         self._copy_blocks = operator("copy_blocks")
         self._compact = operator("compact")
+        self._gather_blocks = operator("gather_blocks")
         self._key_scores = operator("key_scores")
 
     @staticmethod
@@ -48,6 +49,9 @@ class CpuOperations(KVOperations):
     def compact(self, kept: torch.Tensor, sources: torch.Tensor, destinations: torch.Tensor) -> None:
         for tensor in self.cache.tensors:
             self._compact(tensor[: len(kept)], kept, sources, destinations)
+
+    def _gather_slots(self, of_layers: torch.Tensor, block_tables: torch.Tensor, size: int) -> torch.Tensor:
+        return self._gather_blocks(of_layers, block_tables, size)
 
     def key_scores(
         self, layer: int, queries: torch.Tensor, block_tables: torch.Tensor, last_kv_index: torch.Tensor, scale: float
