@@ -1,4 +1,4 @@
-"""Training of gates (`kvllm.compression.gates`). The model stays as it is. Its attention is biased by what the gates
+"""Training of gates (`kvllm.compression.gates`). The model stays as it is. Its attention is changed by what the gates
 say of the KV pairs, so the loss has a gradient in the gates.
 
 The teacher is the model itself with its whole cache. transformers computes both, for any checkpoint that it loads.
@@ -42,7 +42,7 @@ class Settings:
     method: str
     retention: float
     delay: int = 128
-    steps: int = 300
+    steps: int = 400
     learning_rate: float = 1e-2
     weight: float = 10.0
     seed: int = 0
@@ -58,12 +58,13 @@ class Step(NamedTuple):
 
 
 class Biased(NamedTuple):
-    """What gates make of one layer. bias: of the attention logits, `[1, Hkv, T, T]`. kept: share of the KV pairs, and
-    excess: the share that is kept beyond the target; `[1, Hkv]` each."""
+    """What gates make of one layer. kept: share of the KV pairs, and excess: the share that is kept beyond the target;
+    `[1, Hkv]` each. bias, factor: of the attention logits, `[1, Hkv, T, T]`; None: as they are."""
 
-    bias: Tensor
     kept: Tensor
     excess: Tensor
+    bias: Tensor | None = None
+    factor: Tensor | None = None
 
 
 class Places:
@@ -85,22 +86,23 @@ def dropped(logits: Tensor, places: Places, delay: int, target: float, noise: Te
     relaxed = (logits + noise) / TEMPERATURE
     kept = relaxed.sigmoid()[..., places.can_go].mean(dim=-1)
     is_far = (places.back > delay) & places.can_go
-    return Biased(logsigmoid(relaxed)[:, :, None] * is_far, kept, (kept - target).relu())
+    return Biased(kept, (kept - target).relu(), bias=logsigmoid(relaxed)[:, :, None] * is_far)
 
 
 def decayed(logits: Tensor, places: Places, delay: int, target: float, noise: Tensor) -> Biased:
-    """TRIM-KV: what is held of a KV pair falls to `sigmoid(logit) ** n` within n tokens. The sum of it is to stay
-    within the capacity, which grows with the text: the last `delay` KV pairs and `target` of those before.
+    """TRIM-KV: what is held of a KV pair falls to `sigmoid(logit) ** n` within n tokens, and its attention logits with
+    it. The sum of what is held is to stay within the capacity, which grows with the text: the last `delay` KV pairs and
+    `target` of those before.
 
     Arguments as for `dropped`; without noise.
     """
-    bias = logsigmoid(logits)[:, :, None] * (places.back * places.can_go)
+    held = (logsigmoid(logits)[:, :, None] * (places.back * places.can_go)).exp()
     rows = places.tokens[places.num_prompt :: ROWS]
     is_there = (places.tokens <= rows[:, None]) & places.can_go
-    held = (bias[:, :, rows].exp() * is_there).sum(dim=-1)
+    sums = (held[:, :, rows] * is_there).sum(dim=-1)
     written = (rows - places.num_prompt + 1).float()
     room = written - (1 - target) * (written - delay).clamp(min=0)
-    return Biased(bias, held.sum(dim=-1) / written.sum(), (held - room).relu().sum(dim=-1) / written.sum())
+    return Biased(sums.sum(dim=-1) / written.sum(), (sums - room).relu().sum(dim=-1) / written.sum(), factor=held)
 
 
 BIASES: dict[str, Callable[[Tensor, Places, int, float, Tensor], Biased]] = {"dms": dropped, "trimkv": decayed}
@@ -116,7 +118,7 @@ class Gating:
     found: list[Biased] = field(default_factory=list)
 
 
-def _attend(
+def attend(
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -125,13 +127,17 @@ def _attend(
     gating: Gating | None = None,
     **rest: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of a layer of transformers, as the model's own module writes it out, with a bias."""
-    attend = sys.modules[type(module).__module__].eager_attention_forward
+    """Attention of a layer of transformers, as the model's own module writes it out, with what the gates make of it."""
+    written_out = sys.modules[type(module).__module__].eager_attention_forward
     if gating is not None:
-        biased = gating.bias(module.layer_idx, key, value)
+        biased, group = gating.bias(module.layer_idx, key, value), query.shape[1] // key.shape[1]
         gating.found.append(biased)
-        attention_mask = attention_mask + biased.bias.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    return attend(module, query, key, value, attention_mask, **rest)
+        if biased.bias is not None:
+            attention_mask = attention_mask + biased.bias.repeat_interleave(group, dim=1)
+        if biased.factor is not None:  # what is missing from the logits is added to the mask
+            logits = query @ key.repeat_interleave(group, dim=1).mT * rest["scaling"]
+            attention_mask = attention_mask + (biased.factor - 1).repeat_interleave(group, dim=1) * logits
+    return written_out(module, query, key, value, attention_mask, **rest)
 
 
 class Trainer:
@@ -144,7 +150,7 @@ class Trainer:
         order = channel_order(config)
         self.order = slice(None) if order is None else order
         self.generator = torch.Generator().manual_seed(settings.seed)
-        AttentionInterface.register(GATED, _attend)
+        AttentionInterface.register(GATED, attend)
         AttentionMaskInterface.register(GATED, eager_mask)
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=GATED)
         self.model.eval().requires_grad_(False)
@@ -215,8 +221,7 @@ class Trainer:
             inputs = self._inputs(keys, values)[0]
             self.mean[layer] = inputs.mean(dim=1, keepdim=True)
             self.deviation[layer] = inputs.std(dim=1, keepdim=True).clamp(min=1e-6)
-            nothing = torch.zeros(1, len(inputs), 1, 1)
-            return Biased(nothing, nothing, nothing)
+            return Biased(torch.zeros(0), torch.zeros(0))
 
         with torch.no_grad():
             self.model(torch.tensor([text.token_ids]), use_cache=False, gating=Gating(observe))

@@ -5,7 +5,7 @@ checkpoint.
     python -m benchmarks.quality.train_gates --method trimkv --model benchmarks/reasoner/earlier --task program
 
 The weights of the model stay as they are. Each step reads one text twice: with the whole cache, and with attention
-biased by the gates. The loss is how much the predictions differ, and what gates keep too much. The gates belong to one
+changed by the gates. The loss is how much the predictions differ, and what gates keep too much. The gates belong to one
 checkpoint; they serve other shares of the KV pairs, too, because the engine keeps those that are judged best.
 
 Texts are as for `benchmarks.quality.calibrate`. The prompts of `--task` stay whole, as they do in an engine by default.

@@ -11,7 +11,17 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.common.gate_training import TEMPERATURE, Biased, Gating, Places, Settings, Trainer, decayed, dropped
+from benchmarks.common.gate_training import (
+    TEMPERATURE,
+    Biased,
+    Gating,
+    Places,
+    Settings,
+    Trainer,
+    attend,
+    decayed,
+    dropped,
+)
 from benchmarks.common.questions import QuestionSource
 from benchmarks.common.texts import Text
 from benchmarks.quality import train_gates
@@ -51,13 +61,15 @@ def sigmoid(x: Any) -> Any:
 def test_dropped_pairs_lose_their_attention_behind_the_delay(text: Text) -> None:
     logits, noise = logits_of(0), logits_of(1)
     found = dropped(logits, Places(text), DELAY, TARGET, noise)
+    bias = found.bias
+    assert bias is not None and found.factor is None
     for head in range(2):
         keep = sigmoid((logits + noise)[0, head].double().numpy() / TEMPERATURE)
         for i in range(LENGTH):
             for j in range(i + 1):
                 is_judged = j >= PROMPT and i - j > DELAY
                 expected = np.log(keep[j]) if is_judged else 0
-                assert found.bias[0, head, i, j].item() == pytest.approx(expected, abs=1e-4)
+                assert bias[0, head, i, j].item() == pytest.approx(expected, abs=1e-4)
         assert found.kept[0, head].item() == pytest.approx(keep[PROMPT:].mean(), abs=1e-5)
         assert found.excess[0, head].item() == pytest.approx(max(0, keep[PROMPT:].mean() - TARGET), abs=1e-5)
 
@@ -65,13 +77,15 @@ def test_dropped_pairs_lose_their_attention_behind_the_delay(text: Text) -> None
 def test_retention_falls_with_every_token(text: Text) -> None:
     logits = logits_of(2) + 3
     found = decayed(logits, Places(text), DELAY, TARGET, torch.zeros(()))
+    factor = found.factor
+    assert factor is not None and found.bias is None
     for head in range(2):
         retention = sigmoid(logits[0, head].double().numpy())
         held, room, written = [], [], []
         for i in range(LENGTH):
             for j in range(i + 1):
-                expected = (i - j) * np.log(retention[j]) if j >= PROMPT else 0
-                assert found.bias[0, head, i, j].item() == pytest.approx(expected, abs=1e-4)
+                expected = retention[j] ** (i - j) if j >= PROMPT else 1
+                assert factor[0, head, i, j].item() == pytest.approx(expected, abs=1e-5)
         for i in range(PROMPT, LENGTH, 16):
             held.append(sum(retention[j] ** (i - j) for j in range(PROMPT, i + 1)))
             written.append(i - PROMPT + 1)
@@ -100,6 +114,25 @@ def test_a_biased_pass_is_that_without_the_dropped_pairs(checkpoint: Path, text:
     for gating, seen in ((Gating(bias), visible), (None, torch.ones_like(visible).tril())):
         found = trainer.model(ids, use_cache=False, gating=gating).logits[0].double()
         torch.testing.assert_close(found, decoder.forward(text.token_ids, seen).logits, rtol=0, atol=1e-3)
+
+
+def test_a_factor_multiplies_the_logits_of_attention(checkpoint: Path) -> None:
+    """Eight query heads, two KV heads."""
+    generator = torch.Generator().manual_seed(3)
+    queries, keys, values = (torch.randn(1, heads, LENGTH, 16, generator=generator) for heads in (8, 2, 2))
+    factor = torch.rand(1, 2, LENGTH, LENGTH, generator=generator)
+    module = Trainer(checkpoint, Settings("trimkv", TARGET), LENGTH).model.model.layers[1].self_attn
+    gating = Gating(lambda *_: Biased(torch.zeros(1, 2), torch.zeros(1, 2), factor=factor))
+    mask = torch.full((LENGTH, LENGTH), torch.finfo(torch.float32).min).triu(1)[None, None]
+    found, _ = attend(module, queries, keys, values, mask, gating=gating, scaling=0.5)
+    for head in range(8):
+        query, key, value = (
+            x[0].double().numpy() for x in (queries[:, head], keys[:, head // 4], values[:, head // 4])
+        )
+        for i in range(LENGTH):
+            weights = np.exp(factor[0, head // 4, i, : i + 1].double().numpy() * (key[: i + 1] @ query[i]) * 0.5)
+            expected = weights @ value[: i + 1] / weights.sum()
+            np.testing.assert_allclose(found[0, i, head].double().numpy(), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("method", METHODS)
