@@ -7,21 +7,21 @@ from torch import Tensor
 
 RIDGE = 1e-3
 """Of features and targets whose variance is 1."""
+FORGET = 1 / 32
+"""What a window that is added takes from the weight of each one before."""
 
 
 class LinearFit:
-    """From F features of a KV pair to a target, for each KV head, by the first windows that are added.
+    """From F features of a KV pair to a target, for each KV head, by the windows that are added, the last ones most.
 
     It has no constant: what is predicted serves to compare KV pairs of a head.
-    windows: added so far. weights: float32 `[Hkv, F]`, by these windows; None before the first. is_complete: there are
-        enough, and what they were summed up to is dropped.
+    windows: added so far. weights: float32 `[Hkv, F]`, by these windows; None before the first.
     """
 
     def __init__(self) -> None:
         self.windows = 0
         self.weights: Tensor | None = None
-        self.is_complete = False
-        self._products = torch.empty(0)  # of each window's rows (1, features, target) with themselves, summed
+        self._products: Tensor | None = None  # of each window's rows (1, features, target) with themselves, summed
 
     @staticmethod
     def bytes_for(num_kv_heads: int, num_features: int) -> int:
@@ -29,26 +29,24 @@ class LinearFit:
         return 8 * num_kv_heads * (num_features + 2) ** 2
 
     @torch.no_grad()
-    def add(self, features: Tensor, targets: Tensor, enough: int) -> None:
-        """Learn from windows, one after the other, as long as there are fewer than `enough`.
+    def add(self, features: Tensor, targets: Tensor) -> None:
+        """Learn from windows, one after the other.
 
         features: float32 `[S, Hkv, n, F]`. targets: float32 `[S, Hkv, n]`.
         """
-        if self.is_complete:
-            return
-        missing = enough - self.windows
-        for of_window in zip(features[:missing], targets[:missing], strict=True):
+        products = self._products
+        for of_window in zip(features, targets, strict=True):
             product = _products(*of_window)
-            self._products = self._products + product if self.windows else product
-            self.windows += 1
-        self.weights = _solve(self._products)
-        if self.windows == enough:
-            self.is_complete = True
-            self._products = torch.empty(0)
+            products = product if products is None else (1 - FORGET) * products + product
+        if products is not None:
+            self._products, self.weights = products, _solve(products)
+        self.windows += len(features)
 
     def predict(self, features: Tensor) -> Tensor:
-        """Targets less a constant: float32 `[S, Hkv, n]`, bit-identical for a window whatever the others are."""
-        assert self.weights is not None
+        """Targets less a constant: float32 `[S, Hkv, n]`, bit-identical for a window whatever the others are. Zeros
+        before anything was learned."""
+        if self.weights is None:
+            return torch.zeros_like(features[..., 0])
         return (features * self.weights[:, None]).sum(dim=-1)
 
 

@@ -30,7 +30,10 @@ class QueryTokens:
     stride: int
 
     @staticmethod
-    def of(config: CompressionConfig) -> QueryTokens:
+    def of(config: CompressionConfig, *, learns: bool = False) -> QueryTokens:
+        """learns: of a compression that a method which learns does learn from."""
+        if config.spec.learns and not learns:
+            return QueryTokens(0, 0)
         if config.spec.repeats:
             return QueryTokens(config.buffer, 1)
         match "none" if config.observes_scores else config.spec.queries:
@@ -62,10 +65,10 @@ class QueryTokens:
         return of_strided + recent * before + recent * (recent + 1) // 2
 
 
-def window_tokens(config: CompressionConfig, size: int) -> int:
+def window_tokens(config: CompressionConfig, size: int, *, learns: bool = False) -> int:
     """Tokens of a step's budget that compressing a window of `size` KV pairs takes: the query tokens, or the KV pairs
-    that are scored, if these weigh more."""
-    return max(QueryTokens.of(config).count(size), -(-size // PAIRS_PER_TOKEN))
+    that are scored, if these weigh more. learns: as for `QueryTokens.of`."""
+    return max(QueryTokens.of(config, learns=learns).count(size), -(-size // PAIRS_PER_TOKEN))
 
 
 def windows_beside(config: CompressionConfig, size: int, decodes: int) -> int:

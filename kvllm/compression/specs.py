@@ -53,8 +53,8 @@ class MethodSpec:
         of being computed from all queries afterwards. None: its scores cannot.
     observes: it needs the attention that every KV pair has received so far. This sum belongs to one sequence, so
         sequences share no prefixes.
-    learns: its function keeps what it learns (`fits`), and has queries for the first windows of an engine alone, until
-        that is enough.
+    learns: its function keeps what it learns (`fits`), and has queries for an engine's first windows and a few of the
+        later ones alone.
     repeats: it needs the attention that the text of a region pays to its KV pairs when it is repeated behind them. That
         takes a pass of the model over the text.
     carries: it gives every KV pair a score that it wants back at the next compression of that pair. That goes with
@@ -175,7 +175,7 @@ SPECS: dict[str, MethodSpec] = {
             "linear_scorer",
             "what kara_sharp would keep, by a linear map that learns from its scores (ours)",
             "window",
-            (*TOKEN2CHUNK, Option("learned_windows", 8, 1)),
+            TOKEN2CHUNK,
             learns=True,
         ),
         MethodSpec(

@@ -303,8 +303,8 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
         """Most sequences that an event compresses."""
         if self.max_sequences is not None:
             return self.max_sequences
-        recomputes = self.spec.repeats or (self.spec.queries != "none" and not self.observes_scores)
-        return PAPER_SEQUENCES if recomputes else sys.maxsize
+        needs_queries = self.spec.queries != "none" and not (self.observes_scores or self.spec.learns)
+        return PAPER_SEQUENCES if needs_queries or self.spec.repeats else sys.maxsize
 
     @property
     def options(self) -> dict[str, int | float]:

@@ -11,6 +11,7 @@ from kvllm.config import EngineConfig
 from kvllm.core.block_manager import BlockManager
 from kvllm.core.compression_policy import CompressionPolicy, EngineLoad, peak_blocks
 from kvllm.core.group_table import GroupTable
+from kvllm.core.learning_turns import LearningTurns
 from kvllm.core.protocol import CompressionJob, PartCompaction, ScoringStart, StepPlan
 from kvllm.core.regions import Region
 from kvllm.core.sequence import Sequence
@@ -30,11 +31,22 @@ class CompressionPlanner:
         self.held: set[int] = set()
         self.blocked = False
         self._tokens = 0  # of the step's budget, what compression may still take
+        self.reset()
+
+    def reset(self) -> None:
+        """The workers drop what was learned, so it is learned again."""
+        self._turns = LearningTurns(self.policy.config.spec)
+        self._may_learn = False  # in this step: the policy reckons with the queries of its first compressions alone
 
     @property
     def tokens_left(self) -> int:
         """Tokens of the step that neither compression nor the running sequences' decodes take."""
         return max(0, self._tokens)
+
+    @property
+    def _learns(self) -> bool:
+        """Whether the next compression of the step is learned from."""
+        return self._may_learn and self._turns.learns_now
 
     # Jobs
 
@@ -54,7 +66,9 @@ class CompressionPlanner:
         self.held.clear()
         self.blocked = False
         self._tokens = tokens - len(running)
-        load = EngineLoad(decode_steps, self._available(running), missing_blocks, self._tokens)
+        self._may_learn = self._turns.learns_now
+        available = self._available(running)
+        load = EngineLoad(decode_steps, available, missing_blocks, self._tokens, self._may_learn)
         unscored = self.policy.unscored(running)
         if unscored and self.policy.foresees_compression(running, load):
             self._score(plan, unscored)
@@ -102,7 +116,7 @@ class CompressionPlanner:
         blocks, and a sequence admitted for what it takes with all of them compressed might never finish.
         """
         together = region.count if (region.size - region.retain) % self.config.block_size else 1
-        affordable = self._tokens // window_tokens(self.policy.config, region.size)
+        affordable = self._tokens // window_tokens(self.policy.config, region.size, learns=self._learns)
         count = min(region.count, affordable) // together * together
         if not count and not plan.compressions:
             count = together
@@ -138,13 +152,17 @@ class CompressionPlanner:
         destinations = self.blocks.compact(seq.block_table, first, blocks, keep)
         count, size, retain, stride = region.count, region.size, region.retain, region.stride
         judged = self.policy.is_judged(seq, region)
-        job = CompressionJob(seq.seq_id, first, count, size, retain, stride, blocks, destinations, judged)
+        learns = self._learns
+        self._turns.count(count, learns)
+        job = CompressionJob(
+            seq.seq_id, first, count, size, retain, stride, blocks, destinations, judged, learns=learns
+        )
         for table, kept, *where in others:
             job.others.extend(self._compact(table, kept, *where))
         plan.compressions.append(job)
         tail = self.policy.regions_of(seq).tail_after(seq.cached_length, region)
         seq.compacted(region, tail, self.policy.dropped(job))
-        self._tokens -= region.count * window_tokens(self.policy.config, region.size)
+        self._tokens -= region.count * window_tokens(self.policy.config, region.size, learns=learns)
         if judged:
             self._tokens -= 2 * self.policy.config.buffer  # which the model reads before and after
         return True

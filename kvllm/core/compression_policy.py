@@ -27,13 +27,14 @@ class EngineLoad:
 
     decode_steps: of the engine so far. available_blocks: that can be allocated now. missing_blocks: how many more the
     first waiting sequence would have needed to be admitted in the last step. tokens: of the step's budget, what
-    compression may take.
+    compression may take. learns: whether the first compression of the step is learned from.
     """
 
     decode_steps: int
     available_blocks: int
     missing_blocks: int
     tokens: int
+    learns: bool = False
 
 
 class CompressionPolicy(ABC):
@@ -173,7 +174,7 @@ class CompressionPolicy(ABC):
     def _windows_now(self, decoding: Sequences[Sequence], load: EngineLoad, least: int = 1) -> int:
         """Windows that a step may compress if they may wait: at least one, and `least` if the tokens suffice."""
         size = self.config.window_blocks * self.regions.block_size
-        affordable = max(1, load.tokens // window_tokens(self.config, size))
+        affordable = max(1, load.tokens // window_tokens(self.config, size, learns=load.learns))
         if self.config.max_sequences is not None:  # an event of that size is asked for
             return affordable
         return min(affordable, max(least, windows_beside(self.config, size, len(decoding))))

@@ -105,6 +105,7 @@ class CompressionJob(Struct, array_like=True, frozen=True):
 
     judged: whether StepResult tells how far predictions diverge by it.
     others: the same in other parts of KV groups that attend all tokens. Where a part is missing, all survives.
+    learns: whether queries are computed again for a method that learns from them.
     """
 
     seq_id: int
@@ -117,6 +118,7 @@ class CompressionJob(Struct, array_like=True, frozen=True):
     destinations: list[int]
     judged: bool = False
     others: list[PartCompaction] = []
+    learns: bool = False
 
     @property
     def span(self) -> int:

@@ -381,6 +381,8 @@ class Scheduler:
         self._on_disk.restart()
         self.batch = Batch(self.config, self.stats, self.blocks, self.waiting, self.admission, self._on_disk)
         self.tenants = TenantAdmission(self.batch, self.admission, self.planner)
+        if self.planner:
+            self.planner.reset()
         self._reset_workers = True
         self._prefilled: list[Sequence] = []  # in chunks of the plan that was launched last
         self._sampling: list[Sequence] = []  # its sequences that get tokens, in the order of these

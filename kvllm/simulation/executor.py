@@ -220,15 +220,19 @@ class SimulatedExecutor(BlockingExecutor):
     def _compress(self, jobs: list[CompressionJob], compression: CompressionConfig) -> None:
         """Select and move the survivors of jobs that have any, in each part without a window."""
         for part, layers in enumerate(self.parts):
-            windows: list[Window] = []
+            windows: dict[bool, list[Window]] = {True: [], False: []}  # by whether they are learned from
             moved = 0
-            for job in filter(None, (job.of_part(part) for job in jobs)):
+            for learns, job in ((job.learns, job.of_part(part)) for job in jobs):
+                if job is None:
+                    continue
                 start = job.first_block * self.config.block_size
-                windows += [(start + i * job.stride, job.size) for i in range(job.num_windows)]
+                windows[learns] += [(start + i * job.stride, job.size) for i in range(job.num_windows)]
                 cached = self._cached_in(job.seq_id, part)
                 moved += min(cached - start, job.region_blocks * self.config.block_size) - job.dropped
-            for batch in self._passes(windows, compression):
-                self._select(batch, compression, layers, recomputes=part == 0)
+            for learns, alike in windows.items():
+                query_tokens = QueryTokens.of(compression, learns=learns)
+                for batch in self._passes(alike, compression, learns):
+                    self._select(batch, compression, query_tokens, layers, recomputes=part == 0)
             if moved:
                 self.seconds.compact += self.cost.compact(moved, layers)
         if self.recall:
@@ -242,12 +246,12 @@ class SimulatedExecutor(BlockingExecutor):
         logical = self.cached[seq_id] + self.dropped.get(seq_id, 0)
         return logical - self.saved.get(seq_id, {}).get(part, 0)
 
-    def _passes(self, windows: list[Window], config: CompressionConfig) -> Iterator[list[Window]]:
+    def _passes(self, windows: list[Window], config: CompressionConfig, learns: bool) -> Iterator[list[Window]]:
         """Windows that go through the model together: as many as fit the token budget, at least one."""
         batch: list[Window] = []
         tokens = 0
         for window in windows:
-            of_window = window_tokens(config, window[1])
+            of_window = window_tokens(config, window[1], learns=learns)
             if batch and tokens + of_window > self.config.max_num_batched_tokens:
                 yield batch
                 batch, tokens = [], 0
@@ -256,13 +260,20 @@ class SimulatedExecutor(BlockingExecutor):
         if batch:
             yield batch
 
-    def _select(self, windows: list[Window], config: CompressionConfig, layers: int, *, recomputes: bool) -> None:
+    def _select(
+        self,
+        windows: list[Window],
+        config: CompressionConfig,
+        query_tokens: QueryTokens,
+        layers: int,
+        *,
+        recomputes: bool,
+    ) -> None:
         """Score the windows' keys in so many layers, in one pass.
 
         recomputes: computes the windows' queries again before, which is done for all layers at once.
         """
         recomputed = QueryBatch(sequences=len(windows))
-        query_tokens = QueryTokens.of(config)
         products = keys = 0
         for start, size in windows:
             tokens = query_tokens.count(size)

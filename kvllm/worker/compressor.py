@@ -59,7 +59,7 @@ class CompressedPart:
 class _Window:
     """One window of a job in one part: `size` KV pairs from index `start` of the cache on, to be cut to `retain`.
 
-    position: of the first of them in the text.
+    position: of the first of them in the text. learns: whether queries are computed again to learn from them.
     """
 
     state: SequenceState
@@ -67,6 +67,7 @@ class _Window:
     size: int
     retain: int
     position: int
+    learns: bool
 
 
 Windows = tuple[_Window | None, ...]
@@ -117,7 +118,8 @@ class Compressor:
         self.carries = config.spec.carries
         self.reads_blocks = config.spec.reads_blocks and operations.reads_blocks
         self.repeats = config.spec.repeats
-        self.query_tokens = QueryTokens(0, 0) if self.repeats else QueryTokens.of(config)
+        none = QueryTokens(0, 0)
+        self._query_tokens = [none if self.repeats else QueryTokens.of(config, learns=each) for each in (False, True)]
         self.fits: list[LinearFit] = []
         self.forget()
         self.options = config.options
@@ -159,11 +161,11 @@ class Compressor:
         """For each part, and there for each job, the offsets that its windows keep."""
         windows = [window for job in jobs for window in self._windows_of(job, states[job.seq_id])]
         kept: list[Kept] = [[] for _ in self.parts]
-        query_tokens = self._query_tokens(windows)
-        for size, group in groupby(windows, key=_sizes):
+        for (size, learns), group in groupby(windows, key=_kind):
             alike = list(group)
-            offsets = np.array(query_tokens.offsets(size[0]), dtype=np.int64)
-            windows_per_pass = max(1, self.max_num_batched_tokens // window_tokens(self.config, size[0]))
+            offsets = np.array(self._query_tokens[learns].offsets(size[0]), dtype=np.int64)
+            tokens = window_tokens(self.config, size[0], learns=learns)
+            windows_per_pass = max(1, self.max_num_batched_tokens // tokens)
             if self.repeats:
                 windows_per_pass = 1  # they are repeated one by one
             for i in range(0, len(alike), windows_per_pass):
@@ -172,24 +174,20 @@ class Compressor:
                     mine += of_part
         return [_by_job(of_part, jobs) for of_part in kept]
 
-    def _query_tokens(self, windows: list[Windows]) -> QueryTokens:
-        """The tokens whose queries an event over some windows needs."""
-        layers = [
-            layer
-            for part, of_part in zip(self.parts, zip(*windows, strict=True), strict=False)
-            if any(of_part)
-            for layer in part.layers
-        ]
-        if self.fits and all(self.fits[layer].is_complete for layer in layers):
-            return QueryTokens(0, 0)
-        return self.query_tokens
-
     def _windows_of(self, job: CompressionJob, state: SequenceState) -> Iterator[Windows]:
         of_parts = [job.of_part(part.index) for part in self.parts]
         begin = job.first_block * self.block_size + state.dropped
         for offset in range(0, job.num_windows * job.stride, job.stride):
             yield tuple(
-                own and _Window(state, own.first_block * self.block_size + offset, own.size, own.retain, begin + offset)
+                own
+                and _Window(
+                    state,
+                    own.first_block * self.block_size + offset,
+                    own.size,
+                    own.retain,
+                    begin + offset,
+                    job.learns,
+                )
                 for own in of_parts
             )
 
@@ -462,11 +460,11 @@ def _places(windows: list[_Window]) -> tuple[list[int], list[int]]:
     return [window.state.table_slot for window in windows], [window.start for window in windows]
 
 
-def _sizes(windows: Windows) -> tuple[int, ...]:
-    """The KV pairs of a window, and what each part keeps of them; 0 for all."""
+def _kind(windows: Windows) -> tuple[tuple[int, ...], bool]:
+    """The KV pairs of a window, and what each part keeps of them (0 for all); and whether they are learned from."""
     first = windows[0]
     assert first is not None
-    return (first.size, *(window.retain if window else 0 for window in windows))
+    return (first.size, *(window.retain if window else 0 for window in windows)), first.learns
 
 
 def _by_job(kept: Kept, jobs: list[CompressionJob]) -> Kept:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from kvllm.compression.queries import window_tokens
-from kvllm.config import EngineConfig
+from kvllm.config import CompressionConfig, EngineConfig
 from kvllm.core.protocol import (
     CompressionJob,
     Decodes,
@@ -108,7 +108,7 @@ def run_heaviest_steps(runner: ModelRunner, config: EngineConfig) -> None:
         tensor[:, :, 0] = 0
     tokens, seqs = config.max_num_batched_tokens, config.max_num_seqs
     with enough_memory(f"a step of max_num_batched_tokens={tokens} and max_num_seqs={seqs}", "lower these"):
-        for plan in (*_prefill(config), *_event(config)):
+        for plan in (*_prefill(config), *_events(config)):
             runner.execute(plan)
     if runner.compressor:
         runner.compressor.forget()  # zeros teach nothing
@@ -127,17 +127,22 @@ def _prefill(config: EngineConfig) -> Iterator[StepPlan]:
     yield StepPlan(dropped_seq_ids=list(range(config.max_num_seqs)))
 
 
-def _event(config: EngineConfig) -> Iterator[StepPlan]:
-    """A compression event of as many windows as go into a step, in the sequences' caches of zeros."""
+def _events(config: EngineConfig) -> Iterator[StepPlan]:
+    """Compression events of as many windows as go into a step: one of each kind."""
     compression = config.active_compression
-    if compression is None:
-        return
+    if compression is not None:
+        for learns in sorted({compression.spec.learns, False}, reverse=True):
+            yield from _event(config, compression, learns)
+
+
+def _event(config: EngineConfig, compression: CompressionConfig, learns: bool) -> Iterator[StepPlan]:
+    """An event in the sequences' caches of zeros. learns: whether it is learned from."""
     regions = make_regions(compression, config.block_size)
     length = regions.next_end(0, 0)
     region = regions.complete(length, length)
     if region is None or length + 1 > config.max_model_len:
         return  # no sequence gets so long
-    num_windows = config.max_num_batched_tokens // window_tokens(compression, region.size)
+    num_windows = config.max_num_batched_tokens // window_tokens(compression, region.size, learns=learns)
     seq_ids = range(min(config.max_num_seqs, max(1, num_windows)))
     yield StepPlan(
         new_seqs=[SequenceStart(i, [0] * length, length, length - 1, SAMPLING, i) for i in seq_ids],
@@ -150,7 +155,7 @@ def _event(config: EngineConfig) -> Iterator[StepPlan]:
     yield StepPlan(
         compressions=[
             CompressionJob(
-                i, first, region.count, region.size, region.retain, region.stride, len(old), new, judged, others
+                i, first, region.count, region.size, region.retain, region.stride, len(old), new, judged, others, learns
             )
             for i in seq_ids
         ],

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvllm import CompressionConfig
-from kvllm.compression.linear_fit import RIDGE, LinearFit
+from kvllm.compression.linear_fit import FORGET, RIDGE, LinearFit
 from kvllm.compression.methods import kara_sharp, keydiff, linear_scorer
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.engines import greedy, make_llm, random_prompts, random_token_ids, tokens
@@ -31,7 +31,7 @@ def windows_of(seed: int, count: int) -> dict[str, Any]:
     }
 
 
-def select(windows: dict[str, Any], fits: list[LinearFit], enough: int = 5) -> torch.Tensor:
+def select(windows: dict[str, Any], fits: list[LinearFit]) -> torch.Tensor:
     return linear_scorer.select(
         **windows,
         retain=RETAIN,
@@ -41,7 +41,6 @@ def select(windows: dict[str, Any], fits: list[LinearFit], enough: int = 5) -> t
         query_offsets=torch.arange(LENGTH),
         frequencies=FREQUENCIES,
         fits=fits,
-        learned_windows=enough,
     )
 
 
@@ -60,45 +59,55 @@ def literal_features(windows: dict[str, Any], window: int, head: int) -> np.ndar
     return rows[: LENGTH - BUFFER]
 
 
-def literal_weights(windows: dict[str, Any], head: int, count: int) -> np.ndarray:
-    """Least squares over standardized features, with rows that draw each weight to 0."""
+def literal_weights(windows: dict[str, Any], head: int, count: int, forget: float = FORGET) -> np.ndarray:
+    """Least squares over standardized features, with rows that draw each weight to 0. Earlier windows count less."""
     offsets = torch.arange(LENGTH)
     scores = kara_sharp.scores(windows["queries"].double(), windows["keys"].double(), BUFFER, offsets)
     targets = scores[:count, head].double().numpy().ravel()
     rows = np.concatenate([literal_features(windows, window, head) for window in range(count)])
-    deviations = rows.std(axis=0)
-    standard = (rows - rows.mean(axis=0)) / deviations
-    drawn = np.sqrt(RIDGE * len(rows)) * np.eye(rows.shape[1])
-    stacked = np.concatenate((standard, drawn))
-    found = np.linalg.lstsq(stacked, np.concatenate((targets - targets.mean(), np.zeros(rows.shape[1]))))[0]
+    counts = np.repeat((1 - forget) ** np.arange(count - 1.0, -1, -1), LENGTH - BUFFER)
+    means = np.average(rows, axis=0, weights=counts)
+    deviations = np.sqrt(np.average((rows - means) ** 2, axis=0, weights=counts))
+    standard = np.sqrt(counts)[:, None] * (rows - means) / deviations
+    drawn = np.sqrt(RIDGE * counts.sum()) * np.eye(rows.shape[1])
+    centred = np.sqrt(counts) * (targets - np.average(targets, weights=counts))
+    found = np.linalg.lstsq(np.concatenate((standard, drawn)), np.concatenate((centred, np.zeros(rows.shape[1]))))[0]
     return found / deviations
 
 
-def test_the_map_is_a_ridge_regression_over_the_first_windows() -> None:
-    windows, fit = windows_of(0, 7), LinearFit()
+def test_the_map_is_a_ridge_regression_that_forgets() -> None:
+    windows, fit = windows_of(0, 20), LinearFit()
     select(windows, [fit])
     assert fit.weights is not None and fit.weights.shape == (KV_HEADS, linear_scorer.num_features(WIDTH))
     for head in range(KV_HEADS):
-        expected = literal_weights(windows, head, 5)
+        expected = literal_weights(windows, head, 20)
         np.testing.assert_allclose(fit.weights[head].numpy(), expected, rtol=2e-3, atol=1e-5)
-        assert abs(literal_weights(windows, head, 7) - expected).max() > 1e-2
+        assert abs(literal_weights(windows, head, 20, forget=0) - expected).max() > 1e-2
+
+
+def test_a_map_follows_windows_of_another_kind() -> None:
+    """What a feature is worth changes its sign, and 64 windows later the map says so."""
+    fit, generator = LinearFit(), torch.Generator().manual_seed(0)
+    features = torch.randn(128, 1, 20, 1, generator=generator)
+    fit.add(features[:64], features[:64, ..., 0])
+    assert fit.weights is not None and fit.weights.item() > 0.9
+    fit.add(features[64:], -features[64:, ..., 0])
+    assert fit.weights.item() < -0.6
 
 
 def test_windows_may_come_one_by_one() -> None:
     windows, together, alone = windows_of(1, 6), LinearFit(), LinearFit()
     select(windows, [together])
     for i in range(6):
-        assert alone.is_complete == (i >= 5)
         select(some(windows, slice(i, i + 1)), [alone])
     assert alone.weights is not None and together.weights is not None
     assert torch.equal(alone.weights, together.weights)
 
 
-def test_the_first_windows_are_chosen_by_what_they_have_taught_so_far() -> None:
-    """Three windows of five, and these without their queries."""
+def test_windows_are_chosen_by_what_they_have_just_taught() -> None:
+    """Three windows, and these without their queries."""
     windows, fit = windows_of(2, 3), LinearFit()
     kept = select(windows, [fit])
-    assert not fit.is_complete
     assert torch.equal(select(windows | {"queries": None}, [fit]), kept)
     weights = fit.weights
     assert weights is not None
@@ -130,7 +139,7 @@ def test_a_feature_that_never_varies_counts_nothing() -> None:
     fit, generator = LinearFit(), torch.Generator().manual_seed(0)
     features = torch.randn(2, 1, 30, 3, generator=generator)
     features[..., 1] = 7
-    fit.add(features, 2 * features[..., 0] - features[..., 2], 2)
+    fit.add(features, 2 * features[..., 0] - features[..., 2])
     assert fit.weights is not None
     torch.testing.assert_close(fit.weights, torch.tensor([[2.0, 0, -1]]), rtol=0, atol=0.01)
 
@@ -145,16 +154,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_queries_are_computed_again_until_it_has_learned(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For six windows, and again after what a failed step may have left behind."""
-    compression = CompressionConfig(
-        method="linear_scorer",
-        period=8,
-        window_blocks=3,
-        buffer=4,
-        chunk_budget=4,
-        method_options={"learned_windows": 6},
-    )
+def test_queries_are_computed_again_for_the_first_windows_and_one_in_32(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And for as many first ones after what a failed step may have left behind."""
+    compression = CompressionConfig(method="linear_scorer", period=8, window_blocks=3, buffer=4, chunk_budget=4)
     llm = make_llm(checkpoint, block_size=8, compression=compression)
     runner = llm.llm_engine.executor.runner
     passes, recompute = list[int](), runner.model.recompute_queries
@@ -162,19 +166,20 @@ def test_queries_are_computed_again_until_it_has_learned(checkpoint: Path, monke
         passes.append(len(token_ids) // 24) or recompute(token_ids, *args)
     )
     tokens(llm, random_prompts(256, (3, 17, 30)), greedy(120))
-    assert 6 <= sum(passes) < 9 < llm.stats().windows_compressed
-    assert all(fit.windows == 6 and fit.is_complete for fit in runner.compressor.fits)
+    assert 8 < llm.stats().windows_compressed < 8 + 31 and sum(passes) == 8
+    assert [fit.windows for fit in runner.compressor.fits] == [8] * 3
+    while llm.stats().windows_compressed < 80:
+        tokens(llm, random_prompts(256, (3, 17)), greedy(120))
     seen = sum(passes)
-    tokens(llm, random_prompts(256, (3, 17)), greedy(90))
-    assert sum(passes) == seen
+    assert seen == 8 + -(-(llm.stats().windows_compressed - 39) // 32)
     llm.llm_engine.add_request("failing", random_token_ids(3)[0], greedy(5))
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(runner.model, "forward", lambda *_: 1 / 0)
         llm.llm_engine.step()
     while llm.llm_engine.has_unfinished_requests():
         llm.llm_engine.step()
-    tokens(llm, random_prompts(256, (3, 17)), greedy(120))
-    assert sum(passes) >= seen + 6
+    tokens(llm, random_prompts(256, (3, 17, 30)), greedy(120))
+    assert sum(passes) >= seen + 8
 
 
 def test_what_it_learns_from_counts_as_memory_of_the_cache(checkpoint: Path) -> None:

@@ -28,4 +28,6 @@ def test_every_method_recomputes_the_queries_it_needs() -> None:
     for name, spec in SPECS.items():
         config = CompressionConfig(method=name, **options, **(threshold if spec.refusal("periodic") else {}))
         literal = (5, 1) if spec.repeats else expected[spec.queries]
-        assert QueryTokens.of(config) == QueryTokens(*literal), name
+        assert QueryTokens.of(config, learns=spec.learns) == QueryTokens(*literal), name
+        if spec.learns:
+            assert QueryTokens.of(config) == QueryTokens(0, 0)

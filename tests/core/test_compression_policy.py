@@ -461,7 +461,10 @@ def test_tokens_of_a_window_are_the_queries_that_the_method_recomputes(method: s
     sizes = threshold if SPECS[method].refusal("periodic") else {}
     config = CompressionConfig(method=method, query_window=100, buffer=32, query_stride=3, **sizes)
     expected = {"window": 32 + 246, "recent": 100, "buffer": 97, "none": 97}
-    assert window_tokens(config, 770) == (770 if SPECS[method].repeats else expected[SPECS[method].queries])
+    tokens = 770 if SPECS[method].repeats else expected[SPECS[method].queries]
+    assert window_tokens(config, 770, learns=SPECS[method].learns) == tokens
+    if SPECS[method].learns:
+        assert window_tokens(config, 770) == expected["none"]
 
 
 def simulated_peak(windows: Windows, prompt: int, total: int, tail_start: int) -> int:

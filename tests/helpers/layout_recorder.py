@@ -40,8 +40,6 @@ def compression_config(method: str, policy: str, **options: Any) -> CompressionC
     common: dict[str, Any] = {"buffer": 4, "chunk_budget": 3, "max_chunk": 5, "query_window": 6}
     if "sketch" in METHODS[method].arguments:
         common["method_options"] = {"sketch": 4}  # among fewer keys than channels, all have the same leverage
-    if METHODS[method].spec.learns:
-        common["method_options"] = {"learned_windows": 4}
     return CompressionConfig(method=method, policy=policy, **(common | sizes | options))
 
 

@@ -1,9 +1,9 @@
 """The scores of `kara_sharp`, predicted by a linear map that is learned while the engine runs (ours).
 
 Computing the queries of a window again takes a pass of the model, and says which KV pairs were looked up and what these
-are like. A ridge regression learns that from the first windows of an engine, for each layer and KV head, and all
-windows are compressed by what it predicts: the first ones by what was learned so far, from themselves, too. Behind
-these no pass is run.
+are like. A ridge regression learns that from the first windows of an engine and from a few of the later ones, for each
+layer and KV head, and all windows are compressed by what it predicts, those that it has just learned from, too. For the
+others no pass is run.
 """
 
 from __future__ import annotations
@@ -33,14 +33,13 @@ def select(
     last_positions: Sequence[int],
     frequencies: Tensor,
     fits: Sequence[LinearFit],
-    learned_windows: int = 8,
     softmax: Softmax = PLAIN_SOFTMAX,
 ) -> Tensor:
     """Choose the KV pairs of a window to keep, per sequence and KV head.
 
     Args:
         queries: `[S, Hq, query tokens, d]` in one layer, as for `kara_sharp`, whose scores are learned from; or None,
-            where enough was learned.
+            where nothing is to be learned.
         keys: `[S, Hkv, W, d]`, rotated, of successive positions; without queries, of sequences in one layer after the
             other.
         retain: KV pairs kept of the W; everything is kept if `retain >= W`.
@@ -51,7 +50,6 @@ def select(
         last_positions: for each row the position of its last key.
         frequencies: float32 `[d / 2]`, of the rotary embedding.
         fits: of each layer, for these KV heads. That of a call with queries learns.
-        learned_windows: windows that are learned from.
 
     Returns:
         int64 `[S, Hkv, min(retain, W)]`: ascending offsets in the window.
@@ -60,7 +58,7 @@ def select(
         return everything(keys)
     of_pairs = features(keys, values, last_positions, frequencies)[:, :, : keys.shape[2] - buffer]
     if queries is not None:
-        fits[0].add(of_pairs, kara_sharp.scores(queries, keys, buffer, query_offsets, softmax), learned_windows)
+        fits[0].add(of_pairs, kara_sharp.scores(queries, keys, buffer, query_offsets, softmax))
     rows = of_pairs.chunk(len(fits))
     looked_up = torch.cat([fit.predict(of_layer) for fit, of_layer in zip(fits, rows, strict=True)])
     both = kara_sharp.with_distinctness(looked_up, keys)
