@@ -182,8 +182,8 @@ def test_what_the_cuda_operators_cannot_move_is_left_to_triton(
 def test_gathered_keys_and_values_are_those_of_the_blocks(part: str) -> None:
     cache = make_cache()
     tables = torch.tensor([[3, 0], [8, 8]], dtype=torch.int32)
-    found = getattr(make_operations(cache), f"gather_{part}")(1, tables)
-    stored = getattr(cache, part)(1)
-    assert found.shape == (2, 3, 8, 6)
-    for sequence, index in np.ndindex(2, 8):
-        assert torch.equal(found[sequence, :, index], stored[tables[sequence, index // 4].item(), :, index % 4])
+    found = getattr(make_operations(cache), f"gather_{part}")([0, 1], tables, 7)
+    assert found.shape == (4, 3, 7, 6)
+    for layer, sequence, index in np.ndindex(2, 2, 7):
+        stored = getattr(cache, part)(layer)[tables[sequence, index // 4].item(), :, index % 4]
+        assert torch.equal(found[2 * layer + sequence, :, index], stored)
