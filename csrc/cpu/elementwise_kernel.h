@@ -24,13 +24,18 @@ inline void store_up_to(int count, T* p, Vec x) {
 }
 
 template <class T>
-inline float inverse_rms(const T* row, int64_t width, float eps) {
+inline float sum_of_squares(const T* row, int64_t width) {
   Vec squares = {};
   for_each_vector(width, [&](int64_t channel, int count) __attribute__((always_inline)) {
     const Vec x = load_up_to(count, row + channel);
     squares = fma(x, x, squares);
   });
-  return 1.0f / __builtin_sqrtf(reduce_add(squares) / static_cast<float>(width) + eps);
+  return reduce_add(squares);
+}
+
+template <class T>
+inline float inverse_rms(const T* row, int64_t width, float eps) {
+  return 1.0f / __builtin_sqrtf(sum_of_squares(row, width) / static_cast<float>(width) + eps);
 }
 
 template <class T>

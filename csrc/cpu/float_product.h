@@ -7,11 +7,11 @@ namespace kvllm {
 namespace {
 
 template <int kRows, int kVectors>
-inline __attribute__((always_inline)) void multiply_channel(const float* x, int64_t x_stride, const Vec* weights,
-                                                            Vec (&sums)[kRows][kVectors]) {
+inline __attribute__((always_inline)) void multiply_channel(const Rows<float, kRows>& x, int place,
+                                                            const Vec* weights, Vec (&sums)[kRows][kVectors]) {
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
-    const Vec channel = broadcast(x[r * x_stride]);
+    const Vec channel = broadcast(x[r][place]);
 #pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v) add_product(sums[r][v], channel, weights[v]);
   }
@@ -31,7 +31,7 @@ struct FloatProduct<float> {
   static constexpr bool kIntegers = false;
 
   template <int kRows, int kTiles>
-  static inline __attribute__((always_inline)) void multiply(const float* x, int64_t x_stride, const float* weight,
+  static inline __attribute__((always_inline)) void multiply(const Rows<float, kRows>& x, const float* weight,
                                                              int64_t tile_stride,
                                                              Vec (&sums)[kRows][kTiles * kTileVectors]) {
     Vec weights[kTiles * kTileVectors];
@@ -39,7 +39,7 @@ struct FloatProduct<float> {
     for (int v = 0; v < kTiles * kTileVectors; ++v) {
       weights[v] = load(weight + v / kTileVectors * tile_stride + v % kTileVectors * kLanes);
     }
-    multiply_channel(x, x_stride, weights, sums);
+    multiply_channel(x, 0, weights, sums);
   }
 };
 
@@ -53,7 +53,7 @@ struct FloatProduct<BFloat16> {
   static constexpr bool kIntegers = false;
 
   template <int kRows, int kTiles>
-  static inline __attribute__((always_inline)) void multiply(const float* x, int64_t x_stride, const BFloat16* weight,
+  static inline __attribute__((always_inline)) void multiply(const Rows<float, kRows>& x, const BFloat16* weight,
                                                              int64_t tile_stride,
                                                              Vec (&sums)[kRows][kTiles * kTileVectors]) {
     Vec pairs[kTiles * kTileVectors], weights[kTiles * kTileVectors];
@@ -63,10 +63,10 @@ struct FloatProduct<BFloat16> {
     }
 #pragma GCC unroll 16
     for (int v = 0; v < kTiles * kTileVectors; ++v) weights[v] = first_of_pairs(pairs[v]);
-    multiply_channel(x, x_stride, weights, sums);
+    multiply_channel(x, 0, weights, sums);
 #pragma GCC unroll 16
     for (int v = 0; v < kTiles * kTileVectors; ++v) weights[v] = second_of_pairs(pairs[v]);
-    multiply_channel(x + 1, x_stride, weights, sums);
+    multiply_channel(x, 1, weights, sums);
   }
 };
 
@@ -81,7 +81,7 @@ struct PairsProduct {
   static constexpr bool kIntegers = false;
 
   template <int kRows, int kTiles>
-  static inline __attribute__((always_inline)) void multiply(const BFloat16* x, int64_t x_stride,
+  static inline __attribute__((always_inline)) void multiply(const Rows<BFloat16, kRows>& x,
                                                              const BFloat16* weight, int64_t tile_stride,
                                                              Vec (&sums)[kRows][kTiles * kTileVectors]) {
     __m512bh weights[kTiles];
@@ -90,7 +90,7 @@ struct PairsProduct {
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
       int32_t pair;
-      __builtin_memcpy(&pair, x + r * x_stride, sizeof(pair));
+      __builtin_memcpy(&pair, x[r], sizeof(pair));
       const __m512bh channels = reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair));
 #pragma GCC unroll 16
       for (int t = 0; t < kTiles; ++t) sums[r][t] = _mm512_dpbf16_ps(sums[r][t], channels, weights[t]);

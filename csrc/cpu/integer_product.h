@@ -21,15 +21,15 @@ struct IntegerProduct {
   static constexpr bool kIntegers = true;
 
   template <int kRows, int kTiles>
-  static inline __attribute__((always_inline)) void multiply(const int16_t* x, int64_t x_stride, const int32_t* weight,
+  static inline __attribute__((always_inline)) void multiply(const Rows<int16_t, kRows>& x, const int32_t* weight,
                                                              int64_t tile_stride,
                                                              Words (&sums)[kRows][kTiles * kTileVectors]) {
-    multiply_pairs<0>(x, x_stride, weight, tile_stride, sums);
+    multiply_pairs<0>(x, weight, tile_stride, sums);
   }
 
  private:
   template <int kPair, int kRows, int kVectors>
-  static inline __attribute__((always_inline)) void multiply_pairs(const int16_t* x, int64_t x_stride,
+  static inline __attribute__((always_inline)) void multiply_pairs(const Rows<int16_t, kRows>& x,
                                                                    const int32_t* weight, int64_t tile_stride,
                                                                    Words (&sums)[kRows][kVectors]) {
     Words weights[kVectors];
@@ -40,13 +40,13 @@ struct IntegerProduct {
     }
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-      const Words pair = broadcast_pair(x + r * x_stride + 2 * kPair);
+      const Words pair = broadcast_pair(x[r] + 2 * kPair);
 #pragma GCC unroll 16
       for (int v = 0; v < kVectors; ++v) add_pair_products(sums[r][v], pair, weights[v]);
     }
     if constexpr (kPair + 1 < kChannels / 2) {
       asm("" : "+r"(weight));  // or g++ keeps the words in registers, which the sums need
-      multiply_pairs<kPair + 1>(x, x_stride, weight, tile_stride, sums);
+      multiply_pairs<kPair + 1>(x, weight, tile_stride, sums);
     }
   }
 };

@@ -27,7 +27,7 @@ struct PairsProduct {
   static constexpr bool kIntegers = false;
 
   template <int kRows, int kTiles>
-  static inline __attribute__((always_inline)) void multiply(const BFloat16* x, int64_t x_stride,
+  static inline __attribute__((always_inline)) void multiply(const Rows<BFloat16, kRows>& x,
                                                              const BFloat16* weight, int64_t tile_stride,
                                                              Vec (&sums)[kRows][kTiles * kTileVectors]) {
 #pragma GCC unroll 16
@@ -35,7 +35,7 @@ struct PairsProduct {
       const bfloat16x8_t pairs = load_bfloat16(weight + v / kTileVectors * tile_stride + v % kTileVectors * 2 * kLanes);
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
-        sums[r][v] = vbfdotq_f32(sums[r][v], pairs, broadcast_pair(x + r * x_stride));
+        sums[r][v] = vbfdotq_f32(sums[r][v], pairs, broadcast_pair(x[r]));
       }
     }
   }
@@ -66,13 +66,13 @@ struct MatrixProduct {
   }
 
   template <int kRows, int kTiles>
-  static inline __attribute__((always_inline)) void multiply(const BFloat16* x, int64_t x_stride,
+  static inline __attribute__((always_inline)) void multiply(const Rows<BFloat16, kRows>& x,
                                                              const BFloat16* weight, int64_t tile_stride,
                                                              Vec (&sums)[kRows][kTiles * kTileVectors]) {
     [[maybe_unused]] bfloat16x8_t rows[kRows / 2 + 1];
 #pragma GCC unroll 16
-    for (int r = 0; r + 1 < kRows; r += 2) rows[r / 2] = load_two_rows(x + r * x_stride, x_stride);
-    const BFloat16* last = x + (kRows - 1) * x_stride;
+    for (int r = 0; r + 1 < kRows; r += 2) rows[r / 2] = load_two_rows(x[r], x[r + 1]);
+    const BFloat16* last = x[kRows - 1];
     [[maybe_unused]] const bfloat16x8_t last_first = broadcast_pair(last), last_second = broadcast_pair(last + 2);
 #pragma GCC unroll 16
     for (int v = 0; v < kTiles * kTileVectors; ++v) {
@@ -95,10 +95,10 @@ struct MatrixProduct {
   }
 
  private:
-  static inline bfloat16x8_t load_two_rows(const BFloat16* x, int64_t x_stride) {
+  static inline bfloat16x8_t load_two_rows(const BFloat16* x, const BFloat16* y) {
     uint64_t first, second;
     __builtin_memcpy(&first, x, sizeof(first));
-    __builtin_memcpy(&second, x + x_stride, sizeof(second));
+    __builtin_memcpy(&second, y, sizeof(second));
     return vreinterpretq_bf16_u64(uint64x2_t{first, second});
   }
 };

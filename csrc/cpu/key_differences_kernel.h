@@ -20,12 +20,7 @@ inline float dot(const T* a, const float* b, int64_t width) {
 
 template <class T>
 inline float inverse_length(const T* vector, int64_t width) {
-  Vec squares = {};
-  for_each_vector(width, [&](int64_t channel, int count) __attribute__((always_inline)) {
-    const Vec x = load_up_to(count, vector + channel);
-    squares = fma(x, x, squares);
-  });
-  const float length = __builtin_sqrtf(reduce_add(squares));
+  const float length = __builtin_sqrtf(sum_of_squares(vector, width));
   return 1.0f / (length > kLeastLength ? length : kLeastLength);
 }
 

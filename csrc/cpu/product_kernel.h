@@ -53,6 +53,32 @@ struct Block {
   Ahead ahead;
 };
 
+// The operands of rows at some channel, which moves on. Three rows share a pointer, so that registers hold all of them.
+template <class T, int kRows>
+class Rows {
+ public:
+  Rows(const T* x, int64_t stride) : stride_(stride * static_cast<int64_t>(sizeof(T))) {
+    for (int i = 0; i < kPointers; ++i) pointers_[i] = reinterpret_cast<const char*>(x + 3 * i * stride);
+  }
+
+  inline __attribute__((always_inline)) const T* operator[](int row) const {
+    return reinterpret_cast<const T*>(pointers_[row / 3] + row % 3 * stride_);
+  }
+
+  inline __attribute__((always_inline)) void advance(int channels) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kPointers; ++i) {
+      pointers_[i] += channels * static_cast<int64_t>(sizeof(T));
+      asm("" : "+r"(pointers_[i]));  // or g++ makes a pointer for each row, and keeps some in vector registers
+    }
+  }
+
+ private:
+  static constexpr int kPointers = (kRows + 2) / 3;
+  const char* pointers_[kPointers];
+  int64_t stride_;
+};
+
 // Bytes of a tile that P multiplies at once.
 template <class P>
 constexpr int kStepBytes = P::kWords * sizeof(typename P::Weight);
@@ -99,6 +125,7 @@ void multiply_block(Block<P> block, bool first, float* sums) {
   if constexpr (requires { P::rearrange(accumulated); }) P::rearrange(accumulated);
   constexpr int kLines = kStepBytes<P> / kCacheLine;
   const int64_t tile_bytes = block.tile_stride * static_cast<int64_t>(sizeof(typename P::Weight));
+  Rows<typename P::Operand, kRows> x(block.x, block.x_stride);
   for (int64_t k = 0; k < block.depth; k += P::kChannels, block.weight += P::kWords) {
 #pragma GCC unroll 16
     for (int i = 0; i < kLines * kTiles; ++i) {
@@ -106,7 +133,8 @@ void multiply_block(Block<P> block, bool first, float* sums) {
       block.ahead.to_second_cache ? __builtin_prefetch(line, 0, 2) : __builtin_prefetch(line);
     }
     block.ahead.data += kLines * block.ahead.step;
-    P::template multiply<kRows, kTiles>(block.x + k, block.x_stride, block.weight, block.tile_stride, accumulated);
+    P::template multiply<kRows, kTiles>(x, block.weight, block.tile_stride, accumulated);
+    x.advance(P::kChannels);
   }
   if constexpr (requires { P::rearrange(accumulated); }) P::rearrange(accumulated);
   if constexpr (P::kIntegers) {
