@@ -46,6 +46,10 @@ STABLE_TORCH_LIBRARY(kvllm, m) {
       "run_decoder(Tensor decoder, Tensor(a!) residual, Tensor positions, Tensor slots, Tensor(b!) key_cache, "
       "Tensor(c!) value_cache, Tensor query_start_loc, Tensor last_kv_index, Tensor block_tables, Tensor? packed_len, "
       "Tensor? head_lengths, " SCORE_WINDOWS "float scale, Tensor? sliding_windows=None) -> Tensor");
+  m.def(
+      "decoder_queries(Tensor decoder, int layer, Tensor(a!) residual, Tensor? queries, Tensor positions, Tensor "
+      "key_cache, Tensor value_cache, Tensor query_start_loc, Tensor last_kv_index, Tensor block_tables, Tensor? "
+      "packed_len, Tensor? head_lengths, float scale, Tensor? sliding_windows) -> Tensor");
   m.def("cpu_isa() -> str");
   m.def("set_loop_threads(int threads) -> ()");
 }
@@ -72,6 +76,7 @@ STABLE_TORCH_LIBRARY_IMPL(kvllm, CPU, m) {
   m.impl("make_decoder", TORCH_BOX(&kvllm::make_decoder));
   m.impl("add_decoder_layer", TORCH_BOX(&kvllm::add_decoder_layer));
   m.impl("run_decoder", TORCH_BOX(&kvllm::run_decoder));
+  m.impl("decoder_queries", TORCH_BOX(&kvllm::decoder_queries));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kvllm, CompositeExplicitAutograd, m) {

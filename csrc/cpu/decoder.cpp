@@ -110,52 +110,57 @@ struct LayerCaches {
   char* operator[](size_t layer) const { return first + static_cast<int64_t>(layer) * bytes; }
 };
 
+// Where a pass stores keys and values.
+struct Places {
+  StoreShape shape;
+  const int64_t* slots;
+};
+
 // One pass over the layers.
 class Pass {
  public:
-  Pass(Decoder& decoder, int64_t rows, LayerPlans& plans, const StoreShape& store, const int64_t* positions,
-       const int64_t* slots, float scale)
+  Pass(Decoder& decoder, int64_t rows, const int64_t* positions, float scale)
       : d_(decoder),
         kernels_(decoder.dtype == ScalarType::Float ? kernel_set().float32 : kernel_set().bfloat16),
         bytes_(decoder.dtype == ScalarType::Float ? 4 : 2),
         rows_(rows),
-        plans_(plans),
-        store_(store),
         positions_(positions),
-        slots_(slots),
         scale_(scale) {}
 
   // residual `[rows, hidden_size]` is updated; hidden, of the same size, gets the normalized result.
-  void run(char* residual, char* hidden, LayerCaches keys, LayerCaches values, const int32_t* head_lengths,
-           float* scores) {
-    char* x = d_.normalized.get(rows_ * d_.hidden_size * bytes_);
-    each_row(d_.hidden_size, [&](int64_t begin, int64_t end) {
-      kernels_.rms_norm(at(residual, begin, d_.hidden_size), d_.layers[0].input_norm, at(x, begin, d_.hidden_size),
-                        end - begin, d_.hidden_size, d_.eps);
-    });
-    const int64_t lengths = plans_[0].batch.num_sequences * d_.kv_heads;
-    const int64_t scores_of_layer = store_.num_blocks * d_.kv_heads * store_.block_size;
+  void run(char* residual, char* hidden, LayerPlans& plans, const Places& places, LayerCaches keys, LayerCaches values,
+           const int32_t* head_lengths, float* scores) {
+    char* x = normalize(residual);
+    const int64_t lengths = plans[0].batch.num_sequences * d_.kv_heads;
+    const int64_t scores_of_layer = places.shape.num_blocks * d_.kv_heads * places.shape.block_size;
     for (size_t i = 0; i < d_.layers.size(); ++i) {
       const Layer& layer = d_.layers[i];
       const bool last = i + 1 == d_.layers.size();
-      AttentionPlan& plan = plans_[static_cast<int64_t>(i)];
+      AttentionPlan& plan = plans[static_cast<int64_t>(i)];
       const bool full = plan.batch.sliding_window == kNoWindow;
+      const char* queries = project(layer, x, places, keys[i], values[i]);
       const char* attended =
-          attend(layer, plan, x, keys[i], values[i],
+          attend(plan, queries, d_.qkv_size(), keys[i], values[i],
                  head_lengths == nullptr || !full ? nullptr : head_lengths + static_cast<int64_t>(i) * lengths,
                  scores == nullptr || !full ? nullptr : scores + static_cast<int64_t>(i) * scores_of_layer);
-      add_norm(residual, product(attended, layer.output, nullptr, d_.projected, &layer.gate_up),
-               layer.post_attention_norm, x);
-      const char* gate_up = product(x, layer.gate_up, nullptr, d_.gate_up, &layer.down);
-      char* activated = d_.activated.get(rows_ * d_.inner_size * bytes_);
-      each_row(2 * d_.inner_size, [&](int64_t begin, int64_t end) {
-        kernels_.silu_mul(at(gate_up, begin, 2 * d_.inner_size), at(activated, begin, d_.inner_size), end - begin,
-                          d_.inner_size);
-      });
       const PackedMatrix* next = last ? nullptr : &d_.layers[i + 1].qkv;
-      add_norm(residual, product(activated, layer.down, nullptr, d_.projected, next),
-               last ? d_.final_norm.data_ptr() : d_.layers[i + 1].input_norm, last ? hidden : x);
+      finish(layer, attended, residual, last ? d_.final_norm.data_ptr() : d_.layers[i + 1].input_norm, next,
+             last ? hidden : x);
     }
+  }
+
+  // The queries of the first layer, to out `[rows, query_size]`.
+  void first_queries(const char* residual, char* out) { project_queries(d_.layers[0], normalize(residual), out); }
+
+  // Those of a later layer, from the queries of the layer before it, which is finished. residual is updated.
+  void next_queries(size_t index, char* residual, const char* queries, AttentionPlan& plan, LayerCaches keys,
+                    LayerCaches values, const int32_t* head_lengths, char* out) {
+    const Layer& layer = d_.layers[index];
+    const char* attended =
+        attend(plan, queries, d_.query_size(), keys[index - 1], values[index - 1], head_lengths, nullptr);
+    char* x = d_.normalized.get(rows_ * d_.hidden_size * bytes_);
+    finish(d_.layers[index - 1], attended, residual, layer.input_norm, &layer.qkv, x);
+    project_queries(layer, x, out);
   }
 
  private:
@@ -176,28 +181,70 @@ class Pass {
     return out;
   }
 
-  const char* attend(const Layer& layer, AttentionPlan& plan, const char* x, char* keys, char* values,
-                     const int32_t* head_lengths, float* scores) {
-    const int64_t width = d_.qkv_size();
-    product(x, layer.qkv, layer.qkv_bias, d_.qkv, &layer.output);
-    char* qkv = d_.qkv.get(0);
-    const Rotary rotary{qkv,
+  // The input of the first layer.
+  char* normalize(const char* residual) {
+    char* x = d_.normalized.get(rows_ * d_.hidden_size * bytes_);
+    each_row(d_.hidden_size, [&](int64_t begin, int64_t end) {
+      kernels_.rms_norm(at(residual, begin, d_.hidden_size), d_.layers[0].input_norm, at(x, begin, d_.hidden_size),
+                        end - begin, d_.hidden_size, d_.eps);
+    });
+    return x;
+  }
+
+  // Normalizes and rotates the heads of queries, and of `kv_heads` keys behind them, in rows of `width`.
+  void rotate(const Layer& layer, char* heads, int64_t width, int kv_heads) {
+    const Rotary rotary{heads,
                         width,
                         positions_,
                         d_.cos_sin.const_data_ptr<float>(),
                         d_.query_heads,
-                        d_.kv_heads,
+                        kv_heads,
                         d_.head_dim,
                         layer.query_norm,
                         layer.key_norm,
                         d_.eps};
     each_row(width, [&](int64_t begin, int64_t end) { kernels_.rotary(rotary, begin, end); });
+  }
+
+  // Stores keys and values, and returns the queries, in rows of qkv_size.
+  const char* project(const Layer& layer, const char* x, const Places& places, char* keys, char* values) {
+    const int64_t width = d_.qkv_size();
+    product(x, layer.qkv, layer.qkv_bias, d_.qkv, &layer.output);
+    char* qkv = d_.qkv.get(0);
+    rotate(layer, qkv, width, d_.kv_heads);
     const char* new_keys = qkv + d_.query_size() * bytes_;
     const char* new_values = new_keys + static_cast<int64_t>(d_.kv_heads) * d_.head_dim * bytes_;
-    store_layer(store_, slots_, rows_, {new_keys, new_values, width, width, keys, values});
+    store_layer(places.shape, places.slots, rows_, {new_keys, new_values, width, width, keys, values});
+    return qkv;
+  }
+
+  void project_queries(const Layer& layer, const char* x, char* out) {
+    const PackedMatrix weight = layer.qkv.first_columns(d_.query_size());
+    multiply(kernels_, x, rows_, weight, layer.qkv_bias, out,
+             d_.operands.get(operand_bytes(kernels_, weight, rows_)), &layer.output);
+    rotate(layer, out, d_.query_size(), 0);
+  }
+
+  const char* attend(AttentionPlan& plan, const char* queries, int64_t width, const char* keys, const char* values,
+                     const int32_t* head_lengths, float* scores) {
     char* attended = d_.attended.get(rows_ * d_.query_size() * bytes_);
-    run_attention(plan, {qkv, width, keys, values, head_lengths, scores, attended, scale_});
+    run_attention(plan, {queries, width, keys, values, head_lengths, scores, attended, scale_});
     return attended;
+  }
+
+  // What follows attention in a layer. out gets the normalized input of what follows the layer.
+  void finish(const Layer& layer, const char* attended, char* residual, const void* next_norm,
+              const PackedMatrix* next_weight, char* out) {
+    char* x = d_.normalized.get(rows_ * d_.hidden_size * bytes_);
+    add_norm(residual, product(attended, layer.output, nullptr, d_.projected, &layer.gate_up),
+             layer.post_attention_norm, x);
+    const char* gate_up = product(x, layer.gate_up, nullptr, d_.gate_up, &layer.down);
+    char* activated = d_.activated.get(rows_ * d_.inner_size * bytes_);
+    each_row(2 * d_.inner_size, [&](int64_t begin, int64_t end) {
+      kernels_.silu_mul(at(gate_up, begin, 2 * d_.inner_size), at(activated, begin, d_.inner_size), end - begin,
+                        d_.inner_size);
+    });
+    add_norm(residual, product(activated, layer.down, nullptr, d_.projected, next_weight), next_norm, out);
   }
 
   void add_norm(char* residual, const char* addend, const void* norm, char* out) {
@@ -211,10 +258,7 @@ class Pass {
   const Kernels& kernels_;
   const int64_t bytes_;
   const int64_t rows_;
-  LayerPlans& plans_;
-  const StoreShape& store_;
   const int64_t* positions_;
-  const int64_t* slots_;
   const float scale_;
 };
 
@@ -225,6 +269,45 @@ void check_layers(const Tensor& cache, const char* name) {
   for (int64_t dim = 4; dim > 0; dense *= cache.size(dim--)) {
     STD_TORCH_CHECK(cache.size(dim) == 1 || cache.stride(dim) == dense, "a layer of ", name, " is not contiguous");
   }
+}
+
+void check_indices(const Tensor& indices, const char* name, int64_t rows) {
+  check_contiguous(indices, name, 1);
+  check_dtype(indices, name, ScalarType::Long);
+  check_size(indices, name, 0, rows);
+}
+
+// What every pass over the layers takes. Returns the shape of its attention.
+AttentionShape check_pass(const Decoder& decoder, const Tensor& residual, const Tensor& positions,
+                          const Tensor& key_cache, const Tensor& value_cache, const Tensor& block_tables,
+                          const std::optional<Tensor>& packed_len, const std::optional<Tensor>& head_lengths,
+                          const std::optional<Tensor>& sliding_windows) {
+  const int64_t rows = residual.size(0), layers = static_cast<int64_t>(decoder.layers.size());
+  check_contiguous(residual, "residual", 2);
+  check_dtype(residual, "residual", decoder.dtype);
+  check_size(residual, "residual", 1, decoder.hidden_size);
+  check_layers(key_cache, "key_cache");
+  check_layers(value_cache, "value_cache");
+  const KVFormat format = check_kv_format(key_cache, value_cache, decoder.head_dim, decoder.dtype);
+  check_size(key_cache, "key_cache", 0, layers);
+  check_size(key_cache, "key_cache", 2, decoder.kv_heads);
+  check_indices(positions, "positions", rows);
+  check_positions(positions.const_data_ptr<int64_t>(), rows, decoder.cos_sin.size(0));
+  STD_TORCH_CHECK(packed_len.has_value() == head_lengths.has_value(), "packed_len and head_lengths go together");
+  if (head_lengths) {
+    check_contiguous(*head_lengths, "head_lengths", 3);
+    check_dtype(*head_lengths, "head_lengths", ScalarType::Int);
+    check_size(*head_lengths, "head_lengths", 0, layers);
+    check_size(*head_lengths, "head_lengths", 1, block_tables.size(0));
+    check_size(*head_lengths, "head_lengths", 2, decoder.kv_heads);
+  }
+  if (sliding_windows) {
+    check_contiguous(*sliding_windows, "sliding_windows", 1);
+    check_dtype(*sliding_windows, "sliding_windows", ScalarType::Long);
+    check_size(*sliding_windows, "sliding_windows", 0, layers);
+  }
+  return {format,           static_cast<int>(residual.element_size()), decoder.query_heads, decoder.kv_heads,
+          decoder.head_dim, key_cache.size(1),                         key_cache.size(3)};
 }
 
 }  // namespace
@@ -309,54 +392,63 @@ Tensor run_decoder(const Tensor& tensor, const Tensor& residual, const Tensor& p
                    int64_t num_scored, bool squared, double scale, const std::optional<Tensor>& sliding_windows) {
   Decoder& decoder = decoder_in(tensor);
   const int64_t rows = residual.size(0), layers = static_cast<int64_t>(decoder.layers.size());
-  check_contiguous(residual, "residual", 2);
-  check_dtype(residual, "residual", decoder.dtype);
-  check_size(residual, "residual", 1, decoder.hidden_size);
-  check_layers(key_cache, "key_cache");
-  check_layers(value_cache, "value_cache");
-  const KVFormat format = check_kv_format(key_cache, value_cache, decoder.head_dim, decoder.dtype);
-  check_size(key_cache, "key_cache", 0, layers);
-  check_size(key_cache, "key_cache", 2, decoder.kv_heads);
-  const int64_t num_blocks = key_cache.size(1), block_size = key_cache.size(3);
-  for (const auto& [indices, name] : {std::pair{&positions, "positions"}, {&slots, "slots"}}) {
-    check_contiguous(*indices, name, 1);
-    check_dtype(*indices, name, ScalarType::Long);
-    check_size(*indices, name, 0, rows);
-  }
+  const AttentionShape shape = check_pass(decoder, residual, positions, key_cache, value_cache, block_tables,
+                                          packed_len, head_lengths, sliding_windows);
   check_attention_tables(query_start_loc, last_kv_index, block_tables, packed_len, rows);
-  STD_TORCH_CHECK(packed_len.has_value() == head_lengths.has_value(), "packed_len and head_lengths go together");
-  if (head_lengths) {
-    check_contiguous(*head_lengths, "head_lengths", 3);
-    check_dtype(*head_lengths, "head_lengths", ScalarType::Int);
-    check_size(*head_lengths, "head_lengths", 0, layers);
-    check_size(*head_lengths, "head_lengths", 1, block_tables.size(0));
-    check_size(*head_lengths, "head_lengths", 2, decoder.kv_heads);
-  }
-  if (sliding_windows) {
-    check_contiguous(*sliding_windows, "sliding_windows", 1);
-    check_dtype(*sliding_windows, "sliding_windows", ScalarType::Long);
-    check_size(*sliding_windows, "sliding_windows", 0, layers);
-  }
-  const int64_t* position = positions.const_data_ptr<int64_t>();
-  check_positions(position, rows, decoder.cos_sin.size(0));
-
-  const int element_size = static_cast<int>(residual.element_size());
-  const StoreShape store{format, element_size, decoder.kv_heads, decoder.head_dim, num_blocks, block_size};
-  check_slots(store, slots.const_data_ptr<int64_t>(), rows);
-  const AttentionShape shape{format,           element_size, decoder.query_heads, decoder.kv_heads,
-                             decoder.head_dim, num_blocks,   block_size};
+  check_indices(slots, "slots", rows);
+  const Places places{
+      {shape.format, shape.element_size, shape.kv_heads, shape.head_dim, shape.num_blocks, shape.block_size},
+      slots.const_data_ptr<int64_t>()};
+  check_slots(places.shape, places.slots, rows);
   AttentionBatch batch = attention_batch(query_start_loc, last_kv_index, block_tables, packed_len, rows);
   batch.windows = score_windows(window_start, window_size, window_stride, num_scored, squared);
   check_windows(scores, window_start, batch.windows, shape, batch);
   if (scores) check_size(*scores, "scores", 0, layers);
   LayerPlans plans(shape, batch, sliding_windows ? sliding_windows->const_data_ptr<int64_t>() : nullptr, layers);
   Tensor hidden = empty_like(residual, {rows, decoder.hidden_size});
-  Pass pass(decoder, rows, plans, store, position, slots.const_data_ptr<int64_t>(), static_cast<float>(scale));
-  pass.run(static_cast<char*>(residual.mutable_data_ptr()), static_cast<char*>(hidden.mutable_data_ptr()),
-           LayerCaches(key_cache), LayerCaches(value_cache),
+  Pass pass(decoder, rows, positions.const_data_ptr<int64_t>(), static_cast<float>(scale));
+  pass.run(static_cast<char*>(residual.mutable_data_ptr()), static_cast<char*>(hidden.mutable_data_ptr()), plans,
+           places, LayerCaches(key_cache), LayerCaches(value_cache),
            head_lengths ? head_lengths->const_data_ptr<int32_t>() : nullptr,
            scores ? scores->mutable_data_ptr<float>() : nullptr);
   return hidden;
+}
+
+Tensor decoder_queries(const Tensor& tensor, int64_t layer, const Tensor& residual,
+                       const std::optional<Tensor>& queries, const Tensor& positions, const Tensor& key_cache,
+                       const Tensor& value_cache, const Tensor& query_start_loc, const Tensor& last_kv_index,
+                       const Tensor& block_tables, const std::optional<Tensor>& packed_len,
+                       const std::optional<Tensor>& head_lengths, double scale,
+                       const std::optional<Tensor>& sliding_windows) {
+  Decoder& decoder = decoder_in(tensor);
+  const int64_t rows = residual.size(0), layers = static_cast<int64_t>(decoder.layers.size());
+  STD_TORCH_CHECK(layer >= 0 && layer < layers, "layer ", layer, " is not among the ", layers, " of the decoder");
+  STD_TORCH_CHECK(queries.has_value() == (layer > 0), "queries are those of the layer before, and none for the first");
+  const AttentionShape shape = check_pass(decoder, residual, positions, key_cache, value_cache, block_tables,
+                                          packed_len, head_lengths, sliding_windows);
+  check_attention_tables(query_start_loc, last_kv_index, block_tables, packed_len, rows);
+  Tensor out = empty_like(residual, {rows, decoder.query_heads, decoder.head_dim});
+  auto* to = static_cast<char*>(out.mutable_data_ptr());
+  auto* updated = static_cast<char*>(residual.mutable_data_ptr());
+  Pass pass(decoder, rows, positions.const_data_ptr<int64_t>(), static_cast<float>(scale));
+  if (!queries) {
+    pass.first_queries(updated, to);
+    return out;
+  }
+  check_contiguous(*queries, "queries", 3);
+  check_dtype(*queries, "queries", decoder.dtype);
+  check_size(*queries, "queries", 0, rows);
+  check_size(*queries, "queries", 1, decoder.query_heads);
+  check_size(*queries, "queries", 2, decoder.head_dim);
+  const int64_t before = layer - 1;
+  const AttentionBatch batch = attention_batch(query_start_loc, last_kv_index, block_tables, packed_len, rows);
+  LayerPlans plans(shape, batch, sliding_windows ? sliding_windows->const_data_ptr<int64_t>() + before : nullptr, 1);
+  const bool full = plans[0].batch.sliding_window == kNoWindow;
+  const int64_t lengths = batch.num_sequences * decoder.kv_heads;
+  pass.next_queries(static_cast<size_t>(layer), updated, static_cast<const char*>(queries->data_ptr()), plans[0],
+                    LayerCaches(key_cache), LayerCaches(value_cache),
+                    head_lengths && full ? head_lengths->const_data_ptr<int32_t>() + before * lengths : nullptr, to);
+  return out;
 }
 
 }  // namespace kvllm

@@ -59,6 +59,13 @@ PackedMatrix::PackedMatrix(const Tensor& tensor, const std::optional<Tensor>& sc
   group = depth / groups;
 }
 
+PackedMatrix PackedMatrix::first_columns(int64_t count) const {
+  PackedMatrix part = *this;
+  part.columns = count;
+  part.tiles = (count + kTileColumns - 1) / kTileColumns;
+  return part;
+}
+
 char* PackedMatrix::row(int64_t row) const {
   return data + row / kTileColumns * words * kTileRowBytes + row % kTileColumns * kWordBytes;
 }

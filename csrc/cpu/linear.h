@@ -17,6 +17,9 @@ struct PackedMatrix {
   // Raises an error if the tensors are none, or do not have `columns` columns, at least all but a tile's.
   PackedMatrix(const Tensor& tensor, const std::optional<Tensor>& scales, int64_t columns);
 
+  // The weight of the first columns alone.
+  PackedMatrix first_columns(int64_t count) const;
+
   // The first word of a row of the weight; the next ones follow at a distance of kTileRowBytes.
   char* row(int64_t row) const;
 };

@@ -92,6 +92,15 @@ Tensor run_decoder(const Tensor& decoder, const Tensor& residual, const Tensor& 
                    const std::optional<Tensor>& head_lengths, const std::optional<Tensor>& scores,
                    const std::optional<Tensor>& window_start, int64_t window_size, int64_t window_stride,
                    int64_t num_scored, bool squared, double scale, const std::optional<Tensor>& sliding_windows);
+// The rotated queries `[T, query_heads, head_dim]` of a layer, for tokens whose keys and values are in the cache. residual:
+// the embedded tokens, which calls for all layers in order overwrite. queries: those of the layer before, none for the
+// first; that layer is finished.
+Tensor decoder_queries(const Tensor& decoder, int64_t layer, const Tensor& residual,
+                       const std::optional<Tensor>& queries, const Tensor& positions, const Tensor& key_cache,
+                       const Tensor& value_cache, const Tensor& query_start_loc, const Tensor& last_kv_index,
+                       const Tensor& block_tables, const std::optional<Tensor>& packed_len,
+                       const std::optional<Tensor>& head_lengths, double scale,
+                       const std::optional<Tensor>& sliding_windows);
 
 void check_positions(const int64_t* positions, int64_t count, int64_t num_positions);
 

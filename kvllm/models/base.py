@@ -79,8 +79,8 @@ class Decoder:
         self.lm_head.allocate(packing)
 
     def compile(self) -> None:
-        """Make one operator of the layers, if they have no parts but the common ones, whole and packed. Called once all
-        weights are written."""
+        """Let compiled operators run the layers, if these have no parts but the common ones, whole and packed. Called
+        once all weights are written."""
         layers = [
             (layer, layer.mlp)
             for layer in self.layers
@@ -125,7 +125,10 @@ class Decoder:
         Kara (paper, C.2) scores a window with these. Tokens whose prefix was compressed since they were computed get
         other queries than back then, from the second layer on.
         """
-        self._run_layers(token_ids, positions, attention, visit)
+        if self._compiled and self._compiled.serves(attention):
+            self._compiled.recompute_queries(self.embedding.forward(token_ids), positions, attention, visit)
+        else:
+            self._run_layers(token_ids, positions, attention, visit)
 
     def _run_layers(
         self,

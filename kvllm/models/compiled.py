@@ -1,8 +1,8 @@
-"""All layers of a decoder as one compiled operator, for a CPU."""
+"""The layers of a decoder as compiled operators, for a CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
@@ -23,7 +23,9 @@ class CompiledLayers:
 
     def __init__(self, layers: Sequence[tuple[DecoderLayer, GatedMLP]], final_norm: torch.Tensor, eps: float) -> None:
         first = layers[0][0].attention
+        self._num_layers = len(layers)
         self._run = operator("run_decoder")
+        self._queries = operator("decoder_queries")
         self._decoder = operator("make_decoder")(
             first.cos_sin, final_norm, first.qkv.num_query_heads, first.qkv.num_kv_heads, first.head_dim, eps
         )
@@ -74,12 +76,40 @@ class CompiledLayers:
             backend.sliding_windows,
         )
 
+    def recompute_queries(
+        self,
+        residual: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionContext,
+        visit: Callable[[int, torch.Tensor], None],
+    ) -> None:
+        """As `Decoder.recompute_queries`, of embedded tokens `[T, hidden_size]`, which are overwritten."""
+        batch, backend = attention.plan, attention.backend
+        assert isinstance(backend, CpuBackend)  # as `serves` has said
+        queries = None
+        for layer in range(self._num_layers):
+            queries = self._queries(
+                self._decoder,
+                layer,
+                residual,
+                queries,
+                positions,
+                backend.all_keys,
+                backend.all_values,
+                batch.query_start_loc,
+                batch.last_kv_index,
+                batch.block_tables,
+                batch.packed_len,
+                batch.head_lengths,
+                backend.scale,
+                backend.sliding_windows,
+            )
+            visit(layer, queries)
+
     @staticmethod
     def serves(attention: Attention) -> TypeGuard[AttentionContext]:
-        """Whether the operator computes the attention of a step: it is the CPU's own, all layers share a block table,
+        """Whether the operators compute the attention of a pass: it is the CPU's own, all layers share a block table,
         nobody observes it, and no layer has options but a window."""
-        if not isinstance(attention, AttentionContext):
-            return False
-        if type(attention.backend) is not CpuBackend or attention.slot_mapping is None:
+        if not isinstance(attention, AttentionContext) or type(attention.backend) is not CpuBackend:
             return False
         return all(options.soft_cap is None and not options.sinks for options in attention.backend.layers)

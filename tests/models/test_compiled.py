@@ -11,14 +11,22 @@ from kvllm.attention.cpu import CpuBackend
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.paged_model import PagedModel, load, tokens
 
-CASES = {"llama": {}, "qwen2": {}, "qwen3": {"head_dim": 16}, "mistral": {"sliding_window": None}}
+CASES = {
+    "llama": ("llama", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "sliding": ("mistral", {"sliding_window": 8}),
+}
+"""Families, with options of their checkpoints."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", CASES)
-def test_compiled_layers_equal_the_loop(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_compiled_layers_equal_the_loop(tmp_path: Path, case: str, dtype: torch.dtype) -> None:
     """Prefill, decode and a mixed step: the same bits, hidden states and cache."""
-    make_checkpoint(tmp_path, family, **CASES[family])
+    family, options = CASES[case]
+    make_checkpoint(tmp_path, family, **options)
     model, config = load(tmp_path, dtype)
     compiled, looped = (PagedModel(model, config, dtype, CpuBackend) for _ in range(2))
     assert model._compiled is not None and model._compiled.serves(compiled.context(None, torch.empty(0)))
@@ -30,14 +38,36 @@ def test_compiled_layers_equal_the_loop(tmp_path: Path, family: str, dtype: torc
     assert torch.equal(compiled.cache.data.nan_to_num(), looped.cache.data.nan_to_num())
 
 
-def test_layers_are_not_compiled_where_something_comes_between(tmp_path: Path) -> None:
-    """A pass that reads the cache only, and attention that is not the CPU's own."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", CASES)
+def test_compiled_queries_equal_the_loop(tmp_path: Path, case: str, dtype: torch.dtype) -> None:
+    """Those of some cached tokens of two sequences: the same bits, and the cache is left as it is."""
+    family, options = CASES[case]
+    make_checkpoint(tmp_path, family, **options)
+    model, config = load(tmp_path, dtype)
+    paged = PagedModel(model, config, dtype, CpuBackend)
+    texts = {0: tokens(30), 2: tokens(17, 2)}
+    paged.forward(texts)
+    cache = paged.cache.data.clone()
+    rows = {0: [*range(3, 24, 2), 27], 2: [2, 11, 12, 16]}
+    index = [row for of_sequence in rows.values() for row in of_sequence]
+    token_ids = torch.tensor([texts[s][row] for s, of_sequence in rows.items() for row in of_sequence])
+    context = paged.context(paged.plan({s: len(of_sequence) for s, of_sequence in rows.items()}, index))
+    found, looped = list[tuple[int, torch.Tensor]](), list[tuple[int, torch.Tensor]]()
+    model.recompute_queries(token_ids, torch.tensor(index), context, lambda *visited: found.append(visited))
+    model._compiled = None
+    model.recompute_queries(token_ids, torch.tensor(index), context, lambda *visited: looped.append(visited))
+    assert [layer for layer, _ in found] == [layer for layer, _ in looped] == list(range(config.num_layers))
+    for (_, ours), (_, theirs) in zip(found, looped, strict=True):
+        assert torch.equal(ours, theirs)
+    assert torch.equal(paged.cache.data.nan_to_num(), cache.nan_to_num())
+
+
+def test_layers_are_not_compiled_where_attention_is_not_the_cpus_own(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     paged = PagedModel(*load(tmp_path))
     assert paged.model._compiled is not None
     assert not paged.model._compiled.serves(paged.context(None, torch.empty(0)))
-    paged = PagedModel(*load(tmp_path), backend=CpuBackend)
-    assert not paged.model._compiled.serves(paged.context(None))
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
