@@ -25,11 +25,11 @@ from msgspec import Struct, to_builtins
 
 from benchmarks.common import command_line, limits, machine, report
 from benchmarks.common.internals import engine_of, runner_of
+from benchmarks.common.kv_caches import check_kv_cache, kv_cache_options
 from benchmarks.common.shapes import SHAPES
 from kvllm import LLM, SamplingParams
 from kvllm.config import require
 from kvllm.core.engine import LLMEngine
-from kvllm.kvcache.formats import KV_CACHE_DTYPES
 from kvllm.models.config import load_model_config
 
 STEPS = 5
@@ -52,7 +52,8 @@ class Steps(Struct):
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_line.make_parser("benchmarks.kv_dtype_steps", __doc__)
     add = parser.add_argument
-    add("--kv-cache-dtypes", nargs="+", choices=KV_CACHE_DTYPES, metavar="D", help="default: auto int8 int8_int4 int4")
+    dtypes = "default: auto int8 int8_int4 int4; int4+32 has a residual of 32 tokens"
+    add("--kv-cache-dtypes", nargs="+", metavar="D", help=dtypes)
     add(
         "--contexts",
         type=int,
@@ -67,6 +68,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     command_line.add_output_argument(parser)
     args = parser.parse_args(arguments)
     args.kv_cache_dtypes = args.kv_cache_dtypes or ["auto", "int8", "int8_int4", "int4"]
+    for name in args.kv_cache_dtypes:
+        check_kv_cache("--kv-cache-dtypes", name)
     for option in ("sequences", "layers"):
         require(getattr(args, option) >= 1, f"--{option}", getattr(args, option), "at least 1")
     require(args.turns >= 2, "--turns", args.turns, "at least 2")
@@ -88,7 +91,7 @@ def make_engine(args: argparse.Namespace, path: Path, kv_cache_dtype: str, conte
         path,
         load_format="dummy",
         seed=args.seed,
-        kv_cache_dtype=kv_cache_dtype,
+        **kv_cache_options(kv_cache_dtype)._asdict(),
         block_size=BLOCK_SIZE,
         max_num_seqs=args.sequences,
         num_gpu_blocks_override=blocks + 1,
@@ -118,9 +121,12 @@ def measure(args: argparse.Namespace, path: Path, context: int) -> list[Steps]:
     found = []
     for dtype, llm in engines.items():
         shape = runner_of(llm).cache.shape
-        pairs = args.sequences * shape.num_layers * shape.num_kv_heads * (context + STEPS * args.turns / 2)
+        heads = args.sequences * shape.num_layers * shape.num_kv_heads
+        as_they_are = min(context, kv_cache_options(dtype).kv_residual_tokens)
+        pairs_bytes = (context + STEPS * args.turns / 2 - as_they_are) * shape.pair_bytes
+        pairs_bytes += as_they_are * 2 * shape.head_dim * shape.dtype.itemsize
         speedups = [base / own for base, own in zip(first, times[dtype], strict=True)]
-        found.append(Steps(dtype, context, times[dtype], speedups, weights + pairs * shape.pair_bytes))
+        found.append(Steps(dtype, context, times[dtype], speedups, weights + heads * pairs_bytes))
         llm.llm_engine.close()
     return found
 

@@ -66,6 +66,8 @@ class EngineArgs:
         block_size: tokens of a KV block, 1 to 256.
         kv_cache_dtype: of keys and values in the cache: "int8", "int8_int4", "int4" or "fp8_e4m3" with a scale for each
             token and head, "bfloat16", or "auto" for that of activations (docs/kv-cache-dtypes.md).
+        kv_residual_tokens: the last KV pairs of each sequence, up to 512, that are attended as they were before a
+            quantized cache rounded them, on a CPU.
         num_gpu_blocks_override: blocks in the KV pool, or
         kv_cache_memory_bytes: its size in bytes, on each rank. Default: on a GPU, what model and steps leave of
             `gpu_memory_utilization`; else half of the free memory, 4 GiB at most.
@@ -112,6 +114,7 @@ class EngineArgs:
     max_num_batched_tokens: int = 2048
     block_size: int = 256
     kv_cache_dtype: str = "auto"
+    kv_residual_tokens: int = 0
     num_gpu_blocks_override: int | None = None
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
@@ -198,6 +201,7 @@ class EngineArgs:
             max_model_len=max_model_len,
             block_size=self.block_size,
             kv_cache_dtype=self.kv_cache_dtype,
+            kv_residual_tokens=self.kv_residual_tokens,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             enable_prefix_caching=self.enable_prefix_caching,

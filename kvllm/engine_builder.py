@@ -31,6 +31,7 @@ from kvllm.worker.build import (
     make_runner,
     method_state_bytes,
     rank_cache_shape,
+    residual_bytes,
 )
 from kvllm.worker.inline import make_executor
 from kvllm.worker.threads import set_up_threads
@@ -55,7 +56,7 @@ def build_engine(args: EngineArgs) -> Engine:
     """
     set_up_threads()
     config, shape = args.engine_config, cache_shape(args)
-    state_bytes = method_state_bytes(config, shape)
+    state_bytes, held_bytes = method_state_bytes(config, shape), residual_bytes(config, shape)
     tokenizer = load_tokenizer(args.path) if has_tokenizer(args.path) else None
     with ExitStack() as started:  # ended here unless all goes well
         workers = _start_workers(args) if args.uses_ray else None
@@ -78,7 +79,7 @@ def build_engine(args: EngineArgs) -> Engine:
         measures = device == "cuda" and args.num_gpu_blocks_override is None and args.kv_cache_memory_bytes is None
         if not measures:
             free = workers.available_memory if workers else available_memory(device, 1)
-            num_blocks = _num_blocks(args, config.num_blocks, shape.bytes_per_block, state_bytes, free)
+            num_blocks = _num_blocks(args, config.num_blocks, shape.bytes_per_block, state_bytes + held_bytes, free)
             config = structs.replace(config, num_blocks=num_blocks)
         num_host_blocks, num_host_chunks = _host_room(args, config, shape)
         config = structs.replace(
@@ -109,6 +110,7 @@ def build_engine(args: EngineArgs) -> Engine:
         engine.stats.block_bytes = shape.bytes_per_block
         engine.stats.num_host_blocks = config.num_host_blocks * args.data_parallel_size
         engine.stats.method_state_bytes = state_bytes * args.data_parallel_size
+        engine.stats.kv_residual_bytes = held_bytes * args.data_parallel_size
         _log(args, settings, engine, device, loaded)
         started.pop_all()
     return engine
@@ -198,7 +200,8 @@ def _request_options(settings: RunnerSettings, tokenizer: Tokenizer | None, gram
 def _num_blocks(args: EngineArgs, most_useful: int, block_bytes: int, state_bytes: int, free: int) -> int:
     """Blocks in the pool: as many as were asked for, or as go into half of the memory that is free.
 
-    state_bytes: memory that the compression method keeps beside the pool; it counts as memory of the pool.
+    state_bytes: memory beside the pool, for the compression method and for recent KV pairs; it counts as memory of the
+        pool.
     """
     override, memory = args.num_gpu_blocks_override, args.kv_cache_memory_bytes
     if override is not None:
@@ -207,7 +210,8 @@ def _num_blocks(args: EngineArgs, most_useful: int, block_bytes: int, state_byte
         field, value, blocks = "kv_cache_memory_bytes", memory, (memory - state_bytes) // block_bytes
         least = f"at least one block of {args.block_size} tokens, {block_bytes} bytes"
         if state_bytes:
-            least += f", beside {state_bytes} bytes for the method: lower max_num_seqs or max_model_len to shrink these"
+            least += f", beside {state_bytes} bytes for the method and kv_residual_tokens: lower max_num_seqs or "
+            least += "max_model_len to shrink these"
         require(blocks >= 1, field, value, least)
     else:
         return max(1, min(most_useful, (min(4 * GIB, free // 2) - state_bytes) // block_bytes))

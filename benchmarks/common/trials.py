@@ -16,6 +16,7 @@ from msgspec import Struct, structs
 
 from benchmarks.common.child import run_child
 from benchmarks.common.compressions import BLOCK_SIZE
+from benchmarks.common.kv_caches import kv_cache_options
 from benchmarks.common.progress import SECONDS_SIDE_BY_SIDE, show_progress
 from benchmarks.common.questions import Questions, QuestionSource
 from kvllm import LLM, CompressionConfig, RequestOutput, SamplingParams
@@ -41,7 +42,7 @@ class Trial(Struct, frozen=True, kw_only=True):
 
     budgets: KV pairs to which policy="threshold" cuts the cache of each question. retained: KV pairs that
     policy="standalone" keeps of the windows of each question. kv_offloading_size: GiB of host memory, half of it for KV
-    pairs that may come back.
+    pairs that may come back. kv_cache_dtype: a name of `kv_cache_options`.
     """
 
     name: str
@@ -133,7 +134,7 @@ def make_engine(setting: Setting, trial: Trial, questions: Questions) -> LLM:
         path_of(setting),
         dtype=setting.dtype,
         block_size=trial.block_size,
-        kv_cache_dtype=trial.kv_cache_dtype,
+        **kv_cache_options(trial.kv_cache_dtype)._asdict(),
         max_num_seqs=min(setting.max_num_seqs, len(questions.prompts)),
         num_gpu_blocks_override=pool_blocks(setting, trial, questions),
         compression=trial.compression,

@@ -37,6 +37,7 @@ import torch.nn.functional as F
 from msgspec import Struct
 
 from benchmarks.common import accuracy, command_line, compressions, intervals, machine, report
+from benchmarks.common.kv_caches import check_kv_cache, kv_cache_options
 from benchmarks.common.questions import QuestionSource, ReasonerQuestions
 from benchmarks.common.teacher_forcing import Observe, feed
 from benchmarks.common.trials import FULL, REASONER, Trial
@@ -44,7 +45,6 @@ from benchmarks.reasoner.tasks import DEFAULT_TASK, TASKS
 from kvllm import LLM, SamplingParams
 from kvllm.compression.specs import SPECS
 from kvllm.config import require
-from kvllm.kvcache.formats import KV_CACHE_DTYPES
 from kvllm.tokenizer import load_tokenizer
 
 METHODS = tuple(SPECS)
@@ -160,7 +160,7 @@ def make_engine(args: argparse.Namespace, trial: Trial, texts: Sequence[Text]) -
         accuracy.path_of(args),
         dtype=accuracy.dtype_of(args),
         block_size=trial.block_size,
-        kv_cache_dtype=trial.kv_cache_dtype,
+        **kv_cache_options(trial.kv_cache_dtype)._asdict(),
         max_num_seqs=min(args.max_num_seqs, len(texts)),
         max_model_len=max(len(text.prompt) + len(text.output) for text in texts),
         compression=trial.compression,
@@ -334,7 +334,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--max-tokens", type=int, default=2048, help="most tokens of an answer to --dataset (default 2048)")
     add("--texts", type=int, default=32, metavar="N", help="most texts (default 32)")
     dtypes = "dtype of the compared caches; another than the full cache's has a line with all KV pairs (default: auto)"
-    add("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", metavar="D", help=dtypes)
+    add("--kv-cache-dtype", default="auto", metavar="D", help=dtypes)
     add("--retention", default="0.3", help="share of a window that Kara keeps (default 0.3)")
     compressions.add_window_arguments(parser)
     compressions.add_baseline_arguments(parser)
@@ -354,6 +354,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     require(args.text is None or args.dataset is None, "--text", args.text, "not together with --dataset")
     fits = 1 <= args.prompt_tokens < args.length
     require(fits, "--prompt-tokens", args.prompt_tokens, f"at least 1 and less than --length {args.length}")
+    check_kv_cache("--kv-cache-dtype", args.kv_cache_dtype)
     compressions.check_retention("--retention", args.retention)
     command_line.require_unique("--methods", args.methods)
     require(args.methods[0] == "kara", "--methods", " ".join(args.methods), "kara first: it sets the budgets")

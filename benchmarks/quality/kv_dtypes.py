@@ -8,7 +8,7 @@ a share of the full cache's bytes, which are those of the activations' dtype. By
 the scores that some methods keep beside it. A method by windows keeps the same number of every window, the largest for
 which the questions together end with the share; a method by threshold has a budget for each question. Prompts stay
 whole, so a share may be too small for a dtype of many bits: the tables have a "-" there. `--unprotected` compresses
-prompts, too.
+prompts, too. A name like `int4+32` has a residual: the last 32 tokens as they are, whose bytes count.
 
 `--resume` goes on with a run that was cut short. The figures go to kv_dtypes.json, a plot to kv_dtypes.png.
 """
@@ -28,11 +28,12 @@ import torch
 
 from benchmarks.common import accuracy, answer_tables, command_line, compressions, machine, report
 from benchmarks.common.intervals import paired_difference, percent
+from benchmarks.common.kv_caches import check_kv_cache, kv_cache_options
 from benchmarks.common.trials import FULL, Outcome, Trial, prompts_of, run_all
 from kvllm.compression.specs import SPECS
 from kvllm.config import CompressionConfig, require
 from kvllm.kvcache.cache import CacheShape
-from kvllm.kvcache.formats import KV_CACHE_DTYPES, KV_FORMATS
+from kvllm.kvcache.formats import KV_FORMATS
 from kvllm.models.config import load_model_config
 
 DTYPES = ("int4", "int8", "auto")
@@ -67,7 +68,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = accuracy.make_parser("benchmarks.quality.kv_dtypes", __doc__)
     add = parser.add_argument
     dtypes = f"default: {' '.join(DTYPES)}; the first line of the tables is what others are compared with"
-    add("--kv-cache-dtypes", nargs="+", choices=KV_CACHE_DTYPES, default=DTYPES, metavar="D", help=dtypes)
+    add("--kv-cache-dtypes", nargs="+", default=DTYPES, metavar="D", help=dtypes)
     shares = f"of the full cache's bytes (default: {' '.join(SHARES)})"
     add("--shares", nargs="+", default=SHARES, metavar="S", help=shares)
     methods = f"default: {' '.join(METHODS)}; by windows where they refuse a threshold"
@@ -79,6 +80,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     for option in ("kv_cache_dtypes", "shares", "methods", "windows"):
         command_line.require_unique(f"--{option.replace('_', '-')}", getattr(args, option))
+    for name in args.kv_cache_dtypes:
+        check_kv_cache("--kv-cache-dtypes", name)
     for share in args.shares:
         compressions.check_retention("--shares", share)
     for method in args.windows:
@@ -109,7 +112,8 @@ def cells_of(args: argparse.Namespace, full: Outcome) -> Cells:
 def trial_of(args: argparse.Namespace, line: Line, share: str, full: Outcome) -> Trial | None:
     """A line with a share of the full cache's bytes; None where what it always keeps takes more."""
     compression = compression_of(args, line, Fraction(1), args.recent)
-    kept = Fraction(share) / relative_bytes(args, line.kv_cache_dtype, compression)
+    relative = relative_bytes(args, line.kv_cache_dtype, compression)
+    kept = (Fraction(share) - residual_share(line.kv_cache_dtype, full)) / relative
     if kept >= 1:
         return all_pairs(line.kv_cache_dtype)
     prompts = [0] * len(full.tokens) if args.unprotected else prompts_of(full)
@@ -119,7 +123,8 @@ def trial_of(args: argparse.Namespace, line: Line, share: str, full: Outcome) ->
         if retention is None:
             return None
     else:
-        budgets = [int(kept * length) for length in full.logical_lengths]
+        residual = kv_cache_options(line.kv_cache_dtype).kv_residual_tokens
+        budgets = [max(0, int((Fraction(share) * length - residual) / relative)) for length in full.logical_lengths]
         if any(map(lt, budgets, compressions.least_budgets(compression, prompts))):
             return None
         recent = compressions.recent_of(line.method, args.recent, budgets, prompts)
@@ -161,13 +166,20 @@ def bytes_per_pair(args: argparse.Namespace, kv_cache_dtype: str, compression: C
     model, dtype = load_model_config(accuracy.path_of(args)), accuracy.dtype_of(args)
     activations = getattr(torch, model.dtype if dtype == "auto" else dtype)
     scored = compression is not None and compression.observes_scores
-    kv_format = KV_FORMATS.get(kv_cache_dtype)
+    kv_format = KV_FORMATS.get(kv_cache_options(kv_cache_dtype).kv_cache_dtype)
     return CacheShape(1, 1, model.head_dim, 1, activations, scored=scored, kv_format=kv_format).bytes_per_block
+
+
+def residual_share(kv_cache_dtype: str, outcome: Outcome) -> Fraction:
+    """Bytes of the last tokens as they are, as a share of the full cache's at the end."""
+    tokens = kv_cache_options(kv_cache_dtype).kv_residual_tokens
+    return Fraction(sum(min(tokens, length) for length in outcome.logical_lengths), sum(outcome.logical_lengths))
 
 
 def share_held(args: argparse.Namespace, trial: Trial, outcome: Outcome) -> float:
     """Bytes held at the end, as a share of the full cache's."""
-    return outcome.kept * float(relative_bytes(args, trial.kv_cache_dtype, trial.compression))
+    pairs = outcome.kept * float(relative_bytes(args, trial.kv_cache_dtype, trial.compression))
+    return pairs + float(residual_share(trial.kv_cache_dtype, outcome))
 
 
 # The script

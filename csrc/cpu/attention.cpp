@@ -48,6 +48,26 @@ void check_batch(const AttentionShape& shape, const AttentionBatch& batch) {
   }
 }
 
+// Positions follow each other within a sequence, and what a query token attends as it was is in the cache, too.
+void check_residual(const AttentionShape& shape, const AttentionBatch& batch) {
+  STD_TORCH_CHECK(batch.sliding_window == kNoWindow && shape.format.values != VectorFormat::kPlain,
+                  "a residual goes with codes, and not with a sliding window");
+  const Residual& residual = batch.residual;
+  for (int64_t s = 0; s < batch.num_sequences; ++s) {
+    const int64_t begin = batch.query_start_loc[s];
+    for (int64_t token = begin; token < batch.query_start_loc[s + 1]; ++token) {
+      const int64_t position = residual.positions[token], index = position - residual.first[s];
+      STD_TORCH_CHECK(position == residual.positions[begin] + token - begin && residual.first[s] >= 0 && index >= 0 &&
+                          position < INT32_MAX,
+                      "position ", position, " of query token ", token, " does not follow the one before, or lies before ",
+                      residual.first[s]);
+      const int64_t held = std::min<int64_t>(residual.size, index + 1);
+      STD_TORCH_CHECK(held <= batch.last_kv_index[token] + 1, "query token ", token, " attends ", held,
+                      " KV pairs as they were, and ", batch.last_kv_index[token] + 1, " in all");
+    }
+  }
+}
+
 void check_head_lengths(const AttentionPlan& plan, const int32_t* head_lengths) {
   for (int64_t s = 0; s < plan.batch.num_sequences; ++s) {
     for (int64_t head = 0; head < plan.shape.kv_heads; ++head) {
@@ -82,7 +102,7 @@ void make_tasks(AttentionPlan& plan, const int32_t* head_lengths) {
   for (int s = 0; s < batch.num_sequences; ++s) {
     for (int token = batch.query_start_loc[s]; token < batch.query_start_loc[s + 1]; token += tokens_per_task) {
       const int count = std::min(tokens_per_task, batch.query_start_loc[s + 1] - token);
-      const int last = batch.last_kv_index[token + count - 1] + 1;
+      const int last = batch.last_kv_index[token + count - 1] + 1 - plan.residual.held(s, token + count - 1);
       for (int head = 0; head < plan.shape.kv_heads; ++head)
         plan.tasks.push_back(
             {s, head, token, count, last - evicted(plan, head_lengths, s, head).count, first_tile(batch, token)});
@@ -106,6 +126,9 @@ void make_pieces(AttentionPlan& plan) {
       plan.pieces.push_back({static_cast<int>(i), begin, floats});
       floats += partial_floats(plan.shape, plan.tasks[i]);
     }
+    if (plan.batch.residual.size == 0) continue;
+    plan.pieces.push_back({static_cast<int>(i), kResidualPiece, floats});
+    floats += partial_floats(plan.shape, plan.tasks[i]);
   }
   plan.partials.resize(floats);
 }
@@ -116,8 +139,9 @@ void plan_work(AttentionPlan& plan, const int32_t* head_lengths) {
   for (const AttentionTask& task : plan.tasks) {
     const int64_t segments = (task.num_pairs - first_segment(task) + kSegmentPairs - 1) / kSegmentPairs;
     const int64_t queries = static_cast<int64_t>(task.num_tokens) * plan.shape.group();
-    products += queries * (task.num_pairs - task.begin) * plan.shape.head_dim;
-    floats += partial_floats(plan.shape, task) * segments;
+    const int residual = plan.batch.residual.size;
+    products += queries * (task.num_pairs - task.begin + residual) * plan.shape.head_dim;
+    floats += partial_floats(plan.shape, task) * (segments + (residual != 0));
   }
   const int64_t threads = num_threads();
   plan.threaded = threads > 1 && products >= kThreadingProducts;
@@ -153,6 +177,26 @@ struct Run {
     return {head, std::max(begin, task.begin), std::min(end, task.num_pairs)};
   }
 
+  // The KV pairs that a task attends as they were.
+  PairRange residual_pairs(const AttentionTask& task) const {
+    const AttentionShape& shape = plan.shape;
+    const ResidualPlan& residual = plan.residual;
+    const int64_t offset = static_cast<int64_t>(task.kv_head) * shape.head_dim, stride = shape.kv_heads * shape.head_dim;
+    const int base = residual[task.sequence].base;
+    const PagedHead head{residual.keys(layer.residual, task.sequence) + offset * shape.element_size,
+                         residual.values(layer.residual, task.sequence) + offset * shape.element_size,
+                         stride,
+                         stride,
+                         residual.table(task.sequence),
+                         1,
+                         shape.head_dim,
+                         0,
+                         0};
+    const int first = residual.index(task.sequence, task.first_token);
+    const int begin = std::max(0, first + 1 - plan.batch.residual.size) - base;
+    return {head, begin / kTilePairs * kTilePairs, first + task.num_tokens - base};
+  }
+
   // kept_scores: memory for the scores of windows, where the task's are wanted.
   QueryTile tile(const AttentionTask& task, float* kept_scores) const {
     const AttentionShape& shape = plan.shape;
@@ -170,9 +214,28 @@ struct Run {
         const int64_t output = (token * shape.query_heads + head) * shape.head_dim;
         tile.queries[tile.count] = static_cast<const char*>(layer.queries) + query * shape.element_size;
         tile.outputs[tile.count] = static_cast<char*>(layer.outputs) + output * shape.element_size;
-        tile.last[tile.count] = plan.batch.last_kv_index[token] - num_evicted;
+        tile.last[tile.count] =
+            plan.batch.last_kv_index[token] - num_evicted - plan.residual.held(task.sequence, token);
         ++tile.count;
       }
+    }
+    return tile;
+  }
+
+  // The same queries against the KV pairs that they attend as they were. cached: the tile of those in the cache.
+  QueryTile residual_tile(const AttentionTask& task, const QueryTile& cached) const {
+    const ResidualPlan& residual = plan.residual;
+    const int base = residual[task.sequence].base, group = plan.shape.group();
+    QueryTile tile = cached;
+    tile.window = plan.batch.residual.size;
+    for (int i = 0; i < tile.count; ++i) {
+      tile.last[i] = residual.index(task.sequence, task.first_token + i / group) - base;
+    }
+    if (tile.kept_scores != nullptr) {  // those of the pairs that are attended here, which are the last ones
+      const int before = std::max(0, cached.last[0] + 1 - cached.kept_begin);
+      const int shift = plan.batch.last_kv_index[task.first_token] - tile.last[0];
+      tile.kept_begin = cached.kept_begin + before - shift;
+      tile.kept_scores += before;
     }
     return tile;
   }
@@ -192,16 +255,35 @@ struct Run {
     return pairs(plan.tasks[piece.task], piece.begin, piece.begin + kSegmentPairs);
   }
 
+  // What a task attends as it was. `cached`: its tile of what is in the cache.
+  void attend_residual(const AttentionTask& task, const QueryTile& cached, float* workspace,
+                       const PartialSoftmax& result) const {
+    const KVKernels& plain = kernels.kv[static_cast<int>(VectorFormat::kPlain)][static_cast<int>(VectorFormat::kPlain)];
+    plain.attend(residual_pairs(task), nullptr, residual_tile(task, cached), layer.scale, workspace, result);
+    if (kv_kernels.reorder != nullptr) {
+      kv_kernels.reorder(cached.count, plan.shape.head_dim, result.weighted_values);
+    }
+  }
+
   // `stride`: tasks until the one that this thread will probably take next.
   void attend_task(int64_t i, int64_t stride) const {
     const AttentionTask& task = plan.tasks[i];
+    const bool has_residual = plan.batch.residual.size != 0, in_cache = task.num_pairs > task.begin;
     const int64_t floats = partial_floats(plan.shape, task);
-    float* memory = scratch(floats + workspace_floats() + kept_floats(plan));
+    float* memory = scratch((1 + has_residual) * floats + workspace_floats() + kept_floats(plan));
+    float* workspace = memory + (1 + has_residual) * floats;
     const PartialSoftmax total = partial(task, memory);
-    const QueryTile queries = tile(task, memory + floats + workspace_floats());
+    const QueryTile queries = tile(task, workspace + workspace_floats());
     const bool more = i + stride < static_cast<int64_t>(plan.tasks.size());
     const PairRange following = pairs_of_task(more ? i + stride : i);
-    kv_kernels.attend(pairs_of_task(i), more ? &following : nullptr, queries, layer.scale, memory + floats, total);
+    if (in_cache) {
+      kv_kernels.attend(pairs_of_task(i), more ? &following : nullptr, queries, layer.scale, workspace, total);
+    }
+    if (has_residual) {
+      const PartialSoftmax part = in_cache ? partial(task, memory + floats) : total;
+      attend_residual(task, queries, workspace, part);
+      if (in_cache) kernels.merge(queries.count, plan.shape.head_dim, total, part);
+    }
     kv_kernels.finish(queries, plan.shape.head_dim, total);
     add_scores(plan, task, layer, kernels, queries);
   }
@@ -212,25 +294,33 @@ struct Run {
   void attend_piece(int64_t i, int64_t stride) const {
     const AttentionPiece& piece = plan.pieces[i];
     const AttentionTask& task = plan.tasks[piece.task];
-    const bool more = i + stride < static_cast<int64_t>(plan.pieces.size());
-    const PairRange following = pairs_of_piece(more ? i + stride : i);
-    kv_kernels.attend(pairs_of_piece(i), more ? &following : nullptr, tile(task, kept_scores(piece.task)), layer.scale,
-                      scratch(workspace_floats()), partial(task, plan.partials.data() + piece.offset));
+    const QueryTile queries = tile(task, kept_scores(piece.task));
+    const PartialSoftmax result = partial(task, plan.partials.data() + piece.offset);
+    float* workspace = scratch(workspace_floats());
+    if (piece.begin == kResidualPiece) {
+      attend_residual(task, queries, workspace, result);
+      return;
+    }
+    const int64_t next = i + stride < static_cast<int64_t>(plan.pieces.size()) ? i + stride : i;
+    const bool more = next != i && plan.pieces[next].begin != kResidualPiece;
+    const PairRange following = pairs_of_piece(more ? next : i);
+    kv_kernels.attend(pairs_of_piece(i), more ? &following : nullptr, queries, layer.scale, workspace, result);
   }
 
   // In the order in which attend_task adds segments.
   void merge_pieces() const {
+    const std::vector<AttentionPiece>& pieces = plan.pieces;
     PartialSoftmax total{};
-    for (const AttentionPiece& piece : plan.pieces) {
-      const AttentionTask& task = plan.tasks[piece.task];
-      const QueryTile queries = tile(task, kept_scores(piece.task));
-      const PartialSoftmax part = partial(task, plan.partials.data() + piece.offset);
-      if (piece.begin <= task.begin) {
+    for (size_t i = 0; i < pieces.size(); ++i) {
+      const AttentionTask& task = plan.tasks[pieces[i].task];
+      const QueryTile queries = tile(task, kept_scores(pieces[i].task));
+      const PartialSoftmax part = partial(task, plan.partials.data() + pieces[i].offset);
+      if (i == 0 || pieces[i - 1].task != pieces[i].task) {
         total = part;
       } else {
         kernels.merge(queries.count, plan.shape.head_dim, total, part);
       }
-      if (piece.begin + kSegmentPairs < task.num_pairs) continue;
+      if (i + 1 < pieces.size() && pieces[i + 1].task == pieces[i].task) continue;
       kv_kernels.finish(queries, plan.shape.head_dim, total);
       add_scores(plan, task, layer, kernels, queries);
     }
@@ -244,6 +334,11 @@ AttentionPlan::AttentionPlan(const AttentionShape& shape, const AttentionBatch& 
                   "a layer with a sliding window holds all KV pairs, and scores none");
   check_shape(shape);
   check_batch(shape, batch);
+  if (batch.residual.size != 0) {
+    check_residual(shape, batch);
+    const int64_t vector_bytes = static_cast<int64_t>(shape.kv_heads) * shape.head_dim * shape.element_size;
+    residual = ResidualPlan(batch.residual, batch.query_start_loc, batch.num_sequences, vector_bytes);
+  }
   if (batch.packed_len == nullptr) plan_work(*this, nullptr);
 }
 
@@ -259,6 +354,7 @@ void run_attention(AttentionPlan& plan, const AttentionLayer& layer) {
   const int64_t tasks = static_cast<int64_t>(plan.tasks.size()), pieces = static_cast<int64_t>(plan.pieces.size());
   if (pieces != 0) plan.kept_scores.resize(tasks * kept_floats(plan));
   const int64_t threads = num_threads();
+  plan.residual.begin_layer(layer.residual);
   if (!plan.threaded) {
     for (int64_t i = 0; i < tasks; ++i) run.attend_task(i, 1);
   } else if (pieces == 0) {
@@ -267,6 +363,7 @@ void run_attention(AttentionPlan& plan, const AttentionLayer& layer) {
     for_each_dynamic(pieces, [&](int64_t i) { run.attend_piece(i, threads); });
     run.merge_pieces();
   }
+  plan.residual.end_layer(layer.residual);
 }
 
 void check_attention_tables(const Tensor& query_start_loc, const Tensor& last_kv_index, const Tensor& block_tables,
@@ -308,7 +405,10 @@ Tensor paged_attention(const Tensor& queries, const Tensor& key_cache, const Ten
                        const std::optional<Tensor>& packed_len, const std::optional<Tensor>& head_lengths,
                        const std::optional<Tensor>& scores, const std::optional<Tensor>& window_start,
                        int64_t window_size, int64_t window_stride, int64_t num_scored, bool squared, double scale,
-                       int64_t window, double soft_cap, const std::optional<Tensor>& sinks) {
+                       int64_t window, double soft_cap, const std::optional<Tensor>& sinks,
+                       const std::optional<Tensor>& kv_residual, const std::optional<Tensor>& residual_slots,
+                       const std::optional<Tensor>& residual_first, const std::optional<Tensor>& positions,
+                       const std::optional<Tensor>& new_keys, const std::optional<Tensor>& new_values) {
   kernels_for(queries, "queries");
   check_heads(queries, "queries");
   check_contiguous(key_cache, "key_cache", 4);
@@ -338,12 +438,20 @@ Tensor paged_attention(const Tensor& queries, const Tensor& key_cache, const Ten
   check_windows(scores, window_start, batch.windows, shape, batch);
   batch.sliding_window = sliding_window(window);
   check_sinks(sinks, query_heads);
+  ResidualLayer residual{};
+  if (kv_residual) {
+    STD_TORCH_CHECK(residual_slots && residual_first && positions && new_keys && new_values,
+                    "kv_residual needs residual_slots, residual_first, positions, new_keys and new_values");
+    batch.residual = residual_tables(*kv_residual, *positions, *residual_slots, *residual_first, num_query_tokens,
+                                     sequences, kv_heads, head_dim, queries.scalar_type());
+    residual = residual_layer(*kv_residual, *new_keys, *new_values, num_query_tokens);
+  }
   AttentionPlan plan(shape, batch);
   run_attention(
       plan, {queries.data_ptr(), queries.stride(0), key_cache.data_ptr(), value_cache.data_ptr(),
              head_lengths ? head_lengths->const_data_ptr<int32_t>() : nullptr,
              scores ? scores->mutable_data_ptr<float>() : nullptr, out.mutable_data_ptr(), static_cast<float>(scale),
-             static_cast<float>(soft_cap), sinks ? sinks->const_data_ptr<float>() : nullptr});
+             static_cast<float>(soft_cap), sinks ? sinks->const_data_ptr<float>() : nullptr, residual});
   return out;
 }
 

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "ops.h"
+#include "residual.h"
 
 namespace kvllm {
 
@@ -45,6 +46,7 @@ struct AttentionBatch {
   const int32_t* packed_len;       // [num_sequences]; null: all heads hold the same KV pairs
   ScoreWindows windows;            // none beside packed_len
   int sliding_window = kNoWindow;  // KV pairs that a query token attends at most; neither beside packed_len nor windows
+  Residual residual{};             // not beside a sliding window
 };
 
 struct AttentionLayer {
@@ -58,6 +60,7 @@ struct AttentionLayer {
   float scale;
   float soft_cap = 0;            // of scores; 0: they have none
   const float* sinks = nullptr;  // [query_heads], learned scores; null: there are none
+  ResidualLayer residual{};      // where the batch has one
 };
 
 // Consecutive query tokens of one sequence, with the query heads of one KV head.
@@ -66,14 +69,16 @@ struct AttentionTask {
   int kv_head;
   int first_token;
   int num_tokens;
-  int num_pairs;  // where what its last token attends ends
+  int num_pairs;  // where what its last token attends in the cache ends
   int begin;      // the tile in which what its first token attends begins
 };
 
-// One segment of a task, whose partial softmax is kept at `offset` until all of its task are merged.
+constexpr int kResidualPiece = -1;
+
+// One segment of a task, or its residual, whose partial softmax is kept at `offset` until all of its task are merged.
 struct AttentionPiece {
   int task;
-  int begin;
+  int begin;  // kResidualPiece: the residual, which comes last
   int64_t offset;
 };
 
@@ -81,6 +86,7 @@ struct AttentionPiece {
 struct AttentionPlan {
   AttentionShape shape;
   AttentionBatch batch;
+  ResidualPlan residual;
   std::vector<AttentionTask> tasks;
   std::vector<AttentionPiece> pieces;  // empty: tasks run whole
   std::vector<float> partials;

@@ -536,5 +536,34 @@ void finish(const QueryTile& tile, int head_dim, const PartialSoftmax& total) {
   }
 }
 
+// Whether load_two gives the first of each pair of channels, and then the second ones.
+template <class Element>
+constexpr bool kByPairs = false;
+template <>
+constexpr bool kByPairs<BFloat16> = true;
+template <>
+constexpr bool kByPairs<Codes<4>> = true;
+
+// Sums whose channels follow each other into the order by pairs, or the other way round.
+template <bool kIntoPairs>
+void reorder(int count, int head_dim, float* weighted_values) {
+  for (int group = 0; group < count * head_dim; group += 2 * kLanes) {
+    float* sums = weighted_values + group;
+    float ordered[2 * kLanes];
+    for (int i = 0; i < 2 * kLanes; ++i) {
+      const int by_pairs = i % 2 * kLanes + i / 2;
+      ordered[kIntoPairs ? by_pairs : i] = sums[kIntoPairs ? i : by_pairs];
+    }
+    __builtin_memcpy(sums, ordered, sizeof(ordered));
+  }
+}
+
+// From the order of load_two for T into that for Element; null where they are the same.
+template <class T, class Element>
+constexpr auto reorder_from() {
+  using Function = void (*)(int count, int head_dim, float* weighted_values);
+  return kByPairs<T> == kByPairs<Element> ? Function{} : Function{reorder<kByPairs<Element>>};
+}
+
 }  // namespace
 }  // namespace kvllm

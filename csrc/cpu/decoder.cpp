@@ -110,10 +110,30 @@ struct LayerCaches {
   char* operator[](size_t layer) const { return first + static_cast<int64_t>(layer) * bytes; }
 };
 
+// The rows of all layers in which KV pairs are held as they were, `[layers, 2, slots, size, kv_heads, head_dim]`.
+struct KVResidual {
+  char* first = nullptr;  // null: there are none
+  int64_t bytes = 0;      // of the keys of a layer, as of the values
+
+  explicit KVResidual(const std::optional<Tensor>& rows) {
+    if (!rows) return;
+    first = static_cast<char*>(rows->mutable_data_ptr());
+    bytes = rows->stride(1) * rows->element_size();
+  }
+
+  // New keys and values lie a stride of bytes apart.
+  ResidualLayer of_layer(size_t layer, const char* new_keys, const char* new_values, int64_t stride) const {
+    if (first == nullptr) return {};
+    char* keys = first + 2 * static_cast<int64_t>(layer) * bytes;
+    return {keys, keys + bytes, new_keys, new_values, stride, stride};
+  }
+};
+
 // Where a pass stores keys and values.
 struct Places {
   StoreShape shape;
   const int64_t* slots;
+  KVResidual residual;
 };
 
 // One pass over the layers.
@@ -139,10 +159,12 @@ class Pass {
       AttentionPlan& plan = plans[static_cast<int64_t>(i)];
       const bool full = plan.batch.sliding_window == kNoWindow;
       const char* queries = project(layer, x, places, keys[i], values[i]);
+      const char *new_keys = keys_behind(queries), *new_values = values_behind(queries);
       const char* attended =
           attend(plan, queries, d_.qkv_size(), keys[i], values[i],
                  head_lengths == nullptr || !full ? nullptr : head_lengths + static_cast<int64_t>(i) * lengths,
-                 scores == nullptr || !full ? nullptr : scores + static_cast<int64_t>(i) * scores_of_layer);
+                 scores == nullptr || !full ? nullptr : scores + static_cast<int64_t>(i) * scores_of_layer,
+                 places.residual.of_layer(i, new_keys, new_values, d_.qkv_size() * bytes_));
       const PackedMatrix* next = last ? nullptr : &d_.layers[i + 1].qkv;
       finish(layer, attended, residual, last ? d_.final_norm.data_ptr() : d_.layers[i + 1].input_norm, next,
              last ? hidden : x);
@@ -157,7 +179,7 @@ class Pass {
                     LayerCaches values, const int32_t* head_lengths, char* out) {
     const Layer& layer = d_.layers[index];
     const char* attended =
-        attend(plan, queries, d_.query_size(), keys[index - 1], values[index - 1], head_lengths, nullptr);
+        attend(plan, queries, d_.query_size(), keys[index - 1], values[index - 1], head_lengths, nullptr, {});
     char* x = d_.normalized.get(rows_ * d_.hidden_size * bytes_);
     finish(d_.layers[index - 1], attended, residual, layer.input_norm, &layer.qkv, x);
     project_queries(layer, x, out);
@@ -212,10 +234,14 @@ class Pass {
     product(x, layer.qkv, layer.qkv_bias, d_.qkv, &layer.output);
     char* qkv = d_.qkv.get(0);
     rotate(layer, qkv, width, d_.kv_heads);
-    const char* new_keys = qkv + d_.query_size() * bytes_;
-    const char* new_values = new_keys + static_cast<int64_t>(d_.kv_heads) * d_.head_dim * bytes_;
-    store_layer(places.shape, places.slots, rows_, {new_keys, new_values, width, width, keys, values});
+    store_layer(places.shape, places.slots, rows_,
+                {keys_behind(qkv), values_behind(qkv), width, width, keys, values});
     return qkv;
+  }
+
+  const char* keys_behind(const char* queries) const { return queries + d_.query_size() * bytes_; }
+  const char* values_behind(const char* queries) const {
+    return keys_behind(queries) + static_cast<int64_t>(d_.kv_heads) * d_.head_dim * bytes_;
   }
 
   void project_queries(const Layer& layer, const char* x, char* out) {
@@ -226,9 +252,9 @@ class Pass {
   }
 
   const char* attend(AttentionPlan& plan, const char* queries, int64_t width, const char* keys, const char* values,
-                     const int32_t* head_lengths, float* scores) {
+                     const int32_t* head_lengths, float* scores, const ResidualLayer& residual) {
     char* attended = d_.attended.get(rows_ * d_.query_size() * bytes_);
-    run_attention(plan, {queries, width, keys, values, head_lengths, scores, attended, scale_});
+    run_attention(plan, {queries, width, keys, values, head_lengths, scores, attended, scale_, 0, nullptr, residual});
     return attended;
   }
 
@@ -389,7 +415,9 @@ Tensor run_decoder(const Tensor& tensor, const Tensor& residual, const Tensor& p
                    const Tensor& last_kv_index, const Tensor& block_tables, const std::optional<Tensor>& packed_len,
                    const std::optional<Tensor>& head_lengths, const std::optional<Tensor>& scores,
                    const std::optional<Tensor>& window_start, int64_t window_size, int64_t window_stride,
-                   int64_t num_scored, bool squared, double scale, const std::optional<Tensor>& sliding_windows) {
+                   int64_t num_scored, bool squared, double scale, const std::optional<Tensor>& sliding_windows,
+                   const std::optional<Tensor>& kv_residual, const std::optional<Tensor>& residual_slots,
+                   const std::optional<Tensor>& residual_first) {
   Decoder& decoder = decoder_in(tensor);
   const int64_t rows = residual.size(0), layers = static_cast<int64_t>(decoder.layers.size());
   const AttentionShape shape = check_pass(decoder, residual, positions, key_cache, value_cache, block_tables,
@@ -398,12 +426,20 @@ Tensor run_decoder(const Tensor& tensor, const Tensor& residual, const Tensor& p
   check_indices(slots, "slots", rows);
   const Places places{
       {shape.format, shape.element_size, shape.kv_heads, shape.head_dim, shape.num_blocks, shape.block_size},
-      slots.const_data_ptr<int64_t>()};
+      slots.const_data_ptr<int64_t>(),
+      KVResidual(kv_residual)};
   check_slots(places.shape, places.slots, rows);
   AttentionBatch batch = attention_batch(query_start_loc, last_kv_index, block_tables, packed_len, rows);
   batch.windows = score_windows(window_start, window_size, window_stride, num_scored, squared);
   check_windows(scores, window_start, batch.windows, shape, batch);
   if (scores) check_size(*scores, "scores", 0, layers);
+  if (kv_residual) {
+    STD_TORCH_CHECK(residual_slots && residual_first, "kv_residual needs residual_slots and residual_first");
+    STD_TORCH_CHECK(kv_residual->dim() == 6, "kv_residual has ", kv_residual->dim(), " dimensions, not 6");
+    check_size(*kv_residual, "kv_residual", 0, layers);
+    batch.residual = residual_tables(*kv_residual, positions, *residual_slots, *residual_first, rows,
+                                     batch.num_sequences, decoder.kv_heads, decoder.head_dim, decoder.dtype);
+  }
   LayerPlans plans(shape, batch, sliding_windows ? sliding_windows->const_data_ptr<int64_t>() : nullptr, layers);
   Tensor hidden = empty_like(residual, {rows, decoder.hidden_size});
   Pass pass(decoder, rows, positions.const_data_ptr<int64_t>(), static_cast<float>(scale));

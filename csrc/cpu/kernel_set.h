@@ -27,7 +27,7 @@ constexpr decltype(&widen<T>) widen_to<T, T> = nullptr;
 
 template <class T, class KV>
 constexpr KVKernels kv_kernels() {
-  return {attend<T, KV>, finish<T, KV>, score_keys<T, KV>};
+  return {attend<T, KV>, finish<T, KV>, reorder_from<T, typename KV::Value>(), score_keys<T, KV>};
 }
 
 // Kernels for T, with the way in which scores and products with weights of T are multiplied.

@@ -33,7 +33,10 @@ Tensor paged_attention(const Tensor& queries, const Tensor& key_cache, const Ten
                        const std::optional<Tensor>& packed_len, const std::optional<Tensor>& head_lengths,
                        const std::optional<Tensor>& scores, const std::optional<Tensor>& window_start,
                        int64_t window_size, int64_t window_stride, int64_t num_scored, bool squared, double scale,
-                       int64_t sliding_window, double soft_cap, const std::optional<Tensor>& sinks);
+                       int64_t sliding_window, double soft_cap, const std::optional<Tensor>& sinks,
+                       const std::optional<Tensor>& kv_residual, const std::optional<Tensor>& residual_slots,
+                       const std::optional<Tensor>& residual_first, const std::optional<Tensor>& positions,
+                       const std::optional<Tensor>& new_keys, const std::optional<Tensor>& new_values);
 Tensor attention_mass(const Tensor& queries, const Tensor& keys, int64_t num_scored, double scale,
                       const std::optional<Tensor>& last_kv_index, bool squared, double soft_cap,
                       const std::optional<Tensor>& sinks);
@@ -91,7 +94,9 @@ Tensor run_decoder(const Tensor& decoder, const Tensor& residual, const Tensor& 
                    const Tensor& last_kv_index, const Tensor& block_tables, const std::optional<Tensor>& packed_len,
                    const std::optional<Tensor>& head_lengths, const std::optional<Tensor>& scores,
                    const std::optional<Tensor>& window_start, int64_t window_size, int64_t window_stride,
-                   int64_t num_scored, bool squared, double scale, const std::optional<Tensor>& sliding_windows);
+                   int64_t num_scored, bool squared, double scale, const std::optional<Tensor>& sliding_windows,
+                   const std::optional<Tensor>& kv_residual, const std::optional<Tensor>& residual_slots,
+                   const std::optional<Tensor>& residual_first);
 // The rotated queries `[T, query_heads, head_dim]` of a layer, for tokens whose keys and values are in the cache. residual:
 // the embedded tokens, which calls for all layers in order overwrite. queries: those of the layer before, none for the
 // first; that layer is finished.

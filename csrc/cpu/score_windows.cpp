@@ -32,7 +32,7 @@ void add_window(const AttentionPlan& plan, const AttentionTask& task, float* sco
     const int64_t row = static_cast<int64_t>(table[index / block_size]) * plan.shape.kv_heads + task.kv_head;
     return scores + row * block_size + index % block_size;
   };
-  const int own = queries.last[0];
+  const int own = plan.batch.last_kv_index[task.first_token];
   if (begin + count - 1 == own) *place(own) = 0;  // nobody has given it anything so far
   for (int pair = 0; pair < count;) {
     const int some = std::min(count - pair, block_size - (begin + pair) % block_size);

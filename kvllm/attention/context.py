@@ -10,6 +10,7 @@ import torch
 
 from kvllm.attention.base import AttentionBackend
 from kvllm.kvcache.ops.base import KVOperations
+from kvllm.kvcache.residual import ResidualStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,17 +20,21 @@ class AttentionContext:
     plan: of `backend`, for the step's query tokens.
     slot_mapping: int64 `[T]`, the slot of each query token's KV pair, negative where none is stored. None in a pass
         that only reads the cache: it must not call `store`.
+    residual: that of the plan's batch.
     """
 
     backend: AttentionBackend
     operations: KVOperations
     plan: Any
     slot_mapping: torch.Tensor | None
+    residual: ResidualStep | None = None
 
     def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write the KV pairs of the step's tokens, `[T, kv_heads, head_dim]` each, to the cache."""
         assert self.slot_mapping is not None
         self.operations.store(layer, keys, values, self.slot_mapping)
+        if self.residual:
+            self.residual.held = keys, values
 
     def run(self, layer: int, queries: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """Attention of `queries` `[T, query_heads, head_dim]` over the cache -> the same shape.

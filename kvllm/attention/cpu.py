@@ -10,6 +10,7 @@ from kvllm._extension import operator
 from kvllm.attention.base import AttentionBackend, AttentionBatch, ScoreWindows
 from kvllm.attention.layer import LayerAttention
 from kvllm.kvcache.cache import PagedKVCache
+from kvllm.kvcache.residual import ResidualStep
 
 
 class CpuBackend(AttentionBackend):
@@ -18,6 +19,7 @@ class CpuBackend(AttentionBackend):
     name = "cpu"
     capturable = True
     scores_windows = True
+    reads_residual = True
 
     def __init__(
         self, cache: PagedKVCache, num_query_heads: int, scale: float, layers: Sequence[LayerAttention] = ()
@@ -54,7 +56,16 @@ class CpuBackend(AttentionBackend):
             options.window or 0,
             options.soft_cap or 0.0,
             sinks,
+            *_residual_arguments(plan.residual, layer),
         )
+
+
+def _residual_arguments(step: ResidualStep | None, layer: int) -> tuple[torch.Tensor | None, ...]:
+    """A layer's pairs, slots, first positions, positions, new keys and new values, as the operator takes them."""
+    if step is None:
+        return (None,) * 6
+    assert step.held is not None  # the step's pairs are stored before they are attended
+    return step.pairs[layer], step.slots, step.first, step.positions, *step.held
 
 
 def window_arguments(windows: ScoreWindows | None) -> tuple[int, int, int, bool]:

@@ -24,7 +24,7 @@ class Case:
     """A request to a backend.
 
     layers: as in AttentionBackend. ragged: heads hold different numbers of KV pairs. observed: attention probabilities
-    are added up.
+    are added up. residual: recent KV pairs are attended as they were before they were rounded.
     """
 
     cache: PagedKVCache
@@ -32,6 +32,7 @@ class Case:
     layers: Sequence[LayerAttention] = ()
     ragged: bool = False
     observed: bool = False
+    residual: bool = False
 
 
 def _why_not_options(case: Case) -> str | None:
@@ -141,24 +142,28 @@ def _why_not_library(case: Case, module: str, package: str) -> str | None:
 class Entry:
     """module, type: where the backend is; it is imported only when it is asked for.
 
-    reads: quantized caches that it reads, whatever else a case has. limits: the reason why it cannot serve a case.
+    reads: quantized caches that it reads, whatever else a case has; with_residual: beside a residual, too. limits: the
+        reason why it cannot serve a case.
     """
 
     module: str
     type: str
     limits: Callable[[Case], str | None]
     reads: tuple[str, ...] = ()
+    with_residual: bool = False
 
     def why_not(self, case: Case) -> str | None:
         """The reason why it cannot serve a case, None if it can."""
         kv_format = case.cache.shape.kv_format
         if kv_format and kv_format.name not in self.reads:
             return f"does not read a KV cache of {kv_format.name}"
+        if case.residual and not self.with_residual:
+            return "does not read kv_residual_tokens"
         return self.limits(case)
 
 
 BACKENDS = {
-    "cpu": Entry("kvllm.attention.cpu", "CpuBackend", why_not_cpu, tuple(KV_FORMATS)),
+    "cpu": Entry("kvllm.attention.cpu", "CpuBackend", why_not_cpu, tuple(KV_FORMATS), with_residual=True),
     "flash_attn": Entry("kvllm.attention.flash_attn", "FlashAttentionBackend", why_not_flash_attn),
     "flash_attn_3": Entry("kvllm.attention.flash_attn_3", "FlashAttention3Backend", why_not_flash_attn_3),
     "flashinfer": Entry("kvllm.attention.flashinfer", "FlashInferBackend", why_not_flashinfer),
@@ -179,14 +184,17 @@ def make_backend(
     *,
     ragged: bool = False,
     observed: bool = False,
+    residual: bool = False,
 ) -> AttentionBackend:
     """The backend `name` over `cache`; "auto" takes the fastest one that can do it.
 
-    layers, ragged, observed: as in Case. Raises ConfigError for a name that is not in BACKENDS, and for a backend that
-    cannot; and where only the reference reads a quantized cache, unless it is asked for.
+    layers, ragged, observed, residual: as in Case. Raises ConfigError for a name that is not in BACKENDS, and for a
+    backend that cannot; and where only the reference reads a quantized cache, unless it is asked for.
     """
-    case = Case(cache, num_query_heads, layers, ragged, observed)
+    case = Case(cache, num_query_heads, layers, ragged, observed, residual)
     able = [other for other in FASTEST if BACKENDS[other].why_not(case) is None]
+    if not able:
+        raise ConfigError(f"no attention backend for {cache.data.device} reads kv_residual_tokens: leave it out")
     if name == "auto":
         name = able[0]
         if name == "reference" and cache.shape.kv_format:

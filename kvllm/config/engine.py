@@ -16,12 +16,16 @@ SWAP_MODES = ("auto", "always", "never")
 """Whether a preempted sequence's cache goes to the host: where that is cheaper than to compute it again, whenever there
 is room, or not at all."""
 
+MOST_RESIDUAL_TOKENS = 512
+
 
 class EngineConfig(Struct, frozen=True, kw_only=True):
     """Settings of the core.
 
     num_blocks: blocks in the KV pool, of `block_size` tokens each.
     kv_cache_dtype: one of `kvllm.kvcache.formats.KV_CACHE_DTYPES`.
+    kv_residual_tokens: the last KV pairs of a sequence that are attended as they were before a quantized cache rounded
+        them.
     max_model_len: longest sequence, prompt and output together, in tokens.
     max_num_seqs: most sequences that run at once.
     max_num_batched_tokens: most query tokens of one step: decodes, prefill chunks, what a compression recomputes.
@@ -43,6 +47,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     max_model_len: int
     block_size: int = 256
     kv_cache_dtype: str = "auto"
+    kv_residual_tokens: int = 0
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     enable_prefix_caching: bool = True
@@ -75,6 +80,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
                 f"kv_offload_dtype={self.kv_offload_dtype!r} with kv_cache_dtype={self.kv_cache_dtype!r}: what is "
                 'quantized already goes to the host as it is. Give kv_offload_dtype="auto"'
             )
+        self._check_residual()
         for field in ("num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
             require(getattr(self, field) >= 1, field, getattr(self, field), "at least 1")
         require(0 <= self.watermark < 1, "watermark", self.watermark, "at least 0 and less than 1")
@@ -94,6 +100,22 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
         guaranteed = sum(tenant.guaranteed_share for tenant in self.tenants.values())
         allowed = "the guaranteed_share of all tenants together is at most 1"
         require(guaranteed <= 1 + 1e-9, "tenants: guaranteed_share", guaranteed, allowed)
+
+    def _check_residual(self) -> None:
+        """Pairs are held by their positions, and counted from the end of a sequence."""
+        field, value, compression = "kv_residual_tokens", self.kv_residual_tokens, self.active_compression
+        require(0 <= value <= MOST_RESIDUAL_TOKENS, field, value, f"between 0 and {MOST_RESIDUAL_TOKENS}")
+        if value == 0:
+            return
+        allowed = f"with a kv_cache_dtype that rounds KV pairs, one of {', '.join(KV_FORMATS)}"
+        require(self.kv_cache_dtype in KV_FORMATS, field, value, allowed)
+        uniform = len(self.kv_groups) == 1 and self.kv_groups[0].window is None
+        allowed = "only where all layers share their blocks, not beside layers with a sliding window or layer_groups"
+        require(uniform and not (compression and compression.layer_groups), field, value, allowed)
+        if compression is not None:
+            require(not compression.recalls, field, value, "not beside recall_period or recall_bound: leave one out")
+            allowed = f"at most the compression's buffer={compression.buffer}, which nothing drops: raise that"
+            require(value <= compression.buffer, field, value, allowed)
 
     def _check_recall(self, compression: CompressionConfig) -> None:
         """What is dropped is held in the format of the pool, or in one of fewer bits."""
@@ -125,6 +147,12 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
         require(needs_nothing, "method", compression.method, allowed)
         allowed = "the model has layers with a sliding window: without what is behind it, no token is predicted again"
         require(compression.guard_kl is None, "guard_kl", compression.guard_kl, f"{allowed}: leave it out")
+
+    @property
+    def kv_content(self) -> str:
+        """A name for how KV pairs are computed and stored: equal tokens have equal blocks where it is the same."""
+        residual = f"+{self.kv_residual_tokens}" if self.kv_residual_tokens else ""
+        return f"{self.kv_cache_dtype}{residual}"
 
     @property
     def recalls(self) -> bool:

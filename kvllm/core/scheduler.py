@@ -44,7 +44,7 @@ class Scheduler:
             config.block_size,
             config.shares_prefixes,
             most_idle(config),
-            config.kv_cache_dtype,
+            config.kv_content,
             config.kv_groups,
         )
         self.policy = make_policy(config)

@@ -57,6 +57,7 @@ class CompiledLayers:
         batch, backend = attention.plan, attention.backend
         assert isinstance(backend, CpuBackend)  # as `serves` has said
         scores = None if batch.window_start is None else backend.cache.scores
+        held = batch.residual
         return self._run(
             self._decoder,
             residual,
@@ -74,6 +75,7 @@ class CompiledLayers:
             *window_arguments(batch.windows),
             backend.scale,
             backend.sliding_windows,
+            *((held.pairs, held.slots, held.first) if held else (None, None, None)),
         )
 
     def recompute_queries(

@@ -22,6 +22,7 @@ from kvllm.config import EngineConfig
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.kvcache.formats import KV_FORMATS, KVFormat, kv_format_of
 from kvllm.kvcache.groups import layer_parts
+from kvllm.kvcache.residual import KVResidual
 from kvllm.kvcache.tiers.disk import DiskStore
 from kvllm.kvcache.tiers.dropped_pairs import DroppedPairs
 from kvllm.kvcache.tiers.host import HostStore
@@ -131,6 +132,11 @@ def method_state_bytes(engine: EngineConfig, shape: CacheShape) -> int:
     return AttentionMass.bytes_for(shape, engine.max_num_seqs, engine.max_model_len)
 
 
+def residual_bytes(engine: EngineConfig, shape: CacheShape) -> int:
+    """Bytes of recent KV pairs that a rank holds beside a quantized cache."""
+    return KVResidual.bytes_for(shape, engine.kv_residual_tokens, engine.max_num_seqs)
+
+
 def host_chunk_bytes(engine: EngineConfig, shape: CacheShape) -> int:
     """Bytes that a chunk of what compressions drop takes on the host."""
     return DroppedPairs.chunk_bytes(shape, _recall_format(engine, shape))
@@ -180,10 +186,10 @@ def _backend(settings: RunnerSettings, shard: Shard, device: torch.device, num_b
 
 
 def _demands(engine: EngineConfig) -> dict[str, bool]:
-    """The demands of the compression method on the attention backend."""
+    """The demands of the compression method and of the cache on the attention backend."""
     compression = engine.compression
     ragged = compression is not None and compression.spec.ragged
-    return {"ragged": ragged, "observed": engine.observes_attention}
+    return {"ragged": ragged, "observed": engine.observes_attention, "residual": engine.kv_residual_tokens > 0}
 
 
 def _runner(
@@ -238,7 +244,7 @@ def fingerprint(settings: RunnerSettings) -> str:
         (path / "config.json").read_text(),
         [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files],
         [settings.dtype, settings.quantization, settings.load_format, engine.seed if not files else None],
-        [engine.kv_cache_dtype, engine.kv_offload_dtype, engine.block_size, engine.max_model_len],
+        [engine.kv_content, engine.kv_offload_dtype, engine.block_size, engine.max_model_len],
         [engine.kv_groups, rank_cache_shape(settings.model, settings.dtype, engine, 1).scored],
     ]
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()

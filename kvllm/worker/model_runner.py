@@ -27,6 +27,7 @@ from kvllm.core.protocol import (
 from kvllm.core.sequence import PENDING
 from kvllm.kvcache.cache import PagedKVCache
 from kvllm.kvcache.ops.registry import make_operations
+from kvllm.kvcache.residual import KVResidual, ResidualStep
 from kvllm.kvcache.tiers.dropped_pairs import DroppedPairs
 from kvllm.kvcache.tiers.host import HostStore
 from kvllm.sampling_params import SamplingParams
@@ -109,6 +110,9 @@ class ModelRunner:
         compression = Compression.of(model, self.operations, backend, config, self.tables, select, dropped)
         self.backend = compression.backend
         self.ragged, self.mass, self.observed = compression.ragged, compression.mass, compression.observed
+        self.residual: KVResidual | None = None
+        if config.kv_residual_tokens:
+            self.residual = KVResidual(cache.shape, config.kv_residual_tokens, config.max_num_seqs)
         self.compressor, self.judge, self.recall = compression.compressor, compression.judge, compression.recall
         self._recalling: RecallingBackend | None = None  # in the step
         self.graphs: StepGraphs | None = None
@@ -260,9 +264,12 @@ class ModelRunner:
             self._reported.add(start.seq_id)
         table_slot = self._acquire_slot()
         self.tables[0].append(table_slot, start.block_table)
+        logical_length = start.cached_length + start.dropped
+        if self.residual:
+            self.residual.start(table_slot, logical_length)
         if self.offloader:
             self.offloader.restore(start.seq_id, table_slot)
-        self.lengths.start(table_slot, start.cached_length + start.dropped, start.cached_length)
+        self.lengths.start(table_slot, logical_length, start.cached_length)
         self.states[start.seq_id] = SequenceState(start.token_ids, table_slot, self.lengths, row)
 
     def _sample_row(self, params: SamplingParams, seed: int, prompt: list[int], output: list[int]) -> SampleRow:
@@ -278,8 +285,8 @@ class ModelRunner:
         return table_slot
 
     @property
-    def _slot_states(self) -> tuple[RaggedLengths | None, AttentionMass | None, ObservedScores | None]:
-        return self.ragged, self.mass, self.observed
+    def _slot_states(self) -> tuple[RaggedLengths | AttentionMass | ObservedScores | KVResidual | None, ...]:
+        return self.ragged, self.mass, self.observed, self.residual
 
     def _compress(self, compressor: Compressor, jobs: list[CompressionJob], clock: PhaseClock) -> torch.Tensor | None:
         """Execute compressions. Returns the divergences of those that are judged."""
@@ -330,7 +337,10 @@ class ModelRunner:
         if self.graphs is None or size is None or self._reported or self._recalling or any(chunks):
             inputs = self._prepare_inputs(batch)
             # A GPU gets its inputs when the tokens are in them.
-            attention = self._attention(inputs, chunks) if self.device.type == "cpu" else None
+            attention = None
+            if self.device.type == "cpu":
+                residual = self.residual.step(batch.table_slots, inputs.positions) if self.residual else None
+                attention = self._attention(inputs, chunks, residual)
             compute = partial(self._compute, plan, batch, chunks, attention)
         else:
             inputs = self.graphs.prepare(states, num_tokens, size)
@@ -396,10 +406,15 @@ class ModelRunner:
         """The same, recorded."""
         return graphs.run(inputs, size, place).rows
 
-    def _attention(self, inputs: StepInputs, chunks: Sequence[tuple[ScoredChunk, ...]] = ()) -> Attention:
+    def _attention(
+        self,
+        inputs: StepInputs,
+        chunks: Sequence[tuple[ScoredChunk, ...]] = (),
+        residual: ResidualStep | None = None,
+    ) -> Attention:
         """Attention over inputs on the model's device, whose tokens it does not read. chunks: those that are scored in
-        each part that attends all tokens."""
-        batches = inputs.batches()
+        each part that attends all tokens. residual: of the step; all layers are in one part."""
+        batches = [replace(batch, residual=residual) for batch in inputs.batches()]
         backend = self._recalling or self.backend
         if self.observed:
             for part, of_part in enumerate(chunks or [()] * self._full_parts):
@@ -407,7 +422,7 @@ class ModelRunner:
         if any(chunks):
             backend = ScoringBackend(backend, self.operations)
         parts = [
-            AttentionContext(backend, self.operations, backend.plan(of_part), part.slot_mapping)
+            AttentionContext(backend, self.operations, backend.plan(of_part), part.slot_mapping, residual)
             for of_part, part in zip(batches, inputs.parts, strict=True)
         ]
         return parts[0] if len(parts) == 1 else PartedAttention(parts, self._part_of)
@@ -484,6 +499,8 @@ class ModelRunner:
             tables.copy(parent.table_slot, child.table_slot)
         if self.observed:
             self.observed.window_start[child.table_slot] = self.observed.window_start[parent.table_slot]
+        if self.residual:
+            self.residual.copy(parent.table_slot, child.table_slot)
         if self.mass:  # the lengths of heads need no copy: forks come before any compression
             self.mass.copy(parent.table_slot, child.table_slot)
         self.states[fork.seq_id] = child

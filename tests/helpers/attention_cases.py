@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 import torch
@@ -68,7 +68,8 @@ WINDOWS = (
 
 @dataclass
 class Case:
-    """A cache with a few sequences in it, and query rows over them. options, sinks: of the only layer."""
+    """A cache with a few sequences in it, and query rows over them. options, sinks: of the only layer. originals: keys
+    and values of each sequence before a quantized cache rounded them."""
 
     cache: PagedKVCache
     keys: list[torch.Tensor]  # per sequence [entries, kv_heads, head_dim]
@@ -77,6 +78,7 @@ class Case:
     batch: AttentionBatch
     options: LayerAttention = PLAIN
     sinks: torch.Tensor | None = None
+    originals: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     @property
     def scale(self) -> float:
@@ -120,12 +122,13 @@ def make_case(
     operations = TorchOperations(cache)
     free = torch.randperm(cache.num_blocks, generator=generator).tolist()
     tables = torch.full((len(lengths), max(num_blocks) + 2), -7, dtype=torch.int32)
-    keys, values = [], []
+    keys, values, originals = [], [], []
     for sequence, (length, count) in enumerate(zip(lengths, num_blocks, strict=True)):
         blocks = torch.tensor([free.pop() for _ in range(count)])
         tables[sequence, :count] = blocks
         keys.append(randn(length, KV_HEADS, head_dim))
         values.append(randn(length, KV_HEADS, head_dim))
+        originals.append((keys[-1], values[-1]))
         entries = torch.arange(length)
         slots = blocks[entries // block_size] * block_size + entries % block_size
         operations.store(0, keys[-1], values[-1], slots)
@@ -134,9 +137,8 @@ def make_case(
             keys[-1], values[-1] = (plane.decode(plane.encode(vectors), torch.float32) for plane, vectors in stored)
     index = torch.tensor([i for rows in last_kv_index for i in rows], dtype=torch.int32)
     starts = torch.tensor([0] + [len(rows) for rows in last_kv_index]).cumsum(0).int()
-    return Case(
-        cache, keys, values, randn(len(index), KV_HEADS * group, head_dim), AttentionBatch(starts, index, tables)
-    )
+    queries = randn(len(index), KV_HEADS * group, head_dim)
+    return Case(cache, keys, values, queries, AttentionBatch(starts, index, tables), originals=originals)
 
 
 def with_options(case: Case, options: LayerAttention) -> Case:
