@@ -46,6 +46,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--pieces", type=int, default=64, metavar="N", help="most pieces (default 64)")
     args = parser.parse_args(arguments)
     texts.check_arguments(args, OUTLIERS)
+    texts.check_writable(args.model)
     require(args.pieces >= 1, "--pieces", args.pieces, "at least 1")
     return args
 

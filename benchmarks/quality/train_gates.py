@@ -45,6 +45,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--threads", type=int, metavar="N", help="default: those of torch")
     args = parser.parse_args(arguments)
     texts.check_arguments(args, SHORTEST)
+    texts.check_writable(args.model)
     require(0 < args.retention < 1, "--retention", args.retention, "between 0 and 1")
     for name in ("delay", "steps"):
         require(getattr(args, name) >= 1, f"--{name}", getattr(args, name), "at least 1")
