@@ -86,11 +86,13 @@ class StandIn:
         runner.model.forward = self._forward
         runner.model.logits = self._logits
 
-    def _forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Any) -> torch.Tensor:
+    def _forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Any, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
         if self._ended is not None:
             self.idle_us.append((time.perf_counter() - self._ended) * 1e6)
         time.sleep(self.seconds)
-        return torch.zeros(len(token_ids), 1)
+        return torch.zeros(len(token_ids if wanted is None else wanted), 1)
 
     def _logits(self, hidden: torch.Tensor, *, rounded: bool = False) -> torch.Tensor:
         logits = torch.zeros(len(hidden), SAMPLED_FROM)

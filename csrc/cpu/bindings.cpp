@@ -48,7 +48,7 @@ STABLE_TORCH_LIBRARY(kvllm, m) {
       "run_decoder(Tensor decoder, Tensor(a!) residual, Tensor positions, Tensor slots, Tensor(b!) key_cache, "
       "Tensor(c!) value_cache, Tensor query_start_loc, Tensor last_kv_index, Tensor block_tables, Tensor? packed_len, "
       "Tensor? head_lengths, " SCORE_WINDOWS "float scale, Tensor? sliding_windows=None, Tensor(r!)? "
-      "kv_residual=None, Tensor? residual_slots=None, Tensor? residual_first=None) -> Tensor");
+      "kv_residual=None, Tensor? residual_slots=None, Tensor? residual_first=None, Tensor? wanted=None) -> Tensor");
   m.def(
       "decoder_queries(Tensor decoder, int layer, Tensor(a!) residual, Tensor? queries, Tensor positions, Tensor "
       "key_cache, Tensor value_cache, Tensor query_start_loc, Tensor last_kv_index, Tensor block_tables, Tensor? "

@@ -136,6 +136,12 @@ struct Places {
   KVResidual residual;
 };
 
+// Query tokens, ascending: those whose hidden states are wanted. None: those of all are.
+struct Wanted {
+  const int64_t* rows;
+  int64_t count;
+};
+
 // One pass over the layers.
 class Pass {
  public:
@@ -147,9 +153,10 @@ class Pass {
         positions_(positions),
         scale_(scale) {}
 
-  // residual `[rows, hidden_size]` is updated; hidden, of the same size, gets the normalized result.
-  void run(char* residual, char* hidden, LayerPlans& plans, const Places& places, LayerCaches keys, LayerCaches values,
-           const int32_t* head_lengths, float* scores) {
+  // residual `[rows, hidden_size]` is overwritten; hidden gets the normalized result of the wanted rows. Behind the
+  // last attention, these alone are computed.
+  void run(char* residual, char* hidden, const Wanted& wanted, LayerPlans& plans, const Places& places,
+           LayerCaches keys, LayerCaches values, const int32_t* head_lengths, float* scores) {
     char* x = normalize(residual);
     const int64_t lengths = plans[0].batch.num_sequences * d_.kv_heads;
     const int64_t scores_of_layer = places.shape.num_blocks * d_.kv_heads * places.shape.block_size;
@@ -160,11 +167,16 @@ class Pass {
       const bool full = plan.batch.sliding_window == kNoWindow;
       const char* queries = project(layer, x, places, keys[i], values[i]);
       const char *new_keys = keys_behind(queries), *new_values = values_behind(queries);
-      const char* attended =
+      char* attended =
           attend(plan, queries, d_.qkv_size(), keys[i], values[i],
                  head_lengths == nullptr || !full ? nullptr : head_lengths + static_cast<int64_t>(i) * lengths,
                  scores == nullptr || !full ? nullptr : scores + static_cast<int64_t>(i) * scores_of_layer,
                  places.residual.of_layer(i, new_keys, new_values, d_.qkv_size() * bytes_));
+      if (last && wanted.rows != nullptr) {
+        keep_rows(wanted, attended, d_.query_size());
+        keep_rows(wanted, residual, d_.hidden_size);
+        rows_ = wanted.count;
+      }
       const PackedMatrix* next = last ? nullptr : &d_.layers[i + 1].qkv;
       finish(layer, attended, residual, last ? d_.final_norm.data_ptr() : d_.layers[i + 1].input_norm, next,
              last ? hidden : x);
@@ -201,6 +213,12 @@ class Pass {
     char* out = buffer.get(rows_ * weight.columns * bytes_);
     multiply(kernels_, x, rows_, weight, bias, out, d_.operands.get(operand_bytes(kernels_, weight, rows_)), next);
     return out;
+  }
+
+  void keep_rows(const Wanted& wanted, char* matrix, int64_t width) const {
+    for (int64_t i = 0; i < wanted.count; ++i) {
+      std::memmove(at(matrix, i, width), at(matrix, wanted.rows[i], width), width * bytes_);
+    }
   }
 
   // The input of the first layer.
@@ -251,8 +269,8 @@ class Pass {
     rotate(layer, out, d_.query_size(), 0);
   }
 
-  const char* attend(AttentionPlan& plan, const char* queries, int64_t width, const char* keys, const char* values,
-                     const int32_t* head_lengths, float* scores, const ResidualLayer& residual) {
+  char* attend(AttentionPlan& plan, const char* queries, int64_t width, const char* keys, const char* values,
+               const int32_t* head_lengths, float* scores, const ResidualLayer& residual) {
     char* attended = d_.attended.get(rows_ * d_.query_size() * bytes_);
     run_attention(plan, {queries, width, keys, values, head_lengths, scores, attended, scale_, 0, nullptr, residual});
     return attended;
@@ -283,7 +301,7 @@ class Pass {
   Decoder& d_;
   const Kernels& kernels_;
   const int64_t bytes_;
-  const int64_t rows_;
+  int64_t rows_;
   const int64_t* positions_;
   const float scale_;
 };
@@ -301,6 +319,18 @@ void check_indices(const Tensor& indices, const char* name, int64_t rows) {
   check_contiguous(indices, name, 1);
   check_dtype(indices, name, ScalarType::Long);
   check_size(indices, name, 0, rows);
+}
+
+Wanted check_wanted(const std::optional<Tensor>& wanted, int64_t rows) {
+  if (!wanted) return {nullptr, rows};
+  check_contiguous(*wanted, "wanted", 1);
+  check_dtype(*wanted, "wanted", ScalarType::Long);
+  const int64_t* row = wanted->const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < wanted->size(0); ++i) {
+    STD_TORCH_CHECK(row[i] > (i == 0 ? -1 : row[i - 1]) && row[i] < rows, "wanted has ", row[i],
+                    ": its numbers ascend, and are below the number of rows, ", rows);
+  }
+  return {row, wanted->size(0)};
 }
 
 // What every pass over the layers takes. Returns the shape of its attention.
@@ -417,7 +447,7 @@ Tensor run_decoder(const Tensor& tensor, const Tensor& residual, const Tensor& p
                    const std::optional<Tensor>& window_start, int64_t window_size, int64_t window_stride,
                    int64_t num_scored, bool squared, double scale, const std::optional<Tensor>& sliding_windows,
                    const std::optional<Tensor>& kv_residual, const std::optional<Tensor>& residual_slots,
-                   const std::optional<Tensor>& residual_first) {
+                   const std::optional<Tensor>& residual_first, const std::optional<Tensor>& wanted) {
   Decoder& decoder = decoder_in(tensor);
   const int64_t rows = residual.size(0), layers = static_cast<int64_t>(decoder.layers.size());
   const AttentionShape shape = check_pass(decoder, residual, positions, key_cache, value_cache, block_tables,
@@ -441,10 +471,11 @@ Tensor run_decoder(const Tensor& tensor, const Tensor& residual, const Tensor& p
                                      batch.num_sequences, decoder.kv_heads, decoder.head_dim, decoder.dtype);
   }
   LayerPlans plans(shape, batch, sliding_windows ? sliding_windows->const_data_ptr<int64_t>() : nullptr, layers);
-  Tensor hidden = empty_like(residual, {rows, decoder.hidden_size});
+  const Wanted of_rows = check_wanted(wanted, rows);
+  Tensor hidden = empty_like(residual, {of_rows.count, decoder.hidden_size});
   Pass pass(decoder, rows, positions.const_data_ptr<int64_t>(), static_cast<float>(scale));
-  pass.run(static_cast<char*>(residual.mutable_data_ptr()), static_cast<char*>(hidden.mutable_data_ptr()), plans,
-           places, LayerCaches(key_cache), LayerCaches(value_cache),
+  pass.run(static_cast<char*>(residual.mutable_data_ptr()), static_cast<char*>(hidden.mutable_data_ptr()),
+           of_rows, plans, places, LayerCaches(key_cache), LayerCaches(value_cache),
            head_lengths ? head_lengths->const_data_ptr<int32_t>() : nullptr,
            scores ? scores->mutable_data_ptr<float>() : nullptr);
   return hidden;

@@ -92,15 +92,23 @@ class Decoder:
         whole = len(layers) == len(self.layers) and self.lm_head.shard.world_size == 1
         self._compiled = CompiledLayers(layers, self.final_norm, self.eps) if whole else None
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: Attention,
+        wanted: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Compute tokens and write their keys and values to the cache.
 
         token_ids, positions: int64 `[T]`; positions below `max_model_len`. attention: for these query tokens.
-        Returns the normalized hidden states `[T, hidden_size]`, the input of `logits`.
+        wanted: int64, ascending, the tokens whose hidden states are returned; all are if it is None. What follows the
+            last layer's attention is computed for these alone.
+        Returns the normalized hidden states `[T or len(wanted), hidden_size]`, the input of `logits`.
         """
         if self._compiled and self._compiled.serves(attention):
-            return self._compiled.forward(self.embedding.forward(token_ids), positions, attention)
-        return self._run_layers(token_ids, positions, attention, None)
+            return self._compiled.forward(self.embedding.forward(token_ids), positions, attention, wanted)
+        return self._run_layers(token_ids, positions, attention, None, wanted)
 
     def logits(self, hidden: torch.Tensor, *, rounded: bool = False) -> torch.Tensor:
         """`[R, hidden_size]` -> float32 `[R, vocab_size]`, or with `rounded` in the dtype that the head computes in."""
@@ -136,10 +144,11 @@ class Decoder:
         positions: torch.Tensor,
         attention: Attention,
         visit: Visitor | None,
+        wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The loop over the layers.
 
-        Without `visit`, keys and values are stored, and the normalized hidden states `[T, hidden_size]` are returned.
+        Without `visit`, keys and values are stored, and the normalized hidden states of `wanted` are returned.
         With it, they are in the cache already, and nothing is computed behind the last layer's queries.
         """
         residual = self.embedding.forward(token_ids)
@@ -154,7 +163,10 @@ class Decoder:
                 visit(index, queries)
                 if index == last:
                     break
-            x = layer.finish(attention.run(index, queries, layer.attention.sinks), residual, self._next_norms[index])
+            attended = attention.run(index, queries, layer.attention.sinks)
+            if index == last and wanted is not None:
+                attended, residual = attended[wanted], residual[wanted]
+            x = layer.finish(attended, residual, self._next_norms[index])
         return x
 
 

@@ -52,8 +52,14 @@ class CompiledLayers:
             mlp.down.weight.in_features,
         )
 
-    def forward(self, residual: torch.Tensor, positions: torch.Tensor, attention: AttentionContext) -> torch.Tensor:
-        """Embedded tokens `[T, hidden_size]`, which are overwritten -> the normalized hidden states, as many."""
+    def forward(
+        self,
+        residual: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionContext,
+        wanted: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As `Decoder.forward`, of embedded tokens `[T, hidden_size]`, which are overwritten."""
         batch, backend = attention.plan, attention.backend
         assert isinstance(backend, CpuBackend)  # as `serves` has said
         scores = None if batch.window_start is None else backend.cache.scores
@@ -76,6 +82,7 @@ class CompiledLayers:
             backend.scale,
             backend.sliding_windows,
             *((held.pairs, held.slots, held.first) if held else (None, None, None)),
+            wanted,
         )
 
     def recompute_queries(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -397,9 +396,14 @@ class ModelRunner:
         if place:
             place(inputs.token_ids)
         attention = attention or self._attention(inputs, chunks)
-        hidden = self.model.forward(inputs.token_ids, inputs.positions, attention)
+        last = None if batch.only_decodes else to_device(batch.last_tokens, self.device)
+        # On a GPU, a product may have other bits with another number of rows; on a CPU it has not.
+        all_wanted = self.device.type != "cpu" or bool(self._reported)
+        hidden = self.model.forward(inputs.token_ids, inputs.positions, attention, None if all_wanted else last)
         if self._reported:
             self._report_prompts(plan, batch.states, hidden)
+        if all_wanted and last is not None:
+            hidden = hidden[last]
         return partial(self._last_logits, batch, hidden)
 
     def _replay(self, graphs: StepGraphs, size: GraphSize, inputs: StepInputs, place: Place | None) -> LastRows:
@@ -482,11 +486,10 @@ class ModelRunner:
         return sample(logits, rows_of(sampled), chosen) if self.samples else None
 
     def _last_logits(self, batch: StepBatch, hidden: torch.Tensor, numbers: Sequence[int]) -> LastLogits:
-        """Of some sequences of a batch, from hidden states `[T, hidden_size]`."""
+        """Of some sequences of a batch, from the hidden states `[S, hidden_size]` of the last tokens of all."""
         if batch.only_decodes:
             return LastLogits(self._logits(hidden, plain=batch.decode_rows.is_plain))
-        ends = list(accumulate(batch.num_tokens))
-        rows = [ends[number] - 1 for number in numbers]
+        rows = list(numbers)
         in_order = rows == list(range(len(rows)))
         return LastLogits(self._logits(hidden[: len(rows)] if in_order else hidden[to_device(rows, self.device)]))
 

@@ -40,6 +40,11 @@ class StepBatch:
         """`num_tokens`, int64 `[S]`."""
         return np.array(self.num_tokens)
 
+    @property
+    def last_tokens(self) -> np.ndarray:
+        """The last query token of each sequence, int64 `[S]`."""
+        return self.counts.cumsum() - 1
+
     @cached_property
     def decode_rows(self) -> SampleRows:
         """Of those that decode."""

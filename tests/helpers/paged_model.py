@@ -40,8 +40,8 @@ class PagedModel:
         self.tables = torch.randperm(48, generator=torch.Generator().manual_seed(0)).view(3, 16)
         self.lengths = [0, 0, 0]
 
-    def forward(self, chunks: Mapping[int, Sequence[int]]) -> torch.Tensor:
-        """Compute the next tokens of some sequences in one step: hidden states of all query tokens."""
+    def forward(self, chunks: Mapping[int, Sequence[int]], wanted: Sequence[int] | None = None) -> torch.Tensor:
+        """Compute the next tokens of some sequences in one step: hidden states of all query tokens, or of those."""
         index = [self.lengths[s] + i for s, tokens in chunks.items() for i in range(len(tokens))]
         token_tables = torch.cat([self.tables[s].expand(len(tokens), -1) for s, tokens in chunks.items()])
         positions = torch.tensor(index)
@@ -50,7 +50,8 @@ class PagedModel:
         for sequence, tokens in chunks.items():
             self.lengths[sequence] += len(tokens)
         token_ids = torch.tensor([token for tokens in chunks.values() for token in tokens])
-        return self.model.forward(token_ids, positions, self.context(plan, slots))
+        rows = None if wanted is None else torch.tensor(wanted)
+        return self.model.forward(token_ids, positions, self.context(plan, slots), rows)
 
     def context(self, plan: Any, slot_mapping: torch.Tensor | None = None) -> AttentionContext:
         return AttentionContext(self.backend, self.operations, plan, slot_mapping)

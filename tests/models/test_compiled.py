@@ -39,6 +39,21 @@ def test_compiled_layers_equal_the_loop(tmp_path: Path, case: str, dtype: torch.
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_wanted_tokens_have_the_bits_that_they_have_among_all(
+    tmp_path: Path, compiled: bool, dtype: torch.dtype
+) -> None:
+    make_checkpoint(tmp_path, "qwen3", head_dim=16)
+    model, config = load(tmp_path, dtype)
+    model._compiled = model._compiled if compiled else None
+    every, some = (PagedModel(model, config, dtype, CpuBackend) for _ in range(2))
+    steps = [{0: tokens(20), 1: tokens(7, 2)}, {0: [5], 1: tokens(11, 3)}]
+    for step, wanted in zip(steps, [[0, 19, 20, 26], [11]], strict=True):
+        assert torch.equal(some.forward(step, wanted), every.forward(step)[wanted])
+    assert torch.equal(some.cache.data.nan_to_num(), every.cache.data.nan_to_num())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", CASES)
 def test_compiled_queries_equal_the_loop(tmp_path: Path, case: str, dtype: torch.dtype) -> None:
     """Those of some cached tokens of two sequences: the same bits, and the cache is left as it is."""
@@ -81,6 +96,9 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         paged.model.forward(torch.tensor([1, 2]), torch.tensor([0, 1, 2]), context)
     with pytest.raises(RuntimeError, match="slot"):
         paged.model.forward(torch.tensor([1, 2]), torch.tensor([0, 1]), paged.context(plan, torch.tensor([0, 10**6])))
+    for wanted in ([0, 0], [1, 0], [2], [-1]):
+        with pytest.raises(RuntimeError, match="wanted has"):
+            paged.model.forward(torch.tensor([1, 2]), torch.tensor([0, 1]), context, torch.tensor(wanted))
     with pytest.raises(RuntimeError, match="what make_decoder returned"):
         torch.ops.kvllm.run_decoder(
             torch.zeros(8, dtype=torch.uint8), *[torch.zeros(1, 1)] * 8, *[None] * 4, 0, 0, 0, False, 1.0

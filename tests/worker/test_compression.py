@@ -61,11 +61,13 @@ class GivenModel:
         self.num_query_heads = queries.shape[1]
         self.slots: list[int] = []
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, attention: AttentionContext, wanted: Tensor | None = None
+    ) -> Tensor:
         for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
             attention.store(layer, by_token(keys, positions), by_token(values, positions))
         self.slots = attention.slot_mapping.tolist()
-        return torch.zeros(len(token_ids), 1)
+        return torch.zeros(len(token_ids if wanted is None else wanted), 1)
 
     def logits(self, hidden: Tensor, **options: Any) -> Tensor:
         return torch.zeros(len(hidden), 2)
