@@ -5,6 +5,7 @@
 // the same bits in a decode, in a prefill chunk of any size, and beside any other queries.
 #pragma once
 
+#include "hadamard_kernel.h"
 #include "kv_codes.h"
 
 namespace kvllm {
@@ -513,6 +514,20 @@ void attend(const PairRange& range, const PairRange* following, const QueryTile&
   }
 }
 
+// output <- factor * sums, whose channels are in the order in which load_two gives those of Element.
+template <class Element, class T>
+void write_output(const float* sums, Vec factor, int head_dim, T* output) {
+  int channel = 0;
+  for (; channel + 2 * kLanes <= head_dim; channel += 2 * kLanes) {
+    const Vec first = mul(factor, load(sums + channel)), second = mul(factor, load(sums + channel + kLanes));
+    store_two_of<Element>(output + channel, first, second);
+  }
+  for (; channel < head_dim; channel += kLanes) {
+    const int channels = minimum(kLanes, head_dim - channel);
+    store_first(channels, output + channel, mul(factor, load_first(channels, sums + channel)));
+  }
+}
+
 template <class T, class KV>
 void finish(const QueryTile& tile, int head_dim, const PartialSoftmax& total) {
   for (int i = 0; i < tile.count; ++i) {
@@ -524,14 +539,13 @@ void finish(const QueryTile& tile, int head_dim, const PartialSoftmax& total) {
     }
     T* output = static_cast<T*>(tile.outputs[i]);
     const float* sums = total.weighted_values + i * head_dim;
-    int channel = 0;
-    for (; channel + 2 * kLanes <= head_dim; channel += 2 * kLanes) {
-      const Vec first = mul(inverse, load(sums + channel)), second = mul(inverse, load(sums + channel + kLanes));
-      store_two_of<typename KV::Value>(output + channel, first, second);
-    }
-    for (; channel < head_dim; channel += kLanes) {
-      const int channels = minimum(kLanes, head_dim - channel);
-      store_first(channels, output + channel, mul(inverse, load_first(channels, sums + channel)));
+    if constexpr (is_rotated<KV>) {
+      float rotated[kMaxCodeChannels];
+      write_output<typename KV::Value>(sums, inverse, head_dim, rotated);
+      hadamard(rotated, head_dim);
+      for (int channel = 0; channel < head_dim; channel += kLanes) store(output + channel, load(rotated + channel));
+    } else {
+      write_output<typename KV::Value>(sums, inverse, head_dim, output);
     }
   }
 }
@@ -558,11 +572,24 @@ void reorder(int count, int head_dim, float* weighted_values) {
   }
 }
 
-// From the order of load_two for T into that for Element; null where they are the same.
+// Sums over vectors of T into those over rotated codes of Element.
 template <class T, class Element>
+void rotate_sums(int count, int head_dim, float* weighted_values) {
+  if (kByPairs<T>) reorder<false>(count, head_dim, weighted_values);
+  for (int i = 0; i < count; ++i) hadamard(weighted_values + i * head_dim, head_dim);
+  if (kByPairs<Element>) reorder<true>(count, head_dim, weighted_values);
+}
+
+// From the order of load_two for T into that for values of KV; null where they are the same.
+template <class T, class KV>
 constexpr auto reorder_from() {
+  using Element = typename KV::Value;
   using Function = void (*)(int count, int head_dim, float* weighted_values);
-  return kByPairs<T> == kByPairs<Element> ? Function{} : Function{reorder<kByPairs<Element>>};
+  if constexpr (is_rotated<KV>) {
+    return Function{rotate_sums<T, Element>};
+  } else {
+    return kByPairs<T> == kByPairs<Element> ? Function{} : Function{reorder<kByPairs<Element>>};
+  }
 }
 
 }  // namespace

@@ -17,7 +17,8 @@ struct Part {
 
 bool is_quantized(const Tensor& cache) {
   const ScalarType dtype = cache.scalar_type();
-  return dtype == ScalarType::Char || dtype == ScalarType::Byte || dtype == ScalarType::Float8_e4m3fn;
+  return dtype == ScalarType::Char || dtype == ScalarType::Byte || dtype == ScalarType::Float8_e4m3fn ||
+         dtype == ScalarType::Float4_e2m1fn_x2;
 }
 
 // `[layers, planes, blocks, kv_heads, block_size, width]`: a plane is the keys or the values of a layer. There are two,
@@ -108,10 +109,11 @@ std::vector<KeptOffsets> check_kept(const Tensor& kept, const Cache& cache, cons
 // The format of keys or values, whose dtype tells it.
 VectorFormat check_format(const Tensor& cache, const char* name, int64_t head_dim, ScalarType dtype) {
   const ScalarType stored = cache.scalar_type();
-  const VectorFormat format = stored == ScalarType::Char            ? VectorFormat::kInt8
-                              : stored == ScalarType::Byte          ? VectorFormat::kInt4
-                              : stored == ScalarType::Float8_e4m3fn ? VectorFormat::kFloat8
-                                                                    : VectorFormat::kPlain;
+  const VectorFormat format = stored == ScalarType::Char               ? VectorFormat::kInt8
+                              : stored == ScalarType::Byte             ? VectorFormat::kInt4
+                              : stored == ScalarType::Float8_e4m3fn    ? VectorFormat::kFloat8
+                              : stored == ScalarType::Float4_e2m1fn_x2 ? VectorFormat::kInt4Hadamard
+                                                                       : VectorFormat::kPlain;
   if (format == VectorFormat::kPlain) {
     check_dtype(cache, name, dtype);
     check_size(cache, name, cache.dim() - 1, head_dim);
@@ -119,6 +121,8 @@ VectorFormat check_format(const Tensor& cache, const char* name, int64_t head_di
   }
   STD_TORCH_CHECK(head_dim % kCodeChannels == 0 && head_dim <= kMaxCodeChannels, "head_dim is ", head_dim,
                   ": codes need a multiple of ", kCodeChannels, " up to ", kMaxCodeChannels);
+  STD_TORCH_CHECK(format != VectorFormat::kInt4Hadamard || (head_dim & (head_dim - 1)) == 0, "head_dim is ", head_dim,
+                  ": a Hadamard matrix needs a power of two");
   check_size(cache, name, cache.dim() - 1, stored_bytes(format, head_dim, 0));
   return format;
 }

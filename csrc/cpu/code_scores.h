@@ -8,11 +8,17 @@
 namespace kvllm {
 namespace {
 
-template <int kKeyBits, int kValueBits>
+template <int kKeyBits, int kValueBits, bool kRotated = false>
 struct QuantizedKV {
   using Key = Codes<kKeyBits>;
   using Value = Codes<kValueBits>;
 };
+
+// Of vectors that were multiplied with a Hadamard matrix.
+template <int kKeyBits, int kValueBits>
+using RotatedKV = QuantizedKV<kKeyBits, kValueBits, true>;
+template <int kKeyBits, int kValueBits>
+constexpr bool is_rotated<RotatedKV<kKeyBits, kValueBits>> = true;
 
 // Bytes of codes that are multiplied at once, and their channels: in 8 / kBits vectors of integers of 16 bits, each
 // with every 8 / kBits-th channel.
@@ -126,9 +132,9 @@ template <int kBits, int kRows, class Next>
   }
 }
 
-template <class T, int kBits, int kValueBits>
-struct TileScores<T, QuantizedKV<kBits, kValueBits>> {
-  using KV = QuantizedKV<kBits, kValueBits>;
+template <class T, int kBits, int kValueBits, bool kRotated>
+struct TileScores<T, QuantizedKV<kBits, kValueBits, kRotated>> {
+  using KV = QuantizedKV<kBits, kValueBits, kRotated>;
 
   const float scale;
   const int head_dim;
@@ -136,7 +142,15 @@ struct TileScores<T, QuantizedKV<kBits, kValueBits>> {
 
   TileScores(const QueryTile& tile, int head_dim, float scale, float* workspace)
       : scale(scale), head_dim(head_dim), queries(workspace, head_dim) {
-    for (int i = 0; i < tile.count; ++i) queries.template set<T>(i, tile.queries[i], head_dim);
+    for (int i = 0; i < tile.count; ++i) {
+      if constexpr (kRotated) {
+        float rotated[kMaxCodeChannels];
+        rotate<T>(tile.queries[i], head_dim, rotated);
+        queries.template set<float>(i, rotated, head_dim);
+      } else {
+        queries.template set<T>(i, tile.queries[i], head_dim);
+      }
+    }
   }
 
   void pack(const TilePairs<KV>&) const {}

@@ -7,6 +7,7 @@
 #include "elementwise_kernel.h"
 #include "exchange_kernel.h"
 #include "float_product.h"
+#include "hadamard_kernel.h"
 #include "integer_product.h"
 #include "key_differences_kernel.h"
 #include "key_scores_kernel.h"
@@ -27,7 +28,7 @@ constexpr decltype(&widen<T>) widen_to<T, T> = nullptr;
 
 template <class T, class KV>
 constexpr KVKernels kv_kernels() {
-  return {attend<T, KV>, finish<T, KV>, reorder_from<T, typename KV::Value>(), score_keys<T, KV>};
+  return {attend<T, KV>, finish<T, KV>, reorder_from<T, KV>(), score_keys<T, KV>};
 }
 
 // Kernels for T, with the way in which scores and products with weights of T are multiplied.
@@ -38,8 +39,10 @@ constexpr Kernels make_kernels() {
       .kv = {{kv_kernels<T, PlainKV<T, Score>>()},
              {{}, kv_kernels<T, QuantizedKV<8, 8>>(), kv_kernels<T, QuantizedKV<8, 4>>()},
              {{}, {}, kv_kernels<T, QuantizedKV<4, 4>>()},
-             {{}, {}, {}, kv_kernels<T, Float8KV<T>>()}},
-      .quantize = {nullptr, quantize_int8<T>, quantize_int4<T>, quantize_float8<T>},
+             {{}, {}, {}, kv_kernels<T, Float8KV<T>>()},
+             {{}, {}, {}, {}, kv_kernels<T, RotatedKV<4, 4>>()}},
+      .quantize = {nullptr, quantize_int8<T>, quantize_int4<T>, quantize_float8<T>, quantize_int4_hadamard<T>},
+      .rotate = rotate<T>,
       .merge = merge,
       .add_window = add_window,
       .exchange = exchange,

@@ -14,10 +14,11 @@ struct BFloat16 {
 };
 
 // The paged cache holds vectors of the dtype of queries, or codes with a word of 32 bits for each vector: the scale, a
-// float, of kInt8 and kFloat8; the scale and the zero point of kInt4, each a bfloat16 (docs/kv-cache-dtypes.md). The
-// bytes of one head in one block are the codes of its vectors, then their words.
-enum class VectorFormat { kPlain, kInt8, kInt4, kFloat8 };
-constexpr int kVectorFormats = 4;
+// float, of kInt8 and kFloat8; the scale and the zero point of kInt4, each a bfloat16 (docs/kv-cache-dtypes.md).
+// kInt4Hadamard is kInt4 of vectors that were multiplied with a Hadamard matrix: the kernels below rotate queries and
+// outputs. The bytes of one head in one block are the codes of its vectors, then their words.
+enum class VectorFormat { kPlain, kInt8, kInt4, kFloat8, kInt4Hadamard };
+constexpr int kVectorFormats = 5;
 constexpr int kScaleBytes = 4;
 
 // Keys and values lie apart, each with a format of its own.
@@ -26,7 +27,7 @@ struct KVFormat {
 };
 
 constexpr int64_t code_bytes(VectorFormat format, int64_t head_dim) {
-  return format == VectorFormat::kInt4 ? head_dim / 2 : head_dim;
+  return format == VectorFormat::kInt4 || format == VectorFormat::kInt4Hadamard ? head_dim / 2 : head_dim;
 }
 // Bytes of a vector with its word; `element_size` is that of vectors which are no codes.
 constexpr int64_t stored_bytes(VectorFormat format, int64_t head_dim, int64_t element_size) {
@@ -210,7 +211,7 @@ struct KVKernels {
                  float* workspace, const PartialSoftmax& result);
   void (*finish)(const QueryTile& tile, int head_dim, const PartialSoftmax& total);
   // Puts the weighted values of `count` queries, summed over vectors of the queries' dtype, into the order in which those
-  // of this cache are. Null where both are the same.
+  // of this cache are, and rotates them where it holds rotated ones. Null where both are the same.
   void (*reorder)(int count, int head_dim, float* weighted_values);
   // out[query][pair] <- scale * query . key, for queries in rows of `stride` floats. `workspace` is as for `attend`.
   void (*score_keys)(const PairRange& range, const QueryTile& tile, float scale, float* workspace, float* out,
@@ -230,6 +231,8 @@ struct Kernels {
   KVKernels kv[kVectorFormats][kVectorFormats];  // by the format of keys, and of values
   // A vector as codes and the word that holds its scale; null for those that are no codes.
   void (*quantize[kVectorFormats])(const void* vector, int head_dim, void* codes, void* word);
+  // out <- a vector times a Hadamard matrix, see hadamard_kernel.h.
+  void (*rotate)(const void* vector, int size, float* out);
   void (*merge)(int count, int head_dim, const PartialSoftmax& into, const PartialSoftmax& later);
 
   // See window_kernel.h.

@@ -21,6 +21,10 @@ constexpr bool is_codes<Codes<kBits>> = true;
 template <>
 constexpr bool is_codes<Float8> = true;
 
+// Whether keys and values, as a whole, are rotated: multiplied with a Hadamard matrix.
+template <class KV>
+constexpr bool is_rotated = false;
+
 // Elements that `channels` channels of a vector take.
 template <class T>
 constexpr int elements(int channels) {

@@ -2,6 +2,7 @@
 // scale, or the zero point, of a vector that is not finite is NaN.
 #pragma once
 
+#include "hadamard_kernel.h"
 #include "integer_product.h"
 
 namespace kvllm {
@@ -80,6 +81,13 @@ void quantize_int4(const void* vector, int head_dim, void* codes, void* word) {
   }
   const uint32_t both = bits_of(scale) >> 16 | bits_of(zero);
   __builtin_memcpy(word, &both, sizeof(both));
+}
+
+template <class T>
+void quantize_int4_hadamard(const void* vector, int head_dim, void* codes, void* word) {
+  float rotated[kMaxCodeChannels];
+  rotate<T>(vector, head_dim, rotated);
+  quantize_int4<float>(rotated, head_dim, codes, word);
 }
 
 }  // namespace

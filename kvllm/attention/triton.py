@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from kvllm.attention.base import AttentionBackend, AttentionBatch
+from kvllm.attention.layer import LayerAttention
+from kvllm.kernels.codes import as_kernels_read
 from kvllm.kernels.decode import Observed, Partials, paged_decode
+from kvllm.kernels.hadamard import hadamard
 from kvllm.kernels.mass import add_mass
 from kvllm.kernels.prefill import paged_prefill
 from kvllm.kernels.prefill_tiles import PrefillTiles
 from kvllm.kernels.score_windows import KeptScores, add_windows
+from kvllm.kvcache.cache import PagedKVCache
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,12 @@ class TritonBackend(AttentionBackend):
     captures_chunks = True
     observes = True
     scores_windows = True
+
+    def __init__(
+        self, cache: PagedKVCache, num_query_heads: int, scale: float, layers: Sequence[LayerAttention] = ()
+    ) -> None:
+        super().__init__(cache, num_query_heads, scale, layers)
+        self.keys, self.values = as_kernels_read(self.keys), as_kernels_read(self.values)
 
     def plan(self, batch: AttentionBatch) -> TritonPlan:
         num_sequences, num_blocks = batch.block_tables.shape
@@ -66,6 +77,11 @@ class TritonBackend(AttentionBackend):
     def run(
         self, layer: int, queries: torch.Tensor, plan: TritonPlan, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
+        if not self.cache.shape.rotated:
+            return self._attend(layer, queries, plan, sinks)
+        return hadamard(self._attend(layer, hadamard(queries), plan, sinks))
+
+    def _attend(self, layer: int, queries: torch.Tensor, plan: TritonPlan, sinks: torch.Tensor | None) -> torch.Tensor:
         options = self.layers[layer]
         if options.window is not None:
             plan = TritonPlan(plan.batch.of_window, plan.partials, plan.tiles, None, None)

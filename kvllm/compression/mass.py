@@ -11,6 +11,7 @@ from torch import Tensor
 from kvllm._extension import operator
 from kvllm.compression.paged_keys import Keys, PagedKeys
 from kvllm.compression.precision import no_tf32
+from kvllm.kvcache.hadamard import hadamard
 
 # Attention probabilities of one KV head that are alive at a time. On a CPU the tiles of all heads should stay in
 # the cache, on a GPU there should be few of them. It must not depend on the number of heads or sequences: they
@@ -75,6 +76,8 @@ def batched_attention_mass(
         from kvllm.kernels.scores import window_scores  # cannot be imported without triton
 
         paged = isinstance(keys, PagedKeys)
+        if paged and keys.rotated:
+            queries = hadamard(queries).to(queries.dtype)
         return window_scores(
             queries,
             keys.blocks[0] if paged else keys.contiguous(),

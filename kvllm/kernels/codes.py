@@ -2,7 +2,7 @@
 
 The dtype of keys, or of values, in a cache tells their format, as in `kvllm.kvcache.quantize`. A vector is codes and a
 word of 32 bits that holds its scale; the bytes of one head in one block are the codes of all its vectors, then their
-words.
+words. Codes of rotated vectors are read as others are: who launches a kernel rotates what it gives and takes.
 """
 
 # A launch takes options, and constexpr parameters numbers, of which Triton's types say nothing.
@@ -10,14 +10,23 @@ words.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 import triton
 import triton.language as tl
 
+from kvllm.kernels.hadamard import rotate
 from kvllm.quantized_vectors import SCALE_BYTES as BYTES_OF_SCALE
 from kvllm.quantized_vectors import SMALLEST_MAGNITUDE as LEAST_MAGNITUDE
 
 SCALE_BYTES = tl.constexpr(BYTES_OF_SCALE)
 SMALLEST_MAGNITUDE = tl.constexpr(LEAST_MAGNITUDE)
+
+
+def as_kernels_read(layers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Keys, or values, of the layers of a cache, views: bytes where their dtype is one that Triton does not have."""
+    return [each.view(torch.uint8) if each.dtype == torch.float4_e2m1fn_x2 else each for each in layers]
 
 
 @triton.jit
@@ -53,16 +62,22 @@ def load_codes(cache, codes, words, exists, HEAD_DIM: tl.constexpr, CHANNELS: tl
 
 
 @triton.jit
-def store_codes(cache, codes, words, vector, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr):
-    """Quantize the HEAD_DIM channels at `vector`, and write them to `codes` and `words`.
+def store_codes(cache, codes, words, vector, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr, ROTATED: tl.constexpr):
+    """Quantize the HEAD_DIM channels at `vector`, and write them to `codes` and `words`. ROTATED: times a Hadamard
+    matrix, in 4 bits.
 
     The scale, or the zero point, of a vector that is not finite is NaN.
     """
     if cache.dtype.element_ty == tl.uint8:
         byte = tl.arange(0, CHANNELS // 2)
         exists = byte < HEAD_DIM // 2
-        even = tl.load(vector + 2 * byte, mask=exists, other=0.0).to(tl.float32)
-        odd = tl.load(vector + 2 * byte + 1, mask=exists, other=0.0).to(tl.float32)
+        if ROTATED:
+            x = tl.load(vector + tl.arange(0, CHANNELS)).to(tl.float32)
+            x = rotate(tl.reshape(x, [1, CHANNELS]), 1, CHANNELS)
+            even, odd = tl.split(tl.reshape(x, [CHANNELS // 2, 2]))
+        else:
+            even = tl.load(vector + 2 * byte, mask=exists, other=0.0).to(tl.float32)
+            odd = tl.load(vector + 2 * byte + 1, mask=exists, other=0.0).to(tl.float32)
         nan = tl.sum((even + odd) * 0.0, 0)
         low = tl.min(tl.where(exists, tl.minimum(even, odd), float("inf")), 0) + nan
         high = tl.max(tl.where(exists, tl.maximum(even, odd), float("-inf")), 0)

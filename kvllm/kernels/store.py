@@ -51,6 +51,7 @@ def _store_codes(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     CHANNELS: tl.constexpr,
+    ROTATED: tl.constexpr,
 ):
     """A program for each token and head."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -59,20 +60,26 @@ def _store_codes(
         return
     block, place = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     codes, words = code_places(key_cache, block, place, head, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-    store_codes(key_cache, codes, words, keys + token * key_stride + head * HEAD_DIM, HEAD_DIM, CHANNELS)
+    store_codes(key_cache, codes, words, keys + token * key_stride + head * HEAD_DIM, HEAD_DIM, CHANNELS, ROTATED)
     codes, words = code_places(value_cache, block, place, head, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-    store_codes(value_cache, codes, words, values + token * value_stride + head * HEAD_DIM, HEAD_DIM, CHANNELS)
+    store_codes(value_cache, codes, words, values + token * value_stride + head * HEAD_DIM, HEAD_DIM, CHANNELS, ROTATED)
 
 
 def store_kv(
-    key_cache: torch.Tensor, value_cache: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    rotated: bool = False,
 ) -> None:
     """Write the keys and values of tokens to their slots; a negative slot is skipped.
 
     key_cache, value_cache: one layer, contiguous `[blocks, kv_heads, block_size, width]`, of the dtype of keys and
         values and as wide as they are, or quantized.
     keys, values: `[T, kv_heads, head_dim]`; the heads of a token contiguous, tokens anywhere.
-    slots: int64 `[T]`, each at most once.
+    slots: int64 `[T]`, each at most once. rotated: codes of 4 bits are those of vectors times a Hadamard matrix.
     """
     (num_tokens, kv_heads, head_dim), block_size = keys.shape, key_cache.shape[2]
     arguments = (key_cache, value_cache, keys, values, slots, keys.stride(0), values.stride(0))
@@ -82,4 +89,6 @@ def store_kv(
         _store_token[(num_tokens,)](*arguments, **shape, WIDTH=width, num_warps=4)
     else:
         channels = triton.next_power_of_2(head_dim)
-        _store_codes[(num_tokens, kv_heads)](*arguments, **shape, CHANNELS=channels, num_warps=1)
+        # A product and a sum in one instruction would round otherwise than the formulas do.
+        options = {"CHANNELS": channels, "ROTATED": rotated, "num_warps": 1, "enable_fp_fusion": False}
+        _store_codes[(num_tokens, kv_heads)](*arguments, **shape, **options)

@@ -42,6 +42,11 @@ class CacheShape:
     places: tuple[int, ...] = ()
 
     @property
+    def rotated(self) -> bool:
+        """Whether keys and values are multiplied with a Hadamard matrix before they are stored."""
+        return self.kv_format is not None and self.kv_format.keys.rotated
+
+    @property
     def num_places(self) -> int:
         return max(self.places) + 1 if self.places else self.num_layers
 
@@ -97,7 +102,7 @@ class PagedKVCache:
     The tensor is allocated with `torch.empty`: slots that no sequence's cached length covers hold garbage, and no
     kernel may read them into a result.
 
-    data: the whole of it, as the layout has it; bytes where the widths of keys and values differ.
+    data: the whole of it, as the layout has it; bytes where it is quantized, in one row where widths differ.
     tensors: views of it, `[places, planes, blocks, kv_heads, block_size, width]`: one with the planes of keys and of
         values, or one for each. The dtype is the shape's, or tells the format (`kvllm.kvcache.quantize`).
     parts: views of those, in which a slot is contiguous: codes, scales, or vectors. What moves a pair moves all parts.
@@ -133,9 +138,9 @@ class PagedKVCache:
             for planes, vector_bytes in groups
         ]
         if len(groups) == 1:
-            size = (*sizes[0][:-1], sizes[0][-1] // dtypes[0].itemsize)
-            data = use_huge_pages(torch.empty(size, dtype=dtypes[0], device=device))
-            return data, (data,)
+            size, dtype = (*sizes[0][:-1], sizes[0][-1] // dtypes[0].itemsize), dtypes[0]
+            data = torch.empty(size, dtype=torch.uint8 if shape.kv_format else dtype, device=device)
+            return use_huge_pages(data), (data.view(dtype),)
         lengths = [prod(size) for size in sizes]
         data = use_huge_pages(torch.empty(sum(lengths), dtype=torch.uint8, device=device))
         pieces = zip(data.split(lengths), dtypes, sizes, strict=True)

@@ -15,11 +15,13 @@ CHANNELS = 8
 class VectorFormat:
     """A key or a value of one token and one head as codes of `bits` bits, with a scale of its own.
 
-    docs/kv-cache-dtypes.md has the formula of each name.
+    docs/kv-cache-dtypes.md has the formula of each name. rotated: codes are those of the vector times a Hadamard matrix
+    (`kvllm.kvcache.hadamard`), which exists for a power of two of channels.
     """
 
     name: str
     bits: int
+    rotated: bool = False
 
     def code_bytes(self, head_dim: int) -> int:
         return head_dim * self.bits // 8
@@ -46,6 +48,7 @@ class KVFormat:
 
 
 FP8_E4M3, INT8, INT4 = VectorFormat("fp8_e4m3", 8), VectorFormat("int8", 8), VectorFormat("int4", 4)
+INT4_HADAMARD = VectorFormat("int4_hadamard", 4, rotated=True)
 KV_FORMATS = {
     each.name: each
     for each in (
@@ -53,6 +56,7 @@ KV_FORMATS = {
         KVFormat("int8", INT8, INT8),
         KVFormat("int8_int4", INT8, INT4),
         KVFormat("int4", INT4, INT4),
+        KVFormat("int4_hadamard", INT4_HADAMARD, INT4_HADAMARD),
     )
 }
 KV_CACHE_DTYPES = ("auto", "bfloat16", *KV_FORMATS)
@@ -70,9 +74,21 @@ def kv_format_of(kv_cache_dtype: str, dtype: str, head_dim: int) -> KVFormat | N
             f"kv_cache_dtype={kv_cache_dtype!r} with activations of {dtype}: a cache that is not quantized has their "
             f"dtype. Give 'auto', one of {', '.join(KV_FORMATS)}, or dtype={kv_cache_dtype!r}"
         )
+    require_head_dim("kv_cache_dtype", kv_cache_dtype, head_dim)
+    return kv_format
+
+
+def require_head_dim(option: str, dtype: str, head_dim: int) -> None:
+    """Raise ConfigError if `dtype`, the value of `option`, is a format that vectors of `head_dim` channels cannot
+    have."""
+    kv_format = KV_FORMATS.get(dtype)
     if kv_format and head_dim % CHANNELS:
         raise ConfigError(
-            f"kv_cache_dtype={kv_cache_dtype!r} needs a head_dim that is a multiple of {CHANNELS}, the model has "
-            f"{head_dim}: give 'auto'"
+            f"{option}={dtype!r} needs a head_dim that is a multiple of {CHANNELS}, the model has {head_dim}: give "
+            "'auto'"
         )
-    return kv_format
+    if kv_format and kv_format.keys.rotated and head_dim & (head_dim - 1):
+        raise ConfigError(
+            f"{option}={dtype!r} needs a head_dim that is a power of two, the model has {head_dim}: give 'int4' or "
+            "'auto'"
+        )

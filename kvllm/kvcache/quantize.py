@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from kvllm.kvcache.formats import VectorFormat
+from kvllm.kvcache.hadamard import hadamard
 from kvllm.quantized_vectors import SMALLEST_MAGNITUDE
 
 
@@ -19,7 +20,8 @@ from kvllm.quantized_vectors import SMALLEST_MAGNITUDE
 class Codec:
     """The two directions of a format.
 
-    storage: the dtype of keys, or values, of this format in a cache. It tells the format to operators and kernels.
+    storage: the dtype of keys, or values, of this format in a cache. It tells the format to operators and kernels, and
+        is as large as an element of it; what the bytes mean is the format's business.
     """
 
     storage: torch.dtype
@@ -74,8 +76,17 @@ def _dequantize_int4(codes: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
     return channels * scale + zero
 
 
+def _quantize_int4_hadamard(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return _quantize_int4(hadamard(vectors))
+
+
+def _dequantize_int4_hadamard(codes: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+    return hadamard(_dequantize_int4(codes, words))
+
+
 CODECS = {
     "fp8_e4m3": Codec(torch.float8_e4m3fn, _quantize_fp8, _dequantize_fp8),
     "int8": Codec(torch.int8, _quantize_int8, _dequantize_int8),
     "int4": Codec(torch.uint8, _quantize_int4, _dequantize_int4),
+    "int4_hadamard": Codec(torch.float4_e2m1fn_x2, _quantize_int4_hadamard, _dequantize_int4_hadamard),
 }

@@ -20,7 +20,7 @@ from kvllm.compression.sharded_method import ShardedMethod
 from kvllm.compression.statistics import read_statistics
 from kvllm.config import EngineConfig
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
-from kvllm.kvcache.formats import KV_FORMATS, KVFormat, kv_format_of
+from kvllm.kvcache.formats import KV_FORMATS, KVFormat, kv_format_of, require_head_dim
 from kvllm.kvcache.groups import layer_parts
 from kvllm.kvcache.residual import KVResidual
 from kvllm.kvcache.tiers.disk import DiskStore
@@ -98,12 +98,16 @@ def _warnings(settings: RunnerSettings, runner: ModelRunner, chosen: str) -> Ite
 def rank_cache_shape(model: ModelConfig, dtype: str, engine: EngineConfig, num_ranks: int) -> CacheShape:
     """Sizes of what each of `num_ranks` ranks stores. With fewer KV heads than ranks, several ranks hold the same.
 
-    Raises ConfigError if keys and values of the model cannot be stored as `kv_cache_dtype`.
+    Raises ConfigError if keys and values of the model cannot be stored as `kv_cache_dtype`, `kv_offload_dtype` and
+    `recall_dtype` say.
     """
     num_kv_heads = max(1, model.num_kv_heads // num_ranks)
     compression = engine.active_compression
     scored = compression is not None and compression.observes_scores
     kv_format = kv_format_of(engine.kv_cache_dtype, dtype, model.head_dim)
+    require_head_dim("kv_offload_dtype", engine.kv_offload_dtype, model.head_dim)
+    if compression is not None:
+        require_head_dim("recall_dtype", compression.recall_dtype, model.head_dim)
     parts = layer_parts(engine.kv_groups)
     place_of = {layer: place for part in parts for place, layer in enumerate(part)}
     return CacheShape(

@@ -322,8 +322,8 @@ class Compressor:
     def _keys(self, layers: Sequence[int], tables: torch.Tensor, size: int) -> Keys:
         if not self.reads_blocks:
             return self.operations.gather_keys(layers, tables, size)
-        shape = self.cache.shape
-        return PagedKeys([self.operations.keys[layer] for layer in layers], tables, size, shape.head_dim, shape.dtype)
+        shape, blocks = self.cache.shape, [self.operations.keys[layer] for layer in layers]
+        return PagedKeys(blocks, tables, size, shape.head_dim, shape.dtype, rotated=shape.rotated)
 
     def _softmax(self, layer: int) -> Softmax:
         """The softmax of a layer's attention."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvllm.attention.base import AttentionBatch
 from kvllm.attention.registry import make_backend
 from kvllm.errors import ConfigError
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.kvcache.formats import KV_FORMATS
+from kvllm.kvcache.ops.registry import make_operations
 from tests.helpers.attention_cases import (
     EDGES,
     MIXED,
@@ -19,6 +21,7 @@ from tests.helpers.attention_cases import (
     make_case,
     make_ragged_case,
 )
+from tests.helpers.tensors import randn
 
 FORMATS = pytest.mark.parametrize("name", list(KV_FORMATS))
 
@@ -96,7 +99,7 @@ def test_backends_that_cannot_read_a_format_say_so(name: str) -> None:
             make_backend(backend, cache, 4, 1.0)
 
 
-@pytest.mark.parametrize("name, head_dim", [("fp8_e4m3", 80), ("int8", 48), ("int4", 288)])
+@pytest.mark.parametrize("name, head_dim", [("fp8_e4m3", 80), ("int8", 48), ("int4", 288), ("int4_hadamard", 512)])
 def test_the_reference_serves_only_who_asks_for_it(name: str, head_dim: int) -> None:
     cache = PagedKVCache(CacheShape(1, 2, head_dim, 256, torch.bfloat16, kv_format=KV_FORMATS[name]), 2)
     with pytest.raises(ConfigError, match=f"kv_cache_dtype='{name}': no attention backend for cpu reads it"):
@@ -109,3 +112,22 @@ def test_the_reference_serves_only_who_asks_for_it(name: str, head_dim: int) -> 
 def test_the_cpu_serves_what_it_reads(name: str) -> None:
     cache = PagedKVCache(CacheShape(1, 2, 64, 256, torch.bfloat16, kv_format=KV_FORMATS[name]), 2)
     assert make_backend("auto", cache, 4, 1.0).name == "cpu"
+
+
+def test_a_rotation_spreads_a_channel_that_exceeds_the_others() -> None:
+    """Attention over what is stored, against that over what was."""
+    errors = {}
+    for name in ("int4", "int4_hadamard"):
+        cache = PagedKVCache(CacheShape(1, 2, 128, 16, torch.float32, kv_format=KV_FORMATS[name]), 4)
+        keys, values, queries = (randn(64, 2, 128, seed=seed) for seed in range(3))
+        for vectors in (keys, values):
+            vectors[..., 40] *= 30
+        make_operations(cache).store(0, keys, values, torch.arange(64))
+        starts, index = torch.tensor([0, 64], dtype=torch.int32), torch.arange(64, dtype=torch.int32)
+        backend = make_backend("cpu", cache, 2, 128**-0.5)
+        batch = AttentionBatch(starts, index, torch.arange(4, dtype=torch.int32)[None])
+        found = backend.run(0, queries, backend.plan(batch)).double()
+        scores = torch.einsum("thd,shd->hts", queries.double(), keys.double()) * 128**-0.5
+        weights = scores.masked_fill(torch.ones(64, 64, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
+        errors[name] = (found - torch.einsum("hts,shd->thd", weights, values.double())).norm()
+    assert errors["int4_hadamard"] < errors["int4"] / 2

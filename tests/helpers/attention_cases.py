@@ -14,6 +14,7 @@ from kvllm.attention.registry import make_backend
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.kvcache.formats import KV_FORMATS
 from kvllm.kvcache.ops.plain import TorchOperations
+from tests.helpers.caches import head_dim_for
 
 KV_HEADS = 2
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
@@ -107,8 +108,10 @@ def make_case(
 ) -> Case:
     """One sequence per list in `last_kv_index`. Slots that hold no entry are NaN, unused table columns invalid.
 
-    Keys and values of a quantized cache are what it holds, in float32.
+    Keys and values of a quantized cache are what it holds, in float32. `head_dim` is made one that its format can have.
     """
+    if kv_cache_dtype != "auto":
+        head_dim = head_dim_for(kv_cache_dtype, head_dim)
     generator = torch.Generator().manual_seed(seed)
 
     def randn(*size: int) -> torch.Tensor:

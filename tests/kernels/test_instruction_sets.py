@@ -13,6 +13,7 @@ import torch
 
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.kvcache.formats import KV_FORMATS
+from kvllm.kvcache.hadamard import hadamard, torch_hadamard
 from kvllm.kvcache.ops.cpu import CpuOperations
 from kvllm.kvcache.ops.plain import TorchOperations
 from kvllm.models import elementwise
@@ -25,6 +26,7 @@ from tests.helpers.attention_cases import (
     make_case,
     make_ragged_case,
 )
+from tests.helpers.caches import head_dim_for
 from tests.helpers.elementwise_checks import (
     EPS,
     assert_bfloat16_rounds_to_even,
@@ -60,6 +62,7 @@ def check_attention() -> None:
 def check_quantized_cache() -> None:
     """Run in a process of its own for each instruction set."""
     for dtype, tolerance in ((torch.float32, 2e-4), (torch.bfloat16, 2e-2)):
+        assert_same_rotations(dtype)
         for name in KV_FORMATS:
             for head_dim, group, block_size in ((32, 3, 3), (64, 4, 16), (96, 1, 256), (128, 8, 16), (256, 2, 1)):
                 sizes = {"head_dim": head_dim, "group": group, "block_size": block_size}
@@ -71,10 +74,18 @@ def check_quantized_cache() -> None:
             assert_scores(CpuOperations, name, dtype, num_tokens=23, group=3, block_size=16)
 
 
+def assert_same_rotations(dtype: torch.dtype) -> None:
+    """The operator adds in the order of plain torch. Vectors may be views of others."""
+    for size in (32, 64, 128, 256):
+        vectors = randn(3, 2, 7, size + 8, dtype=dtype)[..., 4:-4].transpose(1, 2)
+        assert torch.equal(hadamard(vectors), torch_hadamard(vectors))
+
+
 def assert_same_codes(name: str, dtype: torch.dtype) -> None:
     """The operators quantize as the formulas in torch do, bit for bit."""
-    caches = [PagedKVCache(CacheShape(1, 2, 96, 4, dtype, kv_format=KV_FORMATS[name]), 8) for _ in range(2)]
-    vectors = randn(32, 2, 96, dtype=dtype) * torch.logspace(-6, 6, 32, dtype=dtype)[:, None, None]
+    head_dim = head_dim_for(name, 96)
+    caches = [PagedKVCache(CacheShape(1, 2, head_dim, 4, dtype, kv_format=KV_FORMATS[name]), 8) for _ in range(2)]
+    vectors = randn(32, 2, head_dim, dtype=dtype) * torch.logspace(-6, 6, 32, dtype=dtype)[:, None, None]
     vectors[3], vectors[4] = 0, -2.5
     for make, cache in zip((CpuOperations, TorchOperations), caches, strict=True):
         make(cache).store(0, vectors, vectors.flip(0), torch.arange(32))

@@ -151,12 +151,14 @@ def launch_attention(dtype: torch.dtype, head_dim: int) -> None:
 
 def launch_paged_keys(cache: PagedKVCache, queries: torch.Tensor, tables: torch.Tensor) -> None:
     """What reads the keys of windows from a cache."""
+    from kvllm.kernels.codes import as_kernels_read
     from kvllm.kernels.keydiff import key_differences
     from kvllm.kernels.scores import window_scores
 
     offsets, size = torch.zeros(queries.shape[2], dtype=torch.int64), tables.shape[1] * cache.shape.block_size
-    window_scores(queries, cache.keys(0), size - 32, 0.1, offsets, tables=tables, squared=True)
-    key_differences([cache.keys(0)], tables, size, cache.shape.head_dim, cache.shape.dtype)
+    blocks = as_kernels_read([cache.keys(0)])
+    window_scores(queries, blocks[0], size - 32, 0.1, offsets, tables=tables, squared=True)
+    key_differences(blocks, tables, size, cache.shape.head_dim, cache.shape.dtype)
 
 
 def launch_quantized(head_dim: int, names: list[str]) -> None:
@@ -203,7 +205,8 @@ def launch_batch(num_sequences: int) -> None:
         "window_start": ints(num_sequences),
         "windows": ScoreWindows(768, 768, 736, squared=True),
     }
-    for kv_format, every in ((None, ({}, holes, observed, windows)), (KV_FORMATS["int8"], ({}, holes))):
+    quantized = ((KV_FORMATS["int8"], ({}, holes)), (KV_FORMATS["int4_hadamard"], ({},)))
+    for kv_format, every in ((None, ({}, holes, observed, windows)), *quantized):
         shape = CacheShape(2, 1, 128, 16, torch.bfloat16, kv_format=kv_format, scored=kv_format is None)
         cache = PagedKVCache(shape, 4)
         backend, operations = TritonBackend(cache, 4, 0.1), GpuOperations(cache, compiled=False)

@@ -19,7 +19,7 @@ from kvllm.kvcache.formats import KV_FORMATS
 from kvllm.kvcache.ops.base import KVOperations
 from kvllm.kvcache.ops.plain import TorchOperations
 from tests.helpers import attention_cases
-from tests.helpers.caches import random_kept
+from tests.helpers.caches import head_dim_for, random_kept
 from tests.helpers.processes import run_python
 from tests.helpers.tensors import randn
 from tests.kernels.test_triton import dense_mass, run_observed
@@ -64,6 +64,8 @@ def attention_matches_dense(name: str) -> None:
 
 def scores_that_methods_see(name: str) -> None:
     """Those of windows, and the attention mass, follow from keys as attention has them."""
+    from kvllm.kernels.codes import as_kernels_read
+
     windows = attention_cases.WINDOWS[1]
     case = attention_cases.make_scored_case(windows, [(95, 16), (111, 16)], head_dim=32, kv_cache_dtype=name)
     expected = attention_cases.dense_scores(case)
@@ -77,8 +79,9 @@ def scores_that_methods_see(name: str) -> None:
         torch.testing.assert_close(mass[0, row, :, : expected.shape[1]].double(), expected, atol=2e-5, rtol=1e-5)
     tables = case.batch.block_tables[:, :2]
     keys = TorchOperations(case.cache).gather_keys([0], tables, 30)
-    paged = PagedKeys([case.cache.keys(0)], tables, 30, 96, keys.dtype)
-    queries = randn(2, 3 * keys.shape[1], 7, 96)
+    blocks, head_dim, rotated = as_kernels_read([case.cache.keys(0)]), keys.shape[-1], case.cache.shape.rotated
+    paged = PagedKeys(blocks, tables, 30, head_dim, keys.dtype, rotated=rotated)
+    queries = randn(2, 3 * keys.shape[1], 7, head_dim)
     torch.testing.assert_close(keydiff.scores(paged), keydiff.scores(keys), rtol=1e-5, atol=1e-6)
     expected = torch.stack([attention_mass(*each) for each in zip(queries, keys[:, :, :25], strict=True)])
     torch.testing.assert_close(batched_attention_mass(queries, paged, 25), expected, rtol=1e-4, atol=1e-6)
@@ -90,7 +93,7 @@ def pair_of_caches(name: str, head_dim: int, dtype: torch.dtype) -> tuple[KVOper
 
     caches = [PagedKVCache(CacheShape(1, 2, head_dim, 16, dtype, kv_format=KV_FORMATS[name]), 13) for _ in range(2)]
     caches[0].data.view(torch.uint8).random_(generator=torch.Generator().manual_seed(0))
-    caches[1].data.copy_(caches[0].data)
+    caches[1].data.view(torch.uint8).copy_(caches[0].data.view(torch.uint8))
     return GpuOperations(caches[0], compiled=False), TorchOperations(caches[1])
 
 
@@ -100,7 +103,7 @@ def assert_same_bytes(found: KVOperations, expected: KVOperations) -> None:
 
 def stored_codes_and_scales(name: str) -> None:
     """Bit for bit those of the formulas in torch, from views of a wider tensor, for vectors of every size."""
-    for head_dim, dtype, largest in ((96, torch.float32, 20), (16, torch.float16, 3)):
+    for head_dim, dtype, largest in ((head_dim_for(name, 96), torch.float32, 20), (16, torch.float16, 3)):
         gpu, plain = pair_of_caches(name, head_dim, dtype)
         vectors = randn(24, 2, 2 * head_dim) * torch.logspace(-largest, largest, 24)[:, None, None]
         vectors[1], vectors[2], vectors[3, :, 5] = 0, -2.5, 6e4
@@ -131,7 +134,7 @@ def vectors_that_are_not_finite(name: str) -> None:
 
 def moved_bytes(name: str) -> None:
     """Copies of blocks and compactions, in place and out of place, move codes with their scales."""
-    pair = pair_of_caches(name, 48, torch.float16)
+    pair = pair_of_caches(name, head_dim_for(name, 48), torch.float16)
     for operations in pair:
         operations.copy_blocks(torch.tensor([2, 2, 8]), torch.tensor([5, 0, 1]))
     assert_same_bytes(*pair)

@@ -73,6 +73,22 @@ def test_int4_is_its_formula(dtype: torch.dtype) -> None:
             assert found[row, channel] == code * scale.float() + zero.float()
 
 
+def test_int4_hadamard_is_int4_of_vectors_times_a_hadamard_matrix() -> None:
+    """The matrix is written out: its entries are 1, or -1 where row and column have an odd number of bits in common."""
+    for size in (8, 16, 128, 256):
+        signs = [[(-1) ** (row & column).bit_count() for column in range(size)] for row in range(size)]
+        matrix = torch.tensor(signs).double() / size**0.5
+        torch.testing.assert_close(matrix @ matrix, torch.eye(size).double())
+        vectors = randn(40, size) * torch.logspace(-3, 3, 40)[:, None]
+        vectors[2, 5] = 1e4
+        codes, words = CODECS["int4_hadamard"].quantize(vectors)
+        expected, expected_words = CODECS["int4"].quantize((vectors.double() @ matrix).float())
+        assert (codes == expected).float().mean() > 0.995 and (words == expected_words).float().mean() > 0.9
+        found = CODECS["int4_hadamard"].dequantize(codes, words).double()
+        expected = CODECS["int4"].dequantize(codes, words).double() @ matrix
+        assert ((found - expected).norm(dim=-1) <= 1e-6 * expected.norm(dim=-1)).all()
+
+
 def test_fp8_is_its_formula() -> None:
     """Every code is the number of float8 that is nearest to x / s, by a search among all of them."""
     vectors = edge_vectors()
@@ -117,9 +133,7 @@ def test_what_a_vector_loses(name: str) -> None:
     vectors = randn(2000, 128)
     error = (through(name, vectors) - vectors).norm() / vectors.norm()
     assert (
-        {"int8": 0.005, "fp8_e4m3": 0.02, "int4": 0.08}[name]
-        < error * 2
-        < {"int8": 0.02, "fp8_e4m3": 0.06}.get(name, 0.24)
+        {"int8": 0.005, "fp8_e4m3": 0.02}.get(name, 0.08) < error * 2 < {"int8": 0.02, "fp8_e4m3": 0.06}.get(name, 0.24)
     )
 
 
@@ -128,8 +142,9 @@ def test_capacity_at_128_channels(name: str) -> None:
     plain = CacheShape(2, 4, 128, 16, torch.bfloat16)
     shape = CacheShape(2, 4, 128, 16, torch.bfloat16, kv_format=KV_FORMATS[name])
     cache = PagedKVCache(shape, 3)
+    of_format = {"int4": 3.5, "int4_hadamard": 3.5, "int8_int4": 2.55}
     assert cache.data.nbytes == 3 * shape.bytes_per_block == sum(part.nbytes for part in cache.parts)
-    assert plain.bytes_per_block / shape.bytes_per_block >= {"int4": 3.5, "int8_int4": 2.55}.get(name, 1.9)
+    assert plain.bytes_per_block / shape.bytes_per_block >= of_format.get(name, 1.9)
 
 
 @FORMATS
@@ -184,7 +199,8 @@ def test_copy_blocks(make: MakeOperations, name: str) -> None:
     expected = make_cache(name)
     for source, destination in ((2, 5), (2, 0), (8, 1)):
         for tensor in expected.tensors:
-            tensor[:, :, destination] = tensor[:, :, source]
+            stored = tensor.view(torch.uint8)
+            stored[:, :, destination] = stored[:, :, source]
     make(cache).copy_blocks(torch.tensor([2, 2, 8]), torch.tensor([5, 0, 1]))
     assert torch.equal(cache.data.view(torch.uint8), expected.data.view(torch.uint8))
 
@@ -243,6 +259,7 @@ def test_the_shape_of_a_cache_chooses() -> None:
     for name, head_dim, dtype in (
         ("int8", 32, torch.float32),
         ("int4", 256, torch.bfloat16),
+        ("int4_hadamard", 128, torch.bfloat16),
         ("fp8_e4m3", 64, torch.float32),
     ):
         shape = CacheShape(1, 1, head_dim, 4, dtype, kv_format=KV_FORMATS[name])
@@ -250,6 +267,7 @@ def test_the_shape_of_a_cache_chooses() -> None:
     for name, head_dim, dtype in (
         ("int8", 48, torch.float32),
         ("int4", 64, torch.float16),
+        ("int4_hadamard", 16, torch.float32),
     ):
         shape = CacheShape(1, 1, head_dim, 4, dtype, kv_format=KV_FORMATS[name])
         assert isinstance(make_operations(PagedKVCache(shape, 2)), TorchOperations)
@@ -267,6 +285,13 @@ def test_the_compiled_operators_refuse_bad_shapes() -> None:
             store(cache.keys(0), cache.values(0), vectors, vectors, slots)
     with pytest.raises(RuntimeError, match="value_cache has dtype Char, which does not go with key_cache of Byte"):
         store(make_cache("int4").keys(0), cache.values(0), randn(1, 3, 32), randn(1, 3, 32), slots)
+    rotated, vectors = make_cache("int4_hadamard"), randn(1, 3, 96)
+    with pytest.raises(RuntimeError, match="head_dim is 96: a Hadamard matrix needs a power of two"):
+        store(rotated.keys(0), rotated.values(0), vectors, vectors, slots)
+    with pytest.raises(
+        RuntimeError, match="value_cache has dtype Float4_e2m1fn_x2, which does not go with key_cache of Byte"
+    ):
+        store(make_cache("int4").keys(0), rotated.values(0), randn(1, 3, 32), randn(1, 3, 32), slots)
     half = randn(1, 3, 32, dtype=torch.float16)
     with pytest.raises(RuntimeError, match="keys has dtype Half"):
         store(cache.keys(0), cache.values(0), half, half, slots)
@@ -278,13 +303,18 @@ def test_refusals() -> None:
         kv_format_of("bfloat16", "float32", 64)
     with pytest.raises(ConfigError, match="kv_cache_dtype='int4' needs a head_dim that is a multiple of 8.*has 12"):
         kv_format_of("int4", "float32", 12)
+    for head_dim in (80, 96):
+        with pytest.raises(ConfigError, match=f"'int4_hadamard' needs a head_dim that is a power of two.*{head_dim}"):
+            kv_format_of("int4_hadamard", "float32", head_dim)
+    with pytest.raises(ConfigError, match="'int4_hadamard' needs a head_dim that is a multiple of 8.*has 4"):
+        kv_format_of("int4_hadamard", "float32", 4)
 
 
 def test_the_dtype_is_a_part_of_the_identity_of_a_block() -> None:
     hashes = []
-    for dtype in ("auto", "int8", "int8_int4", "int4"):
+    for dtype in ("auto", "int8", "int8_int4", "int4", "int4_hadamard"):
         for salt in (None, "a"):
             seq = Sequence(0, "0", list(range(8)), SamplingParams(), max_length=20, origin=Origin(cache_salt=salt))
             BlockManager(4, 4, kv_cache_dtype=dtype)._extend_hashes(seq, 1)
             hashes += seq.block_hashes
-    assert len(set(hashes)) == len(hashes) == 8
+    assert len(set(hashes)) == len(hashes) == 10

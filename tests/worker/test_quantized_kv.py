@@ -89,6 +89,8 @@ def test_completions_of_one_prompt_copy_their_block(checkpoint: Path, name: str)
         ("h2o", THRESHOLD, "int8"),
         ("adakv", THRESHOLD, "int4"),
         ("kara_sharp", PERIODIC, "int8_int4"),
+        ("kara_sharp", PERIODIC, "int4_hadamard"),
+        ("h2o", THRESHOLD, "int4_hadamard"),
     ],
 )
 def test_methods_see_what_attention_sees(checkpoint: Path, name: str, method: str, policy: dict[str, Any]) -> None:
@@ -128,7 +130,14 @@ def round_what_is_stored(llm: LLM, name: str) -> None:
 
 def test_the_pool_counts_scales(checkpoint: Path) -> None:
     """Two layers of two heads of 32 channels, blocks of 16 tokens; scores of 4 bytes where the method observes."""
-    sizes = {"int8": 2 * 36, "fp8_e4m3": 2 * 36, "int8_int4": 36 + 20, "int4": 2 * 20, "auto": 2 * 128}
+    sizes = {
+        "int8": 2 * 36,
+        "fp8_e4m3": 2 * 36,
+        "int8_int4": 36 + 20,
+        "int4": 2 * 20,
+        "int4_hadamard": 2 * 20,
+        "auto": 2 * 128,
+    }
     for name, pair in sizes.items():
         llm = make_llm(
             checkpoint,
@@ -151,9 +160,26 @@ def test_what_cannot_be_stored_is_refused_before_weights_are_read(checkpoint: Pa
         make_llm(tmp_path, kv_cache_dtype="int8", attention_backend="flash_attn")
     with pytest.raises(
         ConfigError,
-        match="kv_cache_dtype='int3' is not allowed: choose one of auto, bfloat16, fp8_e4m3, int8, int8_int4, int4",
+        match="kv_cache_dtype='int3' is not allowed: choose one of auto, bfloat16, fp8_e4m3, int8, int8_int4, int4, "
+        "int4_hadamard",
     ):
         make_llm(tmp_path, kv_cache_dtype="int3")
+
+
+def test_a_rotation_needs_a_power_of_two(tmp_path: Path) -> None:
+    """In the pool and in the tiers below it, before weights are read: there are none here."""
+    make_checkpoint(tmp_path, "qwen3", head_dim=96)
+    for weights in tmp_path.glob("*.safetensors"):
+        weights.unlink()
+    recall = CompressionConfig(method="keydiff", recall_period=1, recall_dtype="int4_hadamard", buffer=4, **THRESHOLD)
+    for option, options in (
+        ("kv_cache_dtype", {"kv_cache_dtype": "int4_hadamard"}),
+        ("kv_offload_dtype", {"kv_offload_dtype": "int4_hadamard", "kv_offloading_size": 0.01}),
+        ("recall_dtype", {"compression": recall, "kv_offloading_size": 0.01}),
+    ):
+        message = f"{option}='int4_hadamard' needs a head_dim that is a power of two, the model has 96: give 'int4'"
+        with pytest.raises(ConfigError, match=message):
+            make_llm(tmp_path, **options)
 
 
 def test_bfloat16_activations_may_name_their_dtype(checkpoint: Path) -> None:

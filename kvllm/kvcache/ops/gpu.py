@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvllm._extension import operator
+from kvllm.kernels.codes import as_kernels_read
 from kvllm.kernels.compact import compact
 from kvllm.kernels.copy_blocks import copy_blocks
 from kvllm.kernels.store import store_kv
@@ -24,12 +25,13 @@ class GpuOperations(KVOperations):
     def __init__(self, cache: PagedKVCache, compiled: bool) -> None:
         super().__init__(cache)
         quantized = cache.shape.kv_format is not None
+        self.keys, self.values = as_kernels_read(self.keys), as_kernels_read(self.values)
         self._blocks = [whole_blocks(tensor) for tensor in cache.tensors] if quantized else cache.tensors
         self._copy_blocks = operator("copy_blocks") if compiled else copy_blocks
         self._compact = operator("compact") if compiled and not quantized else compact
 
     def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        store_kv(self.keys[layer], self.values[layer], keys, values, slot_mapping)
+        store_kv(self.keys[layer], self.values[layer], keys, values, slot_mapping, rotated=self.cache.shape.rotated)
 
     def copy_blocks(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
         for blocks in self._blocks:
