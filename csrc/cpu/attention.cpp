@@ -59,8 +59,8 @@ void check_residual(const AttentionShape& shape, const AttentionBatch& batch) {
       const int64_t position = residual.positions[token], index = position - residual.first[s];
       STD_TORCH_CHECK(position == residual.positions[begin] + token - begin && residual.first[s] >= 0 && index >= 0 &&
                           position < INT32_MAX,
-                      "position ", position, " of query token ", token, " does not follow the one before, or lies before ",
-                      residual.first[s]);
+                      "position ", position, " of query token ", token,
+                      " does not follow the one before, or lies before ", residual.first[s]);
       const int64_t held = std::min<int64_t>(residual.size, index + 1);
       STD_TORCH_CHECK(held <= batch.last_kv_index[token] + 1, "query token ", token, " attends ", held,
                       " KV pairs as they were, and ", batch.last_kv_index[token] + 1, " in all");
@@ -181,7 +181,8 @@ struct Run {
   PairRange residual_pairs(const AttentionTask& task) const {
     const AttentionShape& shape = plan.shape;
     const ResidualPlan& residual = plan.residual;
-    const int64_t offset = static_cast<int64_t>(task.kv_head) * shape.head_dim, stride = shape.kv_heads * shape.head_dim;
+    const int64_t offset = static_cast<int64_t>(task.kv_head) * shape.head_dim,
+                  stride = shape.kv_heads * shape.head_dim;
     const int base = residual[task.sequence].base;
     const PagedHead head{residual.keys(layer.residual, task.sequence) + offset * shape.element_size,
                          residual.values(layer.residual, task.sequence) + offset * shape.element_size,

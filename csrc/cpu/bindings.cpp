@@ -16,7 +16,8 @@ STABLE_TORCH_LIBRARY(kvllm, m) {
   m.def(
       "paged_attention(Tensor queries, Tensor key_cache, Tensor value_cache, Tensor query_start_loc, "
       "Tensor last_kv_index, Tensor block_tables, Tensor? packed_len, Tensor? head_lengths, " SCORE_WINDOWS
-      "float scale, int sliding_window=0, float soft_cap=0.0, Tensor? sinks=None, Tensor(r!)? kv_residual=None, Tensor? "
+      "float scale, int sliding_window=0, float soft_cap=0.0, Tensor? sinks=None, Tensor(r!)? kv_residual=None, "
+      "Tensor? "
       "residual_slots=None, Tensor? residual_first=None, Tensor? positions=None, Tensor? new_keys=None, Tensor? "
       "new_values=None) -> Tensor");
   m.def(
@@ -48,7 +49,8 @@ STABLE_TORCH_LIBRARY(kvllm, m) {
   m.def(
       "run_decoder(Tensor decoder, Tensor(a!) residual, Tensor positions, Tensor slots, Tensor(b!) key_cache, "
       "Tensor(c!) value_cache, Tensor query_start_loc, Tensor last_kv_index, Tensor block_tables, Tensor? packed_len, "
-      "Tensor? head_lengths, " SCORE_WINDOWS "float scale, Tensor? sliding_windows=None, Tensor(r!)? "
+      "Tensor? head_lengths, " SCORE_WINDOWS
+      "float scale, Tensor? sliding_windows=None, Tensor(r!)? "
       "kv_residual=None, Tensor? residual_slots=None, Tensor? residual_first=None, Tensor? wanted=None) -> Tensor");
   m.def(
       "decoder_queries(Tensor decoder, int layer, Tensor(a!) residual, Tensor? queries, Tensor positions, Tensor "

@@ -233,16 +233,9 @@ class Pass {
 
   // Normalizes and rotates the heads of queries, and of `kv_heads` keys behind them, in rows of `width`.
   void rotate(const Layer& layer, char* heads, int64_t width, int kv_heads) {
-    const Rotary rotary{heads,
-                        width,
-                        positions_,
-                        d_.cos_sin.const_data_ptr<float>(),
-                        d_.query_heads,
-                        kv_heads,
-                        d_.head_dim,
-                        layer.query_norm,
-                        layer.key_norm,
-                        d_.eps};
+    const Rotary rotary{heads,          width,    positions_,  d_.cos_sin.const_data_ptr<float>(),
+                        d_.query_heads, kv_heads, d_.head_dim, layer.query_norm,
+                        layer.key_norm, d_.eps};
     each_row(width, [&](int64_t begin, int64_t end) { kernels_.rotary(rotary, begin, end); });
   }
 
@@ -252,8 +245,7 @@ class Pass {
     product(x, layer.qkv, layer.qkv_bias, d_.qkv, &layer.output);
     char* qkv = d_.qkv.get(0);
     rotate(layer, qkv, width, d_.kv_heads);
-    store_layer(places.shape, places.slots, rows_,
-                {keys_behind(qkv), values_behind(qkv), width, width, keys, values});
+    store_layer(places.shape, places.slots, rows_, {keys_behind(qkv), values_behind(qkv), width, width, keys, values});
     return qkv;
   }
 
@@ -264,8 +256,8 @@ class Pass {
 
   void project_queries(const Layer& layer, const char* x, char* out) {
     const PackedMatrix weight = layer.qkv.first_columns(d_.query_size());
-    multiply(kernels_, x, rows_, weight, layer.qkv_bias, out,
-             d_.operands.get(operand_bytes(kernels_, weight, rows_)), &layer.output);
+    multiply(kernels_, x, rows_, weight, layer.qkv_bias, out, d_.operands.get(operand_bytes(kernels_, weight, rows_)),
+             &layer.output);
     rotate(layer, out, d_.query_size(), 0);
   }
 
@@ -362,8 +354,13 @@ AttentionShape check_pass(const Decoder& decoder, const Tensor& residual, const 
     check_dtype(*sliding_windows, "sliding_windows", ScalarType::Long);
     check_size(*sliding_windows, "sliding_windows", 0, layers);
   }
-  return {format,           static_cast<int>(residual.element_size()), decoder.query_heads, decoder.kv_heads,
-          decoder.head_dim, key_cache.size(1),                         key_cache.size(3)};
+  return {format,
+          static_cast<int>(residual.element_size()),
+          decoder.query_heads,
+          decoder.kv_heads,
+          decoder.head_dim,
+          key_cache.size(1),
+          key_cache.size(3)};
 }
 
 }  // namespace
@@ -474,8 +471,8 @@ Tensor run_decoder(const Tensor& tensor, const Tensor& residual, const Tensor& p
   const Wanted of_rows = check_wanted(wanted, rows);
   Tensor hidden = empty_like(residual, {of_rows.count, decoder.hidden_size});
   Pass pass(decoder, rows, positions.const_data_ptr<int64_t>(), static_cast<float>(scale));
-  pass.run(static_cast<char*>(residual.mutable_data_ptr()), static_cast<char*>(hidden.mutable_data_ptr()),
-           of_rows, plans, places, LayerCaches(key_cache), LayerCaches(value_cache),
+  pass.run(static_cast<char*>(residual.mutable_data_ptr()), static_cast<char*>(hidden.mutable_data_ptr()), of_rows,
+           plans, places, LayerCaches(key_cache), LayerCaches(value_cache),
            head_lengths ? head_lengths->const_data_ptr<int32_t>() : nullptr,
            scores ? scores->mutable_data_ptr<float>() : nullptr);
   return hidden;

@@ -7,8 +7,8 @@ namespace kvllm {
 namespace {
 
 template <int kRows, int kVectors>
-inline __attribute__((always_inline)) void multiply_channel(const Rows<float, kRows>& x, int place,
-                                                            const Vec* weights, Vec (&sums)[kRows][kVectors]) {
+inline __attribute__((always_inline)) void multiply_channel(const Rows<float, kRows>& x, int place, const Vec* weights,
+                                                            Vec (&sums)[kRows][kVectors]) {
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
     const Vec channel = broadcast(x[r][place]);
@@ -81,8 +81,8 @@ struct PairsProduct {
   static constexpr bool kIntegers = false;
 
   template <int kRows, int kTiles>
-  static inline __attribute__((always_inline)) void multiply(const Rows<BFloat16, kRows>& x,
-                                                             const BFloat16* weight, int64_t tile_stride,
+  static inline __attribute__((always_inline)) void multiply(const Rows<BFloat16, kRows>& x, const BFloat16* weight,
+                                                             int64_t tile_stride,
                                                              Vec (&sums)[kRows][kTiles * kTileVectors]) {
     __m512bh weights[kTiles];
 #pragma GCC unroll 16

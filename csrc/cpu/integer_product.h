@@ -29,8 +29,8 @@ struct IntegerProduct {
 
  private:
   template <int kPair, int kRows, int kVectors>
-  static inline __attribute__((always_inline)) void multiply_pairs(const Rows<int16_t, kRows>& x,
-                                                                   const int32_t* weight, int64_t tile_stride,
+  static inline __attribute__((always_inline)) void multiply_pairs(const Rows<int16_t, kRows>& x, const int32_t* weight,
+                                                                   int64_t tile_stride,
                                                                    Words (&sums)[kRows][kVectors]) {
     Words weights[kVectors];
 #pragma GCC unroll 16

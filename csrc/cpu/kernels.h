@@ -210,8 +210,8 @@ struct KVKernels {
   void (*attend)(const PairRange& range, const PairRange* following, const QueryTile& tile, float scale,
                  float* workspace, const PartialSoftmax& result);
   void (*finish)(const QueryTile& tile, int head_dim, const PartialSoftmax& total);
-  // Puts the weighted values of `count` queries, summed over vectors of the queries' dtype, into the order in which those
-  // of this cache are, and rotates them where it holds rotated ones. Null where both are the same.
+  // Puts the weighted values of `count` queries, summed over vectors of the queries' dtype, into the order in which
+  // those of this cache are, and rotates them where it holds rotated ones. Null where both are the same.
   void (*reorder)(int count, int head_dim, float* weighted_values);
   // out[query][pair] <- scale * query . key, for queries in rows of `stride` floats. `workspace` is as for `attend`.
   void (*score_keys)(const PairRange& range, const QueryTile& tile, float scale, float* workspace, float* out,

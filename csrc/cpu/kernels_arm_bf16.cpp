@@ -27,8 +27,8 @@ struct PairsProduct {
   static constexpr bool kIntegers = false;
 
   template <int kRows, int kTiles>
-  static inline __attribute__((always_inline)) void multiply(const Rows<BFloat16, kRows>& x,
-                                                             const BFloat16* weight, int64_t tile_stride,
+  static inline __attribute__((always_inline)) void multiply(const Rows<BFloat16, kRows>& x, const BFloat16* weight,
+                                                             int64_t tile_stride,
                                                              Vec (&sums)[kRows][kTiles * kTileVectors]) {
 #pragma GCC unroll 16
     for (int v = 0; v < kTiles * kTileVectors; ++v) {
@@ -66,8 +66,8 @@ struct MatrixProduct {
   }
 
   template <int kRows, int kTiles>
-  static inline __attribute__((always_inline)) void multiply(const Rows<BFloat16, kRows>& x,
-                                                             const BFloat16* weight, int64_t tile_stride,
+  static inline __attribute__((always_inline)) void multiply(const Rows<BFloat16, kRows>& x, const BFloat16* weight,
+                                                             int64_t tile_stride,
                                                              Vec (&sums)[kRows][kTiles * kTileVectors]) {
     [[maybe_unused]] bfloat16x8_t rows[kRows / 2 + 1];
 #pragma GCC unroll 16

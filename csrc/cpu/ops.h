@@ -90,8 +90,8 @@ void add_decoder_layer(const Tensor& decoder, const Tensor& input_norm, const Te
                        const std::optional<Tensor>& gate_up_scales, const Tensor& down,
                        const std::optional<Tensor>& down_scales, int64_t inner_size);
 // residual: the embedded tokens, overwritten. key_cache, value_cache: of all layers. sliding_windows: int64 `[layers]`,
-// 0 for a layer that has none; or all have none. wanted: int64, ascending, the tokens whose normalized hidden states are
-// returned; none for all.
+// 0 for a layer that has none; or all have none. wanted: int64, ascending, the tokens whose normalized hidden states
+// are returned; none for all.
 Tensor run_decoder(const Tensor& decoder, const Tensor& residual, const Tensor& positions, const Tensor& slots,
                    const Tensor& key_cache, const Tensor& value_cache, const Tensor& query_start_loc,
                    const Tensor& last_kv_index, const Tensor& block_tables, const std::optional<Tensor>& packed_len,
@@ -100,9 +100,9 @@ Tensor run_decoder(const Tensor& decoder, const Tensor& residual, const Tensor& 
                    int64_t num_scored, bool squared, double scale, const std::optional<Tensor>& sliding_windows,
                    const std::optional<Tensor>& kv_residual, const std::optional<Tensor>& residual_slots,
                    const std::optional<Tensor>& residual_first, const std::optional<Tensor>& wanted);
-// The rotated queries `[T, query_heads, head_dim]` of a layer, for tokens whose keys and values are in the cache. residual:
-// the embedded tokens, which calls for all layers in order overwrite. queries: those of the layer before, none for the
-// first; that layer is finished.
+// The rotated queries `[T, query_heads, head_dim]` of a layer, for tokens whose keys and values are in the cache.
+// residual: the embedded tokens, which calls for all layers in order overwrite. queries: those of the layer before,
+// none for the first; that layer is finished.
 Tensor decoder_queries(const Tensor& decoder, int64_t layer, const Tensor& residual,
                        const std::optional<Tensor>& queries, const Tensor& positions, const Tensor& key_cache,
                        const Tensor& value_cache, const Tensor& query_start_loc, const Tensor& last_kv_index,

@@ -73,7 +73,8 @@ Residual residual_tables(const Tensor& kv_residual, const Tensor& positions, con
   check_size(kv_residual, "kv_residual", dims - 2, kv_heads);
   check_size(kv_residual, "kv_residual", dims - 1, head_dim);
   const int64_t num_slots = kv_residual.size(dims - 4), size = kv_residual.size(dims - 3);
-  STD_TORCH_CHECK(size > 0 && num_slots * size < INT32_MAX, "kv_residual has ", num_slots, " slots of ", size, " KV pairs");
+  STD_TORCH_CHECK(size > 0 && num_slots * size < INT32_MAX, "kv_residual has ", num_slots, " slots of ", size,
+                  " KV pairs");
   check_contiguous(positions, "positions", 1);
   check_dtype(positions, "positions", ScalarType::Long);
   check_size(positions, "positions", 0, num_query_tokens);

@@ -11,7 +11,7 @@ namespace kvllm {
 // The caller's tables, which outlive a plan. Pairs of a sequence are held from position `first` on, the last `size` of
 // them: that of position p in row p % size of the sequence's slot.
 struct Residual {
-  int size = 0;  // KV pairs that a query token attends as they were, its own among them; 0: none
+  int size = 0;                        // KV pairs that a query token attends as they were, its own among them; 0: none
   const int64_t* positions = nullptr;  // [num_query_tokens], consecutive within a sequence
   const int32_t* slots = nullptr;      // [num_sequences]
   const int32_t* first = nullptr;      // [num_sequences]
