@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvllm.kvcache.formats import INT4, INT8, VectorFormat
+from kvllm.kvcache.formats import INT4, INT4_HADAMARD, INT8, VectorFormat
 from kvllm.kvcache.quantize import codec
 from kvllm.quantized_vectors import SCALE_BYTES
 
@@ -61,24 +61,6 @@ def in_groups(size: int) -> Vectors:
     )
 
 
-def hadamard(head_dim: int) -> Tensor:
-    """Sylvester's matrix, orthonormal and symmetric: `[head_dim, head_dim]`, head_dim a power of two."""
-    matrix = torch.ones(1, 1)
-    while len(matrix) < head_dim:
-        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    return matrix / head_dim**0.5
-
-
-def rotated(vectors: Vectors) -> Vectors:
-    """Rounded behind a Hadamard rotation, which spreads a channel that exceeds the others over all of them."""
-
-    def rounding(x: Tensor) -> Tensor:
-        matrix = hadamard(x.shape[-1])
-        return vectors.rounding(x @ matrix) @ matrix
-
-    return Vectors(rounding, vectors.bits)
-
-
 def with_outliers(count: int) -> Vectors:
     """`int4`, but for the channels of each head whose mean magnitude is the largest: these are in `int8`, with a scale
     of their own."""
@@ -114,8 +96,9 @@ def schemes_of(head_dim: int) -> dict[str, Scheme]:
         outliers = with_outliers(count)
         found[f"int4, {count} channels of keys in int8"] = Scheme(outliers, int4)
     if head_dim & (head_dim - 1) == 0:
-        found["int4, keys rotated"] = Scheme(rotated(int4), int4)
-        found["int4, keys and values rotated"] = Scheme(rotated(int4), rotated(int4))
+        rotated = of_format(INT4_HADAMARD)
+        found["int4, keys rotated"] = Scheme(rotated, int4)
+        found["int4_hadamard"] = Scheme(rotated, rotated)
     return found
 
 

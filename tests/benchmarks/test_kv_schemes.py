@@ -11,12 +11,12 @@ import transformers
 
 from benchmarks.common import kv_schemes
 from benchmarks.common.kv_caches import check_kv_cache, kv_cache_options
-from benchmarks.common.kv_schemes import Scheme, hadamard, in_groups, of_format, rotated, schemes_of, with_outliers
+from benchmarks.common.kv_schemes import Scheme, in_groups, of_format, schemes_of, with_outliers
 from benchmarks.quality.kv_schemes import run_schemes
 from kvllm import LLM, SamplingParams
 from kvllm.engine_args import DEFAULT_MODEL
 from kvllm.errors import ConfigError
-from kvllm.kvcache.formats import INT4, INT8
+from kvllm.kvcache.formats import INT4, INT4_HADAMARD, INT8
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.engines import random_token_ids
 
@@ -49,14 +49,8 @@ def test_roundings_are_those_of_their_formulas() -> None:
 def test_outliers_harm_less_in_groups_rotated_and_apart() -> None:
     vectors = outlying()
     whole = error(of_format(INT4).rounding, vectors)
-    for better in (in_groups(16), rotated(of_format(INT4)), with_outliers(2)):
+    for better in (in_groups(16), of_format(INT4_HADAMARD), with_outliers(2)):
         assert error(better.rounding, vectors) < whole / 2
-
-
-def test_the_rotation_is_orthonormal() -> None:
-    matrix = hadamard(64)
-    torch.testing.assert_close(matrix @ matrix, torch.eye(64))
-    assert torch.equal(matrix, matrix.T)
 
 
 def test_shares_are_those_of_the_bytes() -> None:
