@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 
 from benchmarks.reasoner.problems import Problem
-from benchmarks.reasoner.tasks import TASKS, make_problem
+from benchmarks.reasoner.tasks import OF_PACKAGE, TASKS, make_problem
 from kvllm.config import require
 from kvllm.engine_args import DEFAULT_MODEL
 from kvllm.tokenizer import load_tokenizer
@@ -76,7 +76,7 @@ def read_texts(args: argparse.Namespace, shortest: int) -> Iterator[Text]:
 
 
 def draw_problem(args: argparse.Namespace, index: int) -> Problem:
-    name = args.task or [*TASKS][index % len(TASKS)]
+    name = args.task or OF_PACKAGE[index % len(OF_PACKAGE)]
     task, rng = TASKS[name], random.Random(f"calibration/{args.seed}/{index}")
     smallest = max(task.smallest, round(SMALLEST * task.largest))
     return make_problem(rng, rng.randint(smallest, task.largest), name)

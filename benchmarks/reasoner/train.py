@@ -15,7 +15,7 @@ from statistics import mean
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from benchmarks.reasoner.checkpoint import save_checkpoint
@@ -33,6 +33,10 @@ SHARES = {
     "needle": 0.08,
 }
 """The share of the batches. Dense programs teach look-ups soonest, because nearly every token is one."""
+SHARES_ON = {"retold": 0.7, "program": 0.1, "long": 0.1, "dense": 0.1}
+"""The same, where the training goes on from a checkpoint."""
+RATE_ON = 0.25
+"""Learning rates there, as a share of those from the beginning."""
 BATCH_TOKENS = 4096
 MUON_LR, ADAMW_LR, WARMUP_STEPS = 0.02, 3e-3, 40
 FIRST_REACH, GROWTH, GROW_ACCURACY, GROW_WINDOW = 0.1, 1.25, 0.97, 8
@@ -77,9 +81,10 @@ class Curriculum:
     reach: float = FIRST_REACH
     sign_weight: float = 1.0
     recent: list[tuple[float, float]] = field(default_factory=list)
+    shares: dict[str, float] = field(default_factory=lambda: SHARES)
 
     def draw(self, rng: random.Random) -> tuple[str, int]:
-        (name,) = rng.choices([*SHARES], [*SHARES.values()])
+        (name,) = rng.choices([*self.shares], [*self.shares.values()])
         task = TASKS[name]
         largest = max(task.smallest, round(self.reach * task.largest))
         return name, largest if rng.random() < 0.5 else rng.randint(task.smallest, largest)
@@ -141,24 +146,38 @@ def load_progress(path: Path, model: Reasoner, optimizers: list[torch.optim.Opti
         return json.loads(file.metadata()["numbers"])
 
 
+def load_weights(model: Reasoner, checkpoint: Path) -> None:
+    weights = load_file(checkpoint / "model.safetensors")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[f"model.{name}"])
+
+
 def means_of(recent: dict[str, deque[tuple[float, float]]]) -> dict[str, list[float]]:
     return {task: [round(mean(values), 4) for values in zip(*pairs, strict=True)] for task, pairs in recent.items()}
 
 
 def train(model: Reasoner, args: argparse.Namespace) -> dict:
-    """Train on `args.tokens` tokens. Returns the steps, the tokens and the seconds."""
+    """Train on `args.tokens` tokens, from the beginning or, with `args.start`, on from that checkpoint.
+
+    Returns the steps, the tokens and the seconds.
+    """
     optimizers = make_optimizers(model)
-    numbers = {"step": 0, "tokens": 0, "seconds": 0.0}
+    numbers: dict = {"step": 0, "tokens": 0, "seconds": 0.0}
+    rate = 1.0
+    if args.start:
+        load_weights(model, args.start)
+        numbers["curriculum"], rate = {"reach": 1.0, "shares": SHARES_ON}, RATE_ON
     if args.resume and args.resume.exists():
         numbers = load_progress(args.resume, model, optimizers)
     curriculum = Curriculum(**numbers.pop("curriculum", {}))
     compiled = torch.compile(model, dynamic=True)
     cos, sin = rope_tables(CONTEXT)
-    recent = {task: deque(maxlen=20) for task in SHARES}
+    recent = {task: deque(maxlen=20) for task in curriculum.shares}
     begin = time.monotonic() - numbers["seconds"]
 
     while (progress := numbers["tokens"] / args.tokens) < 1:
-        factor = learning_rate_factor(numbers["step"], progress)
+        factor = rate * learning_rate_factor(numbers["step"], progress)
         for optimizer, peak in zip(optimizers, (MUON_LR, ADAMW_LR), strict=True):
             optimizer.param_groups[0]["lr"] = peak * factor
 
@@ -196,6 +215,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=20_000_000, help="train on this many tokens")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
+    parser.add_argument("--start", type=Path, help="folder of a checkpoint; go on from it, with retold programs")
     parser.add_argument("--resume", type=Path, help="file of the progress; the run continues from it if it exists")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
