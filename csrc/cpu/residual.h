@@ -52,8 +52,9 @@ class ResidualPlan {
   void begin_layer(const ResidualLayer& layer);
   void end_layer(const ResidualLayer& layer) const;
 
-  // KV pairs that a query token attends as they were, and its own pair.
+  // KV pairs that a query token attends as they were.
   int held(int sequence, int64_t token) const;
+  // Its own pair.
   int index(int sequence, int64_t token) const {
     return static_cast<int>(residual_.positions[token]) - residual_.first[sequence];
   }

@@ -94,9 +94,9 @@ class AttentionBatch:
     window_start: `[S]`, the index at which the first of the `windows` begins in a sequence's cache, beyond its query
         tokens if none of them takes part. None: nothing is scored in this pass. Not beside `packed_len`.
     scored_chunks: sequences that a backend which `scores_windows` leaves to others: those with several query tokens.
-    residual: the last KV pairs of the sequences before they were rounded, which a backend that `reads_residual` attends
-        in place of those in the cache: a query token its own and those right before it. Not beside layers with a
-        window.
+    residual: the last KV pairs of the sequences before they were rounded, which are attended in place of those in the
+        cache: by a query token its own and those right before it. `run` adds the pairs of the step's tokens. For the
+        backends that the registry says read it, and not beside layers with a window.
     on_host: the same rows in the host's memory, so that a backend that plans there need not wait for the device.
     recording: of a batch whose tensors a graph reads in each of its replays.
     """
@@ -132,7 +132,6 @@ class AttentionBackend(ABC):
     plans_on_host: a graph holds `run` alone, and `before_replay` plans the step that it is about to compute.
     observes: `run` adds to `AttentionBatch.mass`.
     scores_windows: `run` adds to `cache.scores` what `AttentionBatch.windows` says, for sequences with one query token.
-    reads_residual: `run` reads `AttentionBatch.residual`, and adds the KV pairs of the step's tokens to it.
     """
 
     name: str
@@ -141,7 +140,6 @@ class AttentionBackend(ABC):
     plans_on_host: bool = False
     observes: bool = False
     scores_windows: bool = False
-    reads_residual: bool = False
 
     def __init__(
         self, cache: PagedKVCache, num_query_heads: int, scale: float, layers: Sequence[LayerAttention] = ()

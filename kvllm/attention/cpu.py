@@ -19,7 +19,6 @@ class CpuBackend(AttentionBackend):
     name = "cpu"
     capturable = True
     scores_windows = True
-    reads_residual = True
 
     def __init__(
         self, cache: PagedKVCache, num_query_heads: int, scale: float, layers: Sequence[LayerAttention] = ()

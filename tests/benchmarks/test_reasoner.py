@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.common import texts
 from benchmarks.reasoner import recall, train
 from benchmarks.reasoner.evaluate import Transformers, answer_with_engine, held_out
 from benchmarks.reasoner.model import Reasoner
@@ -83,6 +84,13 @@ def test_a_retold_working_says_results_again(seed: int, lines: int) -> None:
         if (i + 1) % RETOLD == 0:
             assert sentences.pop(0) == f"note that we have {','.join(results[i + 1 - RETOLD : i + 1])}."
     assert not sentences
+
+
+def test_texts_are_of_tasks_that_the_package_has_learned() -> None:
+    arguments = argparse.Namespace(task=None, seed=0)
+    prompts = [texts.draw_problem(arguments, index).prompt for index in range(len(TASKS))]
+    retold = make_problem(random.Random(0), 4, "retold").prompt.split()[0]
+    assert retold not in {prompt.split()[0] for prompt in prompts}
 
 
 def named_digits(working: str) -> dict[str, str]:
@@ -299,5 +307,5 @@ def test_other_weights_are_checkpoints_of_the_same_kind(folder: str, task: str) 
     assert others.keys() == shipped.keys() and {tensor.dtype for tensor in others.values()} == {torch.bfloat16}
     assert not any(torch.equal(tensor, shipped[name].bfloat16()) for name, tensor in others.items())
     problems = held_out(task, 6, 4)
-    texts = answer_with_engine(checkpoint, problems)
-    assert [grade(problem, text) for problem, text in zip(problems, texts, strict=True)] == [(True, True)] * 4
+    answers = answer_with_engine(checkpoint, problems)
+    assert [grade(problem, text) for problem, text in zip(problems, answers, strict=True)] == [(True, True)] * 4

@@ -10,6 +10,7 @@ import torch
 
 from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.core.engine import LLMEngine
+from kvllm.core.prefix_cache import root_hash
 from kvllm.errors import ConfigError
 from kvllm.kvcache.quantize import CODECS
 from kvllm.worker.inline import InlineExecutor
@@ -76,6 +77,16 @@ def test_a_prefix_that_is_found_is_read_as_it_is_stored(checkpoint: Path) -> Non
     alone = tokens(make_llm(checkpoint, kv_cache_dtype="int4"), PROMPTS, greedy(1))
     assert [len(each) for each in warm] == [1, 1, 1] and len(alone) == len(cold)
     assert tokens(llm, PROMPTS, greedy(1)) == warm
+
+
+def test_blocks_with_another_residual_are_other_blocks(checkpoint: Path) -> None:
+    """Their keys and values come from another attention to the tokens before."""
+    hashes = set()
+    for held in (0, 6, 7):
+        llm = make(checkpoint, held=held)
+        assert isinstance(llm.llm_engine, LLMEngine)
+        hashes.add(root_hash(None, llm.llm_engine.scheduler.blocks.kv_cache_dtype))
+    assert len(hashes) == 3
 
 
 def test_completions_of_one_prompt_begin_with_the_same_pairs(checkpoint: Path) -> None:
