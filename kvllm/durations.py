@@ -40,6 +40,11 @@ class Durations(Struct):
     def __copy__(self) -> Durations:
         return Durations(self.counts[:], self.total, self.longest)
 
+    def __repr__(self) -> str:
+        """Without the buckets."""
+        shown = f"number={sum(self.counts)}, p50={self.p50:.4g}, p99={self.p99:.4g}, longest={self.longest:.4g}"
+        return f"Durations({shown})"
+
     @property
     def p50(self) -> float:
         """The median, to the bound of its bucket; 0 of none."""

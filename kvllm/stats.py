@@ -119,6 +119,11 @@ class EngineStats(Struct):
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)
 
+    def __repr__(self) -> str:
+        """Without the timeline, which has 8 bytes for each step."""
+        shown = (f"{name}={self[name]!r}" for name in self.__struct_fields__ if name != "packed_timeline")
+        return f"EngineStats({', '.join(shown)})"
+
     def add(self, other: EngineStats) -> None:
         """Count what was counted elsewhere, too, and take over what is in that engine now. The sizes stay."""
         for name in self.__struct_fields__:

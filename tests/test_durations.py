@@ -8,6 +8,7 @@ from copy import copy
 import pytest
 
 from kvllm.durations import Durations
+from kvllm.stats import EngineStats
 
 
 def durations_of(seconds: list[float]) -> Durations:
@@ -43,3 +44,14 @@ def test_sums_and_copies() -> None:
     other = copy(first)
     first.add(0.375, 2)
     assert other == durations_of([0.125, 0.25]) and first == durations_of([0.125, 0.25, 0.375, 0.375])
+
+
+def test_what_is_printed_fits_on_a_screen() -> None:
+    stats = EngineStats(num_blocks=100)
+    stats.stalls.add(0.125, 3)
+    for _ in range(1000):
+        stats.record_step(running=7, blocks=50)
+    assert repr(stats.stalls) == "Durations(number=3, p50=0.125, p99=0.125, longest=0.125)"
+    printed = repr(stats)
+    assert "num_blocks=100" in printed and "steps=1000" in printed and repr(stats.stalls) in printed
+    assert len(printed) < 2000
