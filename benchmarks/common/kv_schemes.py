@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvllm.kvcache.formats import INT4, INT4_HADAMARD, INT8, VectorFormat
+from kvllm.kvcache.formats import INT4, INT4_HADAMARD, INT6, INT8, VectorFormat
 from kvllm.kvcache.quantize import codec
 from kvllm.quantized_vectors import SCALE_BYTES
 
@@ -85,6 +85,7 @@ def schemes_of(head_dim: int) -> dict[str, Scheme]:
     found = {
         "int8": Scheme(int8, int8),
         "int8_int4": Scheme(int8, int4),
+        "int6_int4": Scheme(of_format(INT6), int4),
         "int4": Scheme(int4, int4),
         "int4, residual of 64": Scheme(int4, int4, residual=64),
         "int4, residual of 128": Scheme(int4, int4, residual=128),

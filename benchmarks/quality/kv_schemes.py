@@ -4,10 +4,10 @@
     python -m benchmarks.quality.kv_schemes --model DIR --text FILE
 
 transformers reads texts with attention over all KV pairs, each of them rounded: with the formulas of `int8`,
-`int8_int4`, `int4` and `int4_hadamard`, in groups of channels, with the largest channels in 8 bits, and with a residual
-of recent tokens as they are. The script compares predictions at every position of the output with those of
-the model as it is: KL(full || rounded) in nats, the most likely token, and texts that have another one anywhere. So it
-tells which scheme a model needs, before anybody writes kernels for it.
+`int8_int4`, `int6_int4`, `int4` and `int4_hadamard`, in groups of channels, with the largest channels in 8 bits, and
+with a residual of recent tokens as they are. The script compares predictions at every position of the output with those
+of the model as it is: KL(full || rounded) in nats, the most likely token, and texts that have another one anywhere. So
+it tells which scheme a model needs, before anybody writes kernels for it.
 
 Texts are as for `benchmarks.quality.calibrate`. Memory is that of the attention of a text in one layer. The figures go
 to kv_schemes.json.

@@ -18,7 +18,7 @@ struct Part {
 bool is_quantized(const Tensor& cache) {
   const ScalarType dtype = cache.scalar_type();
   return dtype == ScalarType::Char || dtype == ScalarType::Byte || dtype == ScalarType::Float8_e4m3fn ||
-         dtype == ScalarType::Float4_e2m1fn_x2;
+         dtype == ScalarType::Float4_e2m1fn_x2 || dtype == ScalarType::Float8_e5m2;
 }
 
 // `[layers, planes, blocks, kv_heads, block_size, width]`: a plane is the keys or the values of a layer. There are two,
@@ -106,13 +106,16 @@ std::vector<KeptOffsets> check_kept(const Tensor& kept, const Cache& cache, cons
   return heads;
 }
 
+}  // namespace
+
 // The format of keys or values, whose dtype tells it.
-VectorFormat check_format(const Tensor& cache, const char* name, int64_t head_dim, ScalarType dtype) {
+VectorFormat check_vector_format(const Tensor& cache, const char* name, int64_t head_dim, ScalarType dtype) {
   const ScalarType stored = cache.scalar_type();
   const VectorFormat format = stored == ScalarType::Char               ? VectorFormat::kInt8
                               : stored == ScalarType::Byte             ? VectorFormat::kInt4
                               : stored == ScalarType::Float8_e4m3fn    ? VectorFormat::kFloat8
                               : stored == ScalarType::Float4_e2m1fn_x2 ? VectorFormat::kInt4Hadamard
+                              : stored == ScalarType::Float8_e5m2      ? VectorFormat::kInt6
                                                                        : VectorFormat::kPlain;
   if (format == VectorFormat::kPlain) {
     check_dtype(cache, name, dtype);
@@ -127,11 +130,9 @@ VectorFormat check_format(const Tensor& cache, const char* name, int64_t head_di
   return format;
 }
 
-}  // namespace
-
 KVFormat check_kv_format(const Tensor& key_cache, const Tensor& value_cache, int64_t head_dim, ScalarType dtype) {
-  const KVFormat format{check_format(key_cache, "key_cache", head_dim, dtype),
-                        check_format(value_cache, "value_cache", head_dim, dtype)};
+  const KVFormat format{check_vector_format(key_cache, "key_cache", head_dim, dtype),
+                        check_vector_format(value_cache, "value_cache", head_dim, dtype)};
   for (int64_t dim = 0; dim + 1 < key_cache.dim(); ++dim) {
     check_size(value_cache, "value_cache", dim, key_cache.size(dim));
   }

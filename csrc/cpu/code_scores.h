@@ -20,20 +20,33 @@ using RotatedKV = QuantizedKV<kKeyBits, kValueBits, true>;
 template <int kKeyBits, int kValueBits>
 constexpr bool is_rotated<RotatedKV<kKeyBits, kValueBits>> = true;
 
-// Bytes of codes that are multiplied at once, and their channels: in 8 / kBits vectors of integers of 16 bits, each
-// with every 8 / kBits-th channel.
+// Codes of 8 bits, or the low 4 bits of others, that are multiplied at once, in bytes, and their channels: in vectors
+// of integers of 16 bits, one for each channel of a byte.
 constexpr int kCodeBytes = 2 * kLanes;
 template <int kBits>
-constexpr int kChunk = kCodeBytes * 8 / kBits;
+constexpr int kPerByte = kBits == 8 ? 1 : 2;
+template <int kBits>
+constexpr int kChunk = kCodeBytes * kPerByte<kBits>;
+
+// Where codes are read next. high: the high 2 bits of codes of 6 bits.
+struct CodePlace {
+  const uint8_t* bytes;
+  const uint8_t* high;
+};
 
 template <int kBits>
-inline void load_code_pairs(const uint8_t* bytes, Words* out) {
+inline void load_code_pairs(const CodePlace& place, Words* out) {
   if constexpr (kBits == 8) {
-    out[0] = load_signed_pairs(bytes);
-  } else {
-    const Words both = load_byte_pairs(bytes);
-    out[0] = unsigned_pairs_of_words<kBits, 0>(both);
-    out[1] = unsigned_pairs_of_words<kBits, kBits>(both);
+    out[0] = load_signed_pairs(place.bytes);
+    return;
+  }
+  const Words both = load_byte_pairs(place.bytes);
+  out[0] = unsigned_pairs_of_words<4, 0>(both);
+  out[1] = unsigned_pairs_of_words<4, 4>(both);
+  if constexpr (kBits == 6) {
+    const Words four = load_bytes(place.high), pairs = four | four << 12;  // half of a byte in each half of a word
+    out[0] = pairs_of_words<6, 0>(out[0] | unsigned_pairs_of_words<2, 0>(pairs) << 4);
+    out[1] = pairs_of_words<6, 0>(out[1] | unsigned_pairs_of_words<2, 2>(pairs) << 4);
   }
 }
 
@@ -58,7 +71,7 @@ struct QueryIntegers {
     int sum = 0;
     for (int channel = 0; channel < head_dim; ++channel) sum += integers[channel];
     for (int channel = head_dim; channel % kChunk<kBits> != 0; ++channel) integers[channel] = 0;
-    for (int begin = 0; kBits == 4 && begin < head_dim; begin += kChunk<kBits>) separate(integers + begin);
+    for (int begin = 0; kBits != 8 && begin < head_dim; begin += kChunk<kBits>) separate(integers + begin);
     row[stride - 2] = factor;
     row[stride - 1] = static_cast<float>(sum);
   }
@@ -77,16 +90,16 @@ struct QueryIntegers {
 
 // sums[row][key] += products of a chunk, whose codes begin at codes[key], and whose integers begin at queries[row].
 template <int kBits, int kRows, int kKeys>
-inline __attribute__((always_inline)) void add_chunk(const float* queries, int stride, const uint8_t* const* codes,
+inline __attribute__((always_inline)) void add_chunk(const float* queries, int stride, const CodePlace* codes,
                                                      Words* sums) {
 #pragma GCC unroll 16
   for (int key = 0; key < kKeys; ++key) {
-    Words pairs[8 / kBits];
+    Words pairs[kPerByte<kBits>];
     load_code_pairs<kBits>(codes[key], pairs);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
-      for (int v = 0; v < 8 / kBits; ++v) {
+      for (int v = 0; v < kPerByte<kBits>; ++v) {
         add_pair_products(sums[r * kKeys + key], load_words(queries + r * stride + v * kLanes), pairs[v]);
       }
     }
@@ -99,12 +112,13 @@ template <int kBits, int kRows, class Next>
 [[gnu::noinline]] void multiply_codes(const float* queries, int stride, const Codes<kBits>* const* keys, int head_dim,
                                       int count, int32_t* products, const Next* const* next) {
   constexpr int kKeys = vector_block(kRows), kSums = (kRows * kKeys + 3) / 4 * 4;
-  const int bytes = head_dim * kBits / 8;
+  const int bytes = head_dim / kPerByte<kBits>;
   for (int pair = 0; pair < count; pair += kKeys) {
     Words sums[kSums] = {};
-    const uint8_t* codes[kKeys];
+    CodePlace codes[kKeys];
     for (int key = 0; key < kKeys; ++key) {
-      codes[key] = &keys[pair + key]->bits;
+      const uint8_t* const begin = &keys[pair + key]->bits;
+      codes[key] = {begin, begin + bytes};
       if (next == nullptr) continue;
       for (int byte = 0; byte < elements<Next>(head_dim); byte += kCacheLine) prefetch(next[pair + key] + byte);
     }
@@ -112,13 +126,14 @@ template <int kBits, int kRows, class Next>
     int rest = bytes;
     for (; rest >= kCodeBytes; rest -= kCodeBytes, integers += kChunk<kBits> / 2) {
       add_chunk<kBits, kRows, kKeys>(integers, stride, codes, sums);
-      for (int key = 0; key < kKeys; ++key) codes[key] += kCodeBytes;
+      for (CodePlace& place : codes) place = {place.bytes + kCodeBytes, place.high + kCodeBytes / 2};
     }
     if (rest != 0) {
-      uint8_t padded[kKeys][kCodeBytes] = {};
+      uint8_t padded[kKeys][kCodeBytes * 3 / 2] = {};
       for (int key = 0; key < kKeys; ++key) {
-        __builtin_memcpy(padded[key], codes[key], rest);
-        codes[key] = padded[key];
+        __builtin_memcpy(padded[key], codes[key].bytes, rest);
+        if (kBits == 6) __builtin_memcpy(padded[key] + kCodeBytes, codes[key].high, rest / 2);
+        codes[key] = {padded[key], padded[key] + kCodeBytes};
       }
       add_chunk<kBits, kRows, kKeys>(integers, stride, codes, sums);
     }

@@ -28,7 +28,7 @@ constexpr decltype(&widen<T>) widen_to<T, T> = nullptr;
 
 template <class T, class KV>
 constexpr KVKernels kv_kernels() {
-  return {attend<T, KV>, finish<T, KV>, reorder_from<T, KV>(), score_keys<T, KV>};
+  return {attend<T, KV>, finish<T, KV>, reorder_from<T, KV>()};
 }
 
 // Kernels for T, with the way in which scores and products with weights of T are multiplied.
@@ -40,8 +40,13 @@ constexpr Kernels make_kernels() {
              {{}, kv_kernels<T, QuantizedKV<8, 8>>(), kv_kernels<T, QuantizedKV<8, 4>>()},
              {{}, {}, kv_kernels<T, QuantizedKV<4, 4>>()},
              {{}, {}, {}, kv_kernels<T, Float8KV<T>>()},
-             {{}, {}, {}, {}, kv_kernels<T, RotatedKV<4, 4>>()}},
-      .quantize = {nullptr, quantize_int8<T>, quantize_int4<T>, quantize_float8<T>, quantize_int4_hadamard<T>},
+             {{}, {}, {}, {}, kv_kernels<T, RotatedKV<4, 4>>()},
+             {{}, {}, kv_kernels<T, QuantizedKV<6, 4>>()}},
+      .score_keys = {score_keys<T, PlainKV<T, Score>>, score_keys<T, QuantizedKV<8, 8>>,
+                     score_keys<T, QuantizedKV<4, 4>>, score_keys<T, Float8KV<T>>, score_keys<T, RotatedKV<4, 4>>,
+                     score_keys<T, QuantizedKV<6, 6>>},
+      .quantize = {nullptr, quantize_int8<T>, quantize_int4<T>, quantize_float8<T>, quantize_int4_hadamard<T>,
+                   quantize_int6<T>},
       .rotate = rotate<T>,
       .merge = merge,
       .add_window = add_window,

@@ -14,11 +14,11 @@ struct BFloat16 {
 };
 
 // The paged cache holds vectors of the dtype of queries, or codes with a word of 32 bits for each vector: the scale, a
-// float, of kInt8 and kFloat8; the scale and the zero point of kInt4, each a bfloat16 (docs/kv-cache-dtypes.md).
+// float, of kInt8, kInt6 and kFloat8; the scale and the zero point of kInt4, each a bfloat16 (docs/kv-cache-dtypes.md).
 // kInt4Hadamard is kInt4 of vectors that were multiplied with a Hadamard matrix: the kernels below rotate queries and
 // outputs. The bytes of one head in one block are the codes of its vectors, then their words.
-enum class VectorFormat { kPlain, kInt8, kInt4, kFloat8, kInt4Hadamard };
-constexpr int kVectorFormats = 5;
+enum class VectorFormat { kPlain, kInt8, kInt4, kFloat8, kInt4Hadamard, kInt6 };
+constexpr int kVectorFormats = 6;
 constexpr int kScaleBytes = 4;
 
 // Keys and values lie apart, each with a format of its own.
@@ -27,6 +27,7 @@ struct KVFormat {
 };
 
 constexpr int64_t code_bytes(VectorFormat format, int64_t head_dim) {
+  if (format == VectorFormat::kInt6) return head_dim * 6 / 8;
   return format == VectorFormat::kInt4 || format == VectorFormat::kInt4Hadamard ? head_dim / 2 : head_dim;
 }
 // Bytes of a vector with its word; `element_size` is that of vectors which are no codes.
@@ -38,7 +39,8 @@ constexpr int64_t stored_bytes(VectorFormat format, int64_t head_dim, int64_t el
 constexpr int kCodeChannels = 32;
 constexpr int kMaxCodeChannels = 256;
 
-// One byte of codes that are integers.
+// One byte of codes that are integers. Two codes of 4 bits share a byte, the even one has the low bits. Codes of 6 bits
+// are their low 4 bits like these, for the whole vector, and then their high 2 bits, four codes to a byte.
 template <int kBitsOfCode>
 struct Codes {
   static constexpr int kBits = kBitsOfCode;
@@ -213,9 +215,6 @@ struct KVKernels {
   // Puts the weighted values of `count` queries, summed over vectors of the queries' dtype, into the order in which
   // those of this cache are, and rotates them where it holds rotated ones. Null where both are the same.
   void (*reorder)(int count, int head_dim, float* weighted_values);
-  // out[query][pair] <- scale * query . key, for queries in rows of `stride` floats. `workspace` is as for `attend`.
-  void (*score_keys)(const PairRange& range, const QueryTile& tile, float scale, float* workspace, float* out,
-                     int64_t stride);
 };
 
 // A number and its place.
@@ -229,6 +228,10 @@ struct Kernels {
   int element_size;
 
   KVKernels kv[kVectorFormats][kVectorFormats];  // by the format of keys, and of values
+  // By the format of keys: out[query][pair] <- scale * query . key, for queries in rows of `stride` floats. `workspace`
+  // is as for `attend`; values of the range are not read.
+  void (*score_keys[kVectorFormats])(const PairRange& range, const QueryTile& tile, float scale, float* workspace,
+                                     float* out, int64_t stride);
   // A vector as codes and the word that holds its scale; null for those that are no codes.
   void (*quantize[kVectorFormats])(const void* vector, int head_dim, void* codes, void* word);
   // out <- a vector times a Hadamard matrix, see hadamard_kernel.h.

@@ -74,9 +74,9 @@ struct KeyScores {
       }
     }
     float* rows = scores + ((sequence * kv_heads + kv_head) * tokens + begin) * group() * row();
-    const int of_format = static_cast<int>(format);
-    kernels.kv[of_format][of_format].score_keys({head(sequence, kv_head), 0, static_cast<int>(end(sequence))}, tile,
-                                                scale, scratch(kWorkspaceRows * (head_dim + 2)), rows, row());
+    const auto score_keys = kernels.score_keys[static_cast<int>(format)];
+    score_keys({head(sequence, kv_head), 0, static_cast<int>(end(sequence))}, tile, scale,
+               scratch(kWorkspaceRows * (head_dim + 2)), rows, row());
     for (int64_t i = 0; i < tile.count; ++i, rows += row()) {
       std::fill(rows + std::max(0, last[sequence * tokens + begin + i / group()] + 1), rows + row(), -INFINITY);
     }
@@ -100,7 +100,7 @@ Tensor key_scores(const Tensor& queries, const Tensor& key_cache, const Tensor& 
   check_size(last_kv_index, "last_kv_index", 0, sequences);
   check_size(last_kv_index, "last_kv_index", 1, tokens);
   STD_TORCH_CHECK(tokens > 0, "a sequence has no query tokens");
-  const VectorFormat format = check_kv_format(key_cache, key_cache, head_dim, queries.scalar_type()).keys;
+  const VectorFormat format = check_vector_format(key_cache, "key_cache", head_dim, queries.scalar_type());
   KeyScores work{sequences,
                  tokens,
                  query_heads,

@@ -108,7 +108,7 @@ struct Parameters<Element> {
       const Vec word = load(together ? from.places[i] : words);
       if constexpr (__is_same(Element, Float8)) {
         store(scales + i, mul(word, broadcast(256)));  // what a load of Float8 leaves out
-      } else if constexpr (kBits == 8) {
+      } else if constexpr (kBits != 4) {
         store(scales + i, word);
       } else {
         store(scales + i, first_of_pairs(word));
@@ -128,7 +128,7 @@ struct Parameters<Element> {
   // channels.
   Vec scores(int pair, Vec products, Vec query_sum) const {
     const Vec scaled = mul(products, load(scales + pair));
-    if constexpr (kBits == 8) return scaled;
+    if constexpr (kBits != 4) return scaled;
     return fma(load(zeros + pair), query_sum, scaled);
   }
 

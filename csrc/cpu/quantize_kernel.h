@@ -8,18 +8,41 @@
 namespace kvllm {
 namespace {
 
-template <class T>
-void quantize_int8(const void* vector, int head_dim, void* codes, void* word) {
-  const T* x = static_cast<const T*>(vector);
+// Codes up to kLargest on both sides of 0. write(channel, integers): those of kLanes channels.
+template <int kLargest, class T, class Write>
+void quantize_symmetric(const T* x, int head_dim, void* word, const Write& write) {
   const float magnitude = largest_magnitude(x, head_dim);
-  const float scale = (magnitude < 1e-8f ? 1e-8f : magnitude) / 127;
-  auto* out = static_cast<int8_t*>(codes);
+  const float scale = (magnitude < 1e-8f ? 1e-8f : magnitude) / kLargest;
   for (int i = 0; i < head_dim; i += kLanes) {
     int16_t integers[kLanes];
     store_rounded(integers, div(load(x + i), broadcast(scale)));
-    for (int lane = 0; lane < kLanes; ++lane) out[i + lane] = static_cast<int8_t>(integers[lane]);
+    write(i, integers);
   }
   __builtin_memcpy(word, &scale, sizeof(scale));
+}
+
+template <class T>
+void quantize_int8(const void* vector, int head_dim, void* codes, void* word) {
+  auto* out = static_cast<int8_t*>(codes);
+  quantize_symmetric<127>(static_cast<const T*>(vector), head_dim, word, [&](int channel, const int16_t* integers) {
+    for (int lane = 0; lane < kLanes; ++lane) out[channel + lane] = static_cast<int8_t>(integers[lane]);
+  });
+}
+
+template <class T>
+void quantize_int6(const void* vector, int head_dim, void* codes, void* word) {
+  auto* const low = static_cast<uint8_t*>(codes);
+  uint8_t* const high = low + head_dim / 2;
+  quantize_symmetric<31>(static_cast<const T*>(vector), head_dim, word, [&](int channel, const int16_t* integers) {
+    for (int lane = 0; lane < kLanes; lane += 4) {
+      const int16_t* const four = integers + lane;
+      uint8_t* const two = low + (channel + lane) / 2;
+      two[0] = static_cast<uint8_t>((four[0] & 15) | (four[1] & 15) << 4);
+      two[1] = static_cast<uint8_t>((four[2] & 15) | (four[3] & 15) << 4);
+      high[(channel + lane) / 4] = static_cast<uint8_t>((four[0] >> 4 & 3) | (four[1] >> 4 & 3) << 2 |
+                                                        (four[2] >> 4 & 3) << 4 | (four[3] >> 4 & 3) << 6);
+    }
+  });
 }
 
 inline uint32_t bits_of(float x) {

@@ -8,6 +8,7 @@ namespace kvllm {
 // The formats of keys and of values `[..., blocks, kv_heads, block_size, width]`, whose dtypes tell them
 // (kvllm/kvcache/quantize.py). Raises an error unless vectors of `head_dim` channels and `dtype` can be stored there,
 // and both have the same sizes but for the width.
+VectorFormat check_vector_format(const Tensor& cache, const char* name, int64_t head_dim, ScalarType dtype);
 KVFormat check_kv_format(const Tensor& key_cache, const Tensor& value_cache, int64_t head_dim, ScalarType dtype);
 
 struct StoreShape {

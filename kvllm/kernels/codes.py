@@ -29,10 +29,19 @@ def as_kernels_read(layers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [each.view(torch.uint8) if each.dtype == torch.float4_e2m1fn_x2 else each for each in layers]
 
 
+@triton.constexpr_function
+def _bits(element_ty: tl.dtype) -> int:
+    """Of a code in a cache of elements of this type."""
+    if element_ty == tl.float8e5:
+        return 6
+    return 4 if element_ty == tl.uint8 else 8
+
+
 @triton.jit
 def code_places(cache, blocks, slots, head, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr):
     """Where the codes of vectors begin in a layer, in bytes, and their words, in words; `slots` are those in blocks."""
-    CODES: tl.constexpr = HEAD_DIM // 2 if cache.dtype.element_ty == tl.uint8 else HEAD_DIM
+    BITS: tl.constexpr = _bits(cache.dtype.element_ty)
+    CODES: tl.constexpr = HEAD_DIM * BITS // 8
     heads = blocks * KV_HEADS + head
     codes = heads * (BLOCK_SIZE * (CODES + SCALE_BYTES)) + slots * CODES
     words = heads * (BLOCK_SIZE * (CODES + SCALE_BYTES) // SCALE_BYTES) + BLOCK_SIZE * CODES // SCALE_BYTES + slots
@@ -53,6 +62,13 @@ def load_codes(cache, codes, words, exists, HEAD_DIM: tl.constexpr, CHANNELS: tl
         scale = (word << 16).to(tl.float32, bitcast=True)
         zero = (word & 0xFFFF0000).to(tl.float32, bitcast=True)
         vectors = tl.interleave(both & 15, both >> 4).to(tl.float32) * scale[:, None] + zero[:, None]
+    elif cache.dtype.element_ty == tl.float8e5:
+        begin, byte = cache.to(tl.pointer_type(tl.uint8)) + codes[:, None], tl.arange(0, CHANNELS // 2)[None, :]
+        mask = exists[:, None] & (byte < HEAD_DIM // 2)
+        both = tl.load(begin + byte, mask=mask, other=0).to(tl.int32)
+        high = tl.load(begin + (HEAD_DIM // 2 + byte // 2), mask=mask, other=0).to(tl.int32) >> byte % 2 * 4
+        unsigned = tl.interleave((both & 15) | (high & 3) << 4, (both >> 4) | (high & 12) << 2)
+        vectors = ((unsigned ^ 32) - 32).to(tl.float32) * word.to(tl.float32, bitcast=True)[:, None]
     else:
         channel = tl.arange(0, CHANNELS)
         mask = exists[:, None] & (channel < HEAD_DIM)[None, :]
@@ -89,7 +105,8 @@ def store_codes(cache, codes, words, vector, HEAD_DIM: tl.constexpr, CHANNELS: t
         word = (scale.to(tl.uint32, bitcast=True) >> 16) | zero.to(tl.uint32, bitcast=True)
     else:
         IS_FLOAT: tl.constexpr = cache.dtype.element_ty == tl.float8e4nv
-        LARGEST = 448.0 if IS_FLOAT else 127.0
+        HAS_SIX_BITS: tl.constexpr = cache.dtype.element_ty == tl.float8e5
+        LARGEST = 448.0 if IS_FLOAT else (31.0 if HAS_SIX_BITS else 127.0)
         channel = tl.arange(0, CHANNELS)
         exists = channel < HEAD_DIM
         x = tl.load(vector + channel, mask=exists, other=0.0).to(tl.float32)
@@ -97,9 +114,24 @@ def store_codes(cache, codes, words, vector, HEAD_DIM: tl.constexpr, CHANNELS: t
         scale = tl.div_rn(magnitude, LARGEST)
         numbers = tl.minimum(tl.maximum(tl.div_rn(x, scale), -LARGEST), LARGEST)
         numbers = _round_to_float8(numbers) if IS_FLOAT else _round_to_multiple(numbers, 1.0)
-        tl.store(cache + codes + channel, numbers.to(cache.dtype.element_ty), mask=exists)
+        if HAS_SIX_BITS:
+            _store_six_bits(cache.to(tl.pointer_type(tl.uint8)) + codes, numbers.to(tl.int32), HEAD_DIM, CHANNELS)
+        else:
+            tl.store(cache + codes + channel, numbers.to(cache.dtype.element_ty), mask=exists)
         word = scale.to(tl.uint32, bitcast=True)
     tl.store(cache.to(tl.pointer_type(tl.uint32)) + words, word)
+
+
+@triton.jit
+def _store_six_bits(begin, numbers, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr):
+    """Low 4 bits of all channels, and then high 2 bits."""
+    even, odd = tl.split(tl.reshape(numbers, [CHANNELS // 2, 2]))
+    byte = tl.arange(0, CHANNELS // 2)
+    tl.store(begin + byte, ((even & 15) | (odd & 15) << 4).to(tl.uint8), mask=byte < HEAD_DIM // 2)
+    high = (even >> 4 & 3) | (odd >> 4 & 3) << 2
+    first, second = tl.split(tl.reshape(high, [CHANNELS // 4, 2]))
+    byte = tl.arange(0, CHANNELS // 4)
+    tl.store(begin + (HEAD_DIM // 2 + byte), (first | second << 4).to(tl.uint8), mask=byte < HEAD_DIM // 4)
 
 
 @triton.jit

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 
 from kvllm.errors import ConfigError
 from kvllm.quantized_vectors import SCALE_BYTES
-
-CHANNELS = 8
-"""A head_dim is a multiple of it, so that scales lie at multiples of 4 bytes in blocks of any size."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +20,11 @@ class VectorFormat:
     name: str
     bits: int
     rotated: bool = False
+
+    @property
+    def channels(self) -> int:
+        """A head_dim is a multiple of it, so that scales lie at multiples of 4 bytes in blocks of any size."""
+        return max(8, 32 // gcd(32, self.bits))
 
     def code_bytes(self, head_dim: int) -> int:
         return head_dim * self.bits // 8
@@ -47,7 +50,8 @@ class KVFormat:
         return self.keys.vector_bytes(head_dim) + self.values.vector_bytes(head_dim)
 
 
-FP8_E4M3, INT8, INT4 = VectorFormat("fp8_e4m3", 8), VectorFormat("int8", 8), VectorFormat("int4", 4)
+FP8_E4M3, INT8, INT6 = VectorFormat("fp8_e4m3", 8), VectorFormat("int8", 8), VectorFormat("int6", 6)
+INT4 = VectorFormat("int4", 4)
 INT4_HADAMARD = VectorFormat("int4_hadamard", 4, rotated=True)
 KV_FORMATS = {
     each.name: each
@@ -55,6 +59,7 @@ KV_FORMATS = {
         KVFormat("fp8_e4m3", FP8_E4M3, FP8_E4M3),
         KVFormat("int8", INT8, INT8),
         KVFormat("int8_int4", INT8, INT4),
+        KVFormat("int6_int4", INT6, INT4),
         KVFormat("int4", INT4, INT4),
         KVFormat("int4_hadamard", INT4_HADAMARD, INT4_HADAMARD),
     )
@@ -82,9 +87,9 @@ def require_head_dim(option: str, dtype: str, head_dim: int) -> None:
     """Raise ConfigError if `dtype`, the value of `option`, is a format that vectors of `head_dim` channels cannot
     have."""
     kv_format = KV_FORMATS.get(dtype)
-    if kv_format and head_dim % CHANNELS:
+    if kv_format and head_dim % (channels := max(kv_format.keys.channels, kv_format.values.channels)):
         raise ConfigError(
-            f"{option}={dtype!r} needs a head_dim that is a multiple of {CHANNELS}, the model has {head_dim}: give "
+            f"{option}={dtype!r} needs a head_dim that is a multiple of {channels}, the model has {head_dim}: give "
             "'auto'"
         )
     if kv_format and kv_format.keys.rotated and head_dim & (head_dim - 1):

@@ -37,15 +37,47 @@ def _magnitude(vectors: torch.Tensor) -> torch.Tensor:
     return vectors.abs().amax(-1, keepdim=True).clamp(min=SMALLEST_MAGNITUDE)
 
 
-def _quantize_int8(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _symmetric(vectors: torch.Tensor, largest: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes up to `largest` on both sides of 0, and their scale."""
     vectors = vectors.float()
-    scale = _magnitude(vectors) / 127
-    codes = (vectors / scale).round().clamp(-127, 127)
+    scale = _magnitude(vectors) / largest
+    codes = (vectors / scale).round().clamp(-largest, largest)
     return codes.to(torch.int8).view(torch.uint8), scale.view(torch.int32)
+
+
+def _quantize_int8(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return _symmetric(vectors, 127)
 
 
 def _dequantize_int8(codes: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
     return codes.view(torch.int8).float() * words.view(torch.float32)
+
+
+def _quantize_int6(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    codes, words = _symmetric(vectors, 31)
+    high = (codes >> 4 & 3).unflatten(-1, (-1, 4)) << _high_bits(codes.device)
+    return torch.cat((_two_in_a_byte(codes & 15), high.sum(-1, dtype=torch.uint8)), dim=-1), words
+
+
+def _dequantize_int6(codes: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+    high_bytes = codes.shape[-1] // 3
+    low, high = codes.split([2 * high_bytes, high_bytes], dim=-1)
+    high = (high[..., None] >> _high_bits(codes.device) & 3).flatten(-2)
+    unsigned = (_channels_of_bytes(low) | high << 4).to(torch.int8)
+    return ((unsigned ^ 32) - 32).float() * words.view(torch.float32)
+
+
+def _high_bits(device: torch.device) -> torch.Tensor:
+    """Where the high bits of four codes begin in the byte that they share."""
+    return torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=device)
+
+
+def _two_in_a_byte(codes: torch.Tensor) -> torch.Tensor:
+    return codes[..., ::2] | codes[..., 1::2] << 4
+
+
+def _channels_of_bytes(packed: torch.Tensor) -> torch.Tensor:
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
 
 
 def _quantize_fp8(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,14 +98,12 @@ def _quantize_int4(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     zero = low.bfloat16()
     codes = ((vectors - zero.float()) / scale.float()).round().clamp(0, 15).to(torch.uint8)
-    packed = codes[..., ::2] | codes[..., 1::2] << 4
-    return packed, torch.cat((scale, zero), dim=-1).view(torch.int32)
+    return _two_in_a_byte(codes), torch.cat((scale, zero), dim=-1).view(torch.int32)
 
 
 def _dequantize_int4(codes: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-    channels = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
     scale, zero = words.contiguous().view(torch.bfloat16).float().split(1, dim=-1)
-    return channels * scale + zero
+    return _channels_of_bytes(codes) * scale + zero
 
 
 def _quantize_int4_hadamard(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,6 +117,7 @@ def _dequantize_int4_hadamard(codes: torch.Tensor, words: torch.Tensor) -> torch
 CODECS = {
     "fp8_e4m3": Codec(torch.float8_e4m3fn, _quantize_fp8, _dequantize_fp8),
     "int8": Codec(torch.int8, _quantize_int8, _dequantize_int8),
+    "int6": Codec(torch.float8_e5m2, _quantize_int6, _dequantize_int6),
     "int4": Codec(torch.uint8, _quantize_int4, _dequantize_int4),
     "int4_hadamard": Codec(torch.float4_e2m1fn_x2, _quantize_int4_hadamard, _dequantize_int4_hadamard),
 }

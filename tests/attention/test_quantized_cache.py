@@ -21,6 +21,7 @@ from tests.helpers.attention_cases import (
     make_case,
     make_ragged_case,
 )
+from tests.helpers.caches import head_dim_for
 from tests.helpers.tensors import randn
 
 FORMATS = pytest.mark.parametrize("name", list(KV_FORMATS))
@@ -29,8 +30,8 @@ FORMATS = pytest.mark.parametrize("name", list(KV_FORMATS))
 @FORMATS
 @pytest.mark.parametrize("block_size, head_dim, group", [(1, 8, 1), (3, 48, 3), (16, 128, 2)])
 def test_reference_matches_dense(name: str, block_size: int, head_dim: int, group: int) -> None:
-    case = make_case(MIXED[:5], block_size=block_size, head_dim=head_dim, group=group, kv_cache_dtype=name)
-    assert_matches_dense(case, "reference", tolerance=1e-5)
+    sizes = {"block_size": block_size, "head_dim": head_dim_for(name, head_dim), "group": group}
+    assert_matches_dense(make_case(MIXED[:5], kv_cache_dtype=name, **sizes), "reference", tolerance=1e-5)
 
 
 @FORMATS

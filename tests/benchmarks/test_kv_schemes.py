@@ -57,6 +57,7 @@ def test_shares_are_those_of_the_bytes() -> None:
     """Of a key and a value of 128 channels: 512 bytes in bfloat16."""
     shares = {name: scheme.share(128) * 512 for name, scheme in schemes_of(128).items()}
     assert shares["int8"] == 264 and shares["int4"] == 136 and shares["int8_int4"] == 200
+    assert shares["int6_int4"] == 168
     assert shares["int4 in groups of 32"] == 2 * 80 and shares["int4, 4 channels of keys in int8"] == 136 + 2 + 4
     assert "int4, keys rotated" not in schemes_of(96) and "int4 in groups of 32" in schemes_of(96)
 

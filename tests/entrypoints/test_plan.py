@@ -61,7 +61,7 @@ def test_llama_3_70b(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("dtype", "key", "value"),
-    [("int8", 132, 132), ("int8_int4", 132, 68), ("int4", 68, 68), ("int4_hadamard", 68, 68)],
+    [("int8", 132, 132), ("int8_int4", 132, 68), ("int6_int4", 100, 68), ("int4", 68, 68), ("int4_hadamard", 68, 68)],
 )
 def test_quantized_kv_pairs(dtype, key, value, tmp_path, capsys):
     """A scale of four bytes lies beside each key and each value of a head. Sizes that differ are printed."""

@@ -65,7 +65,7 @@ def compile_kernels(capability: int, every_shape: bool) -> None:
         hashes = variants.setdefault((self.__name__, dtypes, *sorted(options.items())), set())
         if kernel.hash not in hashes:
             hashes.add(kernel.hash)
-            formats_differ = {torch.int8, torch.uint8} <= set(dtypes)
+            formats_differ = len({torch.int8, torch.uint8, torch.float8_e5m2} & set(dtypes)) == 2
             described = describe(self.__name__, kernel) | {"formats_differ": formats_differ}
             compiled.setdefault(self.__name__, []).append(described)
 

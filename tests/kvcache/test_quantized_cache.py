@@ -20,7 +20,7 @@ from kvllm.kvcache.ops.plain import TorchOperations
 from kvllm.kvcache.ops.registry import make_operations
 from kvllm.kvcache.quantize import CODECS
 from kvllm.sampling_params import SamplingParams
-from tests.helpers.caches import literal_compaction, random_kept
+from tests.helpers.caches import head_dim_for, literal_compaction, random_kept
 from tests.helpers.tensors import randn
 
 MakeOperations = Callable[[PagedKVCache], KVOperations]
@@ -54,6 +54,24 @@ def test_int8_is_its_formula(dtype: torch.dtype) -> None:
     np.testing.assert_allclose(words.view(torch.float32).numpy(), scale, rtol=1e-7)
     assert (codes.view(torch.int8).numpy() == expected).mean() > 0.999  # one in a thousand may lie at a half
     assert (np.abs(through("int8", vectors).double().numpy() - x) <= scale * 0.5001).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_int6_is_its_formula(dtype: torch.dtype) -> None:
+    """Channel by channel: the low 4 bits of all codes, two in a byte, and then their high 2 bits, four in a byte."""
+    vectors = edge_vectors().to(dtype)
+    codes, words = CODECS["int6"].quantize(vectors)
+    found = through("int6", vectors)
+    assert codes.shape == (40, 12)
+    for row, x in enumerate(vectors.float()):
+        scale = max(x.abs().max(), torch.tensor(1e-8)) / 31
+        assert words[row].view(torch.float32).item() == scale
+        for channel, value in enumerate(x):
+            code = max(-31, min(31, round((value / scale).item())))
+            low = int(codes[row, channel // 2]) >> 4 * (channel % 2) & 15
+            high = int(codes[row, 8 + channel // 4]) >> 2 * (channel % 4) & 3
+            assert low | high << 4 == code & 63
+            assert found[row, channel] == code * scale
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -132,9 +150,8 @@ def test_what_a_vector_loses(name: str) -> None:
     """Of normal channels: the error of a vector relative to its size."""
     vectors = randn(2000, 128)
     error = (through(name, vectors) - vectors).norm() / vectors.norm()
-    assert (
-        {"int8": 0.005, "fp8_e4m3": 0.02}.get(name, 0.08) < error * 2 < {"int8": 0.02, "fp8_e4m3": 0.06}.get(name, 0.24)
-    )
+    low, high = {"int8": (0.005, 0.02), "int6": (0.02, 0.08), "fp8_e4m3": (0.02, 0.06)}.get(name, (0.08, 0.24))
+    assert low < error * 2 < high
 
 
 @FORMATS
@@ -142,7 +159,7 @@ def test_capacity_at_128_channels(name: str) -> None:
     plain = CacheShape(2, 4, 128, 16, torch.bfloat16)
     shape = CacheShape(2, 4, 128, 16, torch.bfloat16, kv_format=KV_FORMATS[name])
     cache = PagedKVCache(shape, 3)
-    of_format = {"int4": 3.5, "int4_hadamard": 3.5, "int8_int4": 2.55}
+    of_format = {"int4": 3.5, "int4_hadamard": 3.5, "int6_int4": 3.0, "int8_int4": 2.55}
     assert cache.data.nbytes == 3 * shape.bytes_per_block == sum(part.nbytes for part in cache.parts)
     assert plain.bytes_per_block / shape.bytes_per_block >= of_format.get(name, 1.9)
 
@@ -150,7 +167,7 @@ def test_capacity_at_128_channels(name: str) -> None:
 @FORMATS
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 def test_codes_come_first_in_a_head_of_a_block_and_scales_behind(name: str, block_size: int) -> None:
-    shape = CacheShape(2, 3, 8, block_size, torch.float32, kv_format=KV_FORMATS[name])
+    shape = CacheShape(2, 3, head_dim_for(name, 8), block_size, torch.float32, kv_format=KV_FORMATS[name])
     cache = PagedKVCache(shape, 4)
     every_byte = cache.data.view(torch.uint8)
     every_byte.copy_(torch.arange(every_byte.numel()).view(every_byte.shape) % 251)
@@ -260,6 +277,7 @@ def test_the_shape_of_a_cache_chooses() -> None:
         ("int8", 32, torch.float32),
         ("int4", 256, torch.bfloat16),
         ("int4_hadamard", 128, torch.bfloat16),
+        ("int6_int4", 96, torch.bfloat16),
         ("fp8_e4m3", 64, torch.float32),
     ):
         shape = CacheShape(1, 1, head_dim, 4, dtype, kv_format=KV_FORMATS[name])
@@ -268,6 +286,7 @@ def test_the_shape_of_a_cache_chooses() -> None:
         ("int8", 48, torch.float32),
         ("int4", 64, torch.float16),
         ("int4_hadamard", 16, torch.float32),
+        ("int6_int4", 48, torch.float32),
     ):
         shape = CacheShape(1, 1, head_dim, 4, dtype, kv_format=KV_FORMATS[name])
         assert isinstance(make_operations(PagedKVCache(shape, 2)), TorchOperations)
@@ -303,6 +322,8 @@ def test_refusals() -> None:
         kv_format_of("bfloat16", "float32", 64)
     with pytest.raises(ConfigError, match="kv_cache_dtype='int4' needs a head_dim that is a multiple of 8.*has 12"):
         kv_format_of("int4", "float32", 12)
+    with pytest.raises(ConfigError, match="kv_cache_dtype='int6_int4' needs a head_dim that is a multiple of 16.*24"):
+        kv_format_of("int6_int4", "float32", 24)
     for head_dim in (80, 96):
         with pytest.raises(ConfigError, match=f"'int4_hadamard' needs a head_dim that is a power of two.*{head_dim}"):
             kv_format_of("int4_hadamard", "float32", head_dim)
@@ -312,9 +333,9 @@ def test_refusals() -> None:
 
 def test_the_dtype_is_a_part_of_the_identity_of_a_block() -> None:
     hashes = []
-    for dtype in ("auto", "int8", "int8_int4", "int4", "int4_hadamard"):
+    for dtype in ("auto", "int8", "int8_int4", "int6_int4", "int4", "int4_hadamard"):
         for salt in (None, "a"):
             seq = Sequence(0, "0", list(range(8)), SamplingParams(), max_length=20, origin=Origin(cache_salt=salt))
             BlockManager(4, 4, kv_cache_dtype=dtype)._extend_hashes(seq, 1)
             hashes += seq.block_hashes
-    assert len(set(hashes)) == len(hashes) == 10
+    assert len(set(hashes)) == len(hashes) == 12
