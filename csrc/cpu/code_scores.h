@@ -45,8 +45,8 @@ inline void load_code_pairs(const CodePlace& place, Words* out) {
   out[1] = unsigned_pairs_of_words<4, 4>(both);
   if constexpr (kBits == 6) {
     const Words four = load_bytes(place.high), pairs = four | four << 12;  // half of a byte in each half of a word
-    out[0] = pairs_of_words<6, 0>(out[0] | unsigned_pairs_of_words<2, 0>(pairs) << 4);
-    out[1] = pairs_of_words<6, 0>(out[1] | unsigned_pairs_of_words<2, 2>(pairs) << 4);
+    out[0] = out[0] | keep_bits_of_pairs<0x30>(pairs << 4);
+    out[1] = out[1] | keep_bits_of_pairs<0x30>(pairs << 2);
   }
 }
 
@@ -142,6 +142,10 @@ template <int kBits, int kRows, class Next>
     for (int i = 0; i < kSums; i += 4) store_sums_of_four(sums + i, of_block + i);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
+      if constexpr (kBits == 6) {
+        const int excess = kExcess6 * static_cast<int>(queries[(r + 1) * stride - 1]);  // the sum of integers
+        for (int key = 0; key < kKeys; ++key) of_block[r * kKeys + key] -= excess;
+      }
       __builtin_memcpy(products + r * kTilePairs + pair, of_block + r * kKeys, kKeys * sizeof(int32_t));
     }
   }

@@ -39,6 +39,9 @@ constexpr int64_t stored_bytes(VectorFormat format, int64_t head_dim, int64_t el
 constexpr int kCodeChannels = 32;
 constexpr int kMaxCodeChannels = 256;
 
+// What codes of 6 bits have above the integers that they stand for, so that none is negative.
+constexpr int kExcess6 = 32;
+
 // One byte of codes that are integers. Two codes of 4 bits share a byte, the even one has the low bits. Codes of 6 bits
 // are their low 4 bits like these, for the whole vector, and then their high 2 bits, four codes to a byte.
 template <int kBitsOfCode>

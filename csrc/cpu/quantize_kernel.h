@@ -35,7 +35,8 @@ void quantize_int6(const void* vector, int head_dim, void* codes, void* word) {
   uint8_t* const high = low + head_dim / 2;
   quantize_symmetric<31>(static_cast<const T*>(vector), head_dim, word, [&](int channel, const int16_t* integers) {
     for (int lane = 0; lane < kLanes; lane += 4) {
-      const int16_t* const four = integers + lane;
+      int four[4];
+      for (int i = 0; i < 4; ++i) four[i] = integers[lane + i] + kExcess6;
       uint8_t* const two = low + (channel + lane) / 2;
       two[0] = static_cast<uint8_t>((four[0] & 15) | (four[1] & 15) << 4);
       two[1] = static_cast<uint8_t>((four[2] & 15) | (four[3] & 15) << 4);

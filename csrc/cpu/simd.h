@@ -116,6 +116,11 @@ template <int kBits, int kBegin>
 inline Words unsigned_pairs_of_words(Words x) {
   return _mm512_and_si512(_mm512_srli_epi16(x, kBegin), _mm512_set1_epi16((1 << kBits) - 1));
 }
+// x where a bit of kBits is set, in both halves of each word.
+template <int kBits>
+inline Words keep_bits_of_pairs(Words x) {
+  return _mm512_and_si512(x, _mm512_set1_epi16(kBits));
+}
 // sum += a * b for the first integers of all pairs, and for the second ones.
 inline void add_pair_products(Words& sum, Words a, Words b) {
 #if defined(KVLLM_AVX512_VNNI)
@@ -277,6 +282,11 @@ inline Words pairs_of_words(Words x) {
 template <int kBits, int kBegin>
 inline Words unsigned_pairs_of_words(Words x) {
   return _mm256_and_si256(_mm256_srli_epi16(x, kBegin), _mm256_set1_epi16((1 << kBits) - 1));
+}
+// x where a bit of kBits is set, in both halves of each word.
+template <int kBits>
+inline Words keep_bits_of_pairs(Words x) {
+  return _mm256_and_si256(x, _mm256_set1_epi16(kBits));
 }
 // sum += a * b for the first integers of all pairs, and for the second ones.
 inline void add_pair_products(Words& sum, Words a, Words b) {
@@ -447,6 +457,11 @@ template <int kBits, int kBegin>
 inline Words unsigned_pairs_of_words(Words x) {
   typedef uint16_t Unsigned __attribute__((vector_size(16)));
   return reinterpret_cast<Words>(reinterpret_cast<Unsigned>(x) << (16 - kBegin - kBits) >> (16 - kBits));
+}
+// x where a bit of kBits is set, in both halves of each word.
+template <int kBits>
+inline Words keep_bits_of_pairs(Words x) {
+  return x & (kBits << 16 | kBits);
 }
 // sum += a * b for the first integers of all pairs, and for the second ones.
 inline void add_pair_products(Words& sum, Words a, Words b) {

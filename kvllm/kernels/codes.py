@@ -17,11 +17,13 @@ import triton
 import triton.language as tl
 
 from kvllm.kernels.hadamard import rotate
+from kvllm.quantized_vectors import EXCESS_6 as EXCESS_OF_6_BITS
 from kvllm.quantized_vectors import SCALE_BYTES as BYTES_OF_SCALE
 from kvllm.quantized_vectors import SMALLEST_MAGNITUDE as LEAST_MAGNITUDE
 
 SCALE_BYTES = tl.constexpr(BYTES_OF_SCALE)
 SMALLEST_MAGNITUDE = tl.constexpr(LEAST_MAGNITUDE)
+EXCESS_6 = tl.constexpr(EXCESS_OF_6_BITS)
 
 
 def as_kernels_read(layers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -67,8 +69,8 @@ def load_codes(cache, codes, words, exists, HEAD_DIM: tl.constexpr, CHANNELS: tl
         mask = exists[:, None] & (byte < HEAD_DIM // 2)
         both = tl.load(begin + byte, mask=mask, other=0).to(tl.int32)
         high = tl.load(begin + (HEAD_DIM // 2 + byte // 2), mask=mask, other=0).to(tl.int32) >> byte % 2 * 4
-        unsigned = tl.interleave((both & 15) | (high & 3) << 4, (both >> 4) | (high & 12) << 2)
-        vectors = ((unsigned ^ 32) - 32).to(tl.float32) * word.to(tl.float32, bitcast=True)[:, None]
+        integers = tl.interleave((both & 15) | (high & 3) << 4, (both >> 4) | (high & 12) << 2) - EXCESS_6
+        vectors = integers.to(tl.float32) * word.to(tl.float32, bitcast=True)[:, None]
     else:
         channel = tl.arange(0, CHANNELS)
         mask = exists[:, None] & (channel < HEAD_DIM)[None, :]
@@ -115,7 +117,9 @@ def store_codes(cache, codes, words, vector, HEAD_DIM: tl.constexpr, CHANNELS: t
         numbers = tl.minimum(tl.maximum(tl.div_rn(x, scale), -LARGEST), LARGEST)
         numbers = _round_to_float8(numbers) if IS_FLOAT else _round_to_multiple(numbers, 1.0)
         if HAS_SIX_BITS:
-            _store_six_bits(cache.to(tl.pointer_type(tl.uint8)) + codes, numbers.to(tl.int32), HEAD_DIM, CHANNELS)
+            _store_six_bits(
+                cache.to(tl.pointer_type(tl.uint8)) + codes, numbers.to(tl.int32) + EXCESS_6, HEAD_DIM, CHANNELS
+            )
         else:
             tl.store(cache + codes + channel, numbers.to(cache.dtype.element_ty), mask=exists)
         word = scale.to(tl.uint32, bitcast=True)
@@ -123,9 +127,9 @@ def store_codes(cache, codes, words, vector, HEAD_DIM: tl.constexpr, CHANNELS: t
 
 
 @triton.jit
-def _store_six_bits(begin, numbers, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr):
+def _store_six_bits(begin, codes, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr):
     """Low 4 bits of all channels, and then high 2 bits."""
-    even, odd = tl.split(tl.reshape(numbers, [CHANNELS // 2, 2]))
+    even, odd = tl.split(tl.reshape(codes, [CHANNELS // 2, 2]))
     byte = tl.arange(0, CHANNELS // 2)
     tl.store(begin + byte, ((even & 15) | (odd & 15) << 4).to(tl.uint8), mask=byte < HEAD_DIM // 2)
     high = (even >> 4 & 3) | (odd >> 4 & 3) << 2

@@ -13,7 +13,7 @@ import torch
 
 from kvllm.kvcache.formats import VectorFormat
 from kvllm.kvcache.hadamard import hadamard
-from kvllm.quantized_vectors import SMALLEST_MAGNITUDE
+from kvllm.quantized_vectors import EXCESS_6, SMALLEST_MAGNITUDE
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,8 @@ def _dequantize_int8(codes: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
 
 
 def _quantize_int6(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    codes, words = _symmetric(vectors, 31)
+    integers, words = _symmetric(vectors, 31)
+    codes = integers + EXCESS_6
     high = (codes >> 4 & 3).unflatten(-1, (-1, 4)) << _high_bits(codes.device)
     return torch.cat((_two_in_a_byte(codes & 15), high.sum(-1, dtype=torch.uint8)), dim=-1), words
 
@@ -63,8 +64,8 @@ def _dequantize_int6(codes: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
     high_bytes = codes.shape[-1] // 3
     low, high = codes.split([2 * high_bytes, high_bytes], dim=-1)
     high = (high[..., None] >> _high_bits(codes.device) & 3).flatten(-2)
-    unsigned = (_channels_of_bytes(low) | high << 4).to(torch.int8)
-    return ((unsigned ^ 32) - 32).float() * words.view(torch.float32)
+    integers = (_channels_of_bytes(low) | high << 4).to(torch.int8) - EXCESS_6
+    return integers.float() * words.view(torch.float32)
 
 
 def _high_bits(device: torch.device) -> torch.Tensor:
