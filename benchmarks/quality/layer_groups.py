@@ -18,6 +18,7 @@ from math import floor
 from msgspec import structs
 
 from benchmarks.common import accuracy, command_line, compressions
+from benchmarks.common.kv_caches import check_kv_cache
 from benchmarks.common.trials import FULL, Trial
 from kvllm import CompressionConfig
 from kvllm.config import LayerGroup, require
@@ -32,10 +33,12 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--retentions", nargs="+", default=RETENTIONS, metavar="R", help=f"default: {' '.join(RETENTIONS)}")
     add("--method", default=METHOD, help=f"which KV pairs survive (default {METHOD})")
     add("--weights", nargs="+", type=float, metavar="W", help="one for each layer")
+    add("--kv-cache-dtype", default="auto", metavar="D", help="of all but the full cache (default auto)")
     compressions.add_window_arguments(parser)
     args = parser.parse_args(arguments)
     for retention in args.retentions:
         compressions.check_retention("--retentions", retention)
+    check_kv_cache("--kv-cache-dtype", args.kv_cache_dtype)
     if args.weights:
         require(min(args.weights) > 0, "--weights", args.weights, "numbers above 0")
     args.retention = " and ".join(args.retentions)
@@ -46,8 +49,9 @@ def trials(args: argparse.Namespace) -> list[Trial]:
     found = []
     for retention in args.retentions:
         uniform = compressions.kara(retention, window=args.window, buffer=args.buffer, method=args.method)
-        found.append(Trial(name=f"one share, {retention}", compression=uniform))
-        found.append(Trial(name=f"by layer, {retention}", compression=by_layer(uniform, args.weights)))
+        for name, compression in (("one share", uniform), ("by layer", by_layer(uniform, args.weights))):
+            name = f"{name}, {retention}"
+            found.append(Trial(name=name, compression=compression, kv_cache_dtype=args.kv_cache_dtype))
     return [*found, Trial(name=FULL)]
 
 
