@@ -38,11 +38,11 @@ template <int kBits>
 inline void load_code_pairs(const CodePlace& place, Words* out) {
   if constexpr (kBits == 8) {
     out[0] = load_signed_pairs(place.bytes);
-    return;
+  } else {
+    const Words both = load_byte_pairs(place.bytes);
+    out[0] = unsigned_pairs_of_words<4, 0>(both);
+    out[1] = unsigned_pairs_of_words<4, 4>(both);
   }
-  const Words both = load_byte_pairs(place.bytes);
-  out[0] = unsigned_pairs_of_words<4, 0>(both);
-  out[1] = unsigned_pairs_of_words<4, 4>(both);
   if constexpr (kBits == 6) {
     const Words four = load_bytes(place.high), pairs = four | four << 12;  // half of a byte in each half of a word
     out[0] = out[0] | keep_bits_of_pairs<0x30>(pairs << 4);
