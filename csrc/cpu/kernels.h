@@ -232,7 +232,7 @@ struct Kernels {
 
   KVKernels kv[kVectorFormats][kVectorFormats];  // by the format of keys, and of values
   // By the format of keys: out[query][pair] <- scale * query . key, for queries in rows of `stride` floats. `workspace`
-  // is as for `attend`; values of the range are not read.
+  // is as for `attend`; the values of the range are its keys.
   void (*score_keys[kVectorFormats])(const PairRange& range, const QueryTile& tile, float scale, float* workspace,
                                      float* out, int64_t stride);
   // A vector as codes and the word that holds its scale; null for those that are no codes.
