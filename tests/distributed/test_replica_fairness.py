@@ -114,17 +114,18 @@ def test_a_snapshot_tells_of_all_replicas(engine: DataParallelEngine) -> None:
     for i in range(20):
         name = f"request {i}"
         outputs[name] = engine.add_request(name, {"prompt_token_ids": [5 + i] * 21}, greedy(200), tenant=f"t{i % 2}")
-    kept, rows, compressed = set(), [], 0
+    kept, rows, compressed, most = set(), [], 0, 0
     while sum(len(output.outputs[0].token_ids) for output in outputs.values()) < 20 * 100:
         engine.step()
         found = snapshot(engine)
         kept.add(found.pool.compressed > 0)
-        rows = found.rows
+        rows, most = found.rows, max(most, found.running)
         assert found.running + found.waiting == len(engine.outputs.requests) == len(rows)
         assert len({row.id for row in rows}) == len(rows) and {row.id for row in rows} <= set(outputs)
     assert kept == {False, True}
     computed = [row for row in rows if row.state == "running"]
-    assert len(computed) > 8 and all(row.blocks for row in computed)
+    assert most > 8  # of more than one replica; later on, each has blocks for less than 8
+    assert computed and all(row.blocks for row in computed)
     for row in computed:  # one that has just been computed again has lost no window yet
         assert (row.kept < row.tokens) == (row.windows > 0)
     for row in computed:
