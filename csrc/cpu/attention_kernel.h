@@ -77,6 +77,7 @@ struct TilePairs {
 
   int start;
   int count;
+  int block_size;
   const Key* keys[kTilePairs];
   const Value* values[kTilePairs];
   ScalePlaces<Key> key_scales;
@@ -87,18 +88,11 @@ struct TilePairs {
     start = first;
     count = first < end ? minimum(kTilePairs, end - first) : 0;
     if (count == 0) return;
-    for (int i = 0; i < count;) {
-      const bool before_evicted = start + i < head.evicted_begin;
-      const int place = start + i + (before_evicted ? 0 : head.num_evicted);
-      const int slot = place % head.block_size;
-      const int64_t block = head.block_table[place / head.block_size];
-      int block_end = minimum(count, i + head.block_size - slot);
-      if (before_evicted) block_end = minimum(block_end, head.evicted_begin - start);
-      const Key* key_block = static_cast<const Key*>(head.keys) + block * head.key_stride;
-      const Value* value_block = static_cast<const Value*>(head.values) + block * head.value_stride;
-      locate_vectors(head, i, block_end, slot, key_block, keys, key_scales);
-      locate_vectors(head, i, block_end, slot, value_block, values, value_scales);
-      i = block_end;
+    block_size = head.block_size;
+    if (block_size == 1) {
+      locate_single(head);
+    } else {
+      locate_blocks(head);
     }
     for (int i = count; i < kTilePairs; ++i) {
       keys[i] = keys[count - 1];
@@ -109,11 +103,50 @@ struct TilePairs {
   }
 
   void prefetch_scales() const {
-    key_scales.prefetch_all();
-    value_scales.prefetch_all();
+    key_scales.prefetch_all(count, block_size);
+    value_scales.prefetch_all(count, block_size);
   }
 
  private:
+  // Pairs in blocks of their own: without the work that a block takes.
+  void locate_single(const PagedHead& head) {
+    for (int i = 0; i < count; ++i) {
+      const int place = start + i + (start + i < head.evicted_begin ? 0 : head.num_evicted);
+      const int64_t block = head.block_table[place];
+      keys[i] = static_cast<const Key*>(head.keys) + block * head.key_stride;
+      values[i] = static_cast<const Value*>(head.values) + block * head.value_stride;
+      key_scales.locate_single(i, keys[i] + elements<Key>(head.head_dim));
+      value_scales.locate_single(i, values[i] + elements<Value>(head.head_dim));
+    }
+  }
+
+  void locate_blocks(const PagedHead& head) {
+    const int32_t* block;
+    int slot;
+    const auto seek = [&](int pair) {
+      const int place = pair + (pair < head.evicted_begin ? 0 : head.num_evicted);
+      block = head.block_table + place / head.block_size;
+      slot = place % head.block_size;
+    };
+    seek(start);
+    for (int i = 0; i < count;) {
+      const bool before_evicted = start + i < head.evicted_begin;
+      int block_end = minimum(count, i + head.block_size - slot);
+      if (before_evicted) block_end = minimum(block_end, head.evicted_begin - start);
+      const Key* key_block = static_cast<const Key*>(head.keys) + *block * head.key_stride;
+      const Value* value_block = static_cast<const Value*>(head.values) + *block * head.value_stride;
+      locate_vectors(head, i, block_end, slot, key_block, keys, key_scales);
+      locate_vectors(head, i, block_end, slot, value_block, values, value_scales);
+      i = block_end;
+      if (before_evicted && start + i == head.evicted_begin) {
+        seek(start + i);
+      } else {  // a division for each block would take as long as the products where blocks are short
+        ++block;
+        slot = 0;
+      }
+    }
+  }
+
   // Vectors begin .. end - 1, from slot `slot` of the head's block at `block` on.
   template <class T>
   static void locate_vectors(const PagedHead& head, int begin, int end, int slot, const T* block, const T** vectors,

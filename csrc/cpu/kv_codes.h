@@ -52,8 +52,9 @@ inline void store_two_of(T* p, Vec first, Vec second) {
 template <class Element>
 struct ScalePlaces {
   void locate(int, int, int, const Element*) {}
+  void locate_single(int, const Element*) {}
   void repeat(int) {}
-  void prefetch_all() const {}
+  void prefetch_all(int, int) const {}
 };
 
 template <class Element>
@@ -71,6 +72,12 @@ struct ScalePlaces<Element> {
     }
   }
 
+  // That of a pair whose block has no other one.
+  void locate_single(int pair, const Element* scale) {
+    places[pair] = reinterpret_cast<const float*>(scale);
+    together[pair / kLanes] = false;
+  }
+
   void repeat(int count) {
     for (int i = count; i < kTilePairs; ++i) {
       places[i] = places[count - 1];
@@ -78,8 +85,9 @@ struct ScalePlaces<Element> {
     }
   }
 
-  void prefetch_all() const {
-    for (int i = 0; i < kTilePairs; i += kCacheLine / kScaleBytes) prefetch(places[i]);
+  // Those of `count` pairs, of which so many follow each other as a block has.
+  void prefetch_all(int count, int block_size) const {
+    for (int i = 0; i < count; i += minimum(block_size, kCacheLine / kScaleBytes)) prefetch(places[i]);
   }
 };
 

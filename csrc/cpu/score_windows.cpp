@@ -28,16 +28,17 @@ void add_window(const AttentionPlan& plan, const AttentionTask& task, float* sco
                      plan.batch.windows.squared, queries.sinks, added);
   const int32_t* table = plan.batch.block_tables + task.sequence * plan.batch.table_width;
   const int block_size = static_cast<int>(plan.shape.block_size);
-  const auto place = [&](int index) {
-    const int64_t row = static_cast<int64_t>(table[index / block_size]) * plan.shape.kv_heads + task.kv_head;
-    return scores + row * block_size + index % block_size;
+  const auto of_block = [&](int block) {
+    return scores + (static_cast<int64_t>(table[block]) * plan.shape.kv_heads + task.kv_head) * block_size;
   };
   const int own = plan.batch.last_kv_index[task.first_token];
-  if (begin + count - 1 == own) *place(own) = 0;  // nobody has given it anything so far
-  for (int pair = 0; pair < count;) {
-    const int some = std::min(count - pair, block_size - (begin + pair) % block_size);
-    float* of_block = place(begin + pair);
-    for (int i = 0; i < some; ++i) of_block[i] += added[pair + i];
+  if (begin + count - 1 == own)
+    of_block(own / block_size)[own % block_size] = 0;  // nobody has given it anything so far
+  int block = begin / block_size, slot = begin % block_size;
+  for (int pair = 0; pair < count; ++block, slot = 0) {
+    float* row = of_block(block) + slot;
+    const int some = std::min(count - pair, block_size - slot);
+    for (int i = 0; i < some; ++i) row[i] += added[pair + i];
     pair += some;
   }
 }
