@@ -30,6 +30,7 @@ STABLE_TORCH_LIBRARY(kvllm, m) {
       "most, float limit) -> (Tensor, Tensor, Tensor)");
   m.def("choose_chunks(Tensor scores, int total, int chunk_budget, int max_chunk) -> Tensor");
   m.def("key_differences(Tensor keys) -> Tensor");
+  m.def("key_resemblance(Tensor keys, float threshold, bool spare_first) -> Tensor");
   m.def("hadamard(Tensor vectors) -> Tensor");
   m.def("gather_blocks(Tensor plane, Tensor tables, int size) -> Tensor");
   m.def("store_kv(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor keys, Tensor values, Tensor slots) -> ()");
@@ -71,6 +72,7 @@ STABLE_TORCH_LIBRARY_IMPL(kvllm, CPU, m) {
   m.impl("exchange_pairs", TORCH_BOX(&kvllm::exchange_pairs));
   m.impl("choose_chunks", TORCH_BOX(&kvllm::choose_chunks));
   m.impl("key_differences", TORCH_BOX(&kvllm::key_differences));
+  m.impl("key_resemblance", TORCH_BOX(&kvllm::key_resemblance));
   m.impl("hadamard", TORCH_BOX(&kvllm::hadamard));
   m.impl("gather_blocks", TORCH_BOX(&kvllm::gather_blocks));
   m.impl("store_kv", TORCH_BOX(&kvllm::store_kv));

@@ -10,6 +10,7 @@
 #include "hadamard_kernel.h"
 #include "integer_product.h"
 #include "key_differences_kernel.h"
+#include "key_resemblance_kernel.h"
 #include "key_scores_kernel.h"
 #include "largest_kernel.h"
 #include "mass_kernel.h"
@@ -53,6 +54,7 @@ constexpr Kernels make_kernels() {
       .exchange = exchange,
       .choose = choose,
       .key_differences = key_differences<T>,
+      .key_resemblance = key_resemblance<T>,
       .attention_mass = attention_mass<T, Score>,
       .rms_norm = rms_norm<T>,
       .add_rms_norm = add_rms_norm<T>,

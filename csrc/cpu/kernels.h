@@ -73,6 +73,12 @@ constexpr int64_t mass_workspace_floats(int64_t num_keys, int64_t head_dim) {
   return padded * head_dim + 4 * padded + 4 * head_dim;
 }
 
+// Memory that key resemblance works in: all keys packed, a tile of them, four rows of cosines, sums.
+constexpr int64_t resemblance_workspace_floats(int64_t num_keys, int64_t head_dim) {
+  const int64_t padded = (num_keys + kTilePairs - 1) / kTilePairs * kTilePairs;
+  return (padded + kTilePairs) * head_dim + 5 * padded;
+}
+
 // Keys and values of one KV head of one sequence. Pairs are counted without those that were evicted from this head
 // and not from others: pair `evicted_begin` lies `num_evicted` places behind the one before.
 struct PagedHead {
@@ -255,6 +261,12 @@ struct Kernels {
 
   // The negative cosine of each of some dense keys to the mean of all unit keys. `anchor` has room for one.
   void (*key_differences)(const void* keys, int num_keys, int head_dim, float* anchor, float* differences);
+
+  // The sum of the cosines of each of some dense keys to the others, where each of these leaves out the last one that
+  // it resembles by more than `threshold`; one that resembles none leaves out the first if `spare_first`. `workspace`
+  // has resemblance_workspace_floats.
+  void (*key_resemblance)(const void* keys, int num_keys, int head_dim, float threshold, bool spare_first,
+                          float* workspace, float* sums);
 
   // mass[key] <- sum of the softmax weights, or their squares, that `num_queries` queries give it, each over the first
   // `attended` (one number for each) of `num_keys` dense keys, with a learned score of each in `sinks`, unless that is

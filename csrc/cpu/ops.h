@@ -55,6 +55,8 @@ Tensor choose_chunks(const Tensor& scores, int64_t total, int64_t chunk_budget, 
 // `kvllm.compression.methods.keydiff.scores`: of keys `[windows, kv_heads, n, head_dim]` float32 `[windows, kv_heads,
 // n]`.
 Tensor key_differences(const Tensor& keys);
+// `kvllm.compression.methods.rkv.resemblance`: of keys `[kv_heads, n, head_dim]` float32 `[kv_heads, n]`.
+Tensor key_resemblance(const Tensor& keys, double threshold, bool spare_first);
 // `kvllm.kvcache.hadamard.hadamard`: of vectors `[count, d]` float32 `[count, d]`, d a power of two from 32 to 256.
 Tensor hadamard(const Tensor& vectors);
 // The first `size` slots of windows in all layers of a plane `[layers, blocks, kv_heads, block_size, width]`, whose

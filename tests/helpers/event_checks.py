@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvllm.compression.methods import keydiff, token2chunk
+from kvllm.compression.methods import keydiff, rkv, token2chunk
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.kvcache.formats import KV_FORMATS
 from kvllm.kvcache.ops.cpu import CpuOperations
@@ -45,6 +45,30 @@ def assert_key_differences(dtype: torch.dtype) -> None:
         torch.testing.assert_close(found.double(), literal_differences(keys), rtol=0, atol=3e-6)
         assert torch.equal(found[1, :, -1], found[1, :, 0])
         assert torch.equal(found[1:2], keydiff.scores(keys[1:2]))
+
+
+def literal_resemblance(keys: torch.Tensor, threshold: float, strict_public: bool) -> torch.Tensor:
+    """The cosines of each key to the others, without the last near one of each row, in float64."""
+    unit = keys.double() / (keys.double().norm(dim=-1, keepdim=True) + 1e-8)
+    cosines = unit @ unit.mT
+    cosines.diagonal(dim1=-2, dim2=-1).zero_()
+    for row in cosines.flatten(0, 1):
+        near = (row > threshold).nonzero().flatten().tolist()
+        if near or strict_public:
+            row[near[-1] if near else 0] = 0
+    return cosines.sum(dim=1)
+
+
+def assert_key_resemblance(dtype: torch.dtype) -> None:
+    """Of keys that are unlike each other, and of some of which many are near."""
+    for num_keys, head_dim in ((1, 7), (2, 64), (64, 80), (66, 24), (203, 128)):
+        for likeness in (0.0, 0.8):
+            keys = randn(2, num_keys, head_dim, dtype=dtype) + likeness * randn(2, 1, head_dim, dtype=dtype, seed=1)
+            for strict_public in (False, True):
+                found = rkv.resemblance(keys, 0.5, strict_public)
+                expected = literal_resemblance(keys, 0.5, strict_public)
+                torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=1e-5)
+                assert torch.equal(found[1:], rkv.resemblance(keys[1:], 0.5, strict_public))
 
 
 def assert_gathered(name: str | None, dtype: torch.dtype, block_size: int, size: int) -> None:

@@ -12,6 +12,7 @@ from tests.helpers.event_checks import (
     assert_choices,
     assert_gathered,
     assert_key_differences,
+    assert_key_resemblance,
     assert_order_of_special_scores,
 )
 
@@ -31,6 +32,11 @@ def test_order_of_special_scores() -> None:
 @DTYPES
 def test_key_differences_are_those_of_float64(dtype: torch.dtype) -> None:
     assert_key_differences(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])  # the last one goes through torch
+def test_key_resemblance_is_that_of_float64(dtype: torch.dtype) -> None:
+    assert_key_resemblance(dtype)
 
 
 @DTYPES

@@ -36,7 +36,12 @@ from tests.helpers.elementwise_checks import (
     assert_silu_mul_is_swiglu,
     assert_silu_of_extreme_gates,
 )
-from tests.helpers.event_checks import assert_choices, assert_key_differences, assert_order_of_special_scores
+from tests.helpers.event_checks import (
+    assert_choices,
+    assert_key_differences,
+    assert_key_resemblance,
+    assert_order_of_special_scores,
+)
 from tests.helpers.exchange_checks import assert_exchanges
 from tests.helpers.key_score_checks import assert_scores
 from tests.helpers.tensors import assert_same_rounding, randn
@@ -134,6 +139,7 @@ def check_events() -> None:
     assert_order_of_special_scores()
     for dtype in (torch.float32, torch.bfloat16):
         assert_key_differences(dtype)
+        assert_key_resemblance(dtype)
 
 
 @pytest.mark.parametrize("isa", LEVELS)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import max_pool1d
 
+from kvllm._extension import operator
 from kvllm.compression.mass import PLAIN_SOFTMAX, Softmax, queries_per_tile
 from kvllm.compression.methods.token2chunk import choose
 from kvllm.compression.precision import no_tf32
@@ -104,10 +105,21 @@ def importance(queries: Tensor, keys: Tensor, kernel: int = 7, softmax: Softmax 
     return max_pool1d(mass / num_tokens, kernel, stride=1, padding=kernel // 2)
 
 
-@torch.no_grad()
-@no_tf32()
 def redundancy(keys: Tensor, threshold: float = 0.5, strict_public: bool = True) -> Tensor:
     """How much the keys of one sequence resemble others: softmax over the mean cosine similarity.
+
+    Args: as for `resemblance`.
+
+    Returns:
+        float32 `[Hkv, C]`. Its values are close to 1 / C and to each other.
+    """
+    return torch.softmax(resemblance(keys, threshold, strict_public) / keys.shape[1], dim=-1)
+
+
+@torch.no_grad()
+@no_tf32()
+def resemblance(keys: Tensor, threshold: float, strict_public: bool) -> Tensor:
+    """The sum of the cosine similarities of each key to the others of one sequence.
 
     The last one of the keys that key i resembles by more than `threshold` does not count as redundant for it.
 
@@ -117,8 +129,10 @@ def redundancy(keys: Tensor, threshold: float = 0.5, strict_public: bool = True)
         strict_public: as in the public code, key 0 is not redundant for a key that has no near duplicate.
 
     Returns:
-        float32 `[Hkv, C]`. Its values are close to 1 / C and to each other.
+        float32 `[Hkv, C]`.
     """
+    if keys.is_cpu and keys.dtype in (torch.float32, torch.bfloat16):
+        return operator("key_resemblance")(keys.contiguous(), threshold, strict_public)
     num_kv_heads, length, _ = keys.shape
     keys = keys.float().contiguous()
     unit = keys / (keys.norm(dim=-1, keepdim=True) + 1e-8)
@@ -132,4 +146,4 @@ def redundancy(keys: Tensor, threshold: float = 0.5, strict_public: bool = True)
         spared = near.any(dim=-1, keepdim=True) | strict_public
         similarity.scatter_(-1, last_near, similarity.gather(-1, last_near).masked_fill_(spared, 0.0))
         total += similarity.sum(dim=1)
-    return torch.softmax(total / length, dim=-1)
+    return total
