@@ -76,7 +76,7 @@ def make_job(
     }
     require(engine["block_size"] >= 1, "block_size", engine["block_size"], "between 1 and 256")
     require(engine["max_num_seqs"] >= 1, "max_num_seqs", engine["max_num_seqs"], "at least 1")
-    engine["num_gpu_blocks_override"] = pool_blocks(args, engine, model, requests)
+    engine.setdefault("num_gpu_blocks_override", pool_blocks(args, engine, model, requests))
     config = EngineConfig(
         num_blocks=engine["num_gpu_blocks_override"],
         max_model_len=engine["max_model_len"],

@@ -24,6 +24,7 @@ ENGINE_OPTIONS = {
     "kv_offloading_size": float,
     "max_num_seqs": int,
     "max_num_batched_tokens": int,
+    "num_gpu_blocks_override": int,
 }
 
 

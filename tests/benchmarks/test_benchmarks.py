@@ -24,6 +24,7 @@ from tests.helpers.checkpoints import make_checkpoint
 
 PNG = b"\x89PNG"
 KARA = "kara:period=4,window_blocks=3,retain_blocks=1,buffer=4,chunk_budget=2"
+ROOMY = "vanilla:num_gpu_blocks_override=1000"
 
 
 @pytest.fixture(scope="module")
@@ -167,10 +168,10 @@ def test_built_in_shapes_have_the_size_they_are_named_for(tmp_path, name, parame
 def test_throughput_runs_variants_side_by_side(tiny, tmp_path, capfd):
     arguments = ["--model", str(tiny), "--num-prompts", "6", "--input-len", "40", "--output-len", "48"]
     arguments += ["--random-range-ratio", "0.2", "--block-size", "4", "--pool-fraction", "0.5", "--repeats", "1"]
-    throughput.benchmark([*arguments, "--variants", "vanilla", KARA, "--output", str(tmp_path)])
+    throughput.benchmark([*arguments, "--variants", "vanilla", KARA, ROOMY, "--output", str(tmp_path)])
 
     printed, progress = capfd.readouterr()
-    assert all(f"  {name}: 6 of 6 requests, " in progress for name in ("vanilla", KARA))  # of processes of their own
+    assert all(f"  {name}: 6 of 6 requests, " in progress for name in ("vanilla", KARA, ROOMY))  # of processes of their own
     content = json.loads((tmp_path / "throughput.json").read_text())
     assert (tmp_path / "throughput.png").read_bytes().startswith(PNG)
     assert content["command"] in printed and "--pool-fraction 0.5" in content["command"]
@@ -192,7 +193,8 @@ def test_throughput_runs_variants_side_by_side(tiny, tmp_path, capfd):
     assert kara["blocks_released"] == 2 * kara["windows_compressed"] > 0
     assert kara["entries_evicted"] == 8 * kara["windows_compressed"]
     ratio = kara["output_tokens_per_s"] / vanilla["output_tokens_per_s"]
-    assert content["ratios"] == {KARA: pytest.approx({"median": ratio, "min": ratio, "max": ratio})}
+    assert content["ratios"][KARA] == pytest.approx({"median": ratio, "min": ratio, "max": ratio})
+    assert content["variants"][ROOMY]["runs"][0]["num_blocks"] == 1000 > vanilla["num_blocks"]
 
 
 def test_a_failed_run_is_reported_with_its_reason(tmp_path):
