@@ -21,9 +21,10 @@ Points = Mapping[float, Outcome]
 def show(labels: Sequence[str], unit: str, columns: Sequence[str], outcomes: Outcomes) -> str:
     """Right answers, paired differences to the full cache and to the first method, memory, and cost.
 
-    labels: the methods, first the one that others are compared with. unit: what the columns are.
+    labels: the methods; the first one that has a column is what others are compared with. unit: what the columns are.
     """
-    first, full = labels[0], outcomes[FULL]
+    full = outcomes[FULL]
+    first = next((label for label in labels if any(f"{label} {column}" in outcomes for column in columns)), labels[0])
 
     def shown(cell: Callable[[Outcome, str], str], label: str, column: str) -> str:
         outcome = outcomes.get(f"{label} {column}")
@@ -63,22 +64,24 @@ def plot(path: Path, xlabel: str, panels: Mapping[str, Mapping[str, Points]], fu
 
     panels: by title, the lines by their labels. Lines of the same label look alike in all panels.
     """
-    columns = max(1, min(3, len(panels)))
+    columns = 2 if len(panels) == 4 else max(1, min(3, len(panels)))
     rows = max(1, -(-len(panels) // columns))
     figure = Figure(figsize=(9, 6 if rows == columns == 1 else 1 + 3 * rows), layout="constrained")
     all_axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
     labels = list(dict.fromkeys(label for lines in panels.values() for label in lines))
     handles: dict[str, Any] = {}
-    for axes, (title, lines) in zip(all_axes, panels.items(), strict=False):
+    for index, (axes, (title, lines)) in enumerate(zip(all_axes, panels.items(), strict=False)):
         for label, points in lines.items():
             handles[label] = _draw(axes, points, labels.index(label))
         handles[FULL] = axes.axhline(100 * full.accuracy, color="grey", linewidth=0.8)
         axes.set(title=title, ylim=(-2, 103))
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
+        if index + columns >= len(panels):  # no panel below
+            axes.set_xlabel(xlabel)
+            axes.tick_params(labelbottom=True)
     for axes in all_axes[len(panels) :]:
         axes.set_axis_off()
-    figure.supxlabel(xlabel, fontsize="medium")
     figure.supylabel("right answers (%)", fontsize="medium")
     figure.legend(handles.values(), list(handles), loc="outside lower center", ncols=4, frameon=False)
     report.save(path, figure)

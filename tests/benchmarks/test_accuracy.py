@@ -8,8 +8,9 @@ from types import ModuleType
 
 import pytest
 
-from benchmarks.common import compressions, intervals
+from benchmarks.common import answer_tables, compressions, intervals
 from benchmarks.common.questions import QuestionSource, read_records, same_answer
+from benchmarks.common.trials import FULL, Outcome
 from benchmarks.paper import figure_5, table_1
 from benchmarks.quality import kv_dtypes, settings
 from kvllm.errors import ConfigError
@@ -144,6 +145,29 @@ def test_kv_dtypes_have_equal_bytes(tmp_path: Path, capsys: pytest.CaptureFixtur
         budgets = [int(share * length * 512 / of_keydiff) for length in lengths]
         assert all(n <= m < n + 64 for n, m in zip(budgets, cut["cached_lengths"], strict=True))
     assert (tmp_path / "kv_dtypes.png").stat().st_size > 1000
+
+
+def test_others_are_compared_with_the_first_that_has_a_column() -> None:
+    right, wrong = (
+        Outcome(
+            right=[is_right],
+            exact=[is_right],
+            cached_lengths=[8],
+            logical_lengths=[10],
+            tokens=[4],
+            windows=1,
+            seconds=1.0,
+            cpu_seconds=1.0,
+            event_seconds=0.5,
+        )
+        for is_right in (True, False)
+    )
+    outcomes = {FULL: right, "fewer bits 0.2": right, "least bits 0.2": wrong}
+    text = answer_tables.show(["all bits", "fewer bits", "least bits"], "share", ["0.2"], outcomes)
+    compared = text.partition("Minus fewer bits, same questions, in points")[2].split("\n\n")[0]
+    rows = {row[:12].strip(): row[12:].split() for row in compared.splitlines()}
+    assert rows["all bits"] == ["-"]
+    assert rows["fewer bits"][:1] == ["+0.0"] and rows["least bits"][:1] == ["-100.0"]
 
 
 def test_settings_change_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

@@ -171,7 +171,9 @@ def test_throughput_runs_variants_side_by_side(tiny, tmp_path, capfd):
     throughput.benchmark([*arguments, "--variants", "vanilla", KARA, ROOMY, "--output", str(tmp_path)])
 
     printed, progress = capfd.readouterr()
-    assert all(f"  {name}: 6 of 6 requests, " in progress for name in ("vanilla", KARA, ROOMY))  # of processes of their own
+    assert all(
+        f"  {name}: 6 of 6 requests, " in progress for name in ("vanilla", KARA, ROOMY)
+    )  # of processes of their own
     content = json.loads((tmp_path / "throughput.json").read_text())
     assert (tmp_path / "throughput.png").read_bytes().startswith(PNG)
     assert content["command"] in printed and "--pool-fraction 0.5" in content["command"]
