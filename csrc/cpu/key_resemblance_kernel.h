@@ -68,7 +68,7 @@ struct KeyResemblance {
       Vec largest = load(of_tile);
       for (int i = kLanes; i < kTilePairs; i += kLanes) largest = max(load(of_tile + i), largest);
       if (!(reduce_max(largest) > threshold)) continue;
-      for (int i = kTilePairs - 1; i >= 0; --i) {
+      for (int i = minimum(kTilePairs, num_keys - t * kTilePairs) - 1; i >= 0; --i) {
         if (of_tile[i] > threshold) return t * kTilePairs + i;
       }
     }

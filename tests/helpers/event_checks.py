@@ -64,11 +64,11 @@ def assert_key_resemblance(dtype: torch.dtype) -> None:
     for num_keys, head_dim in ((1, 7), (2, 64), (64, 80), (66, 24), (203, 128)):
         for likeness in (0.0, 0.8):
             keys = randn(2, num_keys, head_dim, dtype=dtype) + likeness * randn(2, 1, head_dim, dtype=dtype, seed=1)
-            for strict_public in (False, True):
-                found = rkv.resemblance(keys, 0.5, strict_public)
-                expected = literal_resemblance(keys, 0.5, strict_public)
+            for threshold, strict_public in ((0.5, False), (0.5, True), (-2.0, True)):
+                found = rkv.resemblance(keys, threshold, strict_public)
+                expected = literal_resemblance(keys, threshold, strict_public)
                 torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=1e-5)
-                assert torch.equal(found[1:], rkv.resemblance(keys[1:], 0.5, strict_public))
+                assert torch.equal(found[1:], rkv.resemblance(keys[1:], threshold, strict_public))
 
 
 def assert_gathered(name: str | None, dtype: torch.dtype, block_size: int, size: int) -> None:
