@@ -17,6 +17,7 @@ from kvllm.compression.mass import attention_mass
 from kvllm.compression.methods import adakv, chunkkv, kara_sharp, keydiff, linear_scorer, pyramidkv, rkv, snapkv
 from kvllm.compression.registry import METHODS
 from kvllm.compression.statistics import QueryStatistics
+from tests.helpers.event_checks import literal_resemblance
 from tests.helpers.gates import random_gates
 from tests.helpers.literal_kara import literal_token2chunk
 from tests.helpers.literal_methods import LITERALS, OPTIONS, Sequence
@@ -500,13 +501,8 @@ def literal_rkv(queries, keys, retain, buffer):
 
 
 def literal_redundancy(keys):
-    unit = [[x / (math.sqrt(dot(key, key)) + 1e-8) for x in key] for key in keys]
-    similar = [0.0] * len(keys)
-    for i in range(len(keys)):
-        row = [0.0 if i == j else dot(unit[i], unit[j]) for j in range(len(keys))]
-        row[max([j for j in range(len(keys)) if row[j] > 0.5], default=0)] = 0.0
-        similar = [total + value / len(keys) for total, value in zip(similar, row, strict=True)]
-    return softmax(similar)
+    similar = literal_resemblance(torch.tensor([keys], dtype=torch.float64), threshold=0.5, strict_public=True)
+    return softmax((similar[0] / len(keys)).tolist())
 
 
 def literal_gkv(queries, keys, earlier, buffer, total):
