@@ -6,6 +6,7 @@ text. This module imports no torch.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,35 +23,38 @@ LAYER_LOSSES_FILE = "kv_layer_losses.json"
 class LayerLosses(Struct, frozen=True):
     """The losses of a checkpoint's layers.
 
-    losses: for each layer, what it loses when it keeps 0, 1, .. n n-ths of its KV pairs, those that are looked up most.
-        A look-up with attention probability p loses p squared with the KV pair; so sharp look-ups count, and what is
-        spread over many KV pairs does not. Means over KV heads and texts.
+    shares: of the KV pairs of a window in front of its buffer, ascending from 0 to 1.
+    losses: for each layer what the model loses when this layer alone keeps each of the shares, and all others keep
+        everything: the divergence KL(full || compressed) of its predictions, in nats a token. Each row is convex.
     text, tokens: what they were measured on.
     """
 
+    shares: list[float]
     losses: list[list[float]]
     text: str
     tokens: int
 
     def at(self, layer: int, share: float) -> float:
         """The loss of a layer that keeps a share of its KV pairs."""
-        of_layer = self.losses[layer]
-        place = share * (len(of_layer) - 1)
-        before = min(int(place), len(of_layer) - 2)
-        return of_layer[before] + (place - before) * (of_layer[before + 1] - of_layer[before])
+        of_layer, shares = self.losses[layer], self.shares
+        after = min(max(1, bisect_left(shares, share)), len(shares) - 1)
+        place = (share - shares[after - 1]) / (shares[after] - shares[after - 1])
+        return of_layer[after - 1] + place * (of_layer[after] - of_layer[after - 1])
 
 
 def read_losses(folder: Path, num_layers: int) -> LayerLosses:
     """Raises CheckpointError if the checkpoint's folder has no such file, or one that is not of this model."""
     path = folder / LAYER_LOSSES_FILE
-    command = f"write it with `python -m benchmarks.quality.calibrate --model {folder} --text FILE`"
+    command = f"write it with `python -m benchmarks.quality.calibrate --layer-losses --model {folder} --text FILE`"
     if not path.is_file():
         raise CheckpointError(f'{folder} has no {LAYER_LOSSES_FILE}, which layer_groups="auto" needs: {command}')
     try:
         found = msgspec.json.decode(path.read_bytes(), type=LayerLosses)
     except msgspec.DecodeError as error:
         raise CheckpointError(f"{path} is not readable ({error}): {command}") from None
-    if len(found.losses) != num_layers or any(len(of_layer) < 2 for of_layer in found.losses):
+    shares = found.shares
+    ascends = shares == sorted({0.0, *shares, 1.0})
+    if not ascends or len(found.losses) != num_layers or any(len(row) != len(shares) for row in found.losses):
         raise CheckpointError(f"{path} is not of this model, which has {num_layers} layers: {command}")
     return found
 

@@ -6,18 +6,17 @@ The teacher is the model itself with its whole cache. transformers computes both
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div, logsigmoid
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
-from transformers.masking_utils import eager_mask
 
+from benchmarks.common import changed_attention
+from benchmarks.common.changed_attention import Attention
 from benchmarks.common.texts import Text
 from kvllm.compression.gates import Gates, gate_inputs
 from kvllm.models.config import load_model_config
@@ -31,7 +30,6 @@ RAMP = 0.5
 """The share of the steps over which the target falls from everything to what is asked for."""
 ROWS = 16
 """One of so many query tokens is looked at for what TRIM-KV holds."""
-GATED = "gated"
 
 
 @dataclass(frozen=True)
@@ -112,32 +110,19 @@ KEEPING = {"dms": 5.0, "trimkv": 8.0}
 
 @dataclass
 class Gating:
-    """One pass of the model, with biased attention. found: of each layer so far."""
+    """One pass of the model, with what the gates make of its attention. found: of each layer so far."""
 
     bias: Callable[[int, Tensor, Tensor], Biased]
     found: list[Biased] = field(default_factory=list)
 
-
-def attend(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor,
-    gating: Gating | None = None,
-    **rest: Any,
-) -> tuple[Tensor, Tensor]:
-    """Attention of a layer of transformers, as the model's own module writes it out, with what the gates make of it."""
-    written_out = sys.modules[type(module).__module__].eager_attention_forward
-    if gating is not None:
-        biased, group = gating.bias(module.layer_idx, key, value), query.shape[1] // key.shape[1]
-        gating.found.append(biased)
-        if biased.bias is not None:
-            attention_mask = attention_mask + biased.bias.repeat_interleave(group, dim=1)
-        if biased.factor is not None:  # what is missing from the logits is added to the mask
-            logits = query @ key.repeat_interleave(group, dim=1).mT * rest["scaling"]
-            attention_mask = attention_mask + (biased.factor - 1).repeat_interleave(group, dim=1) * logits
-    return written_out(module, query, key, value, attention_mask, **rest)
+    def __call__(self, attention: Attention) -> Tensor | None:
+        biased = self.bias(attention.layer, attention.key, attention.value)
+        self.found.append(biased)
+        if biased.factor is not None:  # what is missing from the logits is added to them
+            keys = attention.key.repeat_interleave(attention.group, dim=1)
+            logits = attention.query @ keys.mT * attention.scaling
+            return (biased.factor - 1).repeat_interleave(attention.group, dim=1) * logits
+        return None if biased.bias is None else biased.bias.repeat_interleave(attention.group, dim=1)
 
 
 class Trainer:
@@ -150,10 +135,7 @@ class Trainer:
         order = channel_order(config)
         self.order = slice(None) if order is None else order
         self.generator = torch.Generator().manual_seed(settings.seed)
-        AttentionInterface.register(GATED, attend)
-        AttentionMaskInterface.register(GATED, eager_mask)
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=GATED)
-        self.model.eval().requires_grad_(False)
+        self.model = changed_attention.load(path)
         shape, width = (config.num_layers, config.num_kv_heads), 2 * config.head_dim
         self.gates = Gates(
             torch.randn(*shape, UNITS, width, generator=self.generator) / width**0.5,
@@ -197,7 +179,7 @@ class Trainer:
         gating = Gating(bias)
         with torch.no_grad():
             teacher = self.model(ids, use_cache=False).logits[0].log_softmax(dim=-1)
-        student = self.model(ids, use_cache=False, gating=gating).logits[0].log_softmax(dim=-1)
+        student = self.model(ids, use_cache=False, change=gating).logits[0].log_softmax(dim=-1)
         divergence = kl_div(student, teacher, reduction="batchmean", log_target=True)
         excess = torch.cat([each.excess for each in gating.found]).mean()
         loss = divergence + self.settings.weight * excess
@@ -224,4 +206,4 @@ class Trainer:
             return Biased(torch.zeros(0), torch.zeros(0))
 
         with torch.no_grad():
-            self.model(torch.tensor([text.token_ids]), use_cache=False, gating=Gating(observe))
+            self.model(torch.tensor([text.token_ids]), use_cache=False, change=Gating(observe))

@@ -1,8 +1,8 @@
-"""Statistics of a model's queries on a text, for the methods that need them, and what its layers lose with the KV
-pairs that the text looks up, for `layer_groups="auto"`: two files beside the checkpoint.
+"""Statistics of a model's queries on a text, for the methods that need them, and what the model loses when one layer
+compresses, for `layer_groups="auto"`: two files beside the checkpoint.
 
     python -m benchmarks.quality.calibrate --model DIR --text FILE
-    python -m benchmarks.quality.calibrate --model benchmarks/reasoner/earlier --task program
+    python -m benchmarks.quality.calibrate --layer-losses --model benchmarks/reasoner/earlier --task program
 
 The model reads the text in pieces. Of every layer and query head the script takes the mean, the covariance and the
 lengths of queries before rotary embedding, without the first four tokens of a piece, which are outliers. The text
@@ -10,28 +10,34 @@ should have all kinds of what the model will write, for KV pairs that only other
 reads problems of the reasoner with their workings instead, a piece for each. The default for the model of the package
 is problems of all its tasks in turn.
 
-The files are kv_statistics.safetensors and kv_layer_losses.json in the checkpoint's folder. The first one takes 4 bytes
-for each of `d * d + 1.5 * d` numbers of a query head: 65 MiB for 32 layers of 32 heads with 128 channels.
+The first file, kv_statistics.safetensors, takes 4 bytes for each of `d * d + 1.5 * d` numbers of a query head: 65 MiB
+for 32 layers of 32 heads with 128 channels. kv_layer_losses.json is written with `--layer-losses` alone, because each
+text is read once more for each layer and share: with 32 layers 192 times. Memory is that of the
+attention of a text in one layer, written out. Windows begin behind a problem's prompt, and texts without one are left
+out.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import structs
+from tqdm import tqdm
 
-from benchmarks.common import command_line, report, texts
+from benchmarks.common import command_line, compressions, layer_losses, report, texts
 from benchmarks.common.internals import observe_projections, runner_of
-from benchmarks.common.layer_losses import LayerLoss
+from benchmarks.common.texts import Text
 from kvllm import LLM, SamplingParams
 from kvllm.compression.rotation import pair_lengths, rotate, rotation
 from kvllm.compression.statistics import QueryStatistics, write_statistics
 from kvllm.config import require
-from kvllm.layer_shares import LAYER_LOSSES_FILE
+from kvllm.layer_shares import LAYER_LOSSES_FILE, LayerLosses
 from kvllm.models.config import load_model_config
 from kvllm.models.rotary import rotary_frequencies
 
@@ -43,10 +49,15 @@ BLOCK_SIZE = 16
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_line.make_parser("benchmarks.quality.calibrate", __doc__)
     texts.add_arguments(parser)
-    parser.add_argument("--pieces", type=int, default=64, metavar="N", help="most pieces (default 64)")
+    add = parser.add_argument
+    add("--pieces", type=int, default=64, metavar="N", help="most pieces (default 64)")
+    add("--layer-losses", action="store_true", help="measure what each layer loses, too")
+    compressions.add_window_arguments(parser)
     args = parser.parse_args(arguments)
     texts.check_arguments(args, OUTLIERS)
     texts.check_writable(args.model)
+    allowed = f"at least 1 and less than --window {args.window}"
+    require(1 <= args.buffer < args.window, "--buffer", args.buffer, allowed)
     require(args.pieces >= 1, "--pieces", args.pieces, "at least 1")
     return args
 
@@ -75,9 +86,8 @@ class Sums:
 
 
 @torch.inference_mode()
-def calibrate(path: Path, pieces: Sequence[list[int]]) -> tuple[QueryStatistics, list[list[float]]]:
-    """Statistics of a checkpoint's queries, `[layers, Hq, ...]`, and the losses of its layers (`LayerLosses.losses`),
-    over texts given as token ids."""
+def calibrate(path: Path, pieces: Sequence[list[int]]) -> QueryStatistics:
+    """Statistics of a checkpoint's queries over texts given as token ids, `[layers, Hq, ...]`."""
     config = load_model_config(path)
     longest = max(map(len, pieces))
     llm = LLM(
@@ -93,10 +103,7 @@ def calibrate(path: Path, pieces: Sequence[list[int]]) -> tuple[QueryStatistics,
     sums = [Sums(config.num_query_heads, config.head_dim, device) for _ in range(config.num_layers)]
     frequencies = rotary_frequencies(config, longest + 1).to(device)
 
-    losses = [LayerLoss(config.scale) for _ in range(config.num_layers)]
-
     def observe(layer: int, queries: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor) -> None:
-        losses[layer].add(queries, keys)
         cos, sin = rotation(positions, frequencies)
         sums[layer].add(rotate(queries.transpose(0, 1), cos, -sin)[:, positions >= OUTLIERS])
 
@@ -107,25 +114,41 @@ def calibrate(path: Path, pieces: Sequence[list[int]]) -> tuple[QueryStatistics,
         if output.error is not None:
             raise output.error
     found = [of_layer.statistics() for of_layer in sums]
-    statistics = QueryStatistics(
+    return QueryStatistics(
         torch.stack([of_layer.mean for of_layer in found]),
         torch.stack([of_layer.magnitude for of_layer in found]),
         torch.stack([of_layer.covariance for of_layer in found]),
     )
-    return statistics, [of_layer.losses() for of_layer in losses]
+
+
+def with_windows(args: argparse.Namespace, pieces: Sequence[Text]) -> list[Text]:
+    """The texts that have a window. Raises ConfigError if there is none."""
+    found = [text for text in pieces if layer_losses.starts(text, args.window, args.buffer)]
+    allowed = f"less than the tokens of a text behind its prompt, of which none has more than {args.window}"
+    require(bool(found), "--window", args.window, allowed)
+    return found
+
+
+def write_layer_losses(args: argparse.Namespace, pieces: Sequence[Text]) -> None:
+    shown = tqdm(pieces, desc="Layer losses", disable=not sys.stderr.isatty())
+    found = layer_losses.measure(args.model, shown, args.window, args.buffer)
+    losses = [layer_losses.convex(of_layer) for of_layer in found]
+    num_tokens = sum(len(text.token_ids) for text in pieces)
+    measured = LayerLosses(list(layer_losses.SHARES), losses, texts.describe(args), num_tokens)
+    report.write_json(args.model / LAYER_LOSSES_FILE, structs.asdict(measured))
+    print(f"Written: {args.model / LAYER_LOSSES_FILE}, from {num_tokens:,} tokens")
 
 
 def run_calibration(arguments: Sequence[str]) -> None:
     args = parse_arguments(arguments)
-    pieces = [text.token_ids for text in islice(texts.read_texts(args, OUTLIERS), args.pieces)]
-    num_tokens = sum(map(len, pieces))
-    metadata = {"text": texts.describe(args), "tokens": str(num_tokens)}
-    statistics, losses = calibrate(args.model, pieces)
-    written = write_statistics(args.model, statistics, metadata)
-    of_layers = args.model / LAYER_LOSSES_FILE
-    report.write_json(of_layers, {"losses": losses, "text": metadata["text"], "tokens": num_tokens})
-    size = written.stat().st_size / 1024
-    print(f"Written: {written} ({size:.0f} KiB) and {of_layers.name}, from {num_tokens:,} tokens")
+    found = list(islice(texts.read_texts(args, OUTLIERS), args.pieces))
+    of_losses = with_windows(args, found) if args.layer_losses else []
+    num_tokens = sum(len(text.token_ids) for text in found)
+    statistics = calibrate(args.model, [text.token_ids for text in found])
+    written = write_statistics(args.model, statistics, {"text": texts.describe(args), "tokens": str(num_tokens)})
+    print(f"Written: {written} ({written.stat().st_size / 1024:.0f} KiB), from {num_tokens:,} tokens", flush=True)
+    if of_losses:
+        write_layer_losses(args, of_losses)
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.common.changed_attention import attend
 from benchmarks.common.gate_training import (
     TEMPERATURE,
     Biased,
@@ -19,7 +20,6 @@ from benchmarks.common.gate_training import (
     Places,
     Settings,
     Trainer,
-    attend,
     decayed,
     dropped,
 )
@@ -113,7 +113,7 @@ def test_a_biased_pass_is_that_without_the_dropped_pairs(checkpoint: Path, text:
         visible[layer] &= ~gone
     ids = torch.tensor([text.token_ids])
     for gating, seen in ((Gating(bias), visible), (None, torch.ones_like(visible).tril())):
-        found = trainer.model(ids, use_cache=False, gating=gating).logits[0].double()
+        found = trainer.model(ids, use_cache=False, change=gating).logits[0].double()
         torch.testing.assert_close(found, decoder.forward(text.token_ids, seen).logits, rtol=0, atol=1e-3)
 
 
@@ -125,7 +125,7 @@ def test_a_factor_multiplies_the_logits_of_attention(checkpoint: Path) -> None:
     module = Trainer(checkpoint, Settings("trimkv", TARGET), LENGTH).model.model.layers[1].self_attn
     gating = Gating(lambda *_: Biased(torch.zeros(1, 2), torch.zeros(1, 2), factor=factor))
     mask = torch.full((LENGTH, LENGTH), torch.finfo(torch.float32).min).triu(1)[None, None]
-    found, _ = attend(module, queries, keys, values, mask, gating=gating, scaling=0.5)
+    found, _ = attend(module, queries, keys, values, mask, change=gating, scaling=0.5)
     for head in range(8):
         query, key, value = (
             x[0].double().numpy() for x in (queries[:, head], keys[:, head // 4], values[:, head // 4])

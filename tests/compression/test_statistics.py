@@ -33,7 +33,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixture
 def test_statistics_are_those_of_dense_queries_before_their_rotation(checkpoint: Path) -> None:
     """Two pieces of different lengths, one of them read in several steps."""
     pieces = random_token_ids(50, 37)
-    write_statistics(checkpoint, calibrate.calibrate(checkpoint, pieces)[0], {})
+    write_statistics(checkpoint, calibrate.calibrate(checkpoint, pieces), {})
     found = read_statistics(checkpoint, load_model_config(checkpoint), KVHeads(0, 2, 1), CPU)
     decoder = DenseDecoder(checkpoint)
     for layer in range(decoder.num_layers):
@@ -56,7 +56,7 @@ def queries_of(decoder: DenseDecoder, tokens: list[int]) -> list[torch.Tensor]:
 def test_a_rank_reads_the_query_heads_of_its_kv_heads(checkpoint: Path) -> None:
     """Eight query heads, two KV heads. Replicas of a KV head read the same."""
     model = load_model_config(checkpoint)
-    write_statistics(checkpoint, calibrate.calibrate(checkpoint, random_token_ids(20))[0], {})
+    write_statistics(checkpoint, calibrate.calibrate(checkpoint, random_token_ids(20)), {})
     whole = load_file(checkpoint / STATISTICS_FILE)
     for heads, of_rank in ((KVHeads(1, 1, 1), slice(4, 8)), (KVHeads(0, 1, 2), slice(0, 4))):
         found = read_statistics(checkpoint, model, heads, CPU)

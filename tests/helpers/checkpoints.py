@@ -64,7 +64,7 @@ def add_method_files(path: Path) -> None:
     gates with random weights."""
     generator = torch.Generator().manual_seed(0)
     pieces = [torch.randint(SIZES["vocab_size"], (60,), generator=generator).tolist() for _ in range(2)]
-    write_statistics(path, calibrate(path, pieces)[0], {})
+    write_statistics(path, calibrate(path, pieces), {})
     model = load_model_config(path)
     for seed, method in enumerate(name for name, spec in SPECS.items() if spec.gated):
         gates = random_gates(model.num_layers, model.num_kv_heads, model.head_dim, first=100 * seed)
