@@ -76,6 +76,9 @@ def make_job(
     }
     require(engine["block_size"] >= 1, "block_size", engine["block_size"], "between 1 and 256")
     require(engine["max_num_seqs"] >= 1, "max_num_seqs", engine["max_num_seqs"], "at least 1")
+    has_parts = variant.compression is not None and bool(variant.compression.layer_groups)
+    allowed = "with num_gpu_blocks_override among the variant's settings: its blocks hold a part of the layers each"
+    require(not has_parts or "num_gpu_blocks_override" in engine, "layer_groups", variant.name, allowed)
     engine.setdefault("num_gpu_blocks_override", pool_blocks(args, engine, model, requests))
     config = EngineConfig(
         num_blocks=engine["num_gpu_blocks_override"],

@@ -226,6 +226,7 @@ def test_a_failed_run_is_reported_with_its_reason(tmp_path):
         (["--repeats", "0"], "--repeats=0"),
         (["--variants", "vanilla", "vanilla"], "each may be given once"),
         (["--block-size", "16", "--variants", "vanilla", "kara"], "buffer=32.*lower buffer"),
+        (["--variants", "kara:layer_groups=pyramid"], "layer_groups=.* with num_gpu_blocks_override among"),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_runs(arguments, message, monkeypatch, capsys):
