@@ -38,13 +38,12 @@ class OneLayer:
         if attention.layer != self.layer:
             return None
         num_heads, length = attention.key.shape[1:3]
-        is_gone = torch.zeros(num_heads, length, length, dtype=torch.bool, device=attention.key.device)
+        added = torch.zeros(num_heads, length, length, device=attention.key.device)
         for start in self.starts:
             end = start + self.window
-            is_kept = torch.zeros(num_heads, self.window, dtype=torch.bool, device=is_gone.device)
+            is_kept = torch.zeros(num_heads, self.window, dtype=torch.bool, device=added.device)
             is_kept.scatter_(1, self._chosen(attention, slice(start, end)), True)
-            is_gone[:, end:, start:end] = ~is_kept[:, None]
-        added = torch.zeros(is_gone.shape, device=is_gone.device).masked_fill_(is_gone, -torch.inf)
+            added[:, end:, start:end].masked_fill_(~is_kept[:, None], -torch.inf)
         return added.repeat_interleave(attention.group, dim=0)[None]
 
     def _chosen(self, attention: Attention, window: slice) -> Tensor:

@@ -70,12 +70,12 @@ def test_losses_are_those_of_an_engine(checkpoint: Path) -> None:
     found = random_texts([80, PROMPT + WINDOW + WINDOW - BUFFER + 1])
     measured = torch.tensor(layer_losses.measure(checkpoint, found, WINDOW, BUFFER))
     assert measured.shape == (NUM_LAYERS, len(SHARES)) and (measured[:, -1] == 0).all()
+    behind = slice(WINDOW + 1, None)  # the first row is the prompt's last token
+    full = [predictions(checkpoint, text, None)[behind].double().log_softmax(-1) for text in found]
     for layer in range(NUM_LAYERS):
         for i, share in enumerate(SHARES[:-1]):
             total, tokens = 0.0, 0
-            for text in found:
-                behind = slice(WINDOW + 1, None)  # the first row is the prompt's last token
-                whole = predictions(checkpoint, text, None)[behind].double().log_softmax(-1)
+            for text, whole in zip(found, full, strict=True):
                 compressed = predictions(checkpoint, text, of_one_layer(layer, share))[behind].double().log_softmax(-1)
                 total += (whole.exp() * (whole - compressed)).sum().item()
                 tokens += len(whole)
