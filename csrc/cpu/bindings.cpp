@@ -2,9 +2,11 @@
 
 #include "ops.h"
 
-// Where KV pairs of windows are scored, and the windows (kvllm/attention/base.py).
-#define SCORE_WINDOWS \
-  "Tensor(s!)? scores, Tensor? window_start, int window_size, int window_stride, int num_scored, bool squared, "
+// The windows whose KV pairs are scored (kvllm/attention/base.py), and where they are.
+#define WINDOW_SIZES "int window_size, int window_stride, int num_scored, bool squared, "
+#define SCORE_WINDOWS "Tensor(s!)? scores, Tensor? window_start, " WINDOW_SIZES
+// Of each layer: its part of KV groups, its place in a block, and its window, 0 for none.
+#define LAYER_TABLES "int[] layer_parts, int[] layer_places, int[] sliding_windows, "
 
 STABLE_TORCH_LIBRARY(kvllm, m) {
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
@@ -48,15 +50,15 @@ STABLE_TORCH_LIBRARY(kvllm, m) {
       "q_norm, Tensor? k_norm, Tensor o, Tensor? o_scales, Tensor post_attention_norm, Tensor gate_up, Tensor? "
       "gate_up_scales, Tensor down, Tensor? down_scales, int inner_size) -> ()");
   m.def(
-      "run_decoder(Tensor decoder, Tensor(a!) residual, Tensor positions, Tensor slots, Tensor(b!) key_cache, "
-      "Tensor(c!) value_cache, Tensor query_start_loc, Tensor last_kv_index, Tensor block_tables, Tensor? packed_len, "
-      "Tensor? head_lengths, " SCORE_WINDOWS
-      "float scale, Tensor? sliding_windows=None, Tensor(r!)? "
-      "kv_residual=None, Tensor? residual_slots=None, Tensor? residual_first=None, Tensor? wanted=None) -> Tensor");
+      "run_decoder(Tensor decoder, Tensor(a!) residual, Tensor positions, Tensor[] slots, Tensor(b!) key_cache, "
+      "Tensor(c!) value_cache, Tensor query_start_loc, Tensor[] last_kv_index, Tensor[] block_tables, Tensor? "
+      "packed_len, Tensor? head_lengths, " LAYER_TABLES "Tensor(s!)? scores, Tensor[] window_start, " WINDOW_SIZES
+      "float scale, Tensor(r!)? kv_residual=None, Tensor? residual_slots=None, Tensor? residual_first=None, Tensor? "
+      "wanted=None) -> Tensor");
   m.def(
       "decoder_queries(Tensor decoder, int layer, Tensor(a!) residual, Tensor? queries, Tensor positions, Tensor "
-      "key_cache, Tensor value_cache, Tensor query_start_loc, Tensor last_kv_index, Tensor block_tables, Tensor? "
-      "packed_len, Tensor? head_lengths, float scale, Tensor? sliding_windows) -> Tensor");
+      "key_cache, Tensor value_cache, Tensor query_start_loc, Tensor[] last_kv_index, Tensor[] block_tables, Tensor? "
+      "packed_len, Tensor? head_lengths, " LAYER_TABLES "float scale) -> Tensor");
   m.def("cpu_isa() -> str");
   m.def("set_loop_threads(int threads) -> ()");
 }

@@ -2,6 +2,7 @@
 // kept from step to step.
 #include <cstring>
 #include <deque>
+#include <map>
 #include <memory>
 
 #include "attention.h"
@@ -70,44 +71,57 @@ Decoder& decoder_in(const Tensor& tensor) {
   return decoder;
 }
 
-// A plan for each window that layers have.
+// What the layers of a part of KV groups share.
+struct Part {
+  const int64_t* slots;  // where keys and values are stored; null in a pass that stores none
+  AttentionBatch batch;
+};
+
+// Of each layer: its part, its place in a block, and its window, 0 for none.
+struct LayerTables {
+  const std::vector<int64_t>& parts;
+  const std::vector<int64_t>& places;
+  const std::vector<int64_t>& windows;
+};
+
+AttentionBatch batch_of(const std::vector<Part>& parts, const LayerTables& tables, int64_t layer) {
+  AttentionBatch batch = parts[tables.parts[layer]].batch;
+  batch.sliding_window = sliding_window(tables.windows[layer]);
+  if (batch.sliding_window != kNoWindow) {
+    batch.packed_len = nullptr;
+    batch.windows.start = nullptr;
+  }
+  return batch;
+}
+
+// A plan for each part and window that layers have.
 class LayerPlans {
  public:
-  // windows: of each layer, 0 for none; null: none has one.
-  LayerPlans(const AttentionShape& shape, const AttentionBatch& batch, const int64_t* windows, int64_t layers) {
-    for (int64_t layer = 0; layer < layers; ++layer) {
-      const int window = sliding_window(windows == nullptr ? 0 : windows[layer]);
-      const auto same = [&](const AttentionPlan& plan) { return plan.batch.sliding_window == window; };
-      auto found = std::find_if(plans_.begin(), plans_.end(), same);
-      of_layer_.push_back(found != plans_.end() ? &*found : &add(shape, batch, window));
+  LayerPlans(const AttentionShape& shape, const std::vector<Part>& parts, const LayerTables& tables) {
+    std::map<std::pair<int64_t, int64_t>, AttentionPlan*> found;
+    for (size_t layer = 0; layer < tables.parts.size(); ++layer) {
+      AttentionPlan*& plan = found[{tables.parts[layer], tables.windows[layer]}];
+      if (plan == nullptr) plan = &plans_.emplace_back(shape, batch_of(parts, tables, static_cast<int64_t>(layer)));
+      of_layer_.push_back(plan);
     }
   }
 
-  AttentionPlan& operator[](int64_t layer) { return *of_layer_[layer]; }
+  AttentionPlan& operator[](size_t layer) { return *of_layer_[layer]; }
 
  private:
-  AttentionPlan& add(const AttentionShape& shape, AttentionBatch batch, int window) {
-    if (window != kNoWindow) {
-      batch.packed_len = nullptr;
-      batch.windows.start = nullptr;
-    }
-    batch.sliding_window = window;
-    return plans_.emplace_back(shape, batch);
-  }
-
   std::deque<AttentionPlan> plans_;
   std::vector<AttentionPlan*> of_layer_;
 };
 
-// The keys, or the values, of all layers.
-struct LayerCaches {
+// The keys, or the values, of all places.
+struct PlaceCaches {
   char* first;
-  int64_t bytes;  // from a layer to the next
+  int64_t bytes;  // from a place to the next
 
-  explicit LayerCaches(const Tensor& cache)
+  explicit PlaceCaches(const Tensor& cache)
       : first(static_cast<char*>(cache.mutable_data_ptr())), bytes(cache.stride(0) * cache.element_size()) {}
 
-  char* operator[](size_t layer) const { return first + static_cast<int64_t>(layer) * bytes; }
+  char* operator[](int64_t place) const { return first + place * bytes; }
 };
 
 // The rows of all layers in which KV pairs are held as they were, `[layers, 2, slots, size, kv_heads, head_dim]`.
@@ -129,11 +143,27 @@ struct KVResidual {
   }
 };
 
-// Where a pass stores keys and values.
-struct Places {
+// Where a pass reads and stores keys and values. What layers add to, head_lengths `[layers, num_sequences, kv_heads]`
+// and scores `[places, num_blocks, kv_heads, block_size]`, is null where no part has it.
+struct CachedLayers {
   StoreShape shape;
-  const int64_t* slots;
+  PlaceCaches keys;
+  PlaceCaches values;
+  const std::vector<Part>& parts;
+  LayerTables tables;
   KVResidual residual;
+  const int32_t* head_lengths;
+  float* scores;
+
+  const int64_t* slots(size_t layer) const { return parts[tables.parts[layer]].slots; }
+  const int32_t* lengths_of(size_t layer, const AttentionBatch& batch) const {
+    if (batch.packed_len == nullptr) return nullptr;
+    return head_lengths + static_cast<int64_t>(layer) * batch.num_sequences * shape.kv_heads;
+  }
+  float* scores_of(size_t layer, const AttentionBatch& batch) const {
+    if (batch.windows.start == nullptr) return nullptr;
+    return scores + tables.places[layer] * shape.num_blocks * shape.kv_heads * shape.block_size;
+  }
 };
 
 // Query tokens, ascending: those whose hidden states are wanted. None: those of all are.
@@ -155,23 +185,15 @@ class Pass {
 
   // residual `[rows, hidden_size]` is overwritten; hidden gets the normalized result of the wanted rows. Behind the
   // last attention, these alone are computed.
-  void run(char* residual, char* hidden, const Wanted& wanted, LayerPlans& plans, const Places& places,
-           LayerCaches keys, LayerCaches values, const int32_t* head_lengths, float* scores) {
+  void run(char* residual, char* hidden, const Wanted& wanted, LayerPlans& plans, const CachedLayers& cached) {
     char* x = normalize(residual);
-    const int64_t lengths = plans[0].batch.num_sequences * d_.kv_heads;
-    const int64_t scores_of_layer = places.shape.num_blocks * d_.kv_heads * places.shape.block_size;
     for (size_t i = 0; i < d_.layers.size(); ++i) {
       const Layer& layer = d_.layers[i];
       const bool last = i + 1 == d_.layers.size();
-      AttentionPlan& plan = plans[static_cast<int64_t>(i)];
-      const bool full = plan.batch.sliding_window == kNoWindow;
-      const char* queries = project(layer, x, places, keys[i], values[i]);
+      const char* queries = project(layer, x, cached, i);
       const char *new_keys = keys_behind(queries), *new_values = values_behind(queries);
-      char* attended =
-          attend(plan, queries, d_.qkv_size(), keys[i], values[i],
-                 head_lengths == nullptr || !full ? nullptr : head_lengths + static_cast<int64_t>(i) * lengths,
-                 scores == nullptr || !full ? nullptr : scores + static_cast<int64_t>(i) * scores_of_layer,
-                 places.residual.of_layer(i, new_keys, new_values, d_.qkv_size() * bytes_));
+      char* attended = attend(plans[i], queries, d_.qkv_size(), cached, i,
+                              cached.residual.of_layer(i, new_keys, new_values, d_.qkv_size() * bytes_));
       if (last && wanted.rows != nullptr) {
         keep_rows(wanted, attended, d_.query_size());
         keep_rows(wanted, residual, d_.hidden_size);
@@ -187,11 +209,10 @@ class Pass {
   void first_queries(const char* residual, char* out) { project_queries(d_.layers[0], normalize(residual), out); }
 
   // Those of a later layer, from the queries of the layer before it, which is finished. residual is updated.
-  void next_queries(size_t index, char* residual, const char* queries, AttentionPlan& plan, LayerCaches keys,
-                    LayerCaches values, const int32_t* head_lengths, char* out) {
+  void next_queries(size_t index, char* residual, const char* queries, AttentionPlan& plan, const CachedLayers& cached,
+                    char* out) {
     const Layer& layer = d_.layers[index];
-    const char* attended =
-        attend(plan, queries, d_.query_size(), keys[index - 1], values[index - 1], head_lengths, nullptr, {});
+    const char* attended = attend(plan, queries, d_.query_size(), cached, index - 1, {});
     char* x = d_.normalized.get(rows_ * d_.hidden_size * bytes_);
     finish(d_.layers[index - 1], attended, residual, layer.input_norm, &layer.qkv, x);
     project_queries(layer, x, out);
@@ -240,12 +261,14 @@ class Pass {
   }
 
   // Stores keys and values, and returns the queries, in rows of qkv_size.
-  const char* project(const Layer& layer, const char* x, const Places& places, char* keys, char* values) {
+  const char* project(const Layer& layer, const char* x, const CachedLayers& cached, size_t index) {
     const int64_t width = d_.qkv_size();
     product(x, layer.qkv, layer.qkv_bias, d_.qkv, &layer.output);
     char* qkv = d_.qkv.get(0);
     rotate(layer, qkv, width, d_.kv_heads);
-    store_layer(places.shape, places.slots, rows_, {keys_behind(qkv), values_behind(qkv), width, width, keys, values});
+    const int64_t place = cached.tables.places[index];
+    store_layer(cached.shape, cached.slots(index), rows_,
+                {keys_behind(qkv), values_behind(qkv), width, width, cached.keys[place], cached.values[place]});
     return qkv;
   }
 
@@ -261,10 +284,14 @@ class Pass {
     rotate(layer, out, d_.query_size(), 0);
   }
 
-  char* attend(AttentionPlan& plan, const char* queries, int64_t width, const char* keys, const char* values,
-               const int32_t* head_lengths, float* scores, const ResidualLayer& residual) {
+  char* attend(AttentionPlan& plan, const char* queries, int64_t width, const CachedLayers& cached, size_t index,
+               const ResidualLayer& residual) {
     char* attended = d_.attended.get(rows_ * d_.query_size() * bytes_);
-    run_attention(plan, {queries, width, keys, values, head_lengths, scores, attended, scale_, 0, nullptr, residual});
+    const int64_t place = cached.tables.places[index];
+    const int32_t* head_lengths = cached.lengths_of(index, plan.batch);
+    float* scores = cached.scores_of(index, plan.batch);
+    run_attention(plan, {queries, width, cached.keys[place], cached.values[place], head_lengths, scores, attended,
+                         scale_, 0, nullptr, residual});
     return attended;
   }
 
@@ -298,12 +325,12 @@ class Pass {
   const float scale_;
 };
 
-// `[layers, blocks, kv_heads, block_size, width]`, in which only the layers may be apart.
-void check_layers(const Tensor& cache, const char* name) {
+// `[places, blocks, kv_heads, block_size, width]`, in which only the places may be apart.
+void check_places(const Tensor& cache, const char* name) {
   STD_TORCH_CHECK(cache.dim() == 5, name, " has ", cache.dim(), " dimensions, not 5");
   int64_t dense = 1;
   for (int64_t dim = 4; dim > 0; dense *= cache.size(dim--)) {
-    STD_TORCH_CHECK(cache.size(dim) == 1 || cache.stride(dim) == dense, "a layer of ", name, " is not contiguous");
+    STD_TORCH_CHECK(cache.size(dim) == 1 || cache.stride(dim) == dense, "a place of ", name, " is not contiguous");
   }
 }
 
@@ -325,42 +352,84 @@ Wanted check_wanted(const std::optional<Tensor>& wanted, int64_t rows) {
   return {row, wanted->size(0)};
 }
 
-// What every pass over the layers takes. Returns the shape of its attention.
-AttentionShape check_pass(const Decoder& decoder, const Tensor& residual, const Tensor& positions,
-                          const Tensor& key_cache, const Tensor& value_cache, const Tensor& block_tables,
-                          const std::optional<Tensor>& packed_len, const std::optional<Tensor>& head_lengths,
-                          const std::optional<Tensor>& sliding_windows) {
-  const int64_t rows = residual.size(0), layers = static_cast<int64_t>(decoder.layers.size());
-  check_contiguous(residual, "residual", 2);
-  check_dtype(residual, "residual", decoder.dtype);
-  check_size(residual, "residual", 1, decoder.hidden_size);
-  check_layers(key_cache, "key_cache");
-  check_layers(value_cache, "value_cache");
-  const KVFormat format = check_kv_format(key_cache, value_cache, decoder.head_dim, decoder.dtype);
-  check_size(key_cache, "key_cache", 0, layers);
-  check_size(key_cache, "key_cache", 2, decoder.kv_heads);
-  check_indices(positions, "positions", rows);
-  check_positions(positions.const_data_ptr<int64_t>(), rows, decoder.cos_sin.size(0));
-  STD_TORCH_CHECK(packed_len.has_value() == head_lengths.has_value(), "packed_len and head_lengths go together");
-  if (head_lengths) {
-    check_contiguous(*head_lengths, "head_lengths", 3);
-    check_dtype(*head_lengths, "head_lengths", ScalarType::Int);
-    check_size(*head_lengths, "head_lengths", 0, layers);
-    check_size(*head_lengths, "head_lengths", 1, block_tables.size(0));
-    check_size(*head_lengths, "head_lengths", 2, decoder.kv_heads);
+// One of the numbers for each layer, from 0 to below `end`.
+void check_of_layers(const std::vector<int64_t>& numbers, const char* name, const Decoder& decoder, size_t end) {
+  STD_TORCH_CHECK(numbers.size() == decoder.layers.size(), name, " has ", numbers.size(), " numbers, not ",
+                  decoder.layers.size(), ", one for each layer");
+  for (const int64_t number : numbers) {
+    STD_TORCH_CHECK(number >= 0 && static_cast<size_t>(number) < end, name, " has ", number, ", not below ", end);
   }
-  if (sliding_windows) {
-    check_contiguous(*sliding_windows, "sliding_windows", 1);
-    check_dtype(*sliding_windows, "sliding_windows", ScalarType::Long);
-    check_size(*sliding_windows, "sliding_windows", 0, layers);
+}
+
+// What every pass over the layers takes.
+struct PassTensors {
+  const Tensor& residual;
+  const Tensor& positions;
+  const Tensor& key_cache;
+  const Tensor& value_cache;
+  const Tensor& query_start_loc;
+  const std::vector<Tensor>& last_kv_index;
+  const std::vector<Tensor>& block_tables;
+  const std::optional<Tensor>& packed_len;
+  const std::optional<Tensor>& head_lengths;
+  LayerTables tables;
+
+  int64_t rows() const { return residual.size(0); }
+};
+
+AttentionShape check_pass(const Decoder& decoder, const PassTensors& of) {
+  check_contiguous(of.residual, "residual", 2);
+  check_dtype(of.residual, "residual", decoder.dtype);
+  check_size(of.residual, "residual", 1, decoder.hidden_size);
+  check_places(of.key_cache, "key_cache");
+  check_places(of.value_cache, "value_cache");
+  const KVFormat format = check_kv_format(of.key_cache, of.value_cache, decoder.head_dim, decoder.dtype);
+  check_size(of.key_cache, "key_cache", 2, decoder.kv_heads);
+  check_of_layers(of.tables.parts, "layer_parts", decoder, of.block_tables.size());
+  check_of_layers(of.tables.places, "layer_places", decoder, of.key_cache.size(0));
+  check_of_layers(of.tables.windows, "sliding_windows", decoder, INT64_MAX);
+  check_indices(of.positions, "positions", of.rows());
+  check_positions(of.positions.const_data_ptr<int64_t>(), of.rows(), decoder.cos_sin.size(0));
+  STD_TORCH_CHECK(of.packed_len.has_value() == of.head_lengths.has_value(), "packed_len and head_lengths go together");
+  if (of.head_lengths) {
+    check_contiguous(*of.head_lengths, "head_lengths", 3);
+    check_dtype(*of.head_lengths, "head_lengths", ScalarType::Int);
+    check_size(*of.head_lengths, "head_lengths", 0, static_cast<int64_t>(decoder.layers.size()));
+    check_size(*of.head_lengths, "head_lengths", 1, of.query_start_loc.size(0) - 1);
+    check_size(*of.head_lengths, "head_lengths", 2, decoder.kv_heads);
   }
   return {format,
-          static_cast<int>(residual.element_size()),
+          static_cast<int>(of.residual.element_size()),
           decoder.query_heads,
           decoder.kv_heads,
           decoder.head_dim,
-          key_cache.size(1),
-          key_cache.size(3)};
+          of.key_cache.size(1),
+          of.key_cache.size(3)};
+}
+
+// The batch of each part. Heads hold different KV pairs in the first one alone.
+std::vector<Part> parts_of(const PassTensors& of) {
+  STD_TORCH_CHECK(of.last_kv_index.size() == of.block_tables.size(), "last_kv_index has ", of.last_kv_index.size(),
+                  " tensors, and block_tables has ", of.block_tables.size(), ": one for each part");
+  std::vector<Part> parts;
+  for (size_t i = 0; i < of.block_tables.size(); ++i) {
+    const std::optional<Tensor> packed_len = i == 0 ? of.packed_len : std::nullopt;
+    check_attention_tables(of.query_start_loc, of.last_kv_index[i], of.block_tables[i], packed_len, of.rows());
+    parts.push_back(
+        {nullptr, attention_batch(of.query_start_loc, of.last_kv_index[i], of.block_tables[i], packed_len, of.rows())});
+  }
+  return parts;
+}
+
+CachedLayers cached_layers(const AttentionShape& shape, const PassTensors& of, const std::vector<Part>& parts) {
+  return {{shape.format, shape.element_size, shape.kv_heads, shape.head_dim, shape.num_blocks, shape.block_size},
+          PlaceCaches(of.key_cache),
+          PlaceCaches(of.value_cache),
+          parts,
+          of.tables,
+          KVResidual(std::nullopt),
+          of.head_lengths ? of.head_lengths->const_data_ptr<int32_t>() : nullptr,
+          nullptr};
 }
 
 }  // namespace
@@ -437,60 +506,74 @@ void add_decoder_layer(const Tensor& tensor, const Tensor& input_norm, const Ten
   decoder.layers.push_back(std::move(layer));
 }
 
-Tensor run_decoder(const Tensor& tensor, const Tensor& residual, const Tensor& positions, const Tensor& slots,
-                   const Tensor& key_cache, const Tensor& value_cache, const Tensor& query_start_loc,
-                   const Tensor& last_kv_index, const Tensor& block_tables, const std::optional<Tensor>& packed_len,
-                   const std::optional<Tensor>& head_lengths, const std::optional<Tensor>& scores,
-                   const std::optional<Tensor>& window_start, int64_t window_size, int64_t window_stride,
-                   int64_t num_scored, bool squared, double scale, const std::optional<Tensor>& sliding_windows,
+Tensor run_decoder(const Tensor& tensor, const Tensor& residual, const Tensor& positions,
+                   const std::vector<Tensor>& slots, const Tensor& key_cache, const Tensor& value_cache,
+                   const Tensor& query_start_loc, const std::vector<Tensor>& last_kv_index,
+                   const std::vector<Tensor>& block_tables, const std::optional<Tensor>& packed_len,
+                   const std::optional<Tensor>& head_lengths, const std::vector<int64_t>& layer_parts,
+                   const std::vector<int64_t>& layer_places, const std::vector<int64_t>& sliding_windows,
+                   const std::optional<Tensor>& scores, const std::vector<Tensor>& window_start, int64_t window_size,
+                   int64_t window_stride, int64_t num_scored, bool squared, double scale,
                    const std::optional<Tensor>& kv_residual, const std::optional<Tensor>& residual_slots,
                    const std::optional<Tensor>& residual_first, const std::optional<Tensor>& wanted) {
   Decoder& decoder = decoder_in(tensor);
-  const int64_t rows = residual.size(0), layers = static_cast<int64_t>(decoder.layers.size());
-  const AttentionShape shape = check_pass(decoder, residual, positions, key_cache, value_cache, block_tables,
-                                          packed_len, head_lengths, sliding_windows);
-  check_attention_tables(query_start_loc, last_kv_index, block_tables, packed_len, rows);
-  check_indices(slots, "slots", rows);
-  const Places places{
-      {shape.format, shape.element_size, shape.kv_heads, shape.head_dim, shape.num_blocks, shape.block_size},
-      slots.const_data_ptr<int64_t>(),
-      KVResidual(kv_residual)};
-  check_slots(places.shape, places.slots, rows);
-  AttentionBatch batch = attention_batch(query_start_loc, last_kv_index, block_tables, packed_len, rows);
-  batch.windows = score_windows(window_start, window_size, window_stride, num_scored, squared);
-  check_windows(scores, window_start, batch.windows, shape, batch);
-  if (scores) check_size(*scores, "scores", 0, layers);
+  const PassTensors of{
+      residual,      positions,    key_cache,  value_cache,  query_start_loc,
+      last_kv_index, block_tables, packed_len, head_lengths, {layer_parts, layer_places, sliding_windows}};
+  const int64_t rows = of.rows();
+  const AttentionShape shape = check_pass(decoder, of);
+  std::vector<Part> parts = parts_of(of);
+  CachedLayers cached = cached_layers(shape, of, parts);
+  STD_TORCH_CHECK(slots.size() == parts.size() && window_start.size() <= parts.size(), "slots has ", slots.size(),
+                  " tensors and window_start ", window_start.size(), ", for ", parts.size(), " parts");
+  STD_TORCH_CHECK(scores.has_value() == !window_start.empty(), "scores and window_start go together");
+  if (scores) check_size(*scores, "scores", 0, key_cache.size(0));
+  for (size_t i = 0; i < parts.size(); ++i) {
+    check_indices(slots[i], "slots", rows);
+    parts[i].slots = slots[i].const_data_ptr<int64_t>();
+    check_slots(cached.shape, parts[i].slots, rows);
+    if (i >= window_start.size()) continue;
+    AttentionBatch& batch = parts[i].batch;
+    batch.windows = score_windows(window_start[i], window_size, window_stride, num_scored, squared);
+    check_windows(scores, window_start[i], batch.windows, shape, batch);
+  }
+  if (scores) cached.scores = scores->mutable_data_ptr<float>();
   if (kv_residual) {
     STD_TORCH_CHECK(residual_slots && residual_first, "kv_residual needs residual_slots and residual_first");
+    STD_TORCH_CHECK(parts.size() == 1, "kv_residual goes with one part, not ", parts.size());
     STD_TORCH_CHECK(kv_residual->dim() == 6, "kv_residual has ", kv_residual->dim(), " dimensions, not 6");
-    check_size(*kv_residual, "kv_residual", 0, layers);
+    check_size(*kv_residual, "kv_residual", 0, static_cast<int64_t>(decoder.layers.size()));
+    AttentionBatch& batch = parts[0].batch;
     batch.residual = residual_tables(*kv_residual, positions, *residual_slots, *residual_first, rows,
                                      batch.num_sequences, decoder.kv_heads, decoder.head_dim, decoder.dtype);
+    cached.residual = KVResidual(kv_residual);
   }
-  LayerPlans plans(shape, batch, sliding_windows ? sliding_windows->const_data_ptr<int64_t>() : nullptr, layers);
+  LayerPlans plans(shape, parts, of.tables);
   const Wanted of_rows = check_wanted(wanted, rows);
   Tensor hidden = empty_like(residual, {of_rows.count, decoder.hidden_size});
   Pass pass(decoder, rows, positions.const_data_ptr<int64_t>(), static_cast<float>(scale));
   pass.run(static_cast<char*>(residual.mutable_data_ptr()), static_cast<char*>(hidden.mutable_data_ptr()), of_rows,
-           plans, places, LayerCaches(key_cache), LayerCaches(value_cache),
-           head_lengths ? head_lengths->const_data_ptr<int32_t>() : nullptr,
-           scores ? scores->mutable_data_ptr<float>() : nullptr);
+           plans, cached);
   return hidden;
 }
 
 Tensor decoder_queries(const Tensor& tensor, int64_t layer, const Tensor& residual,
                        const std::optional<Tensor>& queries, const Tensor& positions, const Tensor& key_cache,
-                       const Tensor& value_cache, const Tensor& query_start_loc, const Tensor& last_kv_index,
-                       const Tensor& block_tables, const std::optional<Tensor>& packed_len,
-                       const std::optional<Tensor>& head_lengths, double scale,
-                       const std::optional<Tensor>& sliding_windows) {
+                       const Tensor& value_cache, const Tensor& query_start_loc,
+                       const std::vector<Tensor>& last_kv_index, const std::vector<Tensor>& block_tables,
+                       const std::optional<Tensor>& packed_len, const std::optional<Tensor>& head_lengths,
+                       const std::vector<int64_t>& layer_parts, const std::vector<int64_t>& layer_places,
+                       const std::vector<int64_t>& sliding_windows, double scale) {
   Decoder& decoder = decoder_in(tensor);
-  const int64_t rows = residual.size(0), layers = static_cast<int64_t>(decoder.layers.size());
+  const int64_t layers = static_cast<int64_t>(decoder.layers.size());
   STD_TORCH_CHECK(layer >= 0 && layer < layers, "layer ", layer, " is not among the ", layers, " of the decoder");
   STD_TORCH_CHECK(queries.has_value() == (layer > 0), "queries are those of the layer before, and none for the first");
-  const AttentionShape shape = check_pass(decoder, residual, positions, key_cache, value_cache, block_tables,
-                                          packed_len, head_lengths, sliding_windows);
-  check_attention_tables(query_start_loc, last_kv_index, block_tables, packed_len, rows);
+  const PassTensors of{
+      residual,      positions,    key_cache,  value_cache,  query_start_loc,
+      last_kv_index, block_tables, packed_len, head_lengths, {layer_parts, layer_places, sliding_windows}};
+  const int64_t rows = of.rows();
+  const AttentionShape shape = check_pass(decoder, of);
+  const std::vector<Part> parts = parts_of(of);
   Tensor out = empty_like(residual, {rows, decoder.query_heads, decoder.head_dim});
   auto* to = static_cast<char*>(out.mutable_data_ptr());
   auto* updated = static_cast<char*>(residual.mutable_data_ptr());
@@ -504,14 +587,9 @@ Tensor decoder_queries(const Tensor& tensor, int64_t layer, const Tensor& residu
   check_size(*queries, "queries", 0, rows);
   check_size(*queries, "queries", 1, decoder.query_heads);
   check_size(*queries, "queries", 2, decoder.head_dim);
-  const int64_t before = layer - 1;
-  const AttentionBatch batch = attention_batch(query_start_loc, last_kv_index, block_tables, packed_len, rows);
-  LayerPlans plans(shape, batch, sliding_windows ? sliding_windows->const_data_ptr<int64_t>() + before : nullptr, 1);
-  const bool full = plans[0].batch.sliding_window == kNoWindow;
-  const int64_t lengths = batch.num_sequences * decoder.kv_heads;
-  pass.next_queries(static_cast<size_t>(layer), updated, static_cast<const char*>(queries->data_ptr()), plans[0],
-                    LayerCaches(key_cache), LayerCaches(value_cache),
-                    head_lengths && full ? head_lengths->const_data_ptr<int32_t>() + before * lengths : nullptr, to);
+  AttentionPlan plan(shape, batch_of(parts, of.tables, layer - 1));
+  pass.next_queries(static_cast<size_t>(layer), updated, static_cast<const char*>(queries->data_ptr()), plan,
+                    cached_layers(shape, of, parts), to);
   return out;
 }
 

@@ -91,15 +91,18 @@ void add_decoder_layer(const Tensor& decoder, const Tensor& input_norm, const Te
                        const Tensor& post_attention_norm, const Tensor& gate_up,
                        const std::optional<Tensor>& gate_up_scales, const Tensor& down,
                        const std::optional<Tensor>& down_scales, int64_t inner_size);
-// residual: the embedded tokens, overwritten. key_cache, value_cache: of all layers. sliding_windows: int64 `[layers]`,
-// 0 for a layer that has none; or all have none. wanted: int64, ascending, the tokens whose normalized hidden states
-// are returned; none for all.
-Tensor run_decoder(const Tensor& decoder, const Tensor& residual, const Tensor& positions, const Tensor& slots,
-                   const Tensor& key_cache, const Tensor& value_cache, const Tensor& query_start_loc,
-                   const Tensor& last_kv_index, const Tensor& block_tables, const std::optional<Tensor>& packed_len,
-                   const std::optional<Tensor>& head_lengths, const std::optional<Tensor>& scores,
-                   const std::optional<Tensor>& window_start, int64_t window_size, int64_t window_stride,
-                   int64_t num_scored, bool squared, double scale, const std::optional<Tensor>& sliding_windows,
+// residual: the embedded tokens, overwritten. key_cache, value_cache: of all places. slots, last_kv_index,
+// block_tables: of each part of KV groups; window_start: of the first ones, whose windows are scored. layer_parts,
+// layer_places, sliding_windows: of each layer, the part that it belongs to, its place in a block, and its window, 0
+// for none. wanted: int64, ascending, the tokens whose normalized hidden states are returned; none for all.
+Tensor run_decoder(const Tensor& decoder, const Tensor& residual, const Tensor& positions,
+                   const std::vector<Tensor>& slots, const Tensor& key_cache, const Tensor& value_cache,
+                   const Tensor& query_start_loc, const std::vector<Tensor>& last_kv_index,
+                   const std::vector<Tensor>& block_tables, const std::optional<Tensor>& packed_len,
+                   const std::optional<Tensor>& head_lengths, const std::vector<int64_t>& layer_parts,
+                   const std::vector<int64_t>& layer_places, const std::vector<int64_t>& sliding_windows,
+                   const std::optional<Tensor>& scores, const std::vector<Tensor>& window_start, int64_t window_size,
+                   int64_t window_stride, int64_t num_scored, bool squared, double scale,
                    const std::optional<Tensor>& kv_residual, const std::optional<Tensor>& residual_slots,
                    const std::optional<Tensor>& residual_first, const std::optional<Tensor>& wanted);
 // The rotated queries `[T, query_heads, head_dim]` of a layer, for tokens whose keys and values are in the cache.
@@ -107,10 +110,11 @@ Tensor run_decoder(const Tensor& decoder, const Tensor& residual, const Tensor& 
 // none for the first; that layer is finished.
 Tensor decoder_queries(const Tensor& decoder, int64_t layer, const Tensor& residual,
                        const std::optional<Tensor>& queries, const Tensor& positions, const Tensor& key_cache,
-                       const Tensor& value_cache, const Tensor& query_start_loc, const Tensor& last_kv_index,
-                       const Tensor& block_tables, const std::optional<Tensor>& packed_len,
-                       const std::optional<Tensor>& head_lengths, double scale,
-                       const std::optional<Tensor>& sliding_windows);
+                       const Tensor& value_cache, const Tensor& query_start_loc,
+                       const std::vector<Tensor>& last_kv_index, const std::vector<Tensor>& block_tables,
+                       const std::optional<Tensor>& packed_len, const std::optional<Tensor>& head_lengths,
+                       const std::vector<int64_t>& layer_parts, const std::vector<int64_t>& layer_places,
+                       const std::vector<int64_t>& sliding_windows, double scale);
 
 void check_positions(const int64_t* positions, int64_t count, int64_t num_positions);
 

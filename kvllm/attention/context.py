@@ -29,6 +29,16 @@ class AttentionContext:
     slot_mapping: torch.Tensor | None
     residual: ResidualStep | None = None
 
+    @property
+    def parts(self) -> Sequence[AttentionContext]:
+        """As of a PartedAttention whose only part has all layers."""
+        return (self,)
+
+    @property
+    def part_of(self) -> Sequence[int]:
+        """As of a PartedAttention."""
+        return [0] * len(self.backend.layers)
+
     def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write the KV pairs of the step's tokens, `[T, kv_heads, head_dim]` each, to the cache."""
         assert self.slot_mapping is not None

@@ -26,9 +26,9 @@ class CpuBackend(AttentionBackend):
         super().__init__(cache, num_query_heads, scale, layers)
         self._attention = operator("paged_attention")
         self.all_keys, self.all_values = cache.tensors[0][:, 0], cache.tensors[-1][:, -1]
-        windows = [options.window or 0 for options in self.layers]
-        self.sliding_windows = torch.tensor(windows) if any(windows) else None
-        """int64 `[layers]`, 0 for a layer that has none; None where no layer has one."""
+        self.places = [cache.place(layer) for layer in range(cache.shape.num_layers)]
+        self.sliding_windows = [options.window or 0 for options in self.layers]
+        """Of each layer, 0 where it has none."""
 
     def plan(self, batch: AttentionBatch) -> AttentionBatch:
         return batch

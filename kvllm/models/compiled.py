@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
 from kvllm._extension import operator
-from kvllm.attention.context import Attention, AttentionContext
+from kvllm.attention.base import AttentionBatch
+from kvllm.attention.context import Attention, AttentionContext, PartedAttention
 from kvllm.attention.cpu import CpuBackend, window_arguments
 
 if TYPE_CHECKING:
     from kvllm.models.parts import DecoderLayer, GatedMLP
+
+CompiledAttention = AttentionContext | PartedAttention
 
 
 class CompiledLayers:
@@ -56,31 +59,23 @@ class CompiledLayers:
         self,
         residual: torch.Tensor,
         positions: torch.Tensor,
-        attention: AttentionContext,
+        attention: CompiledAttention,
         wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As `Decoder.forward`, of embedded tokens `[T, hidden_size]`, which are overwritten."""
-        batch, backend = attention.plan, attention.backend
-        assert isinstance(backend, CpuBackend)  # as `serves` has said
-        scores = None if batch.window_start is None else backend.cache.scores
-        held = batch.residual
+        tables = _Tables(attention)
+        first, backend, held = tables.batches[0], tables.backend, tables.batches[0].residual
+        window_start = [batch.window_start for batch in tables.batches if batch.window_start is not None]
         return self._run(
             self._decoder,
             residual,
             positions,
-            attention.slot_mapping,
-            backend.all_keys,
-            backend.all_values,
-            batch.query_start_loc,
-            batch.last_kv_index,
-            batch.block_tables,
-            batch.packed_len,
-            batch.head_lengths,
-            scores,
-            batch.window_start,
-            *window_arguments(batch.windows),
+            [part.slot_mapping for part in tables.parts],
+            *tables.arguments(),
+            backend.cache.scores if window_start else None,
+            window_start,
+            *window_arguments(first.windows),
             backend.scale,
-            backend.sliding_windows,
             *((held.pairs, held.slots, held.first) if held else (None, None, None)),
             wanted,
         )
@@ -89,36 +84,53 @@ class CompiledLayers:
         self,
         residual: torch.Tensor,
         positions: torch.Tensor,
-        attention: AttentionContext,
+        attention: CompiledAttention,
         visit: Callable[[int, torch.Tensor], None],
     ) -> None:
         """As `Decoder.recompute_queries`, of embedded tokens `[T, hidden_size]`, which are overwritten."""
-        batch, backend = attention.plan, attention.backend
-        assert isinstance(backend, CpuBackend)  # as `serves` has said
-        queries = None
+        tables = _Tables(attention)
+        arguments, queries = tables.arguments(), None
         for layer in range(self._num_layers):
             queries = self._queries(
-                self._decoder,
-                layer,
-                residual,
-                queries,
-                positions,
-                backend.all_keys,
-                backend.all_values,
-                batch.query_start_loc,
-                batch.last_kv_index,
-                batch.block_tables,
-                batch.packed_len,
-                batch.head_lengths,
-                backend.scale,
-                backend.sliding_windows,
+                self._decoder, layer, residual, queries, positions, *arguments, tables.backend.scale
             )
             visit(layer, queries)
 
     @staticmethod
-    def serves(attention: Attention) -> TypeGuard[AttentionContext]:
-        """Whether the operators compute the attention of a pass: it is the CPU's own, all layers share a block table,
-        nobody observes it, and no layer has options but a window."""
-        if not isinstance(attention, AttentionContext) or type(attention.backend) is not CpuBackend:
+    def serves(attention: Attention) -> TypeGuard[CompiledAttention]:
+        """Whether the operators compute the attention of a pass: it is the CPU's own, nobody observes it, and no layer
+        has options but a window."""
+        if not isinstance(attention, AttentionContext | PartedAttention):
             return False
-        return all(options.soft_cap is None and not options.sinks for options in attention.backend.layers)
+        backend = attention.parts[0].backend
+        if type(backend) is not CpuBackend:
+            return False
+        return all(options.soft_cap is None and not options.sinks for options in backend.layers)
+
+
+class _Tables:
+    """What the layers read of an attention, which the operators serve."""
+
+    def __init__(self, attention: CompiledAttention) -> None:
+        self.parts = attention.parts
+        self.part_of = attention.part_of
+        self.batches: list[AttentionBatch] = [part.plan for part in self.parts]
+        backend = self.parts[0].backend
+        assert isinstance(backend, CpuBackend)  # as `serves` has said
+        self.backend = backend
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Keys, values, tables, the lengths of heads and what layers read of these, as the operators take them."""
+        first, backend = self.batches[0], self.backend
+        return (
+            backend.all_keys,
+            backend.all_values,
+            first.query_start_loc,
+            [batch.last_kv_index for batch in self.batches],
+            [batch.block_tables for batch in self.batches],
+            first.packed_len,
+            first.head_lengths,
+            self.part_of,
+            backend.places,
+            backend.sliding_windows,
+        )

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from kvllm.attention.base import AttentionBatch, ScoreWindows
+from kvllm.attention.context import AttentionContext, PartedAttention
 from kvllm.attention.cpu import CpuBackend
+from kvllm.kvcache.cache import CacheShape, PagedKVCache
+from kvllm.kvcache.ops.registry import make_operations
+from kvllm.models.base import Decoder
+from kvllm.models.config import ModelConfig
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.paged_model import PagedModel, load, tokens
 
@@ -78,6 +85,84 @@ def test_compiled_queries_equal_the_loop(tmp_path: Path, case: str, dtype: torch
     assert torch.equal(paged.cache.data.nan_to_num(), cache.nan_to_num())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", CASES)
+def test_compiled_layers_equal_the_loop_where_parts_have_tables_of_their_own(
+    tmp_path: Path, case: str, dtype: torch.dtype
+) -> None:
+    """Prefill, two decode steps whose queries score windows, and queries of cached tokens: the same bits."""
+    family, options = CASES[case]
+    make_checkpoint(tmp_path, family, **options)
+    model, config = load(tmp_path, dtype)
+    compiled, looped = _InParts(model, config, dtype), _InParts(model, config, dtype)
+    assert model._compiled is not None and model._compiled.serves(compiled.context([20, 7], [0, 0]))
+
+    def everything(parts: _InParts) -> list[torch.Tensor]:
+        found = [parts.forward([20, 7], [0, 0])]
+        found += [parts.forward([1, 1], cached, scored=True) for cached in ([20, 7], [21, 8])]
+        token_ids, positions, context = parts.inputs([3, 2], [11, 4])
+        model.recompute_queries(token_ids, positions, context, lambda _, queries: found.append(queries.clone()))
+        return found
+
+    ours = everything(compiled)
+    model._compiled = None
+    theirs = everything(looped)
+    assert len(ours) == len(theirs) == 3 + config.num_layers
+    assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
+    assert torch.equal(compiled.cache.data, looped.cache.data)
+    assert compiled.cache.scores is not None and looped.cache.scores is not None
+    assert torch.equal(compiled.cache.scores, looped.cache.scores)
+    windowed = any(options.window for options in config.layers)
+    assert (compiled.cache.scores.count_nonzero() == 0) == windowed
+
+
+class _InParts:
+    """Three layers in two parts of KV groups, of two sequences. The first and the last layer share a part; in the other
+    one, more KV pairs lie before those of the tokens, each sequence has other blocks, and these hold one layer."""
+
+    def __init__(self, model: Decoder, config: ModelConfig, dtype: torch.dtype) -> None:
+        self.model = model
+        shape = CacheShape(3, model.num_kv_heads, config.head_dim, 4, dtype, scored=True, places=(0, 0, 1))
+        self.cache = PagedKVCache(shape, num_blocks=64)
+        generator = torch.Generator().manual_seed(0)
+        self.cache.data.normal_(generator=generator)
+        assert self.cache.scores is not None
+        self.cache.scores.zero_()
+        self.backend = CpuBackend(self.cache, model.num_query_heads, config.scale, config.layers)
+        self.operations = make_operations(self.cache)
+        blocks = torch.randperm(64, generator=generator)
+        self.tables = [blocks[:24].view(2, 12).int(), blocks[24:60].view(2, 18).int()]
+
+    def forward(self, num_tokens: list[int], cached: list[int], *, scored: bool = False) -> torch.Tensor:
+        token_ids, positions, context = self.inputs(num_tokens, cached, scored=scored)
+        return self.model.forward(token_ids, positions, context)
+
+    def inputs(
+        self, num_tokens: list[int], cached: list[int], *, scored: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor, PartedAttention]:
+        positions = self.index(num_tokens, cached, [0, 0])
+        return positions * 7 % 256, positions, self.context(num_tokens, cached, scored=scored)
+
+    def context(self, num_tokens: list[int], cached: list[int], *, scored: bool = False) -> PartedAttention:
+        starts = torch.tensor([0, *num_tokens]).cumsum(0).int()
+        of_tokens = torch.arange(2).repeat_interleave(torch.tensor(num_tokens))
+        windows = ScoreWindows(8, 8, 6, squared=True)
+        parts = []
+        for tables, ahead in zip(self.tables, ([0, 0], [5, 9]), strict=True):
+            index = self.index(num_tokens, cached, ahead)
+            slots = tables[of_tokens, index // 4].long() * 4 + index % 4
+            batch = AttentionBatch(starts, index.int(), tables)
+            if scored:
+                batch = replace(batch, window_start=torch.tensor(ahead).int(), windows=windows)
+            parts.append(AttentionContext(self.backend, self.operations, self.backend.plan(batch), slots))
+        return PartedAttention(parts, [0, 1, 0])
+
+    @staticmethod
+    def index(num_tokens: list[int], cached: list[int], ahead: list[int]) -> torch.Tensor:
+        starts = [a + b for a, b in zip(cached, ahead, strict=True)]
+        return torch.cat([torch.arange(start, start + n) for start, n in zip(starts, num_tokens, strict=True)])
+
+
 def test_layers_are_not_compiled_where_attention_is_not_the_cpus_own(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     paged = PagedModel(*load(tmp_path))
@@ -99,7 +184,11 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     for wanted in ([0, 0], [1, 0], [2], [-1]):
         with pytest.raises(RuntimeError, match="wanted has"):
             paged.model.forward(torch.tensor([1, 2]), torch.tensor([0, 1]), context, torch.tensor(wanted))
+    with pytest.raises(RuntimeError, match="layer_parts has 1, not below 1"):
+        paged.model.forward(torch.tensor([1, 2]), torch.tensor([0, 1]), PartedAttention([context], [0, 1, 0]))
+    with pytest.raises(RuntimeError, match="layer_parts has 2 numbers, not 3"):
+        paged.model.forward(torch.tensor([1, 2]), torch.tensor([0, 1]), PartedAttention([context], [0, 0]))
+    one = torch.zeros(1, 1)
+    tables = [[one], one, one, one, [one], [one], None, None, [0], [0], [0], None, []]
     with pytest.raises(RuntimeError, match="what make_decoder returned"):
-        torch.ops.kvllm.run_decoder(
-            torch.zeros(8, dtype=torch.uint8), *[torch.zeros(1, 1)] * 8, *[None] * 4, 0, 0, 0, False, 1.0
-        )
+        torch.ops.kvllm.run_decoder(torch.zeros(8, dtype=torch.uint8), one, one, *tables, 0, 0, 0, False, 1.0)
