@@ -179,7 +179,7 @@ class Batch:
 
     def append(self, seq: Sequence, num_tokens: int, num_blocks: int) -> None:
         """Put `num_tokens` of a running sequence into the plan, for which it needs `num_blocks` more."""
-        if seq.others:
+        if seq.others and (num_blocks or any(table.first != table.sent for table in seq.others)):
             self._append_tables(seq, num_tokens, num_tokens)
         new_blocks: list[int] = []
         if num_blocks:

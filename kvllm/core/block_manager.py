@@ -128,17 +128,24 @@ class BlockManager:
 
     def blocks_to_append(self, seq: Sequence, num_tokens: int) -> int:
         """Blocks that `append` and `append_table` will allocate."""
-        needed = 0
+        # Asked of every sequence at every step: calls of `num_missing`, `_writes_shared` and the like would show.
+        needed, references = 0, self.pool.references
         if self.has_full:
-            # Asked of every sequence at every step: the calls of `blocks_for` and `_writes_shared_block` would show.
-            cached, table = seq.cached_length, seq.block_table
-            missing = -(-(cached + num_tokens) // self.block_size) - len(table)
+            cached, blocks = seq.cached_length, seq.block_table
+            missing = -(-(cached + num_tokens) // self.block_size) - len(blocks)
             index, offset = divmod(cached, self.block_size)
             needed = missing if missing > 0 else 0
-            needed += offset > 0 and self.pool.references[table[index]] > 1
-        for table in seq.others:
-            needed += table.num_missing(seq.logical_length + num_tokens)
-            needed += len(table.parts) * self._writes_shared(table, seq.logical_length)
+            needed += offset > 0 and references[blocks[index]] > 1
+        if seq.others:
+            end = -(-(seq.logical_length + num_tokens) // self.block_size)
+            index, offset = divmod(seq.logical_length, self.block_size)
+            for table in seq.others:
+                num_parts = len(table.parts)
+                missing = end - table.first - len(table.blocks) // num_parts
+                if missing > 0:
+                    needed += missing * num_parts
+                if offset and references[table.blocks[(index - table.first) * num_parts]] > 1:
+                    needed += num_parts
         return needed
 
     def append(self, seq: Sequence, num_tokens: int) -> tuple[list[int], int | None]:
@@ -272,7 +279,8 @@ class BlockManager:
     def release_behind(self, seq: Sequence) -> None:
         """Let go of the blocks behind the windows of the next token."""
         for table in seq.others:
-            self.pool.release(table.take_behind(seq.logical_length))
+            if not table.is_full:
+                self.pool.release(table.take_behind(seq.logical_length))
 
     def blocks_to_compact(self, table: list[int] | GroupTable, first: int, count: int, keep: int) -> int:
         """Blocks that `compact` must allocate before it can release any: none in place, as many as survive if one is

@@ -47,8 +47,9 @@ class GroupTable:
         return self.blocks[self.at(index * self.block_size)]
 
     def take_behind(self, length: int) -> list[int]:
-        """Remove the blocks behind the window of the next token, which is at position `length`."""
-        first = self.first if self.is_full else self.group.first_block(length, self.block_size)
+        """Remove the blocks behind the window of the next token, which is at position `length`, from a table that is
+        not full."""
+        first = self.group.first_block(length, self.block_size)
         if first == self.first:
             return []
         count = (first - self.first) * len(self.parts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -418,11 +417,8 @@ class ModelRunner:
     ) -> Attention:
         """Attention over inputs on the model's device, whose tokens it does not read. chunks: those that are scored in
         each part that attends all tokens. residual: of the step; all layers are in one part."""
-        batches = [replace(batch, residual=residual) for batch in inputs.batches()]
+        batches = inputs.batches(self.observed.windows if self.observed else None, chunks, residual)
         backend = self._recalling or self.backend
-        if self.observed:
-            for part, of_part in enumerate(chunks or [()] * self._full_parts):
-                batches[part] = replace(batches[part], windows=self.observed.windows, scored_chunks=of_part)
         if any(chunks):
             backend = ScoringBackend(backend, self.operations)
         parts = [

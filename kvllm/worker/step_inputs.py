@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 
-from kvllm.attention.base import AttentionBatch, HostRows, Recording
+from kvllm.attention.base import AttentionBatch, HostRows, Recording, ScoredChunk, ScoreWindows
+from kvllm.kvcache.residual import ResidualStep
 
 ALIGNMENT = 64
 """Bytes. Triton compiles its kernels anew for pointers that are aligned otherwise."""
@@ -136,36 +137,33 @@ class StepInputs:
         )
         return PartInputs(slots, last, tables, getattr(self, f"window_start{suffix}", None))
 
-    def batches(self) -> list[AttentionBatch]:
-        """Those of all parts."""
-        return [self.attention_batch(), *self.other_batches()]
+    def batches(
+        self,
+        windows: ScoreWindows | None = None,
+        chunks: Sequence[tuple[ScoredChunk, ...]] = (),
+        residual: ResidualStep | None = None,
+    ) -> list[AttentionBatch]:
+        """Those of all parts. What methods keep beside the cache stands beside the first alone.
 
-    def attention_batch(self) -> AttentionBatch:
-        """That of the first part. What methods keep beside the cache stands beside it alone."""
-        return AttentionBatch(
-            self.query_start_loc,
-            self.last_kv_index,
-            self.block_tables,
-            self.packed_len,
-            self.head_lengths,
-            self.table_slots,
-            window_start=self.window_start,
-            on_host=self._rows_on_host(0),
-            recording=self.recordings[0],
-        )
-
-    def other_batches(self) -> list[AttentionBatch]:
-        """Those of the parts behind the first."""
+        windows: those that are scored in the first parts. chunks: of each of these, what others score; none given:
+            there are none. residual: of the step; all layers are in one part.
+        """
         return [
             AttentionBatch(
                 self.query_start_loc,
                 part.last_kv_index,
                 part.block_tables,
+                None if index else self.packed_len,
+                None if index else self.head_lengths,
+                None if index else self.table_slots,
                 window_start=part.window_start,
+                windows=windows if part.window_start is not None else None,
+                scored_chunks=chunks[index] if index < len(chunks) else (),
+                residual=residual,
                 on_host=self._rows_on_host(index),
                 recording=self.recordings[index],
             )
-            for index, part in enumerate(self.parts[1:], start=1)
+            for index, part in enumerate(self.parts)
         ]
 
     def _rows_on_host(self, part: int) -> HostRows | None:
