@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import numpy as np
 import torch
 
 from kvllm.attention.base import Recording
@@ -108,7 +109,7 @@ class StepGraphs:
             else:
                 inputs.query_start_loc[1:] = size.num_query_tokens
             if inputs.table_slots is not None:
-                inputs.table_slots.fill_(len(self.inputs.tables[0].table))
+                inputs.table_slots.fill_(self.inputs.tables.table.shape[1])
             self._step(size)
 
     def _widest(self, size: GraphSize) -> InputShape:
@@ -116,14 +117,15 @@ class StepGraphs:
 
     def _shape_of(self, states: list[SequenceState], num_tokens: list[int], size: GraphSize) -> InputShape:
         """With tables for the longest sequence, and as seldom as possible another one than in the step before."""
-        block_size = self.inputs.tables[0].block_size
-        full = self.inputs.tables[1 : self._full_parts]
-        table_slots = [state.table_slot for state in states]
-        ends = [self.inputs.tables[0].lengths.cached[table_slots], *(part.kv_lengths(table_slots) for part in full)]
-        last = max(int((length + num_tokens).max()) for length in ends) - 1
+        tables, block_size = self.inputs.tables, self.inputs.tables.block_size
+        table_slots = np.array([state.table_slot for state in states])
+        full = self._full_parts
+        ends = tables.kv_lengths(table_slots)[:full] if full else tables.lengths.cached[table_slots]
+        last = int((ends + num_tokens).max()) - 1
         width = max(-(-LEAST_KV_PAIRS // block_size), 1 << (last // block_size).bit_length())
         width = min(width, self._max_blocks)
-        return self.inputs.shape(*size, *[width] * (1 + len(full)), *self._others[len(full) :])
+        num_equal = max(1, full)
+        return self.inputs.shape(*size, *[width] * num_equal, *self._others[num_equal - 1 :])
 
     def _inputs_of(self, size: GraphSize) -> StepInputs:
         """Those that the graph of a size reads."""

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from kvllm.config import EngineConfig
 from kvllm.kvcache.groups import full_groups, layer_parts
-from kvllm.worker.state import BlockTables, Lengths
+from kvllm.worker.state import Lengths, PartTables
 
 
-def make_tables(config: EngineConfig, lengths: Lengths) -> list[BlockTables]:
+def make_tables(config: EngineConfig, lengths: Lengths) -> PartTables:
     """In the first part, unless its layers have a window, `lengths` say where KV pairs are."""
-    first_counts = not num_full_parts(config)
-    return [
-        BlockTables(lengths, width, config.block_size, counts_first=index > 0 or first_counts)
-        for index, width in enumerate(table_widths(config, config.max_num_batched_tokens))
-    ]
+    widths = table_widths(config, config.max_num_batched_tokens)
+    return PartTables(lengths, widths, config.block_size, first_counts=not num_full_parts(config))
 
 
 def num_full_parts(config: EngineConfig) -> int:

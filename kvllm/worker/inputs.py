@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +9,7 @@ import torch
 
 from kvllm.worker.attention_state import RaggedLengths
 from kvllm.worker.observed_scores import NEVER
-from kvllm.worker.state import BlockTables, SequenceState
+from kvllm.worker.state import PartTables, SequenceState
 from kvllm.worker.step_inputs import InputShape, StepInputs
 
 
@@ -31,13 +30,12 @@ class InputPreparer:
     all query tokens that fill the step up, and others have none. They store nothing, and their query tokens attend to a
     single KV pair; where attention is added up, they share the slot behind those of all sequences.
 
-    tables: one for each part of the KV groups.
     window_start: of all sequences in the first part, where windows are scored. scored: in how many parts they are.
     """
 
     def __init__(
         self,
-        tables: Sequence[BlockTables],
+        tables: PartTables,
         ragged: RaggedLengths | None,
         observed: bool,
         device: torch.device,
@@ -61,7 +59,7 @@ class InputPreparer:
         """num_blocks: columns of the block tables of each part."""
         heads = self.ragged.heads if self.ragged else None
         scored = 0 if self.window_start is None else self.scored
-        return InputShape(num_query_tokens, num_seqs, num_blocks[0], heads, self.observed, scored, num_blocks[1:])
+        return InputShape(num_query_tokens, num_seqs, num_blocks, heads, self.observed, scored)
 
     def prepare(self, states: list[SequenceState], num_tokens: list[int], shape: InputShape) -> StepInputs:
         """Inputs of the step that computes the next `num_tokens[i]` tokens of each sequence, which have their blocks.
@@ -74,22 +72,10 @@ class InputPreparer:
             inputs = self._begin(states, num_tokens, shape)
         inputs.add_new_blocks(self.tables)
         inputs.write_slots(self.tables)
-        if inputs.tensors.window_start is not None and self.window_start is not None:
-            starts = self.window_start[inputs.table_slots]
-            _write(inputs.tensors.window_start, starts, spare=NEVER)
-            if self.scored > 1:
-                self._write_window_starts(inputs, starts)
+        if self.window_start is not None:
+            inputs.write_window_starts(self.window_start)
         self._rooms.append(self._rooms.pop(0))
         return inputs.tensors
-
-    def _write_window_starts(self, inputs: _PartialInputs, starts: np.ndarray) -> None:
-        """Write where windows begin in the parts behind the first, in which they begin at `starts`."""
-        for part in range(1, self.scored):
-            window_start = inputs.tensors.parts[part].window_start
-            assert window_start is not None
-            slots = inputs.table_slots
-            more = self.tables[part].kv_lengths(slots) - self.tables[0].kv_lengths(slots)
-            _write(window_start, np.where(starts == NEVER, NEVER, starts + more), spare=NEVER)
 
     def prepare_ahead(self, states: list[SequenceState], num_tokens: list[int], shape: InputShape) -> None:
         """Write what is known of a step before its new blocks are. The next one is likely to be it."""
@@ -131,19 +117,21 @@ class _PartialInputs:
     """Inputs of a step without the slots of its tokens, and what they follow from.
 
     table_slots, cached_lengths: `[S]`, of the sequences; token_slots, `[T]`, of the query tokens. Of each part of the
-    KV groups: num_blocks, `[S]`, in the tables of the sequences; num_replacements and num_appends, of the tables;
-    kv_index, `[T]`, where in its sequence's table the KV pair of each query token will be.
+    KV groups: num_blocks and kv_lengths, `[parts, S]`, in the tables of the sequences; num_replacements and
+    num_appends, of the tables; kv_index, `[parts, T]`, where in its sequence's table the KV pair of each query token
+    will be.
     """
 
     states: list[SequenceState]
     num_tokens: list[int]
     cached_lengths: np.ndarray
-    num_blocks: list[np.ndarray]
+    num_blocks: np.ndarray
     num_replacements: list[int]
     num_appends: list[int]
     table_slots: np.ndarray
     token_slots: np.ndarray
-    kv_index: list[np.ndarray]
+    kv_lengths: np.ndarray
+    kv_index: np.ndarray
     tensors: StepInputs
 
     @staticmethod
@@ -151,92 +139,102 @@ class _PartialInputs:
         states: list[SequenceState],
         num_tokens: list[int],
         tensors: StepInputs,
-        tables: Sequence[BlockTables],
+        tables: PartTables,
         ragged: RaggedLengths | None,
     ) -> _PartialInputs:
         starts = np.concatenate([[0], np.cumsum(num_tokens)])
         offset = np.arange(starts[-1]) - np.repeat(starts[:-1], num_tokens)
         table_slots = np.array([state.table_slot for state in states])
-        lengths = tables[0].lengths
+        lengths = tables.lengths
         logical_lengths = lengths.logical[table_slots]
-        kv_index = [np.repeat(part.kv_lengths(table_slots), num_tokens) + offset for part in tables]
+        kv_lengths = tables.kv_lengths(table_slots)
+        kv_index = np.repeat(kv_lengths, num_tokens, axis=1) + offset
         spare = tensors.shape.num_seqs - len(states)
-        _write(tensors.positions, np.repeat(logical_lengths, num_tokens) + offset)
-        for part, of_part, index in zip(tables, tensors.parts, kv_index, strict=True):
-            _write(of_part.last_kv_index, index)
-            _write(of_part.block_tables, part.table[table_slots, : of_part.block_tables.shape[1]])
+        _write(tensors.array("positions"), np.repeat(logical_lengths, num_tokens) + offset)
+        _write_rows(tensors.array("last_kv_index"), kv_index)
+        for index, (part, num_blocks) in enumerate(zip(tables.parts, tensors.shape.num_blocks, strict=True)):
+            _write(tensors.array(f"block_tables_{index}"), part.table[table_slots, :num_blocks])
         ends = (
             starts[-1] + 1 + np.arange(spare) if tensors.shape.is_decode else [tensors.shape.num_query_tokens] * spare
         )
-        _write(tensors.query_start_loc, np.concatenate([starts, ends]))
-        if ragged and tensors.packed_len is not None and tensors.head_lengths is not None:
-            _write(tensors.packed_len, ragged.packed_len[table_slots])
-            _write(tensors.head_lengths.transpose(0, 1), ragged.head_lengths[:, table_slots].swapaxes(0, 1))
+        _write(tensors.array("query_start_loc"), np.concatenate([starts, ends]))
+        if ragged:
+            _write(tensors.array("packed_len"), ragged.packed_len[table_slots])
+            _write(tensors.array("head_lengths").swapaxes(0, 1), ragged.head_lengths[:, table_slots].swapaxes(0, 1))
         if tensors.table_slots is not None:
-            _write(tensors.table_slots, table_slots, spare=len(tables[0].table))
+            _write(tensors.array("table_slots"), table_slots, spare=tables.table.shape[1])
         return _PartialInputs(
             states,
             num_tokens,
             lengths.cached[table_slots],
-            [part.num_blocks[table_slots] for part in tables],
-            [part.num_replacements for part in tables],
-            [part.num_appends for part in tables],
+            tables.num_blocks[:, table_slots],
+            [part.num_replacements for part in tables.parts],
+            [part.num_appends for part in tables.parts],
             table_slots,
             np.repeat(table_slots, num_tokens),
+            kv_lengths,
             kv_index,
             tensors,
         )
 
-    def are_of(
-        self, states: list[SequenceState], num_tokens: list[int], shape: InputShape, tables: Sequence[BlockTables]
-    ) -> bool:
+    def are_of(self, states: list[SequenceState], num_tokens: list[int], shape: InputShape, tables: PartTables) -> bool:
         """Whether all that is written is right for a step, but for blocks at the ends of tables."""
         return self.are_of_batch(states, num_tokens, shape, tables) and np.array_equal(
-            tables[0].lengths.cached[self.table_slots], self.cached_lengths
+            tables.lengths.cached[self.table_slots], self.cached_lengths
         )
 
     def are_of_batch(
-        self, states: list[SequenceState], num_tokens: list[int], shape: InputShape, tables: Sequence[BlockTables]
+        self, states: list[SequenceState], num_tokens: list[int], shape: InputShape, tables: PartTables
     ) -> bool:
         """Whether all but what follows from lengths, and blocks at the ends of tables, is right for a step."""
         return (
             shape == self.tensors.shape
-            and [part.num_replacements for part in tables] == self.num_replacements
+            and [part.num_replacements for part in tables.parts] == self.num_replacements
             and num_tokens == self.num_tokens
             and states == self.states
         )
 
-    def go_on(self, tables: Sequence[BlockTables]) -> None:
+    def go_on(self, tables: PartTables) -> None:
         """Write what follows from the lengths, which are others now, of sequences with one query token each."""
-        lengths = tables[0].lengths
+        lengths = tables.lengths
         self.cached_lengths = lengths.cached[self.table_slots]
-        self.kv_index = [part.kv_lengths(self.table_slots) for part in tables]
-        _write(self.tensors.positions, lengths.logical[self.table_slots])
-        for of_part, index in zip(self.tensors.parts, self.kv_index, strict=True):
-            _write(of_part.last_kv_index, index)
+        self.kv_lengths = self.kv_index = tables.kv_lengths(self.table_slots)
+        _write(self.tensors.array("positions"), lengths.logical[self.table_slots])
+        _write_rows(self.tensors.array("last_kv_index"), self.kv_index)
 
-    def add_new_blocks(self, tables: Sequence[BlockTables]) -> None:
+    def add_new_blocks(self, tables: PartTables) -> None:
         """Tables that have grown since they were written."""
-        for number, (part, of_part) in enumerate(zip(tables, self.tensors.parts, strict=True)):
-            if part.num_appends == self.num_appends[number]:
-                continue
-            self.num_appends[number] = part.num_appends
-            num_blocks = part.num_blocks[self.table_slots]
-            grown = np.flatnonzero(num_blocks != self.num_blocks[number])
-            if len(grown):
-                block_tables = of_part.block_tables.numpy()
-                block_tables[grown] = part.table[self.table_slots[grown], : block_tables.shape[1]]
-                self.num_blocks[number] = num_blocks
+        num_appends = [part.num_appends for part in tables.parts]
+        if num_appends == self.num_appends:
+            return
+        num_blocks = tables.num_blocks[:, self.table_slots]
+        grown = num_blocks != self.num_blocks
+        for index in np.flatnonzero(grown.any(axis=1)):
+            rows, block_tables = np.flatnonzero(grown[index]), self.tensors.array(f"block_tables_{index}")
+            block_tables[rows] = tables.parts[index].table[self.table_slots[rows], : block_tables.shape[1]]
+        self.num_appends, self.num_blocks = num_appends, num_blocks
 
-    def write_slots(self, tables: Sequence[BlockTables]) -> None:
+    def write_slots(self, tables: PartTables) -> None:
         """Where the KV pairs of the tokens are stored."""
-        for part, of_part, kv_index in zip(tables, self.tensors.parts, self.kv_index, strict=True):
-            _write(of_part.slot_mapping, part.slot_mapping(self.token_slots, kv_index), spare=-1)
+        _write_rows(self.tensors.array("slot_mapping"), tables.slot_mapping(self.token_slots, self.kv_index), spare=-1)
+
+    def write_window_starts(self, window_start: np.ndarray) -> None:
+        """Where windows begin that are scored. window_start: of all sequences, in the first part."""
+        array, starts = self.tensors.array("window_start"), window_start[self.table_slots]
+        more = self.kv_lengths[: len(array)] - self.kv_lengths[0]
+        _write_rows(array, np.where(starts == NEVER, NEVER, starts + more), spare=NEVER)
 
 
-def _write(tensor: torch.Tensor, values: list[int] | np.ndarray, *, spare: int = 0) -> None:
-    """`values`, then `spare`, along the first dimension of a tensor on the host."""
-    array = tensor.numpy()
+def _write(array: np.ndarray, values: list[int] | np.ndarray, *, spare: int = 0) -> None:
+    """`values`, then `spare`, along the first dimension."""
     array[: len(values)] = values
     if len(values) < len(array):
         array[len(values) :] = spare
+
+
+def _write_rows(array: np.ndarray, values: np.ndarray, *, spare: int = 0) -> None:
+    """Rows of `values`, each followed by `spare`."""
+    count = values.shape[1]
+    array[:, :count] = values
+    if count < array.shape[1]:
+        array[:, count:] = spare

@@ -102,7 +102,8 @@ class ModelRunner:
         self._prompt_reports: list[PromptReport] = []  # of the step
         self.free_slots = list(reversed(range(config.max_num_seqs)))
         self.lengths = Lengths(config.max_num_seqs)
-        self.tables = make_tables(config, self.lengths)
+        self._part_tables = make_tables(config, self.lengths)
+        self.tables = self._part_tables.parts
         self._full_parts = num_full_parts(config)
         self._part_of = part_of_layers(config, cache.shape.num_layers)
         compression = Compression.of(model, self.operations, backend, config, self.tables, select, dropped)
@@ -123,7 +124,7 @@ class ModelRunner:
             self.offloader = Offloader(cache, store, [state for state in self._slot_states if state])
         window_start = self.observed.window_start if self.observed else None
         self.inputs = InputPreparer(
-            self.tables, self.ragged, config.observes_attention, self.device, window_start, self._full_parts
+            self._part_tables, self.ragged, config.observes_attention, self.device, window_start, self._full_parts
         )
 
     @torch.inference_mode()
@@ -359,7 +360,7 @@ class ModelRunner:
         """Those of a pass that is not recorded."""
         changes = [(part.num_appends, part.num_replacements) for part in self.tables]
         if self._shaped is None or self._shaped[0] is not batch or self._shaped[1] != changes:
-            num_blocks = [int(part.num_blocks[batch.table_slots].max()) for part in self.tables]
+            num_blocks = self._part_tables.num_blocks[:, batch.table_slots].max(axis=1).tolist()
             shape = self.inputs.shape(sum(batch.num_tokens), len(batch.states), *num_blocks)
             self._shaped = batch, changes, shape
         return self.inputs.prepare(batch.states, batch.num_tokens, self._shaped[2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,12 +74,20 @@ class BlockTables:
     num_appends: how often a table has grown there. As long as both stay, no running sequence's table changes.
     """
 
-    def __init__(self, lengths: Lengths, max_blocks: int, block_size: int, *, counts_first: bool = False) -> None:
-        max_num_seqs = len(lengths.logical)
+    def __init__(
+        self,
+        lengths: Lengths,
+        table: np.ndarray,
+        num_blocks: np.ndarray,
+        first: np.ndarray,
+        block_size: int,
+        *,
+        counts_first: bool,
+    ) -> None:
         self.lengths = lengths
-        self.table = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
-        self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
-        self.first = np.zeros(max_num_seqs, dtype=np.int64)
+        self.table = table
+        self.num_blocks = num_blocks
+        self.first = first
         self.block_size = block_size
         self.counts_first = counts_first
         self.num_replacements = self.num_appends = 0
@@ -133,7 +142,43 @@ class BlockTables:
             return self.lengths.cached[table_slots]
         return self.lengths.logical[table_slots] - self.first[table_slots] * self.block_size
 
+
+class PartTables:
+    """Block tables of all parts of the KV groups, in arrays over the parts: what a step needs of them takes as many
+    operations for many parts as for one.
+
+    parts: those of each, views. first_counts: whether the first part `counts_first`, as the others do.
+    widths: most blocks of a sequence in each part.
+    """
+
+    def __init__(self, lengths: Lengths, widths: Sequence[int], block_size: int, *, first_counts: bool = False) -> None:
+        size = len(widths), len(lengths.logical)
+        self.lengths = lengths
+        self.block_size = block_size
+        self.first_counts = first_counts
+        self.table = np.zeros((*size, max(widths)), dtype=np.int32)
+        self.num_blocks = np.zeros(size, dtype=np.int64)
+        self.first = np.zeros(size, dtype=np.int64)
+        self.parts = [
+            BlockTables(
+                lengths, table[:, :width], num_blocks, first, block_size, counts_first=index > 0 or first_counts
+            )
+            for index, (width, table, num_blocks, first) in enumerate(
+                zip(widths, self.table, self.num_blocks, self.first, strict=True)
+            )
+        ]
+        self._index = np.arange(len(widths))[:, None]
+
+    def kv_lengths(self, table_slots: np.ndarray) -> np.ndarray:
+        """As of BlockTables, in each part: int64 `[parts, S]`."""
+        if len(self.parts) == 1:
+            return self.parts[0].kv_lengths(table_slots)[None]
+        lengths = self.lengths.logical[table_slots] - self.first[:, table_slots] * self.block_size
+        if not self.first_counts:
+            lengths[0] = self.lengths.cached[table_slots]
+        return lengths
+
     def slot_mapping(self, table_slots: np.ndarray, kv_index: np.ndarray) -> np.ndarray:
-        """Cache slot of KV pair `kv_index[i]` of the sequence in `table_slots[i]`: int64."""
+        """Cache slots of KV pairs `kv_index` `[parts, T]` of the sequences in `table_slots` `[T]`: int64."""
         block, offset = np.divmod(kv_index, self.block_size)
-        return self.table[table_slots, block].astype(np.int64) * self.block_size + offset
+        return self.table[self._index, table_slots, block].astype(np.int64) * self.block_size + offset

@@ -23,7 +23,7 @@ from kvllm.worker.inputs import InputPreparer
 from kvllm.worker.last_logits import LastLogits
 from kvllm.worker.model_runner import ModelRunner
 from kvllm.worker.sampler import SampleRow
-from kvllm.worker.state import BlockTables, Lengths, SequenceState
+from kvllm.worker.state import Lengths, PartTables, SequenceState
 from kvllm.worker.step_inputs import StepInputs
 from tests.helpers import layout_recorder
 from tests.helpers.checkpoints import make_checkpoint
@@ -321,15 +321,15 @@ def test_a_step_with_chunks_fits_its_size(max_num_seqs: int, max_num_batched_tok
 def test_a_graph_reads_tables_of_every_width() -> None:
     """Of wide tables only the columns that a step needs are copied; what lies behind is of an earlier step."""
     lengths, params = Lengths(3), SamplingParams()
-    tables = BlockTables(lengths, 40, block_size=16)
-    tables.table[:] = np.arange(120).reshape(3, 40)
+    tables = PartTables(lengths, [40], block_size=16)
+    tables.table[0] = np.arange(120).reshape(3, 40)
     read: list[torch.Tensor] = []
 
     def compute(inputs: StepInputs) -> LastLogits:
-        read.append(inputs.block_tables.clone())
+        read.append(inputs.parts[0].block_tables.clone())
         return LastLogits(inputs.token_ids[:, None].float())
 
-    inputs = InputPreparer([tables], None, False, torch.device("cpu"))
+    inputs = InputPreparer(tables, None, False, torch.device("cpu"))
     recorded = StepGraphs(compute, lambda step: step, inputs, GraphSizes(3), 40)
     for length, width in ((600, 40), (20, 2), (100, 8)):
         states = [SequenceState([5] * 601, slot, lengths, SampleRow(params, 0, [], [])) for slot in (2, 0)]
@@ -338,7 +338,7 @@ def test_a_graph_reads_tables_of_every_width() -> None:
         of_step = recorded.prepare(states, [1, 1], GraphSize(2, 2))
         of_step.write_tokens(np.array([5, 5]))
         assert recorded.run(of_step, GraphSize(2, 2)).logits.tolist() == [[5.0], [5.0]]
-        assert (read[-1][:, :width] == torch.from_numpy(tables.table[[2, 0], :width])).all()
+        assert (read[-1][:, :width] == torch.from_numpy(tables.table[0, [2, 0], :width])).all()
         assert read[-1].shape == (2, 40)
 
 

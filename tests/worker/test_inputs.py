@@ -14,7 +14,7 @@ from kvllm.worker.inputs import InputPreparer
 from kvllm.worker.observed_scores import NEVER
 from kvllm.worker.read_batch import read_batch
 from kvllm.worker.sampler import SampleRow
-from kvllm.worker.state import BlockTables, Lengths, SequenceState
+from kvllm.worker.state import Lengths, PartTables, SequenceState
 from kvllm.worker.step_inputs import InputShape, StepInputs
 from tests.helpers.examples import examples
 
@@ -27,8 +27,8 @@ class Worker:
 
     def __init__(self) -> None:
         self.lengths = Lengths(MAX_SEQS)
-        self.tables = BlockTables(self.lengths, MAX_BLOCKS, BLOCK_SIZE)
-        self.sliding = BlockTables(self.lengths, MAX_BLOCKS, BLOCK_SIZE, counts_first=True)
+        self.parts = PartTables(self.lengths, [MAX_BLOCKS, MAX_BLOCKS], BLOCK_SIZE)
+        self.tables, self.sliding = self.parts.parts
         self.ragged = RaggedLengths(CacheShape(2, 3, 8, BLOCK_SIZE, torch.float32), MAX_SEQS, CPU)
         self.window_start = np.full(MAX_SEQS, NEVER, dtype=np.int32)
         self.ahead, self.usual = self.preparer(), self.preparer()
@@ -37,7 +37,7 @@ class Worker:
 
     def preparer(self) -> InputPreparer:
         """One that has prepared nothing yet, and so writes all anew."""
-        return InputPreparer([self.tables, self.sliding], self.ragged, True, CPU, self.window_start)
+        return InputPreparer(self.parts, self.ragged, True, CPU, self.window_start)
 
     def start(self, length: int) -> None:
         tokens = list(range(100 * len(self.states), 100 * len(self.states) + length))
@@ -148,16 +148,14 @@ def test_inputs_written_out() -> None:
     assert fields(inputs) == {
         "token_ids": [*second.token_ids, 50, 0],
         "positions": [0, 1, 2, 9, 0],
-        "slot_mapping": [8, 9, 10, 17, -1],
+        "slot_mapping": [[8, 9, 10, 17, -1], [4, 5, 6, 13, -1]],
         "query_start_loc": [0, 3, 4, 5],
-        "last_kv_index": [0, 1, 2, 5, 0],
-        "block_tables": [[2, 0, 0, 0], [7, 4, 9, 0], [0, 0, 0, 0]],
+        "last_kv_index": [[0, 1, 2, 5, 0], [0, 1, 2, 5, 0]],
+        "block_tables_0": [[2, 0, 0, 0], [7, 4, 9, 0], [0, 0, 0, 0]],
         "packed_len": [0, 4, 0],
         "head_lengths": [[[0, 0, 0], [4, 1, 2], [0, 0, 0]], [[0, 0, 0], [3, 3, 4], [0, 0, 0]]],
         "table_slots": [second.table_slot, first.table_slot, MAX_SEQS],
-        "window_start": [NEVER, 4, NEVER],
-        "slot_mapping_1": [4, 5, 6, 13, -1],
-        "last_kv_index_1": [0, 1, 2, 5, 0],
+        "window_start": [[NEVER, 4, NEVER]],
         "block_tables_1": [[1, 0], [8, 3], [0, 0]],
     }
     assert inputs.memory.numel() == inputs.shape.num_bytes
