@@ -13,7 +13,6 @@ from typing import get_type_hints
 
 import msgspec
 
-from kvllm.compression.specs import STATISTICS_FILE
 from kvllm.config import (
     CompressionConfig,
     EngineConfig,
@@ -25,7 +24,7 @@ from kvllm.config import (
 )
 from kvllm.errors import ConfigError
 from kvllm.kvcache.groups import UNIFORM, KVGroup
-from kvllm.layer_shares import resolve
+from kvllm.layer_shares import for_checkpoint, resolve
 from kvllm.models.config import DTYPES, QUANTIZATIONS, ModelConfig, load_model_config
 
 DEFAULT_MODEL = Path(__file__).parent / "assets" / "reasoner"
@@ -188,7 +187,8 @@ class EngineArgs:
         groups = UNIFORM
         if not self.disable_hybrid_kv_cache_manager:
             windows = bounding(self.model_config.windows, length)
-            compression = resolve(compression, self.path, windows, self.block_size)
+            if compression is not None:
+                compression = resolve(compression, self.path, windows, self.block_size)
             groups = make_kv_groups(windows, compression)
         most = (group.most_blocks(length, self.block_size, self.max_num_batched_tokens) for group in groups)
         config = self._engine_config(self.max_num_seqs * sum(most), length, groups)
@@ -219,10 +219,11 @@ class EngineArgs:
         )
 
     def _compression(self) -> CompressionConfig | None:
-        """With the method that goes with the checkpoint. EngineConfig refuses what is no CompressionConfig."""
+        """With the method and shares that go with the checkpoint. EngineConfig refuses what is no CompressionConfig."""
         if not isinstance(self.compression, CompressionConfig):
             return self.compression
-        return self.compression.with_method((self.path / STATISTICS_FILE).is_file())
+        one_share = self.disable_hybrid_kv_cache_manager or self.kv_residual_tokens > 0
+        return for_checkpoint(self.compression, self.path, one_share)
 
     def _check_types(self) -> None:
         require(isinstance(self.model, str | Path), "model", self.model, "the directory of a checkpoint")

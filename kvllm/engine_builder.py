@@ -274,4 +274,6 @@ def _compression(args: EngineArgs, settings: RunnerSettings) -> str:
     if args.compression.method == AUTO:
         found = f"the checkpoint has {'' if compression.spec.calibrated else 'no '}{STATISTICS_FILE}"
         chosen = f" (method=auto: {found if compression.score_source is None else 'score_source is set'})"
-    return f"compression by {compression.method}{chosen}, {compression.policy}"
+    kept = {group.retain_blocks for group in compression.named_groups}
+    shares = f", layers keep {min(kept)} to {max(kept)} of {compression.window_blocks} blocks" if kept else ""
+    return f"compression by {compression.method}{chosen}, {compression.policy}{shares}"

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Struct, structs
 
 from kvllm.compression.layer_budgets import layer_budgets
+from kvllm.compression.specs import STATISTICS_FILE
 from kvllm.config import CompressionConfig, LayerGroup
 from kvllm.errors import CheckpointError
 
@@ -59,14 +60,23 @@ def read_losses(folder: Path, num_layers: int) -> LayerLosses:
     return found
 
 
+def for_checkpoint(compression: CompressionConfig, folder: Path, one_share: bool = False) -> CompressionConfig:
+    """A configuration with what `method="auto"` stands for, by the files beside the checkpoint.
+
+    one_share: for all layers, because of other options of the engine.
+    """
+    calibrated, has_losses = ((folder / name).is_file() for name in (STATISTICS_FILE, LAYER_LOSSES_FILE))
+    return compression.with_method(calibrated, has_losses and not one_share)
+
+
 def resolve(
-    compression: CompressionConfig | None, folder: Path, windows: Sequence[int | None], block_size: int
-) -> CompressionConfig | None:
+    compression: CompressionConfig, folder: Path, windows: Sequence[int | None], block_size: int
+) -> CompressionConfig:
     """A configuration with groups of layers in place of `layer_groups="auto"` or "pyramid".
 
     windows: of each layer, None where it attends all tokens. Raises CheckpointError as `read_losses` does.
     """
-    if compression is None or not isinstance(compression.layer_groups, str):
+    if not isinstance(compression.layer_groups, str):
         return compression
     layers = [layer for layer, window in enumerate(windows) if window is None]
     if compression.layer_groups == "pyramid":

@@ -7,15 +7,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from benchmarks.common import workloads
 from benchmarks.common.jobs import Job
 from benchmarks.common.limits import itemsize
 from benchmarks.common.shapes import SHAPES
 from benchmarks.common.variants import Variant
 from benchmarks.common.workloads import Request
-from kvllm.config import EngineConfig, require
-from kvllm.core.compression_policy import make_policy, peak_blocks
+from kvllm.config import require
+from kvllm.core.compression_policy import blocks_alone, make_policy
+from kvllm.engine_args import EngineArgs
 from kvllm.errors import ConfigError
+from kvllm.kvcache.groups import block_layers
 from kvllm.models.config import ModelConfig
 
 
@@ -74,24 +78,13 @@ def make_job(
         "max_model_len": args.max_model_len or max(request.kv_pairs + 1 for request in requests),
         **variant.engine,
     }
-    require(engine["block_size"] >= 1, "block_size", engine["block_size"], "between 1 and 256")
-    require(engine["max_num_seqs"] >= 1, "max_num_seqs", engine["max_num_seqs"], "at least 1")
-    has_parts = variant.compression is not None and bool(variant.compression.layer_groups)
-    allowed = "with num_gpu_blocks_override among the variant's settings: its blocks hold a part of the layers each"
-    require(not has_parts or "num_gpu_blocks_override" in engine, "layer_groups", variant.name, allowed)
-    engine.setdefault("num_gpu_blocks_override", pool_blocks(args, engine, model, requests))
-    config = EngineConfig(
-        num_blocks=engine["num_gpu_blocks_override"],
-        max_model_len=engine["max_model_len"],
-        block_size=engine["block_size"],
-        max_num_seqs=engine["max_num_seqs"],
-        max_num_batched_tokens=engine["max_num_batched_tokens"],
-        compression=variant.compression,
-    )
+    config = EngineArgs(path, compression=variant.compression, **engine).engine_config
+    parts = model.num_layers // block_layers(config.kv_groups, model.num_layers)
+    engine.setdefault("num_gpu_blocks_override", parts * pool_blocks(args, engine, model, requests))
+    config = structs.replace(config, num_blocks=engine["num_gpu_blocks_override"])
     policy = make_policy(config)
-    needed = max(
-        peak_blocks(config, policy and policy.group_regions, len(r.prompt_token_ids), r.kv_pairs) for r in requests
-    )
+    regions = policy and policy.group_regions
+    needed = max(blocks_alone(config, regions, len(r.prompt_token_ids), r.kv_pairs) for r in requests)
     if needed > config.num_blocks:
         raise ConfigError(
             f"variant {variant.name}: a request needs {needed} KV blocks of {config.block_size} tokens and the pool "
@@ -101,7 +94,7 @@ def make_job(
 
 
 def pool_blocks(args: argparse.Namespace, engine: dict[str, Any], model: ModelConfig, requests: list[Request]) -> int:
-    """Blocks in the pool of a variant."""
+    """Blocks in the pool of a variant, if each holds KV pairs of all layers."""
     if args.num_gpu_blocks_override is not None:
         return args.num_gpu_blocks_override
     block_size = engine["block_size"]

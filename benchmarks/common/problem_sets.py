@@ -64,25 +64,24 @@ class ProblemSet:
         return workloads.demand(kv_pairs, block_size, self.max_num_seqs)
 
     def engine(self, variant: Variant) -> dict[str, Any]:
-        """Keywords of `LLM` for a variant. A pool of another kv_cache_dtype has the bytes of the others.
+        """Keywords of `LLM` for a variant. The pools of all variants have the same bytes.
 
         Raises ConfigError if its compression does not fit its block size.
         """
         block_size = variant.engine.get("block_size", BLOCK_SIZE)
         if variant.compression:
             variant.compression.retained(block_size)
-        blocks = int(POOL_FRACTION * self.wanted(block_size))
-        if "kv_cache_dtype" in variant.engine:
-            pool = {"kv_cache_memory_bytes": blocks * block_bytes(block_size)}
-        else:
-            pool = {"num_gpu_blocks_override": blocks}
         return {
             "dtype": DTYPE,
             "block_size": block_size,
             "max_num_seqs": self.max_num_seqs,
-            **pool,
+            "kv_cache_memory_bytes": self.pool(block_size) * block_bytes(block_size),
             **variant.engine,
         }
+
+    def pool(self, block_size: int) -> int:
+        """Blocks in the pool, if each holds KV pairs of all layers in the dtype of the activations."""
+        return int(POOL_FRACTION * self.wanted(block_size))
 
     def warm_up(self) -> None:
         """Solve a few problems that do not count, so that threads, caches and kernels are ready."""
@@ -102,7 +101,7 @@ class ProblemSet:
         return Run(measurement, texts, grades)
 
     def describe(self) -> str:
-        wanted, pool = self.wanted(BLOCK_SIZE), self.engine(Variant(""))["num_gpu_blocks_override"]
+        wanted, pool = self.wanted(BLOCK_SIZE), self.pool(BLOCK_SIZE)
         return (
             f"{len(self.problems)} programs of {LINES[0]} to {LINES[1]} lines, on average "
             f"{mean(self.prompt_tokens):.0f} tokens of prompt and {mean(self.working_tokens):.0f} of working; "

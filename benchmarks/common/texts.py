@@ -18,6 +18,7 @@ from kvllm.tokenizer import load_tokenizer
 
 SEED = 7
 """Of the problems: other ones than those that the scripts about answers ask."""
+ALL = "all"
 SMALLEST = 1 / 3
 """Of a task's largest size."""
 
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", type=Path, default=Path(DEFAULT_MODEL), metavar="DIR", help="default: the model of the package")
     add("--text", type=Path, metavar="FILE", help="default, for the model of the package: its problems")
-    add("--task", choices=TASKS, help="problems of one task of the reasoner")
+    add("--task", choices=(ALL, *TASKS), help="problems of one task, or of all that the package's model knows, in turn")
     add("--seed", type=int, default=SEED, help=f"seed of problems (default {SEED})")
     add("--length", type=int, default=2048, metavar="N", help="most tokens of a text (default 2048)")
 
@@ -76,11 +77,13 @@ def read_texts(args: argparse.Namespace, shortest: int) -> Iterator[Text]:
 
 
 def draw_problem(args: argparse.Namespace, index: int) -> Problem:
-    name = args.task or OF_PACKAGE[index % len(OF_PACKAGE)]
+    name = OF_PACKAGE[index % len(OF_PACKAGE)] if args.task in (None, ALL) else args.task
     task, rng = TASKS[name], random.Random(f"calibration/{args.seed}/{index}")
     smallest = max(task.smallest, round(SMALLEST * task.largest))
     return make_problem(rng, rng.randint(smallest, task.largest), name)
 
 
 def describe(args: argparse.Namespace) -> str:
-    return args.text.name if args.text else f"problems of the reasoner: {args.task or 'all tasks'}"
+    if args.text:
+        return args.text.name
+    return f"problems of the reasoner: {'all tasks' if args.task in (None, ALL) else args.task}"

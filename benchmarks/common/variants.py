@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from kvllm import CompressionConfig
 from kvllm.attention.registry import BACKENDS
-from kvllm.compression.specs import SPECS
+from kvllm.compression.specs import AUTO, SPECS
 from kvllm.errors import ConfigError
 from kvllm.kvcache.formats import KV_CACHE_DTYPES
 from kvllm.worker.build import DTYPES
@@ -42,8 +42,8 @@ def parse_variant(text: str) -> Variant:
     Raises ConfigError for unknown methods and settings, and for values that CompressionConfig refuses.
     """
     method, _, settings = text.partition(":")
-    if method not in (VANILLA, *SPECS):
-        allowed = ", ".join((VANILLA, *SPECS))
+    if method not in (VANILLA, AUTO, *SPECS):
+        allowed = ", ".join((VANILLA, AUTO, *SPECS))
         raise ConfigError(f"variant {text!r}: {method!r} is no variant: choose one of {allowed}")
     fields = {} if method == VANILLA else {f.name: f.type for f in msgspec.structs.fields(CompressionConfig)}
     fields.pop("method", None)

@@ -45,7 +45,8 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
     Attributes:
         method: which KV pairs survive (`kvllm.compression.specs.SPECS`). "auto", for windows, is
             "expected_attention_calibrated" where the checkpoint has statistics of its queries
-            (`kv_statistics.safetensors`) and `score_source` is None, and "kara_sharp" elsewhere.
+            (`kv_statistics.safetensors`) and `score_source` is None, and "kara_sharp" elsewhere; with
+            `layer_groups="auto"` where the checkpoint has `kv_layer_losses.json`, and nothing below refuses that.
         policy: which sequences compress and when: "periodic" (every `period` decode steps of the engine, at most
             `max_sequences` sequences), "pressure" (only while blocks are short, and only what is needed to make them
             last `period` steps more), "standalone" (each sequence whenever its tail fills a window; block_size 1) or
@@ -273,12 +274,17 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
         """Facts about the method that the engine reads. Of "auto", those of the method without statistics."""
         return SPECS[UNCALIBRATED if self.method == AUTO else self.method]
 
-    def with_method(self, calibrated: bool) -> CompressionConfig:
-        """The same with a method instead of "auto". calibrated: whether the checkpoint has statistics."""
+    def with_method(self, calibrated: bool, by_layer: bool) -> CompressionConfig:
+        """The same with a method instead of "auto", and with shares by layer where these go with the options.
+
+        calibrated: whether the checkpoint has statistics. by_layer: whether it has the losses of its layers, too.
+        """
         if self.method != AUTO:
             return self
         chosen = CALIBRATED if calibrated and self.score_source is None else UNCALIBRATED
-        return msgspec.structs.replace(self, method=chosen)
+        one_share = self.layer_groups or self.retain_tokens is not None or self.guard_kl is not None or self.recalls
+        groups = "auto" if by_layer and not one_share else self.layer_groups
+        return msgspec.structs.replace(self, method=chosen, layer_groups=groups)
 
     @property
     def observes_scores(self) -> bool:

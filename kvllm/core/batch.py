@@ -179,7 +179,7 @@ class Batch:
 
     def append(self, seq: Sequence, num_tokens: int, num_blocks: int) -> None:
         """Put `num_tokens` of a running sequence into the plan, for which it needs `num_blocks` more."""
-        if seq.others and (num_blocks or any(table.first != table.sent for table in seq.others)):
+        if seq.others and (num_blocks or self._lets_go(seq)):
             self._append_tables(seq, num_tokens, num_tokens)
         new_blocks: list[int] = []
         if num_blocks:
@@ -259,6 +259,10 @@ class Batch:
         self.running[position:position] = children
         parent.forks_pending = 0
         return children
+
+    def _lets_go(self, seq: Sequence) -> bool:
+        """Whether the workers must learn what is behind the windows of a sequence's tables."""
+        return self.blocks.has_windows and any(table.first != table.sent for table in seq.others)
 
     def _append_tables(self, seq: Sequence, num_tokens: int, reserved: int, hit: PrefixHit | None = None) -> None:
         """Plan how a sequence's tables of groups behind the first change.

@@ -36,7 +36,8 @@ class BlockManager:
     group.
 
     most_idle: see BlockPool. kv_cache_dtype: a part of the identity of a block's content. others: the groups in which
-    sequences have a GroupTable. full_parts: parts of all groups whose layers attend all tokens.
+    sequences have a GroupTable. has_windows: whether some of these have a window. full_parts: parts of all groups whose
+    layers attend all tokens.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class BlockManager:
         self.kv_cache_dtype = kv_cache_dtype
         self.has_full = has_full(groups)
         self.others = list(groups[1:] if self.has_full else groups)
+        self.has_windows = any(group.window is not None for group in self.others)
         self.full_parts = sum(len(group.parts) for group in full_groups(groups))
         ends = list(accumulate((len(group.parts) for group in self.others), initial=int(self.has_full)))
         self._parts = [range(*ends) for ends in pairwise(ends)]  # of each other group, among those of all groups
@@ -139,6 +141,8 @@ class BlockManager:
         if seq.others:
             end = -(-(seq.logical_length + num_tokens) // self.block_size)
             index, offset = divmod(seq.logical_length, self.block_size)
+            if offset and end == index + 1 and self.has_full and not needed:
+                return 0  # room in all last blocks, which are shared in all tables or in none
             for table in seq.others:
                 num_parts = len(table.parts)
                 missing = end - table.first - len(table.blocks) // num_parts

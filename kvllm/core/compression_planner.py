@@ -227,7 +227,7 @@ class CompressionPlanner:
         complete = self.policy.regions_of(seq).next_end(cached, seq.uncompressed_tail)
         target = min(complete, cached + seq.max_length - 1 - logical)
         growth = self.blocks.full_parts * max(0, self.blocks.blocks_for(target) - len(seq.block_table))
-        for table in seq.others:
+        for table in seq.others if self.blocks.has_windows else ():
             if table.is_full:
                 continue
             most = table.group.most_blocks(logical + target - cached, self.config.block_size, 1)
@@ -238,7 +238,7 @@ class CompressionPlanner:
         """Blocks that are left for what can be compressed, once each of some sequences has its next token in groups
         with a window."""
         available = self.blocks.num_available
-        if not self.blocks.others:
+        if not self.blocks.has_windows:
             return available
         tables = ((seq, table) for seq in sequences for table in seq.others if not table.is_full)
         return available - sum(table.num_missing(seq.logical_length + 1) for seq, table in tables)

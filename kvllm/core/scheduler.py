@@ -295,7 +295,7 @@ class Scheduler:
     def _advance(self, seq: Sequence, num_tokens: int) -> None:
         seq.advance(num_tokens)
         self.blocks.cache_full_blocks(seq)
-        if seq.others:
+        if self.blocks.has_windows:
             self.blocks.release_behind(seq)
 
     def waits_for(self, plan: StepPlan) -> bool:

@@ -18,7 +18,7 @@ from kvllm.config import EngineConfig, bounding, make_kv_groups, require
 from kvllm.entrypoints.engine_flags import parse_compression
 from kvllm.entrypoints.simulate import read_model_config
 from kvllm.kvcache.formats import KV_CACHE_DTYPES
-from kvllm.layer_shares import resolve
+from kvllm.layer_shares import for_checkpoint, resolve
 from kvllm.simulation.cost import resolve_dtype
 
 if TYPE_CHECKING:
@@ -56,7 +56,9 @@ def run(args: argparse.Namespace) -> None:
     longest = args.max_model_len or model.max_position_embeddings
     windows = bounding(model.windows, longest)
     folder = args.model if args.model.is_dir() else args.model.parent
-    compression = resolve(parse_compression(args.compression), folder, windows, args.block_size)
+    compression = parse_compression(args.compression)
+    if compression is not None:
+        compression = resolve(for_checkpoint(compression, folder), folder, windows, args.block_size)
     config = EngineConfig(
         num_blocks=1,
         max_model_len=longest,

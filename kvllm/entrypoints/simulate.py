@@ -27,7 +27,7 @@ from kvllm.entrypoints.engine_flags import parse_compression
 from kvllm.errors import CheckpointError
 from kvllm.kvcache.formats import KV_CACHE_DTYPES, KV_FORMATS
 from kvllm.kvcache.groups import block_layers
-from kvllm.layer_shares import resolve
+from kvllm.layer_shares import for_checkpoint, resolve
 from kvllm.models.config import ModelConfig, load_model_config
 from kvllm.simulation.cost import CostModel, resolve_dtype
 from kvllm.simulation.hardware import load_hardware, shipped_names
@@ -166,7 +166,8 @@ def make_config(
     """The simulated engine."""
     windows = bounding(cost.model.windows, max_model_len)
     folder = args.model_config if args.model_config.is_dir() else args.model_config.parent
-    compression = resolve(compression, folder, windows, args.block_size)
+    if compression is not None:
+        compression = resolve(for_checkpoint(compression, folder), folder, windows, args.block_size)
     groups = make_kv_groups(windows, compression)
     blocks = args.num_blocks
     if blocks is None:

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks import cpu_kernels, demo, throughput
-from benchmarks.common import cpu_attention, cpu_products, jobs, limits, machine, report, shapes, workloads
+from benchmarks.common import cpu_attention, cpu_products, engines, jobs, limits, machine, report, shapes, workloads
 from benchmarks.common.jobs import Job
 from benchmarks.common.problem_sets import ProblemSet
 from benchmarks.common.variants import parse_variant
@@ -122,7 +122,7 @@ def test_variants_carry_settings_of_compression_and_engine():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("karo", "'karo' is no variant: choose one of vanilla, kara"),
+        ("karo", "'karo' is no variant: choose one of vanilla, auto, kara"),
         ("kara:perod=3", "'perod=3' is no setting.*period"),
         ("vanilla:period=3", "'period=3' is no setting.*block_size"),
         ("kara:period", "write name=value"),
@@ -226,7 +226,6 @@ def test_a_failed_run_is_reported_with_its_reason(tmp_path):
         (["--repeats", "0"], "--repeats=0"),
         (["--variants", "vanilla", "vanilla"], "each may be given once"),
         (["--block-size", "16", "--variants", "vanilla", "kara"], "buffer=32.*lower buffer"),
-        (["--variants", "kara:layer_groups=pyramid"], "layer_groups=.* with num_gpu_blocks_override among"),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_runs(arguments, message, monkeypatch, capsys):
@@ -234,6 +233,23 @@ def test_wrong_arguments_are_refused_before_anything_runs(arguments, message, mo
     with pytest.raises(SystemExit, match=message):
         throughput.main()
     assert capsys.readouterr().out == ""
+
+
+def test_variants_with_shares_by_layer_have_as_many_bytes(tiny):
+    """`tiny` has three layers, and its blocks hold one of them where the groups need that."""
+    args = throughput.parse_arguments(["--num-blocks", "40", "--block-size", "16"])
+    model, requests = load_model_config(tiny), [Request([3] * 20, 60)]
+    kara = "keydiff:window_blocks=4,retain_blocks=2,buffer=4"
+    blocks = {
+        variant: engines.make_job(args, parse_variant(variant), tiny, model, requests).engine["num_gpu_blocks_override"]
+        for variant in (
+            "vanilla",
+            kara,
+            f"{kara},layer_groups=pyramid",
+            f"{kara},layer_groups=pyramid,num_gpu_blocks_override=50",
+        )
+    }
+    assert list(blocks.values()) == [40, 40, 120, 50]
 
 
 # The demo
@@ -262,7 +278,6 @@ def test_demo_solves_problems_in_a_small_pool(tmp_path, capsys):
     full, compressed = content["runs"].values()
     assert full["exact_workings"] == full["right_answers"] == 6
     assert full["measurement"]["output_tokens"] == sum(len(encode(problem.working)) + 1 for problem in problems)
-    assert full["engine"]["num_gpu_blocks_override"] == full["measurement"]["num_blocks"]
     assert full["measurement"]["num_blocks"] == content["problems"]["wanted_blocks"] // 4
     assert compressed["exact_workings"] <= compressed["right_answers"]
     assert compressed["measurement"]["blocks_released"] == compressed["measurement"]["windows_compressed"] > 0
@@ -270,13 +285,13 @@ def test_demo_solves_problems_in_a_small_pool(tmp_path, capsys):
         assert title in printed
 
 
-def test_demo_gives_pools_of_fewer_bits_the_bytes_of_the_others():
+@pytest.mark.parametrize("variant", ["vanilla", "vanilla:kv_cache_dtype=int4", "auto:window_blocks=16,retain_blocks=8"])
+def test_demo_gives_all_pools_the_same_bytes(variant: str) -> None:
     """A block of bfloat16 has 4 layers, 2 heads, 16 slots, keys and values, 64 channels of 2 bytes."""
     problem_set = ProblemSet(6, 16, seed=1)
-    blocks = problem_set.engine(parse_variant("vanilla"))["num_gpu_blocks_override"]
-    of_int4 = problem_set.engine(parse_variant("vanilla:kv_cache_dtype=int4"))
-    assert of_int4["kv_cache_dtype"] == "int4" and "num_gpu_blocks_override" not in of_int4
-    assert of_int4["kv_cache_memory_bytes"] == blocks * 4 * 2 * 16 * 2 * 64 * 2
+    engine = problem_set.engine(parse_variant(variant))
+    assert engine["kv_cache_memory_bytes"] == problem_set.wanted(16) // 4 * 4 * 2 * 16 * 2 * 64 * 2
+    assert "num_gpu_blocks_override" not in engine
 
 
 def test_demo_refuses_settings_that_do_not_fit_before_it_runs(monkeypatch, capsys):
