@@ -23,7 +23,7 @@ from kvllm.config import (
     require,
 )
 from kvllm.errors import ConfigError
-from kvllm.kvcache.groups import UNIFORM, KVGroup
+from kvllm.kvcache.groups import UNIFORM, KVGroup, block_layers
 from kvllm.layer_shares import for_checkpoint, resolve
 from kvllm.models.config import DTYPES, QUANTIZATIONS, ModelConfig, load_model_config
 
@@ -68,7 +68,7 @@ class EngineArgs:
             (docs/kv-cache-dtypes.md).
         kv_residual_tokens: the last KV pairs of each sequence, up to 512, that are attended as they were before a
             quantized cache rounded them, on a CPU.
-        num_gpu_blocks_override: blocks in the KV pool, or
+        num_gpu_blocks_override: blocks in the KV pool (with `layer_groups`, as many bytes as these take without), or
         kv_cache_memory_bytes: its size in bytes, on each rank. Default: on a GPU, what model and steps leave of
             `gpu_memory_utilization`; else half of the free memory, 4 GiB at most.
         gpu_memory_utilization: share of a GPU's memory that may be in use, by other processes too.
@@ -193,6 +193,19 @@ class EngineArgs:
         most = (group.most_blocks(length, self.block_size, self.max_num_batched_tokens) for group in groups)
         config = self._engine_config(self.max_num_seqs * sum(most), length, groups)
         return msgspec.structs.replace(config, compression=compression)
+
+    @property
+    def pool_blocks(self) -> int | None:
+        """Blocks in the pool, if `num_gpu_blocks_override` says so. Where `layer_groups` lets blocks hold fewer layers,
+        there are more of them, so that the pool has the same bytes."""
+        if self.num_gpu_blocks_override is None:
+            return None
+        config, num_layers = self.engine_config, self.model_config.num_layers
+        windows, alike = bounding(self.model_config.windows, config.max_model_len), UNIFORM
+        if not self.disable_hybrid_kv_cache_manager:
+            alike = make_kv_groups(windows, None)
+        layers, fewer = (block_layers(groups, num_layers) for groups in (alike, config.kv_groups))
+        return max(1, self.num_gpu_blocks_override * layers // fewer)
 
     def _engine_config(
         self, num_blocks: int, max_model_len: int, kv_groups: tuple[KVGroup, ...] = UNIFORM

@@ -203,9 +203,9 @@ def _num_blocks(args: EngineArgs, most_useful: int, block_bytes: int, state_byte
     state_bytes: memory beside the pool, for the compression method and for recent KV pairs; it counts as memory of the
         pool.
     """
-    override, memory = args.num_gpu_blocks_override, args.kv_cache_memory_bytes
-    if override is not None:
-        field, value, blocks = "num_gpu_blocks_override", override, override
+    blocks, memory = args.pool_blocks, args.kv_cache_memory_bytes
+    if blocks is not None:
+        field, value = "num_gpu_blocks_override", args.num_gpu_blocks_override
     elif memory is not None:
         field, value, blocks = "kv_cache_memory_bytes", memory, (memory - state_bytes) // block_bytes
         least = f"at least one block of {args.block_size} tokens, {block_bytes} bytes"

@@ -19,7 +19,6 @@ from kvllm.config import require
 from kvllm.core.compression_policy import blocks_alone, make_policy
 from kvllm.engine_args import EngineArgs
 from kvllm.errors import ConfigError
-from kvllm.kvcache.groups import block_layers
 from kvllm.models.config import ModelConfig
 
 
@@ -78,10 +77,9 @@ def make_job(
         "max_model_len": args.max_model_len or max(request.kv_pairs + 1 for request in requests),
         **variant.engine,
     }
-    config = EngineArgs(path, compression=variant.compression, **engine).engine_config
-    parts = model.num_layers // block_layers(config.kv_groups, model.num_layers)
-    engine.setdefault("num_gpu_blocks_override", parts * pool_blocks(args, engine, model, requests))
-    config = structs.replace(config, num_blocks=engine["num_gpu_blocks_override"])
+    engine.setdefault("num_gpu_blocks_override", pool_blocks(args, engine, model, requests))
+    of_engine = EngineArgs(path, compression=variant.compression, **engine)
+    config = structs.replace(of_engine.engine_config, num_blocks=of_engine.pool_blocks)
     policy = make_policy(config)
     regions = policy and policy.group_regions
     needed = max(blocks_alone(config, regions, len(r.prompt_token_ids), r.kv_pairs) for r in requests)
@@ -94,7 +92,7 @@ def make_job(
 
 
 def pool_blocks(args: argparse.Namespace, engine: dict[str, Any], model: ModelConfig, requests: list[Request]) -> int:
-    """Blocks in the pool of a variant, if each holds KV pairs of all layers."""
+    """Blocks in the pool of a variant, as `num_gpu_blocks_override` counts them."""
     if args.num_gpu_blocks_override is not None:
         return args.num_gpu_blocks_override
     block_size = engine["block_size"]

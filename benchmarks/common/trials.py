@@ -21,7 +21,6 @@ from benchmarks.common.progress import SECONDS_SIDE_BY_SIDE, show_progress
 from benchmarks.common.questions import Questions, QuestionSource
 from kvllm import LLM, CompressionConfig, RequestOutput, SamplingParams
 from kvllm.engine_args import DEFAULT_MODEL
-from kvllm.models.config import load_model_config
 
 FULL = "full cache"
 REASONER = "reasoner"
@@ -152,10 +151,7 @@ def pool_blocks(setting: Setting, trial: Trial, questions: Questions) -> int | N
         return None
     longest = max(len(prompt) + n for prompt, n in zip(questions.prompts, questions.max_tokens, strict=True))
     running = min(setting.max_num_seqs, len(questions.prompts))
-    tables = 1
-    if trial.compression and trial.compression.layer_groups:
-        tables = load_model_config(path_of(setting)).num_layers  # at most: each layer keeps a share of its own
-    return running * tables * (-(-longest // trial.block_size) + 1)
+    return running * (-(-longest // trial.block_size) + 1)
 
 
 def answer(llm: LLM, trial: Trial, questions: Questions) -> list[RequestOutput]:

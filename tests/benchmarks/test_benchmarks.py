@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks import cpu_kernels, demo, throughput
-from benchmarks.common import cpu_attention, cpu_products, engines, jobs, limits, machine, report, shapes, workloads
+from benchmarks.common import cpu_attention, cpu_products, jobs, limits, machine, report, shapes, workloads
 from benchmarks.common.jobs import Job
 from benchmarks.common.problem_sets import ProblemSet
 from benchmarks.common.variants import parse_variant
@@ -233,23 +233,6 @@ def test_wrong_arguments_are_refused_before_anything_runs(arguments, message, mo
     with pytest.raises(SystemExit, match=message):
         throughput.main()
     assert capsys.readouterr().out == ""
-
-
-def test_variants_with_shares_by_layer_have_as_many_bytes(tiny):
-    """`tiny` has three layers, and its blocks hold one of them where the groups need that."""
-    args = throughput.parse_arguments(["--num-blocks", "40", "--block-size", "16"])
-    model, requests = load_model_config(tiny), [Request([3] * 20, 60)]
-    kara = "keydiff:window_blocks=4,retain_blocks=2,buffer=4"
-    blocks = {
-        variant: engines.make_job(args, parse_variant(variant), tiny, model, requests).engine["num_gpu_blocks_override"]
-        for variant in (
-            "vanilla",
-            kara,
-            f"{kara},layer_groups=pyramid",
-            f"{kara},layer_groups=pyramid,num_gpu_blocks_override=50",
-        )
-    }
-    assert list(blocks.values()) == [40, 40, 120, 50]
 
 
 # The demo

@@ -18,7 +18,7 @@ from kvllm.errors import ConfigError
 from kvllm.layer_shares import LAYER_LOSSES_FILE
 
 WINDOWS: dict[str, Any] = {"period": 8, "window_blocks": 4, "retain_blocks": 2, "buffer": 8}
-SIZES: dict[str, Any] = {"block_size": 16, "num_gpu_blocks_override": 320}
+SIZES: dict[str, Any] = {"block_size": 16, "num_gpu_blocks_override": 80}
 
 
 @pytest.fixture

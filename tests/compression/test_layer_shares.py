@@ -7,8 +7,9 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
-from kvllm import CheckpointError, CompressionConfig
+from kvllm import LLM, CheckpointError, CompressionConfig
 from kvllm.engine_args import EngineArgs
 from kvllm.layer_shares import LAYER_LOSSES_FILE, LayerLosses, propose
 from tests.helpers.checkpoints import make_checkpoint
@@ -49,3 +50,15 @@ def test_the_checkpoint_has_the_file(tmp_path: Path) -> None:
     by_layer = config.compression.retained_by_layer([None] * 3)
     assert by_layer == propose(LayerLosses(SHARES, LOSSES, "", 1), [0, 1, 2], AUTO, 8)
     assert {group.retain_blocks for group in config.kv_groups} == set(by_layer)
+
+
+def test_a_number_of_blocks_means_the_same_bytes(tmp_path: Path) -> None:
+    """The three layers keep three different shares, so that a block holds one of them."""
+    make_checkpoint(tmp_path, "qwen3", head_dim=16)
+    found = []
+    for groups in ((), "pyramid"):
+        compression = structs.replace(AUTO, layer_groups=groups)
+        llm = LLM(tmp_path, block_size=8, num_gpu_blocks_override=40, max_model_len=128, compression=compression)
+        found.append((llm.stats().num_blocks, llm.stats().block_bytes))
+    (blocks, block_bytes), (more, fewer_bytes) = found
+    assert (blocks, more) == (40, 120) and block_bytes == 3 * fewer_bytes

@@ -63,7 +63,7 @@ METHODS = {
 def test_layers_attend_what_their_group_keeps(checkpoint: Path, name: str) -> None:
     """Against dense attention over what survived in each layer: prompts in chunks, completions that share blocks, a
     common beginning, and a pool that is too small."""
-    llm, recorder = recorded(checkpoint, compression=METHODS[name], num_gpu_blocks_override=60)
+    llm, recorder = recorded(checkpoint, compression=METHODS[name], num_gpu_blocks_override=12)
     common = random_token_ids(34)[0]
     prompts = [*random_token_ids(5, 50, seed=1), *([*common, number] for number in (5, 6))]
     run_poisoned(llm, prompts, SamplingParams(n=2, seed=3, max_tokens=60, ignore_eos=True))
@@ -87,7 +87,7 @@ def dropped_by_layer(checkpoint: Path, recorder: Recorder) -> set[tuple[int, ...
 
 def test_blocks_saved_are_real(checkpoint: Path) -> None:
     """A window of three blocks gives back two in three layers and one in another, of the fifteen that it took."""
-    llm = make_llm(checkpoint, **OPTIONS, compression=METHODS["keys alone"], num_gpu_blocks_override=60)
+    llm = make_llm(checkpoint, **OPTIONS, compression=METHODS["keys alone"], num_gpu_blocks_override=12)
     engine = llm.llm_engine
     assert llm.config.kv_groups == (
         KVGroup(None, ((0,),), 1),

@@ -123,8 +123,8 @@ def test_tokens_with_shares_by_layer_are_those_of_a_run_without_preemption(five_
         method=method, policy="standalone", window_blocks=24, layer_groups=groups, buffer=4, chunk_budget=2
     )
     options = SMALL | {"block_size": 1, "max_model_len": 128, "compression": compression}
-    expected = tokens(make_llm(five_layers, **options | {"num_gpu_blocks_override": 4000}), PROMPTS, greedy(60))
-    llm = make_llm(five_layers, **options | {"num_gpu_blocks_override": 520}, **HOST)
+    expected = tokens(make_llm(five_layers, **options | {"num_gpu_blocks_override": 800}), PROMPTS, greedy(60))
+    llm = make_llm(five_layers, **options | {"num_gpu_blocks_override": 104}, **HOST)
     assert tokens(llm, PROMPTS, greedy(60)) == expected
     assert_swapped(llm)
     assert llm.stats().windows_compressed >= 5
@@ -132,7 +132,7 @@ def test_tokens_with_shares_by_layer_are_those_of_a_run_without_preemption(five_
 
 @pytest.mark.parametrize("name", ["keys alone", "observed"])
 def test_shares_by_layer_go_on_where_they_were(five_layers: Path, name: str) -> None:
-    llm, recorder = shares.recorded(five_layers, compression=shares.METHODS[name], num_gpu_blocks_override=60, **HOST)
+    llm, recorder = shares.recorded(five_layers, compression=shares.METHODS[name], num_gpu_blocks_override=12, **HOST)
     run_poisoned(llm, random_token_ids(5, 50, 34, seed=1), SamplingParams(n=2, seed=3, max_tokens=60, ignore_eos=True))
     assert_swapped(llm, recomputed=True)
     assert llm.stats().windows_compressed >= 5
