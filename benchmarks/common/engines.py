@@ -77,6 +77,8 @@ def make_job(
         "max_model_len": args.max_model_len or max(request.kv_pairs + 1 for request in requests),
         **variant.engine,
     }
+    require(engine["block_size"] >= 1, "block_size", engine["block_size"], "between 1 and 256")
+    require(engine["max_num_seqs"] >= 1, "max_num_seqs", engine["max_num_seqs"], "at least 1")
     engine.setdefault("num_gpu_blocks_override", pool_blocks(args, engine, model, requests))
     of_engine = EngineArgs(path, compression=variant.compression, **engine)
     config = structs.replace(of_engine.engine_config, num_blocks=of_engine.pool_blocks)

@@ -218,7 +218,7 @@ def test_a_failed_run_is_reported_with_its_reason(tmp_path):
         (["--prompts", "absent", "--output-len", "4"], "needs a tokenizer"),
         (["--trace", "absent"], "absent cannot be read"),
         (["--pool-fraction", "1.5"], "--pool-fraction=1.5"),
-        (["--workload", "B", "--num-blocks", "0"], "num_blocks=0"),
+        (["--workload", "B", "--num-blocks", "0"], "num_gpu_blocks_override=0 is not allowed: at least 1"),
         (["--workload", "C", "--num-blocks", "4"], "a request needs 5 KV blocks of 256 tokens and the pool has 4"),
         (["--workload", "C", "--max-model-len", "1000"], "the longest request has 1088 tokens, allowed are 1000"),
         (["--max-model-len", "50000"], "the model allows 40960"),
