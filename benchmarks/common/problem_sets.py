@@ -64,18 +64,19 @@ class ProblemSet:
         return workloads.demand(kv_pairs, block_size, self.max_num_seqs)
 
     def engine(self, variant: Variant) -> dict[str, Any]:
-        """Keywords of `LLM` for a variant. The pools of all variants have the same bytes.
+        """Keywords of `LLM` for a variant. The pools of all variants have the same bytes, unless one names its blocks.
 
         Raises ConfigError if its compression does not fit its block size.
         """
         block_size = variant.engine.get("block_size", BLOCK_SIZE)
         if variant.compression:
             variant.compression.retained(block_size)
+        pool = {"kv_cache_memory_bytes": self.pool(block_size) * block_bytes(block_size)}
         return {
             "dtype": DTYPE,
             "block_size": block_size,
             "max_num_seqs": self.max_num_seqs,
-            "kv_cache_memory_bytes": self.pool(block_size) * block_bytes(block_size),
+            **({} if "num_gpu_blocks_override" in variant.engine else pool),
             **variant.engine,
         }
 

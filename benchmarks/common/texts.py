@@ -19,6 +19,7 @@ from kvllm.tokenizer import load_tokenizer
 SEED = 7
 """Of the problems: other ones than those that the scripts about answers ask."""
 ALL = "all"
+"""Tasks, one after the other: those of the package's model."""
 SMALLEST = 1 / 3
 """Of a task's largest size."""
 
@@ -77,13 +78,16 @@ def read_texts(args: argparse.Namespace, shortest: int) -> Iterator[Text]:
 
 
 def draw_problem(args: argparse.Namespace, index: int) -> Problem:
-    name = OF_PACKAGE[index % len(OF_PACKAGE)] if args.task in (None, ALL) else args.task
+    name = _one_task(args) or OF_PACKAGE[index % len(OF_PACKAGE)]
     task, rng = TASKS[name], random.Random(f"calibration/{args.seed}/{index}")
     smallest = max(task.smallest, round(SMALLEST * task.largest))
     return make_problem(rng, rng.randint(smallest, task.largest), name)
 
 
 def describe(args: argparse.Namespace) -> str:
-    if args.text:
-        return args.text.name
-    return f"problems of the reasoner: {'all tasks' if args.task in (None, ALL) else args.task}"
+    return args.text.name if args.text else f"problems of the reasoner: {_one_task(args) or 'all tasks'}"
+
+
+def _one_task(args: argparse.Namespace) -> str | None:
+    """None: all tasks of the package's model."""
+    return None if args.task == ALL else args.task

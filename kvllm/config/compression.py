@@ -202,14 +202,18 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
                 require(layer >= 0, "layer_groups: layers", layer, "indices of layers, from 0")
                 require(layer not in seen, "layer_groups: layers", layer, "each layer once, and this one stands twice")
                 seen.add(layer)
-        beside = {
+        for field, reason in self._not_beside_layer_groups().items():
+            require(False, field, getattr(self, field), f"not beside layer_groups, {reason}")
+
+    def _not_beside_layer_groups(self) -> dict[str, str]:
+        """Options that are set and do not go with shares by layer, and why."""
+        options = {
             "policy": (self.policy == "threshold", "which are for windows: a threshold cuts a cache to budget_tokens"),
             "retain_tokens": (self.retain_tokens is not None, "where retain_blocks of each group says what it keeps"),
             "guard_kl": (self.guard_kl is not None, "because a guard changes what all layers keep"),
             "method": (self.spec.observes, "because it needs KV pairs to be in the same place in all layers"),
         }
-        for field, (is_refused, reason) in beside.items():
-            require(not is_refused, field, getattr(self, field), f"not beside layer_groups, {reason}")
+        return {field: reason for field, (is_refused, reason) in options.items() if is_refused}
 
     @property
     def named_groups(self) -> tuple[LayerGroup, ...]:
@@ -282,7 +286,7 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
         if self.method != AUTO:
             return self
         chosen = CALIBRATED if calibrated and self.score_source is None else UNCALIBRATED
-        one_share = self.layer_groups or self.retain_tokens is not None or self.guard_kl is not None or self.recalls
+        one_share = self.layer_groups or self.recalls or self._not_beside_layer_groups()
         groups = "auto" if by_layer and not one_share else self.layer_groups
         return msgspec.structs.replace(self, method=chosen, layer_groups=groups)
 

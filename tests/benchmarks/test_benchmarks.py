@@ -275,6 +275,8 @@ def test_demo_gives_all_pools_the_same_bytes(variant: str) -> None:
     engine = problem_set.engine(parse_variant(variant))
     assert engine["kv_cache_memory_bytes"] == problem_set.wanted(16) // 4 * 4 * 2 * 16 * 2 * 64 * 2
     assert "num_gpu_blocks_override" not in engine
+    engine = problem_set.engine(parse_variant("vanilla:num_gpu_blocks_override=9"))
+    assert engine["num_gpu_blocks_override"] == 9 and "kv_cache_memory_bytes" not in engine
 
 
 def test_demo_refuses_settings_that_do_not_fit_before_it_runs(monkeypatch, capsys):

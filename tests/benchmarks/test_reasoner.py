@@ -86,8 +86,9 @@ def test_a_retold_working_says_results_again(seed: int, lines: int) -> None:
     assert not sentences
 
 
-def test_texts_are_of_tasks_that_the_package_has_learned() -> None:
-    arguments = argparse.Namespace(task=None, seed=0)
+@pytest.mark.parametrize("task", [None, "all"])
+def test_texts_are_of_tasks_that_the_package_has_learned(task: str | None) -> None:
+    arguments = argparse.Namespace(task=task, seed=0)
     prompts = [texts.draw_problem(arguments, index).prompt for index in range(len(TASKS))]
     retold = make_problem(random.Random(0), 4, "retold").prompt.split()[0]
     assert retold not in {prompt.split()[0] for prompt in prompts}
