@@ -4,14 +4,14 @@
 
 A small reasoning model runs programs line by line and explains every step (benchmarks/reasoner). A tenth of its text
 are facts, and many of them are looked up again far behind. So the answers show a compression that drops the wrong KV
-pairs. The runs follow each other in one process, on the same problems, greedily. The figures go to demo.json and a plot
-to demo.png.
+pairs. The runs follow each other in one process, on the same problems, greedily. With `--repeats` the variants take
+turns, and times are medians. The figures go to demo.json and a plot to demo.png.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from benchmarks.common import command_line, machine, report
 from benchmarks.common.measurement import Measurement
 from benchmarks.common.problem_sets import BLOCK_SIZE, KARA, MAX_NUM_SEQS, POOL_FRACTION, PROBLEMS, ProblemSet, Run
+from benchmarks.common.summary import ratios, spread, summarize
 from benchmarks.common.variants import Variant, parse_variant
 from benchmarks.reasoner.problems import Problem, grade
 
@@ -31,6 +32,9 @@ The same model behind an OpenAI API, at http://127.0.0.1:8000 (docs/serving.md):
       -d '{"prompt": "words: d3,f9,Y0,x9\\n#>d+f=k\\nk>k-Y=Q\\nQ>?Q,k,f\\n", "temperature": 0, "max_tokens": 400}'"""
 SHORT_PROBLEMS, SHORT_MAX_NUM_SEQS = 16, 16
 SAMPLES = 3
+Runs = Mapping[str, Sequence[Run]]
+"""The runs of each variant."""
+
 QUIET = 0.1
 """Cores that other processes may use in a run whose times can be compared."""
 
@@ -52,13 +56,15 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     short = f"{SHORT_PROBLEMS} problems, {SHORT_MAX_NUM_SEQS} at once, one thread: under a minute"
     add("--short", action="store_true", help=short)
     add("--seed", type=int, default=1, help="seed of the problems (default 1)")
+    add("--repeats", type=int, default=1, help="runs of each variant, in turns (default 1)")
     add("--variants", nargs="+", metavar="V", help="other variants: vanilla, kara:window_blocks=3,buffer=16, ...")
     command_line.add_output_argument(parser, "demo-output")
     args = parser.parse_args(arguments)
     if args.problems is None:
         args.problems = SHORT_PROBLEMS if args.short else PROBLEMS
-    if args.problems < 1:
-        parser.error(f"--problems {args.problems}: at least 1")
+    for option in ("problems", "repeats"):
+        if (number := getattr(args, option)) < 1:
+            parser.error(f"--{option} {number}: at least 1")
     return args
 
 
@@ -81,22 +87,27 @@ def describe(variant: Variant) -> str:
     )
 
 
-def show(runs: dict[str, Run]) -> str:
-    """A table with a column for each run."""
+def show(runs: Runs) -> str:
+    """A table with a column for each variant. Answers and counts are of its first run, times of all of them."""
+    firsts = [first for first, *_ in runs.values()]
+    summaries = [summarize([run.measurement for run in of_variant]) for of_variant in runs.values()]
 
     def cells(title: str, show_one: Any) -> list[str]:
-        return [title, *(show_one(run) for run in runs.values())]
+        return [title, *(show_one(run) for run in firsts)]
 
     def count(title: str, field: str) -> list[str]:
         return cells(title, lambda run: f"{getattr(run.measurement, field):,}")
+
+    def times(title: str, field: str, shape: str) -> list[str]:
+        return [title, *(spread(summary[field], shape) for summary in summaries)]
 
     rows = [
         cells("exact workings", lambda run: _share(run.exact, run)),
         cells("right answers", lambda run: _share(run.right, run)),
         count("output tokens", "output_tokens"),
-        cells("output tokens/s", lambda run: f"{run.measurement.output_tokens_per_s:,.0f}"),
-        cells("time, s", lambda run: f"{run.measurement.seconds:.1f}"),
-        cells("cores busy with other work", lambda run: f"{run.measurement.other_load:.1f}"),
+        times("output tokens/s", "output_tokens_per_s", "{:,.0f}"),
+        times("time, s", "seconds", "{:.1f}"),
+        times("cores busy with other work", "other_load", "{:.1f}"),
         count("steps", "steps"),
         cells("mean concurrency", lambda run: f"{run.measurement.mean_concurrency:.1f}"),
         count("peak concurrency", "peak_concurrency"),
@@ -121,36 +132,41 @@ def _kv_of_a_sequence(measurement: Measurement) -> float:
     return measurement.mean_blocks / measurement.mean_concurrency * measurement.block_bytes
 
 
-def compare(first: str, name: str, runs: dict[str, Run]) -> str:
-    """The ratios of a run to the first one, in one line."""
-    base, run = runs[first].measurement, runs[name].measurement
-    answers = runs[name].right - runs[first].right
-    return (
-        f"{_one_line(name)} against {_one_line(first)}: "
-        f"{run.output_tokens_per_s / base.output_tokens_per_s:.2f}x tokens/s, "
-        f"{run.steps / base.steps:.2f}x steps, "
-        f"{run.mean_concurrency / base.mean_concurrency:.2f}x concurrency, "
-        f"{run.preemptions - base.preemptions:+d} preemptions, {answers:+d} right answers"
-    )
+def compare(runs: Runs) -> str:
+    """The ratios of each variant to the first one, in a line of each."""
+    speed = ratios({name: [run.measurement for run in of_variant] for name, of_variant in runs.items()})
+    (first, (base, *_)), *others = runs.items()
+    lines = []
+    for name, (run, *_) in others:
+        of_base, of_run = base.measurement, run.measurement
+        lines.append(
+            f"{_one_line(name)} against {_one_line(first)}: "
+            f"{spread(speed[name], '{:.2f}')}x tokens/s, "
+            f"{of_run.steps / of_base.steps:.2f}x steps, "
+            f"{of_run.mean_concurrency / of_base.mean_concurrency:.2f}x concurrency, "
+            f"{of_run.preemptions - of_base.preemptions:+d} preemptions, {run.right - base.right:+d} right answers"
+        )
+    return "\n".join(lines)
 
 
-def remark(runs: dict[str, Run]) -> str:
+def remark(runs: Runs) -> str:
     """A remark on which figures repeat, and whether the times can be compared."""
     text = "Answers, steps and counts repeat exactly on this machine; times vary."
-    if max(run.measurement.other_load for run in runs.values()) > QUIET:
+    if max(run.measurement.other_load for of_variant in runs.values() for run in of_variant) > QUIET:
         text += " Other processes were busy during these runs: do NOT compare their times."
     return text
 
 
-def samples(problems: list[Problem], runs: dict[str, Run]) -> str:
-    """The ends of the workings of a few problems: the first problem, then those on which the runs differ."""
-    differing = [i for i in range(1, len(problems)) if len({run.grades[i] for run in runs.values()}) > 1]
+def samples(problems: list[Problem], runs: Runs) -> str:
+    """The ends of the workings of a few problems: the first problem, then those on which the variants differ."""
+    firsts = {name: first for name, (first, *_) in runs.items()}
+    differing = [i for i in range(1, len(problems)) if len({run.grades[i] for run in firsts.values()}) > 1]
     lines = []
     for i in [0, *differing][:SAMPLES]:
         question = problems[i].prompt.splitlines()[-1]
         lines.append(f"Problem {i + 1} asks {question}, the answer is {problems[i].answer}")
-        width = max(len(_one_line(name)) for name in runs)
-        for name, run in runs.items():
+        width = max(len(_one_line(name)) for name in firsts)
+        for name, run in firsts.items():
             ending = "".join(run.texts[i].splitlines()[-1:])
             lines.append(f"  {_one_line(name):{width}}  ...  {ending}  -> {_verdict(problems[i], run.texts[i])}")
     return "\n".join(lines)
@@ -178,7 +194,7 @@ def choose_variants(texts: Sequence[str] | None) -> list[Variant]:
     return [parse_variant(text) for text in texts]
 
 
-def report_of(problem_set: ProblemSet, seed: int, variants: Sequence[Variant], runs: dict[str, Run]) -> dict[str, Any]:
+def report_of(problem_set: ProblemSet, seed: int, variants: Sequence[Variant], runs: Runs) -> dict[str, Any]:
     """The report's part about problems and runs."""
     return {
         "problems": {
@@ -192,22 +208,23 @@ def report_of(problem_set: ProblemSet, seed: int, variants: Sequence[Variant], r
             _one_line(variant.name): {
                 "engine": problem_set.engine(variant),
                 "compression": msgspec.to_builtins(variant.compression),
-                "exact_workings": runs[variant.name].exact,
-                "right_answers": runs[variant.name].right,
-                "measurement": msgspec.to_builtins(runs[variant.name].measurement),
+                "exact_workings": runs[variant.name][0].exact,
+                "right_answers": runs[variant.name][0].right,
+                "measurements": [msgspec.to_builtins(run.measurement) for run in runs[variant.name]],
             }
             for variant in variants
         },
     }
 
 
-def write(folder: Path, content: dict[str, Any], runs: dict[str, Run]) -> None:
+def write(folder: Path, content: dict[str, Any], runs: Runs) -> None:
+    firsts = {name: first.measurement for name, (first, *_) in runs.items()}
     report.write_json(folder / "demo.json", content)
     report.plot_timelines(
         folder / "demo.png",
         f"{content['problems']['number']} programs in a KV pool of {POOL_FRACTION:.0%} of the demand",
-        {name: run.measurement.timeline for name, run in runs.items()},
-        [run.measurement.num_blocks for run in runs.values()],
+        {name: measurement.timeline for name, measurement in firsts.items()},
+        [measurement.num_blocks for measurement in firsts.values()],
     )
     print(f"Written: {folder / 'demo.json'}, {folder / 'demo.png'}")
 
@@ -225,14 +242,12 @@ def run_demo(arguments: Sequence[str]) -> None:
     print("\n".join(f"  {describe(variant)}" for variant in variants))
     print("Warming up ...", flush=True)
     problem_set.warm_up()
-    runs: dict[str, Run] = {}
-    for variant in variants:
-        print(f"Running: {_one_line(variant.name)} ...", flush=True)
-        runs[variant.name] = problem_set.run(variant)
-    first, *others = runs
-    print(f"\n{show(runs)}\n")
-    for name in others:
-        print(compare(first, name, runs))
+    runs: dict[str, list[Run]] = {variant.name: [] for variant in variants}
+    for repeat in range(1, args.repeats + 1):
+        for variant in variants:
+            print(f"Running: {_one_line(variant.name)} ({repeat} of {args.repeats}) ...", flush=True)
+            runs[variant.name].append(problem_set.run(variant))
+    print(f"\n{show(runs)}\n\n{compare(runs)}")
     print(f"\n{samples(problem_set.problems, runs)}\n")
     print(remark(runs))
     write(args.output, provenance | report_of(problem_set, args.seed, variants, runs), runs)

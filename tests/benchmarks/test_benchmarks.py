@@ -249,7 +249,9 @@ def threads():
 @pytest.mark.usefixtures("threads")
 def test_demo_solves_problems_in_a_small_pool(tmp_path, capsys):
     kara = "kara:period=8,window_blocks=4,retain_blocks=3,buffer=8,chunk_budget=0"
-    demo.run_demo(["--short", "--problems", "6", "--variants", "vanilla", kara, "--output", str(tmp_path)])
+    demo.run_demo(
+        ["--short", "--problems", "6", "--repeats", "2", "--variants", "vanilla", kara, "--output", str(tmp_path)]
+    )
 
     printed, progress = capsys.readouterr()
     assert all(f"  {name}: 6 of 6 requests, " in progress for name in ("vanilla", kara))  # stderr is no terminal
@@ -260,10 +262,12 @@ def test_demo_solves_problems_in_a_small_pool(tmp_path, capsys):
     assert problems[0].working.splitlines()[-1] in printed
     full, compressed = content["runs"].values()
     assert full["exact_workings"] == full["right_answers"] == 6
-    assert full["measurement"]["output_tokens"] == sum(len(encode(problem.working)) + 1 for problem in problems)
-    assert full["measurement"]["num_blocks"] == content["problems"]["wanted_blocks"] // 4
     assert compressed["exact_workings"] <= compressed["right_answers"]
-    assert compressed["measurement"]["blocks_released"] == compressed["measurement"]["windows_compressed"] > 0
+    assert len(full["measurements"]) == len(compressed["measurements"]) == 2
+    for of_full, of_compressed in zip(full["measurements"], compressed["measurements"], strict=True):
+        assert of_full["output_tokens"] == sum(len(encode(problem.working)) + 1 for problem in problems)
+        assert of_full["num_blocks"] == content["problems"]["wanted_blocks"] // 4
+        assert of_compressed["blocks_released"] == of_compressed["windows_compressed"] > 0
     for title in ("exact workings", "right answers", "output tokens/s", "preemptions"):
         assert title in printed
 
