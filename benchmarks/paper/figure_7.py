@@ -80,10 +80,11 @@ class Observer(BlockingExecutor):
         compressor = inner.runner.compressor
         if compressor is None:
             raise ConfigError("nothing is compressed: choose a retention below 1")
-        self._block_size = compressor.block_size
-        self._retain = compressor.config.retained(compressor.block_size)
-        self._select = compressor.select
-        self._score, compressor.score = compressor.score, self._observe
+        selector = compressor.selector
+        self._block_size = selector.block_size
+        self._retain = selector.config.retained(selector.block_size)
+        self._select = selector.select
+        self._score, selector.score = selector.score, self._observe
 
     def execute(self, plan: StepPlan) -> StepResult:
         for job in plan.compressions:

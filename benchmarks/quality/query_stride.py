@@ -58,8 +58,9 @@ def overlaps(problem_set: ProblemSet, strides: Sequence[int]) -> dict[int, float
     llm = LLM(compression=KARA, **problem_set.engine(Variant("overlap")))
     compressor = runner_of(llm).compressor
     assert compressor is not None  # Kara compresses
-    overlap = Overlap(compressor.score, compressor.choose, KARA.retained(compressor.block_size), strides)
-    compressor.score = overlap
+    selector = compressor.selector
+    overlap = Overlap(selector.score, selector.choose, KARA.retained(selector.block_size), strides)
+    selector.score = overlap
     llm.generate(
         [p.prompt for p in problem_set.problems], SamplingParams(temperature=0, max_tokens=MAX_TOKENS), use_tqdm=False
     )

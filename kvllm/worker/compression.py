@@ -11,11 +11,12 @@ from kvllm.config import CompressionConfig, EngineConfig
 from kvllm.kvcache.ops.base import KVOperations
 from kvllm.kvcache.tiers.dropped_pairs import DroppedPairs
 from kvllm.worker.attention_state import AttentionMass, ObservingBackend, RaggedLengths
-from kvllm.worker.compressor import CompressedPart, Compressor
+from kvllm.worker.compressor import Compressor
 from kvllm.worker.group_tables import num_full_parts, part_of_layers
 from kvllm.worker.judge import Judge
 from kvllm.worker.observed_scores import ObservedScores
 from kvllm.worker.recall import Recall
+from kvllm.worker.selector import CompressedPart, Selector
 from kvllm.worker.state import BlockTables
 
 
@@ -54,19 +55,11 @@ class Compression:
         if dropped:
             found.recall = Recall(operations, dropped, compression)
         found._add_states(compression, config, operations)
-        found.compressor = Compressor(
-            model,
-            operations,
-            found.backend,
-            _compressed_parts(config, tables, operations.cache.shape.num_layers),
-            compression,
-            most_tokens,
-            found.ragged,
-            found.mass,
-            found.observed,
-            select,
-            found.recall,
+        parts = _compressed_parts(config, tables, operations.cache.shape.num_layers)
+        selector = Selector(
+            model, operations, found.backend, parts, compression, most_tokens, found.ragged, found.mass, select
         )
+        found.compressor = Compressor(selector, operations, found.ragged, found.mass, found.observed, found.recall)
         return found
 
     def _add_states(self, compression: CompressionConfig, config: EngineConfig, operations: KVOperations) -> None:

@@ -111,7 +111,7 @@ def run_heaviest_steps(runner: ModelRunner, config: EngineConfig) -> None:
         for plan in (*_prefill(config), *_events(config)):
             runner.execute(plan)
     if runner.compressor:
-        runner.compressor.forget()  # zeros teach nothing
+        runner.compressor.selector.forget()  # zeros teach nothing
 
 
 def _prefill(config: EngineConfig) -> Iterator[StepPlan]:

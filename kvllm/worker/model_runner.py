@@ -209,7 +209,7 @@ class ModelRunner:
         clock, event_bytes, divergences = PhaseClock(self.device), 0, None
         if plan.compressions and self.compressor:
             divergences = self._compress(self.compressor, plan.compressions, clock)
-            event_bytes = self.compressor.event_bytes
+            event_bytes = self.compressor.selector.event_bytes
         with clock.measure("model"):
             if plan.copies:
                 self._copy_on_write(plan.copies)
@@ -250,7 +250,7 @@ class ModelRunner:
         self.free_slots = list(reversed(range(len(self.tables[0].table))))
         self.inputs.clear()
         if self.compressor:
-            self.compressor.forget()
+            self.compressor.selector.forget()
         if self.offloader:
             self.offloader.reset()
         if self.recall:

@@ -167,7 +167,7 @@ def test_queries_are_computed_again_for_the_first_windows_and_one_in_32(
     )
     tokens(llm, random_prompts(256, (3, 17, 30)), greedy(120))
     assert 8 < llm.stats().windows_compressed < 8 + 31 and sum(passes) == 8
-    assert [fit.windows for fit in runner.compressor.fits] == [8] * 3
+    assert [fit.windows for fit in runner.compressor.selector.fits] == [8] * 3
     while llm.stats().windows_compressed < 80:
         tokens(llm, random_prompts(256, (3, 17)), greedy(120))
     seen = sum(passes)

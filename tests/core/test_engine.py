@@ -123,7 +123,7 @@ def test_what_survives_does_not_depend_on_how_it_is_computed(qwen3: Path, rows_p
     usual = tokens(make_llm(qwen3, compression=COMPRESSION), prompts)
     llm = make_llm(qwen3, compression=COMPRESSION, attention_backend="auto" if rows_per_pass else "reference")
     if rows_per_pass:
-        llm.llm_engine.executor.runner.compressor.max_num_batched_tokens = rows_per_pass
+        llm.llm_engine.executor.runner.compressor.selector.max_num_batched_tokens = rows_per_pass
     assert tokens(llm, prompts) == usual
 
 

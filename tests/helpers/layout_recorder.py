@@ -136,11 +136,11 @@ class Recorder(BlockingExecutor):
         self._selections: list[tuple[Tensor | None, Tensor, dict[str, Any]]] = []
         self._logits: list[Tensor] = []
         self._compute_logits, self.runner.model.logits = self.runner.model.logits, self._record_logits
-        compressor = self.runner.compressor
+        selector = self.runner.compressor.selector
         self._scored: list[tuple[Tensor, dict[str, Any]]] = []  # of each layer that waits for a choice
-        self._select, compressor.select = compressor.select, self._record_selection
-        self._score, compressor.score = compressor.score, self._record_score
-        self._choose, compressor.choose = compressor.choose, self._record_choice
+        self._select, selector.select = selector.select, self._record_selection
+        self._score, selector.score = selector.score, self._record_score
+        self._choose, selector.choose = selector.choose, self._record_choice
 
     def _record_logits(self, hidden: Tensor, **options: Any) -> Tensor:
         logits = self._compute_logits(hidden, **options)

@@ -46,8 +46,8 @@ class ThreadExecutor(BlockingExecutor):
         self.kept: list[list[torch.Tensor]] = [[] for _ in shards]
         for runner, kept in zip(self.runners, self.kept, strict=True):
             if runner.compressor:
-                runner.compressor.select = self._recording(runner.compressor.select, kept)
-                runner.compressor.choose = self._recording(runner.compressor.choose, kept)
+                runner.compressor.selector.select = self._recording(runner.compressor.selector.select, kept)
+                runner.compressor.selector.choose = self._recording(runner.compressor.selector.choose, kept)
 
     @staticmethod
     def _recording(select: Callable[..., torch.Tensor], kept: list[torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -564,7 +564,7 @@ def generate_tokens(
         runner.use_graphs(lambda step: step, runner.cache.num_blocks)
     if in_blocks:
         assert runner.compressor
-        runner.compressor.reads_blocks = True
+        runner.compressor.selector.reads_blocks = True
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     found = llm.generate([list(range(5, 45)), list(range(7, 20)), [9, 8]], params, use_tqdm=False)
     assert llm.stats().compression_events > 0 and bool(runner.graphs) == recorded

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvllm import CompressionConfig
 from kvllm.compression.specs import SPECS
-from kvllm.worker import compressor as compressor_module
+from kvllm.worker import selector as selector_module
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.engines import greedy, make_llm, random_prompts, tokens
 
@@ -28,8 +28,9 @@ class Operations(TorchDispatchMode):
         super().__init__()
         self.counts: Counter[str] = Counter()
         self.chosen: list[torch.Tensor] = []
-        self.compressor, self.choose, self.compress = compressor, compressor.choose, compressor.compress
-        compressor.choose, compressor.compress = self._choose, self._compress
+        self.compressor, self.compress = compressor, compressor.compress
+        self.choose = compressor.selector.choose
+        compressor.selector.choose, compressor.compress = self._choose, self._compress
 
     def _choose(self, *args: Any, **options: Any) -> torch.Tensor:
         self.chosen.append(self.choose(*args, **options))
@@ -73,7 +74,7 @@ def test_layers_are_chosen_from_at_once(checkpoint: Path, method: str, monkeypat
     """With room for the scores of one layer alone, each is chosen from on its own: as many operators for each of them,
     and the same choices."""
     found, together, events = run(checkpoint, method)
-    monkeypatch.setattr(compressor_module, "MAX_SCORE_BYTES", 1)
+    monkeypatch.setattr(selector_module, "MAX_SCORE_BYTES", 1)
     expected, one_by_one, _ = run(checkpoint, method)
     assert len(together.chosen) == events > 0 and len(one_by_one.chosen) == LAYERS * events
     assert found == expected

@@ -492,7 +492,7 @@ def test_survivors_depend_on_their_sequence_alone(checkpoints: dict[str, Path], 
 
     def run(prompts: list[list[int]], rows_per_pass: int = 256) -> dict:
         llm = make_llm(checkpoints["qwen3"], **options)
-        llm.llm_engine.executor.runner.compressor.max_num_batched_tokens = rows_per_pass
+        llm.llm_engine.executor.runner.compressor.selector.max_num_batched_tokens = rows_per_pass
         complete(llm, prompts, greedy(150))
         return survivors(llm.llm_engine.executor)
 

@@ -126,15 +126,16 @@ def test_the_heaviest_steps_are_as_heavy_as_any(checkpoint: Path, name: str) -> 
     probe, engine = make_probe(checkpoint, compression)
     rows, sampled, windows, widths = [], [], [], []
     forward, logits = probe.model.forward, probe.model.logits
-    select, score = probe.compressor.select, probe.compressor.score
+    selector = probe.compressor.selector
+    select, score = selector.select, selector.score
     plan = probe.backend.plan
     probe.backend.plan = lambda batch: (
         widths.append((len(batch.last_kv_index), *batch.block_tables.shape)) or plan(batch)
     )
     probe.model.forward = lambda token_ids, *args: rows.append(len(token_ids)) or forward(token_ids, *args)
     probe.model.logits = lambda hidden, **options: sampled.append(len(hidden)) or logits(hidden, **options)
-    probe.compressor.select = lambda queries, keys, **options: windows.append(keys) or select(queries, keys, **options)
-    probe.compressor.score = lambda queries, keys, **options: windows.append(keys) or score(queries, keys, **options)
+    selector.select = lambda queries, keys, **options: windows.append(keys) or select(queries, keys, **options)
+    selector.score = lambda queries, keys, **options: windows.append(keys) or score(queries, keys, **options)
     run_heaviest_steps(probe, engine)
     assert max(rows) == 200 - 200 % 6 and max(sampled) == 6
     assert (max(rows), 6, 256 // 16) in widths  # all in one step

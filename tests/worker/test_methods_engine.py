@@ -258,7 +258,7 @@ def test_survivors_depend_on_their_sequence_alone(checkpoint: Path, method: str,
 
     def check(requests: list[tuple[int, list[int]]], rows_per_pass: int = 64, **options: Any) -> None:
         llm, recorder = make_llm(checkpoint, compression_config(method, policy, **event), **options)
-        recorder.runner.compressor.max_num_batched_tokens = rows_per_pass
+        recorder.runner.compressor.selector.max_num_batched_tokens = rows_per_pass
         tokens = run(llm, [prompt for _, prompt in requests], [greedy(70, seed) for seed, _ in requests])
         found = survivors(recorder)
         assert len(found) == len(requests) and all(len(events) >= 2 for events in found.values())

@@ -35,8 +35,8 @@ def sharp(**options: Any) -> CompressionConfig:
 
 def scores_of_events(llm: LLM, prompts: list[dict], max_tokens: int) -> list[torch.Tensor]:
     """The scores that selections were made from, in order, and of all layers."""
-    compressor, found = llm.llm_engine.executor.runner.compressor, []
-    select, score = compressor.select, compressor.score
+    selector, found = llm.llm_engine.executor.runner.compressor.selector, []
+    select, score = selector.select, selector.score
 
     def recomputed(queries: torch.Tensor, keys: torch.Tensor, **offered: Any) -> torch.Tensor:
         found.append(kara_sharp.scores(queries, keys, 8, offered["query_offsets"]))
@@ -46,7 +46,7 @@ def scores_of_events(llm: LLM, prompts: list[dict], max_tokens: int) -> list[tor
         found.extend(offered["observed"].chunk(len(offered["layers"])))
         return select(queries, keys, **offered)
 
-    compressor.select, compressor.score = observed, recomputed
+    selector.select, selector.score = observed, recomputed
     tokens(llm, prompts, greedy(max_tokens))
     return found
 

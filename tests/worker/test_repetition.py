@@ -44,8 +44,8 @@ def test_a_prompt_is_scored_as_a_text_that_stands_twice(checkpoint: Path, decode
     """KVzip's definition, literally: the columns of the first copy, the rows of the second one, their maximum."""
     llm, recorder = make_llm(checkpoint, compression_config("kvzip", "threshold"))
     received = list[Tensor]()
-    select = recorder.runner.compressor.select
-    recorder.runner.compressor.select = lambda *args, **options: (
+    select = recorder.runner.compressor.selector.select
+    recorder.runner.compressor.selector.select = lambda *args, **options: (
         received.append(options["received"]) or select(*args, **options)
     )
     (prompt,) = random_token_ids(60)

@@ -1,0 +1,410 @@
+"""The choice of the KV pairs that survive in windows: queries are recomputed where a method scores by them, then each
+window is scored and chosen from, in every layer.
+
+Windows of one size go through the model together, in passes of as many as fit the token budget, at least one. All
+passes read the cache as it is before the event, so neither the order of the windows nor the size of a pass can change
+what survives. Without queries to recompute, layers are selected from together: operations are as many as for one layer.
+So is the choice from scores, where a method has these apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, groupby
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvllm.attention.base import AttentionBackend
+from kvllm.attention.context import AttentionContext, PartedAttention
+from kvllm.compression.linear_fit import LinearFit
+from kvllm.compression.mass import Softmax
+from kvllm.compression.model_inputs import WithModelInputs
+from kvllm.compression.paged_keys import Keys, PagedKeys
+from kvllm.compression.queries import QueryTokens, window_tokens
+from kvllm.compression.registry import METHODS
+from kvllm.config import CompressionConfig
+from kvllm.core.protocol import CompressionJob
+from kvllm.kvcache.ops.base import KVOperations
+from kvllm.worker.attention_state import AttentionMass, RaggedLengths
+from kvllm.worker.read_batch import read_batch
+from kvllm.worker.repetition import CachedPart, RepeatedText, repeat
+from kvllm.worker.state import BlockTables, SequenceState
+from kvllm.worker.timing import PhaseClock
+from kvllm.worker.transfer import to_device
+
+MAX_GATHERED_BYTES = 64 << 20
+"""Keys and values of several layers that are gathered at once; scoring takes a few times as much."""
+MAX_SCORE_BYTES = 16 << 20
+"""Scores of layers that wait to be chosen from together; choosing takes a few times as much."""
+
+
+@dataclass(frozen=True)
+class CompressedPart:
+    """The part of a KV group whose layers attend all tokens: its block tables, and its layers, as they lie in a block.
+
+    index: among the parts of all groups.
+    """
+
+    index: int
+    tables: BlockTables
+    layers: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Window:
+    """One window of a job in one part: `size` KV pairs from index `start` of the cache on, to be cut to `retain`.
+
+    position: of the first of them in the text. learns: whether queries are computed again to learn from them.
+    """
+
+    state: SequenceState
+    start: int
+    size: int
+    retain: int
+    position: int
+    learns: bool
+
+
+Windows = tuple[Window | None, ...]
+"""One window in each part; None where all of it survives."""
+
+Kept = list[torch.Tensor | None]
+"""Offsets that survive, for each of some windows or jobs; None where all do."""
+
+
+class Selector:
+    """Chooses what survives in the windows of compression jobs.
+
+    parts: those of KV groups that attend all tokens; nothing of others is compressed.
+    ragged, mass: state that some methods keep beside the cache. select: called in place of the method itself.
+    event_bytes: the most bytes that tensors of one choice took at once.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        operations: KVOperations,
+        backend: AttentionBackend,
+        parts: Sequence[CompressedPart],
+        config: CompressionConfig,
+        max_num_batched_tokens: int,
+        ragged: RaggedLengths | None = None,
+        mass: AttentionMass | None = None,
+        select: WithModelInputs | None = None,
+    ) -> None:
+        self.model = model
+        self.operations = operations
+        self.cache = operations.cache
+        self.backend = backend
+        self.parts = parts
+        self.part_of = {layer: number for number, part in enumerate(parts) for layer in part.layers}
+        self.config = config
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.ragged = ragged
+        self.mass = mass
+        self.method = METHODS[config.method]
+        self.select = select or self.method
+        self.score: Callable[..., torch.Tensor] = (select or self.method).score
+        self.choose = self.method.choose
+        self.carries = config.spec.carries
+        self.reads_blocks = config.spec.reads_blocks and operations.reads_blocks
+        self.repeats = config.spec.repeats
+        none = QueryTokens(0, 0)
+        self._query_tokens = [none if self.repeats else QueryTokens.of(config, learns=each) for each in (False, True)]
+        self.fits: list[LinearFit] = []
+        self.forget()
+        self.options = config.options
+        self.block_size = self.cache.shape.block_size
+        self.event_bytes = 0
+
+    def forget(self) -> None:
+        """Learn from the beginning, as every rank does when one of them begins again."""
+        self.fits = [LinearFit() for _ in range(self.cache.shape.num_layers)] if self.config.spec.learns else []
+
+    def survivors(self, jobs: list[CompressionJob], states: dict[int, SequenceState], clock: PhaseClock) -> list[Kept]:
+        """For each part, and there for each job, the offsets that its windows keep: int64 `[layers, windows, kv_heads,
+        retain]`."""
+        self.event_bytes = 0
+        windows = [window for job in jobs for window in self._windows_of(job, states[job.seq_id])]
+        kept: list[Kept] = [[] for _ in self.parts]
+        for (size, learns), group in groupby(windows, key=_kind):
+            alike = list(group)
+            offsets = np.array(self._query_tokens[learns].offsets(size[0]), dtype=np.int64)
+            tokens = window_tokens(self.config, size[0], learns=learns)
+            windows_per_pass = max(1, self.max_num_batched_tokens // tokens)
+            if self.repeats:
+                windows_per_pass = 1  # they are repeated one by one
+            for i in range(0, len(alike), windows_per_pass):
+                of_pass = self._kept(alike[i : i + windows_per_pass], size[0], offsets, clock)
+                for mine, of_part in zip(kept, of_pass, strict=True):
+                    mine += of_part
+        return [_by_job(of_part, jobs) for of_part in kept]
+
+    def _windows_of(self, job: CompressionJob, state: SequenceState) -> Iterator[Windows]:
+        of_parts = [job.of_part(part.index) for part in self.parts]
+        begin = job.first_block * self.block_size + state.dropped
+        for offset in range(0, job.num_windows * job.stride, job.stride):
+            yield tuple(
+                own
+                and Window(
+                    state,
+                    own.first_block * self.block_size + offset,
+                    own.size,
+                    own.retain,
+                    begin + offset,
+                    job.learns,
+                )
+                for own in of_parts
+            )
+
+    def _kept(self, windows: list[Windows], size: int, offsets: np.ndarray, clock: PhaseClock) -> list[Kept]:
+        """The offsets that survive in windows of one size: for each part and window `[layers, kv_heads, retain]`."""
+        of_pass = _Pass(self, windows, size, offsets, clock)
+        if len(offsets):
+            self._recompute(windows, offsets, of_pass.visit)
+        else:
+            at_once = self._layers_at_once(len(windows) * size)
+            for number, part in enumerate(self.parts):
+                for first in range(0, len(part.layers), at_once):
+                    of_pass.select(number, part.layers[first : first + at_once], None)
+        return of_pass.kept()
+
+    def _layers_at_once(self, num_pairs: int) -> int:
+        """Layers that are selected from in one call, for windows of so many KV pairs together: as many as there is room
+        for copies of their keys, or for their scores if there are no copies."""
+        if self.method.by_layer:
+            return 1
+        shape = self.cache.shape
+        if self.reads_blocks:
+            return max(1, MAX_SCORE_BYTES // (4 * num_pairs * shape.num_kv_heads))
+        kinds = 2 if "values" in self.method.arguments else 1
+        layer_bytes = num_pairs * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize * kinds
+        return max(1, MAX_GATHERED_BYTES // layer_bytes)
+
+    def softmax(self, layer: int) -> Softmax:
+        """The softmax of a layer's attention."""
+        options = self.backend.layers[layer]
+        sinks = self.model.layers[layer].attention.sinks if options.sinks else None
+        return Softmax(self.backend.scale, options.soft_cap, sinks)
+
+    def _recompute(self, windows: list[Windows], offsets: np.ndarray, visit: Any) -> None:
+        """One pass of the model over the query tokens of all windows."""
+        of_first = [window for window, *_ in windows if window]
+        begins = np.array([window.position for window in of_first])[:, None]
+        positions = begins + offsets  # [windows, query tokens]; of KV pairs that were never compressed
+        states = [window.state for window in of_first]
+        token_ids = [
+            state.token_ids[p] for state, of_window in zip(states, positions.tolist(), strict=True) for p in of_window
+        ]
+        parts = [self._context(part, states, positions) for part in self.parts]
+        device = self.cache.data.device
+        self.model.recompute_queries(
+            to_device(token_ids, device),
+            to_device(positions.ravel(), device),
+            parts[0]
+            if len(parts) == 1
+            else PartedAttention(parts, [self.part_of[layer] for layer in sorted(self.part_of)]),
+            visit,
+        )
+
+    def repeat(self, windows: Windows) -> dict[int, torch.Tensor]:
+        """The highest attention that the KV pairs of one window receive in each layer, while its text is repeated:
+        float32 `[kv_heads, size]`."""
+        window = next(window for window in windows if window)
+        state, parts = window.state, []
+        for part, own in zip(self.parts, windows, strict=True):
+            length = int(part.tables.kv_lengths([state.table_slot])[0])
+            table = part.tables.table[[state.table_slot], : -(-length // self.block_size)]
+            region = slice(own.start, own.start + own.size) if own else None
+            parts.append(CachedPart(to_device(table, self.cache.data.device), length, region))
+        text = RepeatedText(self.operations, parts, self.part_of, self.softmax)
+        # Of a whole cache that was cut before, the text is longer than the cache.
+        begin = window.start if self.config.policy == "threshold" else window.position
+        repeat(self.model, state, (begin, window.position + window.size), text)
+        return text.received
+
+    def _context(self, part: CompressedPart, states: list[SequenceState], positions: np.ndarray) -> AttentionContext:
+        """Attention in a part, of query tokens `[windows, query tokens]` that are cached."""
+        device = self.cache.data.device
+        table_slots = [state.table_slot for state in states]
+        dropped = part.tables.lengths.logical[table_slots] - part.tables.kv_lengths(table_slots)
+        index = positions - dropped[:, None]  # such a KV pair lies behind everything that was dropped
+        batch = read_batch(part.tables, table_slots, index, device)
+        if self.ragged:
+            batch = replace(batch, **self.ragged.of(table_slots))
+        return AttentionContext(self.backend, self.operations, self.backend.plan(batch), slot_mapping=None)
+
+
+class _Pass:
+    """One pass over windows of one size: what is scored with, and what has been chosen so far.
+
+    size: of each window. offsets: of its query tokens. Lists are of parts.
+    """
+
+    def __init__(
+        self, selector: Selector, windows: list[Windows], size: int, offsets: np.ndarray, clock: PhaseClock
+    ) -> None:
+        self.selector = selector
+        self.size = size
+        self.clock = clock
+        self.num_windows, self.num_queries = len(windows), len(offsets)
+        self.windows = [[each for each in of_part if each] for of_part in zip(*windows, strict=True)]
+        pairs = zip(selector.parts, self.windows, strict=True)
+        self.tables = [self._window_tables(part, of_part) for part, of_part in pairs]
+        self.shared = {
+            "buffer": selector.config.buffer,
+            "num_layers": selector.cache.shape.num_layers,
+            "query_offsets": to_device(offsets, selector.cache.data.device),
+        }
+        self.received = selector.repeat(windows[0]) if selector.repeats else {}
+        self._chosen: list[list[torch.Tensor]] = [[] for _ in selector.parts]  # of some layers after others
+        self._waiting: list[list[torch.Tensor]] = [[] for _ in selector.parts]  # scores of layers to be chosen from
+
+    def visit(self, layer: int, queries: torch.Tensor) -> None:
+        """Score a layer, or select from it, by the queries of all windows: `[windows * query tokens, Hq, d]`."""
+        of_windows = queries.view(self.num_windows, self.num_queries, *queries.shape[1:]).transpose(1, 2)
+        number = self.selector.part_of[layer]
+        if self.selector.method.in_halves:
+            self._score(number, layer, of_windows)
+        else:
+            self.select(number, [layer], of_windows)
+
+    def select(self, number: int, layers: Sequence[int], queries: torch.Tensor | None) -> None:
+        """Let the method choose in layers of a part."""
+        windows, selector = self.windows[number], self.selector
+        if not windows:
+            return
+        with self.clock.measure("score"):
+            inputs = self._inputs(number, layers)
+            if selector.fits:
+                inputs["fits"] = [selector.fits[layer] for layer in layers]
+            if self.received:
+                inputs["received"] = torch.stack([self.received[layer] for layer in layers])
+            retain = self._mean_retained(windows[0].retain)
+            chosen = selector.select(queries, retain=retain, **selector.options, **inputs)
+            if selector.mass and selector.carries:
+                selector.mass.put(layers[0], *_places(windows), inputs["carried"])
+            self._keep(number, chosen, len(layers))
+        self._count_bytes(inputs["keys"], queries, inputs.get("values"))
+
+    def kept(self) -> list[Kept]:
+        """For each part and window, the offsets that survive, once all layers were visited."""
+        for number in range(len(self._waiting)):
+            self._choose(number)
+        found: list[Kept] = []
+        for of_part in self._chosen:
+            found.append(list(torch.cat(of_part).unbind(1)) if of_part else [None] * self.num_windows)
+        return found
+
+    def _score(self, number: int, layer: int, queries: torch.Tensor) -> None:
+        """Score a layer, to be chosen from with others."""
+        if not self.windows[number]:
+            return
+        scores, selector = self._waiting[number], self.selector
+        with self.clock.measure("score"):
+            inputs = self._inputs(number, [layer])
+            scores.append(selector.score(queries, **selector.options, **inputs))
+        self._count_bytes(inputs["keys"], queries, inputs.get("values"))
+        if (len(scores) + 1) * scores[0].nbytes > MAX_SCORE_BYTES:
+            self._choose(number)
+
+    def _choose(self, number: int) -> None:
+        """Choose from the layers that wait."""
+        scores, selector = self._waiting[number], self.selector
+        if not scores:
+            return
+        with self.clock.measure("score"):
+            retain = self.windows[number][0].retain
+            chosen = selector.choose(torch.cat(scores), retain=retain, **selector.options, **self.shared)
+            self._keep(number, chosen, len(scores))
+        self._count_bytes()
+        scores.clear()
+
+    def _keep(self, number: int, chosen: torch.Tensor, num_layers: int) -> None:
+        # Layers and heads may keep fewer than there is room for.
+        windows = self.windows[number]
+        chosen = torch.nn.functional.pad(chosen, (0, windows[0].retain - chosen.shape[-1]), value=-1)
+        self._chosen[number].append(chosen.unflatten(0, (num_layers, len(windows))))
+
+    def _count_bytes(self, *tensors: torch.Tensor | Keys | None) -> None:
+        held = sum(tensor.nbytes for tensor in (*tensors, *chain(*self._chosen, *self._waiting)) if tensor is not None)
+        self.selector.event_bytes = max(self.selector.event_bytes, held)
+
+    def _mean_retained(self, retain: int) -> int:
+        """KV pairs that heads keep on average, where `retain` is what they have room for."""
+        config = self.selector.config
+        if not self.selector.ragged or config.budget_tokens is None:
+            return retain
+        return retain - (config.held_tokens - config.budget_tokens)
+
+    def _inputs(self, number: int, layers: Sequence[int]) -> dict[str, Any]:
+        """Keys, and the inputs among `kvllm.compression.registry.INPUTS`. Those that layers do not share have a row for
+        each window in the first layer, then in the next."""
+        selector, windows, tables = self.selector, self.windows[number], self.tables[number]
+        table_slots, starts = _places(windows)
+        inputs: dict[str, Any] = self.shared | {
+            "layers": layers,
+            "layer": layers[0],
+            "softmax": selector.softmax(layers[0]),
+            "keys": self._keys(layers, tables),
+            "seeds": [_seed(window) for window in windows] * len(layers),
+            "starts": starts * len(layers),
+            "last_positions": [window.position + self.size - 1 for window in windows] * len(layers),
+        }
+        if "values" in selector.method.arguments:
+            inputs["values"] = selector.operations.gather_values(layers, tables, self.size)
+        if selector.ragged:
+            inputs["capacity"] = windows[0].retain
+            inputs["evicted_mask"] = selector.ragged.evicted_mask(layers[0], table_slots, starts, self.size)
+        if selector.mass:
+            name = "carried" if selector.carries else "mass"
+            inputs[name] = selector.mass.gather(layers[0], table_slots, starts, self.size)
+        if selector.config.observes_scores:
+            num_scored = self.size - selector.config.buffer
+            inputs["observed"] = selector.operations.gather_scores(layers, tables, num_scored)
+        return inputs
+
+    def _keys(self, layers: Sequence[int], tables: torch.Tensor) -> Keys:
+        operations, shape = self.selector.operations, self.selector.cache.shape
+        if not self.selector.reads_blocks:
+            return operations.gather_keys(layers, tables, self.size)
+        blocks = [operations.keys[layer] for layer in layers]
+        return PagedKeys(blocks, tables, self.size, shape.head_dim, shape.dtype, rotated=shape.rotated)
+
+    def _window_tables(self, part: CompressedPart, windows: list[Window]) -> torch.Tensor:
+        """Block ids of the windows in a part: int32 `[windows, blocks]`."""
+        block_size = self.selector.block_size
+        first = np.array([window.start // block_size for window in windows], dtype=np.int64)[:, None]
+        blocks = first + np.arange(-(-self.size // block_size))
+        tables = part.tables.table[[window.state.table_slot for window in windows]]
+        return to_device(np.take_along_axis(tables, blocks, axis=1), self.selector.cache.data.device)
+
+
+def _places(windows: list[Window]) -> tuple[list[int], list[int]]:
+    """Table slots of the windows' sequences, and where the windows begin."""
+    return [window.state.table_slot for window in windows], [window.start for window in windows]
+
+
+def _kind(windows: Windows) -> tuple[tuple[int, ...], bool]:
+    """The KV pairs of a window, and what each part keeps of them (0 for all); and whether they are learned from."""
+    first = windows[0]
+    assert first is not None
+    return (first.size, *(window.retain if window else 0 for window in windows)), first.learns
+
+
+def _by_job(kept: Kept, jobs: list[CompressionJob]) -> Kept:
+    """Offsets of windows, `[layers, kv_heads, retain]` each -> of jobs, `[layers, windows, kv_heads, retain]`."""
+    ends = np.cumsum([job.num_windows for job in jobs]).tolist()
+    found: Kept = []
+    for job, end in zip(jobs, ends, strict=True):
+        windows = [window for window in kept[end - job.num_windows : end] if window is not None]
+        found.append(torch.stack(windows, dim=1) if windows else None)
+    return found
+
+
+def _seed(window: Window) -> int:
+    """A number that depends on the sequence and the window's position alone, whatever else is in the batch."""
+    return (window.state.sample_row.seed ^ (window.position * 0x9E3779B97F4A7C15)) & (2**63 - 1)
