@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -41,6 +42,22 @@ class LayerLosses(Struct, frozen=True):
         after = min(max(1, bisect_left(shares, share)), len(shares) - 1)
         place = (share - shares[after - 1]) / (shares[after] - shares[after - 1])
         return of_layer[after - 1] + place * (of_layer[after] - of_layer[after - 1])
+
+    def smoothed(self) -> LayerLosses:
+        """Losses of which each falls by no greater factor, for its step of the share, than the one before it.
+
+        Where much is kept, a loss is of few tokens that look up what was dropped. A text of some ten thousand tokens
+        may have none of them, which tells that they are rare and not that there are none.
+        """
+        return structs.replace(self, losses=[self._smoothed(of_layer) for of_layer in self.losses])
+
+    def _smoothed(self, losses: Sequence[float]) -> list[float]:
+        steps = [after - before for before, after in pairwise(self.shares)]
+        found = list(losses[:2])
+        for i in range(2, len(losses) - 1):
+            factor = found[-1] / found[-2] if found[-2] > 0 else 0.0
+            found.append(max(losses[i], found[-1] * factor ** (steps[i - 1] / steps[i - 2])))
+        return convex(self.shares, [*found, *losses[len(found) :]])
 
 
 def read_losses(folder: Path, num_layers: int) -> LayerLosses:
@@ -82,7 +99,7 @@ def resolve(
     if compression.layer_groups == "pyramid":
         blocks = falling_line(len(layers), compression, block_size)
     else:
-        blocks = propose(read_losses(folder, len(windows)), layers, compression, block_size)
+        blocks = propose(read_losses(folder, len(windows)).smoothed(), layers, compression, block_size)
     groups = [
         LayerGroup(tuple(layer for layer, own in zip(layers, blocks, strict=True) if own == kept), kept)
         for kept in sorted(set(blocks))
@@ -109,6 +126,25 @@ def propose(losses: LayerLosses, layers: Sequence[int], compression: Compression
             1  # losses fall ever more slowly, so the next block goes where most is
         )
     return kept
+
+
+def convex(shares: Sequence[float], losses: Sequence[float]) -> list[float]:
+    """The highest convex curve that is nowhere above losses at some shares. Few texts measure less evenly."""
+
+    def slope(left: int, right: int) -> float:
+        return (losses[right] - losses[left]) / (shares[right] - shares[left])
+
+    hull: list[int] = []
+    for i in range(len(shares)):
+        while len(hull) > 1 and slope(hull[-2], hull[-1]) >= slope(hull[-1], i):
+            hull.pop()
+        hull.append(i)
+    found = []
+    for i, share in enumerate(shares):
+        left = max(point for point in hull if point <= i)
+        right = min(point for point in hull if point >= i)
+        found.append(losses[left] + (slope(left, right) * (share - shares[left]) if right > left else 0))
+    return found
 
 
 def falling_line(num_layers: int, compression: CompressionConfig, block_size: int) -> list[int]:

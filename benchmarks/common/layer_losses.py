@@ -7,7 +7,7 @@ transformers computes both, for any checkpoint that it loads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -86,22 +86,3 @@ def measure(path: Path, found: Iterable[Text], window: int, buffer: int) -> list
                 compressed = model(ids, use_cache=False, change=change).logits[0, behind:].log_softmax(dim=-1)
                 sums[layer, i] += kl_div(compressed, whole, reduction="sum", log_target=True).item()
     return (sums / tokens).tolist()
-
-
-def convex(losses: Sequence[float]) -> list[float]:
-    """The highest convex curve that is nowhere above losses at SHARES. Few texts measure less evenly."""
-    hull: list[int] = []
-    for i in range(len(SHARES)):
-        while len(hull) > 1 and slope(losses, hull[-2], hull[-1]) >= slope(losses, hull[-1], i):
-            hull.pop()
-        hull.append(i)
-    found = []
-    for i, share in enumerate(SHARES):
-        left = max(point for point in hull if point <= i)
-        right = min(point for point in hull if point >= i)
-        found.append(losses[left] + (slope(losses, left, right) * (share - SHARES[left]) if right > left else 0))
-    return found
-
-
-def slope(losses: Sequence[float], left: int, right: int) -> float:
-    return (losses[right] - losses[left]) / (SHARES[right] - SHARES[left])

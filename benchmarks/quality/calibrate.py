@@ -37,7 +37,7 @@ from kvllm import LLM, SamplingParams
 from kvllm.compression.rotation import pair_lengths, rotate, rotation
 from kvllm.compression.statistics import QueryStatistics, write_statistics
 from kvllm.config import require
-from kvllm.layer_shares import LAYER_LOSSES_FILE, LayerLosses
+from kvllm.layer_shares import LAYER_LOSSES_FILE, LayerLosses, convex
 from kvllm.models.config import load_model_config
 from kvllm.models.rotary import rotary_frequencies
 
@@ -132,7 +132,7 @@ def with_windows(args: argparse.Namespace, pieces: Sequence[Text]) -> list[Text]
 def write_layer_losses(args: argparse.Namespace, pieces: Sequence[Text]) -> None:
     shown = tqdm(pieces, desc="Layer losses", disable=not sys.stderr.isatty())
     found = layer_losses.measure(args.model, shown, args.window, args.buffer)
-    losses = [layer_losses.convex(of_layer) for of_layer in found]
+    losses = [convex(layer_losses.SHARES, of_layer) for of_layer in found]
     num_tokens = sum(len(text.token_ids) for text in pieces)
     measured = LayerLosses(list(layer_losses.SHARES), losses, texts.describe(args), num_tokens)
     report.write_json(args.model / LAYER_LOSSES_FILE, structs.asdict(measured))

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from benchmarks.common import layer_losses
 from benchmarks.common.layer_losses import SHARES
@@ -81,18 +78,6 @@ def test_losses_are_those_of_an_engine(checkpoint: Path) -> None:
                 tokens += len(whole)
             assert total > 0
             assert measured[layer, i].item() == pytest.approx(total / tokens, rel=2e-3)
-
-
-@given(st.lists(st.floats(0, 10), min_size=len(SHARES) - 1, max_size=len(SHARES) - 1))
-def test_the_highest_convex_curve_below(losses: list[float]) -> None:
-    measured = [*losses, 0.0]
-    found = layer_losses.convex(measured)
-    slopes = [layer_losses.slope(found, i, i + 1) for i in range(len(SHARES) - 1)]
-    assert all(low <= high + 1e-9 for low, high in zip(found, measured, strict=True))
-    assert all(first <= second + 1e-6 for first, second in pairwise(slopes))
-    # It bends only where it touches what was measured, so no convex curve below is higher.
-    bends = [i + 1 for i, (first, second) in enumerate(pairwise(slopes)) if second - first > 1e-6]
-    assert all(found[i] == pytest.approx(measured[i], abs=1e-9) for i in (0, *bends, len(SHARES) - 1))
 
 
 def test_the_script_writes_them(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

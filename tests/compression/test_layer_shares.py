@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec import structs
 
 from kvllm import LLM, CheckpointError, CompressionConfig
 from kvllm.engine_args import EngineArgs
-from kvllm.layer_shares import LAYER_LOSSES_FILE, LayerLosses, propose
+from kvllm.layer_shares import LAYER_LOSSES_FILE, LayerLosses, convex, propose
 from tests.helpers.checkpoints import make_checkpoint
 
 SHARES = [0.0, 0.25, 0.5, 0.75, 1.0]
@@ -35,6 +37,42 @@ def test_losses_lie_on_lines_between_the_shares() -> None:
     assert [losses.at(0, share) for share in (0, 0.025, 0.1, 0.55, 1)] == pytest.approx([8, 6.5, 2, 1, 0])
 
 
+def slopes(curve: list[float]) -> list[float]:
+    return [(after - before) / 0.25 for before, after in pairwise(curve)]
+
+
+LISTS = st.lists(st.floats(0, 10), min_size=len(SHARES) - 1, max_size=len(SHARES) - 1)
+
+
+@given(LISTS)
+def test_the_highest_convex_curve_below(losses: list[float]) -> None:
+    measured = [*losses, 0.0]
+    found = convex(SHARES, measured)
+    assert all(low <= high + 1e-9 for low, high in zip(found, measured, strict=True))
+    assert all(first <= second + 1e-6 for first, second in pairwise(slopes(found)))
+    # It bends only where it touches what was measured, so no convex curve below is higher.
+    bends = [i + 1 for i, (first, second) in enumerate(pairwise(slopes(found))) if second - first > 1e-6]
+    assert all(found[i] == pytest.approx(measured[i], abs=1e-9) for i in (0, *bends, len(SHARES) - 1))
+
+
+def test_losses_that_no_text_has_shown_go_on_falling_as_before() -> None:
+    shares = [0.0, 0.1, 0.2, 0.4, 1.0]
+    rows = [[1.0, 0.1, 0.0, 0.0, 0.0], [1.0, 0.1, 0.05, 0.02, 0.0], [2.0, 1.9, 1.8, 1.6, 0.0]]
+    smoothed = LayerLosses(shares, rows, "", 0).smoothed()
+    assert smoothed.losses[0] == pytest.approx([1.0, 0.1, 0.01, 0.0001, 0.0])
+    assert smoothed.losses[1] == pytest.approx([1.0, 0.1, 0.05, 0.02, 0.0])  # 0.05 falls to 0.02, not to 0.0125
+    slow = [2.0, 1.9, 1.805, 1.805 * 0.95**2, 0.0]  # and then faster to 0, which would be no convex curve
+    assert smoothed.losses[2] == pytest.approx(convex(shares, slow))
+
+
+@given(LISTS)
+def test_smoothed_losses_are_convex_and_not_below_what_was_measured(losses: list[float]) -> None:
+    measured = convex(SHARES, [*sorted(losses, reverse=True), 0.0])
+    found = LayerLosses(SHARES, [measured], "", 0).smoothed().losses[0]
+    assert all(high >= low - 1e-9 for high, low in zip(found, measured, strict=True)) and found[-1] == 0
+    assert all(first <= second + 1e-6 for first, second in pairwise(slopes(found)))
+
+
 def test_the_checkpoint_has_the_file(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "qwen3", head_dim=16)
     args = {"block_size": 8, "max_model_len": 128, "compression": AUTO}
@@ -48,7 +86,7 @@ def test_the_checkpoint_has_the_file(tmp_path: Path) -> None:
     file.write_text(json.dumps({"shares": SHARES, "losses": LOSSES, "text": "", "tokens": 1}))
     config = EngineArgs(tmp_path, **args).engine_config
     by_layer = config.compression.retained_by_layer([None] * 3)
-    assert by_layer == propose(LayerLosses(SHARES, LOSSES, "", 1), [0, 1, 2], AUTO, 8)
+    assert by_layer == propose(LayerLosses(SHARES, LOSSES, "", 1).smoothed(), [0, 1, 2], AUTO, 8)
     assert {group.retain_blocks for group in config.kv_groups} == set(by_layer)
 
 
