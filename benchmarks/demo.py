@@ -32,11 +32,11 @@ The same model behind an OpenAI API, at http://127.0.0.1:8000 (docs/serving.md):
       -d '{"prompt": "words: d3,f9,Y0,x9\\n#>d+f=k\\nk>k-Y=Q\\nQ>?Q,k,f\\n", "temperature": 0, "max_tokens": 400}'"""
 SHORT_PROBLEMS, SHORT_MAX_NUM_SEQS = 16, 16
 SAMPLES = 3
-Runs = Mapping[str, Sequence[Run]]
-"""The runs of each variant."""
-
 QUIET = 0.1
 """Cores that other processes may use in a run whose times can be compared."""
+
+Runs = Mapping[str, Sequence[Run]]
+"""The runs of each variant."""
 
 SHARP, AUTO = (msgspec.structs.replace(KARA, method=name) for name in ("kara_sharp", "auto"))
 VARIANTS = (
