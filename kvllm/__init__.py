@@ -8,11 +8,13 @@ from kvllm import log
 from kvllm.config import CompressionConfig, TenantConfig
 from kvllm.errors import CheckpointError, ConfigError, EngineDeadError, KvLLMError, RequestError
 from kvllm.outputs import CompletionOutput, RequestOutput
-from kvllm.sampling_params import BeamSearchParams, SamplingParams
+from kvllm.prompts import TextPrompt, TokensPrompt
+from kvllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from kvllm.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
     from kvllm.async_llm import AsyncLLM
+    from kvllm.engine_args import EngineArgs
     from kvllm.llm import LLM
 
 __version__ = "0.1.0"
@@ -25,13 +27,17 @@ __all__ = [
     "CompletionOutput",
     "CompressionConfig",
     "ConfigError",
+    "EngineArgs",
     "EngineDeadError",
     "KvLLMError",
     "RequestError",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "StructuredOutputs",
     "TenantConfig",
+    "TextPrompt",
+    "TokensPrompt",
 ]
 
 
@@ -44,6 +50,10 @@ def __getattr__(name: str) -> Any:
         from kvllm.llm import LLM
 
         return LLM
+    if name == "EngineArgs":
+        from kvllm.engine_args import EngineArgs
+
+        return EngineArgs
     if name == "AsyncLLM":
         from kvllm.async_llm import AsyncLLM
 

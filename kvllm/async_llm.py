@@ -9,19 +9,21 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvllm.beam_search import BeamSearch, begin_search
 from kvllm.core.engine_loop import EngineLoop
-from kvllm.core.input_processor import Prompt
+from kvllm.core.input_processor import check_sampling
 from kvllm.core.output_stream import OutputStream, Receive
 from kvllm.engine_args import EngineArgs
 from kvllm.engine_builder import build_engine
 from kvllm.errors import EngineDeadError, RequestError
 from kvllm.models.config import ModelConfig
 from kvllm.outputs import RequestMetrics, RequestOutput
-from kvllm.sampling_params import BeamSearchParams, SamplingParams
+from kvllm.prompts import Prompt
+from kvllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from kvllm.stats import EngineStats
 
 if TYPE_CHECKING:
@@ -79,9 +81,11 @@ class AsyncLLM:
 
         Each item is a delta. It has the completions with news alone, and of these the text, token ids and logprobs
         since the item before. `finish_reason` and `stop_reason` come with a completion's last part, `finished` with the
-        last item. `cumulative_logprob` and `metrics` are those of the request so far. A slow reader gets fewer and
-        larger items, and so do all where there are many (MOST_DELTAS_PER_SECOND); no first or last one is held back for
-        that. Closing the iterator, or cancelling the task that reads it, aborts the request.
+        last item. `cumulative_logprob` and `metrics` are those of the request so far. With
+        `sampling_params.output_kind` CUMULATIVE, each item is one object that has all so far; with FINAL_ONLY there is
+        one item. A slow reader gets fewer and larger items, and so do all where there are many
+        (MOST_DELTAS_PER_SECOND); no first or last one is held back for that. Closing the iterator, or cancelling the
+        task that reads it, aborts the request.
 
         Args:
             request_id: unique among unfinished requests.
@@ -94,8 +98,15 @@ class AsyncLLM:
         """
         options = {"priority": priority, "tenant": tenant, "cache_salt": cache_salt}
         async with self._open(prompt, sampling_params, request_id, options) as stream:
+            kind, whole = sampling_params.output_kind, None
             while not stream.has_ended:
-                yield await stream.take()
+                item = await stream.take()
+                if kind in (RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY):
+                    whole = whole or replace(item, outputs=[])
+                    whole.add(item)
+                    item = whole
+                if kind is not RequestOutputKind.FINAL_ONLY or stream.has_ended:
+                    yield item
 
     async def deliver(
         self,
@@ -288,6 +299,7 @@ class AsyncLLM:
         self, prompt: Prompt, sampling_params: SamplingParams, request_id: str, options: dict[str, Any]
     ) -> AsyncIterator[OutputStream]:
         """The stream of a new request. One that has not ended behind it is aborted."""
+        check_sampling(sampling_params)
         if request_id in self._streams:
             raise RequestError(f"request_id={request_id!r} is in use by an unfinished request: choose another")
         stream = self._streams[request_id] = OutputStream(self.tokenizer, sampling_params)

@@ -14,8 +14,8 @@ from kvllm.sampling_params import BeamSearchParams, SamplingParams
 from kvllm.tokenizer import IncrementalDecoder, Tokenizer
 
 if TYPE_CHECKING:
-    from kvllm.core.input_processor import Prompt
     from kvllm.engine_builder import Engine
+    from kvllm.prompts import Prompt
 
 
 @dataclass(frozen=True, slots=True)

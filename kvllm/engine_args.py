@@ -7,22 +7,26 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import KW_ONLY, dataclass, fields
-from functools import cached_property
+from functools import cached_property, wraps
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 import msgspec
 
 from kvllm.config import (
     CompressionConfig,
     EngineConfig,
+    Refused,
     TenantConfig,
     bounding,
     check_host_size,
+    converted,
     make_kv_groups,
     require,
+    without_refused,
 )
 from kvllm.errors import ConfigError
+from kvllm.generation_config import sampling_defaults
 from kvllm.kvcache.groups import UNIFORM, KVGroup, block_layers
 from kvllm.layer_shares import for_checkpoint, resolve
 from kvllm.models.config import DTYPES, QUANTIZATIONS, ModelConfig, load_model_config
@@ -34,6 +38,7 @@ PLACEMENTS = ("STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD")
 LOAD_FORMATS = ("auto", "dummy")
 INT64 = 1 << 63
 GIB = 1 << 30
+T = TypeVar("T")
 SIZES: dict[str, tuple[int, int]] = {
     "max_model_len": (2, INT64 - 1),  # the model says how many
     "max_num_seqs": (1, 1 << 16),  # each takes a slot in tables that are allocated at the start
@@ -43,11 +48,68 @@ SIZES: dict[str, tuple[int, int]] = {
     "tensor_parallel_size": (1, 1 << 10),
     "data_parallel_size": (1, 1 << 10),
     "max_worker_restarts": (0, (1 << 31) - 1),
+    "max_logprobs": (-1, 1 << 22),
     "seed": (-INT64, INT64 - 1),
 }
 """The smallest and the largest value of each."""
+CODE = "code of a checkpoint is never run: KvLLM has the models that docs/models.md lists"
+ONE_MODEL = "there is one model, whole"
+TEXT = "models read and write text alone"
+REFUSED: Refused = {
+    "trust_remote_code": ((False,), CODE),
+    "code_revision": ((), CODE),
+    "tokenizer_mode": (("auto", "hf"), "a tokenizer is read as its files say"),
+    "tokenizer_revision": ((), "tokenizers are local directories"),
+    "skip_tokenizer_init": (
+        (False,),
+        "prompts may be token ids in any case, and SamplingParams(detokenize=False) makes no text",
+    ),
+    "task": (("auto", "generate"), ONE_MODEL + ", which generates text"),
+    "runner": (("auto", "generate"), ONE_MODEL + ", which generates text"),
+    "convert": (("auto", "none"), ONE_MODEL + ", which generates text"),
+    "logits_processors": (
+        ([],),
+        "no code of a user runs in a step: use logit_bias, allowed_token_ids, bad_words or structured_outputs",
+    ),
+    "enable_lora": ((False,), "adapters are not supported: merge them into the checkpoint"),
+    "speculative_config": ((), "one token is computed at a time"),
+    "limit_mm_per_prompt": (({},), TEXT),
+    "mm_processor_kwargs": (({},), TEXT),
+    "allowed_local_media_path": (("",), TEXT),
+    "enable_prompt_embeds": ((False,), "prompts are text or token ids"),
+    "pipeline_parallel_size": ((1,), "layers are not spread over ranks: use tensor_parallel_size"),
+    "enable_expert_parallel": ((False,), "experts are shared out as all weights are: use tensor_parallel_size"),
+    "cpu_offload_gb": ((0,), "weights stay on their device: use a smaller dtype, or quantization on a CPU"),
+    "compilation_config": (({}, 0), "decode steps are CUDA graphs, unless enforce_eager is set"),
+    "enable_sleep_mode": ((False,), "an engine keeps its memory until it is closed"),
+    "kv_transfer_config": ((), "KV pairs stay in their engine: kv_offloading_size moves them to the host"),
+    "disable_log_stats": ((True, False), "statistics are never logged: LLM.stats() has them"),
+    "disable_custom_all_reduce": ((True, False), "ranks of a node share memory in any case"),
+    "download_dir": ((), "nothing is downloaded: give the directory of a checkpoint"),
+    "served_model_name": ((), "a server has it: kvllm serve --served-model-name"),
+}
+"""Options of vLLM that an engine has not: the values that change nothing, and why others are refused."""
 
 
+def _by_name(cls: type[T]) -> type[T]:
+    """Let the constructor of a dataclass refuse names that it does not have with ConfigError, take those of `REFUSED`
+    that ask for nothing, and take None for any default."""
+    init = cls.__init__
+
+    @wraps(init)
+    def by_name(self: T, *args: Any, **options: Any) -> None:
+        defaults = {field.name: field.default for field in fields(cls)}  # type: ignore[arg-type]
+        known = without_refused("LLM", options, defaults, REFUSED)
+        given = {name: value for name, value in known.items() if value is not None or defaults[name] is None}
+        if len(args) > 1 or (args and "model" in options):
+            raise ConfigError(f"LLM got {args!r}: only the model is given without a name, and only once")
+        init(self, *args, **given)
+
+    cls.__init__ = by_name
+    return cls
+
+
+@_by_name
 @dataclass(frozen=True)
 class EngineArgs:
     """Options of an engine.
@@ -55,6 +117,11 @@ class EngineArgs:
     Args:
         model: directory of a Hugging Face checkpoint (config.json, safetensors, tokenizer). Default: the small
             reasoning model that comes with the package.
+        tokenizer: directory of the tokenizer, if it is not the checkpoint's.
+        revision: of a model on a hub. A directory has none, so this changes nothing.
+        hf_overrides: keys of config.json with other values than there.
+        generation_config: where defaults of sampling come from: "auto" for the checkpoint's generation_config.json,
+            "vllm" for those of SamplingParams, or the directory of another such file.
         dtype: "bfloat16", "float32", "float16" (on a GPU alone), or "auto" for the checkpoint's own; on a CPU, float16
             runs as float32, and one without bfloat16 products holds bfloat16 weights in float32.
         device: "cuda", "cpu", or "auto" for a GPU if there is one. With Ray, the cluster decides.
@@ -62,6 +129,9 @@ class EngineArgs:
         max_num_seqs: most sequences that run at once, up to 65,536.
         max_num_batched_tokens: most tokens of one step; longer prompts are computed in chunks, and what takes more to
             compress is compressed over several steps.
+        enable_chunked_prefill: without it, each prompt is computed in one step, which then may have `max_model_len`
+            tokens.
+        max_logprobs: most tokens of which a request may ask for log probabilities at each position; -1 for all.
         block_size: tokens of a KV block, 1 to 256.
         kv_cache_dtype: of keys and values in the cache: "int8", "int8_int4", "int6_int4", "int4", "int4_hadamard" or
             "fp8_e4m3" with a scale for each token and head, "bfloat16", or "auto" for that of activations
@@ -88,6 +158,7 @@ class EngineArgs:
         tenants: weights, guarantees and limits by the name of the tenant; others have those of `TenantConfig()`.
         kv_offloading_size: GiB of host memory for what leaves the KV pool, of all ranks of an engine together; None for
             none (docs/tiers.md).
+        swap_space: the same, of each rank.
         kv_offloading_backend: "native", which is this engine's own.
         kv_offload_dtype: of keys and values on the host: "int8", "int4" or "fp8_e4m3", which changes them a little, or
             "auto" for what the pool has.
@@ -101,17 +172,26 @@ class EngineArgs:
         async_scheduling: plan a step while the one before it is executed, which changes no token; default on a GPU.
         quantization: "int8" or "int4": weights of so many bits, made when the model is loaded, on a CPU.
 
+    None stands for the default of each. Options of vLLM that are not among them may be given as long as they ask for
+    nothing (`REFUSED`).
+
     Raises:
-        ConfigError: an option has a wrong type or value, whatever the model is.
+        ConfigError: an option is unknown, or has a wrong type or value, whatever the model is.
     """
 
     model: str | Path = DEFAULT_MODEL
     _: KW_ONLY
+    tokenizer: str | None = None
+    revision: str | None = None
+    hf_overrides: dict[str, Any] | None = None
+    generation_config: str = "auto"
     dtype: str = "auto"
     device: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    enable_chunked_prefill: bool = True
+    max_logprobs: int = 20
     block_size: int = 256
     kv_cache_dtype: str = "auto"
     kv_residual_tokens: int = 0
@@ -132,6 +212,7 @@ class EngineArgs:
     high_watermark: float | None = None
     tenants: dict[str, TenantConfig] = dataclasses.field(default_factory=dict)
     kv_offloading_size: float | None = None
+    swap_space: float | None = None
     kv_offloading_backend: str = "native"
     kv_offload_dtype: str = "auto"
     kv_offloading_path: str | None = None
@@ -150,7 +231,7 @@ class EngineArgs:
         allowed = "without disable_hybrid_kv_cache_manager, which lets all layers share their blocks: leave one out"
         require(not (groups and self.disable_hybrid_kv_cache_manager), "layer_groups", groups, allowed)
         self._engine_config(1, self.max_model_len or 2)  # which checks the options that it takes over
-        check_host_size(self._engine_config(1, 2), self.kv_offloading_size)
+        check_host_size(self._engine_config(1, 2), self.host_size)
         with_ray = 'Ray runs ranks on GPUs if the cluster has enough of them, else on CPUs: use "auto"'
         require(not self.uses_ray or self.device == "auto", "device", self.device, with_ray)
 
@@ -163,10 +244,26 @@ class EngineArgs:
     def path(self) -> Path:
         return Path(self.model)
 
+    @property
+    def tokenizer_path(self) -> Path:
+        return self.path if self.tokenizer is None else Path(self.tokenizer)
+
+    @property
+    def host_size(self) -> float | None:
+        """GiB of host memory of all ranks of an engine together, None for none."""
+        if self.kv_offloading_size is None and self.swap_space:
+            return self.swap_space * self.tensor_parallel_size
+        return self.kv_offloading_size
+
+    @cached_property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """Options of SamplingParams that the checkpoint asks for. Raises ConfigError."""
+        return sampling_defaults(self.path, self.generation_config)
+
     @cached_property
     def model_config(self) -> ModelConfig:
         """The checkpoint's. Raises CheckpointError, and ConfigError for options that do not fit the model."""
-        model = load_model_config(self.path)
+        model = load_model_config(self.path, self.hf_overrides)
         self._check_parallel(model)
         longest, length = model.max_position_embeddings, self.max_model_len
         allowed = f"between 2 and the model's max_position_embeddings={longest}"
@@ -190,7 +287,7 @@ class EngineArgs:
             if compression is not None:
                 compression = resolve(compression, self.path, windows, self.block_size)
             groups = make_kv_groups(windows, compression)
-        most = (group.most_blocks(length, self.block_size, self.max_num_batched_tokens) for group in groups)
+        most = (group.most_blocks(length, self.block_size, self._step_tokens(length)) for group in groups)
         config = self._engine_config(self.max_num_seqs * sum(most), length, groups)
         return msgspec.structs.replace(config, compression=compression)
 
@@ -217,7 +314,9 @@ class EngineArgs:
             kv_cache_dtype=self.kv_cache_dtype,
             kv_residual_tokens=self.kv_residual_tokens,
             max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_batched_tokens=self._step_tokens(max_model_len),
+            enable_chunked_prefill=self.enable_chunked_prefill,
+            max_logprobs=self.max_logprobs,
             enable_prefix_caching=self.enable_prefix_caching,
             seed=self.seed,
             compression=self._compression(),
@@ -231,6 +330,11 @@ class EngineArgs:
             swap=self.swap,
         )
 
+    def _step_tokens(self, max_model_len: int) -> int:
+        """Most tokens of one step."""
+        most = self.max_num_batched_tokens
+        return most if self.enable_chunked_prefill else max(most, max_model_len)
+
     def _compression(self) -> CompressionConfig | None:
         """With the method and shares that go with the checkpoint. EngineConfig refuses what is no CompressionConfig."""
         if not isinstance(self.compression, CompressionConfig):
@@ -243,10 +347,9 @@ class EngineArgs:
         hints = get_type_hints(type(self))
         for field in fields(self)[1:]:
             value = getattr(self, field.name)
-            try:
-                msgspec.convert(value, hints[field.name])
-            except msgspec.ValidationError as error:
-                raise ConfigError(f"{field.name}={value!r}: {error}") from None
+            value = converted(field.name, str(value) if isinstance(value, Path) else value, hints[field.name])
+            if field.name not in ("compression", "tenants"):  # of which EngineConfig takes no dicts
+                object.__setattr__(self, field.name, value)
 
     def _check_names(self) -> None:
         allowed = {
@@ -272,8 +375,12 @@ class EngineArgs:
         for field in ("kv_offloading_size", "kv_offloading_disk_size"):
             size = getattr(self, field)
             require(size is None or 0 < size < INT64 / GIB, field, size, "a number of GiB above 0")
+        require(self.swap_space is None or self.swap_space >= 0, "swap_space", self.swap_space, "GiB, at least 0")
+        allowed = "give kv_offloading_size, which is that of all ranks together, or swap_space, of each: not both"
+        both = self.kv_offloading_size is not None and bool(self.swap_space)
+        require(not both, "swap_space", self.swap_space, allowed)
         allowed = "it goes with kv_offloading_size, through which all blocks pass: give that, too"
-        alone = self.kv_offloading_path is not None and self.kv_offloading_size is None
+        alone = self.kv_offloading_path is not None and self.host_size is None
         require(not alone, "kv_offloading_path", self.kv_offloading_path, allowed)
         if self.num_gpu_blocks_override is not None and self.kv_cache_memory_bytes is not None:
             raise ConfigError(

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from kvllm.compression.specs import AUTO, STATISTICS_FILE
 from kvllm.config import EngineConfig, host_room, require
-from kvllm.core.compression_policy import check_pool
+from kvllm.core.compression_policy import check_pool, longest_blocks
 from kvllm.core.engine import LLMEngine
 from kvllm.engine_args import EngineArgs
 from kvllm.errors import ConfigError
@@ -57,7 +57,7 @@ def build_engine(args: EngineArgs) -> Engine:
     set_up_threads()
     config, shape = args.engine_config, cache_shape(args)
     state_bytes, held_bytes = method_state_bytes(config, shape), residual_bytes(config, shape)
-    tokenizer = load_tokenizer(args.path) if has_tokenizer(args.path) else None
+    tokenizer = _tokenizer(args)
     with ExitStack() as started:  # ended here unless all goes well
         workers = _start_workers(args) if args.uses_ray else None
         if workers:
@@ -100,6 +100,7 @@ def build_engine(args: EngineArgs) -> Engine:
             args.enforce_eager,
             args.gpu_memory_utilization if measures else None,
             args.quantization,
+            str(args.tokenizer_path.resolve()),
         )
         load = partial(_load_on, workers) if workers else partial(_load_here, device)
         engine, loaded = load(settings, tokenizer)
@@ -135,6 +136,13 @@ def _dtype(args: EngineArgs) -> str:
         return args.dtype
     own = args.model_config.dtype
     return "float32" if own == "float16" and local_device(args) == "cpu" else own
+
+
+def _tokenizer(args: EngineArgs) -> Tokenizer | None:
+    """None if the checkpoint has none. One that was asked for must be there."""
+    if args.tokenizer is None and not has_tokenizer(args.path):
+        return None
+    return load_tokenizer(args.tokenizer_path)
 
 
 # Workers
@@ -225,7 +233,7 @@ def _num_blocks(args: EngineArgs, most_useful: int, block_bytes: int, state_byte
 def _host_room(args: EngineArgs, config: EngineConfig, shape: CacheShape) -> tuple[int, int]:
     """Blocks of each rank in host memory, and chunks there for what compressions drop, if it may come back. All ranks
     of an engine together take `kv_offloading_size`."""
-    size, num_ranks = args.kv_offloading_size, args.tensor_parallel_size
+    size, num_ranks = args.host_size, args.tensor_parallel_size
     if size is None:
         return 0, 0
     block_bytes = host_block_bytes(config, shape) * num_ranks
@@ -264,6 +272,15 @@ def _log(args: EngineArgs, settings: RunnerSettings, engine: Engine, device: str
     )
     for warning in loaded.warnings:
         logger.warning(warning)
+    if (blocks := longest_blocks(config)) > config.num_blocks:
+        logger.warning(
+            "the KV pool has %d blocks of %d tokens, and a sequence of max_model_len=%d needs %d: longer ones than fit "
+            "are refused. Raise kv_cache_memory_bytes or num_gpu_blocks_override, or set max_model_len",
+            config.num_blocks,
+            config.block_size,
+            config.max_model_len,
+            blocks,
+        )
 
 
 def _compression(args: EngineArgs, settings: RunnerSettings) -> str:

@@ -5,22 +5,29 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from inspect import signature
 from itertools import count
 from numbers import Integral
-from typing import Any, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from tqdm import tqdm
 
 from kvllm.beam_search import BeamSearch, begin_search
-from kvllm.core.input_processor import Array, Prompt
+from kvllm.core.input_processor import check_sampling
+from kvllm.core.shared_engine import SharedEngine
 from kvllm.engine_args import EngineArgs
 from kvllm.engine_builder import build_engine, cache_shape
 from kvllm.errors import RequestError
+from kvllm.metrics import Metric, metrics_of
 from kvllm.outputs import RequestOutput
+from kvllm.prompts import Array, Prompt
 from kvllm.sampling_params import BeamSearchParams, SamplingParams
 from kvllm.stats import EngineStats
 from kvllm.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -51,28 +58,42 @@ class LLM:
     @_with_options_of(EngineArgs)
     def __init__(self, *args: Any, **options: Any) -> None:
         engine_args = EngineArgs(*args, **options)
+        engine_args.sampling_defaults  # noqa: B018  # a file that cannot be read is an error before any work starts
+        self.engine_args = engine_args
         self.model_config = engine_args.model_config
         self.cache_shape = cache_shape(engine_args)
         self.llm_engine = build_engine(engine_args)
         self.config = self.llm_engine.config
         self.tokenizer = self.llm_engine.inputs.tokenizer
         self._request_ids = count()
-        self._in_flight: list[str] = []  # requests of the call of `generate` that is under way, or was cut short
+        self._calls = SharedEngine(self.llm_engine)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
+        """Build the engine that these options describe."""
+        return cls(**{field.name: getattr(engine_args, field.name) for field in fields(engine_args)})
 
     def generate(
         self,
         prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., tqdm] = True,
+        *,
+        lora_request: None = None,
+        priority: int | Iterable[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts, as many at a time as the KV pool carries.
+
+        Several threads may call: their prompts then run together.
 
         Args:
             prompts: a prompt, or an iterable of prompts. A prompt is text, token ids (a list, or a one-dimensional
                 array or tensor of integers), or a dict with `prompt` or `prompt_token_ids`. A list of integers is one
                 prompt, and so is a one-dimensional array of them; each line of a two-dimensional one is a prompt.
-            sampling_params: for all prompts, or an iterable with one for each. Default: `SamplingParams()`.
-            use_tqdm: show a progress bar.
+            sampling_params: for all prompts, or an iterable with one for each. Default: `get_default_sampling_params`.
+            use_tqdm: show a progress bar; or what makes one, with the parameters of `tqdm`.
+            lora_request: None, since adapters are not supported.
+            priority: of all prompts, or one for each; a lower number runs first. Default: 0.
 
         Returns:
             One output for each prompt, in order. Of several prompts, one that cannot be served has its `error` set; the
@@ -80,25 +101,36 @@ class LLM:
 
         Raises:
             RequestError: a single prompt cannot be served, or the arguments do not fit together.
+            ConfigError: `sampling_params` are no SamplingParams.
         """
-        return self._generate(*_batch_of(prompts), sampling_params, use_tqdm)
+        _refuse_adapter(lora_request)
+        return self._generate(*_batch_of(prompts), sampling_params, use_tqdm, priority)
 
     def chat(
         self,
         messages: Iterable[Any],
         sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., tqdm] = True,
         *,
-        add_generation_prompt: bool = True,
+        lora_request: None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: int | Iterable[int] | None = None,
     ) -> list[RequestOutput]:
         """Answer conversations through the checkpoint's chat template.
 
         Args:
             messages: a conversation, which is a list of messages `{"role": ..., "content": ...}`, or an iterable of
                 conversations.
-            sampling_params: as in `generate`.
-            use_tqdm: show a progress bar.
+            sampling_params, use_tqdm, lora_request, priority: as in `generate`.
+            chat_template: the text of a template, instead of the checkpoint's.
+            add_generation_prompt: end the prompt with what begins an answer. Default: unless the last message is
+                continued.
+            continue_final_message: let the model go on with the last message, instead of answering it.
+            tools: that the model may call, as OpenAI's API has them. The template gets them as they are.
             chat_template_kwargs: passed to the template, e.g. `{"enable_thinking": False}`.
 
         Returns:
@@ -107,13 +139,24 @@ class LLM:
 
         Raises:
             RequestError: a single conversation cannot be served, or the arguments do not fit together.
+            ConfigError: `sampling_params` are no SamplingParams.
         """
+        _refuse_adapter(lora_request)
         if self.tokenizer is None:
             raise RequestError("the checkpoint has no tokenizer, so it has no chat template: use generate")
+        if continue_final_message and add_generation_prompt:
+            raise RequestError("continue_final_message goes on with the last message: leave out add_generation_prompt")
         conversations, alone = _conversations_of(messages)
-        options = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
-        prompts = [self._render(self.tokenizer, conversation, options) for conversation in conversations]
-        return self._generate(prompts, alone, sampling_params, use_tqdm)
+        options: dict[str, Any] = {"add_generation_prompt": not continue_final_message}
+        if add_generation_prompt is not None:
+            options["add_generation_prompt"] = add_generation_prompt
+        if continue_final_message:
+            options["continue_final_message"] = True
+        if chat_template is not None:
+            options["chat_template"] = chat_template
+        options |= chat_template_kwargs or {}
+        prompts = [self._render(self.tokenizer, conversation, tools, options) for conversation in conversations]
+        return self._generate(prompts, alone, sampling_params, use_tqdm, priority)
 
     def beam_search(self, prompts: Prompt | Iterable[Prompt], params: BeamSearchParams) -> list[RequestOutput]:
         """Find the likeliest continuations of prompts.
@@ -155,79 +198,120 @@ class LLM:
         """Compute the next token of all beams of some searches together."""
         prompts = [(search, prompt) for _, search in searches for prompt in search.prompts()]
         params = [search.sampling_params() for search, _ in prompts]
-        found = iter(self._generate([prompt for _, prompt in prompts], False, params, False))
+        found = iter(self._generate([prompt for _, prompt in prompts], False, params, False, None))
         for output, search in searches:
             of_search = [next(found) for _ in search.beams]
             output.error = next((each.error for each in of_search if each.error), None)
             if output.error is None:
                 search.advance([(each.outputs[0].logprobs or [])[0] for each in of_search])
 
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer, as transformers has it. Raises RequestError if the checkpoint has none."""
+        if self.tokenizer is None:
+            raise RequestError("the checkpoint has no tokenizer")
+        return self.tokenizer.hf
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` and `chat` use where they get none: the checkpoint's own (`generation_config`)."""
+        return SamplingParams(**self.engine_args.sampling_defaults)
+
+    def reset_prefix_cache(self) -> bool:
+        """Let later requests find nothing of what is cached so far. Returns True."""
+        self._calls.run([("", self.llm_engine.reset_prefix_cache)], lambda _: None)
+        return True
+
     def stats(self) -> EngineStats:
         """Counters since the engine started. The object is live: it goes on counting."""
         return self.llm_engine.stats
+
+    def get_metrics(self) -> list[Metric]:
+        """The counters of `stats` that vLLM has, too, under its names."""
+        return metrics_of(self.stats(), str(self.engine_args.model))
 
     def _generate(
         self,
         prompts: list[Any],
         alone: bool,
         sampling_params: SamplingParams | Iterable[SamplingParams] | None,
-        use_tqdm: bool,
+        use_tqdm: bool | Callable[..., tqdm],
+        priority: int | Iterable[int] | None,
     ) -> list[RequestOutput]:
         """prompts: a RequestError stands for what could not be made a prompt. alone: errors are raised."""
-        params = _one_for_each(sampling_params, len(prompts))
-        self._abort_in_flight()  # an interrupt may have cut short an earlier call, and its own abortion
-        if self.llm_engine.has_unfinished_requests():
-            raise RequestError("llm_engine has unfinished requests: call llm_engine.step() until they have ended")
-        self._in_flight = request_ids = [str(next(self._request_ids)) for _ in prompts]
-        try:
-            outputs = [self._add(*each, alone) for each in zip(request_ids, prompts, params, strict=True)]
-            self._run(outputs, use_tqdm)
-        finally:
-            self._abort_in_flight()
+        params = self._params_of(sampling_params, len(prompts))
+        priorities = _one_for_each("priority", 0 if priority is None else priority, int, len(prompts))
+        orders = []
+        for prompt, sampling, number in zip(prompts, params, priorities, strict=True):
+            request_id = str(next(self._request_ids))
+            orders.append((request_id, self._order(request_id, prompt, sampling, number)))
+        outputs = self._run(orders, use_tqdm)
         if alone and (error := outputs[0].error):
             raise error
         return outputs
 
-    def _abort_in_flight(self) -> None:
-        """Abort what an exception has left unfinished."""
-        if self.llm_engine.has_unfinished_requests():
-            for request_id in self._in_flight:
-                self.llm_engine.abort(request_id)
-        self._in_flight = []
+    def _params_of(self, sampling_params: Any, num_prompts: int) -> list[SamplingParams]:
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        params = _one_for_each("sampling_params", sampling_params, SamplingParams, num_prompts)
+        for each in params:
+            check_sampling(each)
+        return params
 
-    def _render(self, tokenizer: Tokenizer, messages: Any, options: dict[str, Any]) -> Prompt | RequestError:
+    def _render(
+        self, tokenizer: Tokenizer, messages: Any, tools: list[dict[str, Any]] | None, options: dict[str, Any]
+    ) -> Prompt | RequestError:
         """The prompt of a conversation."""
         try:
-            text = tokenizer.apply_chat_template(messages, **options)
+            text = tokenizer.apply_chat_template(messages, tools=tools, **options)
             # The template has written the special tokens already.
-            return {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+            return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
         except RequestError as error:
             return error
 
-    def _add(self, request_id: str, prompt: Any, sampling_params: SamplingParams, alone: bool) -> RequestOutput:
-        try:
-            if isinstance(prompt, RequestError):
-                raise prompt
-            return self.llm_engine.add_request(request_id, prompt, sampling_params, stream=False)
-        except RequestError as error:
-            if alone:
-                raise
+    def _order(
+        self, request_id: str, prompt: Any, sampling: SamplingParams, priority: int
+    ) -> Callable[[], RequestOutput]:
+        """What adds a request to the engine, or returns the output of one that is refused. Text is encoded here: other
+        calls need not wait for it."""
+
+        def refused(error: RequestError) -> RequestOutput:
             logger.warning("request %s is refused: %s", request_id, error)
             text = prompt if isinstance(prompt, str) else None
             return RequestOutput(request_id, text, [], [], finished=True, error=error)
 
-    def _run(self, outputs: list[RequestOutput], use_tqdm: bool) -> None:
-        refused = sum(output.finished for output in outputs)
-        with tqdm(total=len(outputs), initial=refused, desc="Processed prompts", disable=not use_tqdm) as bar:
+        def add() -> RequestOutput:
+            try:
+                return self.llm_engine.add_request(request_id, given, sampling, stream=False, priority=priority)
+            except RequestError as error:
+                return refused(error)
+
+        try:
+            if isinstance(prompt, RequestError):
+                raise prompt
+            text, token_ids = self.llm_engine.inputs.tokens_of(prompt)
+        except RequestError as error:
+            output = refused(error)
+            return lambda: output
+        salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+        given = {"prompt": text, "prompt_token_ids": token_ids, "cache_salt": salt}
+        return add
+
+    def _run(
+        self, orders: list[tuple[str, Callable[[], RequestOutput]]], use_tqdm: bool | Callable[..., tqdm]
+    ) -> list[RequestOutput]:
+        make_bar = use_tqdm if callable(use_tqdm) else tqdm
+        with make_bar(total=len(orders), desc="Processed prompts", disable=not use_tqdm) as bar:
             prompt_tokens, output_before = 0, self.stats().output_tokens
             begin = time.perf_counter()
-            while self.llm_engine.has_unfinished_requests():
-                finished = [output for output in self.llm_engine.step() if output.finished]
+
+            def report(finished: list[RequestOutput]) -> None:
+                nonlocal prompt_tokens
                 prompt_tokens += sum(len(output.prompt_token_ids) for output in finished)
                 bar.update(len(finished))
                 if use_tqdm:
                     output_tokens = self.stats().output_tokens - output_before
                     self._describe(bar, prompt_tokens, output_tokens, time.perf_counter() - begin)
+
+            return self._calls.run(orders, report)
 
     def _describe(self, bar: tqdm, prompt_tokens: int, output_tokens: int, seconds: float) -> None:
         stats = self.stats()
@@ -261,17 +345,16 @@ def _conversations_of(messages: Any) -> tuple[list[Any], bool]:
     return (found, False) if any(isinstance(each, list | tuple) for each in found) else ([found], True)
 
 
-def _one_for_each(params: Any, num_prompts: int) -> list[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
-    if isinstance(params, SamplingParams):
-        return [params] * num_prompts
-    if isinstance(params, Mapping) or not isinstance(params, Iterable):
-        raise RequestError(f"sampling_params are of type SamplingParams, {params!r} is not")
-    params = list(params)
-    if len(params) != num_prompts:
-        raise RequestError(f"{len(params)} sampling_params for {num_prompts} prompts: give one for all or one for each")
-    for each in params:
-        if not isinstance(each, SamplingParams):
-            raise RequestError(f"sampling_params are of type SamplingParams, {each!r} is not")
-    return params
+def _one_for_each(name: str, given: Any, kind: type, num_prompts: int) -> list[Any]:
+    """One value for all prompts, or an iterable with one for each, as a list."""
+    if isinstance(given, kind | str | Mapping) or not isinstance(given, Iterable):
+        return [given] * num_prompts
+    values = list(given)
+    if len(values) != num_prompts:
+        raise RequestError(f"{len(values)} {name} for {num_prompts} prompts: give one for all or one for each")
+    return values
+
+
+def _refuse_adapter(lora_request: Any) -> None:
+    if lora_request is not None:
+        raise RequestError("lora_request is not supported: merge the adapter into the checkpoint")

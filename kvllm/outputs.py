@@ -45,6 +45,15 @@ class CompletionOutput:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    def add(self, delta: CompletionOutput) -> None:
+        """Take up what is new of the same completion."""
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        if self.logprobs is not None and delta.logprobs is not None:
+            self.logprobs += delta.logprobs
+        self.cumulative_logprob = delta.cumulative_logprob
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
 
 @dataclass(slots=True)
 class RequestMetrics:
@@ -113,3 +122,19 @@ class RequestOutput:
     error: KvLLMError | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that came from the prefix cache."""
+        return self.metrics.num_cached_tokens
+
+    def add(self, delta: RequestOutput) -> None:
+        """Take up what is new of the same request."""
+        completions = {completion.index: completion for completion in self.outputs}
+        for new in delta.outputs:
+            if new.index in completions:
+                completions[new.index].add(new)
+            else:
+                self.outputs.append(new)
+        self.finished, self.error, self.metrics = delta.finished, delta.error, delta.metrics
+        self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs

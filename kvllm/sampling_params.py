@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from itertools import chain
+from typing import ClassVar
 
-from msgspec import Struct
 from msgspec.structs import force_setattr
 
-from kvllm.config import check_types, require
+from kvllm.config import Options, Refused, check_types, require
 from kvllm.errors import RequestError
 from kvllm.structured_outputs import StructuredOutputs
 
@@ -17,14 +18,22 @@ GREEDY_TEMPERATURE = 1e-5
 # all tokens have the same probability already.
 MAX_TEMPERATURE = 1e6
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
-MAX_LOGPROBS = 20
 MAX_BIAS = 100.0
 MAX_BEAMS = 16
 # Requests travel to the workers as MessagePack, whose integers have 64 bits.
 MAX_INTEGER = 2**63 - 1
 
 
-class SamplingParams(Struct, frozen=True, kw_only=True, array_like=True):
+class RequestOutputKind(Enum):
+    """What an engine's `step` and `AsyncLLM.generate` give of a request: all that there is so far, what is new since
+    the last time, or nothing before its end."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+class SamplingParams(Options, frozen=True, kw_only=True, array_like=True):
     """Sampling options of one request. Keywords only; a wrong value raises ConfigError when constructed.
 
     Every integer is less than 2**63.
@@ -46,7 +55,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, array_like=True):
         presence_penalty: subtracted once from the logit of an output token. From -2 to 2.
         frequency_penalty: subtracted from the logit of an output token for each occurrence. From -2 to 2.
         logprobs: also report this many most likely tokens at each position, and the log probability of the one sampled.
-            At most 20, and no more than the vocabulary has.
+            At most the engine's `max_logprobs`; -1 for the whole vocabulary, if that allows it.
         prompt_logprobs: the same for each position of the prompt but the first. The whole prompt is computed for them:
             none of it comes from the prefix cache.
         logit_bias: added to the logits of tokens, by id. From -100 to 100.
@@ -56,6 +65,10 @@ class SamplingParams(Struct, frozen=True, kw_only=True, array_like=True):
         bad_words_token_ids: the same for words given as token ids.
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the stop string at the end of the text.
+        detokenize: make the text. Without it, outputs have token ids alone.
+        truncate_prompt_tokens: leave this many tokens of the prompt, the last ones; -1 for as many as fit.
+        output_kind: see RequestOutputKind. None: `AsyncLLM.generate` gives what is new, `step` all. `LLM.generate`
+            returns at the end, whatever it is.
         budget_tokens: KV pairs that compression by threshold leaves of this request's cache, instead of the engine's
             `CompressionConfig.budget_tokens`.
         compress: False keeps all KV pairs of this request, whatever the engine's `compression` is.
@@ -64,6 +77,25 @@ class SamplingParams(Struct, frozen=True, kw_only=True, array_like=True):
         structured_outputs: a JSON schema, regular expression, choice or grammar that the text obeys. It ends where this
             allows it.
     """
+
+    REFUSED: ClassVar[Refused] = {
+        "logits_processors": (
+            ([],),
+            "no code of a request runs in the engine: use logit_bias, allowed_token_ids, "
+            "bad_words or structured_outputs",
+        ),
+        "guided_decoding": ((), "use structured_outputs=StructuredOutputsParams(...)"),
+        "best_of": ((1,), "use n, or LLM.beam_search"),
+        "use_beam_search": ((False,), "use LLM.beam_search"),
+        "length_penalty": ((1.0,), "use LLM.beam_search"),
+        "extra_args": (({},), "there are no further ones"),
+        "spaces_between_special_tokens": ((True,), "text is what the tokenizer makes of the tokens"),
+        "thinking_token_budget": ((), "use max_tokens"),
+        "repetition_detection": (({},), "use repetition_penalty, frequency_penalty or presence_penalty"),
+        "logprob_token_ids": (([],), "use logprobs"),
+        "flat_logprobs": ((False,), "logprobs has a dict for each token"),
+        "skip_reading_prefix_cache": ((False,), "use enable_prefix_caching=False, or reset_prefix_cache"),
+    }
 
     n: int = 1
     temperature: float = 1.0
@@ -87,6 +119,9 @@ class SamplingParams(Struct, frozen=True, kw_only=True, array_like=True):
     bad_words_token_ids: list[list[int]] | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    detokenize: bool = True
+    truncate_prompt_tokens: int | None = None
+    output_kind: RequestOutputKind | None = None
     budget_tokens: int | None = None
     compress: bool = True
     retain_blocks: int | None = None
@@ -104,13 +139,22 @@ class SamplingParams(Struct, frozen=True, kw_only=True, array_like=True):
     def greedy(self) -> bool:
         return self.temperature < GREEDY_TEMPERATURE
 
-    def check_vocabulary(self, vocab_size: int) -> None:
+    def check_vocabulary(self, vocab_size: int, max_logprobs: int) -> None:
         """Raises RequestError if a vocabulary of `vocab_size` tokens does not have what is named, or as many tokens as
-        are to be reported."""
+        are to be reported. max_logprobs: that an engine reports; -1 for all."""
         for field in ("logprobs", "prompt_logprobs"):
             count = getattr(self, field)
-            if count is not None and count > vocab_size:
+            if count is None:
+                continue
+            if count > vocab_size:
                 raise RequestError(f"{field}={count} is not allowed: the vocabulary has {vocab_size} tokens")
+            asked = vocab_size if count == -1 else count
+            if asked > max_logprobs != -1:
+                of_all = f", of all {vocab_size} tokens" if count == -1 else ""
+                raise RequestError(
+                    f"{field}={count}{of_all} is not allowed: the engine reports at most max_logprobs={max_logprobs}, "
+                    "which is an option of LLM; -1 allows all"
+                )
         named = {
             "logit_bias": self.logit_bias or (),
             "allowed_token_ids": self.allowed_token_ids or (),
@@ -162,11 +206,17 @@ class SamplingParams(Struct, frozen=True, kw_only=True, array_like=True):
         require(self.min_tokens <= most, "min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}")
         stop_fits = all(stop and is_unicode(stop) for stop in self.stop or [])
         require(stop_fits, "stop", self.stop, "strings of at least one character, in valid Unicode")
+        found = self.detokenize or not self.stop
+        require(found, "stop", self.stop, "only with detokenize=True, since it is looked for in the text")
         token_ids_fit = all(0 <= token_id <= MAX_INTEGER for token_id in self.stop_token_ids or [])
         require(token_ids_fit, "stop_token_ids", self.stop_token_ids, f"token ids, from 0 to {MAX_INTEGER}")
         for field in ("logprobs", "prompt_logprobs"):
             count = getattr(self, field)
-            require(count is None or 0 <= count <= MAX_LOGPROBS, field, count, f"between 0 and {MAX_LOGPROBS}, or None")
+            allowed = "at least 0, -1 for the whole vocabulary, or None"
+            require(count is None or -1 <= count <= MAX_INTEGER, field, count, allowed)
+        most = self.truncate_prompt_tokens
+        allowed = "at least 1, -1 for as many as fit, or None for all"
+        require(most is None or most == -1 or 1 <= most <= MAX_INTEGER, "truncate_prompt_tokens", most, allowed)
 
     def _check_tokens(self) -> None:
         bias = self.logit_bias or {}
@@ -184,7 +234,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, array_like=True):
         require(ids_fit, "bad_words_token_ids", self.bad_words_token_ids, "lists of at least one token id")
 
 
-class BeamSearchParams(Struct, frozen=True, kw_only=True):
+class BeamSearchParams(Options, frozen=True, kw_only=True):
     """Options of a beam search. Keywords only; a wrong value raises ConfigError when constructed.
 
     Attributes:

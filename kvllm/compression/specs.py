@@ -12,6 +12,8 @@ from typing import Any, Generic, Literal, TypeVar
 Queries = Literal["window", "buffer", "recent", "none"]
 Observable = Literal["probabilities", "squares"]
 Number = TypeVar("Number", int, float)
+LARGEST = (1 << 31) - 1
+"""Of whole numbers: operators count KV pairs in 32 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +31,14 @@ class Option(Generic[Number]):
 
     def accepts(self, value: float) -> bool:
         """Whether `value` lies within the bounds, and is whole where the default is."""
-        if isinstance(self.default, int) and not isinstance(value, int):
+        if isinstance(self.default, int) and not (isinstance(value, int) and value <= LARGEST):
             return False
         return self.least <= value and (self.most is None or value <= self.most)
 
     @property
     def allowed(self) -> str:
         bounds = f"at least {self.least}" if self.most is None else f"between {self.least} and {self.most}"
-        return bounds + (", a whole number" if isinstance(self.default, int) else "")
+        return bounds + (", a whole number of 31 bits" if isinstance(self.default, int) else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +138,8 @@ STATISTICS_FILE = "kv_statistics.safetensors"
 CHUNK_BUDGET = Option("chunk_budget", default=32, least=0)
 MAX_CHUNK = Option("max_chunk", default=8, least=3)
 TOKEN2CHUNK = (CHUNK_BUDGET, MAX_CHUNK)
-SKETCH = Option("sketch", default=48, least=1)
-FUTURE = Option("future", default=512, least=1)
+SKETCH = Option("sketch", default=48, least=1, most=1 << 12)
+FUTURE = Option("future", default=512, least=1, most=1 << 16)
 SINKS = Option("sinks", default=4, least=0)
 
 SPECS: dict[str, MethodSpec] = {

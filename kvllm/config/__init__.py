@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvllm.config.checks import check_types, require
+from kvllm.config.checks import Options, Refused, check_types, converted, did_you_mean, require, without_refused
 from kvllm.config.compression import POLICIES, CompressionConfig, LayerGroup, bounding, make_kv_groups
 from kvllm.config.engine import EngineConfig
 from kvllm.config.host_room import check_host_size, host_room
@@ -13,11 +13,16 @@ __all__ = [
     "CompressionConfig",
     "EngineConfig",
     "LayerGroup",
+    "Options",
+    "Refused",
     "TenantConfig",
     "bounding",
     "check_host_size",
     "check_types",
+    "converted",
+    "did_you_mean",
     "host_room",
     "make_kv_groups",
     "require",
+    "without_refused",
 ]

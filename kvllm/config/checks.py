@@ -1,16 +1,66 @@
-"""Fields of options, held against their annotations and against what is allowed."""
+"""Names and values of options, held against their annotations and against what is allowed."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from enum import Enum
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, StructMeta
 
 from kvllm.errors import ConfigError
 
 _fields = cache(msgspec.structs.fields)
+Refused = Mapping[str, tuple[tuple[Any, ...], str]]
+"""Options that cannot be obeyed, by name: the values that ask for nothing, and the reason."""
+
+
+class OptionsMeta(StructMeta):
+    """The type of structs with options, which refuse a name that they do not have with ConfigError."""
+
+    if not TYPE_CHECKING:  # checkers and editors see the fields
+
+        def __call__(cls, *args: Any, **options: Any) -> Any:
+            known = cls.__struct_fields__
+            if not options.keys() <= set(known):
+                options = without_refused(cls.__name__, options, known, cls.REFUSED)
+            try:
+                return super().__call__(*args, **options)
+            except TypeError as error:
+                raise ConfigError(f"{cls.__name__}: {error}: it has {', '.join(known)}") from None
+
+
+class Options(Struct, metaclass=OptionsMeta, frozen=True):
+    """A frozen struct with options. REFUSED: those of vLLM that it has not."""
+
+    REFUSED: ClassVar[Refused] = {}
+
+
+def without_refused(owner: str, options: dict[str, Any], known: Iterable[str], refused: Refused) -> dict[str, Any]:
+    """The options that `owner` has, without those of `refused` that ask for nothing.
+
+    Raises ConfigError for others, with the reason or the nearest name.
+    """
+    kept, known = {}, list(known)
+    for name, value in options.items():
+        if name in known:
+            kept[name] = value
+        elif name in refused:
+            neutral, reason = refused[name]
+            require(any(value is each or value == each for each in (None, *neutral)), name, value, reason)
+        else:
+            raise ConfigError(f"{owner} has no option {name!r}{did_you_mean(name, known)}")
+    return kept
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a message about a name that is not known: the nearest one that is, or all of them."""
+    known = list(known)
+    near = get_close_matches(name, known, n=1, cutoff=0.6)
+    return f": did you mean {near[0]!r}?" if near else f": it has {', '.join(known)}"
 
 
 def check_types(options: Struct) -> None:
@@ -19,10 +69,30 @@ def check_types(options: Struct) -> None:
         value = getattr(options, field.name)
         if value is field.default:  # most fields of most requests
             continue
+        msgspec.structs.force_setattr(options, field.name, converted(field.name, value, field.type))
+
+
+def converted(name: str, value: Any, hint: Any) -> Any:
+    """The value as its annotation has it. Numbers and arrays of NumPy and torch are as good as Python's. Raises
+    ConfigError."""
+    try:
+        return msgspec.convert(value, hint)
+    except msgspec.ValidationError as error:
         try:
-            msgspec.structs.force_setattr(options, field.name, msgspec.convert(value, field.type))
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"{field.name}={value!r}: {error}") from None
+            return msgspec.convert(_plain(value), hint)
+        except msgspec.ValidationError:
+            raise ConfigError(f"{name}={value!r}: {error}") from None
+
+
+def _plain(value: Any) -> Any:
+    """The value with all that NumPy and torch have in it as Python's numbers and lists."""
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple | set | frozenset | range):
+        return [_plain(each) for each in value]
+    if isinstance(value, Enum):  # which msgspec reads by its value
+        return value.value
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def require(condition: bool, field: str, value: Any, allowed: str) -> None:

@@ -14,13 +14,14 @@ from kvllm.compression.specs import (
     AUTO,
     CALIBRATED,
     CHUNK_BUDGET,
+    LARGEST,
     MAX_CHUNK,
     SPECS,
     TOKEN2CHUNK,
     UNCALIBRATED,
     MethodSpec,
 )
-from kvllm.config.checks import check_types, require
+from kvllm.config.checks import Options, check_types, require
 from kvllm.errors import ConfigError
 from kvllm.kvcache.formats import KV_FORMATS
 from kvllm.kvcache.groups import KVGroup, make_groups
@@ -39,7 +40,7 @@ class LayerGroup(Struct, frozen=True):
     retain_blocks: int
 
 
-class CompressionConfig(Struct, frozen=True, kw_only=True):
+class CompressionConfig(Options, frozen=True, kw_only=True):
     """How the KV cache is compressed while decoding.
 
     Attributes:
@@ -112,7 +113,7 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
     threshold_tokens: int | None = None
     budget_tokens: int | None = None
     protect_prompt: bool = False
-    method_options: dict[str, int | float] = {}
+    method_options: dict[str, int | float] = msgspec.field(default_factory=dict)
     layer_groups: tuple[LayerGroup, ...] | Literal["auto", "pyramid"] = ()
     guard_kl: float | None = None
     guard_every: int = 8
@@ -126,6 +127,9 @@ class CompressionConfig(Struct, frozen=True, kw_only=True):
         require(self.method in (AUTO, *SPECS), "method", self.method, f"choose one of {', '.join((AUTO, *SPECS))}")
         require(self.policy in POLICIES, "policy", self.policy, f"choose one of {', '.join(POLICIES)}")
         require(self.order in ORDERS, "order", self.order, f"choose one of {', '.join(ORDERS)}")
+        for field in self.__struct_fields__:
+            value = getattr(self, field)
+            require(not isinstance(value, int) or value <= LARGEST, field, value, f"at most {LARGEST}")
         for field in ("period", "window_blocks", "retain_blocks", "query_stride", "query_window"):
             require(getattr(self, field) >= 1, field, getattr(self, field), "at least 1")
         most = self.max_sequences

@@ -41,6 +41,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
         ranks together.
     swap: what becomes of a preempted sequence's cache: one of SWAP_MODES.
     async_scheduling: plan a step while the one before it is executed.
+    enable_chunked_prefill: False lets a prompt that a step has room for wait until it is computed in one step.
+    max_logprobs: most tokens of which a request may ask for log probabilities at each position; -1 for all.
     """
 
     num_blocks: int
@@ -64,6 +66,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     kv_offloading_disk_size: float = 10.0
     swap: str = "auto"
     async_scheduling: bool = False
+    enable_chunked_prefill: bool = True
+    max_logprobs: int = 20
 
     def __post_init__(self) -> None:
         right = isinstance(self.compression, CompressionConfig | None)
@@ -83,6 +87,9 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
         self._check_residual()
         for field in ("num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
             require(getattr(self, field) >= 1, field, getattr(self, field), "at least 1")
+        require(
+            self.max_logprobs >= -1, "max_logprobs", self.max_logprobs, "at least 0, or -1 for the whole vocabulary"
+        )
         require(0 <= self.watermark < 1, "watermark", self.watermark, "at least 0 and less than 1")
         high, allowed = self.high_watermark, f"at least watermark={self.watermark} and less than 1"
         require(high is None or self.watermark <= high < 1, "high_watermark", high, allowed)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 
-from msgspec import Struct
-
-from kvllm.config.checks import check_types, require
+from kvllm.config.checks import Options, check_types, require
 
 
-class TenantConfig(Struct, frozen=True, kw_only=True):
+class TenantConfig(Options, frozen=True, kw_only=True):
     """What one tenant may have of an engine.
 
     Attributes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, replace
 
@@ -421,10 +422,15 @@ def blocks_alone(config: EngineConfig, regions: Sequences[Regions] | None, promp
     return full + sliding_blocks(config.kv_groups, total, config.block_size, config.max_num_batched_tokens)
 
 
-def check_pool(config: EngineConfig) -> None:
-    """Raises ConfigError unless a sequence of `max_model_len`, compressed if that is on, fits into the pool."""
+def longest_blocks(config: EngineConfig) -> int:
+    """Blocks that a sequence of `max_model_len` needs, compressed if that is on."""
     policy = make_policy(config)
-    blocks = blocks_alone(config, policy and policy.largest_group_regions, 1, config.max_model_len - 1)
+    return blocks_alone(config, policy and policy.largest_group_regions, 1, config.max_model_len - 1)
+
+
+def check_pool(config: EngineConfig) -> None:
+    """Raises ConfigError unless a sequence of `max_model_len` fits into the pool."""
+    blocks = longest_blocks(config)
     require(
         blocks <= config.num_blocks,
         "max_model_len",
@@ -434,16 +440,28 @@ def check_pool(config: EngineConfig) -> None:
     )
 
 
-def check_fits(config: EngineConfig, policy: CompressionPolicy | None, seq: Sequence) -> None:
-    """Raises RequestError if a sequence could not finish even with the whole pool to itself, or its budget is too
-    small."""
+def longest_alone(config: EngineConfig, policy: CompressionPolicy | None, seq: Sequence) -> int:
+    """The length at which a sequence ends at the latest: its `max_length`, or what it reaches with the whole pool to
+    itself, if its request leaves that open (`max_tokens=None`).
+
+    Raises:
+        RequestError: it cannot become as long as it has to, or its budget is too small.
+    """
     if policy:
         policy.check(seq.prompt_length, seq.sampling)
     regions = policy and policy.regions_by_group(seq, largest=True)
-    needed = blocks_alone(config, regions, seq.prompt_length, seq.max_length - 1)  # the last token is never stored
-    if needed > config.num_blocks:
+
+    def blocks(length: int) -> int:
+        return blocks_alone(config, regions, seq.prompt_length, length - 1)  # the last token is never stored
+
+    needed = blocks(seq.max_length)
+    if needed <= config.num_blocks:
+        return seq.max_length
+    shortest = seq.prompt_length + max(1, seq.sampling.min_tokens)
+    if seq.sampling.max_tokens is not None or blocks(shortest) > config.num_blocks:
         raise RequestError(
             f"a prompt of {seq.prompt_length} tokens with output up to {seq.max_length} tokens in all needs "
             f"{needed} KV blocks of {config.block_size} tokens, the pool has {config.num_blocks}: "
             f"shorten the prompt, lower max_tokens, or give the pool more memory"
         )
+    return bisect_right(range(seq.max_length), config.num_blocks, shortest, key=blocks) - 1

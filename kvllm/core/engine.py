@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvllm.config import EngineConfig
 from kvllm.core.executor import Executor, WorkersRestarted
-from kvllm.core.input_processor import InputProcessor, Prompt
+from kvllm.core.input_processor import InputProcessor
 from kvllm.core.output_processor import OutputProcessor, SequenceToken
 from kvllm.core.protocol import PhaseSeconds, PromptLogprobs, StepPlan, StepResult
 from kvllm.core.request import Request
@@ -19,6 +19,7 @@ from kvllm.core.snapshot import EngineSnapshot, take_snapshot
 from kvllm.core.transition import Transition
 from kvllm.errors import WorkerError
 from kvllm.outputs import RequestOutput
+from kvllm.prompts import Prompt
 from kvllm.sampling_params import SamplingParams
 from kvllm.stats import EngineStats
 
@@ -87,6 +88,7 @@ class LLMEngine:
 
         Raises:
             RequestError: the request cannot be served. Nothing else is affected.
+            ConfigError: `sampling_params` are no SamplingParams.
         """
         self.outputs.check_id(request_id)
         origin = Origin(priority, tenant, cache_salt)
@@ -183,6 +185,7 @@ class LLMEngine:
 
     def _add(self, request: Request) -> RequestOutput:
         self.outputs.prepare(request)
+        request.limit(self.scheduler.longest_of(request.sequences[0]))
         with self._transition():
             self.scheduler.add(request.sequences[0])
             self.outputs.requests[request.request_id] = request

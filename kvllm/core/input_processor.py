@@ -7,33 +7,21 @@ import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Sequences
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from kvllm.config import EngineConfig
+from kvllm.config import EngineConfig, require
 from kvllm.core.request import Request
 from kvllm.core.sequence import ANONYMOUS, Origin
 from kvllm.errors import RequestError
 from kvllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from kvllm.prompts import PROMPT_KEYS, Array, Prompt, check_keys
 from kvllm.sampling_params import MAX_INTEGER, SamplingParams, is_unicode
 
 if TYPE_CHECKING:
     from kvllm.structured.checker import GrammarChecker
     from kvllm.tokenizer import Tokenizer
-
-
-@runtime_checkable
-class Array(Protocol):
-    """The methods that NumPy's arrays and torch's tensors have in common."""
-
-    def tolist(self) -> Any: ...
-
-
-Prompt = str | Sequences[int] | Array | Mapping[str, Any]
-"""Text, integer token ids (a sequence, or a one-dimensional array), or a dict with `prompt` or `prompt_token_ids`.
-
-A dict with both brings text that was encoded before: the token ids are the prompt."""
 
 
 class InputProcessor:
@@ -60,10 +48,15 @@ class InputProcessor:
     def new_request(
         self, request_id: str, prompt: Prompt, sampling: SamplingParams, stream: bool, origin: Origin = ANONYMOUS
     ) -> Request:
-        """A request whose completions are empty. Raises RequestError."""
+        """A request whose completions are empty. Raises RequestError, and ConfigError for what is no SamplingParams."""
+        check_sampling(sampling)
         text, token_ids = self.tokens_of(prompt)
+        token_ids = self._truncated(token_ids, sampling)
         sampling = self._with_bad_words(sampling)
         self.check(token_ids, sampling)
+        sampling = self._with_all_logprobs(sampling)
+        if isinstance(prompt, Mapping) and origin.cache_salt is None:
+            origin = structs.replace(origin, cache_salt=prompt.get("cache_salt"))
         _check_origin(origin)
         self.check_grammar(sampling)
         seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
@@ -95,13 +88,9 @@ class InputProcessor:
         """The text of a prompt, if it was given as text, and its token ids. Raises RequestError."""
         text = None
         if isinstance(prompt, Mapping):
+            check_keys(prompt)
             text = prompt.get("prompt") if isinstance(prompt.get("prompt"), str) else None
-            known = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
-            if not known:
-                raise RequestError(
-                    f"a prompt given as a dict needs 'prompt' or 'prompt_token_ids', this one has {sorted(prompt)}"
-                )
-            prompt = prompt[known[0]]
+            prompt = next(prompt[key] for key in PROMPT_KEYS if prompt.get(key) is not None)
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError("the checkpoint has no tokenizer: give the prompt as {'prompt_token_ids': [...]}")
@@ -185,6 +174,22 @@ class InputProcessor:
         most = self.config.max_model_len
         return most if max_tokens is None else min(most, prompt_length + max_tokens)
 
+    def _truncated(self, token_ids: list[int], sampling: SamplingParams) -> list[int]:
+        """What `truncate_prompt_tokens` leaves of a prompt."""
+        most = sampling.truncate_prompt_tokens
+        if most == -1:
+            room = 1 if sampling.max_tokens is None else sampling.max_tokens
+            most = max(1, self.config.max_model_len - room)
+        return token_ids if most is None else token_ids[-most:]
+
+    def _with_all_logprobs(self, sampling: SamplingParams) -> SamplingParams:
+        """The options with the size of the vocabulary in place of -1."""
+        if -1 not in (sampling.logprobs, sampling.prompt_logprobs):
+            return sampling
+        counts = {"logprobs": sampling.logprobs, "prompt_logprobs": sampling.prompt_logprobs}
+        counts = {field: self.vocab_size if count == -1 else count for field, count in counts.items()}
+        return structs.replace(sampling, **counts)
+
     def _with_bad_words(self, sampling: SamplingParams) -> SamplingParams:
         """The options with the token ids of their bad words: as these begin a text, and as they stand in one."""
         if not sampling.bad_words:
@@ -204,7 +209,7 @@ class InputProcessor:
         if sampling.n > self.config.max_num_seqs:
             most = self.config.max_num_seqs
             raise RequestError(f"n={sampling.n} completions of a prompt run together: raise max_num_seqs={most}")
-        sampling.check_vocabulary(self.vocab_size)
+        sampling.check_vocabulary(self.vocab_size, self.config.max_logprobs)
         compression = self.config.compression
         if sampling.budget_tokens is not None and (compression is None or compression.policy != "threshold"):
             raise RequestError(
@@ -219,6 +224,11 @@ class InputProcessor:
             )
         if sampling.stop and self.tokenizer is None:
             raise RequestError(f"stop={sampling.stop!r} needs a tokenizer, and there is none: use stop_token_ids")
+
+
+def check_sampling(sampling: SamplingParams) -> None:
+    """Raises ConfigError for what is no SamplingParams."""
+    require(isinstance(sampling, SamplingParams), "sampling_params", sampling, "they are of type SamplingParams")
 
 
 def _check_origin(origin: Origin) -> None:

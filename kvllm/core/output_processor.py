@@ -12,6 +12,7 @@ from kvllm.core.sequence import Sequence
 from kvllm.core.text import CompletionText
 from kvllm.errors import KvLLMError, RequestError
 from kvllm.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
+from kvllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from kvllm.tokenizer import Tokenizer
@@ -32,7 +33,7 @@ class OutputProcessor:
         self.eos_token_ids = eos_token_ids
         self.tokenizer = tokenizer
         self.requests: dict[str, Request] = {}
-        self._touched: dict[str, RequestOutput] = {}
+        self._touched: dict[str, Request] = {}
         self._receiving: Request | None = None  # the one whose completions may be half written
 
     def check_id(self, request_id: str) -> None:
@@ -55,7 +56,7 @@ class OutputProcessor:
         found = self.requests[seq.request_id].output.prompt_logprobs
         assert found is not None
         for token in prompt.tokens[len(found) - prompt.first :]:
-            found.append(self._logprobs(token))
+            found.append(self._logprobs(token, seq.sampling))
 
     def process(self, sampled: list[SequenceToken]) -> list[Sequence]:
         """Give each sequence its token. Returns the sequences that ended, for the caller to let go."""
@@ -66,14 +67,14 @@ class OutputProcessor:
         for seq, token in sampled:
             request = self.requests.get(seq.request_id)
             if request is not None:  # else another of its completions has failed
-                self._touched[seq.request_id] = request.output
+                self._touched[seq.request_id] = request
                 ended += self._receive_or_fail(request, seq, token, now)
         return ended
 
     def take_touched(self) -> list[RequestOutput]:
-        """The outputs that grew or ended since the last call."""
+        """The outputs that grew or ended since the last call, as their requests want them."""
         touched, self._touched = self._touched, {}
-        return list(touched.values())
+        return [output for request in touched.values() if (output := request.shown())]
 
     def abort(self, request_id: str) -> list[Sequence]:
         """End a request with `finish_reason="abort"`. Returns its sequences, for the caller to let go."""
@@ -116,7 +117,7 @@ class OutputProcessor:
         if output.metrics.first_token_time is None:
             output.metrics.first_token_time = now
         if completion.logprobs is not None:
-            completion.logprobs.append(self._logprobs(token))
+            completion.logprobs.append(self._logprobs(token, request.sampling))
         completion.token_ids.append(token.token_id)
         self._extend(request, completion, len(completion.token_ids))
         if completion.finish_reason is None:
@@ -163,17 +164,15 @@ class OutputProcessor:
         is_longest = len(request.output.prompt_token_ids) + count >= request.max_length
         return ("length" if is_longest else None), None
 
-    def _logprobs(self, token: SampledToken) -> dict[int, Logprob]:
+    def _logprobs(self, token: SampledToken, sampling: SamplingParams) -> dict[int, Logprob]:
         assert token.logprob is not None and token.top_logprobs is not None
+        decode = self.tokenizer.decode_token if self.tokenizer and sampling.detokenize else lambda _: None
         found = {
-            token_id: Logprob(logprob, rank, self._decode(token_id))
+            token_id: Logprob(logprob, rank, decode(token_id))
             for rank, (token_id, logprob) in enumerate(token.top_logprobs, start=1)
         }
-        found.setdefault(token.token_id, Logprob(token.logprob, token.rank, self._decode(token.token_id)))
+        found.setdefault(token.token_id, Logprob(token.logprob, token.rank, decode(token.token_id)))
         return found
-
-    def _decode(self, token_id: int) -> str | None:
-        return None if self.tokenizer is None else self.tokenizer.decode_token(token_id)
 
     # The end of a request
 
@@ -200,7 +199,7 @@ class OutputProcessor:
 
     def _write_again(self, request: Request) -> None:
         """Text, log probabilities and end of unfinished completions, from their tokens."""
-        if self.tokenizer is not None:
+        if self.tokenizer is not None and request.sampling.detokenize:
             prompt = request.output.prompt_token_ids
             request.texts = [
                 CompletionText(self.tokenizer, request.sampling, prompt, request.stream) for _ in request.output.outputs

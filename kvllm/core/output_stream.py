@@ -36,7 +36,7 @@ class OutputStream:
         self.output: RequestOutput | None = None
         self.is_announced = False
         self.has_ended = False
-        self._tokenizer = None if sampling.stop else tokenizer
+        self._tokenizer = tokenizer if sampling.detokenize and not sampling.stop else None
         self._sampling = sampling
         self.failure: BaseException | None = None
         self._published: _Published | None = None

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from msgspec import structs
+
 from kvllm.core.sequence import ANONYMOUS, Origin, Sequence, fork_seed
 from kvllm.core.text import CompletionText
 from kvllm.outputs import RequestOutput
-from kvllm.sampling_params import SamplingParams
+from kvllm.sampling_params import RequestOutputKind, SamplingParams
 
 
 class Request:
@@ -17,6 +21,7 @@ class Request:
     sequences: the unfinished ones, by index of the completion. Before the prompt is computed there is one alone, from
         which the others branch off.
     texts: one for each completion, if there is a tokenizer.
+    shown_lengths: tokens and characters of each completion that were given out, where only what is new is.
     """
 
     __slots__ = (
@@ -27,6 +32,7 @@ class Request:
         "seed",
         "seq_id",
         "sequences",
+        "shown_lengths",
         "stream",
         "tail_start",
         "texts",
@@ -54,6 +60,7 @@ class Request:
         self.origin = origin
         self.sequences: dict[int, Sequence] = {}
         self.texts: list[CompletionText] = []
+        self.shown_lengths = [(0, 0)] * sampling.n
 
     @property
     def request_id(self) -> str:
@@ -63,6 +70,34 @@ class Request:
     def is_branched(self) -> bool:
         """Whether the completions have sequences of their own."""
         return any(completion.token_ids for completion in self.output.outputs)
+
+    def shown(self) -> RequestOutput | None:
+        """The output as `sampling.output_kind` wants it now, None for not at all."""
+        kind = self.sampling.output_kind
+        if kind is RequestOutputKind.DELTA:
+            return self._delta()
+        is_due = kind is not RequestOutputKind.FINAL_ONLY or self.output.finished
+        return self.output if is_due else None
+
+    def _delta(self) -> RequestOutput | None:
+        """What was not given out yet."""
+        new = []
+        for i, completion in enumerate(self.output.outputs):
+            tokens, characters = self.shown_lengths[i]
+            self.shown_lengths[i] = len(completion.token_ids), len(completion.text)
+            if self.shown_lengths[i] != (tokens, characters) or self.output.finished:
+                logprobs = completion.logprobs and completion.logprobs[tokens:]
+                text, token_ids = completion.text[characters:], completion.token_ids[tokens:]
+                new.append(replace(completion, text=text, token_ids=token_ids, logprobs=logprobs))
+        return replace(self.output, outputs=new) if new else None
+
+    def limit(self, max_length: int) -> None:
+        """Let the completions end at `max_length`, if that is earlier than they would."""
+        if max_length < self.max_length:
+            self.max_length = max_length
+            most = max_length - len(self.output.prompt_token_ids)
+            self.sampling = structs.replace(self.sampling, max_tokens=most)
+            self.make_sequences()
 
     def make_sequences(self) -> None:
         """Replace `sequences` by fresh ones that have the completions' tokens and nothing in the cache."""

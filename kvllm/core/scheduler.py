@@ -9,7 +9,7 @@ from kvllm.core.admission import Admission
 from kvllm.core.batch import Batch
 from kvllm.core.block_manager import BlockManager, PrefixHit
 from kvllm.core.compression_planner import CompressionPlanner
-from kvllm.core.compression_policy import check_fits, make_policy
+from kvllm.core.compression_policy import longest_alone, make_policy
 from kvllm.core.disk_prefixes import DiskPrefixes
 from kvllm.core.protocol import MissingMass, PromptLogprobs, SampledToken, StepPlan, StepResult
 from kvllm.core.queue import LOOKAHEAD, FairQueue, Tenant
@@ -60,13 +60,13 @@ class Scheduler:
 
     # Requests
 
-    def add(self, seq: Sequence) -> None:
-        """Queue a sequence.
+    def longest_of(self, seq: Sequence) -> int:
+        """See `longest_alone`."""
+        return longest_alone(self.config, self.policy, seq)
 
-        Raises:
-            RequestError: it could not finish even with the whole pool to itself, or its budget is too small.
-        """
-        check_fits(self.config, self.policy, seq)
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence. Raises RequestError, before any change, as `longest_of` does."""
+        self.longest_of(seq)
         self.waiting.add(seq)
 
     def finish(self, seq: Sequence) -> None:
@@ -229,14 +229,21 @@ class Scheduler:
         if not self.waiting or budget == 0 or len(self.running) == self.config.max_num_seqs:
             return
         growth = self.admission.growth([*self.running, *self.batch.loading])
-        while budget > 0 and (found := self._next(growth)):
+        while budget > 0 and (found := self._next(growth, budget)):
             tenant, hit = found
             self.admission.is_closed = False
             seq = self.waiting.take(tenant)
             budget -= self.batch.start(seq, hit, budget)
             growth += self.admission.growth([seq])
 
-    def _next(self, growth: int) -> tuple[Tenant, PrefixHit] | None:
+    def _may_begin(self, seq: Sequence, hit: PrefixHit, budget: int) -> bool:
+        """Whether the step has room for a chunk of a sequence; for all of its prompt, where chunks are not wanted and
+        some step has that room."""
+        most = self.config.max_num_batched_tokens
+        prefill = seq.num_uncomputed - hit.num_blocks * self.config.block_size
+        return self.config.enable_chunked_prefill or budget >= min(prefill, most)
+
+    def _next(self, growth: int, budget: int) -> tuple[Tenant, PrefixHit] | None:
         """The tenant whose first sequence starts next, and the cached blocks that are found for it.
 
         Where that of the first tenant has to wait, the next tenants may start what they are entitled to, unless they
@@ -258,7 +265,7 @@ class Scheduler:
             missing = max(0, needed + spare - self.blocks.num_available)
             has_slots = 1 + seq.forks_pending <= self.batch.free_slots
             if has_slots and not missing:
-                return tenant, hit
+                return (tenant, hit) if self._may_begin(seq, hit, budget) else None
             if not waits:
                 self._missing_blocks = missing if has_slots else 0
                 waits = tenant

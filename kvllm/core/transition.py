@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from kvllm.errors import RequestError
-
 
 class Transition:
     """Changes an object as a whole: the body of `with transition():` ends, or the next transition begins with
     `recover`, which makes the object consistent again from what cannot be half written.
 
-    An interrupt can fall between any two instructions, so no `except` or `finally` could undo what was done so far. A
-    RequestError is a refusal, which comes before any change.
+    An interrupt can fall between any two instructions, so no `except` or `finally` could undo what was done so far.
+    Refusals come before a transition.
     """
 
     def __init__(self, recover: Callable[[], None]) -> None:
@@ -25,9 +23,5 @@ class Transition:
         if self._cut_short:
             self._recover()
         self._cut_short = True
-        try:
-            yield
-        except RequestError:
-            self._cut_short = False
-            raise
+        yield
         self._cut_short = False

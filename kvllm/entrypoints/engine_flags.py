@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from dataclasses import MISSING, fields
+from functools import partial
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_type_hints
@@ -13,6 +14,7 @@ import msgspec
 
 from kvllm.config import CompressionConfig, LayerGroup
 from kvllm.engine_args import EngineArgs
+from kvllm.entrypoints.settings import parse_json_object
 from kvllm.errors import ConfigError
 
 NONE = "none"
@@ -106,6 +108,8 @@ def _reading(name: str, hint: Any) -> dict[str, Any]:
     """How argparse reads a flag of this type."""
     if name == "compression":
         return {"type": _compression, "metavar": "KEY=VALUE,..."}
+    if name == "hf_overrides":
+        return {"type": partial(parse_json_object, "--hf-overrides"), "metavar": "JSON"}
     kinds = [kind for kind in get_args(hint) if kind is not type(None)] if isinstance(hint, UnionType) else [hint]
     if kinds == [bool]:
         return {"action": argparse.BooleanOptionalAction}

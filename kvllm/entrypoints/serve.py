@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    engine_args_from(args)  # what is wrong with them is told before anything is imported
+    _ = engine_args_from(args).sampling_defaults  # what is wrong is told before anything is imported
     from kvllm.serving.run import Address, serve
 
     serve(*read_options(args), Address(args.host, args.port, args.uds, _tls(args)))
@@ -63,7 +63,6 @@ def read_options(args: argparse.Namespace) -> tuple[EngineArgs, ServerOptions]:
         served_model_names=tuple(args.served_model_name or [name]),
         keys=keys,
         chat_template=None if args.chat_template is None else read_template(args.chat_template),
-        generation_config=args.generation_config,
         max_num_queued_reqs=args.max_num_queued_reqs,
         max_num_queued_tokens=args.max_num_queued_tokens,
         shutdown_timeout=args.shutdown_timeout,
@@ -88,8 +87,6 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
         help="TOML file with a table [[keys]] for each key (docs/serving.md)",
     )
     add("--chat-template", type=Path, metavar="FILE", help="Jinja template for chats, instead of the model's own")
-    text = "defaults of sampling: auto takes the model's generation_config.json, vllm does not (default: auto)"
-    add("--generation-config", choices=("auto", "vllm"), default="auto", help=text)
     text = "most completions in flight; above it requests get 503 (default: no limit)"
     add("--max-num-queued-reqs", type=int, metavar="N", help=text)
     text = "prompt tokens without a first output token at which requests get 503 (default: no limit)"

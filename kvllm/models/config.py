@@ -152,8 +152,10 @@ class _GenerationConfig(msgspec.Struct):
     eos_token_id: int | list[int] | None = None
 
 
-def load_model_config(path: Path) -> ModelConfig:
+def load_model_config(path: Path, overrides: dict[str, Any] | None = None) -> ModelConfig:
     """Read `config.json` and, if there is one, `generation_config.json` of the model directory `path`.
+
+    overrides: keys with other values than `config.json` has.
 
     Raises CheckpointError if the directory or `config.json` is missing, a file is malformed or has sizes that cannot
     be, or asks for a feature that kvllm does not compute.
@@ -163,7 +165,7 @@ def load_model_config(path: Path) -> ModelConfig:
     file = path / "config.json"
     if not file.is_file():
         raise CheckpointError(f"{path} has no config.json: give the directory of a checkpoint in Hugging Face format")
-    raw = _read(file, dict[str, Any])
+    raw = _read(file, dict[str, Any]) | (overrides or {})
     generation_file = path / "generation_config.json"
     generation = _read(generation_file, _GenerationConfig) if generation_file.is_file() else _GenerationConfig()
     try:

@@ -77,11 +77,11 @@ class ChatAnswer:
         self._id = f"chatcmpl-{context.request_id}"
         self._model = body.model or state.model_name
         self._created = int(time.time())
-        self._most = num_logprobs(body)
+        self._most = num_logprobs(body, state.llm.config.max_logprobs)
         self._names = TokenNames(state.llm.tokenizer, bool(body.return_tokens_as_token_ids))
-        number = max_tokens(state, prompt, body.max_tokens, None)
+        number = max_tokens(state, prompt, body.max_tokens, state.sampling_defaults.get("max_tokens"))
         params = sampling_params(body, number, state.sampling_defaults, logprobs=self._most, **chat_format.sampling())
-        beams = beam_search(body, [number])
+        beams = beam_search(body, [number or state.max_model_len])
         self._generation = Generation(state, context.origin(body), [prompt], [params], beams)
         context.generation = self._generation
 

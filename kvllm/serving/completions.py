@@ -53,7 +53,7 @@ class CompletionAnswer:
         self._model = body.model or state.model_name
         self._created = int(time.time())
         self._n = body.n or 1
-        self._most = num_logprobs(body)
+        self._most = num_logprobs(body, state.llm.config.max_logprobs)
         self._names = TokenNames(state.llm.tokenizer, bool(body.return_tokens_as_token_ids))
         if len(prompts) * self._n > MAX_CHOICES:
             raise bad_request(f"{len(prompts)} prompts with n={self._n} are more than {MAX_CHOICES} completions", "n")
@@ -65,7 +65,8 @@ class CompletionAnswer:
             of_prompt = 0  # an engine that generates nothing has to compute something
         own = {"logprobs": self._most, "prompt_logprobs": of_prompt, "structured_outputs": constraint(body)}
         params = [sampling_params(body, number, state.sampling_defaults, **own) for number in asked]
-        self._generation = Generation(state, context.origin(body), prompts, params, beam_search(body, asked))
+        lengths = [state.max_model_len if number is None else number for number in asked]
+        self._generation = Generation(state, context.origin(body), prompts, params, beam_search(body, lengths))
         context.generation = self._generation
         count = len(prompts) * self._n
         self._listers = [LogprobLister(self._names, self._most or 0) for _ in range(count)]

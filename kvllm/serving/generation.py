@@ -11,9 +11,9 @@ from functools import partial
 from statistics import mean
 from typing import Any, TypeVar
 
-from kvllm.core.input_processor import Prompt
 from kvllm.errors import RequestError
 from kvllm.outputs import RequestMetrics, RequestOutput
+from kvllm.prompts import Prompt
 from kvllm.sampling_params import BeamSearchParams, SamplingParams
 from kvllm.serving.responses import CompletionTokensDetails, CompressionUsage, PromptTokensDetails, Usage
 from kvllm.serving.state import ServerState

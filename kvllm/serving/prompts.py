@@ -110,8 +110,8 @@ def prompt_limit(state: ServerState, request: Any) -> int | None:
     return max(1, room) if most == -1 else most
 
 
-def max_tokens(state: ServerState, prompt: EncodedPrompt, asked: int | None, default: int | None) -> int:
-    """Tokens that a completion may have.
+def max_tokens(state: ServerState, prompt: EncodedPrompt, asked: int | None, default: int | None) -> int | None:
+    """Tokens that a completion may have; None for as many as fit.
 
     asked: refused if it does not fit behind the prompt.
     default: if nothing is asked for, what fits of it; None for all that fits.
@@ -128,7 +128,7 @@ def max_tokens(state: ServerState, prompt: EncodedPrompt, asked: int | None, def
     if room < (1 if asked is None else asked) or (asked == 0 and room < 1):
         wanted = "" if asked is None else f" and you asked for {asked} more"
         raise too_long(state, f"your prompt has {length} tokens{wanted}")
-    return asked if asked is not None else room if default is None else min(default, room)
+    return asked if asked is not None or default is None else min(default, room)
 
 
 def too_long(state: ServerState, problem: str) -> Exception:

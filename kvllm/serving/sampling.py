@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvllm.sampling_params import MAX_LOGPROBS, SamplingParams
+from kvllm.sampling_params import SamplingParams
 from kvllm.serving.errors import bad_request
 from kvllm.serving.limits import (
     MAX_BAD_WORDS,
@@ -69,8 +69,9 @@ def check_generation(request: GenerationRequest) -> None:
         raise bad_request("request_id is empty: leave it out or give one", "request_id")
 
 
-def num_logprobs(request: GenerationRequest) -> int | None:
-    """Most likely tokens to report at each position; None for no log probabilities. Raises ApiError."""
+def num_logprobs(request: GenerationRequest, most: int) -> int | None:
+    """Most likely tokens to report at each position; None for no log probabilities. most: `max_logprobs` of the engine.
+    Raises ApiError."""
     if isinstance(request, CompletionRequest):
         number = request.logprobs
         field = "logprobs"
@@ -79,17 +80,18 @@ def num_logprobs(request: GenerationRequest) -> int | None:
             raise bad_request("when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs")
         number = (request.top_logprobs or 0) if request.logprobs else None
         field = "top_logprobs"
-    if number is not None and not 0 <= number <= MAX_LOGPROBS:
-        raise bad_request(f"{field}={number} is not allowed: between 0 and {MAX_LOGPROBS}", field)
+    if number is not None and (number < -1 or number > most != -1):
+        allowed = "at least 0, or -1 for all tokens" if most == -1 else f"between 0 and {most}"
+        raise bad_request(f"{field}={number} is not allowed: {allowed}", field)
     return number
 
 
 def sampling_params(
-    request: GenerationRequest, max_tokens: int, model_defaults: dict[str, Any], **own: Any
+    request: GenerationRequest, max_tokens: int | None, model_defaults: dict[str, Any], **own: Any
 ) -> SamplingParams:
     """The engine's options of a request whose fields were checked.
 
-    max_tokens: as the prompt's length allows.
+    max_tokens: as the prompt's length allows; None for as many as fit.
     own: options that the route sets itself.
 
     Raises:

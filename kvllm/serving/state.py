@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 from kvllm.async_llm import AsyncLLM
 from kvllm.engine_args import EngineArgs
@@ -31,7 +28,6 @@ class ServerOptions:
 
     served_model_names: names that requests may use; the first one stands in answers.
     chat_template: instead of the checkpoint's.
-    generation_config: "auto" takes defaults of sampling from the checkpoint's generation_config.json, "vllm" does not.
     max_num_queued_reqs: most completions in flight; None for no limit.
     max_num_queued_tokens: prompt tokens without a first token at which no request is taken; None for no limit.
     shutdown_timeout: seconds that requests in flight get to end.
@@ -42,7 +38,6 @@ class ServerOptions:
     served_model_names: tuple[str, ...]
     keys: Keys = field(default_factory=Keys)
     chat_template: str | None = None
-    generation_config: str = "auto"
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
     shutdown_timeout: float = 30.0
@@ -71,7 +66,7 @@ class ServerState:
         self.pool = ThreadPoolExecutor(THREADS, "kvllm-text")
         self.admission = Admission(options.max_num_queued_reqs, options.max_num_queued_tokens)
         self.chat_template = ChatTemplate(llm.tokenizer, options.chat_template, self.pool)
-        self.sampling_defaults = _sampling_defaults(args.path) if options.generation_config == "auto" else {}
+        self.sampling_defaults = args.sampling_defaults
         self.longest_token = _longest_token(llm.tokenizer)
         snapshot = lambda: Snapshot(self.llm.stats(), self.admission.in_flight)  # noqa: E731
         cache = {
@@ -101,17 +96,6 @@ class ServerState:
         self.admission.check_draining()
         if self.llm.errored:
             raise unavailable("the engine has failed and is being started again: try again later", 5)
-
-
-def _sampling_defaults(path: Path) -> dict[str, Any]:
-    """Defaults of sampling that a checkpoint asks for."""
-    file = path / "generation_config.json"
-    known = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    try:
-        found = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return {}
-    return {name: found[name] for name in known if found.get(name) is not None}
 
 
 def _longest_token(tokenizer: Tokenizer | None) -> int:

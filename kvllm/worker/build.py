@@ -49,6 +49,7 @@ class RunnerSettings(Struct, frozen=True):
     """Options that a rank loads its shard with. load_format, enforce_eager, quantization: see EngineArgs.
 
     gpu_memory_utilization: if set, `engine.num_blocks` is the most that is of use, and the pool gets as many as fit.
+    tokenizer_path: its directory; "" for that of the checkpoint.
     """
 
     path: str
@@ -60,6 +61,7 @@ class RunnerSettings(Struct, frozen=True):
     enforce_eager: bool = False
     gpu_memory_utilization: float | None = None
     quantization: str | None = None
+    tokenizer_path: str = ""
 
 
 class Loaded(Struct, frozen=True):
@@ -245,7 +247,7 @@ def fingerprint(settings: RunnerSettings) -> str:
     engine, path = settings.engine, Path(settings.path)
     files = sorted(path.glob("*.safetensors")) if settings.load_format != "dummy" else []
     parts = [
-        (path / "config.json").read_text(),
+        settings.model,
         [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files],
         [settings.dtype, settings.quantization, settings.load_format, engine.seed if not files else None],
         [engine.kv_content, engine.kv_offload_dtype, engine.block_size, engine.max_model_len],
@@ -276,7 +278,9 @@ def make_grammars(settings: RunnerSettings) -> Grammars:
     eos_token_ids = settings.model.eos_token_ids
 
     def read() -> Vocabulary:
-        return read_vocabulary(load_tokenizer(settings.path), settings.model.vocab_size, eos_token_ids)
+        return read_vocabulary(
+            load_tokenizer(settings.tokenizer_path or settings.path), settings.model.vocab_size, eos_token_ids
+        )
 
     return Grammars(read, eos_token_ids)
 

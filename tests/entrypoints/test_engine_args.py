@@ -21,6 +21,8 @@ WRONG_TYPE: dict[str, Any] = {
     **dict.fromkeys((field.name for field in fields(EngineArgs) if isinstance(field.default, str)), 5),
     "distributed_executor_backend": 5,
     "model": 5,
+    "tokenizer": 5,
+    "revision": 5,
 }
 
 
@@ -42,7 +44,7 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvllm.engine_builder._start_workers", start)
 
 
-FRACTIONS = ("gpu_memory_utilization", "kv_offloading_size", "kv_offloading_disk_size")
+FRACTIONS = ("gpu_memory_utilization", "kv_offloading_size", "swap_space", "kv_offloading_disk_size")
 """Options for which 1.5 is of the right type."""
 
 
@@ -121,7 +123,7 @@ def test_a_single_process_imports_nothing_of_ray(path: Path) -> None:
     code = f"""if True:
         import sys
         from kvllm import LLM
-        llm = LLM({str(path)!r}, num_gpu_blocks_override=4, block_size=16)
+        llm = LLM({str(path)!r}, num_gpu_blocks_override=4, block_size=16, max_model_len=64)
         print(len(llm.generate([[5, 6]], use_tqdm=False)[0].outputs[0].token_ids))
         print([name for name in sys.modules if name == "ray" or name.startswith(("ray.", "kvllm.distributed"))])
     """

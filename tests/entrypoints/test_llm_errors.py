@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvllm import LLM, CheckpointError, CompressionConfig, ConfigError, RequestError, SamplingParams
+from kvllm import LLM, CheckpointError, CompressionConfig, ConfigError, RequestError, SamplingParams, TenantConfig
 from tests.helpers.checkpoints import make_checkpoint
 
 
@@ -74,12 +74,14 @@ def test_wrong_options(path: Path, options: dict, message: str) -> None:
 
 
 def test_a_typo_in_an_option_is_named(path: Path) -> None:
-    with pytest.raises(TypeError, match="max_model_length"):
+    with pytest.raises(ConfigError, match="LLM has no option 'max_model_length': did you mean 'max_model_len'"):
         LLM(path, max_model_length=100)
-    with pytest.raises(TypeError, match="window_block"):
+    with pytest.raises(ConfigError, match="no option 'window_block': did you mean 'window_blocks'"):
         CompressionConfig(method="kara", window_block=3)
-    with pytest.raises(TypeError, match="max_token"):
+    with pytest.raises(ConfigError, match="no option 'max_token': did you mean 'max_tokens'"):
         SamplingParams(max_token=3)
+    with pytest.raises(ConfigError, match="TenantConfig has no option 'x': it has weight, guaranteed_share"):
+        TenantConfig(x=1)
 
 
 def test_missing_directory(tmp_path: Path) -> None:
@@ -142,7 +144,7 @@ def test_a_single_bad_prompt_raises(llm: LLM) -> None:
         llm.generate({"prompt_token_ids": [9]}, SamplingParams(n=300), use_tqdm=False)
     with pytest.raises(RequestError, match="2 sampling_params for 1 prompts"):
         llm.generate({"prompt_token_ids": [9]}, [SamplingParams()] * 2, use_tqdm=False)
-    with pytest.raises(RequestError, match=r"sampling_params are of type SamplingParams, \{'temperature': 0\} is not"):
+    with pytest.raises(ConfigError, match=r"sampling_params=\{'temperature': 0\} is not allowed: .* SamplingParams"):
         llm.generate([[9], [9]], [SamplingParams(), {"temperature": 0}], use_tqdm=False)
     with pytest.raises(RequestError, match="needs a tokenizer"):
         llm.generate({"prompt_token_ids": [9]}, SamplingParams(stop="x"), use_tqdm=False)

@@ -101,7 +101,7 @@ def test_the_reference_never_serves_unnoticed(tmp_path: Path, caplog: pytest.Log
     make_checkpoint(tmp_path, "qwen3", num_hidden_layers=1, **heads)
     for asked, warned in (("auto", True), ("reference", False)):
         caplog.clear()
-        LLM(tmp_path, attention_backend=asked, block_size=16, num_gpu_blocks_override=4, device="cpu")
+        LLM(tmp_path, attention_backend=asked, block_size=16, num_gpu_blocks_override=32, device="cpu")
         found = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
         assert len(found) == warned
         for part in (

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvllm import LLM, RequestError, RequestOutput, SamplingParams
+from kvllm import LLM, ConfigError, RequestError, RequestOutput, SamplingParams
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.tokenizers import byte_level
 
@@ -127,7 +127,7 @@ def test_sampling_params_from_an_iterator(llm: LLM) -> None:
 
 @pytest.mark.parametrize("params", [{"temperature": 0}, 5, "greedy", [{"temperature": 0}]], ids=str)
 def test_what_are_no_sampling_params(llm: LLM, params: Any) -> None:
-    with pytest.raises(RequestError, match="sampling_params"):
+    with pytest.raises(ConfigError, match="sampling_params"):
         llm.generate([[1]], params, use_tqdm=False)
 
 

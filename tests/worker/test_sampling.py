@@ -83,12 +83,15 @@ def test_greedy(temperature, greedy):
         *(("budget_tokens", value) for value in (0, 2**70, 1.5)),
         *(("retain_blocks", value) for value in (0, 2**70, 1.5)),
         *(("stop", value) for value in ("", ["a", ""], ["\ud800"], [1], 5)),
+        *(("truncate_prompt_tokens", value) for value in (0, -2, 2**64, 1.5)),
+        *(("output_kind", value) for value in (3, "DELTA")),
+        *(("detokenize", value) for value in (1, None)),
         *(("stop_token_ids", value) for value in ([-1], [2**70], ["a"], 5)),
         *(("repetition_penalty", value) for value in (0, -1, 1e-7, 1e7, 1e39, math.inf, math.nan)),
         *(("presence_penalty", value) for value in (-2.1, 2.1, math.nan)),
         *(("frequency_penalty", value) for value in (-2.1, 2.1, math.nan)),
-        *(("logprobs", value) for value in (-1, 21, True, 1.5)),
-        *(("prompt_logprobs", value) for value in (-1, 21, True, 1.5)),
+        *(("logprobs", value) for value in (-2, 2**64, True, 1.5)),
+        *(("prompt_logprobs", value) for value in (-2, 2**64, True, 1.5)),
         *(("logit_bias", value) for value in ({1: 100.5}, {1: math.nan}, {-1: 1.0}, {2**64: 1.0}, {"a": 1.0}, [1])),
         *(("allowed_token_ids", value) for value in ([], [-1], [2**64], ["a"], 5)),
         *(("bad_words", value) for value in ([""], [" "], ["\ud800"], [1], "word")),
@@ -110,7 +113,7 @@ def test_no_token_is_asked_for_with_prompt_logprobs_alone():
 
 
 def test_a_typo_is_named():
-    with pytest.raises(TypeError, match="temprature"):
+    with pytest.raises(ConfigError, match="temprature"):
         SamplingParams(temprature=0.5)
 
 

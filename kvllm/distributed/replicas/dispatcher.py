@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from msgspec import structs
 
 from kvllm.config import EngineConfig
-from kvllm.core.compression_policy import check_fits, make_policy
+from kvllm.core.compression_policy import longest_alone, make_policy
 from kvllm.core.protocol import PromptLogprobs, SampledToken, SequenceStart
 from kvllm.core.queue import LOOKAHEAD, FairQueue, Tenant
 from kvllm.core.sequence import Sequence, fork_seed
@@ -48,9 +48,13 @@ class Dispatcher:
         self._unsent: list[dict[int, Sequence]] = [{} for _ in self.num_blocks]
         self._replica_of: dict[int, int] = {}
 
+    def longest_of(self, seq: Sequence) -> int:
+        """See `longest_alone`."""
+        return longest_alone(self.config, self._policy, seq)
+
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence. Raises RequestError if no replica could finish it."""
-        check_fits(self.config, self._policy, seq)
+        """Queue a sequence. Raises RequestError, before any change, as `longest_of` does."""
+        self.longest_of(seq)
         self.waiting.add(seq)
 
     def finish(self, seq: Sequence) -> None:

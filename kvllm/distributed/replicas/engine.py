@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvllm.config import EngineConfig
-from kvllm.core.input_processor import InputProcessor, Prompt
+from kvllm.core.input_processor import InputProcessor
 from kvllm.core.output_processor import OutputProcessor
 from kvllm.core.sequence import Origin, Sequence
 from kvllm.core.snapshot import EngineSnapshot
@@ -13,6 +13,7 @@ from kvllm.distributed.replicas.messages import Report
 from kvllm.distributed.replicas.replica_set import ReplicaSet
 from kvllm.distributed.replicas.snapshots import Snapshots
 from kvllm.outputs import RequestOutput
+from kvllm.prompts import Prompt
 from kvllm.sampling_params import SamplingParams
 from kvllm.stats import EngineStats
 from kvllm.structured.checker import GrammarChecker
@@ -62,6 +63,7 @@ class DataParallelEngine:
         origin = Origin(priority, tenant, cache_salt)
         request = self.inputs.new_request(request_id, prompt, sampling_params, stream, origin)
         self.outputs.prepare(request)
+        request.limit(self.dispatcher.longest_of(request.sequences[0]))
         with self._transition():
             self.dispatcher.add(request.sequences[0])
             self.outputs.requests[request_id] = request

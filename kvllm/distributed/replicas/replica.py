@@ -199,7 +199,7 @@ class Replica:
             runner.grammars.prepare()
         config, model = structs.replace(settings.engine, num_blocks=loaded.num_blocks), settings.model
         engine = LLMEngine(config, executor, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids)
-        self._reporter = Reporter(engine, Path(settings.path))
+        self._reporter = Reporter(engine, Path(settings.tokenizer_path or settings.path))
         return msgspec.msgpack.encode(loaded)
 
     def exchange(self, encoded_starts: bytes) -> bytes:
