@@ -16,7 +16,14 @@ class CheckpointError(KvLLMError, ValueError):
 
 
 class RequestError(KvLLMError, ValueError):
-    """One request cannot be served. Other requests are not affected."""
+    """One request cannot be served. Other requests are not affected.
+
+    param: the place in the request that is wrong, such as "messages[1].content", if it is one place.
+    """
+
+    def __init__(self, *args: object, param: str | None = None) -> None:
+        super().__init__(*args)
+        self.param = param
 
 
 class EngineDeadError(KvLLMError, RuntimeError):

@@ -122,6 +122,23 @@ class Tokenizer:
             return text
         return self.decode([token_id, token_id])[len(text) :]
 
+    def chat_template(self, chosen: str | None = None, tools: list[Any] | None = None) -> str:
+        """The text of the chat template for these tools.
+
+        chosen: another one than the checkpoint's own, as text, or the name of one out of several that it has.
+
+        Raises:
+            RequestError: there is no template, or `chosen` is no text.
+        """
+        if chosen is not None and not isinstance(chosen, str):
+            raise RequestError(f"chat_template={chosen!r} is not allowed: give the text of a Jinja template")
+        if self.hf.chat_template is None and chosen is None:
+            raise RequestError("the checkpoint has no chat template: pass chat_template, or prompt with plain text")
+        try:
+            return self.hf.get_chat_template(chosen, tools)
+        except ValueError as error:  # of several, none is the default
+            raise RequestError(f"the checkpoint has no chat template by default: {error}") from None
+
     def apply_chat_template(
         self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
     ) -> str:
@@ -133,9 +150,8 @@ class Tokenizer:
         Raises:
             RequestError: there is no template, or the messages do not fit it.
         """
-        if self.hf.chat_template is None and kwargs.get("chat_template") is None:
-            raise RequestError("the checkpoint has no chat template: pass chat_template, or prompt with plain text")
-        _check_messages(messages)
+        kwargs["chat_template"] = self.chat_template(kwargs.get("chat_template"), kwargs.get("tools"))
+        check_messages(messages)
         try:
             return self.hf.apply_chat_template(  # type: ignore[return-value]  # tokens only with tokenize=True
                 messages, add_generation_prompt=add_generation_prompt, tokenize=False, **kwargs
@@ -146,12 +162,14 @@ class Tokenizer:
             ) from error
 
 
-def _check_messages(messages: list[dict[str, Any]]) -> None:
+def check_messages(messages: Any) -> None:
+    """Raises RequestError for what is not a list of dicts that have a role."""
     if not isinstance(messages, list | tuple) or not messages:
-        raise RequestError(f"messages must be a list of at least one message, not {messages!r}")
+        raise RequestError(f"messages must be a list of at least one message, not {messages!r:.200}")
     for index, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise RequestError(f'messages[{index}] must be a dict with a "role" and a "content", not {message!r}')
+            problem = f'messages[{index}] must be a dict with a "role" and a "content", not {message!r:.200}'
+            raise RequestError(problem, param=f"messages[{index}]")
 
 
 class IncrementalDecoder:

@@ -73,7 +73,7 @@ def as_api_error(error: BaseException) -> ApiError:
         option = OPTION.match(str(error))
         return bad_request(str(error), option[1] if option else None)
     if isinstance(error, RequestError):
-        return bad_request(str(error))
+        return bad_request(str(error), error.param)
     if isinstance(error, EngineDeadError):
         return unavailable("the engine has failed and is being started again: try again later", 5)
     if isinstance(error, KvLLMError):
