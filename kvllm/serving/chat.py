@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from kvllm.outputs import CompletionOutput, RequestOutput
 from kvllm.serving.beams import beam_search
-from kvllm.serving.chat_format import ChatFormat
+from kvllm.serving.chat_format import ChatFormat, continued_text
 from kvllm.serving.context import RequestContext, context_of
 from kvllm.serving.errors import bad_request
 from kvllm.serving.generation import EncodedPrompt, Generation
@@ -198,9 +198,7 @@ class ChatAnswer:
 
     def _echo(self) -> str:
         """The text of the last message, if it is continued and to be given back."""
-        last = self._body.messages[-1]
-        echoed = self._body.echo and self._body.continue_final_message and isinstance(last.content, str)
-        return last.content or "" if echoed and isinstance(last.content, str) else ""
+        return continued_text(self._body) if self._body.echo else ""
 
 
 def _delta(part: MessagePart) -> Message:

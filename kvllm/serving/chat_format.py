@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvllm.chat_messages import text_of
 from kvllm.serving.constraint import behind_thought, constraint
 from kvllm.serving.message_parser import MessageParser, MessagePart
 from kvllm.serving.protocol import ChatCompletionRequest
@@ -25,7 +26,7 @@ class ChatFormat:
         self._tools = tools
         self._shows_thought = body.include_reasoning is not False
         self._tokenizer = state.tokenizer
-        continued = _continued(body)
+        continued = continued_text(body)
         self._is_open = self.tags is not None and is_thought_open(prompt, self.tags, continued)
         self._rule = constraint(body, state.tokenizer, tools)
         if self._rule is not None and self.tags is not None:
@@ -59,8 +60,6 @@ class ChatFormat:
         return HermesParser() if self._tools.may_call else None
 
 
-def _continued(body: ChatCompletionRequest) -> str:
+def continued_text(body: ChatCompletionRequest) -> str:
     """The text of the message that is continued, if one is."""
-    last = body.messages[-1]
-    continues = body.continue_final_message and isinstance(last.content, str)
-    return last.content if continues and isinstance(last.content, str) else ""
+    return text_of(body.messages[-1].get("content")) if body.continue_final_message else ""

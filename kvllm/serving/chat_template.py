@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from msgspec import to_builtins
-
+from kvllm.chat_messages import render_chat
 from kvllm.errors import ConfigError, RequestError
 from kvllm.serving.errors import ApiError, bad_request
-from kvllm.serving.protocol import ChatMessage
 from kvllm.tokenizer import Tokenizer
 
 TEMPLATE_SECONDS = 5.0
 """Time that a template may take. It is a program, and messages are its input."""
-RESERVED = ("chat_template", "messages", "conversation", "tokenize", "return_dict", "return_tensors")
-"""Names that `chat_template_kwargs` may not have: they would change more than what the template sees."""
 NO_TEMPLATE = (
     "the model has no chat template: send the prompt to /v1/completions, "
     "or let the server's operator start it with --chat-template FILE"
@@ -55,17 +50,18 @@ class ChatTemplate:
             self._template is not None or self._tokenizer.hf.chat_template is not None
         )
 
-    async def render(self, messages: list[ChatMessage], options: dict[str, Any]) -> str:
-        """The prompt's text, which has its special tokens. Raises ApiError and RequestError."""
+    async def render(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, options: dict[str, Any]
+    ) -> str:
+        """The prompt's text, which has its special tokens. Raises ApiError."""
         tokenizer = self._tokenizer
         if tokenizer is None or (self._template is None and tokenizer.hf.chat_template is None):
             raise bad_request(NO_TEMPLATE)
-        if reserved := [name for name in RESERVED if name in options]:
-            raise bad_request(f"chat_template_kwargs may not have {reserved[0]!r}", "chat_template_kwargs")
-        conversation = [_plain(index, message) for index, message in enumerate(messages)]
+        if "chat_template" in options:  # the operator chooses it
+            raise bad_request("chat_template_kwargs may not have 'chat_template'", "chat_template_kwargs")
         if self._template is not None:
             options = options | {"chat_template": self._template}
-        rendering = InterruptibleCall(lambda: tokenizer.apply_chat_template(conversation, **options))
+        rendering = InterruptibleCall(lambda: render_chat(tokenizer, messages, tools, options))
         loop = asyncio.get_running_loop()
         alarm = loop.call_later(TEMPLATE_SECONDS, rendering.interrupt)
         try:
@@ -73,13 +69,13 @@ class ChatTemplate:
         except RequestError as error:
             if rendering.is_interrupted:
                 raise ApiError(400, f"the chat template took longer than {TEMPLATE_SECONDS:.0f} s") from None
-            raise bad_request(str(error), "messages") from None
+            raise bad_request(str(error), error.param or "messages") from None
         finally:
             alarm.cancel()
 
 
-class Interrupted(Exception):
-    """The time of a call is over."""
+class Interrupted(BaseException):
+    """The time of a call is over. No `except Exception` on the way takes it for a failure of the template."""
 
 
 class InterruptibleCall(Generic[T]):
@@ -114,46 +110,8 @@ class InterruptibleCall(Generic[T]):
                 _raise_in(self._thread, Interrupted)
 
 
-def _raise_in(thread: int, error: type[Exception] | None) -> None:
+def _raise_in(thread: int, error: type[BaseException] | None) -> None:
     """Let a thread raise an error before its next instruction; None takes back one that was not raised yet."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(
         ctypes.c_ulong(thread), None if error is None else ctypes.py_object(error)
     )
-
-
-def _plain(index: int, message: ChatMessage) -> dict[str, Any]:
-    """A message as templates expect it: the content is one text."""
-    plain: dict[str, Any] = to_builtins(message)
-    plain["content"] = _text_of(index, message)
-    if message.role == "developer":  # OpenAI's newer name, which most templates do not know and would leave out
-        plain["role"] = "system"
-    thought = message.reasoning if message.reasoning_content is None else message.reasoning_content
-    if thought is not None:  # templates read either name
-        plain["reasoning"] = plain["reasoning_content"] = thought
-    for call in plain.get("tool_calls", ()):
-        call["function"]["arguments"] = _arguments(index, call["function"].get("arguments"))
-    return plain
-
-
-def _arguments(index: int, arguments: Any) -> Any:
-    """The arguments of a call as templates expect them: an object, not its JSON text."""
-    if not isinstance(arguments, str):
-        return arguments or {}
-    try:
-        return json.loads(arguments or "{}")
-    except (ValueError, RecursionError) as error:
-        problem = f"messages[{index}] has a tool call whose arguments are not valid JSON: {error}"
-        raise bad_request(problem, f"messages[{index}].tool_calls") from None
-
-
-def _text_of(index: int, message: ChatMessage) -> str:
-    if not isinstance(message.content, list):
-        return message.content or ""
-    texts: list[str] = []
-    for part in message.content:
-        text = part.refusal if part.type == "refusal" else part.text
-        if part.type not in ("text", "refusal") or text is None:
-            problem = f"messages[{index}] has a part of type {part.type!r}: only text parts are understood"
-            raise bad_request(problem, f"messages[{index}].content")
-        texts.append(text)
-    return "\n".join(texts)

@@ -18,7 +18,7 @@ from kvllm.serving.chat import ChatAnswer, prepare
 from kvllm.serving.context import context_of
 from kvllm.serving.errors import ApiError
 from kvllm.serving.limits import read_json
-from kvllm.serving.messages_protocol import chat_of, count_decoder, messages_decoder
+from kvllm.serving.messages_protocol import INVALID_JSON, chat_of, count_decoder, messages_decoder
 from kvllm.serving.prompts import chat_prompt
 from kvllm.serving.sse import EventStream, from_generator, named_event, until_disconnected
 from kvllm.serving.tool_choice import tool_choice
@@ -203,4 +203,4 @@ def _input(arguments: str) -> dict[str, Any]:
         found = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
         found = None
-    return found if isinstance(found, dict) else {"INVALID_JSON": arguments}
+    return found if isinstance(found, dict) else {INVALID_JSON: arguments}

@@ -7,29 +7,26 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from kvllm.chat_messages import function_tool, text_of
 from kvllm.serving.errors import bad_request
-from kvllm.serving.protocol import (
-    ChatCompletionRequest,
-    ChatMessage,
-    CompressionOptions,
-    FunctionCall,
-    FunctionDefinition,
-    FunctionName,
-    NamedToolChoice,
-    Tool,
-    ToolCall,
-)
+from kvllm.serving.protocol import ChatCompletionRequest, CompressionOptions, FunctionName, NamedToolChoice
+
+INVALID_JSON = "INVALID_JSON"
+"""The only key of an input that stands for arguments which are no JSON of an object; its value is their text."""
 
 
 class ContentBlock(Struct, kw_only=True):
-    """A part of a message. type: text, thinking, tool_use, tool_result; fields as the type needs them."""
+    """A part of a message. type: text, thinking, tool_use, tool_result; fields as the type needs them.
+
+    input: an object, or what else the client has read of a stream.
+    """
 
     type: str
     text: str | None = None
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
-    input: dict[str, Any] | None = None
+    input: Any = None
     tool_use_id: str | None = None
     content: str | list[ContentBlock] | None = None
 
@@ -47,6 +44,7 @@ class MessagesTool(Struct, kw_only=True):
     name: str
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
     type: str | None = None
 
 
@@ -108,17 +106,17 @@ def chat_of(body: CountTokensRequest) -> ChatCompletionRequest:
     return chat
 
 
-def _messages(body: CountTokensRequest) -> list[ChatMessage]:
+def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
     messages = []
     if body.system:
-        system = body.system if isinstance(body.system, str) else _text(body.system, "system")
-        messages.append(ChatMessage(role="system", content=system))
+        system = body.system if isinstance(body.system, str) else text_of(_content(body.system, "system"))
+        messages.append({"role": "system", "content": system})
     for index, message in enumerate(body.messages):
         where = f"messages[{index}]"
         if message.role not in ("user", "assistant", "system"):
             raise bad_request(f"{where}.role={message.role[:100]!r} is not allowed: user or assistant", f"{where}.role")
         if isinstance(message.content, str):
-            messages.append(ChatMessage(role=message.role, content=message.content))
+            messages.append({"role": message.role, "content": message.content})
         elif message.role == "assistant":
             messages.append(_assistant(message.content, where))
         else:
@@ -126,45 +124,53 @@ def _messages(body: CountTokensRequest) -> list[ChatMessage]:
     return messages
 
 
-def _assistant(blocks: list[ContentBlock], where: str) -> ChatMessage:
+def _assistant(blocks: list[ContentBlock], where: str) -> dict[str, Any]:
     texts = [block for block in blocks if block.type not in ("thinking", "redacted_thinking", "tool_use")]
     thoughts = [block.thinking or "" for block in blocks if block.type == "thinking"]
-    calls = [
-        ToolCall(id=block.id, function=FunctionCall(name=block.name or "", arguments=block.input or {}))
-        for block in blocks
-        if block.type == "tool_use"
-    ]
-    thought = "\n".join(thoughts) or None
-    return ChatMessage(role="assistant", content=_text(texts, where), reasoning=thought, tool_calls=calls or None)
+    return {
+        "role": "assistant",
+        "content": _content(texts, where),
+        "reasoning": "\n".join(thoughts) or None,
+        "tool_calls": [_call(block) for block in blocks if block.type == "tool_use"],
+    }
 
 
-def _user(message: InputMessage, blocks: list[ContentBlock], where: str) -> list[ChatMessage]:
+def _call(block: ContentBlock) -> dict[str, Any]:
+    arguments = block.input
+    if isinstance(arguments, dict) and list(arguments) == [INVALID_JSON]:
+        arguments = arguments[INVALID_JSON]
+    return {"id": block.id, "type": "function", "function": {"name": block.name or "", "arguments": arguments}}
+
+
+def _user(message: InputMessage, blocks: list[ContentBlock], where: str) -> list[dict[str, Any]]:
     """The results of tools first, as the template expects them behind the calls; then the text."""
     results = [block for block in blocks if block.type == "tool_result"]
-    messages = []
+    messages: list[dict[str, Any]] = []
     for block in results:
-        content = block.content if isinstance(block.content, str) else _text(block.content or [], where)
-        messages.append(ChatMessage(role="tool", content=content, tool_call_id=block.tool_use_id))
+        content = block.content if isinstance(block.content, str) else _content(block.content or [], where)
+        messages.append({"role": "tool", "content": content, "tool_call_id": block.tool_use_id})
     if texts := [block for block in blocks if block.type != "tool_result"]:
-        messages.append(ChatMessage(role=message.role, content=_text(texts, where)))
+        messages.append({"role": message.role, "content": _content(texts, where)})
     return messages
 
 
-def _text(blocks: list[ContentBlock], where: str) -> str:
+def _content(blocks: list[ContentBlock], where: str) -> str | list[dict[str, Any]]:
+    """The content of a chat's message: text, or several parts."""
     for block in blocks:
         if block.type != "text" or block.text is None:
             problem = f"{where} has a block of type {block.type[:100]!r}: only text blocks are understood there"
             raise bad_request(problem, f"{where}.content")
-    return "\n".join(block.text or "" for block in blocks)
+    parts = [{"type": "text", "text": block.text} for block in blocks]
+    return text_of(parts) if len(parts) < 2 else parts
 
 
-def _tools(body: CountTokensRequest) -> list[Tool] | None:
+def _tools(body: CountTokensRequest) -> list[dict[str, Any]] | None:
+    """Tools of chats, their keys in the order that models know."""
     tools = []
     for tool in body.tools or ():
         if tool.type not in (None, "custom"):
             raise bad_request(f"a tool of type {tool.type[:100]!r} is not supported: tools of your own are", "tools")
-        function = FunctionDefinition(name=tool.name, description=tool.description, parameters=tool.input_schema)
-        tools.append(Tool(function=function))
+        tools.append(function_tool(tool.name, tool.description, tool.input_schema, tool.strict))
     return tools or None
 
 

@@ -8,7 +8,9 @@ from typing import Any
 import msgspec
 
 import kvllm
+from kvllm.chat_messages import ChatMessage, Tool
 from kvllm.serving import messages, messages_protocol, protocol, responses, responses_protocol, responses_route
+from kvllm.serving.protocol import REFERENCE
 
 Route = tuple[str, str, type | None, type | None, str]
 ROUTES: tuple[Route, ...] = (
@@ -77,6 +79,8 @@ def document() -> bytes:
     types = {kind for route in ROUTES for kind in route[2:4] if kind is not None} | {
         responses.ErrorResponse,
         messages.MessagesError,
+        ChatMessage,
+        Tool,
     }
     _, schemas = msgspec.json.schema_components(sorted(types, key=lambda kind: kind.__name__), ref_template=REFERENCE)
     paths: dict[str, Any] = {}
@@ -94,9 +98,6 @@ def document() -> bytes:
             "security": [{}, {"key": []}],
         }
     )
-
-
-REFERENCE = "#/components/schemas/{name}"
 
 
 def _operation(method: str, path: str, body: type | None, answer: type | None, text: str) -> dict[str, Any]:

@@ -6,12 +6,10 @@ import asyncio
 from functools import partial
 from typing import Any
 
-from msgspec import to_builtins
-
 from kvllm.serving.errors import bad_request
 from kvllm.serving.generation import EncodedPrompt
 from kvllm.serving.limits import MAX_PROMPTS, check_count
-from kvllm.serving.protocol import ChatCompletionRequest, ChatMessage, CompletionRequest, TokenizeRequest
+from kvllm.serving.protocol import ChatCompletionRequest, CompletionRequest, TokenizeRequest
 from kvllm.serving.state import ServerState
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -44,7 +42,7 @@ async def completion_prompts(state: ServerState, request: CompletionRequest) -> 
 async def chat_prompt(
     state: ServerState,
     request: ChatCompletionRequest | TokenizeRequest,
-    messages: list[ChatMessage],
+    messages: list[dict[str, Any]],
     longest: int | None = None,
 ) -> EncodedPrompt:
     """The prompt of a conversation. Raises ApiError and RequestError."""
@@ -62,9 +60,7 @@ async def chat_prompt(
     options["add_generation_prompt"] = not continues and request.add_generation_prompt is not False
     if continues:
         options["continue_final_message"] = True
-    if request.tools:
-        options["tools"] = to_builtins(request.tools)
-    text = await state.chat_template.render(messages, options)
+    text = await state.chat_template.render(messages, request.tools, options)
     # The template has written the special tokens already.
     return await encode(state, text, bool(request.add_special_tokens), longest)
 

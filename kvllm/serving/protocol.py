@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import Struct
+from msgspec import Meta, Struct
+
+REFERENCE = "#/components/schemas/{name}"
+"""Where the schema of a type is in /openapi.json."""
+RawMessage = Annotated[dict[str, Any], Meta(extra_json_schema={"$ref": REFERENCE.format(name="ChatMessage")})]
+RawTool = Annotated[dict[str, Any], Meta(extra_json_schema={"$ref": REFERENCE.format(name="Tool")})]
+"""What the chat template gets: all keys, in the client's order. `kvllm.chat_messages` checks them."""
 
 
 class StreamOptions(Struct, kw_only=True):
@@ -41,22 +47,6 @@ class ResponseFormat(Struct, kw_only=True):
 
     type: str
     json_schema: JsonSchema | None = None
-
-
-class FunctionDefinition(Struct, kw_only=True, omit_defaults=True):
-    """A function that the model may call. parameters: the JSON schema of its arguments."""
-
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(Struct, kw_only=True):
-    """A tool that the model may call: a function."""
-
-    function: FunctionDefinition
-    type: str = "function"
 
 
 class FunctionName(Struct, kw_only=True):
@@ -143,51 +133,16 @@ class CompletionRequest(GenerationFields, kw_only=True):
     prompt_embeds: Any = None
 
 
-class ContentPart(Struct, kw_only=True):
-    """A part of a message: text alone is understood."""
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-
-
-class FunctionCall(Struct, kw_only=True):
-    """arguments: JSON as text, as OpenAI has it, or an object."""
-
-    name: str
-    arguments: str | dict[str, Any] | None = None
-
-
-class ToolCall(Struct, kw_only=True, omit_defaults=True):
-    """A call of a tool that the assistant has made before."""
-
-    function: FunctionCall
-    id: str | None = None
-    type: str | None = "function"
-
-
-class ChatMessage(Struct, kw_only=True, omit_defaults=True):
-    """A message of a conversation, as the template reads it."""
-
-    role: str
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-
-
 class ChatCompletionRequest(GenerationFields, kw_only=True):
     """Body of POST /v1/chat/completions."""
 
-    messages: list[ChatMessage]
+    messages: list[RawMessage]
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
-    tools: list[Tool] | None = None
+    tools: list[RawTool] | None = None
     mm_processor_kwargs: Any = None
     media_io_kwargs: Any = None
     max_completion_tokens: int | None = None
@@ -211,14 +166,14 @@ class TokenizeRequest(Struct, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: list[RawMessage] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Tool] | None = None
+    tools: list[RawTool] | None = None
 
 
 class DetokenizeRequest(Struct, kw_only=True):

@@ -7,21 +7,16 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from kvllm.chat_messages import function_tool
 from kvllm.serving.errors import bad_request
 from kvllm.serving.protocol import (
     ChatCompletionRequest,
-    ChatMessage,
     CompressionOptions,
-    ContentPart,
-    FunctionCall,
-    FunctionDefinition,
     FunctionName,
     JsonSchema,
     NamedToolChoice,
     Refusals,
     ResponseFormat,
-    Tool,
-    ToolCall,
 )
 from kvllm.serving.sampling import check_fields
 
@@ -175,23 +170,23 @@ def _format(given: TextFormat) -> ResponseFormat:
     return ResponseFormat(type=given.type, json_schema=JsonSchema(name=given.name, schema=given.schema))
 
 
-def _tools(given: list[FunctionTool]) -> list[Tool] | None:
+def _tools(given: list[FunctionTool]) -> list[dict[str, Any]] | None:
+    """Tools of chats, their keys in the order that models know."""
     tools = []
     for tool in given:
         if tool.type != "function":
             raise bad_request(f"a tool of type {tool.type[:100]!r} is not supported: functions are", "tools")
-        function = FunctionDefinition(name=tool.name, description=tool.description, parameters=tool.parameters)
-        tools.append(Tool(function=function))
+        tools.append(function_tool(tool.name, tool.description, tool.parameters, tool.strict))
     return tools or None
 
 
-def _messages(body: ResponsesRequest) -> list[ChatMessage]:
+def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
     """Items of the assistant that follow each other are one message, as templates expect it."""
-    messages: list[ChatMessage] = []
+    messages: list[dict[str, Any]] = []
     if body.instructions:
-        messages.append(ChatMessage(role="system", content=body.instructions))
+        messages.append({"role": "system", "content": body.instructions})
     if isinstance(body.input, str):
-        return [*messages, ChatMessage(role="user", content=body.input)]
+        return [*messages, {"role": "user", "content": body.input}]
     for index, item in enumerate(body.input):
         where = f"input[{index}]"
         kind = item.type or "message"
@@ -200,48 +195,53 @@ def _messages(body: ResponsesRequest) -> list[ChatMessage]:
                 raise bad_request(f"{where} needs a role", where)
             content = _content(item.content, where)
             if item.role != "assistant":
-                messages.append(ChatMessage(role=item.role, content=content))
+                messages.append({"role": item.role, "content": content})
             else:
                 message = _assistant(messages)
-                message.content = content if message.content is None else [*_parts(message), *_as_parts(content)]
+                given = message.get("content")
+                message["content"] = content if given is None else [*_as_parts(given), *_as_parts(content)]
         elif kind == "function_call":
-            call = ToolCall(id=item.call_id, function=FunctionCall(name=item.name or "", arguments=item.arguments))
-            message = _assistant(messages)
-            message.tool_calls = [*(message.tool_calls or []), call]
+            function = {"name": item.name or "", "arguments": item.arguments}
+            calls = _assistant(messages).setdefault("tool_calls", [])
+            calls.append({"id": item.call_id, "type": "function", "function": function})
         elif kind == "function_call_output":
             content = _content(item.output, where)
-            messages.append(ChatMessage(role="tool", content=content, tool_call_id=item.call_id))
+            messages.append({"role": "tool", "content": content, "tool_call_id": item.call_id})
         elif kind == "reasoning":
             thought = "".join(part.text or "" for part in item.content or [] if isinstance(part, InputPart))
             if thought:
                 message = _assistant(messages)
-                message.reasoning = (message.reasoning or "") + thought
+                message["reasoning"] = message.get("reasoning", "") + thought
         else:
             problem = "messages, function calls, their outputs and reasoning are"
             raise bad_request(f"{where} of type {kind[:100]!r} is not supported: {problem}", where)
     return messages
 
 
-def _assistant(messages: list[ChatMessage]) -> ChatMessage:
+def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
     """The assistant's message that items are added to."""
-    if not messages or messages[-1].role != "assistant":
-        messages.append(ChatMessage(role="assistant"))
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant"})
     return messages[-1]
 
 
-def _content(content: str | list[InputPart] | None, where: str) -> str | list[ContentPart]:
+def _content(content: str | list[InputPart] | None, where: str) -> str | list[dict[str, Any]]:
+    """The content of a chat's message: text, or several parts."""
     if not isinstance(content, list):
         return content or ""
-    for part in content:
-        if part.type not in TEXT_PARTS:
-            problem = f"{where} has a part of type {part.type[:100]!r}: only text parts are understood"
-            raise bad_request(problem, where)
-    return [ContentPart(type=TEXT_PARTS[part.type], text=part.text, refusal=part.refusal) for part in content]
+    parts = [{"type": "text", "text": _text(part, where)} for part in content]
+    return parts[0]["text"] if len(parts) == 1 else parts
 
 
-def _parts(message: ChatMessage) -> list[ContentPart]:
-    return _as_parts(message.content or "")
+def _text(part: InputPart, where: str) -> str:
+    if part.type not in TEXT_PARTS:
+        problem = f"{where} has a part of type {part.type[:100]!r}: only text parts are understood"
+        raise bad_request(problem, where)
+    text: str | None = getattr(part, TEXT_PARTS[part.type])
+    if text is None:
+        raise bad_request(f"{where} has a part of type {part.type!r} without {TEXT_PARTS[part.type]!r}", where)
+    return text
 
 
-def _as_parts(content: str | list[ContentPart]) -> list[ContentPart]:
-    return content if isinstance(content, list) else [ContentPart(type="text", text=content)]
+def _as_parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return content if isinstance(content, list) else [{"type": "text", "text": content}]

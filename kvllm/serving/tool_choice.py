@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from kvllm.chat_messages import FunctionDefinition, functions_of
 from kvllm.serving.errors import bad_request
 from kvllm.serving.limits import MAX_TOOLS, check_count
-from kvllm.serving.protocol import ChatCompletionRequest, FunctionDefinition
+from kvllm.serving.protocol import ChatCompletionRequest
 from kvllm.serving.state import ServerOptions
 from kvllm.serving.tools import END, START
 from kvllm.structured.grammar import literal
@@ -29,17 +30,14 @@ class ToolChoice:
 
 
 def tool_choice(body: ChatCompletionRequest, options: ServerOptions) -> ToolChoice:
-    """Raises ApiError for a choice that cannot be obeyed."""
+    """Raises ApiError for a choice that cannot be obeyed, and RequestError for malformed tools."""
     tools, choice = body.tools or [], body.tool_choice
     check_count("tools", len(tools), MAX_TOOLS)
-    for tool in tools:
-        if tool.type != "function":
-            raise bad_request(f'a tool of type {tool.type!r} is not supported: "function" is', "tools")
-    if not tools:
+    functions = tuple(functions_of(tools))
+    if not functions:
         if choice not in (None, "none", "auto"):
             raise bad_request("tool_choice needs tools", "tool_choice")
         return ToolChoice()
-    functions = tuple(tool.function for tool in tools)
     several = body.parallel_tool_calls is not False
     if choice == "none":
         return ToolChoice()

@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenizers import AddedToken
 
-from tests.helpers.checkpoints import make_parrot
+from tests.helpers.checkpoints import edit, make_parrot
 from tests.helpers.tokenizers import byte_level
 
 # A token each, so that each has one that follows it.
@@ -15,11 +15,11 @@ THOUGHT = ["<think>", "Hm, ", "weather.", "</think>"]
 CALL = ["<tool_call>", '{"name": "get_weather", "arg', 'uments": {"city": "Pa', 'ris"', "}}", "</tool_call>"]
 ANSWER = ["\n", *THOUGHT, "Let me look.", *CALL, "<|im_end|>"]
 TEMPLATE = (
-    "{% for tool in tools or [] %}{{ tool.function.name }};{% endfor %}"
+    "{% for tool in tools or [] %}{{ tool | tojson }};{% endfor %}"
     "{% for message in messages %}{{ message.role + ':' + (message.content or '') }}"
     "{% if message.reasoning_content %}[{{ message.reasoning_content }}]{% endif %}"
     "{% for call in message.tool_calls or [] %}"
-    "({{ call.function.name }} {{ call.function.arguments.city }}){% endfor %}"
+    "({{ call.function.name }} {{ call.function.arguments | tojson }}){% endfor %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '\n' }}"
     "{% if opened %}<think>{% endif %}{% if closed %}<think></think>{% endif %}{% endif %}"
 )
@@ -44,4 +44,5 @@ def make_parrot_chat(path: Path) -> None:
     hf.add_tokens([AddedToken(text, normalized=False) for text in ANSWER[2:-1] if text not in ("</think>",)])
     hf.chat_template = TEMPLATE
     make_parrot(path, hf, ["Ċ", *ANSWER[1:]])
+    edit(path, max_position_embeddings=2048)  # its template prints tools as JSON
     byte_level.cache_clear()  # others get it without these tokens

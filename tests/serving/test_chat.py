@@ -136,8 +136,16 @@ def test_refusals(chat_server: ServerProcess, fields: dict[str, Any], words: str
 
 
 def test_a_template_that_takes_long_is_stopped(chat_server: ServerProcess) -> None:
-    """And the server has its thread back: more of them than it has threads are stopped, one after the other."""
-    body = {"messages": QUESTION, "chat_template_kwargs": {"stuck": True}, "max_tokens": 1}
+    """And the server has its thread back: more of them than it has threads are stopped, one after the other.
+
+    No other rendering is begun for the arguments that are no object.
+    """
+    call = {"function": {"name": "f", "arguments": "{"}}
+    body = {
+        "messages": [{"role": "assistant", "tool_calls": [call]}],
+        "chat_template_kwargs": {"stuck": True},
+        "max_tokens": 1,
+    }
     status, answer = chat_server.json("/v1/chat/completions", body)
     assert status == 400 and "took longer than" in answer["error"]["message"], answer
     assert chat_server.json("/v1/chat/completions", {"messages": QUESTION, "max_tokens": 1})[0] == 200

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import anthropic
+import msgspec
 import pytest
 
+from kvllm.serving.messages_protocol import MessagesRequest, chat_of
 from tests.helpers.parrot_chat import TOOLS
 from tests.helpers.server import ServerProcess
 
-OWN_TOOLS: Any = [{"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]} for tool in TOOLS]
+OWN_TOOLS: Any = [
+    {"input_schema" if key == "parameters" else key: value for key, value in tool["function"].items()} for tool in TOOLS
+]
 ASK: Any = {"model": "parrot", "max_tokens": 100, "messages": [{"role": "user", "content": "Is it fine?"}],
             "extra_body": {"temperature": 0}}  # fmt: skip
 BODY: Any = {name: value for name, value in ASK.items() if name != "extra_body"}
@@ -72,6 +77,29 @@ def test_a_conversation_with_results(client: Any, parrot_server: ServerProcess) 
     usage = answer.usage
     assert usage.input_tokens + usage.cache_read_input_tokens == counted
     assert answer.content[1].text == "Let me look."
+
+
+def test_tools_and_calls_have_the_form_of_chats(parrot_server: ServerProcess) -> None:
+    """What the chat template prints of a tool is in the order that models know, and inside as the client has it."""
+    schema = {"required": ["b"], "type": "object", "properties": {"b": {}, "a": {"x": None}}}
+    tools = [
+        {"input_schema": schema, "name": "f", "cache_control": {"type": "ephemeral"}, "description": "D."},
+        {"strict": True, "name": "g", "type": "custom"},
+    ]
+    blocks = [
+        {"type": "tool_use", "id": "1", "name": "f", "input": {"b": 1, "a": [2]}},
+        {"type": "tool_use", "id": "2", "name": "f", "input": {"INVALID_JSON": '{"b": '}},
+        {"type": "tool_use", "id": "3", "name": "f", "input": [1]},
+    ]
+    body = BODY | {"tools": tools, "messages": [{"role": "assistant", "content": blocks}]}
+    first = {"type": "function", "function": {"name": "f", "description": "D.", "parameters": schema}}
+    second = {"type": "function", "function": {"name": "g", "strict": True}}
+    calls = "".join(f"(f {json.dumps(arguments)})" for arguments in ({"b": 1, "a": [2]}, '{"b": ', [1]))
+    text = f"{json.dumps(first)};{json.dumps(second)};assistant:{calls}\n"
+    chat = chat_of(msgspec.convert(body, MessagesRequest))
+    assert json.dumps(chat.tools) == json.dumps([first, second])
+    _, expected = parrot_server.json("/tokenize", {"prompt": text})
+    assert parrot_server.json("/v1/messages/count_tokens", body) == (200, {"input_tokens": expected["count"]})
 
 
 def test_stops(client: Any) -> None:

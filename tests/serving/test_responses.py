@@ -6,10 +6,12 @@ import asyncio
 import json
 from typing import Any, Literal
 
+import msgspec
 import openai
 import pydantic
 import pytest
 
+from kvllm.serving.responses_protocol import ResponsesRequest, chat_of
 from tests.helpers.parrot_chat import TOOLS
 from tests.helpers.server import ServerProcess
 
@@ -82,6 +84,25 @@ def test_a_call_is_answered(client: Any, parrot_server: ServerProcess) -> None:
     assert again.usage.input_tokens == encoded["count"] and again.output_text == "Let me look."
 
 
+def test_tools_and_calls_have_the_form_of_chats(parrot_server: ServerProcess) -> None:
+    """What the chat template prints of a tool is in the order that models know, and inside as the client has it."""
+    schema = {"required": ["b"], "type": "object", "properties": {"b": {}, "a": {"x": None}}}
+    tools = [
+        {"strict": True, "parameters": schema, "type": "function", "name": "f", "description": "D."},
+        {"type": "function", "name": "g", "strict": None},
+    ]
+    calls = [{"type": "function_call", "call_id": "1", "name": "f", "arguments": text} for text in ('{"b": 1}', "{")]
+    body = {"input": calls, "tools": tools, "max_output_tokens": 1}
+    first = {"type": "function", "function": {"name": "f", "description": "D.", "parameters": schema, "strict": True}}
+    second = {"type": "function", "function": {"name": "g"}}
+    chat = chat_of(msgspec.convert(body, ResponsesRequest))
+    assert json.dumps(chat.tools) == json.dumps([first, second])
+    text = f'{json.dumps(first)};{json.dumps(second)};assistant:(f {{"b": 1}})(f "{{")\n'
+    _, expected = parrot_server.json("/tokenize", {"prompt": text})
+    status, answer = parrot_server.json("/v1/responses", body)
+    assert status == 200 and answer["usage"]["input_tokens"] == expected["count"], answer
+
+
 def test_max_output_tokens(client: Any) -> None:
     cut = client.responses.create(**ASK, max_output_tokens=2)
     assert cut.status == "incomplete" and cut.incomplete_details.reason == "max_output_tokens"
@@ -120,6 +141,7 @@ def test_asynchronous_streams_at_once(parrot_server: ServerProcess) -> None:
         ({"truncation": "auto"}, "truncation", "shorten"),
         ({"input": []}, "messages", "empty"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0]", "input_image"),
+        ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0]", "without 'text'"),
         ({"input": [{"type": "computer_call"}]}, "input[0]", "computer_call"),
         ({"tools": [{"type": "web_search"}]}, "tools", "web_search"),
         ({"tools": FUNCTIONS, "tool_choice": {"type": "mcp"}}, "tool_choice", "mcp"),

@@ -98,12 +98,62 @@ def test_tools_thoughts_and_earlier_calls_reach_the_template(parrot_server: Serv
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "content": "rain", "tool_call_id": "1"},
     ]
-    status, encoded = parrot_server.json(
-        "/tokenize", {"messages": messages, "tools": TOOLS, "add_generation_prompt": False}
-    )
+    tools = "".join(json.dumps(tool) + ";" for tool in TOOLS)
+    said = 'assistant:A[B]assistant:C[D]assistant:(get_weather {"city": "Rome"})tool:rain'
+    assert prompt(parrot_server, messages, TOOLS) == tools + said
+
+
+def prompt(server: ServerProcess, messages: list[Any], tools: list[Any]) -> str:
+    """What the chat template makes of a conversation."""
+    body = {"messages": messages, "tools": tools, "add_generation_prompt": False}
+    status, encoded = server.json("/tokenize", body)
     assert status == 200, encoded
-    text = parrot_server.json("/detokenize", {"tokens": encoded["tokens"]})[1]["prompt"]
-    assert text == "get_weather;get_time;assistant:A[B]assistant:C[D]assistant:(get_weather Rome)tool:rain"
+    return server.json("/detokenize", {"tokens": encoded["tokens"]})[1]["prompt"]
+
+
+def test_tools_reach_the_template_as_they_were_sent(client: Any, parrot_server: ServerProcess) -> None:
+    """Every key in the client's order: models know the order of `get_json_schema`, and clients send what they like."""
+    properties = {"b": {"type": "string", "x-unit": 1.0}, "a": {"enum": [2**70, None]}}
+    odd = {
+        "type": "function",
+        "cache_control": {"type": "ephemeral"},
+        "function": {
+            "strict": True,
+            "parameters": {"required": ["b"], "type": "object", "properties": properties},
+            "returns": {"type": "string"},
+            "description": None,
+            "name": "odd",
+        },
+    }
+    tools = [odd, {"function": {"name": "bare"}}, *TOOLS]
+    messages = [{"role": "user", "content": "A"}]
+    text = "".join(json.dumps(tool) + ";" for tool in tools) + "user:A"
+    assert prompt(parrot_server, messages, tools) == text
+    chat = ask(client, messages=messages, tools=tools, max_tokens=1)
+    _, counted = parrot_server.json("/tokenize", {"prompt": text + "\n"})
+    assert chat.usage.prompt_tokens == counted["count"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "seen"),
+    [
+        ('{"b": 1, "a": [2]}', '{"b": 1, "a": [2]}'),
+        ({"b": 1, "a": None}, '{"b": 1, "a": null}'),
+        ('{"city": "Par', json.dumps('{"city": "Par')),
+        ("", "{}"),
+        (None, "{}"),
+        ("[1]", '"[1]"'),
+        ([1], "[1]"),
+    ],
+    ids=str,
+)
+def test_calls_that_a_model_has_spoilt_do_not_end_the_conversation(
+    parrot_server: ServerProcess, arguments: Any, seen: str
+) -> None:
+    """An answer that `max_tokens` cuts off has such calls, and clients send them back."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert prompt(parrot_server, messages, []) == f"assistant:(f {seen})"
 
 
 # Answers that have to
@@ -194,12 +244,32 @@ def test_completions_obey_too(client: Any) -> None:
         ({"response_format": {"type": "xml"}}, "json_schema"),
         ({"response_format": {"type": "json_schema"}}, "schema"),
         ({"guided_json": {}}, "structured_outputs"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}, "JSON"),
     ],
 )  # fmt: skip
 def test_refusals(parrot_server: ServerProcess, fields: dict[str, Any], words: str) -> None:
     status, answer = parrot_server.json("/v1/chat/completions", {"messages": QUESTION, "max_tokens": 5, **fields})
     assert status == 400 and words in answer["error"]["message"], answer
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools[0]"),
+        ({"tools": ["a"]}, "tools[0]"),
+        ({"tools": [*TOOLS, {"function": {"name": 1}}]}, "tools[2].function.name"),
+        ({"tools": [{"function": {"name": "f", "parameters": []}}]}, "tools[0].function.parameters"),
+        ({"tools": [{"type": "custom", "function": {"name": "f"}}]}, "tools"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages[0].tool_calls[0]"),
+        ({"messages": [*QUESTION, {"role": "user", "content": 5}]}, "messages[1].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "file"}]}]}, "messages[0].content"),
+        ({"messages": [{"content": "a"}]}, "messages[0]"),
+    ],
+    ids=str,
+)
+def test_an_error_names_its_place(parrot_server: ServerProcess, fields: dict[str, Any], param: str) -> None:
+    for route in ("/v1/chat/completions", "/tokenize"):
+        status, answer = parrot_server.json(route, {"messages": QUESTION, **fields})
+        assert (status, answer["error"]["param"]) == (400, param), answer
 
 
 def test_tools_need_a_flag() -> None:
