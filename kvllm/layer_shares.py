@@ -63,7 +63,10 @@ class LayerLosses(Struct, frozen=True):
 def read_losses(folder: Path, num_layers: int) -> LayerLosses:
     """Raises CheckpointError if the checkpoint's folder has no such file, or one that is not of this model."""
     path = folder / LAYER_LOSSES_FILE
-    command = f"write it with `python -m benchmarks.quality.calibrate --layer-losses --model {folder} --text FILE`"
+    command = (
+        f"write it with `python -m benchmarks.quality.calibrate --layer-losses --model {folder} --text FILE` "
+        "in a clone of the repository"
+    )
     if not path.is_file():
         raise CheckpointError(f'{folder} has no {LAYER_LOSSES_FILE}, which layer_groups="auto" needs: {command}')
     try:

@@ -103,13 +103,16 @@ def read_gates(folder: Path, method: str, model: ModelConfig, heads: KVHeads, de
     Raises CheckpointError if the checkpoint's folder has no such file, or one that is damaged or not of this model.
     """
     path = folder / gates_file(method)
-    command = f"python -m benchmarks.quality.train_gates --method {method} --model {folder} --text FILE"
+    command = (
+        f"`python -m benchmarks.quality.train_gates --method {method} --model {folder} --text FILE` "
+        "in a clone of the repository"
+    )
     if not path.is_file():
-        raise CheckpointError(f"{folder} has no {path.name}, which method={method!r} needs: train it with `{command}`")
+        raise CheckpointError(f"{folder} has no {path.name}, which method={method!r} needs: train it with {command}")
     try:
         found = load_file(path)
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}): train it again with `{command}`") from error
+        raise CheckpointError(f"{path} cannot be read ({error}): train it again with {command}") from error
     of_heads = (model.num_layers, model.num_kv_heads)
     units = found["output"].shape[-1:] if "output" in found else (0,)
     shapes = {
@@ -121,6 +124,6 @@ def read_gates(folder: Path, method: str, model: ModelConfig, heads: KVHeads, de
     if {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in found.items()} != {
         name: (shape, torch.float32) for name, shape in shapes.items()
     }:
-        raise CheckpointError(f"{path} is not of this model: train it again with `{command}`")
+        raise CheckpointError(f"{path} is not of this model: train it again with {command}")
     of_rank = slice(heads.first, heads.first + heads.count)
     return Gates(**{name: tensor[:, of_rank].to(device) for name, tensor in found.items()})

@@ -54,10 +54,10 @@ def read_statistics(folder: Path, model: ModelConfig, heads: KVHeads, device: to
     Raises CheckpointError if the checkpoint's folder has no such file, or one that is not of this model.
     """
     path = folder / STATISTICS_FILE
-    command = f"python -m benchmarks.quality.calibrate --model {folder} --text FILE"
+    command = f"`python -m benchmarks.quality.calibrate --model {folder} --text FILE` in a clone of the repository"
     if not path.is_file():
         raise CheckpointError(
-            f"{folder} has no {STATISTICS_FILE}, which the compression method needs: write it with `{command}`"
+            f"{folder} has no {STATISTICS_FILE}, which the compression method needs: write it with {command}"
         )
     num_heads, width = model.num_query_heads, model.head_dim
     shapes = {
@@ -68,11 +68,11 @@ def read_statistics(folder: Path, model: ModelConfig, heads: KVHeads, device: to
     try:
         found = load_file(path)
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}): write it again with `{command}`") from error
+        raise CheckpointError(f"{path} cannot be read ({error}): write it again with {command}") from error
     if {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in found.items()} != {
         name: (shape, torch.float32) for name, shape in shapes.items()
     }:
-        raise CheckpointError(f"{path} is not of this model: write it again with `{command}`")
+        raise CheckpointError(f"{path} is not of this model: write it again with {command}")
     group = num_heads // model.num_kv_heads
     of_rank = slice(heads.first * group, (heads.first + heads.count) * group)
     return QueryStatistics(**{name: tensor[:, of_rank].to(device) for name, tensor in found.items()})

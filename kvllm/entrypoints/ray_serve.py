@@ -1,6 +1,6 @@
 """The server as a deployment of Ray Serve: replicas on several nodes behind one address.
 
-    pip install "kvllm[serve]" "ray[serve]"
+    pip install ".[serve]" "ray[serve]"
     serve run kvllm.entrypoints.ray_serve:build_app model=path/to/Qwen3-0.6B served_model_name=qwen
 
 Arguments are the flags of `kvllm serve` with underscores; those that have no value are true or false. Addresses, TLS
