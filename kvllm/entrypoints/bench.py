@@ -15,7 +15,8 @@ from typing import Any
 
 from kvllm.client import address
 from kvllm.config import require
-from kvllm.entrypoints.settings import parse_json_object, parse_settings
+from kvllm.entrypoints.model_argument import add_model_argument
+from kvllm.entrypoints.settings import parse_json_object, parse_request_compression
 from kvllm.errors import ConfigError
 
 SERVE_HELP = """Send requests to a running server and measure what its clients see.
@@ -34,12 +35,8 @@ Exit codes: 0 if all requests ended well, 1 if one failed, 2 for wrong usage, 13
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     subparsers = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
-    serve = subparsers.add_parser(
-        "serve",
-        help="measure a running server",
-        description=SERVE_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    serve = subparsers.add_parser("serve", help="measure a running server", description=SERVE_HELP)
+    add_model_argument(serve, "name of the model (default: the first that the server lists)")
     address.add_arguments(serve, "--base-url")
     _add_request_arguments(serve.add_argument_group("requests"))
     _add_prompt_arguments(serve.add_argument_group("prompts"))
@@ -49,12 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_request_arguments(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--model", metavar="NAME", help="name of the model (default: the first that the server lists)")
     add("--endpoint-type", choices=("completions", "chat"), default="completions", help="default: completions")
     add("--ignore-eos", action="store_true", help="generate all tokens that are asked for, past the end of the text")
     add("--temperature", type=float, metavar="T", help="default: the server's")
     settings = "compression settings of every request, as far as the server allows them"
-    add("--compression", default="", metavar="KEY=VALUE,...", help=settings)
+    add("--compression", default="", metavar="KEY=VALUE,...|JSON", help=settings)
     add("--extra-body", metavar="JSON", help='further fields of every request, like {"top_p": 0.9}')
 
 
@@ -124,7 +120,7 @@ def _check(args: argparse.Namespace) -> None:
 def _extra_body(args: argparse.Namespace) -> dict[str, Any]:
     extra = parse_json_object("--extra-body", args.extra_body) if args.extra_body else {}
     if args.compression:
-        extra["compression"] = parse_settings("--compression", args.compression)
+        extra["compression"] = parse_request_compression(args.compression)
     if args.ignore_eos:
         extra["ignore_eos"] = True
     if args.temperature is not None:

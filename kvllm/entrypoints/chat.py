@@ -1,6 +1,6 @@
 """Chat with a running server.
 
-    kvllm chat                     asks for messages until the end of input (Ctrl-D)
+    kvllm chat                     asks for messages until the end of input (Ctrl-D); /help lists commands
     kvllm chat -q "How many primes are there below 100?" --stats
     kvllm chat --system-prompt "Answer in French." < question.txt
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 
 from kvllm.entrypoints import conversation
+from kvllm.entrypoints.chat_commands import ChatCommands
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,4 +33,4 @@ def run(args: argparse.Namespace) -> None:
         text = conversation.show(chunks, with_stats=args.stats)
         messages[:] = [*asked, {"role": "assistant", "content": text}]
 
-    conversation.answer_all(args.quick, answer)
+    conversation.answer_all(args.quick, answer, ChatCommands(messages, body["model"]))

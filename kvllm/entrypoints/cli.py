@@ -11,10 +11,12 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
+from kvllm import __version__
 from kvllm.entrypoints import bench, chat, complete, completion, plan, run_batch, serve, simulate, top
+from kvllm.entrypoints.parser import WRONG_USAGE, Parser
 from kvllm.errors import ConfigError, KvLLMError
 
-FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
+FAILED, INTERRUPTED = 1, 130
 
 
 class Command(Protocol):
@@ -41,17 +43,12 @@ COMMANDS: dict[str, Command] = {
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="kvllm", description="Serve language models whose KV cache does not fit.")
+    parser = Parser(prog="kvllm", description="Serve language models whose KV cache does not fit.")
+    parser.add_argument("--version", action="version", version=f"kvllm {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         text = command.__doc__ or ""
-        subparser = subparsers.add_parser(
-            name,
-            help=text.splitlines()[0],
-            description=text,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        command.add_arguments(subparser)
+        command.add_arguments(subparsers.add_parser(name, help=text.splitlines()[0], description=text))
     return parser
 
 

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvllm.client import address
 from kvllm.client.events import Choice, Chunk, Usage
-from kvllm.entrypoints.settings import parse_settings
+from kvllm.entrypoints.chat_commands import HINT, ChatCommands
+from kvllm.entrypoints.model_argument import add_model_argument
+from kvllm.entrypoints.settings import parse_request_compression
 from kvllm.errors import ConfigError, ServerError
 
 if TYPE_CHECKING:
@@ -23,33 +25,36 @@ def add_arguments(parser: argparse.ArgumentParser, prompt: str) -> None:
     """Add the options of both commands. prompt: what one of its inputs is called."""
     address.add_arguments(parser)
     add = parser.add_argument
-    add("--model-name", metavar="NAME", help="default: the first model that the server lists")
+    text = "name of the model (default: the first that the server lists)"
+    add_model_argument(parser, text, also=["--model-name"])
     add("-q", "--quick", metavar=prompt, help="one prompt; ends after its answer")
     add("--max-tokens", type=int, metavar="N", help="most tokens of an answer (default: the server's)")
     add("--temperature", type=float, metavar="T", help="default: the server's; 0 is greedy")
     settings = "compression settings of the request, as far as the server allows them"
-    add("--compression", default="", metavar="KEY=VALUE,...", help=settings)
+    add("--compression", default="", metavar="KEY=VALUE,...|JSON", help=settings)
     add("--stats", action="store_true", help="print the time to the first token, and tokens per second")
 
 
 def common_body(args: argparse.Namespace, connection: Connection) -> dict[str, Any]:
     """The fields of every request that the options fix."""
-    body: dict[str, Any] = {"model": args.model_name or connection.first_model()}
+    body: dict[str, Any] = {}
+    if args.compression:
+        body["compression"] = parse_request_compression(args.compression)
+    body["model"] = args.model or connection.first_model()
     if args.stats:
         body["stream_options"] = {"include_usage": True}
     if args.max_tokens is not None:
         body["max_tokens"] = args.max_tokens
     if args.temperature is not None:
         body["temperature"] = args.temperature
-    if args.compression:
-        body["compression"] = parse_settings("--compression", args.compression)
     return body
 
 
-def answer_all(quick: str | None, answer: Callable[[str], None]) -> None:
+def answer_all(quick: str | None, answer: Callable[[str], None], commands: ChatCommands | None = None) -> None:
     """Answer the one prompt given, or all of standard input as one prompt, or what is typed, line by line.
 
-    At a terminal, a failed request is reported and the next prompt asked for.
+    At a terminal, a failed request is reported and the next prompt asked for. commands: what can be typed there beside
+    prompts.
     """
     if quick is not None:
         answer(quick)
@@ -59,16 +64,21 @@ def answer_all(quick: str | None, answer: Callable[[str], None]) -> None:
             raise ConfigError("standard input is empty: give a prompt there, or with -q")
         answer(text)
     else:
-        for prompt in _typed_prompts():
+        for line in _typed_lines(commands):
             try:
-                answer(prompt)
-            except ServerError as error:
+                commands.take(line, answer) if commands else answer(line)
+            except EOFError:
+                return
+            except (ConfigError, ServerError) as error:
                 print(f"error: {error}", file=sys.stderr)
 
 
-def _typed_prompts() -> Iterator[str]:
-    import readline  # noqa: F401 - gives `input` its line editing
+def _typed_lines(commands: ChatCommands | None) -> Iterator[str]:
+    import readline  # gives `input` its line editing
 
+    if commands:
+        print(HINT)
+        commands.complete_in(readline)
     while True:
         try:
             prompt = input("> ")

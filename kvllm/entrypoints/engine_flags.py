@@ -13,32 +13,53 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 
 from kvllm.config import CompressionConfig, LayerGroup
-from kvllm.engine_args import EngineArgs
-from kvllm.entrypoints.settings import parse_json_object
+from kvllm.config.compression import POLICIES
+from kvllm.config.engine import SWAP_MODES
+from kvllm.engine_args import DEVICES, EXECUTOR_BACKENDS, LOAD_FORMATS, PLACEMENTS, EngineArgs
+from kvllm.entrypoints.model_argument import add_model_argument
+from kvllm.entrypoints.settings import parse_json_object, parse_settings
+from kvllm.entrypoints.sizes import parse_bytes, parse_count, parse_gib
 from kvllm.errors import ConfigError
+from kvllm.kvcache.formats import KV_CACHE_DTYPES, KV_FORMATS
+from kvllm.models.config import DTYPES, QUANTIZATIONS
 
 NONE = "none"
-NO_FLAGS = ("tenants",)
-"""Options that a command sets itself: tenants belong to the keys of a server."""
-UNITS = {"k": 1000, "m": 1000**2, "g": 1000**3, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+SETTINGS = "POLICY|KEY=VALUE,...|JSON"
+NO_FLAGS = ("model", "tenants")
+"""Options that a command adds or sets itself: tenants belong to the keys of a server."""
+READERS: dict[str, dict[str, Any]] = {
+    "kv_cache_memory_bytes": {"type": parse_bytes, "metavar": "SIZE"},
+    "hf_overrides": {"type": partial(parse_json_object, "--hf-overrides"), "metavar": "JSON"},
+    "kv_offloading_size": {"type": parse_gib, "metavar": "GIB"},
+    "swap_space": {"type": parse_gib, "metavar": "GIB"},
+    "kv_offloading_disk_size": {"type": parse_gib, "metavar": "GIB"},
+}
+CHOICES = {
+    "dtype": ("auto", *DTYPES),
+    "device": DEVICES,
+    "kv_cache_dtype": KV_CACHE_DTYPES,
+    "kv_offload_dtype": ("auto", *KV_FORMATS),
+    "distributed_executor_backend": EXECUTOR_BACKENDS,
+    "placement_strategy": PLACEMENTS,
+    "swap": SWAP_MODES,
+    "load_format": LOAD_FORMATS,
+    "quantization": tuple(QUANTIZATIONS),
+}
+"""So that a shell completes them, and a mistyped one gets the nearest name."""
 
 
-def add_engine_flags(parser: argparse.ArgumentParser, *, model: str = "model") -> None:
-    """Add a flag for each option of an engine. The model is an argument, or a flag too if `model` is "--model"."""
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the model, and a flag for each other option of an engine."""
     texts, hints = option_texts(EngineArgs), get_type_hints(EngineArgs)
+    add_model_argument(parser, texts["model"])
     group = parser.add_argument_group("engine")
     for field in fields(EngineArgs):
         if field.name in NO_FLAGS:
             continue
-        text = texts[field.name].replace("%", "%%")
-        if field.name == "model":
-            optional: dict[str, Any] = {} if model.startswith("-") else {"nargs": "?"}
-            parser.add_argument(model, metavar="MODEL", help=text, **optional)
-            continue
         group.add_argument(
             f"--{field.name.replace('_', '-')}",
             default=argparse.SUPPRESS,  # the default stands in EngineArgs
-            help=f"{text}{_default(field.default)}",
+            help=f"{texts[field.name].replace('%', '%%')}{_default(field.default)}",
             **_reading(field.name, hints[field.name]),
         )
 
@@ -52,27 +73,23 @@ def engine_args_from(args: argparse.Namespace, **own: Any) -> EngineArgs:
 
 
 def parse_compression(text: str) -> CompressionConfig | None:
-    """Read `key=value,...` with fields of CompressionConfig, or `none`. `layer_groups` is written 0-2:1/3:4.
+    """Read `key=value,...` or a JSON object with fields of CompressionConfig, or `none`.
 
-    Raises ConfigError for unknown fields and for values that CompressionConfig refuses.
+    In the list, the name of a policy alone is its setting, and `layer_groups` is written 0-2:1/3:4. Raises ConfigError
+    for unknown fields and for values that CompressionConfig refuses.
     """
     if text == NONE:
         return None
     types = {field.name: field.type for field in msgspec.structs.fields(CompressionConfig)}
-    options: dict[str, Any] = {}
-    for setting in filter(None, text.split(",")):
-        name, equals, value = setting.partition("=")
-        if not equals or name not in types:
-            raise ConfigError(
-                f"--compression: {setting!r} is no setting: write none, or name=value with {', '.join(types)}"
-            )
+    options = parse_settings("--compression", text, types, dict.fromkeys(POLICIES, "policy"))
+    for name, value in options.items():
+        if name == "layer_groups" and isinstance(value, str) and value not in ("auto", "pyramid"):
+            options[name] = _layer_groups(value)
+            continue
         try:
-            if name == "layer_groups" and value not in ("auto", "pyramid"):
-                options[name] = _layer_groups(value)
-                continue
             options[name] = msgspec.convert(value, types[name], strict=False)
         except msgspec.ValidationError as error:
-            raise ConfigError(f"--compression: {setting!r}: {error}") from None
+            raise ConfigError(f"--compression: '{name}={value}': {error}") from None
     return CompressionConfig(**options)
 
 
@@ -107,22 +124,16 @@ def _default(value: Any) -> str:
 def _reading(name: str, hint: Any) -> dict[str, Any]:
     """How argparse reads a flag of this type."""
     if name == "compression":
-        return {"type": _compression, "metavar": "KEY=VALUE,..."}
-    if name == "hf_overrides":
-        return {"type": partial(parse_json_object, "--hf-overrides"), "metavar": "JSON"}
+        return {"type": _compression, "metavar": SETTINGS}
+    if name in READERS:
+        return READERS[name]
+    if name in CHOICES:
+        return {"choices": CHOICES[name], "metavar": "NAME"}
     kinds = [kind for kind in get_args(hint) if kind is not type(None)] if isinstance(hint, UnionType) else [hint]
     if kinds == [bool]:
         return {"action": argparse.BooleanOptionalAction}
-    reader = {int: _integer, float: float}.get(kinds[0], str)
+    reader = {int: parse_count, float: float}.get(kinds[0], str)
     return {"type": reader, "metavar": {int: "N", float: "X"}.get(kinds[0], "NAME")}
-
-
-def _integer(text: str) -> int:
-    """An integer, with a unit if it is a large one: 4k is 4000, 4K is 4096."""
-    found = re.fullmatch(r"(-?\d+)([kmgKMG]?)", text)
-    if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} is no integer: write 4096, 4K (the same) or 4k (4000)")
-    return int(found[1]) * UNITS.get(found[2], 1)
 
 
 def _compression(text: str) -> CompressionConfig | None:

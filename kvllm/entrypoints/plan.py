@@ -1,22 +1,22 @@
 """Tell how much memory a model and its KV cache take, and how many sequences fit, from config.json alone.
 
-    kvllm plan --model config.json --gpu-memory 80GB --tensor-parallel-size 2 --max-model-len 32768 \\
+    kvllm plan config.json --gpu-memory 80GB --tensor-parallel-size 2 --max-model-len 32768 \\
         --compression policy=pressure,window_blocks=3,retain_blocks=1
-    kvllm plan --model DIR --input-length 4096 --num-sequences 32 --json
+    kvllm plan DIR --input-length 4096 --num-sequences 32 --json
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvllm.config import EngineConfig, bounding, make_kv_groups, require
-from kvllm.entrypoints.engine_flags import parse_compression
-from kvllm.entrypoints.simulate import read_model_config
+from kvllm.entrypoints.engine_flags import SETTINGS, parse_compression
+from kvllm.entrypoints.simulate import add_checkpoint_argument, given_checkpoint, read_model_config
+from kvllm.entrypoints.sizes import GIB, parse_bytes
 from kvllm.kvcache.formats import KV_CACHE_DTYPES
 from kvllm.layer_shares import for_checkpoint, resolve
 from kvllm.simulation.cost import resolve_dtype
@@ -24,24 +24,21 @@ from kvllm.simulation.cost import resolve_dtype
 if TYPE_CHECKING:
     from kvllm.memory_plan import MemoryPlan
 
-GIB = 1 << 30
-UNITS = {"": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-UNITS |= {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": GIB, "TiB": 1 << 40}
 SHORTEST = 1024
 """Tokens of the shortest sequence in the table, whose lengths double."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model", type=Path, required=True, metavar="DIR|FILE", help="a checkpoint, or its config.json alone")
-    add("--gpu-memory", type=_bytes, metavar="SIZE", help="memory of one device, such as 80GB or 24GiB")
+    add_checkpoint_argument(parser)
+    add("--gpu-memory", type=parse_bytes, metavar="SIZE", help="memory of one device, such as 80GB or 24GiB")
     add("--gpu-memory-utilization", type=float, default=0.9, metavar="X", help="for weights and KV pool (default: 0.9)")
     add("--tensor-parallel-size", type=int, default=1, metavar="N", help="devices that share the model (default: 1)")
     add("--max-model-len", type=int, metavar="N", help="longest sequence (default: what the model allows)")
     add("--dtype", default="auto", help="bfloat16, float32 or auto (default): the checkpoint's own")
     add("--kv-cache-dtype", default="auto", metavar="NAME", help=f"of KV pairs: {', '.join(KV_CACHE_DTYPES)}")
     add("--block-size", type=int, default=256, metavar="N", help="tokens of a KV block (default: 256)")
-    add("--compression", default="none", metavar="KEY=VALUE,...", help="options of CompressionConfig (default: none)")
+    add("--compression", default="none", metavar=SETTINGS, help="options of CompressionConfig (default: none)")
     add("--input-length", type=int, metavar="N", help="tokens of a sequence (default: the longest)")
     add("--prompt-length", type=int, default=0, metavar="N", help="of these, the prompt, which windows leave whole")
     add("--num-sequences", type=int, default=1, metavar="M", help="sequences of that length (default: 1)")
@@ -52,10 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     from kvllm.memory_plan import plan_memory  # which imports torch; a typing error should not wait for that
 
-    model = read_model_config(args.model)
+    path = given_checkpoint(args)
+    model = read_model_config(path)
     longest = args.max_model_len or model.max_position_embeddings
     windows = bounding(model.windows, longest)
-    folder = args.model if args.model.is_dir() else args.model.parent
+    folder = path if path.is_dir() else path.parent
     compression = parse_compression(args.compression)
     if compression is not None:
         compression = resolve(for_checkpoint(compression, folder), folder, windows, args.block_size)
@@ -186,11 +184,3 @@ def draw(plan: MemoryPlan, prompt: int, path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150, format="png")
-
-
-def _bytes(text: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMGT]i?B)?", text)
-    unit = (found[2] or "") if found else None
-    if found is None or unit not in UNITS:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: write 80GB, 24GiB or a number of bytes")
-    return int(float(found[1]) * UNITS[unit])

@@ -9,7 +9,6 @@ and the number of replicas are Ray Serve's (deploy/ray_serve.yaml).
 
 from __future__ import annotations
 
-import argparse
 from typing import NoReturn
 
 from ray import serve
@@ -18,6 +17,7 @@ from starlette.types import ASGIApp
 
 from kvllm.async_llm import AsyncLLM
 from kvllm.entrypoints import serve as command
+from kvllm.entrypoints.parser import Parser
 from kvllm.errors import ConfigError
 from kvllm.serving.app import make_app
 from kvllm.serving.state import ServerState
@@ -27,7 +27,7 @@ MAX_ONGOING_REQUESTS = 1024
 SWITCHES = {"true": "--{}", "false": "--no-{}"}
 
 
-class Parser(argparse.ArgumentParser):
+class DeploymentParser(Parser):
     """A parser whose refusals do not end the process."""
 
     def error(self, message: str) -> NoReturn:
@@ -40,7 +40,7 @@ class KvLLM:
     """A replica: one engine, with the routes of `kvllm serve`."""
 
     def __init__(self, flags: list[str]) -> None:
-        parser = Parser()
+        parser = DeploymentParser(prog="kvllm serve")
         command.add_arguments(parser)
         engine_args, options = command.read_options(parser.parse_args(flags))
         self._state = ServerState(engine_args, options, AsyncLLM.from_engine_args(engine_args))

@@ -1,6 +1,6 @@
 """Answer a file of requests in OpenAI's batch format, without a server.
 
-    kvllm run-batch -i requests.jsonl -o answers.jsonl --model path/to/Qwen3-0.6B
+    kvllm run-batch path/to/Qwen3-0.6B -i requests.jsonl -o answers.jsonl
 
 A line of the input is like
     {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hello", "max_tokens": 16}}
@@ -32,11 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("-i", "--input-file", type=Path, required=True, metavar="FILE", help="requests, a JSON object in each line")
     add("-o", "--output-file", type=Path, required=True, metavar="FILE", help="answers, appended if there are some")
-    add("--served-model-name", metavar="NAME", help='name of the model in the field "model" (default: as in --model)')
+    add("--served-model-name", metavar="NAME", help='name of the model in the field "model" (default: as MODEL)')
     add("--chat-template", type=Path, metavar="FILE", help="Jinja template for chats, instead of the model's own")
     add("--max-concurrency", type=int, metavar="N", help="requests at once (default: twice --max-num-seqs)")
     add("--disable-tqdm", action="store_true", help="no progress bar")
-    add_engine_flags(parser, model="--model")
+    add_engine_flags(parser)
 
 
 def run(args: argparse.Namespace) -> None:

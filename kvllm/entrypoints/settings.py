@@ -1,26 +1,50 @@
-"""Settings of a command line that are sent to a server, which checks them."""
+"""Settings of a command line: `key=value,...` or a JSON object."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
 
+from kvllm.entrypoints.spelling import did_you_mean
 from kvllm.errors import ConfigError
 
 
-def parse_settings(option: str, text: str) -> dict[str, Any]:
-    """Read `key=value,...`. Values are JSON where they can be, else text. Raises ConfigError."""
+def parse_settings(
+    option: str, text: str, names: Collection[str], words: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Read settings. Values of `key=value,...` are JSON where they can be, else text.
+
+    names: those that are known. words: values that may stand without the name of their setting, and this name.
+    Raises ConfigError for other names and words.
+    """
+    words = words or {}
+    if text.lstrip().startswith("{"):
+        settings = parse_json_object(option, text)
+        for name, value in settings.items():
+            _check_name(option, name, f"{name}={value}", names)
+        return settings
     settings = {}
-    for setting in text.split(","):
+    for setting in filter(None, text.split(",")):
         name, equals, value = setting.partition("=")
-        if not name or not equals:
-            raise ConfigError(f"{option}: {setting!r} is no setting: write name=value,name=value")
+        if not equals:
+            _check_name(option, setting, setting, words, names)
+            settings[words[setting]] = setting
+            continue
+        _check_name(option, name, setting, names)
         try:
             settings[name] = msgspec.json.decode(value)
         except msgspec.DecodeError:
             settings[name] = value
     return settings
+
+
+def parse_request_compression(text: str) -> dict[str, Any]:
+    """The settings of `--compression` that are sent with a request, whose values the server checks."""
+    from kvllm.serving.protocol import CompressionOptions
+
+    return parse_settings("--compression", text, CompressionOptions.__struct_fields__)
 
 
 def parse_json_object(option: str, text: str) -> dict[str, Any]:
@@ -29,3 +53,11 @@ def parse_json_object(option: str, text: str) -> dict[str, Any]:
         return msgspec.json.decode(text, type=dict[str, Any])
     except msgspec.DecodeError as error:
         raise ConfigError(f'{option} {text!r} is no JSON object like {{"top_p": 0.9}}: {error}') from None
+
+
+def _check_name(option: str, name: str, setting: str, names: Collection[str], others: Collection[str] = ()) -> None:
+    """others: names that would need a value."""
+    if name not in names:
+        known = [*names, *(f"{each}=VALUE" for each in others)]
+        near = did_you_mean(name, known) or f": write name=value,name=value or JSON, with {', '.join(others or names)}"
+        raise ConfigError(f"{option}: {setting!r} is no setting{near}")

@@ -2,7 +2,7 @@
 
 The real scheduler runs over the workload; a roofline of the machine says how long each step takes.
 
-    kvllm simulate --model-config config.json --hardware h200 --workload AzureLLMInferenceTrace_conv.csv
+    kvllm simulate config.json --hardware h200 --workload AzureLLMInferenceTrace_conv.csv
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from kvllm.config import (
     make_kv_groups,
 )
 from kvllm.config.engine import SWAP_MODES
-from kvllm.entrypoints.engine_flags import parse_compression
-from kvllm.errors import CheckpointError
+from kvllm.entrypoints.engine_flags import SETTINGS, parse_compression
+from kvllm.entrypoints.model_argument import add_model_argument
+from kvllm.entrypoints.sizes import GIB, parse_gib
+from kvllm.errors import CheckpointError, ConfigError
 from kvllm.kvcache.formats import KV_CACHE_DTYPES, KV_FORMATS
 from kvllm.kvcache.groups import block_layers
 from kvllm.layer_shares import for_checkpoint, resolve
@@ -35,7 +37,6 @@ from kvllm.simulation.simulate import Outcome, simulate
 from kvllm.simulation.tenants import Served, make_load, parse_tenants, serve, without
 from kvllm.simulation.workload import Workload, arrival_times, load_workload
 
-GIB = 1 << 30
 SHOWN: tuple[tuple[str, str, Callable[[Outcome], float]], ...] = (
     ("requests/s", "{:.2f}", lambda run: run.requests_per_s),
     ("output tokens/s", "{:,.0f}", lambda run: run.output_tokens_per_s),
@@ -71,9 +72,22 @@ OF_TIERS: tuple[tuple[str, str, Callable[[Outcome], float]], ...] = (
 """Shown where there is host memory."""
 
 
+def add_checkpoint_argument(parser: argparse.ArgumentParser) -> None:
+    """The model of commands that read no weights."""
+    text = "a checkpoint, or its config.json alone"
+    add_model_argument(parser, text, metavar="DIR|FILE", type=Path, also=["--model-config"])
+
+
+def given_checkpoint(args: argparse.Namespace) -> Path:
+    """Raises ConfigError where there is none."""
+    if args.model is None:
+        raise ConfigError(f"kvllm {args.command} needs a model: give a checkpoint's directory, or its config.json")
+    return args.model
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model-config", type=Path, required=True, metavar="FILE", help="config.json of a Hugging Face checkpoint")
+    add_checkpoint_argument(parser)
     names = ", ".join(shipped_names())
     add(
         "--hardware", required=True, metavar="FILE_OR_NAME", help=f"description of the machine; with kvllm come {names}"
@@ -102,7 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--without", metavar="NAME", help="with --tenants: compare with the same day without this tenant")
     add("--requests", type=int, metavar="N", help="how many; a shorter file is repeated (default: all of the file)")
     add("--rate", type=float, metavar="R", help="requests/s that arrive, a Poisson process (default: all at once)")
-    add("--compression", default="", metavar="KEY=VALUE,...", help="options of CompressionConfig; none: only without")
+    add("--compression", default="", metavar=SETTINGS, help="options of CompressionConfig; none: only without")
     add("--tensor-parallel-size", type=int, default=1, metavar="N")
     add("--dtype", default="auto", help="bfloat16, float32 or auto (default): the checkpoint's own")
     add("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="of the KV pool (default: auto, as --dtype)")
@@ -125,7 +139,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_tier_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--kv-offloading-size", type=float, metavar="GIB", help="host memory below the KV pool (default: none)")
+    add("--kv-offloading-size", type=parse_gib, metavar="GIB", help="host memory below the KV pool (default: none)")
     dtypes = ("auto", *KV_FORMATS)
     add("--kv-offload-dtype", default="auto", choices=dtypes, help="of blocks there (default: auto, the pool's)")
     swap = "whether a preempted sequence's cache goes there (default: auto, where that is cheaper)"
@@ -135,7 +149,7 @@ def add_tier_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    model = read_model_config(args.model_config)
+    model = read_model_config(given_checkpoint(args))
     dtype, size = resolve_dtype(args.dtype, model), args.tensor_parallel_size
     cost = CostModel(load_hardware(args.hardware), model, dtype, size, args.kv_cache_dtype)
     if args.tenants is not None:
@@ -165,7 +179,7 @@ def make_config(
 ) -> EngineConfig:
     """The simulated engine."""
     windows = bounding(cost.model.windows, max_model_len)
-    folder = args.model_config if args.model_config.is_dir() else args.model_config.parent
+    folder = args.model if args.model.is_dir() else args.model.parent
     if compression is not None:
         compression = resolve(for_checkpoint(compression, folder), folder, windows, args.block_size)
     groups = make_kv_groups(windows, compression)
@@ -257,7 +271,7 @@ def describe(args: argparse.Namespace, cost: CostModel, config: EngineConfig, wo
     of_layers = "" if layers == cost.model.num_layers else f" in {layers} of {cost.model.num_layers} layers"
     gib = tokens * cost.kv_pair_bytes * layers / GIB
     return (
-        f"{args.model_config.name} on {cost.hardware.name}, tensor parallel {cost.devices}: weights "
+        f"{args.model.name} on {cost.hardware.name}, tensor parallel {cost.devices}: weights "
         f"{cost.weight_bytes / GIB:.1f} GiB and KV pool {gib:.1f} GiB a device\n"
         f"KV pool: {config.num_blocks:,} blocks of {config.block_size} = {tokens:,} tokens{of_layers}; "
         f"at most {config.max_num_seqs} sequences at once\n"

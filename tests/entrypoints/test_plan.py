@@ -251,4 +251,4 @@ def test_a_wrong_size_is_a_wrong_usage(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["plan", "--model", str(tmp_path), "--gpu-memory", "80 gigs"])
     assert ended.value.code == 2
-    assert "80GB" in capsys.readouterr().err
+    assert "24GB" in capsys.readouterr().err

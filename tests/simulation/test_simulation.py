@@ -559,7 +559,6 @@ def test_command_without_compression(tmp_path, model_file, capsys):
         (["--compression", "period=often"], "'period=often': Expected `int`"),
         (["--compression", "period=0"], "period=0 is not allowed"),
         (["--hardware", "h1000"], "'h1000' cannot be read"),
-        (["--model-config", "absent.json"], "absent.json does not exist"),
         (["--workload", "absent.csv"], "absent.csv cannot be read"),
         (["--requests", "0"], "requests=0 is not allowed"),
         (["--rate", "-1"], "rate=-1.0 is not allowed"),
@@ -574,7 +573,13 @@ def test_wrong_arguments_are_refused(tmp_path, model_file, more, message, capsys
         cli.main([*given, *more])
     printed = capsys.readouterr()
     assert printed.out == "" and re.search(message, printed.err)
-    assert ended.value.code == (1 if "absent.json" in more else 2)  # a checkpoint that is absent is no wrong option
+    assert ended.value.code == 2
+
+
+def test_an_absent_model_is_no_wrong_option(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments(tmp_path, "absent.json"))
+    assert ended.value.code == 1 and "absent.json does not exist" in capsys.readouterr().err
 
 
 def test_a_refused_model_is_named_by_its_own_file(tmp_path, capsys):
