@@ -27,7 +27,8 @@ from tests.helpers.terminal import Terminal
 
 KEY = "a secret key"
 PROMPT = "words: d3,f9,Y0,x9\n#>d+f=k\nk>k-Y=Q\nQ>?Q,k,f\n"
-TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+TEMPLATE = "{% for message in messages %}{{ message.content | replace('/', '+') }}\n{% endfor %}"
+"""The model's vocabulary has no slash."""
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +98,9 @@ def test_chat_sends_the_system_prompt_first(kvllm, server):
 
 
 def test_wrong_keys_models_and_urls_are_told(kvllm, server, monkeypatch):
-    code, out, err = kvllm("complete", "--url", server.url, "--model-name", "gpt", "-q", "a")
-    assert (code, out) == (1, "") and "404: The model `gpt` does not exist" in err
+    for name in (["gpt"], ["--model", "gpt"], ["--model-name", "gpt"]):
+        code, out, err = kvllm("complete", *name, "--url", server.url, "-q", "a")
+        assert (code, out) == (1, "") and "404: The model `gpt` does not exist" in err
     code, out, err = kvllm("complete", "--url", server.url, "--api-key", "another", "-q", "a")
     assert (code, out) == (1, "") and "/v1/models was refused with 401" in err
     code, _, err = kvllm("complete", "--url", "ftp://nowhere", "-q", "a")
@@ -111,8 +113,11 @@ def test_wrong_keys_models_and_urls_are_told(kvllm, server, monkeypatch):
 
 def test_settings_of_compression_reach_the_server(kvllm, server):
     """A server without compression refuses them."""
-    code, _, err = kvllm("complete", "--url", server.url, "-q", PROMPT, "--compression", "budget_tokens=64")
-    assert code == 1 and "compression" in err
+    for settings in ("budget_tokens=64", '{"budget_tokens": 64}'):
+        code, _, err = kvllm("complete", "--url", server.url, "-q", PROMPT, "--compression", settings)
+        assert code == 1 and "refused with 400" in err and "compression" in err
+    code, _, err = kvllm("chat", "--url", "http://127.0.0.1:1", "-q", PROMPT, "--compression", "budget_token=64")
+    assert code == 2 and "did you mean budget_tokens?" in err
 
 
 def test_a_chat_at_a_terminal_remembers_and_survives_errors(server, expected):
@@ -131,6 +136,52 @@ def test_a_chat_at_a_terminal_remembers_and_survives_errors(server, expected):
     assert counts[2] - counts[1] > counts[1] - counts[0] + 1 + 7 + 1
     terminal.type("\x04")
     assert terminal.close() == 0
+
+
+def test_commands_of_a_chat_stay_out_of_it(server, tmp_path):
+    """At a terminal. What is saved is what was sent, and the server counts what was sent."""
+    command = [sys.executable, "-m", "kvllm", "chat", "reasoner", "--url", server.url, "--api-key", KEY]
+    terminal = Terminal([*command, "--temperature", "0", "--max-tokens", "5"])
+    file = tmp_path / "chat.json"
+
+    def say(line: str) -> str:
+        terminal.type(line + "\n")
+        return terminal.wait_for("\r\n> ")
+
+    assert "/help lists commands" in terminal.wait_for("> ")
+    before = metric(server, "vllm:prompt_tokens_total")
+    assert "/save FILE" in say("/help")
+    assert "error: /sytem is no command; did you mean /system? Write //sytem to send it" in say("/sytem a")
+    assert "error: /etc/hosts is no command" in say("  /etc/hosts")
+    assert "There is no system prompt" in say("/system")
+    say("/system carry")
+    assert "\r\ncarry" in say("/system")
+    assert "error: /save needs the name of a file" in say("/save")
+    assert f"error: {tmp_path} cannot be written: Is a directory" in say(f"/save {tmp_path}")
+    assert metric(server, "vllm:prompt_tokens_total") == before
+    say("//d>")
+    say("#>d")
+    say(f"/save {file}")
+    saved = json.loads(file.read_text())
+    contents = [(message["role"], message["content"]) for message in saved["messages"]]
+    assert saved["model"] == "reasoner" and [role for role, _ in contents] == ["system", *("user", "assistant") * 2]
+    assert [contents[i][1] for i in (0, 1, 3)] == ["carry", "/d>", "#>d"]
+    status, answer = server.json(
+        "/v1/chat/completions", saved | {"max_tokens": 1}, {"Authorization": f"Bearer {KEY}"}
+    )  # it is a request
+    assert status == 200 and answer["usage"]["prompt_tokens"] > 10
+    say("/system note")
+    say("/cl\t")  # the Tab key completes it
+    say(f"/save {file}")
+    assert json.loads(file.read_text())["messages"] == [{"role": "system", "content": "note"}]
+    terminal.type("/quit\n")
+    assert terminal.close() == 0
+
+
+def test_one_prompt_is_sent_as_it_is(kvllm, server, expected):
+    """Without a terminal, where nobody types commands."""
+    completed = kvllm("complete", "--url", server.url, "-q", "+d>\n", *GREEDY)
+    assert kvllm("chat", "--url", server.url, "-q", "/d>", *GREEDY) == completed
 
 
 def test_an_interrupt_ends_the_answer_alone(server):
@@ -271,6 +322,7 @@ def test_failures_are_counted_by_kind(kvllm, server):
         (["--dataset-name", "trace"], "need --dataset-path"),
         (["--self-timed"], "--self-timed takes the arrivals of a trace"),
         (["--compression", "often"], "'often' is no setting"),
+        (["--compression", '{"retain_block": 4}'], "did you mean retain_blocks?"),
         (["--extra-body", "[]"], "is no JSON object"),
         (["--percentile-metrics", "speed"], "'speed'"),
         (["--metric-percentiles", "101"], "'101'"),
