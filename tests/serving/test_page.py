@@ -193,6 +193,44 @@ def test_a_phone_shows_all_without_scrolling_sideways(
         assert box and box["x"] >= 0 and box["x"] + box["width"] <= PHONE["width"]
 
 
+WIDE = """async () => {
+  const { Chart } = await import("/page/chart.js"), format = await import("/page/format.js");
+  for (const [name, top] of [["seconds", 0.0799], ["seconds", 0.801], ["seconds", 3590], ["whole", 1234567]]) {
+    const series = [{ name: "value", tone: "prompt", value: point => point.value }];
+    const options = { label: name, series, format: format[name], marks: () => "▾" };
+    const chart = new Chart(document.querySelector("#queue"), options);
+    chart.update([{ time: 0, value: 0 }, { time: 60, value: top }], 60);
+  }
+}"""
+LEAVING = """[...document.querySelectorAll(".chart > svg, .strip > svg")].flatMap(chart => {
+  const room = chart.getBoundingClientRect();
+  return [...chart.querySelectorAll("text")].filter(text => {
+    const box = text.getBoundingClientRect();
+    return box.left < room.left || box.right > room.right || box.top < room.top || box.bottom > room.bottom;
+  }).map(text => text.textContent);
+})"""
+
+
+@pytest.mark.parametrize("width", [PHONE["width"], 1280])
+def test_no_label_leaves_its_chart(browser: Browser, server: ServerProcess, load: Load, width: int) -> None:
+    """In the charts of the page, in others with long labels, and under the strip of a request."""
+    viewport = {"width": width, "height": PHONE["height"]}
+    with watched_page(browser, server.url, key=KEYS["alice"], viewport=viewport) as page:
+        page.wait_for_selector("#requests tbody tr")
+        page.wait_for_selector("#first svg text")
+        page.evaluate(WIDE)
+        labels = page.locator(".chart > svg text").all_text_contents()
+        assert {"80.0 ms", "1,500,000", "▾", "now"} <= set(labels) and len(labels) > 40
+        assert page.evaluate(LEAVING) == []
+        page.locator("#requests button.link").first.click()
+        page.wait_for_selector("#detail .strip svg > rect")
+        assert page.evaluate(LEAVING) == [] and not scrolls_sideways(page)
+        sizes = (
+            "[...document.querySelectorAll('.strip svg text, .strip .ends')].map(x => x.getBoundingClientRect().height)"
+        )
+        assert page.evaluate(sizes) and min(page.evaluate(sizes)) > 10  # it can be read on a phone, too
+
+
 def test_hostile_text_stays_text(browser: Browser, server: ServerProcess) -> None:
     """In a prompt, in an output and in the name of a key."""
     asked = threading.Thread(target=complete, args=(server, HOSTILE, HOSTILE), kwargs={"max_tokens": 3000}, daemon=True)

@@ -5,8 +5,9 @@ import { seconds } from "./format.js";
 import { patterns, sample as legendSample } from "./pattern.js";
 
 const HEIGHT = 190;
+const TICKS = [0, 0.5, 1];
 const SHORTEST = 20;  // seconds that a chart covers at least
-const LEFT = 52, RIGHT = 8, TOP = 18, BOTTOM = 20;
+const LEFT = 52, RIGHT = 8, TOP = 20, BOTTOM = 20, GAP = 6;  // LEFT grows with the labels of the axis
 
 // series: {name, tone, value(point), stacked, dash}. marks(point): text above a point. format: of values.
 // cutsPeaks: the highest 3% of the points may leave the chart, so that one long step does not flatten all others.
@@ -52,8 +53,12 @@ export class Chart {
     const top = niceTop(this.highest(shown));
     this.svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
     const y = value => HEIGHT - BOTTOM - (HEIGHT - BOTTOM - TOP) * Math.min(1, value / top);
-    this.svg.replaceChildren(patterns(), ...this.axes(top, y), ...this.areas(shown, y), ...this.lines(shown, y),
-      ...this.markTexts(), ...this.cursorLine());
+    const labels = this.labels(top, y);
+    this.svg.append(...labels);  // only what is in the document has a width
+    this.left = Math.max(LEFT, GAP + Math.ceil(Math.max(...labels.map(label => label.getComputedTextLength()))));
+    for (const label of labels) label.setAttribute("x", this.left - GAP);
+    this.svg.replaceChildren(patterns(), ...this.axes(top, y), ...labels, ...this.areas(shown, y),
+      ...this.lines(shown, y), ...this.markTexts(), ...this.cursorLine());
     this.svg.setAttribute("aria-label", this.describe());
     this.showValues(shown);
   }
@@ -64,18 +69,18 @@ export class Chart {
   }
 
   x(time) {
-    return LEFT + (this.width - LEFT - RIGHT) * Math.max(0, 1 - (this.end - time) / this.range);
+    return this.left + (this.width - this.left - RIGHT) * Math.max(0, 1 - (this.end - time) / this.range);
+  }
+
+  labels(top, y) {
+    return TICKS.map(share => svg("text", { y: y(top * share) + 4, "text-anchor": "end" }, this.format(top * share)));
   }
 
   axes(top, y) {
-    const parts = [];
-    for (const share of [0, 0.5, 1]) {
-      const at = y(top * share);
-      parts.push(svg("line", { class: "grid", x1: LEFT, x2: this.width - RIGHT, y1: at, y2: at }));
-      parts.push(svg("text", { x: LEFT - 6, y: at + 4, "text-anchor": "end" }, this.format(top * share)));
-    }
+    const parts = TICKS.map(share => y(top * share)).map(at =>
+      svg("line", { class: "grid", x1: this.left, x2: this.width - RIGHT, y1: at, y2: at }));
     const bottom = HEIGHT - 4;
-    parts.push(svg("text", { x: LEFT, y: bottom }, `${this.range < 90 ? `${Math.round(this.range)} s` : `${Math.round(this.range / 60)} min`} ago`));
+    parts.push(svg("text", { x: this.left, y: bottom }, `${this.range < 90 ? `${Math.round(this.range)} s` : `${Math.round(this.range / 60)} min`} ago`));
     parts.push(svg("text", { x: this.width - RIGHT, y: bottom, "text-anchor": "end" }, "now"));
     return parts;
   }

@@ -4,33 +4,32 @@ import { element, svg } from "./dom.js";
 import { count, percent, whole } from "./format.js";
 import { patterns } from "./pattern.js";
 
-const WIDTH = 1000, HEIGHT = 70, BOTTOM = 18;
+const WIDTH = 1000, HEIGHT = 52;
 
 // spans: [start, end, kept], in order.
 export function makeStrip(spans, promptTokens) {
   const length = spans.at(-1)?.[1] ?? 0;
   const kept = spans.reduce((sum, span) => sum + span[2], 0);
-  const label = `${whole(kept)} of ${count(length, "KV pair")} kept (${length ? percent(kept / length) : "–"})`;
+  const prompt = promptTokens < length ? `, the prompt ends at ${whole(promptTokens)}` : "";
+  const label = `${whole(kept)} of ${count(length, "KV pair")} kept (${length ? percent(kept / length) : "–"})${prompt}`;
   const picture = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": label }, patterns());
   const x = position => WIDTH * position / length;
   for (const span of spans) picture.append(...bars(span, promptTokens, x));
-  const end = Math.min(promptTokens, length);
-  picture.append(svg("text", { x: 0, y: HEIGHT - 4 }, "0"),
-    svg("text", { x: WIDTH, y: HEIGHT - 4, "text-anchor": "end" }, whole(length)));
-  if (x(end) > 150 && x(end) < WIDTH - 100) picture.append(svg("text", { x: x(end), y: HEIGHT - 4, "text-anchor": "end" }, `end of the prompt: ${whole(end)}`));
-  return element("div", { class: "strip" }, element("p", {}, label), picture, list(spans));
+  // Beside the picture, whose text would shrink with it on a phone.
+  const ends = element("div", { class: "ends" }, element("span", {}, "0"), element("span", {}, whole(length)));
+  return element("div", { class: "strip" }, element("p", {}, label), picture, ends, list(spans));
 }
 
 // A span's bar: as high as the share that is left. Its colour is that of the pool's chart.
 function bars([start, end, kept], promptTokens, x) {
-  const share = kept / (end - start), room = HEIGHT - BOTTOM;
+  const share = kept / (end - start);
   const parts = share < 1 ? [[start, end, "compressed"]]
     : [[start, Math.min(end, promptTokens), "prompt"], [Math.max(start, promptTokens), end, "tail"]];
   return parts.filter(([from, to]) => to > from).flatMap(([from, to, tone]) => {
     const width = Math.max(1, x(to) - x(from) - 1.5);
     const title = svg("title", {}, `positions ${from} to ${to - 1}: ${percent(share)} kept`);
-    return [svg("rect", { class: "back", x: x(from), y: 0, width, height: room }),
-      svg("rect", { x: x(from), y: room * (1 - share), width, height: room * share, fill: `url(#p-${tone})` }, title)];
+    return [svg("rect", { class: "back", x: x(from), y: 0, width, height: HEIGHT }),
+      svg("rect", { x: x(from), y: HEIGHT * (1 - share), width, height: HEIGHT * share, fill: `url(#p-${tone})` }, title)];
   });
 }
 
