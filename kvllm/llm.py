@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 from tqdm import tqdm
 
 from kvllm.beam_search import BeamSearch, begin_search
+from kvllm.chat_messages import render_chat
 from kvllm.core.input_processor import check_sampling
 from kvllm.core.shared_engine import SharedEngine
 from kvllm.engine_args import EngineArgs
@@ -261,7 +262,7 @@ class LLM:
     ) -> Prompt | RequestError:
         """The prompt of a conversation."""
         try:
-            text = tokenizer.apply_chat_template(messages, tools=tools, **options)
+            text = render_chat(tokenizer, messages, tools, options)
             # The template has written the special tokens already.
             return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
         except RequestError as error:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Sequences
 from typing import Any, NotRequired, Protocol, TypedDict, runtime_checkable
 
-from kvllm.config import did_you_mean
 from kvllm.errors import RequestError
+from kvllm.spelling import did_you_mean
 
 
 @runtime_checkable

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvllm.config.checks import Options, Refused, check_types, converted, did_you_mean, require, without_refused
+from kvllm.config.checks import Options, Refused, check_types, converted, require, without_refused
 from kvllm.config.compression import POLICIES, CompressionConfig, LayerGroup, bounding, make_kv_groups
 from kvllm.config.engine import EngineConfig
 from kvllm.config.host_room import check_host_size, host_room
@@ -20,7 +20,6 @@ __all__ = [
     "check_host_size",
     "check_types",
     "converted",
-    "did_you_mean",
     "host_room",
     "make_kv_groups",
     "require",

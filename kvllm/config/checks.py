@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from enum import Enum
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -12,6 +11,7 @@ import msgspec
 from msgspec import Struct, StructMeta
 
 from kvllm.errors import ConfigError
+from kvllm.spelling import did_you_mean
 
 _fields = cache(msgspec.structs.fields)
 Refused = Mapping[str, tuple[tuple[Any, ...], str]]
@@ -52,15 +52,9 @@ def without_refused(owner: str, options: dict[str, Any], known: Iterable[str], r
             neutral, reason = refused[name]
             require(any(value is each or value == each for each in (None, *neutral)), name, value, reason)
         else:
-            raise ConfigError(f"{owner} has no option {name!r}{did_you_mean(name, known)}")
+            near = did_you_mean(name, known) or f": it has {', '.join(known)}"
+            raise ConfigError(f"{owner} has no option {name!r}{near}")
     return kept
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a message about a name that is not known: the nearest one that is, or all of them."""
-    known = list(known)
-    near = get_close_matches(name, known, n=1, cutoff=0.6)
-    return f": did you mean {near[0]!r}?" if near else f": it has {', '.join(known)}"
 
 
 def check_types(options: Struct) -> None:

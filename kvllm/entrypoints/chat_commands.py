@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from kvllm.entrypoints.spelling import did_you_mean
 from kvllm.errors import ConfigError
+from kvllm.spelling import did_you_mean
 
 HINT = "/help lists commands, Ctrl-D ends the chat"
 HELP = """\

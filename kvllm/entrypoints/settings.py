@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from kvllm.entrypoints.spelling import did_you_mean
 from kvllm.errors import ConfigError
+from kvllm.spelling import did_you_mean
 
 
 def parse_settings(

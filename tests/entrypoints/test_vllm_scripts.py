@@ -116,7 +116,7 @@ def test_options_that_cannot_be_obeyed_are_refused_with_the_reason(option: str) 
 
 
 def test_an_unknown_option_has_the_nearest_name() -> None:
-    with pytest.raises(ConfigError, match="no option 'max_modellen': did you mean 'max_model_len'"):
+    with pytest.raises(ConfigError, match="no option 'max_modellen'; did you mean max_model_len"):
         LLM(max_modellen=3)
     with pytest.raises(ConfigError, match="no option 'foo': it has model, tokenizer"):
         EngineArgs(foo=1)
@@ -339,7 +339,7 @@ def test_prompts_are_vllm_s_dicts(llm: LLM) -> None:
     ("prompt", "message"),
     [
         ({1: 2}, "a prompt given as a dict needs 'prompt' or 'prompt_token_ids', 1 is neither"),
-        ({"promt": "A"}, "'promt' is neither: did you mean 'prompt'"),
+        ({"promt": "A"}, "'promt' is neither; did you mean prompt"),
         ({"prompt": "A", "multi_modal_data": {"image": 3}}, "'multi_modal_data' is not supported"),
         ({"prompt_embeds": torch.zeros(2)}, "'prompt_embeds' is not supported"),
         ({"prompt": None}, r"this one has \['prompt'\]"),
@@ -429,6 +429,28 @@ def test_a_chat_has_its_own_template_and_tools(path: Path) -> None:
     options = {"chat_template": template, "tools": tools, "chat_template_kwargs": {"mood": "!"}}
     long = make_llm(path, max_model_len=512, num_gpu_blocks_override=128)
     assert rendered(long, [{"role": "user", "content": "A"}], **options) == json.dumps(tools) + "A!"
+
+
+def test_messages_reach_the_template_as_in_the_server(path: Path) -> None:
+    """Parts are text, arguments of calls are objects, and what is no text is refused by name."""
+    long = make_llm(path, max_model_len=512, num_gpu_blocks_override=128)
+    template = (
+        "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}"
+        "{% for key, value in call.function.arguments.items() %}{{ key }}={{ value }}{% endfor %}"
+        "{% endfor %};{% endfor %}"
+    )
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    parts = [{"type": "text", "text": "A"}, {"type": "text", "text": "B"}]
+    messages = [{"role": "user", "content": parts}, {"role": "assistant", "tool_calls": [call]}]
+    assert rendered(long, messages, chat_template=template) == "A\nB;a=1;"
+    assert isinstance(call["function"]["arguments"], str)
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+    with pytest.raises(RequestError, match=r"messages\[0\] has a part of type 'image_url'"):
+        rendered(long, [image], chat_template=template)
+    with pytest.raises(RequestError, match="chat_template_kwargs may not have 'messages'"):
+        rendered(long, messages, chat_template_kwargs={"messages": []})
+    with pytest.raises(RequestError, match="Object missing required field `function`"):
+        rendered(long, messages, tools=[{"type": "function"}])
 
 
 def test_the_tokenizer_is_that_of_transformers(llm: LLM, path: Path) -> None:
