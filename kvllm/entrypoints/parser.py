@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from kvllm.spelling import did_you_mean
+from kvllm.entrypoints.spelling import did_you_mean
 
 WRONG_USAGE = 2
 
@@ -22,7 +22,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, "formatter_class": argparse.RawDescriptionHelpFormatter} | options)
 
-    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]  # of overloads
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride] - the base has overloads
         self, args: Iterable[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         """Nothing is left over: the parser of a subcommand refuses what it does not know, with its own options."""

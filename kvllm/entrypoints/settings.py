@@ -58,6 +58,8 @@ def parse_json_object(option: str, text: str) -> dict[str, Any]:
 def _check_name(option: str, name: str, setting: str, names: Collection[str], others: Collection[str] = ()) -> None:
     """others: names that would need a value."""
     if name not in names:
-        known = [*names, *(f"{each}=VALUE" for each in others)]
-        near = did_you_mean(name, known) or f": write name=value,name=value or JSON, with {', '.join(others or names)}"
-        raise ConfigError(f"{option}: {setting!r} is no setting{near}")
+        if name in others:
+            raise ConfigError(f"{option}: {setting!r} has no value: write name=value, here {name}=...")
+        near = did_you_mean(name, [*names, *(f"{each}=..." for each in others)])
+        written = f": write name=value,name=value or JSON, with {', '.join(others or names)}"
+        raise ConfigError(f"{option}: {setting!r} is no setting{near or written}")

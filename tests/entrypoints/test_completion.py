@@ -40,6 +40,7 @@ def script(tmp_path, capsys):
         (["kvllm", "bench", "serve", "--goo"], {"--goodput"}),
         (["kvllm", "bench", "serve", "--dataset-name", "r"], {"random"}),
         (["kvllm", "completion", "f"], {"fish"}),
+        (["kvllm", "serve", "--swap", "a"], {"auto", "always"}),
     ],
 )
 def test_bash_completes(script, words, expected):
