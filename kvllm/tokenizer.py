@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import msgspec
 
 from kvllm.errors import CheckpointError, RequestError
 
@@ -17,8 +15,6 @@ if TYPE_CHECKING:
 # One of these must be there, complete. Without its vocabulary, transformers builds a tokenizer without words.
 VOCABULARIES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 REPLACEMENT = "\ufffd"
-GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
-GENERIC_FAMILIES = ("llama", "qwen3")
 # Tokens that begin so have a leading space: SentencePiece's mark, and the byte of a space.
 SENTENCEPIECE_SPACES = ("\u2581", "<0x20>")
 # A character has at most 4 bytes. More tokens than this without a complete one at their end are a run of invalid bytes.
@@ -47,44 +43,35 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             f"{path} has no tokenizer: {allowed} is needed. Add the files, or give prompts as token ids"
         )
     try:
-        kind = _tokenizer_class(path)
-        return Tokenizer(kind.from_pretrained(path, trust_remote_code=False, local_files_only=True))
+        from kvllm.tokenizer_files import eos_tokens, read_tokenizer  # with transformers, which takes a second
+
+        return Tokenizer(read_tokenizer(path), eos_tokens(path))
+    except CheckpointError:
+        raise
     except Exception as error:  # tokenizers raises bare Exception for a broken tokenizer.json
         raise CheckpointError(f"the tokenizer in {path} cannot be loaded: {type(error).__name__}: {error}") from error
-
-
-def _tokenizer_class(path: Path) -> Any:
-    """AutoTokenizer, or the class that it would choose: it takes a third of a second to import.
-
-    It leaves the generic class to a checkpoint that names it, unless the family has one that it prefers.
-    """
-    settings, config = (_json_object(path / name) for name in ("tokenizer_config.json", "config.json"))
-    generic = settings.get("tokenizer_class") in GENERIC_CLASSES and (path / "tokenizer.json").is_file()
-    if generic and "auto_map" not in settings and config.get("model_type") in GENERIC_FAMILIES:
-        from transformers import PreTrainedTokenizerFast
-
-        return PreTrainedTokenizerFast
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer
-
-
-def _json_object(file: Path) -> dict[str, Any]:
-    return msgspec.json.decode(file.read_bytes(), type=dict[str, Any]) if file.is_file() else {}
 
 
 class Tokenizer:
     """A transformers tokenizer (`hf`), with errors that name what is wrong with a request.
 
     added_token_ids: of the tokens that were added to the vocabulary as a whole, such as "</think>", by their text.
-    special_token_ids: of those that are no part of text.
+    special_token_ids: of those that are no part of text. eos_token_ids: of those that end a text.
     """
 
-    def __init__(self, hf: PreTrainedTokenizerBase) -> None:
+    def __init__(self, hf: PreTrainedTokenizerBase, eos_tokens: Iterable[str] = ()) -> None:
+        """`eos_tokens` are more of them than `hf` knows."""
         self.hf = hf
         self.added_token_ids = {token.content: i for i, token in hf.added_tokens_decoder.items()}
         self._backend = getattr(hf, "backend_tokenizer", None)
-        self.special_token_ids = frozenset(i for i, token in hf.added_tokens_decoder.items() if token.special)
+        if self._backend is not None:
+            self._backend.no_truncation()
+            self._backend.no_padding()
+            self._backend.encode_special_tokens = False  # so that a chat template can write them
+        special = {i for i, token in hf.added_tokens_decoder.items() if token.special}
+        self.special_token_ids = frozenset(special.union(self._known(hf.all_special_tokens)))
+        named = [] if hf.eos_token is None else [str(hf.eos_token)]
+        self.eos_token_ids = tuple(dict.fromkeys(self._known([*named, *eos_tokens])))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt. Text made by `apply_chat_template` has its special tokens already.
@@ -99,17 +86,21 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             raise RequestError(f"the prompt is not valid Unicode: {error}") from None
         try:
+            if self._backend is not None:
+                return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
             return self.hf.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         except Exception as error:  # tokenizers raises bare Exception for a character without a token
             raise RequestError(f"the checkpoint's tokenizer cannot encode the prompt: {error}") from None
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Text of tokens, as the model wrote it. Ids outside of the vocabulary have no text."""
+        if skip_special_tokens:
+            token_ids = [token_id for token_id in token_ids if token_id not in self.special_token_ids]
         if self._backend is not None:  # a fifth of the time: it shows when 64 streams get a token at each step
-            return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+            return self._backend.decode(list(token_ids), skip_special_tokens=False)
         # Cleaning up would change text that was given out already: it joins "word" and " ." once the dot arrives.
         return self.hf.decode(  # type: ignore[return-value]  # a list only for batches
-            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
 
     def decode_token(self, token_id: int) -> str:
@@ -138,6 +129,13 @@ class Tokenizer:
             return self.hf.get_chat_template(chosen, tools)
         except ValueError as error:  # of several, none is the default
             raise RequestError(f"the checkpoint has no chat template by default: {error}") from None
+
+    def _known(self, names: Iterable[str]) -> Iterator[int]:
+        """Ids of the tokens that the vocabulary has: transformers gives that of an unknown token for the others."""
+        for name in names:
+            token_id = self.hf.convert_tokens_to_ids(name)
+            if token_id is not None and self.hf.convert_ids_to_tokens(token_id) == name:
+                yield token_id  # type: ignore[misc]  # a list only for lists
 
     def apply_chat_template(
         self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **kwargs: Any

@@ -53,17 +53,26 @@ def read_vocabulary(tokenizer: Tokenizer, model_size: int, eos_token_ids: tuple[
     backend = getattr(tokenizer.hf, "backend_tokenizer", None)
     if backend is None:
         raise RequestError("structured_outputs needs a tokenizer.json, and the checkpoint has none")
-    text, tokens = _without_limits(backend.to_str()), []
+    file, text, tokens = json.loads(backend.to_str()), None, []
     size = max(model_size, len(tokenizer.hf))
-    if not any(f'"{name}"' in json.dumps(json.loads(text)["decoder"]) for name in KNOWN_DECODERS):
-        text, tokens = None, [tokenizer.decode_token(token_id).encode() for token_id in range(size)]
+    if any(f'"{name}"' in json.dumps(file["decoder"]) for name in KNOWN_DECODERS):
+        text = _without_limits(file, tokenizer)
+    else:
+        tokens = [tokenizer.decode_token(token_id).encode() for token_id in range(size)]
     return Vocabulary(
         text, tokens, tokenizer.added_token_ids, sorted(tokenizer.special_token_ids), list(eos_token_ids), size
     )
 
 
-def _without_limits(text: str) -> str:
-    return json.dumps({**json.loads(text), "truncation": None, "padding": None})
+def _without_limits(file: dict[str, Any], tokenizer: Tokenizer) -> str:
+    """The tokenizer's file, with the tokens that are special by their names elsewhere: in a rule they are no text."""
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    missing = tokenizer.special_token_ids.difference(tokenizer.added_token_ids.values())
+    named = [
+        {"id": i, "content": tokenizer.hf.convert_ids_to_tokens(i), **flags, "special": True} for i in sorted(missing)
+    ]
+    added = sorted([*file["added_tokens"], *named], key=lambda token: token["id"])
+    return json.dumps({**file, "added_tokens": added, "truncation": None, "padding": None})
 
 
 def _wrapped(vocabulary: Vocabulary) -> Any:

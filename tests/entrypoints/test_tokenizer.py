@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import shutil
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -14,13 +13,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from kvllm.engine_args import DEFAULT_MODEL
 from kvllm.errors import CheckpointError, RequestError
 from kvllm.tokenizer import IncrementalDecoder, StopChecker, Tokenizer, has_tokenizer, load_tokenizer
-from tests.helpers.checkpoints import edit
 from tests.helpers.examples import examples
 from tests.helpers.tokenizers import KINDS, byte_level, sentencepiece_like
 
@@ -91,21 +88,6 @@ def test_a_broken_tokenizer_is_reported(tmp_path, broken):
     assert has_tokenizer(tmp_path)
     with pytest.raises(CheckpointError, match="cannot be loaded"):
         load_tokenizer(tmp_path)
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
-@pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "TokenizersBackend", "Qwen2Tokenizer"])
-def test_the_class_is_the_one_that_transformers_chooses(tmp_path: Path, family: str, kind: str) -> None:
-    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
-        shutil.copy(DEFAULT_MODEL / name, tmp_path)
-    edit(tmp_path, model_type=family)
-    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "tokenizer_class": kind}))
-    found, expected = load_tokenizer(tmp_path).hf, AutoTokenizer.from_pretrained(tmp_path)
-    assert type(found) is type(expected)
-    text = "words: d3,f9\n#>d+f=k<eos>"
-    assert found.encode(text) == expected.encode(text)
-    assert found.special_tokens_map == expected.special_tokens_map
 
 
 def test_code_of_a_checkpoint_is_not_run(tmp_path):
