@@ -17,6 +17,7 @@ from kvllm.core.engine import LLMEngine
 from kvllm.engine_args import EngineArgs
 from kvllm.errors import ConfigError
 from kvllm.kvcache.cache import CacheShape
+from kvllm.models.config import ModelConfig
 from kvllm.parallel import SingleRank
 from kvllm.structured.checker import GrammarChecker
 from kvllm.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
@@ -92,7 +93,7 @@ def build_engine(args: EngineArgs) -> Engine:
             check_pool(config)
         settings = RunnerSettings(
             str(args.path.resolve()),
-            args.model_config,
+            _with_eos_tokens(args.model_config, tokenizer),
             config,
             _dtype(args),
             args.attention_backend,
@@ -128,6 +129,13 @@ def local_device(args: EngineArgs) -> str:
     allowed = 'torch finds no GPU here: use "auto" or "cpu"'
     require(available or args.device != "cuda", "device", args.device, allowed)
     return args.device if args.device != "auto" else "cuda" if available else "cpu"
+
+
+def _with_eos_tokens(model: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig:
+    """The model, whose texts end at the tokens that its tokenizer names, too."""
+    named = () if tokenizer is None else tokenizer.eos_token_ids
+    known = (token_id for token_id in named if token_id < model.vocab_size)
+    return structs.replace(model, eos_token_ids=tuple(dict.fromkeys((*model.eos_token_ids, *known))))
 
 
 def _dtype(args: EngineArgs) -> str:
@@ -270,6 +278,12 @@ def _log(args: EngineArgs, settings: RunnerSettings, engine: Engine, device: str
         " for each rank" if num_ranks > 1 else "",
         _compression(args, settings),
     )
+    if engine.outputs.tokenizer is None:
+        logger.warning(
+            "%s has no tokenizer: prompts must be token ids and outputs have no text, so that chats, stop strings and "
+            "structured outputs are refused; add its tokenizer.json or tokenizer.model",
+            args.path,
+        )
     for warning in loaded.warnings:
         logger.warning(warning)
     if (blocks := longest_blocks(config)) > config.num_blocks:

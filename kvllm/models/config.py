@@ -57,7 +57,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     query_scaling_beta: queries grow by it with the logarithm of their position, in pretraining lengths (Ministral 3).
     experts: None unless layers have a mixture of experts, whose size is then not `intermediate_size`.
     dtype: the checkpoint's own, one of DTYPES.
-    eos_token_ids: all tokens that end a text, perhaps none.
+    eos_token_ids: all tokens that end a text, perhaps none: those of both files, and in an engine the tokenizer's, too.
     """
 
     architecture: str
@@ -329,11 +329,11 @@ def _dtype(keys: ConfigKeys) -> str:
 
 
 def _eos_token_ids(keys: ConfigKeys, generation: _GenerationConfig) -> tuple[int, ...]:
-    """Chat models often list the end of a turn in `generation_config.json` alone, so that file wins."""
-    found = generation.eos_token_id if generation.eos_token_id is not None else keys.eos_token_id
-    if found is None:
-        return ()
-    return (found,) if isinstance(found, int) else tuple(found)
+    """Those of both files: chat models often name the end of a turn in one of them alone."""
+    found: list[int] = []
+    for named in (generation.eos_token_id, keys.eos_token_id):
+        found += [named] if isinstance(named, int) else named or []
+    return tuple(dict.fromkeys(found))
 
 
 def _check_token_ids(config: ModelConfig) -> None:

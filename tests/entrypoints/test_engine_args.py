@@ -130,4 +130,5 @@ def test_a_single_process_imports_nothing_of_ray(path: Path) -> None:
     result = in_a_process(code, OMP_NUM_THREADS="1")
     assert result.stdout.splitlines() == ["16", "[]"]
     lines = [line for line in result.stderr.splitlines() if "kvllm" in line]
-    assert len(lines) == 1 and f"{path.name} (LlamaForCausalLM, float32) on cpu" in lines[0]
+    assert len(lines) == 2 and f"{path.name} (LlamaForCausalLM, float32) on cpu" in lines[0]
+    assert f"{path} has no tokenizer" in lines[1]

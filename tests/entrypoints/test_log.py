@@ -12,6 +12,7 @@ import pytest
 
 from kvllm import LLM, CompressionConfig, ConfigError, log
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.tokenizers import byte_level
 
 
 @pytest.fixture
@@ -87,7 +88,8 @@ def test_an_engine_says_what_was_started(tmp_path: Path, caplog: pytest.LogCaptu
     with caplog.at_level(logging.INFO, "kvllm"):
         LLM(tmp_path, compression=compression, **sizes)
         LLM(tmp_path, attention_backend="reference", **sizes)
-    compressed, plain = [record.getMessage() for record in caplog.records if record.name == "kvllm.engine_builder"]
+    messages = [record.getMessage() for record in caplog.records if record.name == "kvllm.engine_builder"]
+    compressed, plain = messages[::2]  # each with a warning behind it, because there is no tokenizer
     assert compressed == (
         f"{tmp_path.name} (LlamaForCausalLM, float32) on cpu; attention backend cpu (the fastest here); KV pool of 64 "
         "blocks of 16 tokens, 0.1 MiB; compression by keydiff, pressure"
@@ -95,10 +97,24 @@ def test_an_engine_says_what_was_started(tmp_path: Path, caplog: pytest.LogCaptu
     assert "attention backend reference (as asked)" in plain and plain.endswith("; no compression")
 
 
+def test_a_checkpoint_without_a_tokenizer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_checkpoint(tmp_path, "llama", num_hidden_layers=1)
+    for with_tokenizer in (False, True):
+        caplog.clear()
+        if with_tokenizer:
+            byte_level("plain").hf.save_pretrained(tmp_path)
+        LLM(tmp_path, block_size=16, num_gpu_blocks_override=4, device="cpu")
+        found = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        expected = f"{tmp_path} has no tokenizer: prompts must be token ids and outputs have no text, so that chats, "
+        expected += "stop strings and structured outputs are refused; add its tokenizer.json or tokenizer.model"
+        assert found == ([] if with_tokenizer else [expected])
+
+
 def test_the_reference_never_serves_unnoticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """More query heads share a KV head than the operators allow."""
     heads = {"num_attention_heads": 65, "num_key_value_heads": 1, "head_dim": 4}
     make_checkpoint(tmp_path, "qwen3", num_hidden_layers=1, **heads)
+    byte_level("plain").hf.save_pretrained(tmp_path)
     for asked, warned in (("auto", True), ("reference", False)):
         caplog.clear()
         LLM(tmp_path, attention_backend=asked, block_size=16, num_gpu_blocks_override=32, device="cpu")
