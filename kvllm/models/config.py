@@ -201,8 +201,9 @@ def _model_config(raw: dict[str, Any], generation: _GenerationConfig) -> ModelCo
     _check_sizes(keys)
     heads, kv_heads, head_dim = _heads(keys)
     rope = read_rope(keys.rope_keys(), head_dim)
-    keys.max_position_embeddings = rope.longest_text(keys.max_position_embeddings)
-    _check_size("max_position_embeddings", keys.max_position_embeddings)
+    if not keys.SCALED:
+        keys.max_position_embeddings = rope.longest_text(keys.max_position_embeddings)
+        _check_size("max_position_embeddings", keys.max_position_embeddings)
     _refuse_unsupported(keys)
     fields = family.read(keys)
     if keys.mlp_bias and not fields.get("mlp_bias"):
@@ -236,7 +237,7 @@ def _architecture(raw: dict[str, Any]) -> str:
     if not isinstance(found, list):
         raise CheckpointError(f"architectures is {found!r}, but must be a list of names")
     for name in MODELS:
-        if name in found:
+        if name in found or _is_base_class(raw, found, name):
             return name
     reasons = [what_is_not_computed(name) for name in map(str, found)]
     reason = "".join(f", which has {each}" for each in reasons if each)
@@ -244,6 +245,13 @@ def _architecture(raw: dict[str, Any]) -> str:
         f"unsupported architecture {', '.join(map(str, found)) or '(none named)'}{reason}: kvllm runs "
         f"{', '.join(MODELS)}"
     )
+
+
+def _is_base_class(raw: dict[str, Any], found: list[Any], architecture: str) -> bool:
+    """Whether the checkpoint was saved from the model without its head: its config names `LlamaModel`, for example."""
+    base = architecture.removesuffix("ForCausalLM")
+    named = f"{base}Model" in found or f"{base}TextModel" in found
+    return named and raw.get("model_type") == model_family(architecture).model_type
 
 
 def _refuse_unsupported(keys: ConfigKeys) -> None:

@@ -19,6 +19,8 @@ class FullRopeKeys(TopKeys, kw_only=True):
 
 
 class Gemma3Keys(GemmaKeys, kw_only=True):
+    SCALED = True
+
     rope_local_base_freq: float | None = None
     sliding_window_pattern: int | None = None
 

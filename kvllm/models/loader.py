@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
@@ -31,8 +32,9 @@ from kvllm.parallel import Shard
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+SHARD_FILE = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 READABLE_DTYPES = ("BF16", "F16", "F32", "F64")
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING, HEAD, BASE = "model.embed_tokens.weight", "lm_head.weight", "model."
 
 Tensors = dict[str, tuple[Path, Any]]
 """Every tensor of a checkpoint by name: its file, and a view of it that reads what is sliced."""
@@ -57,8 +59,7 @@ def load_model(
         found = _tensors([(file, stack.enter_context(_open(file))) for file in files])
         without_memory = _empty_model(config, shard, dtype, torch.device("meta"), max_model_len=1)
         stored = _stored(without_memory.weights(), config)
-        if config.weight_format and config.weight_format.method == "gptq":
-            found = _without_zero_biases(found, stored)
+        found = _without_zero_biases(found, stored)
         _check(stored, found, config.tie_word_embeddings)
         if config.tie_word_embeddings and HEAD in found:
             _check_tied_head(without_memory.weights()[EMBEDDING], found, dtype)
@@ -132,11 +133,12 @@ class _Index(msgspec.Struct):
 def _find_files(path: Path) -> list[Path]:
     if (path / SINGLE_FILE).is_file():
         return [path / SINGLE_FILE]
-    if (path / INDEX_FILE).is_file():
-        names = _indexed_files(path / INDEX_FILE)
+    indexed = (path / INDEX_FILE).is_file()
+    if names := _indexed_files(path / INDEX_FILE) if indexed else _numbered_files(path):
         absent = [name for name in names if not os.path.isfile(path / name)]
         if absent:
-            raise CheckpointError(f"{path}: {INDEX_FILE} names files that are absent, {_some(absent)}: download them")
+            source = f"{INDEX_FILE} names files that are absent" if indexed else "shards of the weights are absent"
+            raise CheckpointError(f"{path}: {source}, {_some(absent)}: download them")
         return [path / name for name in names]
     pickled = sorted(file.name for suffix in ("bin", "pt", "pth") for file in path.glob(f"*.{suffix}"))
     if pickled:
@@ -144,7 +146,19 @@ def _find_files(path: Path) -> list[Path]:
             f"{path} has its weights in {_some(pickled)} only. kvllm never loads weights from pickle, which can run "
             "any code: convert them to safetensors (load with transformers, then save_pretrained)"
         )
-    raise CheckpointError(f"{path} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
+    raise CheckpointError(
+        f"{path} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE} nor model-00001-of-....safetensors"
+    )
+
+
+def _numbered_files(path: Path) -> list[str]:
+    """All shards of a checkpoint without an index, by the number of them that stands in the name of each."""
+    found = [match for name in sorted(os.listdir(path)) if (match := SHARD_FILE.fullmatch(name))]
+    totals = {match[2] for match in found}
+    if len(totals) > 1:
+        names = [match[0] for match in found]
+        raise CheckpointError(f"{path} has shards of several checkpoints, {_some(names)}: remove those of the others")
+    return [f"model-{number:05}-of-{total}.safetensors" for total in totals for number in range(1, int(total) + 1)]
 
 
 def _indexed_files(file: Path) -> list[str]:
@@ -174,7 +188,11 @@ def _open(file: Path) -> Any:
 
 
 def _tensors(files: list[tuple[Path, Any]]) -> Tensors:
-    return {name: (file, opened.get_slice(name)) for file, opened in files for name in sorted(opened.keys())}
+    """All tensors by the names that they have in a whole model. Those saved from its base class lack the prefix."""
+    found = {name: (file, opened.get_slice(name)) for file, opened in files for name in sorted(opened.keys())}
+    if any(name.startswith(BASE) for name in found):
+        return found
+    return {name if name == HEAD else BASE + name: tensor for name, tensor in found.items()}
 
 
 def _stored(weights: dict[str, Weight], config: ModelConfig) -> dict[str, Stored]:
@@ -221,14 +239,14 @@ def _check_names(stored: Iterable[str], found: Iterable[str], tied: bool) -> Non
 
 
 def _without_zero_biases(found: Tensors, stored: Iterable[str]) -> Tensors:
-    """AutoGPTQ writes a bias of zeros for projections that have none, where other projections of the model have one."""
-    return {
-        name: tensor
-        for name, tensor in found.items()
-        if name in stored
-        or not name.endswith(("o_proj.bias", "gate_proj.bias", "up_proj.bias", "down_proj.bias"))
-        or tensor[1][:].any()
-    }
+    """Many checkpoints have a bias of zeros for projections that have none: AutoGPTQ writes it for all of them."""
+    modules = {name.rpartition(".")[0] for name in stored}
+
+    def is_zero_bias(name: str) -> bool:
+        module, _, part = name.rpartition(".")
+        return part == "bias" and name not in stored and module in modules and not found[name][1][...].float().any()
+
+    return {name: tensor for name, tensor in found.items() if not is_zero_bias(name)}
 
 
 def _check_tensor(name: str, file: Path, found: Any, stored: Stored) -> None:

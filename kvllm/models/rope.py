@@ -65,21 +65,22 @@ class Rope(msgspec.Struct, frozen=True):
         return int(head_dim * self.partial_factor)
 
     def longest_text(self, max_position_embeddings: int) -> int:
-        """Positions of the longest text: more than the config says where the scaling is for longer texts."""
-        if self.scaling is None or self.scaling.kind not in ("dynamic", "yarn"):
+        """Positions of the longest text: more than the config says where the scaling is for longer texts (as vLLM)."""
+        if self.scaling is None or self.scaling.kind not in ("linear", "dynamic", "yarn"):
             return max_position_embeddings
-        stretched = int(self.scaling.factor * self.scaling.original_max_position_embeddings)
-        return max(max_position_embeddings, stretched)
+        original = self.scaling.original_max_position_embeddings or max_position_embeddings
+        return max(max_position_embeddings, int(self.scaling.factor * original))
 
 
 class TopKeys(msgspec.Struct, kw_only=True):
     """The keys of `config.json` itself that concern the rotary embedding. Older ones stand beside `rope_scaling`.
 
     PARTIAL: the family may rotate a part of each head alone. RENAMED: other names of types.
-    THETA: the base where none is given.
+    SCALED: max_position_embeddings is the longest text with the scaling already. THETA: the base where none is given.
     """
 
     PARTIAL: ClassVar[bool] = False
+    SCALED: ClassVar[bool] = False
     RENAMED: ClassVar[dict[str, str]] = {}
     THETA: ClassVar[float] = DEFAULT_THETA
 

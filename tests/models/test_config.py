@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from kvllm.errors import CheckpointError
+from kvllm.engine_args import EngineArgs
+from kvllm.errors import CheckpointError, ConfigError
 from kvllm.models import MODELS, model_family
 from kvllm.models.config import ModelConfig, load_model_config
 from kvllm.models.rotary import rotary_table
@@ -64,9 +65,19 @@ def test_rotations_equal_transformers(tmp_path: Path, rope: str) -> None:
 
 
 def test_scalings_for_longer_texts_allow_them(tmp_path: Path) -> None:
-    for rope, longest in ((YARN, 512), ({**YARN, "factor": 9.0}, 1152), (ROPES["dynamic"], 1536), (LONGROPE, 512)):
+    """As vLLM derives max_model_len. LINEAR divides by 2.5, and Gemma 3 has the longest text in its config already."""
+    lengths = [(YARN, 512), ({**YARN, "factor": 9.0}, 1152), (ROPES["dynamic"], 1536), (LONGROPE, 512), (LINEAR, 1280)]
+    for rope, longest in lengths:
         make_config(tmp_path, "llama", rope_parameters=rope, head_dim=64)
         assert load_model_config(tmp_path).max_position_embeddings == longest
+    edit(tmp_path, rope_parameters=..., rope_scaling={"type": "linear", "factor": 4}, max_position_embeddings=4096)
+    assert EngineArgs(tmp_path).engine_config.max_model_len == 16384
+    assert EngineArgs(tmp_path, max_model_len=16384).model_config.rope.theta == 10000.0
+    with pytest.raises(ConfigError, match="max_position_embeddings=16384"):
+        _ = EngineArgs(tmp_path, max_model_len=16385).model_config
+    gemma3 = {"architectures": ["Gemma3ForCausalLM"], "rope_parameters": {"full_attention": LINEAR}}
+    make_config(tmp_path, "gemma3_text", **gemma3)
+    assert load_model_config(tmp_path).max_position_embeddings == 512
 
 
 def test_rope_keys_of_older_transformers(tmp_path: Path) -> None:
@@ -210,6 +221,18 @@ def make_config(path: Path, family: str, **changes: Any) -> None:
     model.architectures = [f"{family.capitalize()}ForCausalLM"]
     model.save_pretrained(path)
     edit(path, **changes)
+
+
+def test_a_config_of_a_model_without_its_head(tmp_path: Path) -> None:
+    """It names the base class: the head is the embedding, or is needed. Not all of such names are one."""
+    for architecture in MODELS:
+        family = model_family(architecture).model_type
+        base = transformers.MODEL_MAPPING[getattr(transformers, architecture).config_class].__name__
+        make_config(tmp_path, family, architectures=[base], rope_parameters=...)
+        assert load_model_config(tmp_path).architecture == architecture
+    edit(tmp_path, architectures=["Gemma3Model"], model_type="gemma3")
+    with pytest.raises(CheckpointError, match="unsupported architecture Gemma3Model"):
+        load_model_config(tmp_path)
 
 
 def test_every_architecture_has_a_family() -> None:

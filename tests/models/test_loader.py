@@ -129,7 +129,9 @@ def rename_in_index(path: Path, old: str, new: str) -> None:
 
 def test_unreadable_weights(tmp_path: Path, qwen3: Path) -> None:
     shutil.copy(qwen3 / "config.json", tmp_path)
-    with pytest.raises(CheckpointError, match="no weights: neither model.safetensors nor model.safetensors.index.json"):
+    with pytest.raises(
+        CheckpointError, match="no weights: neither model.safetensors nor .*index.json nor model-00001-of"
+    ):
         load(tmp_path)
     torch.save({}, tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="pytorch_model.bin only. kvllm never loads weights from pickle"):
@@ -160,6 +162,70 @@ def test_incomplete_shards(tmp_path: Path) -> None:
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
         with pytest.raises(CheckpointError, match="names files that are absent"):
             load(tmp_path)
+
+
+def renumber(path: Path, total: int) -> list[Path]:
+    """Remove the index, and name the shards as if there were `total` of them."""
+    (path / "model.safetensors.index.json").unlink()
+    shards = sorted(path.glob("model-*.safetensors"))
+    return [
+        shard.rename(path / f"model-{number:05}-of-{total:05}.safetensors") for number, shard in enumerate(shards, 1)
+    ]
+
+
+def test_shards_without_an_index(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama", sharded=True)
+    expected = PagedModel(*load(tmp_path)).logits({0: tokens(10)})
+    count = len(list(tmp_path.glob("model-*.safetensors")))
+    shards = renumber(tmp_path, count)
+    for stray in ("adapter_model", "consolidated", "consolidated-00001-of-00002", "kv_statistics", "model-1-of-9"):
+        save_file({"stray": torch.ones(1)}, tmp_path / f"{stray}.safetensors")
+    assert torch.equal(PagedModel(*load(tmp_path)).logits({0: tokens(10)}), expected)
+    (tmp_path / "second").mkdir()
+    shards[1].rename(tmp_path / "second" / shards[1].name)
+    with pytest.raises(CheckpointError, match=f"shards of the weights are absent, {shards[1].name}: download them"):
+        load(tmp_path)
+    save_file({"stray": torch.ones(1)}, tmp_path / "model-00001-of-00009.safetensors")
+    with pytest.raises(CheckpointError, match="shards of several checkpoints, model-00001-of-.* remove those of the"):
+        load(tmp_path)
+
+
+def test_a_last_shard_that_is_absent_and_no_index(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama", sharded=True)
+    count = len(list(tmp_path.glob("model-*.safetensors")))
+    renumber(tmp_path, count + 1)
+    with pytest.raises(CheckpointError, match=f"are absent, model-{count + 1:05}-of-{count + 1:05}.safetensors: down"):
+        load(tmp_path)
+
+
+def test_a_single_shard(tmp_path: Path, qwen3: Path) -> None:
+    shutil.copy(qwen3 / "config.json", tmp_path)
+    shutil.copy(qwen3 / "model.safetensors", tmp_path / "model-00001-of-00001.safetensors")
+    expected, found = (PagedModel(*load(path)).logits({0: tokens(10)}) for path in (qwen3, tmp_path))
+    assert torch.equal(expected, found)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_tensors_of_the_model_without_its_head(tmp_path: Path, sharded: bool) -> None:
+    """As the base class saves them, `layers.0...` in place of `model.layers.0...`: the head is tied or is needed."""
+    model = make_checkpoint(tmp_path / "whole", "qwen3", head_dim=16, tie_word_embeddings=True)
+    model.model.save_pretrained(tmp_path / "base", max_shard_size="150KB" if sharded else "1GB")
+    assert "Qwen3Model" in (tmp_path / "base" / "config.json").read_text()
+    expected, found = (PagedModel(*load(tmp_path / name)).logits({0: tokens(10)}) for name in ("whole", "base"))
+    assert torch.equal(expected, found)
+    edit(tmp_path / "base", tie_word_embeddings=False)
+    with pytest.raises(CheckpointError, match="it lacks lm_head.weight$"):
+        load(tmp_path / "base")
+
+
+def test_tensors_without_a_prefix_beside_a_head(tmp_path: Path, qwen3: Path) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    copy_checkpoint(qwen3, tmp_path, change)
+    expected, found = (PagedModel(*load(path)).logits({0: tokens(10)}) for path in (qwen3, tmp_path))
+    assert torch.equal(expected, found)
 
 
 def test_float16_on_the_cpu_is_refused(qwen3: Path) -> None:

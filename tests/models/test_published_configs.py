@@ -267,6 +267,7 @@ def test_supported(tmp_path: Path, name: str) -> None:
     assert (c.rope.scaling and c.rope.scaling.kind) == {**SCALINGS, "Phi-4-mini": "longrope"}.get(name)
     assert c.rope.theta == PUBLISHED[name]["rope_theta"]
     assert {layer.window for layer in c.layers} == WINDOWS.get(name, set())
+    assert c.max_position_embeddings == PUBLISHED[name]["max_position_embeddings"]  # with the scaling already
     assert c.eos_token_ids == (PUBLISHED[name]["eos_token_id"],)
 
 

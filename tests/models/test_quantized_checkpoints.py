@@ -22,7 +22,7 @@ from kvllm.models.parts import GatedMLP
 from kvllm.parallel import SingleRank
 from tests.helpers.checkpoints import edit
 from tests.helpers.paged_model import CPU, PagedModel, load, tokens
-from tests.helpers.quantized import Quantize, awq, float8, gptq, quantize_checkpoint
+from tests.helpers.quantized import QWEN3, Quantize, awq, float8, gptq, quantize_checkpoint
 from tests.helpers.thread_shard import ThreadShard
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
@@ -207,18 +207,39 @@ def test_tensors_that_contradict_the_config(tmp_path: Path) -> None:
         load(path)
 
 
-def test_a_bias_of_zeros_is_ignored(tmp_path: Path) -> None:
-    """As AutoGPTQ writes it for Qwen2. A bias that is not zero is refused, because it would be missing in the sum."""
+@pytest.mark.parametrize("case", [None, "gptq", "awq", "fp8", "compressed-channel"])
+def test_biases_of_zeros_are_ignored(tmp_path: Path, case: str | None) -> None:
+    """As AutoGPTQ writes them for all projections of Llama. A bias that is not zero is refused by its name."""
+    quantize_checkpoint(tmp_path / "plain", tmp_path / "quantized", *CASES[case or "gptq"])
+    path = tmp_path / ("quantized" if case else "plain")
+    expected = PagedModel(*load(path)).logits({0: tokens(5)})
+    file = path / "model.safetensors"
+    tensors, plain = load_file(file), load_file(tmp_path / "plain" / "model.safetensors")
+    rows = {name.removesuffix(".weight"): len(matrix) for name, matrix in plain.items() if matrix.dim() == 2}
+    biases = {f"{module}.bias": torch.zeros(n, dtype=torch.float16) for module, n in rows.items()}
+    assert len(biases) == 7 * 3 + 2  # those of the embedding and of the head, too
+    save_file({**tensors, **biases}, file)
+    assert torch.equal(PagedModel(*load(path)).logits({0: tokens(5)}), expected)
+    for name in ("model.layers.0.self_attn.q_proj.bias", "model.layers.2.mlp.down_proj.bias"):
+        save_file({**tensors, **biases, name: biases[name] + 1e-3}, file)
+        with pytest.raises(CheckpointError, match=f"has unknown {name}$"):
+            load(path)
+    save_file({**tensors, "model.layers.0.self_attn.other_proj.bias": torch.zeros(64)}, file)
+    with pytest.raises(CheckpointError, match="has unknown model.layers.0.self_attn.other_proj.bias"):
+        load(path)
+
+
+def test_a_bias_that_the_model_has_may_be_zero(tmp_path: Path) -> None:
+    """Qwen2 has one of queries, keys and values; AutoGPTQ writes zeros for the others."""
     path = tmp_path / "quantized"
-    quantize_checkpoint(tmp_path / "plain", path, *CASES["gptq"])
+    quantize_checkpoint(tmp_path / "plain", path, *CASES["gptq"], {**QWEN3, "family": "qwen2"})
     expected = PagedModel(*load(path)).logits({0: tokens(5)})
     tensors = load_file(path / "model.safetensors")
-    name = "model.layers.0.self_attn.o_proj.bias"
-    save_file({**tensors, name: torch.zeros(64)}, path / "model.safetensors")
+    save_file({**tensors, "model.layers.0.self_attn.o_proj.bias": torch.zeros(64)}, path / "model.safetensors")
     assert torch.equal(PagedModel(*load(path)).logits({0: tokens(5)}), expected)
-    save_file({**tensors, name: torch.eye(64)[3]}, path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=f"has unknown {name}"):
-        load(path)
+    name = "model.layers.0.self_attn.q_proj.bias"
+    save_file({**tensors, name: tensors[name] * 0}, path / "model.safetensors")
+    assert not torch.equal(PagedModel(*load(path)).logits({0: tokens(5)}), expected)
 
 
 def test_random_weights_are_not_quantized(tmp_path: Path) -> None:
