@@ -26,7 +26,7 @@ from kvllm.config import (
     without_refused,
 )
 from kvllm.errors import ConfigError
-from kvllm.generation_config import sampling_defaults
+from kvllm.generation_config import named_eos_tokens, sampling_defaults
 from kvllm.kvcache.groups import UNIFORM, KVGroup, block_layers
 from kvllm.layer_shares import for_checkpoint, resolve
 from kvllm.models.config import DTYPES, QUANTIZATIONS, ModelConfig, load_model_config
@@ -264,6 +264,9 @@ class EngineArgs:
     def model_config(self) -> ModelConfig:
         """The checkpoint's. Raises CheckpointError, and ConfigError for options that do not fit the model."""
         model = load_model_config(self.path, self.hf_overrides)
+        if named := named_eos_tokens(self.generation_config):
+            eos_token_ids = tuple(dict.fromkeys((*model.eos_token_ids, *named)))
+            model = msgspec.structs.replace(model, eos_token_ids=eos_token_ids)
         self._check_parallel(model)
         longest, length = model.max_position_embeddings, self.max_model_len
         allowed = f"between 2 and the model's max_position_embeddings={longest}"

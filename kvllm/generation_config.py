@@ -22,6 +22,22 @@ OPTIONS = {
 """The keys that count, as vLLM has them, and the options of SamplingParams that they stand for."""
 
 
+def named_eos_tokens(source: str) -> tuple[int, ...]:
+    """Tokens that end a text as another directory's file says; those of the checkpoint's are in its ModelConfig."""
+    file = Path(source) / FILE
+    if source in ("auto", "vllm") or not file.is_file():
+        return ()
+    try:
+        found = msgspec.json.decode(file.read_bytes(), type=_EosTokens).eos_token_id
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file}: {error}") from None
+    return () if found is None else (found,) if isinstance(found, int) else tuple(found)
+
+
+class _EosTokens(msgspec.Struct):
+    eos_token_id: int | list[int] | None = None
+
+
 def sampling_defaults(model: Path, source: str) -> dict[str, Any]:
     """Options of SamplingParams.
 

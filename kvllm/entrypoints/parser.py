@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from kvllm.entrypoints.spelling import did_you_mean
+from kvllm.spelling import did_you_mean
 
 WRONG_USAGE = 2
 

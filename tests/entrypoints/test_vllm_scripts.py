@@ -88,9 +88,10 @@ def test_without_sampling_params_the_checkpoint_decides(llm: LLM) -> None:
 
 def test_generation_config_may_be_vllm_s_or_another_directory(path: Path, tmp_path: Path) -> None:
     assert make_llm(path, generation_config="vllm").get_default_sampling_params() == SamplingParams()
-    write_generation_config(tmp_path, temperature=0.25)
-    given = make_llm(path, generation_config=str(tmp_path)).get_default_sampling_params()
-    assert given == SamplingParams(temperature=0.25)
+    write_generation_config(tmp_path, temperature=0.25, eos_token_id=[7])
+    given = make_llm(path, generation_config=str(tmp_path))
+    assert given.get_default_sampling_params() == SamplingParams(temperature=0.25)
+    assert 7 in given.model_config.eos_token_ids
     with pytest.raises(ConfigError, match=r"generation_config='nowhere' .* does not exist"):
         make_llm(path, generation_config="nowhere")
     write_generation_config(tmp_path, temperature=-1)
