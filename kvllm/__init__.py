@@ -10,7 +10,7 @@ from kvllm.errors import CheckpointError, ConfigError, EngineDeadError, KvLLMErr
 from kvllm.outputs import CompletionOutput, RequestOutput
 from kvllm.prompts import TextPrompt, TokensPrompt
 from kvllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
-from kvllm.structured_outputs import StructuredOutputs
+from kvllm.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from kvllm.async_llm import AsyncLLM
@@ -34,7 +34,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
-    "StructuredOutputs",
+    "StructuredOutputsParams",
     "TenantConfig",
     "TextPrompt",
     "TokensPrompt",

@@ -10,7 +10,7 @@ from msgspec.structs import force_setattr
 
 from kvllm.config import Options, Refused, check_types, require
 from kvllm.errors import RequestError
-from kvllm.structured_outputs import StructuredOutputs
+from kvllm.structured_outputs import StructuredOutputsParams
 
 # Below this temperature the draw is the argmax: dividing by it would only overflow.
 GREEDY_TEMPERATURE = 1e-5
@@ -125,7 +125,7 @@ class SamplingParams(Options, frozen=True, kw_only=True, array_like=True):
     budget_tokens: int | None = None
     compress: bool = True
     retain_blocks: int | None = None
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         check_types(self)

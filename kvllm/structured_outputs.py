@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, ClassVar
 
-from msgspec import Struct
 from msgspec.structs import force_setattr
 
-from kvllm.config import check_types, require
+from kvllm.config import Options, Refused, check_types, require
 from kvllm.errors import ConfigError
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 
-class StructuredOutputs(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class StructuredOutputsParams(Options, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """A rule that a completion's text obeys from its first to its last character. Exactly one of the first five.
 
     Names are those of vLLM. A wrong value raises ConfigError when constructed. A rule that cannot be compiled is
@@ -31,6 +30,14 @@ class StructuredOutputs(Struct, frozen=True, kw_only=True, omit_defaults=True, f
         free_start: text that begins the free part, such as "<think>". With it, the completion may leave that part out;
             without it, the completion is in the free part from the start.
     """
+
+    REFUSED: ClassVar[Refused] = {
+        "disable_fallback": ((True, False), "there is one engine of grammars"),
+        "disable_any_whitespace": ((False,), "white space between tokens of JSON is free"),
+        "disable_additional_properties": ((False,), "say additionalProperties in the schema"),
+        "whitespace_pattern": ((), "white space between tokens of JSON is free"),
+        "structural_tag": ((), "use grammar"),
+    }
 
     json: str | dict[str, Any] | None = None
     json_object: bool | None = None

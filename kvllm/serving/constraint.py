@@ -11,7 +11,7 @@ from kvllm.serving.errors import bad_request
 from kvllm.serving.protocol import ChatCompletionRequest, CompletionRequest, ResponseFormat
 from kvllm.serving.reasoning import ThoughtTags, is_thought_open, is_thought_over
 from kvllm.serving.tool_choice import ToolChoice, calls_grammar
-from kvllm.structured_outputs import StructuredOutputs
+from kvllm.structured_outputs import StructuredOutputsParams
 from kvllm.tokenizer import Tokenizer
 
 
@@ -19,7 +19,7 @@ def constraint(
     body: CompletionRequest | ChatCompletionRequest,
     tokenizer: Tokenizer | None = None,
     tools: ToolChoice | None = None,
-) -> StructuredOutputs | None:
+) -> StructuredOutputsParams | None:
     """The rule of a request, or None. Raises ApiError and ConfigError.
 
     tokenizer, tools: of a chat.
@@ -30,14 +30,16 @@ def constraint(
     }
     if tools is not None and tools.must_call:
         assert tokenizer is not None  # else there is no chat
-        found["tool_choice"] = StructuredOutputs(grammar=calls_grammar(tools, tokenizer.added_token_ids.get))
+        found["tool_choice"] = StructuredOutputsParams(grammar=calls_grammar(tools, tokenizer.added_token_ids.get))
     given = [name for name, rule in found.items() if rule is not None]
     if len(given) > 1:
         raise bad_request(f"{' and '.join(given)} exclude each other: give one", given[0])
     return found[given[0]] if given else None
 
 
-def behind_thought(rule: StructuredOutputs, tags: ThoughtTags, prompt: str, continued: str) -> StructuredOutputs:
+def behind_thought(
+    rule: StructuredOutputsParams, tags: ThoughtTags, prompt: str, continued: str
+) -> StructuredOutputsParams:
     """The rule for the answer alone, wherever the prompt leaves room for a thought in front of it."""
     if rule.free_end is not None or is_thought_over(prompt, tags):
         return rule
@@ -46,23 +48,25 @@ def behind_thought(rule: StructuredOutputs, tags: ThoughtTags, prompt: str, cont
     return structs.replace(rule, free_end=tags.end, free_start=tags.start)
 
 
-def _structured_outputs(fields: dict[str, Any] | None) -> StructuredOutputs | None:
+def _structured_outputs(fields: dict[str, Any] | None) -> StructuredOutputsParams | None:
     if not fields:
         return None
     try:
-        return msgspec.convert({name: value for name, value in fields.items() if value is not None}, StructuredOutputs)
+        return msgspec.convert(
+            {name: value for name, value in fields.items() if value is not None}, StructuredOutputsParams
+        )
     except msgspec.ValidationError as error:
         raise bad_request(f"structured_outputs: {error}", "structured_outputs") from None
 
 
-def _of_format(wanted: ResponseFormat | None) -> StructuredOutputs | None:
+def _of_format(wanted: ResponseFormat | None) -> StructuredOutputsParams | None:
     if wanted is None or wanted.type == "text":
         return None
     if wanted.type == "json_object":
-        return StructuredOutputs(json_object=True)
+        return StructuredOutputsParams(json_object=True)
     if wanted.type != "json_schema":
         allowed = "text, json_object or json_schema"
         raise bad_request(f"response_format.type={wanted.type!r} is not allowed: {allowed}", "response_format")
     if wanted.json_schema is None or wanted.json_schema.schema is None:
         raise bad_request("response_format needs json_schema: {name, schema}", "response_format")
-    return StructuredOutputs(json=wanted.json_schema.schema)
+    return StructuredOutputsParams(json=wanted.json_schema.schema)

@@ -16,7 +16,7 @@ import msgspec
 from kvllm.errors import RequestError
 from kvllm.structured import trial
 from kvllm.structured.compile import Grammars
-from kvllm.structured_outputs import StructuredOutputs
+from kvllm.structured_outputs import StructuredOutputsParams
 
 MAX_KNOWN = 1000
 """Rules whose verdict is remembered."""
@@ -36,7 +36,7 @@ class GrammarChecker:
         self._process: subprocess.Popen[bytes] | None = None
         self._known: dict[bytes, str | None] = {}
 
-    def check(self, rule: StructuredOutputs) -> None:
+    def check(self, rule: StructuredOutputsParams) -> None:
         """Takes a millisecond as a rule, a second or two for the first rule of all. Raises RequestError."""
         if find_spec("llguidance") is None:
             raise RequestError(

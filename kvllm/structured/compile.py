@@ -15,7 +15,7 @@ from kvllm.errors import CheckpointError, RequestError
 from kvllm.structured.grammar import to_grammar
 from kvllm.structured.matcher import Matcher, first_line
 from kvllm.structured.vocabulary import Vocabulary
-from kvllm.structured_outputs import StructuredOutputs
+from kvllm.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -53,11 +53,11 @@ class Grammars:
             with suppress(CheckpointError, RequestError):  # the checker refuses all rules then, with the reason
                 _ = self.tokenizer
 
-    def matcher(self, rule: StructuredOutputs) -> Matcher:
+    def matcher(self, rule: StructuredOutputsParams) -> Matcher:
         """A matcher at the beginning of a text. What is wrong with the rule shows when it is used."""
         return Matcher(lambda: self.compile(rule).deep_copy(), self._eos_token_ids)
 
-    def compile(self, rule: StructuredOutputs) -> LLMatcher:
+    def compile(self, rule: StructuredOutputsParams) -> LLMatcher:
         """The grammar's first state; to be copied, not used. Raises RequestError if it does not compile."""
         key = msgspec.msgpack.encode(rule)
         if state := self._compiled.get(key):  # without the lock: a step must not wait for what another thread compiles
@@ -68,7 +68,7 @@ class Grammars:
                 del self._compiled[next(iter(self._compiled))]
         return state
 
-    def _compile(self, rule: StructuredOutputs) -> LLMatcher:
+    def _compile(self, rule: StructuredOutputsParams) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(

@@ -1,4 +1,4 @@
-"""StructuredOutputs to the grammar that llguidance compiles."""
+"""StructuredOutputsParams to the grammar that llguidance compiles."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvllm.errors import RequestError
-from kvllm.structured_outputs import StructuredOutputs
+from kvllm.structured_outputs import StructuredOutputsParams
 
 MAX_CHARACTERS = 2**18
 MAX_DEPTH = 100
@@ -17,7 +17,7 @@ MAX_DEPTH = 100
 WHITE_SPACE = r"(\n {0,40}| )?"
 
 
-def to_grammar(rule: StructuredOutputs, token_id_of: Callable[[str], int | None]) -> str:
+def to_grammar(rule: StructuredOutputsParams, token_id_of: Callable[[str], int | None]) -> str:
     """The grammar in llguidance's JSON.
 
     token_id_of: the id of a token that stands for a text on its own, such as "</think>", or None.
@@ -51,7 +51,7 @@ def _free_part(start: str | None, end: str, token_id_of: Callable[[str], int | N
     return f"start: {part} @answer\nBREAK: /\\n{{0,2}}/\n{definition}"
 
 
-def _grammar_of(rule: StructuredOutputs) -> dict[str, Any]:
+def _grammar_of(rule: StructuredOutputsParams) -> dict[str, Any]:
     if rule.json is not None:
         assert isinstance(rule.json, str)
         _check_size("json", rule.json)

@@ -1,7 +1,7 @@
 """A process that tries grammars, so that one which explodes harms nobody: `python -m kvllm.structured.trial`.
 
 Messages have the number of their bytes in front, 8 bytes, big-endian. The first one to come is a Vocabulary, each
-further one StructuredOutputs, as MessagePack. The answer to one is the text of an error, or null if there is none. A
+further one StructuredOutputsParams, as MessagePack. The answer to one is the text of an error, or null if there is none. A
 rule that takes more than its time or memory ends the process without an answer.
 """
 
@@ -21,7 +21,7 @@ from msgspec import structs
 from kvllm.errors import RequestError
 from kvllm.structured.compile import Grammars
 from kvllm.structured.vocabulary import Vocabulary
-from kvllm.structured_outputs import StructuredOutputs
+from kvllm.structured_outputs import StructuredOutputsParams
 
 MAX_SECONDS = 1.0
 """Computing time to compile a rule and to follow it for some tokens."""
@@ -42,7 +42,7 @@ def receive(stream: IO[bytes]) -> bytes | None:
     return message if len(message) == length and length else None
 
 
-def try_rule(grammars: Grammars, rule: StructuredOutputs) -> None:
+def try_rule(grammars: Grammars, rule: StructuredOutputsParams) -> None:
     """Compile a rule, and follow it along some text that it allows. Raises RequestError."""
     bare = structs.replace(rule, free_end=None, free_start=None)  # a walk would not come to the end of the free part
     if bare != rule:
@@ -72,7 +72,7 @@ def main() -> None:
 def _answer(grammars: Grammars, message: bytes) -> str | None:
     signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)  # nothing handles its signal, so that it ends the process
     try:
-        try_rule(grammars, msgspec.msgpack.decode(message, type=StructuredOutputs))
+        try_rule(grammars, msgspec.msgpack.decode(message, type=StructuredOutputsParams))
     except RequestError as error:
         return str(error)
     finally:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvllm import LLM, RequestError, SamplingParams, StructuredOutputs
+from kvllm import LLM, RequestError, SamplingParams, StructuredOutputsParams
 from kvllm.engine_args import DEFAULT_MODEL
 
 pytest.importorskip("ray", reason="needs ray: pip install ray")
@@ -21,7 +21,7 @@ OPTIONS: dict[str, Any] = {"block_size": 16, "num_gpu_blocks_override": 200}
 
 def sampled(llm: LLM) -> list[str]:
     """Texts of completions that branch off from one prompt, and of a greedy one."""
-    rule = StructuredOutputs(regex=PATTERN)
+    rule = StructuredOutputsParams(regex=PATTERN)
     params = [
         SamplingParams(n=4, seed=1, temperature=3, max_tokens=60, structured_outputs=rule),
         SamplingParams(temperature=0, max_tokens=60, structured_outputs=rule),
@@ -51,7 +51,7 @@ def test_other_processes_sample_what_this_one_does(processes: str, ready: list[b
         assert ready_for_rules(llm) == ready
         found = sampled(llm)
         with pytest.raises(RequestError, match="too many expressions"):
-            rule = StructuredOutputs(regex="(((a?){30}){30}){30}")
+            rule = StructuredOutputsParams(regex="(((a?){30}){30}){30}")
             llm.generate("ten", SamplingParams(structured_outputs=rule), use_tqdm=False)
     finally:
         llm.llm_engine.close()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvllm import LLM, AsyncLLM, BeamSearchParams, SamplingParams, StructuredOutputs
+from kvllm import LLM, AsyncLLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from kvllm.engine_args import EngineArgs
 from tests.helpers.asgi import ask
 from tests.helpers.checkpoints import make_parrot
@@ -67,7 +67,7 @@ def test_min_tokens(llm: LLM) -> None:
 @pytest.mark.skipif(find_spec("llguidance") is None, reason="needs llguidance: pip install llguidance")
 def test_structured_outputs(llm: LLM) -> None:
     """The model would go on: nothing but the end is left to it."""
-    params = SamplingParams(temperature=0, max_tokens=20, structured_outputs=StructuredOutputs(regex="ab?"))
+    params = SamplingParams(temperature=0, max_tokens=20, structured_outputs=StructuredOutputsParams(regex="ab?"))
     (completion,) = llm.generate("<think>", params, use_tqdm=False)[0].outputs
     assert names(llm, completion.token_ids) == ["a", "b", END]
     assert (completion.text, completion.finish_reason) == ("ab", "stop")
@@ -80,7 +80,7 @@ def test_an_end_that_is_a_word_of_the_vocabulary_is_no_text_of_a_rule(tmp_path: 
     file = json.loads((tmp_path / "tokenizer.json").read_text())
     file["added_tokens"] = [token for token in file["added_tokens"] if token["content"] != END]
     (tmp_path / "tokenizer.json").write_text(json.dumps(file))
-    rule = StructuredOutputs(regex=r"[a-z_<>|]{10}[xyz]")
+    rule = StructuredOutputsParams(regex=r"[a-z_<>|]{10}[xyz]")
     params = SamplingParams(temperature=0, max_tokens=20, structured_outputs=rule)
     (completion,) = LLM(tmp_path, **OPTIONS).generate("<think>", params, use_tqdm=False)[0].outputs
     assert re.fullmatch(rule.regex or "", completion.text) and completion.finish_reason == "stop"

@@ -24,6 +24,7 @@ from kvllm import (
     RequestError,
     RequestOutputKind,
     SamplingParams,
+    StructuredOutputsParams,
     TextPrompt,
     TokensPrompt,
 )
@@ -141,7 +142,7 @@ def test_the_tokenizer_may_be_another_directory(path: Path, tmp_path: Path, llm:
     make_checkpoint(tmp_path, "qwen3", head_dim=16, vocab_size=load_model_config(path).vocab_size, num_hidden_layers=1)
     output = make_llm(tmp_path, tokenizer=path).generate("AB", GREEDY, use_tqdm=False)[0]
     assert output.prompt_token_ids == llm.get_tokenizer().encode("AB") and output.outputs[0].text
-    structured = SamplingParams(structured_outputs=kvllm.StructuredOutputs(choice=["AB"]), temperature=0)
+    structured = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["AB"]), temperature=0)
     assert make_llm(tmp_path, tokenizer=str(path)).generate("A", structured, use_tqdm=False)[0].outputs[0].text == "AB"
     with pytest.raises(CheckpointError, match="has no tokenizer"):
         make_llm(path, tokenizer=str(tmp_path))
@@ -224,6 +225,16 @@ def test_sampling_options_that_cannot_be_obeyed_are_refused_with_the_reason(name
         SamplingParams(**{name: "something else"})
     neutral, _ = SamplingParams.REFUSED[name]
     assert all(SamplingParams(**{name: value}) == SamplingParams() for value in (None, *neutral))
+
+
+def test_structured_outputs_have_vllm_s_name_and_options() -> None:
+    for name, (neutral, _) in StructuredOutputsParams.REFUSED.items():
+        with pytest.raises(ConfigError, match=f"^{name}=.* is not allowed: .{{10,}}"):
+            StructuredOutputsParams(regex="a", **{name: "something else"})
+        for value in (None, *neutral):
+            assert StructuredOutputsParams(regex="a", **{name: value}) == StructuredOutputsParams(regex="a")
+    with pytest.raises(ConfigError, match="no option 'regx'; did you mean regex"):
+        StructuredOutputsParams(regx="a")
 
 
 def test_detokenize_false_makes_no_text(llm: LLM) -> None:

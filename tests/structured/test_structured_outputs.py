@@ -14,7 +14,7 @@ import jsonschema
 import numpy as np
 import pytest
 
-from kvllm import LLM, ConfigError, RequestError, RequestOutput, SamplingParams, StructuredOutputs
+from kvllm import LLM, ConfigError, RequestError, RequestOutput, SamplingParams, StructuredOutputsParams
 from kvllm.async_llm import AsyncLLM
 from kvllm.engine_args import DEFAULT_MODEL, EngineArgs
 from kvllm.structured.compile import Grammars
@@ -72,7 +72,7 @@ def texts(outputs: list[RequestOutput]) -> list[str]:
 
 
 def test_200_samples_match_a_schema(stories: LLM) -> None:
-    found = texts(generate(stories, [StructuredOutputs(json=SCHEMA)] * 200, temperature=1.5, max_tokens=400))
+    found = texts(generate(stories, [StructuredOutputsParams(json=SCHEMA)] * 200, temperature=1.5, max_tokens=400))
     for text in found:
         jsonschema.validate(json.loads(text), SCHEMA)
     assert len(set(found)) > 150  # of which none was forced
@@ -82,7 +82,7 @@ def test_200_samples_match_a_schema(stories: LLM) -> None:
 @pytest.mark.parametrize("model", ["reasoner", "stories"])
 def test_200_samples_match_a_regular_expression(model: str, pattern: str, request: pytest.FixtureRequest) -> None:
     llm = request.getfixturevalue(model)
-    found = texts(generate(llm, [StructuredOutputs(regex=pattern)] * 200, temperature=5))
+    found = texts(generate(llm, [StructuredOutputsParams(regex=pattern)] * 200, temperature=5))
     assert all(re.fullmatch(pattern, text) for text in found)
     assert len(set(found)) > 20
 
@@ -90,18 +90,18 @@ def test_200_samples_match_a_regular_expression(model: str, pattern: str, reques
 def test_200_samples_are_choices(reasoner: LLM) -> None:
     """One choice begins with another, and one has characters that mean something in a regular expression."""
     choices = ["red", "re", "a.c+", "ten times", "9"]
-    found = texts(generate(reasoner, [StructuredOutputs(choice=choices)] * 200, temperature=30))
+    found = texts(generate(reasoner, [StructuredOutputsParams(choice=choices)] * 200, temperature=30))
     assert set(found) == set(choices)
 
 
 @pytest.mark.parametrize("grammar", [GBNF, 'start: item ("," item)*\nitem: "a" | "b" /[0-9]/'])
 def test_grammars_of_both_kinds(reasoner: LLM, grammar: str) -> None:
-    found = texts(generate(reasoner, [StructuredOutputs(grammar=grammar)] * 20, temperature=5, max_tokens=2000))
+    found = texts(generate(reasoner, [StructuredOutputsParams(grammar=grammar)] * 20, temperature=5, max_tokens=2000))
     assert all(re.fullmatch("(a|b[0-9])(,(a|b[0-9]))*", text) for text in found)
 
 
 def test_json_object(stories: LLM) -> None:
-    outputs = generate(stories, [StructuredOutputs(json_object=True)] * 40, temperature=30, max_tokens=60)
+    outputs = generate(stories, [StructuredOutputsParams(json_object=True)] * 40, temperature=30, max_tokens=60)
     ended = [output.outputs[0].text for output in outputs if output.outputs[0].finish_reason == "stop"]
     assert ended and all(isinstance(json.loads(text), dict) for text in ended)
     assert all(output.outputs[0].text.startswith("{") for output in outputs)
@@ -113,7 +113,7 @@ def test_json_object(stories: LLM) -> None:
     {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.3}, {"logprobs": 3}, {"temperature": 0, "logprobs": 2},
 ])  # fmt: skip
 def test_every_kind_of_sampling_obeys(reasoner: LLM, options: dict[str, Any]) -> None:
-    outputs = generate(reasoner, [StructuredOutputs(regex="[xyz]{3}[0-9]{3}")] * 10, **options)
+    outputs = generate(reasoner, [StructuredOutputsParams(regex="[xyz]{3}[0-9]{3}")] * 10, **options)
     assert all(re.fullmatch("[xyz]{3}[0-9]{3}", text) for text in texts(outputs))
     for output in outputs if "logprobs" in options else []:
         completion = output.outputs[0]
@@ -121,7 +121,7 @@ def test_every_kind_of_sampling_obeys(reasoner: LLM, options: dict[str, Any]) ->
 
 
 def test_completions_of_one_prompt_follow_the_rule_one_by_one(reasoner: LLM) -> None:
-    params = SamplingParams(n=8, seed=3, temperature=9, structured_outputs=StructuredOutputs(regex="[a-z]{6}"))
+    params = SamplingParams(n=8, seed=3, temperature=9, structured_outputs=StructuredOutputsParams(regex="[a-z]{6}"))
     (output,) = reasoner.generate("ten", params, use_tqdm=False)
     found = [completion.text for completion in output.outputs]
     assert all(re.fullmatch("[a-z]{6}", text) for text in found)
@@ -133,26 +133,26 @@ def test_completions_of_one_prompt_follow_the_rule_one_by_one(reasoner: LLM) -> 
 
 def test_the_text_does_not_end_early_nor_late(reasoner: LLM) -> None:
     """A greedy model that would end at once must go on, and one that would go on must end."""
-    rules = [StructuredOutputs(regex="[0-9]{30}"), StructuredOutputs(regex="[0-9]")]
+    rules = [StructuredOutputsParams(regex="[0-9]{30}"), StructuredOutputsParams(regex="[0-9]")]
     long, short = texts(generate(reasoner, rules, temperature=0))
     assert (len(long), len(short)) == (30, 1)
 
 
 def test_min_tokens_is_kept_where_the_rule_lets_the_text_go_on(reasoner: LLM) -> None:
-    rules = [StructuredOutputs(regex="[0-9]{2,40}"), StructuredOutputs(regex="[0-9]{2}")]
+    rules = [StructuredOutputsParams(regex="[0-9]{2,40}"), StructuredOutputsParams(regex="[0-9]{2}")]
     free, forced = generate(reasoner, rules, temperature=0, min_tokens=20)
     assert 20 <= len(free.outputs[0].token_ids) <= 41
     assert re.fullmatch("[0-9]{2}", forced.outputs[0].text)  # the rule comes first
 
 
 def test_ignore_eos_adds_no_text(reasoner: LLM) -> None:
-    (output,) = generate(reasoner, [StructuredOutputs(regex="[0-9]{3}")], ignore_eos=True, max_tokens=12)
+    (output,) = generate(reasoner, [StructuredOutputsParams(regex="[0-9]{3}")], ignore_eos=True, max_tokens=12)
     assert re.fullmatch("[0-9]{3}", output.outputs[0].text)
     assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (12, "length")
 
 
 def test_a_stop_string_ends_the_text_inside_the_rule(reasoner: LLM) -> None:
-    (output,) = generate(reasoner, [StructuredOutputs(regex="[0-9]{3}x[0-9]{3}")], stop=["x"])
+    (output,) = generate(reasoner, [StructuredOutputsParams(regex="[0-9]{3}x[0-9]{3}")], stop=["x"])
     assert re.fullmatch("[0-9]{3}", output.outputs[0].text) and output.outputs[0].stop_reason == "x"
 
 
@@ -161,7 +161,7 @@ def test_a_stop_string_ends_the_text_inside_the_rule(reasoner: LLM) -> None:
 
 def test_a_rule_that_allows_all_changes_no_token(reasoner: LLM) -> None:
     for temperature in (0, 1.0):
-        with_rule = generate(reasoner, [StructuredOutputs(regex=r"(?s:.*)")] * 10, temperature=temperature)
+        with_rule = generate(reasoner, [StructuredOutputsParams(regex=r"(?s:.*)")] * 10, temperature=temperature)
         without = generate(reasoner, [None] * 10, temperature=temperature)
         assert [o.outputs[0].token_ids for o in with_rule] == [o.outputs[0].token_ids for o in without]
 
@@ -169,7 +169,7 @@ def test_a_rule_that_allows_all_changes_no_token(reasoner: LLM) -> None:
 def test_batch_mates_are_the_same_bit_for_bit(reasoner: LLM) -> None:
     """With logprobs, so that more than tokens is compared."""
     alone = generate(reasoner, [None] * 16, logprobs=5)
-    rules = [None] * 16 + [StructuredOutputs(regex="[0-9]{30,60}"), StructuredOutputs(choice=["so"])] * 8
+    rules = [None] * 16 + [StructuredOutputsParams(regex="[0-9]{30,60}"), StructuredOutputsParams(choice=["so"])] * 8
     beside = generate(reasoner, rules, logprobs=5)[:16]
     assert [o.outputs[0].token_ids for o in alone] == [o.outputs[0].token_ids for o in beside]
     assert [o.outputs[0].logprobs for o in alone] == [o.outputs[0].logprobs for o in beside]
@@ -177,7 +177,7 @@ def test_batch_mates_are_the_same_bit_for_bit(reasoner: LLM) -> None:
 
 def test_the_rule_survives_preemptions(reasoner: LLM) -> None:
     small = LLM(DEFAULT_MODEL, block_size=16, num_gpu_blocks_override=12, max_model_len=160)
-    rules = [StructuredOutputs(regex="([0-9]{4}[a-f]{2}){12,20}")] * 6
+    rules = [StructuredOutputsParams(regex="([0-9]{4}[a-f]{2}){12,20}")] * 6
     expected, found = (texts(generate(llm, rules, seed=5, temperature=3, max_tokens=140)) for llm in (reasoner, small))
     assert small.stats().preemptions > 0
     assert found == expected
@@ -186,7 +186,7 @@ def test_the_rule_survives_preemptions(reasoner: LLM) -> None:
 
 def test_the_rule_survives_a_failed_step(reasoner: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """All sequences are dropped, and go on from the tokens that they had."""
-    engine, rule = reasoner.llm_engine, StructuredOutputs(regex="([0-9]{4}[a-f]{2}){5}")
+    engine, rule = reasoner.llm_engine, StructuredOutputsParams(regex="([0-9]{4}[a-f]{2}){5}")
     params = SamplingParams(seed=0, max_tokens=100, temperature=3, structured_outputs=rule)
     (expected,) = reasoner.generate("ten", params, use_tqdm=False)
     output = engine.add_request("x", "ten", params)
@@ -211,7 +211,7 @@ def test_the_rule_begins_after_a_free_part(start: str | None, end: str) -> None:
     eos = tokenizer.hf.convert_tokens_to_ids("<|im_end|>")
     assert isinstance(eos, int)
     grammars = Grammars(lambda: read_vocabulary(tokenizer, len(tokenizer.hf), (eos,)), (eos,))
-    matcher = grammars.matcher(StructuredOutputs(regex="[0-9]+", free_end=end, free_start=start))
+    matcher = grammars.matcher(StructuredOutputsParams(regex="[0-9]+", free_end=end, free_start=start))
     written: list[int] = []
     for token_id in tokenizer.encode((start or "") + 'It is {"a" 中 <\n' + end + "\n\n42"):
         allowed = matcher.allowed(written)
@@ -225,7 +225,7 @@ def test_the_rule_begins_after_a_free_part(start: str | None, end: str) -> None:
 def test_a_free_part_may_be_left_out() -> None:
     tokenizer = byte_level("chat")
     grammars = Grammars(lambda: read_vocabulary(tokenizer, len(tokenizer.hf), (2,)), (2,))
-    rule = StructuredOutputs(regex="[0-9]+", free_end="</think>", free_start="<think>")
+    rule = StructuredOutputsParams(regex="[0-9]+", free_end="</think>", free_start="<think>")
     allowed = np.flatnonzero(grammars.matcher(rule).allowed([])).tolist()
     assert {tokenizer.decode_token(token_id) for token_id in allowed} == {"<think>", *"0123456789"}
 
@@ -258,15 +258,15 @@ def test_a_free_part_may_be_left_out() -> None:
 def test_bad_rules_are_refused_before_they_start(reasoner: LLM, rule: dict[str, Any], said: str | None) -> None:
     begin = time.process_time()
     with pytest.raises(RequestError, match=said):
-        reasoner.llm_engine.add_request("x", "ten", SamplingParams(structured_outputs=StructuredOutputs(**rule)))
+        reasoner.llm_engine.add_request("x", "ten", SamplingParams(structured_outputs=StructuredOutputsParams(**rule)))
     assert time.process_time() - begin < 0.5  # of this process, where steps run
     assert not reasoner.llm_engine.has_unfinished_requests()
 
 
 def test_a_slow_rule_ends_its_own_request(reasoner: LLM) -> None:
     """It is ambiguous: every token has more ways to be read than the one before."""
-    slow = StructuredOutputs(grammar='start: e\ne: e e | "a" | e e e')
-    bad, good = generate(reasoner, [slow, StructuredOutputs(regex="[0-9]{100}")], max_tokens=1000)
+    slow = StructuredOutputsParams(grammar='start: e\ne: e e | "a" | e e e')
+    bad, good = generate(reasoner, [slow, StructuredOutputsParams(regex="[0-9]{100}")], max_tokens=1000)
     assert bad.error is not None and "structured_outputs" in str(bad.error)
     assert re.fullmatch("[0-9]{100}", good.outputs[0].text)
 
@@ -275,7 +275,7 @@ def test_a_rule_that_explodes_holds_up_nobody() -> None:
     """It is tried for a second of computing time, during which another request gets its tokens."""
     args = EngineArgs(DEFAULT_MODEL, block_size=16, num_gpu_blocks_override=600)
     llm = AsyncLLM.from_engine_args(args)
-    rule = StructuredOutputs(regex="(a{1000}){1000}")
+    rule = StructuredOutputsParams(regex="(a{1000}){1000}")
 
     async def refused() -> None:
         with pytest.raises(RequestError):
@@ -306,14 +306,14 @@ def test_a_rule_that_explodes_holds_up_nobody() -> None:
 )  # fmt: skip
 def test_fields_are_checked(fields: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        StructuredOutputs(**fields)
+        StructuredOutputsParams(**fields)
 
 
 def test_a_schema_may_be_a_dict_or_text() -> None:
-    assert StructuredOutputs(json={"type": "null"}) == StructuredOutputs(json='{"type": "null"}')
+    assert StructuredOutputsParams(json={"type": "null"}) == StructuredOutputsParams(json='{"type": "null"}')
 
 
 def test_missing_library(reasoner: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(RequestError, match=r"kvllm\[serve\]"):
-        reasoner.generate("ten", SamplingParams(structured_outputs=StructuredOutputs(regex="a")), use_tqdm=False)
+        reasoner.generate("ten", SamplingParams(structured_outputs=StructuredOutputsParams(regex="a")), use_tqdm=False)
