@@ -1,8 +1,8 @@
 """A process that tries grammars, so that one which explodes harms nobody: `python -m kvllm.structured.trial`.
 
 Messages have the number of their bytes in front, 8 bytes, big-endian. The first one to come is a Vocabulary, each
-further one StructuredOutputsParams, as MessagePack. The answer to one is the text of an error, or null if there is none. A
-rule that takes more than its time or memory ends the process without an answer.
+further one StructuredOutputsParams, as MessagePack. The answer to one is the text of an error, or null if there is
+none. A rule that takes more than its time or memory ends the process without an answer.
 """
 
 from __future__ import annotations
