@@ -59,8 +59,8 @@ class LLM:
     @_with_options_of(EngineArgs)
     def __init__(self, *args: Any, **options: Any) -> None:
         engine_args = EngineArgs(*args, **options)
-        engine_args.sampling_defaults  # noqa: B018  # a file that cannot be read is an error before any work starts
         self.engine_args = engine_args
+        self._default_params = SamplingParams(**engine_args.sampling_defaults)
         self.model_config = engine_args.model_config
         self.cache_shape = cache_shape(engine_args)
         self.llm_engine = build_engine(engine_args)
@@ -214,7 +214,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` and `chat` use where they get none: the checkpoint's own (`generation_config`)."""
-        return SamplingParams(**self.engine_args.sampling_defaults)
+        return self._default_params
 
     def reset_prefix_cache(self) -> bool:
         """Let later requests find nothing of what is cached so far. Returns True."""
