@@ -25,6 +25,7 @@ from kvllm.outputs import RequestMetrics, RequestOutput
 from kvllm.prompts import Prompt
 from kvllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from kvllm.stats import EngineStats
+from kvllm.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from kvllm.engine_builder import Engine
@@ -294,6 +295,10 @@ class AsyncLLM:
 
     # In the event loop
 
+    async def check_rule(self, rule: StructuredOutputsParams) -> None:
+        """Raises RequestError for a rule that cannot be obeyed. The verdict is remembered."""
+        await asyncio.to_thread(self._engine.inputs.check_grammar, rule)
+
     @asynccontextmanager
     async def _open(
         self, prompt: Prompt, sampling_params: SamplingParams, request_id: str, options: dict[str, Any]
@@ -306,7 +311,7 @@ class AsyncLLM:
         try:
             prompt = await self._encoded(prompt)
             if sampling_params.structured_outputs is not None:  # the engine's thread then finds it compiled
-                await asyncio.to_thread(self._engine.inputs.check_grammar, sampling_params)
+                await self.check_rule(sampling_params.structured_outputs)
             self._loop.submit(partial(self._add, stream, request_id, prompt, sampling_params, options))
             await self.check_health()  # nobody reads orders behind a failure
             yield stream

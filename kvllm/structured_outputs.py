@@ -20,7 +20,8 @@ class StructuredOutputsParams(Options, frozen=True, kw_only=True, omit_defaults=
     refused with the request.
 
     Attributes:
-        json: a JSON schema, as text or as a dict (stored as text). White space between tokens is free.
+        json: a JSON schema, as text or as a dict (stored as text). White space between tokens is free. Keywords that
+            cannot be enforced are left out; `"x-guidance": {"lenient": false}` in the schema refuses them.
         json_object: True for any JSON object.
         regex: a regular expression that the whole text matches, in the syntax of Rust's regex crate: Python's without
             look-around and backreferences.

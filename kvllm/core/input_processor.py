@@ -18,6 +18,7 @@ from kvllm.errors import RequestError
 from kvllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from kvllm.prompts import PROMPT_KEYS, Array, Prompt, check_keys
 from kvllm.sampling_params import MAX_INTEGER, SamplingParams, is_unicode
+from kvllm.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from kvllm.structured.checker import GrammarChecker
@@ -58,7 +59,8 @@ class InputProcessor:
         if isinstance(prompt, Mapping) and origin.cache_salt is None:
             origin = structs.replace(origin, cache_salt=prompt.get("cache_salt"))
         _check_origin(origin)
-        self.check_grammar(sampling)
+        if sampling.structured_outputs is not None:
+            self.check_grammar(sampling.structured_outputs)
         seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
         return self._make(request_id, text, token_ids, sampling, stream, seed, origin)
 
@@ -123,14 +125,12 @@ class InputProcessor:
             raise RequestError(f"token id {outside[0]} is not in the vocabulary: allowed are 0 to {largest}")
         self._check_options(sampling)
 
-    def check_grammar(self, sampling: SamplingParams) -> None:
+    def check_grammar(self, rule: StructuredOutputsParams) -> None:
         """Raises RequestError for structured outputs that cannot be followed. Any thread may call it, and one that does
         so ahead of `new_request` saves the engine's thread the time: the verdict is remembered."""
-        if sampling.structured_outputs is None:
-            return
         if self.tokenizer is None or self.grammars is None:
             raise RequestError("structured_outputs needs the checkpoint's tokenizer, and there is none")
-        self.grammars.check(sampling.structured_outputs)
+        self.grammars.check(rule)
 
     def close(self) -> None:
         if self.grammars is not None:

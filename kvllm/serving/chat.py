@@ -34,7 +34,7 @@ from kvllm.serving.responses import (
 )
 from kvllm.serving.sampling import check_generation, num_logprobs, sampling_params
 from kvllm.serving.sse import EventStream, Write, event, until_disconnected
-from kvllm.serving.tool_choice import tool_choice
+from kvllm.serving.tool_choice import tool_choice, with_usable_schemas
 
 decoder = msgspec.json.Decoder(ChatCompletionRequest)
 
@@ -54,13 +54,15 @@ async def prepare(context: RequestContext, body: ChatCompletionRequest) -> ChatA
     """Check a request, and make its prompt. Raises ApiError, RequestError and ConfigError."""
     context.begin(body)
     check_generation(body)
-    tools = tool_choice(body, context.state.options)
+    state = context.state
+    tools = tool_choice(body, state.options)
+    tools = await with_usable_schemas(tools, state.llm.check_rule, state.tokenizer.added_token_ids.get)
     if body.max_completion_tokens is not None:
         body.max_tokens = body.max_completion_tokens
     if body.max_tokens == 0:
         raise bad_request("max_tokens=0 is not allowed: at least 1", "max_tokens")
-    prompt = await chat_prompt(context.state, body, body.messages, prompt_limit(context.state, body))
-    return ChatAnswer(context, body, prompt, ChatFormat(context.state, body, tools, prompt.text or ""))
+    prompt = await chat_prompt(state, body, body.messages, prompt_limit(state, body))
+    return ChatAnswer(context, body, prompt, ChatFormat(state, body, tools, prompt.text or ""))
 
 
 class ChatAnswer:

@@ -11,6 +11,7 @@ from kvllm.serving.errors import bad_request
 from kvllm.serving.protocol import ChatCompletionRequest, CompletionRequest, ResponseFormat
 from kvllm.serving.reasoning import ThoughtTags, is_thought_open, is_thought_over
 from kvllm.serving.tool_choice import ToolChoice, calls_grammar
+from kvllm.structured.json_schema import with_options
 from kvllm.structured_outputs import StructuredOutputsParams
 from kvllm.tokenizer import Tokenizer
 
@@ -69,4 +70,4 @@ def _of_format(wanted: ResponseFormat | None) -> StructuredOutputsParams | None:
         raise bad_request(f"response_format.type={wanted.type!r} is not allowed: {allowed}", "response_format")
     if wanted.json_schema is None or wanted.json_schema.schema is None:
         raise bad_request("response_format needs json_schema: {name, schema}", "response_format")
-    return StructuredOutputsParams(json=wanted.json_schema.schema)
+    return StructuredOutputsParams(json=with_options(wanted.json_schema.schema, wanted.json_schema.strict))

@@ -167,7 +167,8 @@ def chat_of(body: ResponsesRequest) -> ChatCompletionRequest:
 def _format(given: TextFormat) -> ResponseFormat:
     if given.type != "json_schema":
         return ResponseFormat(type=given.type)
-    return ResponseFormat(type=given.type, json_schema=JsonSchema(name=given.name, schema=given.schema))
+    schema = JsonSchema(name=given.name, schema=given.schema, strict=given.strict)
+    return ResponseFormat(type=given.type, json_schema=schema)
 
 
 def _tools(given: list[FunctionTool]) -> list[dict[str, Any]] | None:

@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
+from msgspec import structs
+
 from kvllm.chat_messages import FunctionDefinition, functions_of
+from kvllm.errors import RequestError
 from kvllm.serving.errors import bad_request
 from kvllm.serving.limits import MAX_TOOLS, check_count
 from kvllm.serving.protocol import ChatCompletionRequest
 from kvllm.serving.state import ServerOptions
 from kvllm.serving.tools import END, START
 from kvllm.structured.grammar import literal
+from kvllm.structured.json_schema import with_options
+from kvllm.structured_outputs import StructuredOutputsParams
+
+logger = logging.getLogger(__name__)
+Check = Callable[[StructuredOutputsParams], Awaitable[None]]
+"""Raises RequestError for a rule that cannot be obeyed."""
+MAX_SECONDS = 5.0
+"""Time to look for the tools whose schemas cannot be compiled. One that explodes takes a second or two."""
+TokenIdOf = Callable[[str], int | None]
+"""The id of a token that stands for a tag on its own, or None."""
 
 
 @dataclass(frozen=True)
@@ -21,11 +37,12 @@ class ToolChoice:
     """What the model does with tools.
 
     may_call: whether calls are looked for. must_call: the functions of which one has to be called.
-    several: whether more than one call may come.
+    named: whether the request names that function. several: whether more than one call may come.
     """
 
     may_call: bool = False
     must_call: tuple[FunctionDefinition, ...] = ()
+    named: bool = False
     several: bool = True
 
 
@@ -53,31 +70,62 @@ def tool_choice(body: ChatCompletionRequest, options: ServerOptions) -> ToolChoi
     named = tuple(function for function in functions if function.name == choice.function.name)
     if not named:
         raise bad_request(f"tool_choice names {choice.function.name!r}, which is none of the tools", "tool_choice")
-    return ToolChoice(may_call=True, must_call=named[:1], several=False)
+    return ToolChoice(may_call=True, must_call=named[:1], named=True, several=False)
 
 
-def calls_grammar(choice: ToolChoice, token_id_of: Callable[[str], int | None]) -> str:
+def calls_grammar(choice: ToolChoice, token_id_of: TokenIdOf) -> str:
     """The Lark grammar of calls as `HermesParser` reads them.
 
-    token_id_of: the id of a token that stands for a tag on its own, or None.
+    The schema of a tool's arguments is a grammar of its own: its references start at its own root.
     """
     start, end = literal(START, token_id_of), literal(END, token_id_of)
     names = " | ".join(f"tool_{index}" for index in range(len(choice.must_call)))
     more = " (BREAK call)*" if choice.several else ""
-    lines = [f"start: call{more}", "BREAK: /\\n/", f"call: {start} BREAK ({names}) BREAK {end}"]
-    lines += [f"tool_{i}: %json {json.dumps(_call_schema(each))}" for i, each in enumerate(choice.must_call)]
+    lines = [f"start: call{more}", "BREAK: /\\n/", "CLOSE: / ?}/", f"call: {start} BREAK ({names}) BREAK {end}"]
+    for i, function in enumerate(choice.must_call):
+        head = ("{", '"name"', ":", _text(function.name), ",", '"arguments"', ":")
+        lines.append(f"HEAD_{i}: {' '.join(f'{_text(token)} / ?/' for token in head)}")
+        lines.append(f"tool_{i}: HEAD_{i} arguments_{i} CLOSE")
+        lines.append(f"arguments_{i}: %json {json.dumps(_schema(function))}")
     return "\n".join(lines)
 
 
-def _call_schema(function: FunctionDefinition) -> dict[str, Any]:
-    parameters = function.parameters or {"type": "object"}
-    # References of the function's schema start at its own root.
-    definitions = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}
-    return {
-        "type": "object",
-        "properties": {"name": {"const": function.name}, "arguments": parameters},
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-        "x-guidance": {"whitespace_pattern": " ?"},
-        **definitions,
-    }
+async def with_usable_schemas(choice: ToolChoice, check: Check, token_id_of: TokenIdOf) -> ToolChoice:
+    """The choice, where tools whose schemas cannot be compiled take any object.
+
+    Raises ApiError if such a tool is strict or named by the request, or if finding out takes too long.
+    """
+    if not choice.must_call:
+        return choice
+    try:
+        await check(StructuredOutputsParams(grammar=calls_grammar(choice, token_id_of)))
+    except RequestError:
+        end = time.monotonic() + MAX_SECONDS
+        return replace(choice, must_call=tuple([await _usable(each, choice, check, end) for each in choice.must_call]))
+    return choice
+
+
+async def _usable(function: FunctionDefinition, choice: ToolChoice, check: Check, end: float) -> FunctionDefinition:
+    try:
+        await check(StructuredOutputsParams(json=_schema(function)))
+        return function
+    except RequestError as error:
+        if function.strict or choice.named or time.monotonic() > end:
+            raise bad_request(f"the parameters of the tool {function.name[:100]!r}: {error}", "tools") from None
+        _log_any_object(function.name, str(error))
+    return structs.replace(function, parameters=None)
+
+
+@lru_cache(1000)
+def _log_any_object(name: str, error: str) -> None:
+    """Once for each."""
+    logger.warning("the tool %s takes any object as its arguments: %s", ascii(name)[:100], ascii(error)[:500])
+
+
+def _schema(function: FunctionDefinition) -> dict[str, Any]:
+    schema = {"type": "object", **(function.parameters or {})}
+    return with_options(schema, function.strict, whitespace_pattern=" ?")
+
+
+def _text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

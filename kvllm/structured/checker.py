@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from kvllm.errors import RequestError
 from kvllm.structured import trial
 from kvllm.structured.compile import Grammars
 from kvllm.structured_outputs import StructuredOutputsParams
+
+logger = logging.getLogger(__name__)
 
 MAX_KNOWN = 1000
 """Rules whose verdict is remembered."""
@@ -80,7 +83,11 @@ class GrammarChecker:
                 f"structured_outputs takes more than {trial.MAX_SECONDS:g} s of computing time or "
                 f"{trial.MAX_BYTES >> 20} MiB of memory to compile: simplify it"
             )
-        return msgspec.msgpack.decode(answer, type=str | None)
+        verdict = msgspec.msgpack.decode(answer, type=trial.Verdict)
+        if verdict.not_enforced:
+            left_out = ascii("; ".join(verdict.not_enforced))[:500]
+            logger.warning("structured outputs do not enforce all of a JSON schema: %s", left_out)
+        return verdict.error
 
     def _start(self) -> subprocess.Popen[bytes]:
         vocabulary = msgspec.msgpack.encode(self._grammars.vocabulary)

@@ -75,7 +75,7 @@ class Grammars:
             step_max_items=5000, step_lexer_fuel=50_000, max_lexer_states=50_000, verbose_errors=False
         )
         grammar = to_grammar(rule, self.vocabulary.added_tokens.get)
-        state = LLMatcher(self.tokenizer, grammar, log_level=0, limits=limits)
+        state = LLMatcher(self.tokenizer, grammar.text, log_level=0, limits=limits)
         if state.is_error():
             raise RequestError(f"structured_outputs cannot be compiled: {first_line(state.get_error())}")
         return state

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvllm.errors import RequestError
+from kvllm.structured.json_schema import OPTIONS, enforceable
 from kvllm.structured_outputs import StructuredOutputsParams
 
 MAX_CHARACTERS = 2**18
@@ -15,21 +16,31 @@ MAX_DEPTH = 100
 # A space, or a line break with an indentation. With more freedom, small models write nothing else until they are cut
 # off.
 WHITE_SPACE = r"(\n {0,40}| )?"
+LARK_TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|//[^\n]*|/(?:[^/\\\n]|\\.)+/|%json\s*')
+"""What may hold anything, and what is in front of a JSON schema."""
 
 
-def to_grammar(rule: StructuredOutputsParams, token_id_of: Callable[[str], int | None]) -> str:
-    """The grammar in llguidance's JSON.
+class Grammar(NamedTuple):
+    """text: in llguidance's JSON. not_enforced: keywords of JSON schemas that are left out, with their places."""
+
+    text: str
+    not_enforced: list[str]
+
+
+def to_grammar(rule: StructuredOutputsParams, token_id_of: Callable[[str], int | None]) -> Grammar:
+    """The grammar of a rule.
 
     token_id_of: the id of a token that stands for a text on its own, such as "</think>", or None.
 
     Raises:
         RequestError: too long, too deep, or not what it claims to be. Whether it compiles is found out later.
     """
-    parts = [_grammar_of(rule)]
+    part, not_enforced = _grammar_of(rule)
+    parts = [part]
     if rule.free_end is not None:
         parts[0]["name"] = "answer"
         parts.insert(0, {"lark_grammar": _free_part(rule.free_start, rule.free_end, token_id_of)})
-    return json.dumps({"grammars": parts})
+    return Grammar(json.dumps({"grammars": parts}), not_enforced)
 
 
 def literal(text: str, token_id_of: Callable[[str], int | None]) -> str:
@@ -51,22 +62,25 @@ def _free_part(start: str | None, end: str, token_id_of: Callable[[str], int | N
     return f"start: {part} @answer\nBREAK: /\\n{{0,2}}/\n{definition}"
 
 
-def _grammar_of(rule: StructuredOutputsParams) -> dict[str, Any]:
+def _grammar_of(rule: StructuredOutputsParams) -> tuple[dict[str, Any], list[str]]:
     if rule.json is not None:
         assert isinstance(rule.json, str)
         _check_size("json", rule.json)
-        return {"json_schema": _with_white_space(_schema(rule.json))}
+        schema = _schema(rule.json)
+        not_enforced = enforceable(schema)
+        return {"json_schema": _with_white_space(schema)}, not_enforced
     if rule.regex is not None:
         _check_size("regex", rule.regex)
-        return _regex(_without_anchors(rule.regex))
+        return _regex(_without_anchors(rule.regex)), []
     if rule.choice is not None:
         pattern = "|".join(map(re.escape, rule.choice))
         _check_size("choice", pattern, nests=False)
-        return _regex(pattern)
+        return _regex(pattern), []
     if rule.grammar is not None:
         _check_size("grammar", rule.grammar)
-        return {"lark_grammar": _lark(rule.grammar)}
-    return {"json_schema": _with_white_space({"type": "object"})}
+        lark, not_enforced = _with_enforceable_schemas(_lark(rule.grammar))
+        return {"lark_grammar": lark}, not_enforced
+    return {"json_schema": _with_white_space({"type": "object"})}, []
 
 
 def _regex(pattern: str) -> dict[str, Any]:
@@ -93,7 +107,7 @@ def _schema(text: str) -> dict[str, Any]:
 
 
 def _with_white_space(schema: dict[str, Any]) -> dict[str, Any]:
-    return {**schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE}}
+    return {**schema, OPTIONS: {**schema.get(OPTIONS, {}), "whitespace_pattern": WHITE_SPACE}}
 
 
 def _lark(grammar: str) -> str:
@@ -103,6 +117,25 @@ def _lark(grammar: str) -> str:
         return any_to_lark(grammar)
     except Exception as error:  # the converter raises whatever it stumbles over
         raise RequestError(f"structured_outputs.grammar is neither Lark nor GBNF: {error}") from None
+
+
+def _with_enforceable_schemas(lark: str) -> tuple[str, list[str]]:
+    parts: list[str] = []
+    not_enforced: list[str] = []
+    begin = end = 0
+    while (found := LARK_TOKENS.search(lark, end)) is not None:
+        end = found.end()
+        if not found[0].startswith("%json"):
+            continue
+        try:
+            schema, behind = json.JSONDecoder().raw_decode(lark, end)
+        except ValueError:  # the compiler says more
+            continue
+        if isinstance(schema, dict):
+            not_enforced += enforceable(schema)
+            parts += [lark[begin:end], json.dumps(schema)]
+            begin = end = behind
+    return "".join([*parts, lark[begin:]]), not_enforced
 
 
 def _check_size(field: str, text: str, nests: bool = True) -> None:

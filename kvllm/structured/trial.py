@@ -1,8 +1,8 @@
 """A process that tries grammars, so that one which explodes harms nobody: `python -m kvllm.structured.trial`.
 
 Messages have the number of their bytes in front, 8 bytes, big-endian. The first one to come is a Vocabulary, each
-further one StructuredOutputsParams, as MessagePack. The answer to one is the text of an error, or null if there is
-none. A rule that takes more than its time or memory ends the process without an answer.
+further one StructuredOutputsParams, as MessagePack. The answer to one is a Verdict. A rule that takes more than its
+time or memory ends the process without an answer.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import IO
 
 import msgspec
 import numpy as np
-from msgspec import structs
+from msgspec import Struct, structs
 
 from kvllm.errors import RequestError
 from kvllm.structured.compile import Grammars
+from kvllm.structured.grammar import to_grammar
 from kvllm.structured.vocabulary import Vocabulary
 from kvllm.structured_outputs import StructuredOutputsParams
 
@@ -28,6 +29,13 @@ MAX_SECONDS = 1.0
 MAX_BYTES = 2**29
 """Memory beyond that of the vocabulary."""
 TRIAL_TOKENS = 64
+
+
+class Verdict(Struct):
+    """error: the reason to refuse a rule. not_enforced: keywords of JSON schemas that are left out."""
+
+    error: str | None = None
+    not_enforced: list[str] = []
 
 
 def send(stream: IO[bytes], message: bytes) -> None:
@@ -69,15 +77,16 @@ def main() -> None:
         send(answers, msgspec.msgpack.encode(_answer(grammars, message)))
 
 
-def _answer(grammars: Grammars, message: bytes) -> str | None:
+def _answer(grammars: Grammars, message: bytes) -> Verdict:
     signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)  # nothing handles its signal, so that it ends the process
     try:
-        try_rule(grammars, msgspec.msgpack.decode(message, type=StructuredOutputsParams))
+        rule = msgspec.msgpack.decode(message, type=StructuredOutputsParams)
+        try_rule(grammars, rule)
+        return Verdict(not_enforced=to_grammar(rule, grammars.vocabulary.added_tokens.get).not_enforced)
     except RequestError as error:
-        return str(error)
+        return Verdict(str(error))
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-    return None
 
 
 def _limit_memory() -> None:

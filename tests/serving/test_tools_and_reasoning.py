@@ -193,6 +193,47 @@ def test_the_thought_comes_before_the_rule(client: Any) -> None:
     assert message.reasoning == "Hm, weather." and re.fullmatch("[0-9]{5}", message.content)
 
 
+def tool(name: str, parameters: Any = None, **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters, **fields}}
+
+
+LIMITED = {"type": "string", "pattern": "^[ab]$", "format": "password", "not": {"const": "b"}}
+ODD = [tool("odd", {"type": "no"}), tool("get_key", {"properties": {"key": {"$ref": "#/$defs/q"}}, "type": "object",
+       "required": ["key"], "additionalProperties": False, "$defs": {"q": LIMITED}})]  # fmt: skip
+
+
+def test_an_odd_tool_spoils_no_request(client: Any) -> None:
+    options = {"temperature": 1, "extra_body": NO_THOUGHT, "tools": ODD}
+    assert ask(client, **options, max_tokens=5).choices[0].finish_reason == "length"
+    found = {}
+    for seed in range(20):
+        choice = ask(client, seed=seed, tool_choice="required", max_tokens=100, **options).choices[0]
+        for call in choice.message.tool_calls if choice.finish_reason == "tool_calls" else ():
+            found[call.function.name] = json.loads(call.function.arguments)
+    assert found["get_key"]["key"] in "ab" and isinstance(found.get("odd", {}), dict)
+
+
+@pytest.mark.parametrize(("strict", "expected"), [(True, 400), (False, 200), (None, 200)])
+def test_strict_schemas_of_every_route(parrot_server: ServerProcess, strict: bool | None, expected: int) -> None:
+    named = {"type": "json_schema", "name": "x", "strict": strict, "schema": LIMITED}
+    schema = {"response_format": {"type": "json_schema", "json_schema": named}, "max_tokens": 5}
+    limited = {"type": "object", "properties": {"a": LIMITED}}
+    of_messages = {"name": "f", "input_schema": limited, "strict": strict}
+    requests = [
+        ("/v1/completions", {"prompt": "A", **schema}),
+        ("/v1/chat/completions", {"messages": QUESTION, **schema}),
+        ("/v1/responses", {"input": "A", "text": {"format": named}, "max_output_tokens": 5}),
+        ("/v1/responses", {"input": "A", "tools": [{"type": "function", "name": "f", "parameters": limited,
+                           "strict": strict}], "tool_choice": "required", "max_output_tokens": 5}),
+        ("/v1/messages", {"model": "parrot", "messages": QUESTION, "tools": [of_messages],
+                          "tool_choice": {"type": "any"}, "max_tokens": 5}),
+    ]  # fmt: skip
+    for path, body in requests:
+        status, answer = parrot_server.json(path, body)
+        assert status == expected, (path, answer)
+        assert expected == 200 or "not at #" in answer["error"]["message"]
+
+
 class Person(pydantic.BaseModel):
     name: Literal["Ann", "Bob"]
     ages: tuple[int, int]
@@ -235,8 +276,12 @@ def test_completions_obey_too(client: Any) -> None:
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "none of the tools"),
         ({"tools": [{"type": "retrieval", "function": {"name": "x"}}]}, "retrieval"),
         ({"tools": TOOLS * 100}, "tools"),
-        ({"tools": [{"type": "function", "function": {"name": "x", "parameters": {"type": "no"}}}],
-          "tool_choice": "required"}, "cannot be compiled"),
+        ({"tools": [tool("odd", {"type": "no"})], "tool_choice": tool("odd")}, "'odd': structured_outputs cannot be"),
+        ({"tools": [*TOOLS, tool("odd", {"type": "no"}, strict=True)], "tool_choice": "required"}, "'odd'"),
+        ({"tools": [*TOOLS, tool("odd", {"type": "object", "properties": {"a": {"uniqueItems": True}}}, strict=True)],
+          "tool_choice": "required"}, "'odd': a strict JSON schema has what cannot be enforced"),
+        ({"response_format": {"type": "json_schema", "json_schema": {
+            "strict": True, "schema": {"properties": {"a": {"not": {}}}}}}}, "not at #/properties/a"),
         ({"structured_outputs": {"regex": "(((a?){30}){30}){30}x", "choice": ["a"]}}, "exactly one"),
         ({"structured_outputs": {"regexp": "a"}}, "regexp"),
         ({"structured_outputs": {"regex": "a{1000000}{1000000}"}}, "structured_outputs"),
