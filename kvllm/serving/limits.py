@@ -11,6 +11,7 @@ from typing import TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
+from kvllm.serving.decoding import decode_fields
 from kvllm.serving.errors import ApiError, bad_request
 
 logger = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
     """Raises ApiError for what is no JSON, is nested too deeply or has fields of wrong types."""
     check_depth(body)
     try:
-        decoded = decoder.decode(body)
+        decoded = decode_fields(body, decoder)
         if logger.isEnabledFor(logging.DEBUG):
             _log_unknown_fields(body, type(decoded))
         return decoded

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+import msgspec
 import pytest
 
+from kvllm.serving.decoding import decode_fields
+from kvllm.serving.protocol import ChatCompletionRequest
 from tests.helpers.server import ServerProcess
 
 QUESTION = [{"role": "user", "content": "Is it fine?"}]
@@ -53,6 +57,56 @@ def test_messages_as_clients_give_them_back(parrot_server: ServerProcess) -> Non
     _, system = parrot_server.json("/tokenize", {"messages": [{"role": "system", "content": "x"}]})
     _, developer = parrot_server.json("/tokenize", {"messages": [{"role": "developer", "content": "x"}]})
     assert developer["tokens"] == system["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": [5, 6], "max_tokens": 3, "n": 2, "best_of": 2, "seed": 7, "top_k": 5,
+                             "stop_token_ids": [1, 2], "logprobs": 1, "priority": 0}),
+        ("/v1/completions", {"prompt": [[5, 6], [7], [8, 9]], "max_tokens": 3, "temperature": 0}),
+        ("/v1/chat/completions", {"messages": QUESTION, "max_completion_tokens": 3, "top_logprobs": 2, "logprobs": True,
+                                  "min_tokens": 1, "truncate_prompt_tokens": 9}),
+        ("/v1/messages", {"model": "parrot", "messages": QUESTION, "max_tokens": 3, "top_k": 4}),
+        ("/v1/responses", {"input": "A", "max_output_tokens": 3}),
+        ("/detokenize", {"tokens": [5, 6, 7]}),
+    ],
+)  # fmt: skip
+def test_whole_numbers_may_have_a_point(parrot_server: ServerProcess, path: str, fields: dict[str, Any]) -> None:
+    """As clients write them whose language has one type of numbers; a fraction stays an error."""
+
+    def with_points(value: Any, added: float) -> Any:
+        if isinstance(value, list) and not isinstance(value[0], dict):
+            return [with_points(each, added) for each in value]
+        if isinstance(value, dict):
+            return {name: with_points(each, added) for name, each in value.items()}
+        return value + added if type(value) is int else value
+
+    status, answer = parrot_server.json(path, with_points(fields, 0.0))
+    assert status == 200, answer
+    status, answer = parrot_server.json(path, with_points(fields, 0.5))
+    message = str(answer)
+    assert status == 400 and "Expected `int" in message and "got `float` - at `$." in message, answer
+
+
+def test_schemas_and_messages_keep_their_numbers() -> None:
+    """Only fields of the request are made whole: a template or a grammar sees what was sent."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"minimum": 1.0}}}
+    body = {"messages": [{"role": "user", "content": "A", "weight": 2.0}], "tools": [tool], "n": 2.0}
+    body["compression"] = {"retain_blocks": 2.0}
+    chat = decode_fields(json.dumps(body).encode(), msgspec.json.Decoder(ChatCompletionRequest))
+    assert chat.tools is not None and chat.compression is not None
+    assert (repr(chat.n), repr(chat.compression.retain_blocks)) == ("2", "2")
+    assert repr(chat.messages[0]["weight"]) == "2.0"
+    assert repr(chat.tools[0]["function"]["parameters"]["minimum"]) == "1.0"
+
+
+@pytest.mark.parametrize("key", ["abc", "5.0", "", "1e2"])
+def test_a_key_that_is_no_token_id_is_named(parrot_server: ServerProcess, key: str) -> None:
+    fields = {"logit_bias": {"5": 1, key: 2}, "max_tokens": 3.0}
+    status, answer = parrot_server.json("/v1/chat/completions", ASK | fields)
+    assert status == 400 and answer["error"]["param"] == "logit_bias", answer
+    assert f"The key {key!r} is no whole number" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize(
