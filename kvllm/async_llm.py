@@ -207,6 +207,7 @@ class AsyncLLM:
         stats = copy(self._stats)
         stats.packed_timeline = stats.packed_timeline[:]
         stats.stalls, stats.event_stalls = copy(stats.stalls), copy(stats.event_stalls)
+        stats.step_tokens = copy(stats.step_tokens)
         return stats
 
     # Health

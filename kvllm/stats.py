@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from copy import copy
 from struct import Struct as Packing
 from typing import Any
@@ -19,6 +20,32 @@ GAUGES = ("num_running", "num_waiting", "blocks_in_use", "added_blocks", "host_b
 PEAKS = ("peak_blocks", "peak_event_bytes")
 
 
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Bounds of the buckets in which steps are counted by their tokens, those of vLLM."""
+
+
+class StepTokens(Struct):
+    """How many steps had how many tokens.
+
+    counts: steps of each bucket; the last one has those above all bounds. total: tokens of all steps.
+    """
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
+    total: int = 0
+
+    def add(self, tokens: int) -> None:
+        """Count a step."""
+        self.counts[bisect_left(STEP_TOKENS, tokens)] += 1
+        self.total += tokens
+
+    def __add__(self, other: StepTokens) -> StepTokens:
+        counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
+        return StepTokens(counts, self.total + other.total)
+
+    def __copy__(self) -> StepTokens:
+        return StepTokens(self.counts[:], self.total)
+
+
 class EngineStats(Struct):
     """Counters since the engine started, and what is in it now.
 
@@ -28,6 +55,7 @@ class EngineStats(Struct):
         method_state_bytes: memory that the compression method keeps beside the pool.
         kv_residual_bytes: memory for the last KV pairs of sequences as they were before they were rounded.
         steps: forward passes.
+        step_tokens: how many tokens of prompts and outputs these computed.
         num_running, num_waiting: sequences now.
         blocks_in_use: blocks that sequences own now.
         added_blocks: blocks that windows keep now beyond the configured ones, because of `guard_kl`.
@@ -104,6 +132,7 @@ class EngineStats(Struct):
     stalls: Durations = field(default_factory=Durations)
     event_stalls: Durations = field(default_factory=Durations)
     peak_event_bytes: int = 0
+    step_tokens: StepTokens = field(default_factory=StepTokens)
     packed_timeline: bytearray = bytearray()
 
     @property

@@ -124,6 +124,7 @@ class Scheduler:
         stats = self.stats
         if plan.num_seqs:
             stats.record_step(running=plan.num_seqs, blocks=self.blocks.num_owned)
+            stats.step_tokens.add(plan.num_tokens)
         if plan.compressions and self.policy:
             stats.compression_events += 1
             stats.windows_compressed += sum(job.num_windows for job in plan.compressions)

@@ -198,10 +198,11 @@ class Generation:
             new = len(completion.token_ids)
             progress.num_tokens += new
             if new:
-                seconds = now - progress.last_token_time.get(completion.index, now)
+                before = progress.last_token_time.get(completion.index)
+                seconds = None if before is None else now - before
                 metrics.count_tokens(new, seconds)
-                if seconds:
-                    live.gaps.add(seconds / new)
+                if seconds is not None:
+                    live.gaps.add(seconds / new, new)
                 progress.last_token_time[completion.index] = now
             if completion.finish_reason is not None:
                 metrics.count_finish(completion.finish_reason)

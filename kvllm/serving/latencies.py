@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import repeat
 
 import numpy as np
 
@@ -20,8 +21,9 @@ class Latencies:
         self._current: deque[float] = deque(maxlen=MOST_HELD)
         self._periods: deque[np.ndarray] = deque(maxlen=PERIODS)
 
-    def add(self, seconds: float) -> None:
-        self._current.append(seconds)
+    def add(self, seconds: float, number: int = 1) -> None:
+        """Count a time `number` times."""
+        self._current.extend(repeat(seconds, number))
 
     def end_period(self) -> tuple[float | None, float | None]:
         """The median and the 99th percentile, None if there is no value; then a new period begins."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -13,13 +13,14 @@ from prometheus_client.registry import Collector
 from kvllm.durations import Durations
 from kvllm.outputs import RequestMetrics
 from kvllm.sampling_params import SamplingParams
-from kvllm.stats import EngineStats
+from kvllm.stats import STEP_TOKENS, EngineStats
 
 FAST_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 40)
 SLOW_SECONDS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 COUNTS = (1, 2, 5, 10, 20)
+PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
 
 ENGINE_COUNTERS = {
     "vllm:num_preemptions": ("Sequences that lost their cache and were queued again.", "preemptions"),
@@ -69,6 +70,7 @@ class EngineCollector(Collector):
         yield self._gauge("vllm:num_requests_running", "Sequences of the last step.", now.running)
         waiting = now.in_flight - now.running
         yield self._gauge("vllm:num_requests_waiting", "Completions that are in no step yet.", waiting)
+        yield self._waiting_by_reason(waiting)
         usage = now.blocks / now.stats.num_blocks
         yield self._gauge("vllm:kv_cache_usage_perc", "Share of the KV blocks in use: 1 is all.", usage)
         yield self._gauge("kvllm:blocks_in_use", "KV blocks that sequences own.", now.blocks)
@@ -87,11 +89,23 @@ class EngineCollector(Collector):
         yield seconds
         for name, (text, field) in STALLS.items():
             yield self._stalls(name, text, now.stats[field])
+        steps, text = now.stats.step_tokens, "Tokens of a step."
+        yield _histogram("vllm:iteration_tokens_total", text, self._labels, STEP_TOKENS, steps.counts, steps.total)
         text = "Requests refused because the server was busy or about to stop."
         rejections = CounterMetricFamily("vllm:admission_rejections", text, labels=("model_name", "engine", "reason"))
         for reason, count in self._rejections.items():
             rejections.add_metric((*self._labels, reason), count)
         yield rejections
+
+    def _waiting_by_reason(self, waiting: int) -> GaugeMetricFamily:
+        """With vLLM's reasons. Nothing here is deferred for anything but room."""
+        names = ("model_name", "engine", "reason")
+        gauge = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason", "The same, by what they wait for.", labels=names
+        )
+        gauge.add_metric((*self._labels, "capacity"), waiting)
+        gauge.add_metric((*self._labels, "deferred"), 0)
+        return gauge
 
     def _stalls(self, name: str, text: str, durations: Durations) -> HistogramMetricFamily:
         """With every bound at which the buckets have doubled."""
@@ -107,7 +121,7 @@ class EngineCollector(Collector):
 
 
 class TokenCollector(Collector):
-    """The tokens that were generated, and the times between them.
+    """The tokens that were generated, and the times between those of a completion.
 
     They are counted with each event of each stream, where a Counter and a Histogram take as long as making the event.
     """
@@ -118,13 +132,13 @@ class TokenCollector(Collector):
         self._seconds = 0.0
         self._counts = [0] * (len(TOKEN_SECONDS) + 1)
 
-    def count(self, number: int, seconds: float) -> None:
-        """seconds: since the tokens before; 0 for the first ones."""
+    def count(self, number: int, seconds: float | None) -> None:
+        """Tokens that came together. seconds: since those before; None for the first ones of a completion."""
         self._tokens += number
-        if seconds:
-            mean = seconds / number
-            self._seconds += mean
-            self._counts[bisect_left(TOKEN_SECONDS, mean)] += 1
+        gaps = number if seconds is not None else number - 1
+        if gaps:
+            self._seconds += seconds or 0.0
+            self._counts[bisect_left(TOKEN_SECONDS, (seconds or 0.0) / gaps)] += gaps
 
     def collect(self) -> Iterator[Metric]:
         names = ("model_name", "engine")
@@ -132,11 +146,18 @@ class TokenCollector(Collector):
         tokens.add_metric(self._labels, self._tokens)
         yield tokens
         text = "Time between tokens of a completion."
-        seconds = HistogramMetricFamily("vllm:inter_token_latency_seconds", text, labels=names)
-        bounds = (*map(str, map(float, TOKEN_SECONDS)), "+Inf")
-        buckets = list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
-        seconds.add_metric(self._labels, buckets, self._seconds)
-        yield seconds
+        name = "vllm:inter_token_latency_seconds"
+        yield _histogram(name, text, self._labels, TOKEN_SECONDS, self._counts, self._seconds)
+
+
+def _histogram(
+    name: str, text: str, labels: tuple[str, str], bounds: Sequence[float], counts: list[int], total: float
+) -> HistogramMetricFamily:
+    """counts: of the values up to each bound, and of those above the last one."""
+    histogram = HistogramMetricFamily(name, text, labels=("model_name", "engine"))
+    names = (*map(str, map(float, bounds)), "+Inf")
+    histogram.add_metric(labels, list(zip(names, map(float, accumulate(counts)), strict=True)), total)
+    return histogram
 
 
 class ServerMetrics:
@@ -170,6 +191,8 @@ class ServerMetrics:
         self._of_output = self._histogram("vllm:request_generation_tokens", "Generated tokens of a request.", TOKENS)
         self._params_n = self._histogram("vllm:request_params_n", "n of a request.", COUNTS)
         self._params_max = self._histogram("vllm:request_params_max_tokens", "max_tokens of a request.", TOKENS)
+        text = "Preemptions of a request."
+        self._preemptions = self._histogram("vllm:request_num_preemptions", text, PREEMPTIONS)
         info = Gauge("vllm:cache_config_info", "Settings of the KV cache.", ("engine", *cache), registry=self._registry)
         info.labels(engine="0", **cache).set(1)
         self._registry.register(EngineCollector(model_name, snapshot, rejections))
@@ -194,6 +217,7 @@ class ServerMetrics:
         self._cache_hits.inc(metrics.num_cached_tokens)
         self._of_prompt.observe(prompt_tokens)
         self._of_output.observe(output_tokens)
+        self._preemptions.observe(metrics.preemptions)
         self._params_n.observe(params.n)
         if params.max_tokens is not None:
             self._params_max.observe(params.max_tokens)
