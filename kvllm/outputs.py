@@ -12,9 +12,10 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(slots=True)
 class Logprob:
-    """Natural log of a token's probability before any penalty, temperature or filter; rank 1 is the most likely.
+    r"""Natural log of a token's probability before any penalty, temperature or filter; rank 1 is the most likely.
 
-    decoded_token: the token's text as it stands behind others, with its leading space. None without a tokenizer.
+    decoded_token: the token's text as it stands behind others, with its leading space, or `bytes:\xe4\xb8` for a part
+        of a character. None without a tokenizer.
     """
 
     logprob: float

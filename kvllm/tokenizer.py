@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +19,7 @@ VOCABULARIES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merge
 REPLACEMENT = "\ufffd"
 # Tokens that begin so have a leading space: SentencePiece's mark, and the byte of a space.
 SENTENCEPIECE_SPACES = ("\u2581", "<0x20>")
+BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 # A character has at most 4 bytes. More tokens than this without a complete one at their end are a run of invalid bytes.
 MAX_PENDING = 16
 # Tokens of a prompt's end that are looked at: some characters of up to 4 bytes, each byte possibly a token of its own.
@@ -63,6 +66,7 @@ class Tokenizer:
         """`eos_tokens` are more of them than `hf` knows."""
         self.hf = hf
         self.added_token_ids = {token.content: i for i, token in hf.added_tokens_decoder.items()}
+        self._token_bytes: dict[int, bytes] = {}
         self._backend = getattr(hf, "backend_tokenizer", None)
         if self._backend is not None:
             self._backend.no_truncation()
@@ -106,12 +110,31 @@ class Tokenizer:
     def decode_token(self, token_id: int) -> str:
         """Text of one token as it stands behind others: a Llama-style decoder drops the space that a text begins with.
 
-        Halves of a character are U+FFFD. Ids outside of the vocabulary have no text.
+        Parts of a character are U+FFFD. Ids outside of the vocabulary have no text.
         """
         text = self.decode([token_id])
         if not str(self.hf.convert_ids_to_tokens(token_id)).startswith(SENTENCEPIECE_SPACES):
             return text
         return self.decode([token_id, token_id])[len(text) :]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token adds to a text in UTF-8: a token that is a part of a character has some of its bytes."""
+        found = self._token_bytes.get(token_id)
+        if found is None:
+            text = self.decode_token(token_id)
+            found = text.encode()
+            if REPLACEMENT in text:
+                found = _bytes_of_token(str(self.hf.convert_ids_to_tokens(token_id))) or found
+            self._token_bytes[token_id] = found
+        return found
+
+    def token_name(self, token_id: int) -> str:
+        r"""Text of one token, or `bytes:\xe4\xb8` for one that is a part of a character, as OpenAI writes it."""
+        own = self.token_bytes(token_id)
+        try:
+            return own.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
 
     def chat_template(self, chosen: str | None = None, tools: list[Any] | None = None) -> str:
         """The text of the chat template for these tools.
@@ -158,6 +181,22 @@ class Tokenizer:
             raise RequestError(
                 f"the chat template cannot render these messages: {type(error).__name__}: {error}"
             ) from error
+
+
+def _bytes_of_token(name: str) -> bytes | None:
+    """The bytes that a vocabulary writes as `<0xE4>`, or in the alphabet of byte-level tokenizers."""
+    if found := BYTE_TOKEN.fullmatch(name):
+        return bytes([int(found[1], 16)])
+    alphabet = _byte_alphabet()
+    return bytes(alphabet[character] for character in name) if alphabet.keys() >= set(name) else None
+
+
+@cache
+def _byte_alphabet() -> dict[str, int]:
+    """The byte that each character of a byte-level vocabulary stands for."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 def check_messages(messages: Any) -> None:

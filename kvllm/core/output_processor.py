@@ -166,7 +166,7 @@ class OutputProcessor:
 
     def _logprobs(self, token: SampledToken, sampling: SamplingParams) -> dict[int, Logprob]:
         assert token.logprob is not None and token.top_logprobs is not None
-        decode = self.tokenizer.decode_token if self.tokenizer and sampling.detokenize else lambda _: None
+        decode = self.tokenizer.token_name if self.tokenizer and sampling.detokenize else lambda _: None
         found = {
             token_id: Logprob(logprob, rank, decode(token_id))
             for rank, (token_id, logprob) in enumerate(token.top_logprobs, start=1)

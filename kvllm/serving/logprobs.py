@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from typing import Any
 
 from kvllm.outputs import Logprob
@@ -17,14 +18,16 @@ class TokenNames:
 
     def __init__(self, tokenizer: Tokenizer | None, as_ids: bool) -> None:
         self._tokenizer = tokenizer
-        self._as_ids = as_ids or tokenizer is None
+        self._as_ids = as_ids
 
-    def __call__(self, token_id: int, logprob: Logprob | None = None) -> str:
+    def __call__(self, token_id: int) -> str:
         if self._as_ids or self._tokenizer is None:
             return f"token_id:{token_id}"
-        if logprob is not None and logprob.decoded_token is not None:
-            return logprob.decoded_token
-        return self._tokenizer.decode_token(token_id)
+        return self._tokenizer.token_name(token_id)
+
+    def bytes(self, token_id: int) -> bytes:
+        """What the token adds to a text. Without a tokenizer, the name has to do."""
+        return self(token_id).encode() if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
 
     def text(self, token_ids: list[int]) -> str:
         """The text of a prompt that came as token ids."""
@@ -41,24 +44,24 @@ class LogprobLister:
         self._names = names
         self._most = most
         self._offset = 0
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_ids: list[int], positions: list[Position]) -> CompletionLogprobs:
         """The next tokens. A position may be None, and reports nothing then."""
         piece = CompletionLogprobs([], [], [], [])
         for token_id, position in zip(token_ids, positions, strict=True):
             own = None if position is None else position[token_id]
-            name = self._names(token_id, own)
             piece.text_offset.append(self._offset)
-            piece.tokens.append(name)
+            piece.tokens.append(self._names(token_id))
             piece.token_logprobs.append(None if own is None else _finite(own.logprob))
             piece.top_logprobs.append(None if position is None else self._top(token_id, position))
-            self._offset += len(name)
+            self._offset += len(self._characters.decode(self._names.bytes(token_id)))
         return piece
 
     def _top(self, token_id: int, position: dict[int, Logprob]) -> dict[str, float]:
         top: dict[str, float] = {}
         for other, logprob in most_likely(position, self._most, token_id):
-            top.setdefault(self._names(other, logprob), _finite(logprob.logprob))
+            top.setdefault(self._names(other), _finite(logprob.logprob))
         return top
 
 
@@ -98,8 +101,7 @@ def prompt_logprobs(positions: list[Position]) -> list[dict[str, Any] | None]:
 
 
 def _shown(names: TokenNames, token_id: int, logprob: Logprob) -> TopLogprob:
-    name = names(token_id, logprob)
-    return TopLogprob(name, _finite(logprob.logprob), list(name.encode("utf-8", "replace")))
+    return TopLogprob(names(token_id), _finite(logprob.logprob), list(names.bytes(token_id)))
 
 
 def _finite(logprob: float) -> float:

@@ -131,6 +131,28 @@ def test_the_text_of_one_token_is_what_it_adds_to_a_text(any_tokenizer):
         assert before + any_tokenizer.decode_token(token_id) == any_tokenizer.decode([context, token_id])
 
 
+def test_the_bytes_of_tokens_add_up_to_a_text(any_tokenizer):
+    """Those of parts of characters, too, whose names differ."""
+    text = "b中文字 naïve 👨‍👩‍👧 \ufffd x"
+    token_ids = any_tokenizer.encode(text, add_special_tokens=False)
+    own = b"".join(any_tokenizer.token_bytes(token_id) for token_id in token_ids)
+    assert own.decode().removeprefix(" ") == any_tokenizer.decode(token_ids)  # which Llama's way puts in front
+    known = [token_id for token_id in range(len(any_tokenizer.hf)) if any_tokenizer.token_bytes(token_id)]
+    parts = [i for i in known if any_tokenizer.decode_token(i) != any_tokenizer.token_name(i)]
+    assert len(parts) >= 128 and len({any_tokenizer.token_name(i) for i in parts}) == len(parts)
+    for token_id in parts:
+        own = "".join(f"\\x{byte:02x}" for byte in any_tokenizer.token_bytes(token_id))
+        assert any_tokenizer.token_name(token_id) == f"bytes:{own}"
+
+
+def test_what_is_no_part_of_a_character_has_the_bytes_of_its_text(tokenizer):
+    for token in ("<|end|>", "Ġ", "é"):
+        token_id = tokenizer.hf.convert_tokens_to_ids(token)
+        expected = {"<|end|>": b"<|end|>", "Ġ": b" ", "é": b"\xe9"}[token]
+        assert tokenizer.token_bytes(token_id) == expected
+    assert tokenizer.token_bytes(len(tokenizer.hf) + 7) == b""
+
+
 @pytest.mark.parametrize("prompt", [5, None, b"bytes", ["text"], "lone \ud800 surrogate"])
 def test_a_prompt_that_is_no_text_is_refused(prompt):
     with pytest.raises(RequestError, match="prompt"):
