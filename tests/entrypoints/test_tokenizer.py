@@ -145,11 +145,10 @@ def test_the_bytes_of_tokens_add_up_to_a_text(any_tokenizer):
         assert any_tokenizer.token_name(token_id) == f"bytes:{own}"
 
 
-def test_what_is_no_part_of_a_character_has_the_bytes_of_its_text(tokenizer):
-    for token in ("<|end|>", "Ġ", "é"):
-        token_id = tokenizer.hf.convert_tokens_to_ids(token)
-        expected = {"<|end|>": b"<|end|>", "Ġ": b" ", "é": b"\xe9"}[token]
-        assert tokenizer.token_bytes(token_id) == expected
+def test_the_bytes_of_a_special_token_a_space_and_a_part_of_a_character(tokenizer):
+    end = str(tokenizer.hf.eos_token)
+    for token, expected in ((end, end.encode()), ("Ġ", b" "), ("é", b"\xe9")):
+        assert tokenizer.token_bytes(tokenizer.hf.convert_tokens_to_ids(token)) == expected
     assert tokenizer.token_bytes(len(tokenizer.hf) + 7) == b""
 
 
