@@ -36,6 +36,8 @@ DEVICES = ("auto", "cuda", "cpu")
 EXECUTOR_BACKENDS = ("inline", "ray")
 PLACEMENTS = ("STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD")
 LOAD_FORMATS = ("auto", "dummy")
+DTYPE_NAMES = {"half": "float16", "float": "float32"}
+"""Other names of dtypes, as in vLLM."""
 INT64 = 1 << 63
 GIB = 1 << 30
 T = TypeVar("T")
@@ -122,8 +124,8 @@ class EngineArgs:
         hf_overrides: keys of config.json with other values than there.
         generation_config: where defaults of sampling come from: "auto" for the checkpoint's generation_config.json,
             "vllm" for those of SamplingParams, or the directory of another such file.
-        dtype: "bfloat16", "float32", "float16" (on a GPU alone), or "auto" for the checkpoint's own; on a CPU, float16
-            runs as float32, and one without bfloat16 products holds bfloat16 weights in float32.
+        dtype: "bfloat16", "float32" or "float", "float16" or "half", or "auto" for the checkpoint's own; on a CPU,
+            float16 runs as float32, and one without bfloat16 products holds bfloat16 weights in float32.
         device: "cuda", "cpu", or "auto" for a GPU if there is one. With Ray, the cluster decides.
         max_model_len: longest sequence in tokens, prompt and output; default what the model was made for.
         max_num_seqs: most sequences that run at once, up to 65,536.
@@ -225,6 +227,7 @@ class EngineArgs:
 
     def __post_init__(self) -> None:
         self._check_types()
+        object.__setattr__(self, "dtype", DTYPE_NAMES.get(self.dtype, self.dtype))
         self._check_names()
         self._check_sizes()
         groups = self.compression.layer_groups if isinstance(self.compression, CompressionConfig) else ()
@@ -356,7 +359,7 @@ class EngineArgs:
 
     def _check_names(self) -> None:
         allowed = {
-            "dtype": ("auto", *DTYPES),
+            "dtype": ("auto", *DTYPES, *DTYPE_NAMES),
             "device": DEVICES,
             "distributed_executor_backend": (*EXECUTOR_BACKENDS, None),
             "placement_strategy": PLACEMENTS,

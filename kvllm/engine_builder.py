@@ -140,10 +140,8 @@ def _with_eos_tokens(model: ModelConfig, tokenizer: Tokenizer | None) -> ModelCo
 
 def _dtype(args: EngineArgs) -> str:
     """The name of the type that weights, activations and KV pairs have."""
-    if args.dtype != "auto":
-        return args.dtype
-    own = args.model_config.dtype
-    return "float32" if own == "float16" and local_device(args) == "cpu" else own
+    asked = args.model_config.dtype if args.dtype == "auto" else args.dtype
+    return "float32" if asked == "float16" and local_device(args) == "cpu" else asked
 
 
 def _tokenizer(args: EngineArgs) -> Tokenizer | None:
@@ -284,6 +282,8 @@ def _log(args: EngineArgs, settings: RunnerSettings, engine: Engine, device: str
             "structured outputs are refused; add its tokenizer.json or tokenizer.model",
             args.path,
         )
+    if args.dtype == "float16" and settings.dtype == "float32":
+        logger.warning("dtype='float16' is not computed on a CPU: it runs as float32")
     for warning in loaded.warnings:
         logger.warning(warning)
     if (blocks := longest_blocks(config)) > config.num_blocks:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import re
 from dataclasses import MISSING, fields
-from functools import partial
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_type_hints
@@ -15,9 +14,17 @@ import msgspec
 from kvllm.config import CompressionConfig, LayerGroup
 from kvllm.config.compression import POLICIES
 from kvllm.config.engine import SWAP_MODES
-from kvllm.engine_args import DEVICES, EXECUTOR_BACKENDS, LOAD_FORMATS, PLACEMENTS, EngineArgs
+from kvllm.engine_args import (
+    DEVICES,
+    DTYPE_NAMES,
+    EXECUTOR_BACKENDS,
+    LOAD_FORMATS,
+    PLACEMENTS,
+    REFUSED,
+    EngineArgs,
+)
 from kvllm.entrypoints.model_argument import add_model_argument
-from kvllm.entrypoints.settings import parse_json_object, parse_settings
+from kvllm.entrypoints.settings import parse_json_object, parse_settings, reader
 from kvllm.entrypoints.sizes import parse_bytes, parse_count, parse_gib
 from kvllm.errors import ConfigError
 from kvllm.kvcache.formats import KV_CACHE_DTYPES, KV_FORMATS
@@ -25,17 +32,17 @@ from kvllm.models.config import DTYPES, QUANTIZATIONS
 
 NONE = "none"
 SETTINGS = "POLICY|KEY=VALUE,...|JSON"
-NO_FLAGS = ("model", "tenants")
+NO_FLAGS = ("model", "tenants", "served_model_name")
 """Options that a command adds or sets itself: tenants belong to the keys of a server."""
 READERS: dict[str, dict[str, Any]] = {
     "kv_cache_memory_bytes": {"type": parse_bytes, "metavar": "SIZE"},
-    "hf_overrides": {"type": partial(parse_json_object, "--hf-overrides"), "metavar": "JSON"},
+    "hf_overrides": {"type": reader(parse_json_object, "--hf-overrides"), "metavar": "JSON"},
     "kv_offloading_size": {"type": parse_gib, "metavar": "GIB"},
     "swap_space": {"type": parse_gib, "metavar": "GIB"},
     "kv_offloading_disk_size": {"type": parse_gib, "metavar": "GIB"},
 }
 CHOICES = {
-    "dtype": ("auto", *DTYPES),
+    "dtype": ("auto", *DTYPES, *DTYPE_NAMES),
     "device": DEVICES,
     "kv_cache_dtype": KV_CACHE_DTYPES,
     "kv_offload_dtype": ("auto", *KV_FORMATS),
@@ -62,11 +69,25 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
             help=f"{texts[field.name].replace('%', '%%')}{_default(field.default)}",
             **_reading(field.name, hints[field.name]),
         )
+    _add_refused_flags(parser)
+
+
+def _add_refused_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags of vLLM without an option of this engine, which EngineArgs takes or refuses with the reason. No help
+    lists them."""
+    for name, (neutral, _) in REFUSED.items():
+        flag = f"--{name.replace('_', '-')}"
+        if name in NO_FLAGS:
+            continue
+        is_switch = any(isinstance(value, bool) for value in neutral)
+        reading: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if is_switch else {"type": _json_or_text}
+        parser.add_argument(flag, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **reading)
 
 
 def engine_args_from(args: argparse.Namespace, **own: Any) -> EngineArgs:
     """The options that were given, and those that a command sets itself. Raises ConfigError."""
-    given = {field.name: getattr(args, field.name) for field in fields(EngineArgs) if hasattr(args, field.name)}
+    names = {field.name for field in fields(EngineArgs)} | REFUSED.keys() - set(NO_FLAGS)
+    given = {name: getattr(args, name) for name in names if hasattr(args, name)}
     if given.get("model") is None:
         given.pop("model", None)
     return EngineArgs(**given, **own)
@@ -134,6 +155,13 @@ def _reading(name: str, hint: Any) -> dict[str, Any]:
         return {"action": argparse.BooleanOptionalAction}
     reader = {int: parse_count, float: float}.get(kinds[0], str)
     return {"type": reader, "metavar": {int: "N", float: "X"}.get(kinds[0], "NAME")}
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return text
 
 
 def _compression(text: str) -> CompressionConfig | None:

@@ -20,18 +20,31 @@ from typing import TYPE_CHECKING
 
 from kvllm.engine_args import DEFAULT_MODEL, EngineArgs
 from kvllm.entrypoints.engine_flags import add_engine_flags, engine_args_from
+from kvllm.entrypoints.settings import parse_json_list, parse_json_object, reader
 from kvllm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvllm.serving.state import ServerOptions
+    from kvllm.serving.state import CorsOptions, ServerOptions
 
 TOOL_CALL_PARSERS = ("hermes",)
+WITHOUT_EFFECT = (
+    "disable-log-requests",
+    "no-enable-log-requests",
+    "disable-uvicorn-access-log",
+    "disable-fastapi-docs",
+    "enable-request-id-headers",
+    "enable-prompt-tokens-details",
+    "enable-server-load-tracking",
+)
+"""Switches of vLLM's server that ask for what this one does in any case: it logs no prompts, and no docs page loads
+scripts of others."""
 REASONING_PARSERS = ("deepseek_r1", "qwen3")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_server_flags(parser)
     _add_chat_flags(parser)
+    _add_cors_flags(parser)
     _add_tls_flags(parser)
     add_engine_flags(parser)
 
@@ -46,7 +59,7 @@ def run(args: argparse.Namespace) -> None:
 def read_options(args: argparse.Namespace) -> tuple[EngineArgs, ServerOptions]:
     """The options of the engine and those of the server. Raises ConfigError."""
     from kvllm.serving.auth import load_keys
-    from kvllm.serving.chat_template import read_template
+    from kvllm.serving.chat_template import check_template_kwargs, read_template
     from kvllm.serving.state import ServerOptions
 
     for flag in ("max_num_queued_reqs", "max_num_queued_tokens"):
@@ -63,12 +76,15 @@ def read_options(args: argparse.Namespace) -> tuple[EngineArgs, ServerOptions]:
         served_model_names=tuple(args.served_model_name or [name]),
         keys=keys,
         chat_template=None if args.chat_template is None else read_template(args.chat_template),
+        chat_template_kwargs=check_template_kwargs(args.default_chat_template_kwargs),
         max_num_queued_reqs=args.max_num_queued_reqs,
         max_num_queued_tokens=args.max_num_queued_tokens,
         shutdown_timeout=args.shutdown_timeout,
         enable_auto_tool_choice=args.enable_auto_tool_choice,
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
+        cors=_cors(args),
+        root_path=_root_path(args.root_path),
     )
 
 
@@ -77,7 +93,13 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 is every one (default: 127.0.0.1)")
     add("--port", type=int, default=8000, metavar="N", help="0 is any free one (default: 8000)")
     add("--uds", metavar="PATH", help="listen at a Unix socket instead")
-    add("--served-model-name", nargs="+", metavar="NAME", help="names of the model; answers have the first one")
+    add("--root-path", default="", metavar="PATH", help="path of the server behind a proxy, such as /llm")
+    add(
+        "--served-model-name",
+        nargs="+",
+        metavar="NAME",
+        help="names of the model that requests may use (default: MODEL)",
+    )
     keys = "accepted keys; other users of the machine can read them in the list of processes: prefer --api-key-file"
     add("--api-key", nargs="+", metavar="KEY", help=f"{keys}, or the environment variable KVLLM_API_KEY")
     add(
@@ -87,12 +109,19 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
         help="TOML file with a table [[keys]] for each key (docs/serving.md)",
     )
     add("--chat-template", type=Path, metavar="FILE", help="Jinja template for chats, instead of the model's own")
+    option, text = (
+        "--default-chat-template-kwargs",
+        "what the template of every chat gets; a request's own override them",
+    )
+    add(option, "--chat-template-kwargs", type=reader(parse_json_object, option), default={}, metavar="JSON", help=text)
     text = "most completions in flight; above it requests get 503 (default: no limit)"
     add("--max-num-queued-reqs", type=int, metavar="N", help=text)
     text = "prompt tokens without a first output token at which requests get 503 (default: no limit)"
     add("--max-num-queued-tokens", type=int, metavar="N", help=text)
     text = "time that requests get to end after a SIGTERM (default: 30)"
     add("--shutdown-timeout", type=float, default=30.0, metavar="SECONDS", help=text)
+    for switch in WITHOUT_EFFECT:
+        add(f"--{switch}", action="store_true", help=argparse.SUPPRESS)
 
 
 def _add_chat_flags(parser: argparse.ArgumentParser) -> None:
@@ -103,6 +132,19 @@ def _add_chat_flags(parser: argparse.ArgumentParser) -> None:
     add("--reasoning-parser", choices=REASONING_PARSERS, help="how the model marks its thoughts (default: it has none)")
 
 
+def _add_cors_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("scripts of other origins in browsers (CORS)").add_argument
+    texts = {
+        "origins": """whose scripts may use the server, such as '["https://a.org"]'; '["*"]' is all (default: none)""",
+        "methods": "methods that they may use (default: all)",
+        "headers": "headers that they may send (default: all)",
+    }
+    for kind, text in texts.items():
+        flag = f"--allowed-{kind}"
+        add(flag, type=reader(parse_json_list, flag), metavar="JSON", help=text)
+    add("--allow-credentials", action="store_true", help="let them send cookies and certificates")
+
+
 def _add_tls_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("TLS").add_argument
     add("--ssl-certfile", metavar="FILE", help="certificate in PEM format")
@@ -110,6 +152,26 @@ def _add_tls_flags(parser: argparse.ArgumentParser) -> None:
     add("--ssl-ca-certs", metavar="FILE", help="authorities that certificates of clients come from")
     text = "whether clients need a certificate: 0 no, 1 optional, 2 required (default: 0)"
     add("--ssl-cert-reqs", type=int, choices=(0, 1, 2), default=int(ssl.CERT_NONE), help=text)
+
+
+def _cors(args: argparse.Namespace) -> CorsOptions | None:
+    from kvllm.serving.state import CorsOptions
+
+    names = ("allowed_methods", "allowed_headers", "allow_credentials")
+    if args.allowed_origins is None:
+        if given := next((name for name in names if getattr(args, name)), None):
+            raise ConfigError(f"--{given.replace('_', '-')} needs --allowed-origins")
+        return None
+    methods, headers, credentials = (getattr(args, name) for name in names)
+    return CorsOptions(args.allowed_origins, methods or ("*",), headers or ("*",), credentials)
+
+
+def _root_path(path: str) -> str:
+    """Without a slash at its end, as ASGI has it."""
+    path = path.rstrip("/")
+    if path and not path.startswith("/"):
+        raise ConfigError(f"--root-path {path!r} is not allowed: it begins with a slash, as /{path} does")
+    return path
 
 
 def _tls(args: argparse.Namespace) -> dict[str, object]:

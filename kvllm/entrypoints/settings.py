@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+import argparse
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar
 
 import msgspec
 
 from kvllm.errors import ConfigError
 from kvllm.spelling import did_you_mean
+
+T = TypeVar("T")
+
+
+def reader(parse: Callable[[str, str], T], option: str) -> Callable[[str], T]:
+    """`parse` for one option, as the type of a flag: argparse tells what is wrong with its value."""
+
+    def read(text: str) -> T:
+        try:
+            return parse(option, text)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error).removeprefix(f"{option} ")) from None
+
+    return read
 
 
 def parse_settings(
@@ -53,6 +68,14 @@ def parse_json_object(option: str, text: str) -> dict[str, Any]:
         return msgspec.json.decode(text, type=dict[str, Any])
     except msgspec.DecodeError as error:
         raise ConfigError(f'{option} {text!r} is no JSON object like {{"top_p": 0.9}}: {error}') from None
+
+
+def parse_json_list(option: str, text: str) -> tuple[str, ...]:
+    """Raises ConfigError for what is no JSON list of strings."""
+    try:
+        return msgspec.json.decode(text, type=tuple[str, ...])
+    except msgspec.DecodeError as error:
+        raise ConfigError(f'{option} {text!r} is no JSON list like ["*"]: {error}') from None
 
 
 def _check_name(option: str, name: str, setting: str, names: Collection[str], others: Collection[str] = ()) -> None:

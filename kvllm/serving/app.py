@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import asdict
 from typing import Any
 
+from starlette._utils import get_route_path
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -20,6 +23,8 @@ from kvllm.serving.state import ServerState
 
 logger = logging.getLogger(__name__)
 GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+EXPOSED = ("X-Request-Id", "Retry-After")
+"""Headers of an answer that scripts of other origins may read."""
 GONE = 499
 """Status in the log of a request whose client went away, as nginx has it."""
 
@@ -49,7 +54,10 @@ def make_app(state: ServerState) -> ASGIApp:
         Route("/page/{name}", page_files.file),
     ]
     # Without Starlette's own middleware, which would answer errors in a shape of its own.
-    return Gate(Router(routes, redirect_slashes=False), state)
+    app = Gate(Router(routes, redirect_slashes=False), state)
+    # Outside of the gate: browsers ask for leave without a key, and read errors only with these headers.
+    cors = state.options.cors
+    return app if cors is None else CORSMiddleware(app, expose_headers=EXPOSED, **asdict(cors))
 
 
 class Gate:
@@ -63,6 +71,9 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if self._state.options.root_path:
+            scope["root_path"] = self._state.options.root_path
+        path = get_route_path(scope)  # the router's own view: what needs no key is what it takes for such a route
         headers = dict(scope["headers"])
         request_id = clean_request_id(headers.get(b"x-request-id", b"").decode("latin-1"))
         context = RequestContext(self._state, request_id, "")
@@ -70,10 +81,10 @@ class Gate:
         scope["app"] = self  # lets the router raise what it cannot route
         answer = Answer(send, context)
         begin = time.monotonic()
-        generates = scope["path"] in GENERATING
+        generates = path in GENERATING
         self._state.requests += generates
         try:
-            context.tenant = self._state.options.keys.tenant(scope["path"], _authorization(headers))
+            context.tenant = self._state.options.keys.tenant(path, scope["headers"])
             await self._app(scope, receive, answer)
         except ClientGone:
             answer.status = GONE
@@ -90,7 +101,8 @@ class Gate:
             error = ApiError(error.status_code, f"{where}: {message}", headers=error.headers)
         known = as_api_error(error)
         if answer.status is None:
-            body = messages.error_body(known) if scope["path"].startswith(messages.PATH) else known.body()
+            is_message = get_route_path(scope).startswith(messages.PATH)
+            body = messages.error_body(known) if is_message else known.body()
             response = Response(body, known.status, known.headers, "application/json")
             await response(scope, receive, answer)
 
@@ -109,13 +121,6 @@ class Answer:
             request_id = (b"x-request-id", self._context.request_id.encode())
             message = {**message, "headers": [*message.get("headers", ()), request_id]}
         await self._send(message)
-
-
-def _authorization(headers: dict[bytes, bytes]) -> str | None:
-    """The header with the key. Anthropic's clients have one of their own."""
-    if b"authorization" not in headers and b"x-api-key" in headers:
-        return "Bearer " + headers[b"x-api-key"].decode("latin-1")
-    return headers[b"authorization"].decode("latin-1") if b"authorization" in headers else None
 
 
 def _log(scope: Scope, context: RequestContext, status: int | None, seconds: float) -> None:

@@ -21,6 +21,8 @@ OPEN_ROUTES = frozenset({"/", "/health", "/ping", "/version"})
 """Routes that need no key."""
 OPEN_FILES = "/page/"
 """Where the files of the live page are. They need none, too: a key is typed into the page."""
+KEY_HEADERS = (b"authorization", b"x-api-key")
+"""Headers that may bring a key. Clients of Anthropic's API send the second one, some of them both."""
 EXAMPLE = '[[keys]]\\nname = "alice"\\nkey = "..."'
 
 
@@ -78,23 +80,30 @@ class Keys:
     def __bool__(self) -> bool:
         return bool(self._names)
 
-    def tenant(self, path: str, authorization: str | None) -> str:
-        """The name of the key that a request brings; "" if none is needed.
+    def tenant(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> str:
+        """The name of the first right key that a request brings; "" if none is needed.
+
+        headers: those of the request, with names in lower case.
 
         Raises:
             ApiError: 401, there are keys and the request has none of them.
         """
         if not self._names or path in OPEN_ROUTES or path.startswith(OPEN_FILES):
             return ""
-        scheme, _, key = (authorization or "").partition(" ")
-        digest, found = _digest(key.strip()), None
+        given = [_key(name, value.decode("latin-1")) for name, value in headers if name in KEY_HEADERS]
+        for name in [self._name(key) for key in given]:  # all of them are compared first
+            if name is not None:
+                return name
+        problem = "Incorrect API key provided" if given else "You didn't provide an API key"
+        message = f"{problem}: send the header 'Authorization: Bearer KEY'"
+        raise ApiError(401, message, headers={"WWW-Authenticate": "Bearer"})
+
+    def _name(self, key: str) -> str | None:
+        """The name of a key, None of a wrong one."""
+        digest, found = _digest(key), None
         for known, name in self._names.items():
             if hmac.compare_digest(known, digest):
                 found = name
-        if scheme.lower() != "bearer" or found is None:
-            problem = "Incorrect API key provided" if authorization else "You didn't provide an API key"
-            message = f"{problem}: send the header 'Authorization: Bearer KEY'"
-            raise ApiError(401, message, headers={"WWW-Authenticate": "Bearer"})
         return found
 
 
@@ -119,6 +128,14 @@ def _read(file: Path) -> list[KeyEntry]:
         raise ConfigError(f"--api-key-file {file} is not valid TOML: write {EXAMPLE}") from None
     except (msgspec.ValidationError, UnicodeDecodeError) as error:
         raise ConfigError(f"--api-key-file {file}: {error}: write {EXAMPLE}") from None
+
+
+def _key(header: bytes, value: str) -> str:
+    """The key in a header; "", which is none, in one that is not of the scheme Bearer."""
+    if header == b"authorization":
+        scheme, _, value = value.strip().partition(" ")
+        value = value if scheme.lower() == "bearer" else ""
+    return value.strip()
 
 
 def _digest(key: str) -> bytes:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from kvllm.chat_messages import render_chat
+from kvllm.chat_messages import RESERVED, render_chat
 from kvllm.errors import ConfigError, RequestError
 from kvllm.serving.errors import ApiError, bad_request
 from kvllm.tokenizer import Tokenizer
@@ -30,6 +30,14 @@ def read_template(file: Path) -> str:
         return file.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--chat-template {file} cannot be read: {error}") from None
+
+
+def check_template_kwargs(options: dict[str, Any]) -> dict[str, Any]:
+    """What every chat passes to the template. Raises ConfigError for names that it may not have."""
+    for name in ("chat_template", *RESERVED):
+        if name in options:
+            raise ConfigError(f"--default-chat-template-kwargs may not have {name!r}")
+    return options
 
 
 class ChatTemplate:

@@ -50,7 +50,7 @@ async def metrics(request: Request) -> Response:
 
 async def openapi(request: Request) -> Response:
     """The description of all routes."""
-    return Response(document(), media_type="application/json")
+    return Response(document(context_of(request).state.options.root_path), media_type="application/json")
 
 
 def _model(state: ServerState, name: str) -> Model:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import logging
 import re
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -35,6 +37,8 @@ MAX_TOOLS = 128
 MAX_STOP_TOKEN_IDS = 1024
 SMALL_BODY_BYTES = 16 << 10
 """A body up to this size is parsed on the event loop: a thread would take longer to wake up."""
+ENCODINGS = {"gzip": (31,), "x-gzip": (31,), "deflate": (zlib.MAX_WBITS, -zlib.MAX_WBITS)}
+"""Compressed bodies, and zlib's names of their formats: some clients send deflate without the header of zlib."""
 
 # A string that never ends reaches to the end of the body: if it matched nothing, the search would take squared time.
 STRINGS = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
@@ -72,16 +76,54 @@ async def read_body(request: Request) -> bytes:
 
 
 async def read_json(request: Request, decoder: msgspec.json.Decoder[T], pool: ThreadPoolExecutor) -> T:
-    """The body of a request as `decoder` reads it; a big one is parsed in a thread of `pool`. Raises ApiError."""
+    """The body of a request as `decoder` reads it; in a thread of `pool`, if it is big or compressed.
+
+    Raises ApiError.
+    """
     check_type(request)
+    encoding = body_encoding(request)
     body = await read_body(request)
-    if len(body) <= SMALL_BODY_BYTES:
+    if encoding is None and len(body) <= SMALL_BODY_BYTES:
         return decode(body, decoder)
-    return await asyncio.get_running_loop().run_in_executor(pool, decode, body, decoder)
+    return await asyncio.get_running_loop().run_in_executor(pool, decode, body, decoder, encoding)
 
 
-def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
-    """Raises ApiError for what is no JSON, is nested too deeply or has fields of wrong types."""
+def body_encoding(request: Request) -> str | None:
+    """How a body is compressed, None for not at all. Raises ApiError for a way that is not known here."""
+    given = request.headers.get("content-encoding", "").strip().lower()
+    if given in ("", "identity"):
+        return None
+    if given not in ENCODINGS:
+        problem = f"Content-Encoding {given[:100]!r} is not known: send gzip, deflate or none"
+        raise ApiError(415, problem, headers={"Accept-Encoding": "gzip, deflate"})
+    return given
+
+
+def inflate(body: bytes, encoding: str) -> bytes:
+    """A body without its compression. Raises ApiError for one that is broken, or too large: it is read no further."""
+    problem = "it is cut off, or there is something behind its end"
+    for wbits in ENCODINGS[encoding]:
+        inflater = zlib.decompressobj(wbits)
+        try:
+            inflated = inflater.decompress(body, MAX_BODY_BYTES + 1)
+        except zlib.error as error:
+            problem = str(error)
+            continue
+        if len(inflated) > MAX_BODY_BYTES:
+            raise _too_large()
+        if inflater.eof and not inflater.unused_data:
+            return inflated
+    raise bad_request(f"the body is not valid {encoding}: {problem}")
+
+
+def decode(body: bytes, decoder: msgspec.json.Decoder[T], encoding: str | None = None) -> T:
+    """Raises ApiError for what is no JSON, is nested too deeply or has fields of wrong types.
+
+    encoding: how the body is compressed, out of ENCODINGS.
+    """
+    if encoding is not None:
+        body = inflate(body, encoding)
+    body = body.removeprefix(codecs.BOM_UTF8)
     check_depth(body)
     try:
         decoded = decode_fields(body, decoder)

@@ -68,14 +68,14 @@ REFUSALS = {
     "404": "There is no such route or model.",
     "408": "The body came too slowly.",
     "413": "The body is too large.",
-    "415": "The body is not declared as JSON.",
+    "415": "The body is not declared as JSON, or is compressed in a way that is not known.",
     "503": "The server is busy, about to stop, or its engine is being started again. Try again later.",
 }
 
 
 @cache
-def document() -> bytes:
-    """The JSON text."""
+def document(root_path: str = "") -> bytes:
+    """The JSON text. root_path: where a proxy has the server."""
     types = {kind for route in ROUTES for kind in route[2:4] if kind is not None} | {
         responses.ErrorResponse,
         messages.MessagesError,
@@ -90,6 +90,7 @@ def document() -> bytes:
         {
             "openapi": "3.1.0",
             "info": {"title": "KvLLM", "version": kvllm.__version__},
+            "servers": [{"url": root_path or "/"}],
             "paths": paths,
             "components": {
                 "schemas": schemas,

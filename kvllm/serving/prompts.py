@@ -52,11 +52,12 @@ async def chat_prompt(
     if continues and request.add_generation_prompt:
         both = "Cannot set both `continue_final_message` and `add_generation_prompt` to True."
         raise bad_request(both, "continue_final_message")
-    options = dict(request.chat_template_kwargs or {})
+    options = dict(state.options.chat_template_kwargs)
     if isinstance(request, ChatCompletionRequest):
-        options = effort_options(request.reasoning_effort) | options
-        if request.documents:
-            options["documents"] = request.documents
+        options |= effort_options(request.reasoning_effort)
+    options |= request.chat_template_kwargs or {}
+    if isinstance(request, ChatCompletionRequest) and request.documents:
+        options["documents"] = request.documents
     options["add_generation_prompt"] = not continues and request.add_generation_prompt is not False
     if continues:
         options["continue_final_message"] = True

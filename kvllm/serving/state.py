@@ -6,6 +6,7 @@ import itertools
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvllm.async_llm import AsyncLLM
 from kvllm.engine_args import EngineArgs
@@ -23,27 +24,43 @@ THREADS = 4
 
 
 @dataclass(frozen=True)
+class CorsOptions:
+    """What scripts of other origins may do in a browser; "*" stands for all."""
+
+    allow_origins: tuple[str, ...]
+    allow_methods: tuple[str, ...] = ("*",)
+    allow_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
+
+
+@dataclass(frozen=True)
 class ServerOptions:
     """Settings of the server, beside those of its engine.
 
-    served_model_names: names that requests may use; the first one stands in answers.
+    served_model_names: names that requests may use; the first one stands in answers to those that use none.
     chat_template: instead of the checkpoint's.
+    chat_template_kwargs: what each chat passes to it; a request's own override them.
     max_num_queued_reqs: most completions in flight; None for no limit.
     max_num_queued_tokens: prompt tokens without a first token at which no request is taken; None for no limit.
     shutdown_timeout: seconds that requests in flight get to end.
     enable_auto_tool_choice, tool_call_parser: whether the model may call tools as it likes, and how it writes calls.
     reasoning_parser: how the model marks its thoughts, a name out of `REASONING_PARSERS`; None for no thoughts.
+    cors: None lets no script of another origin use the server.
+    root_path: the path of the server behind a proxy; requests may come with it or without.
     """
 
     served_model_names: tuple[str, ...]
     keys: Keys = field(default_factory=Keys)
     chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
     shutdown_timeout: float = 30.0
     enable_auto_tool_choice: bool = False
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
+    cors: CorsOptions | None = None
+    root_path: str = ""
 
 
 class ServerState:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+from dataclasses import replace
 
 import pytest
 
 from kvllm import CompressionConfig, ConfigError
 from kvllm.config import LayerGroup
-from kvllm.engine_args import EngineArgs
+from kvllm.engine_args import REFUSED, EngineArgs
 from kvllm.entrypoints import cli
 from kvllm.entrypoints.engine_flags import CHOICES, engine_args_from, parse_compression
+from kvllm.entrypoints.serve import WITHOUT_EFFECT, read_options
 from kvllm.entrypoints.settings import parse_request_compression
 from kvllm.entrypoints.sizes import parse_bytes, parse_count, parse_gib
 
@@ -90,6 +93,41 @@ def test_named_choices_are_those_of_the_engine(option):
         EngineArgs(**{option: name, **beside.get(option, {})})
     with pytest.raises(ConfigError, match=option):
         EngineArgs(**{option: "another"})
+
+
+def test_flags_of_vllm_that_ask_for_nothing():
+    switches = ["--no-trust-remote-code", "--no-enable-lora", "--disable-log-stats", "--no-disable-log-stats"]
+    values = ["--pipeline-parallel-size", "1", "--task", "generate", "--tokenizer-mode", "auto", "--cpu-offload-gb=0"]
+    objects = ["--compilation-config", "{}", "--limit-mm-per-prompt", "{}", "--dtype", "half"]
+    given = cli.make_parser().parse_args(["serve", *switches, *values, *objects, "--served-model-name", "a", "b"])
+    assert engine_args_from(given) == EngineArgs(dtype="float16")
+    assert given.served_model_name == ["a", "b"]
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED.keys() - {"served_model_name"}))
+def test_flags_of_vllm_that_are_refused_say_why(name, capsys):
+    """No help and no completion names them."""
+    neutral, reason = REFUSED[name]
+    flag = f"--{name.replace('_', '-')}"
+    values = [] if any(value is False for value in neutral) else ["something"]
+    for command in ("serve", "run-batch"):
+        files = ["-i", "a", "-o", "b"] if command == "run-batch" else []
+        given = cli.make_parser().parse_args([command, *files, flag, *values])
+        if any(value is True for value in neutral):
+            engine_args_from(given)
+            continue
+        with pytest.raises(ConfigError, match=re.escape(reason)):
+            engine_args_from(given)
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--help"])
+    assert f"{flag} " not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("switch", WITHOUT_EFFECT)
+def test_switches_of_vllms_server_that_change_nothing(switch):
+    parse = cli.make_parser().parse_args
+    (engine, server), (other, plain) = (read_options(parse(["serve", *flags])) for flags in ([f"--{switch}"], []))
+    assert engine == other and replace(server, keys=plain.keys) == plain
 
 
 BY_LAYER = CompressionConfig(layer_groups=(LayerGroup((0, 1), 1), LayerGroup((2,), 2)))

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
 from kvllm import LLM, SamplingParams
+from kvllm.async_llm import AsyncLLM
+from kvllm.engine_args import EngineArgs
+from kvllm.serving.app import make_app
+from kvllm.serving.state import ServerOptions, ServerState
+from tests.helpers.asgi import ask
+from tests.helpers.checkpoints import make_parrot
 from tests.helpers.server import ServerProcess
+from tests.helpers.tokenizers import byte_level
 from tests.serving.conftest import PROMPT
 
 GREEDY = {"temperature": 0, "max_tokens": 24}
@@ -99,6 +107,90 @@ def test_logprobs(client: Any, expected: str) -> None:
     for token, logprob, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
         assert len(top) == 3 and max(top, key=top.get) == token  # greedy
         assert top[token] == logprob <= 0
+
+
+CHARACTER = "中"
+PARTS = ["ä", "¸", "Ń"]
+"""Its bytes, as a byte-level vocabulary writes them."""
+
+
+@pytest.fixture(scope="module")
+def in_parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerState]:
+    """A model that says CHARACTER and a letter, a byte at a time, with two names and a default for its template."""
+    path = tmp_path_factory.mktemp("parts")
+    make_parrot(path, byte_level("chat").hf, ["Ċ", *PARTS, "a", "<|im_end|>"])
+    args = EngineArgs(model=path, kv_cache_memory_bytes=16 << 20)
+    options = ServerOptions(("first", "second"), chat_template_kwargs={"enable_thinking": False, "x": 1})
+    llm = AsyncLLM.from_engine_args(args)
+    yield ServerState(args, options, llm)
+    llm.shutdown()
+
+
+def asked(state: ServerState, path: str, body: dict[str, Any] | None = None) -> Any:
+    status, answer = asyncio.run(ask(make_app(state), path, body))
+    assert status == 200, answer
+    return json.loads(answer)
+
+
+def test_logprobs_of_parts_of_a_character(in_parts: ServerState) -> None:
+    """They have their own bytes and names. The places are those of the character in the text."""
+    body = {"prompt": "\n", "temperature": 0, "max_tokens": 4, "logprobs": 5}
+    choice = asked(in_parts, "/v1/completions", body)["choices"][0]
+    names = [f"bytes:\\x{byte:02x}" for byte in CHARACTER.encode()]
+    assert choice["text"] == f"{CHARACTER}a"
+    assert choice["logprobs"]["tokens"] == [*names, "a"]
+    assert choice["logprobs"]["text_offset"] == [0, 0, 0, 1]
+    assert all(len(top) == 5 for top in choice["logprobs"]["top_logprobs"])  # none has taken the place of another
+    named = asked(in_parts, "/v1/completions", body | {"return_tokens_as_token_ids": True})["choices"][0]["logprobs"]
+    assert named["text_offset"] == [0, 0, 0, 1] and named["tokens"][0].startswith("token_id:")
+
+
+def test_logprobs_of_parts_of_a_character_in_a_chat(in_parts: ServerState) -> None:
+    body = {
+        "messages": [{"role": "user", "content": "a"}],
+        "chat_template_kwargs": {"enable_thinking": True},
+        "temperature": 0,
+        "max_tokens": 3,
+        "logprobs": True,
+        "top_logprobs": 1,
+    }
+    choice = asked(in_parts, "/v1/chat/completions", body)["choices"][0]
+    assert choice["message"]["content"] == CHARACTER
+    for token, byte in zip(choice["logprobs"]["content"], CHARACTER.encode(), strict=True):
+        assert (token["token"], token["bytes"]) == (f"bytes:\\x{byte:02x}", [byte])
+        assert token["top_logprobs"][0]["bytes"] == [byte]
+
+
+@pytest.mark.parametrize("name", ["first", "second", None])
+def test_answers_have_the_name_that_was_asked_for(in_parts: ServerState, name: str | None) -> None:
+    listed = asked(in_parts, "/v1/models")["data"]
+    assert [model["id"] for model in listed] == ["first", "second"]
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+    bodies = {
+        "/v1/completions": {"prompt": "a", "max_tokens": 1},
+        "/v1/chat/completions": chat,
+        "/v1/messages": chat,
+        "/v1/responses": {"input": "a", "max_output_tokens": 1},
+    }
+    for path, body in bodies.items():
+        if name is not None or path != "/v1/messages":  # where it is required
+            answer = asked(in_parts, path, body if name is None else body | {"model": name})
+            assert answer["model"] == (name or "first"), path
+    if name is not None:
+        assert asked(in_parts, f"/v1/models/{name}")["id"] == name
+
+
+def test_defaults_of_the_chat_template(in_parts: ServerState) -> None:
+    """A request's own override them key by key."""
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
+    closed = "<think>\n\n</think>\n\n"
+    for kwargs, expected in [({}, True), ({"y": 2}, True), ({"enable_thinking": True}, False)]:
+        token_ids = asked(in_parts, "/tokenize", body | {"chat_template_kwargs": kwargs})["tokens"]
+        assert in_parts.tokenizer.decode(token_ids).endswith(closed) == expected
+        usage = asked(in_parts, "/v1/chat/completions", body | {"chat_template_kwargs": kwargs, "max_tokens": 1})[
+            "usage"
+        ]
+        assert usage["prompt_tokens"] == len(token_ids)
 
 
 def test_echo_with_logprobs_of_the_prompt(client: Any, expected: str) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,16 @@ def test_keys(tmp_path: Path) -> None:
                 status, answer, body = process.request(path, headers=headers)
                 assert status == 401 and answer["www-authenticate"] == "Bearer", path
                 assert json.loads(body)["error"]["type"] == "AuthenticationError"
+        right, wrong = ("sk-alice", "sk-bob"), "sk-wrong"
+        for bearer, other, name in [(wrong, right[0], "alice"), (right[1], wrong, "bob"), (*right[::-1], "bob")]:
+            headers = {"Authorization": f"Bearer {bearer}", "x-api-key": other}
+            assert process.request("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers)[0] == 200
+            wait_until(
+                lambda name=name: f"key={name} method=POST" in process.log.splitlines()[-1], "its name in the log"
+            )
+        both = {"Authorization": f"Bearer {wrong}", "x-api-key": wrong}
+        assert process.request("/load", headers=both)[0] == 401
+        assert process.request("/load", headers={"x-api-key": "Bearer sk-bob"})[0] == 401
         cached = []
         for key in ("sk-alice", "sk-bob", "sk-bob", "sk-env"):
             body = {"prompt": PROMPT, "max_tokens": 1}
@@ -79,6 +90,60 @@ def test_keys(tmp_path: Path) -> None:
         assert "key=alice" in process.log and "sk-" not in process.log
     finally:
         assert process.stop() == 0
+
+
+ORIGIN = "https://chat.example"
+PREFLIGHT = {"Origin": ORIGIN, "Access-Control-Request-Method": "POST"}
+
+
+@pytest.fixture(scope="module")
+def behind_a_proxy() -> Iterator[ServerProcess]:
+    """A server with a key, for scripts of an origin, at the path /llm of a proxy."""
+    flags = ("--allowed-origins", json.dumps([ORIGIN]), "--allow-credentials", "--root-path", "/llm/")
+    process = ServerProcess(*POOL, *flags, environment={"KVLLM_API_KEY": "sk-env"})
+    yield process
+    assert process.stop() == 0
+
+
+def test_scripts_of_other_origins(behind_a_proxy: ServerProcess) -> None:
+    """A browser asks for leave without the key, and shows scripts no answer without the headers, errors included."""
+    asked = {**PREFLIGHT, "Access-Control-Request-Headers": "authorization,content-type"}
+    status, headers, _ = behind_a_proxy.request("/v1/completions", headers=asked, method="OPTIONS")
+    assert status == 200 and headers["access-control-allow-origin"] == ORIGIN
+    assert "POST" in headers["access-control-allow-methods"]
+    assert "authorization" in headers["access-control-allow-headers"]
+    assert headers["access-control-allow-credentials"] == "true"
+    body, key = {"prompt": "a", "max_tokens": 2}, {"Authorization": "Bearer sk-env"}
+    for given, fields, expected in [(key, {}, 200), (key, {"stream": True}, 200), (key, {"n": 0}, 400), ({}, {}, 401)]:
+        sent = {"Origin": ORIGIN, **given}
+        status, headers, _ = behind_a_proxy.request("/v1/completions", {**body, **fields}, sent)
+        assert status == expected and headers["access-control-allow-origin"] == ORIGIN
+        assert "x-request-id" in headers and "X-Request-Id" in headers["access-control-expose-headers"]
+    foreign = {**PREFLIGHT, "Origin": "https://evil.example"}
+    status, headers, _ = behind_a_proxy.request("/v1/completions", headers=foreign, method="OPTIONS")
+    assert status == 400 and "access-control-allow-origin" not in headers
+    _, headers, _ = behind_a_proxy.request("/", headers={"Origin": ORIGIN})
+    assert "default-src 'none'" in headers["content-security-policy"]
+
+
+def test_no_scripts_of_other_origins_by_default(server: ServerProcess) -> None:
+    status, headers, _ = server.request("/v1/completions", headers=PREFLIGHT, method="OPTIONS")
+    assert status == 405 and not [name for name in headers if name.startswith("access-control")]
+
+
+@pytest.mark.parametrize("prefix", ["", "/llm"])
+def test_a_path_behind_a_proxy(behind_a_proxy: ServerProcess, prefix: str) -> None:
+    """The proxy may leave its path there or take it away. What needs a key needs one in both cases."""
+    key = {"Authorization": "Bearer sk-env"}
+    for path in ("/", "/health", "/version", "/page/main.js"):
+        assert behind_a_proxy.request(prefix + path)[0] == 200
+    for path in ("/v1/models", "/openapi.json", "/live/events", "/llm/health", "/llmhealth"):
+        assert behind_a_proxy.request("/llm" + path)[0] == 401
+    status, document = behind_a_proxy.json(f"{prefix}/openapi.json", headers=key)
+    assert status == 200 and document["servers"] == [{"url": "/llm"}]
+    assert behind_a_proxy.json(f"{prefix}/v1/completions", {"prompt": "a", "max_tokens": 1}, key)[0] == 200
+    assert behind_a_proxy.json(f"{prefix}/v1/messages", {}, key)[1]["type"] == "error"
+    assert behind_a_proxy.request("/other/version", headers=key)[0] == 404
 
 
 def test_clients_that_go_away(server: ServerProcess) -> None:
@@ -224,6 +289,12 @@ def test_a_unix_socket(tmp_path: Path) -> None:
         (["--api-key-file", "no/such/file"], "no/such/file"),
         (["--ssl-keyfile", "key.pem"], "--ssl-certfile"),
         (["--max-num-queued-reqs", "0"], "at least 1"),
+        (["--allowed-origins", "*"], 'no JSON list like ["*"]'),
+        (["--allow-credentials"], "--allow-credentials needs --allowed-origins"),
+        (["--root-path", "llm"], "--root-path 'llm' is not allowed: it begins with a slash, as /llm does"),
+        (["--default-chat-template-kwargs", "[]"], "no JSON object"),
+        (["--default-chat-template-kwargs", '{"tokenize": true}'], "may not have 'tokenize'"),
+        (["--trust-remote-code"], "code of a checkpoint is never run"),
     ],
 )
 def test_wrong_arguments(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import socket
 import time
+import zlib
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -81,6 +83,42 @@ def test_only_json_is_read(server: ServerProcess) -> None:
         assert status == 415 and json.loads(answer)["error"]["code"] == 415
     declared = {"Content-Type": "Application/JSON; charset=utf-8"}
     assert server.request("/v1/completions", {"prompt": "a", "max_tokens": 1}, declared)[0] == 200
+
+
+RAW = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+SMALL = b'{"prompt": "a", "max_tokens": 1}'
+BOMB = b'{"prompt": "' + b"a" * (17 << 20) + b'"}'
+
+
+@pytest.mark.parametrize(
+    ("encoding", "body", "status"),
+    [
+        ("identity", SMALL, 200),
+        ("gzip", gzip.compress(SMALL), 200),
+        ("GZIP", gzip.compress(b"\xef\xbb\xbf" + SMALL), 200),
+        ("x-gzip", gzip.compress(SMALL), 200),
+        ("deflate", zlib.compress(SMALL), 200),
+        ("deflate", RAW.compress(SMALL) + RAW.flush(), 200),
+        ("gzip", gzip.compress(BOMB), 413),
+        ("deflate", zlib.compress(BOMB), 413),
+        ("gzip", SMALL, 400),
+        ("deflate", SMALL, 400),
+        ("gzip", gzip.compress(SMALL)[:-5], 400),
+        ("gzip", gzip.compress(SMALL) * 2, 400),
+        ("br", SMALL, 415),
+        ("gzip, gzip", gzip.compress(gzip.compress(SMALL)), 415),
+    ],
+    ids=range(14),
+)
+def test_compressed_bodies(server: ServerProcess, encoding: str, body: bytes, status: int) -> None:
+    found, headers, answer = server.request("/v1/completions", body, {"Content-Encoding": encoding})
+    assert found == status, answer
+    assert headers.get("accept-encoding") == ("gzip, deflate" if status == 415 else None)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_body(server: ServerProcess) -> None:
+    assert server.request("/v1/completions", b"\xef\xbb\xbf" + SMALL)[0] == 200
+    assert server.request("/v1/completions", b"\xef\xbb\xbf" * 2 + SMALL)[0] == 400
 
 
 def test_a_body_that_is_too_large(server: ServerProcess) -> None:
@@ -216,6 +254,36 @@ def test_metrics(server: ServerProcess) -> None:
     assert server.metric("kvllm:event_stall_seconds_count") == 0
     for name in ("kvllm:windows_compressed_total", "kvllm:evicted_pairs_total", "kvllm:blocks_released_total"):
         assert server.metric(name) == 0
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"n": 3}, {"use_beam_search": True, "n": 2}])
+def test_the_times_between_tokens_are_counted_for_each_token(server: ServerProcess, fields: dict[str, Any]) -> None:
+    """Tokens come together where they are faster than events. The sum is what lies between the first and the last."""
+    name, number = "vllm:inter_token_latency_seconds", fields.get("n", 1)
+    before = server.metric(f"{name}_count"), server.metric(f"{name}_sum")
+    body = {"prompt": PROMPT, "max_tokens": 50, "ignore_eos": True, **fields}
+    begin = time.monotonic()
+    assert server.request("/v1/completions", body)[0] == 200
+    seconds = time.monotonic() - begin
+    assert server.metric(f"{name}_count") - before[0] == 49 * number
+    assert 0 <= server.metric(f"{name}_sum") - before[1] <= number * seconds
+
+
+def test_metrics_of_steps_and_of_what_waits(server: ServerProcess) -> None:
+    names = ("vllm:iteration_tokens_total", "vllm:request_num_preemptions")
+    before = [(server.metric(f"{name}_count"), server.metric(f"{name}_sum")) for name in names]
+    steps = server.metric("kvllm:steps_total")
+    body = {"prompt": list(range(3, 23)), "max_tokens": 7, "ignore_eos": True, "cache_salt": "of its own"}
+    assert server.json("/v1/completions", body)[0] == 200
+    after = [(server.metric(f"{name}_count"), server.metric(f"{name}_sum")) for name in names]
+    steps = server.metric("kvllm:steps_total") - steps
+    assert [(number - was[0], total - was[1]) for was, (number, total) in zip(before, after, strict=True)] == [
+        (steps, 20 + steps - 1),
+        (1, 0),
+    ]
+    for reason in ("capacity", "deferred"):
+        labels = f'engine="0",model_name="reasoner",reason="{reason}"'
+        assert server.metric(f"vllm:num_requests_waiting_by_reason{{{labels}}}") == 0
 
 
 def test_the_log_has_ids_and_no_prompts(server: ServerProcess) -> None:

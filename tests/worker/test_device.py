@@ -67,7 +67,6 @@ def test_with_a_gpu_everything_is_on_it_cuda(checkpoint: Path) -> None:
         ({"gpu_memory_utilization": 0}, "gpu_memory_utilization=0 is not allowed: greater than 0 and at most 1"),
         ({"gpu_memory_utilization": 90}, "gpu_memory_utilization=90 is not allowed"),
         ({"gpu_memory_utilization": "0.5"}, "gpu_memory_utilization='0.5': Expected `float`"),
-        ({"device": "cpu", "dtype": "float16"}, "float16 is not computed on the CPU: use bfloat16 or float32"),
     ],
     ids=str,
 )
@@ -76,9 +75,16 @@ def test_wrong_options(checkpoint: Path, options: dict, message: str) -> None:
         LLM(checkpoint, **options)
 
 
-def test_float16_runs_as_float32_on_the_cpu(half: Path) -> None:
-    llm = LLM(half, device="cpu", num_gpu_blocks_override=4, block_size=16)
+@pytest.mark.parametrize("dtype", ["auto", "float16", "half", "float"])
+def test_float16_runs_as_float32_on_the_cpu(half: Path, dtype: str, caplog: pytest.LogCaptureFixture) -> None:
+    """It is told once, if it was asked for. vLLM's names of dtypes are known, too."""
+    llm = LLM(half, device="cpu", num_gpu_blocks_override=4, block_size=16, dtype=dtype)
     assert llm.cache_shape.dtype == torch.float32
+    warnings = [each.message for each in caplog.records if "runs as float32" in each.message]
+    assert len(warnings) == (dtype in ("float16", "half"))
+
+
+def test_bfloat16_stays_on_the_cpu(half: Path) -> None:
     assert LLM(half, device="cpu", num_gpu_blocks_override=4, dtype="bfloat16").cache_shape.dtype == torch.bfloat16
 
 

@@ -75,7 +75,7 @@ async function run(side, signal) {
   side.measured.classList.remove("error");
   show(side, answer);
   try {
-    const path = info.has_chat_template ? "/v1/chat/completions" : "/v1/completions";
+    const path = info.has_chat_template ? "v1/chat/completions" : "v1/completions";
     const options = { method: "POST", headers: headers({ "Content-Type": "application/json" }), body: JSON.stringify(body(side)), signal };
     const response = await fetch(path, options);
     if (!response.ok) throw new Error(await problem(response));

@@ -31,7 +31,7 @@ export function openDetail(id) {
 
 async function refresh(id) {
   try {
-    const response = await fetch(`/live/requests/${encodeURIComponent(id)}`, { headers: headers() });
+    const response = await fetch(`live/requests/${encodeURIComponent(id)}`, { headers: headers() });
     if (id !== shown) return;
     if (!response.ok) throw new Error(await problem(response));
     const detail = await response.json();

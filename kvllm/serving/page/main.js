@@ -19,7 +19,7 @@ let info = null, isPaused = false;
 setUpRequests(openDetail);
 setUpDetail();
 setUpChat();
-const reopen = keepOpen("/live/events", receive, status => setText(byId("status"), status));
+const reopen = keepOpen("live/events", receive, status => setText(byId("status"), status));
 setUpKey(reopen);
 byId("range").addEventListener("change", draw);
 document.addEventListener("visibilitychange", draw);

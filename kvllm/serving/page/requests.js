@@ -71,7 +71,7 @@ function addRow(request) {
 // Returns what went wrong, "" if nothing did.
 export async function cancelRequest(id) {
   try {
-    const response = await fetch(`/live/requests/${encodeURIComponent(id)}`, { method: "DELETE", headers: headers() });
+    const response = await fetch(`live/requests/${encodeURIComponent(id)}`, { method: "DELETE", headers: headers() });
     return response.ok ? "" : await problem(response);
   } catch (error) {
     return error.message;
