@@ -1,5 +1,5 @@
-"""The server through clients of other projects, unmodified: curl, litellm, langchain-openai, lm-eval, guidellm and
-schemathesis."""
+"""The server through clients of other projects, unmodified: curl, litellm, langchain-openai, openai-agents,
+pydantic-ai, lm-eval, guidellm and schemathesis."""
 
 from __future__ import annotations
 
@@ -119,6 +119,21 @@ def test_langchain(clients: Clients, parrot_server: ServerProcess) -> None:
     assert found["call"]["name"] == "GetWeather" and found["call"]["args"]["city"] in ("Paris", "Rome")
     assert len(found["parsed"]) == 2 and set(found["parsed"]) <= {"Paris", "Rome"}
     assert found["tokens"] > 0 and isinstance(found["text"], str)
+
+
+def test_openai_agents(clients: Clients, parrot_server: ServerProcess) -> None:
+    """A tool of an MCP server is called, and a stored response goes on."""
+    found = clients.call("use_openai_agents", parrot_server.url, "parrot")
+    assert all("Paris: fine" in found[name] for name in ("OpenAIChatCompletionsModel", "OpenAIResponsesModel"))
+    first, second = found["tokens"]
+    assert found["text"] == found["kept"] == ANSWER and second > first
+
+
+def test_pydantic_ai(clients: Clients, parrot_server: ServerProcess) -> None:
+    """The second turn has the tokens of both, and sends one."""
+    found = clients.call("use_pydantic_ai", parrot_server.url, "parrot")
+    first, second = found["tokens"]
+    assert found["texts"] == [ANSWER, ANSWER] and second > first
 
 
 @pytest.fixture(scope="module")
