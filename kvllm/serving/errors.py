@@ -48,12 +48,35 @@ class ApiError(Exception):
 
     def body(self) -> bytes:
         """The JSON text."""
-        kind = TYPES.get(self.status, "Error")
-        error = {"message": self.message, "type": kind, "param": self.param, "code": self.status}
+        return self._body(TYPES.get(self.status, "Error"), self.status)
+
+    def _body(self, kind: str, code: int | str) -> bytes:
+        error = {"message": self.message, "type": kind, "param": self.param, "code": code}
         return msgspec.json.encode({"error": error})
 
     def response(self) -> Response:
         return Response(self.body(), self.status, self.headers, "application/json")
+
+
+class ContextTooLong(ApiError):
+    """A prompt, or what is asked for behind it, does not fit into the model's context.
+
+    Clients shorten a conversation when they see the first words of the text, or the type and code, all OpenAI's.
+
+    tokens: of the prompt, or what it has at least. asked: tokens of output. longest: `max_model_len`.
+    """
+
+    def __init__(self, problem: str, tokens: int, longest: int, asked: int | None = None) -> None:
+        most = f"This model's maximum context length is {longest} tokens. However, {problem}."
+        advice = "Please reduce the length of the input or the number of tokens asked for."
+        super().__init__(400, f"{most} {advice}", param="prompt")
+        self.tokens = tokens
+        self.longest = longest
+        self.asked = asked
+
+    def body(self) -> bytes:
+        """The JSON text."""
+        return self._body("invalid_request_error", "context_length_exceeded")
 
 
 def bad_request(message: str, param: str | None = None) -> ApiError:

@@ -16,7 +16,7 @@ from kvllm.outputs import CompletionOutput
 from kvllm.serving.blocks import Block, BlockStep, BlockWriter
 from kvllm.serving.chat import ChatAnswer, prepare
 from kvllm.serving.context import context_of
-from kvllm.serving.errors import ApiError
+from kvllm.serving.errors import ApiError, ContextTooLong
 from kvllm.serving.limits import read_json
 from kvllm.serving.messages_protocol import INVALID_JSON, chat_of, count_decoder, messages_decoder
 from kvllm.serving.prompts import chat_prompt
@@ -160,7 +160,16 @@ class MessagesAnswer:
 def error_body(error: ApiError) -> bytes:
     """An error in the form of Anthropic's API."""
     kind = ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return msgspec.json.encode(MessagesError(error=MessagesErrorDetail(kind, error.message)))
+    message = _too_long(error) if isinstance(error, ContextTooLong) else error.message
+    return msgspec.json.encode(MessagesError(error=MessagesErrorDetail(kind, message)))
+
+
+def _too_long(error: ContextTooLong) -> str:
+    """In Anthropic's words, which clients look for."""
+    if error.asked is None or error.tokens > error.longest:
+        return f"prompt is too long: {error.tokens} tokens > {error.longest} maximum"
+    problem = f"{error.tokens} + {error.asked} > {error.longest}, decrease input length or `max_tokens` and try again"
+    return f"input length and `max_tokens` exceed context limit: {problem}"
 
 
 def failure_event(error: ApiError) -> bytes:

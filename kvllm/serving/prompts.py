@@ -6,7 +6,7 @@ import asyncio
 from functools import partial
 from typing import Any
 
-from kvllm.serving.errors import bad_request
+from kvllm.serving.errors import ContextTooLong, bad_request
 from kvllm.serving.generation import EncodedPrompt
 from kvllm.serving.limits import MAX_PROMPTS, check_count
 from kvllm.serving.protocol import ChatCompletionRequest, CompletionRequest, TokenizeRequest
@@ -85,7 +85,8 @@ async def encode(state: ServerState, text: str, special: bool, longest: int | No
     if len(text) > most:
         if longest is None:
             tokens = -(-len(text) // state.longest_token)
-            raise too_long(state, f"your prompt has {len(text)} characters, which are at least {tokens} tokens")
+            problem = f"your prompt has {len(text)} characters, which are at least {tokens} tokens"
+            raise ContextTooLong(problem, tokens, state.max_model_len)
         text = text[-most:]
     encoding = partial(state.tokenizer.encode, text, add_special_tokens=special)
     if len(text) > LONG_TEXT:
@@ -124,17 +125,11 @@ def max_tokens(state: ServerState, prompt: EncodedPrompt, asked: int | None, def
         raise bad_request(f"max_tokens={asked} is not allowed: at least 0", "max_tokens")
     if room < (1 if asked is None else asked) or (asked == 0 and room < 1):
         wanted = "" if asked is None else f" and you asked for {asked} more"
-        raise too_long(state, f"your prompt has {length} tokens{wanted}")
+        raise ContextTooLong(f"your prompt has {length} tokens{wanted}", length, state.max_model_len, asked)
     return asked if asked is not None or default is None else min(default, room)
-
-
-def too_long(state: ServerState, problem: str) -> Exception:
-    """The error of what does not fit into the model's context. Clients look for the first words of its text."""
-    longest = f"This model's maximum context length is {state.max_model_len} tokens. However, {problem}."
-    return bad_request(f"{longest} Please reduce the length of the input or the number of tokens asked for.", "prompt")
 
 
 def _cut(state: ServerState, token_ids: list[int], longest: int | None) -> list[int]:
     if longest is None and len(token_ids) > state.max_model_len:
-        raise too_long(state, f"your prompt has {len(token_ids)} tokens")
+        raise ContextTooLong(f"your prompt has {len(token_ids)} tokens", len(token_ids), state.max_model_len)
     return token_ids if longest is None else token_ids[-longest:]

@@ -197,12 +197,12 @@ class ModelList(Struct, kw_only=True):
 
 
 class ErrorDetail(Struct):
-    """What is wrong. param: the field, if it is one. code: the HTTP status."""
+    """What is wrong. param: the field, if it is one. code: the HTTP status, or OpenAI's name of the error."""
 
     message: str
     type: str
     param: str | None
-    code: int
+    code: int | str
 
 
 class ErrorResponse(Struct):

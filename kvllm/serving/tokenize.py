@@ -10,9 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvllm.serving.context import check_model, context_of
-from kvllm.serving.errors import bad_request
+from kvllm.serving.errors import ContextTooLong, bad_request
 from kvllm.serving.limits import read_json
-from kvllm.serving.prompts import chat_prompt, encode, too_long
+from kvllm.serving.prompts import chat_prompt, encode
 from kvllm.serving.protocol import DetokenizeRequest, TokenizeRequest
 from kvllm.serving.responses import DetokenizeResponse, TokenizeResponse
 from kvllm.serving.sampling import check_fields
@@ -45,7 +45,7 @@ async def detokenize(request: Request) -> Response:
     body = await read_json(request, detokenize_decoder, state.pool)
     check_model(state, body.model)
     if len(body.tokens) > state.max_model_len:
-        raise too_long(state, f"you gave {len(body.tokens)} tokens")
+        raise ContextTooLong(f"you gave {len(body.tokens)} tokens", len(body.tokens), state.max_model_len)
     if outside := [token for token in body.tokens if not 0 <= token < MAX_TOKEN]:
         raise bad_request(f"token id {outside[0]} is not in the vocabulary", "tokens")
     decode = partial(state.tokenizer.decode, body.tokens)

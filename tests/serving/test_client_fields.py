@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import msgspec
+import openai
 import pytest
 
 from kvllm.serving.decoding import decode_fields
@@ -123,6 +124,21 @@ def test_a_key_that_is_no_token_id_is_named(parrot_server: ServerProcess, key: s
 def test_fields_that_cannot_be_obeyed(parrot_server: ServerProcess, fields: dict[str, Any], param: str) -> None:
     status, answer = parrot_server.json("/v1/chat/completions", ASK | fields)
     assert status == 400 and answer["error"]["param"] == param, answer
+
+
+def test_a_context_that_is_too_long(parrot_server: ServerProcess) -> None:
+    """The openai client's exception has the code that agents look for before they shorten a conversation."""
+    client = openai.OpenAI(base_url=f"{parrot_server.url}/v1", api_key="unused", max_retries=0)
+    long: Any = [{"role": "user", "content": "a " * 3000}]
+    for ask in (
+        lambda: client.chat.completions.create(model="parrot", messages=long),
+        lambda: client.chat.completions.create(model="parrot", messages=long, stream=True),
+        lambda: client.completions.create(model="parrot", prompt="a " * 3000),
+        lambda: client.responses.create(model="parrot", input=long),
+    ):
+        with pytest.raises(openai.BadRequestError, match="This model's maximum context length is 2048 tokens") as cut:
+            ask()
+        assert (cut.value.code, cut.value.type) == ("context_length_exceeded", "invalid_request_error")
 
 
 def test_probes_of_other_servers(server: ServerProcess) -> None:

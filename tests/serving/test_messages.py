@@ -123,8 +123,17 @@ def test_errors(client: Any, parrot_server: ServerProcess) -> None:
     with pytest.raises(anthropic.NotFoundError, match="does not exist") as missing:
         client.messages.create(**ASK | {"model": "other"})
     assert missing.value.body["error"]["type"] == "not_found_error"
-    with pytest.raises(anthropic.BadRequestError, match="maximum context length"):
+    with pytest.raises(anthropic.BadRequestError, match=r"`max_tokens` exceed context limit: \d+ \+ 5000 > 2048"):
         client.messages.create(**ASK | {"max_tokens": 5000})
+    for length in (3000, 100_000):
+        long: Any = [{"role": "user", "content": "a " * length}]
+        for ask in (client.messages.create, client.messages.count_tokens):
+            options = {"max_tokens": 1} if ask == client.messages.create else {}
+            with pytest.raises(
+                anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 2048 maximum"
+            ) as cut:
+                ask(model="parrot", messages=long, **options)
+            assert cut.value.body["error"]["type"] == "invalid_request_error"
     image = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
     for fields, words in (
         ({"messages": [{"role": "user", "content": [image]}]}, "image"),

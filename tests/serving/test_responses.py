@@ -156,6 +156,7 @@ def test_refusals(parrot_server: ServerProcess, fields: dict[str, Any], param: s
         status, answer = parrot_server.json("/v1/responses", {"input": "a", "stream": stream, **fields})
         assert status == (404 if param == "model" else 400), answer
         assert answer["error"]["param"] == param and words in answer["error"]["message"], answer
+        assert (answer["error"]["code"] == "context_length_exceeded") == ("maximum context" in words)
 
 
 def test_fields_that_change_nothing(client: Any) -> None:
