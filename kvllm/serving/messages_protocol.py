@@ -9,10 +9,24 @@ from msgspec import Struct
 
 from kvllm.chat_messages import function_tool, text_of
 from kvllm.serving.errors import bad_request
-from kvllm.serving.protocol import ChatCompletionRequest, CompressionOptions, FunctionName, NamedToolChoice
+from kvllm.serving.protocol import (
+    ChatCompletionRequest,
+    CompressionOptions,
+    FunctionName,
+    JsonSchema,
+    NamedToolChoice,
+    Refusals,
+    ResponseFormat,
+)
+from kvllm.serving.sampling import check_fields
 
 INVALID_JSON = "INVALID_JSON"
 """The only key of an input that stands for arguments which are no JSON of an object; its value is their text."""
+
+ERROR = "Error: "
+"""In front of the result of a tool that has failed."""
+KEEP_ALL = tuple({"edits": [{"type": "clear_thinking_20251015", "keep": keep}]} for keep in ("all", {"type": "all"}))
+"""Edits of a conversation that leave it as it is."""
 
 
 class ContentBlock(Struct, kw_only=True):
@@ -29,6 +43,7 @@ class ContentBlock(Struct, kw_only=True):
     input: Any = None
     tool_use_id: str | None = None
     content: str | list[ContentBlock] | None = None
+    is_error: bool | None = None
 
 
 class InputMessage(Struct, kw_only=True):
@@ -46,6 +61,8 @@ class MessagesTool(Struct, kw_only=True):
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
     type: str | None = None
+    defer_loading: Any = None
+    allowed_callers: Any = None
 
 
 class MessagesToolChoice(Struct, kw_only=True):
@@ -57,13 +74,29 @@ class MessagesToolChoice(Struct, kw_only=True):
 
 
 class Thinking(Struct, kw_only=True):
-    """type: enabled, adaptive or disabled. Its budget has no effect."""
+    """type: enabled, adaptive or disabled. display: "omitted" leaves the thought out. Its budget has no effect."""
 
     type: str
+    display: str | None = None
+
+
+class OutputFormat(Struct, kw_only=True):
+    """type: json_schema."""
+
+    type: str
+    schema: dict[str, Any] | None = None
+
+
+class OutputConfig(Struct, kw_only=True):
+    """effort: see `reasoning_effort` of chats. format: what the text has to obey."""
+
+    effort: str | None = None
+    format: OutputFormat | None = None
+    task_budget: Any = None
 
 
 class CountTokensRequest(Struct, kw_only=True):
-    """Body of POST /v1/messages/count_tokens."""
+    """Body of POST /v1/messages/count_tokens. output_format: an older name of `output_config.format`."""
 
     model: str
     messages: list[InputMessage]
@@ -71,6 +104,21 @@ class CountTokensRequest(Struct, kw_only=True):
     tools: list[MessagesTool] | None = None
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+
+    # Fields below are known, and are refused unless they ask for nothing (`REFUSED`).
+    mcp_servers: Any = None
+    context_management: Any = None
+    compaction: Any = None
+    billing_policy: Any = None
+    speed: Any = None
+    container: Any = None
+    diagnostics: Any = None
+    fallbacks: Any = None
+    fallback_credit_token: Any = None
+    inference_geo: Any = None
+    thread: Any = None
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
@@ -89,14 +137,39 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     compression: CompressionOptions | None = None
 
 
+REFUSED: Refusals = {
+    "mcp_servers": (([],), "the server reaches no other host: call the tools yourself"),
+    "context_management": (({}, {"edits": []}, *KEEP_ALL), "send the messages that the model is to see"),
+    "compaction": ((), "ask for a summary in a message"),
+    "billing_policy": (
+        ({"type": "billing_policy"}, {"type": "billing_policy", "bill_to": "self"}),
+        "nothing is billed",
+    ),
+    "speed": (("standard",), "the server has one speed"),
+    "container": ((), "the server runs no code"),
+    "diagnostics": (({}, {"previous_message_id": None}), "usage.cache_read_input_tokens says what was cached"),
+    "fallbacks": (([], "default"), "the server has one model"),
+    "fallback_credit_token": ((), "the server has given none"),
+    "inference_geo": (("global",), "it is where the server runs"),
+    "thread": ((), "nothing is stored: send the whole conversation as messages"),
+    "task_budget": ((), "use max_tokens"),
+    "defer_loading": ((False,), "the model sees all tools that are given"),
+    "allowed_callers": ((["direct"],), "the model itself calls tools"),
+}
+"""As that of the other routes: values that ask for nothing, and what to do instead."""
+
+
 def chat_of(body: CountTokensRequest) -> ChatCompletionRequest:
     """The chat that a request is. Raises ApiError for what a chat has not."""
+    check_fields(body, REFUSED)
     chat = ChatCompletionRequest(model=body.model, messages=_messages(body), tools=_tools(body))
+    _set_format(chat, body)
+    _continue(chat, body)
     if body.tools and body.tool_choice is not None:
         chat.tool_choice = _choice(body.tool_choice)
         chat.parallel_tool_calls = not body.tool_choice.disable_parallel_tool_use
     if body.thinking is not None:
-        chat.chat_template_kwargs = {"enable_thinking": body.thinking.type != "disabled"}
+        _set_thinking(chat, body.thinking)
     if isinstance(body, MessagesRequest):
         if body.max_tokens < 1:
             raise bad_request(f"max_tokens={body.max_tokens} is not allowed: at least 1", "max_tokens")
@@ -104,6 +177,50 @@ def chat_of(body: CountTokensRequest) -> ChatCompletionRequest:
         for name in ("max_tokens", "temperature", "top_p", "top_k", "seed", "priority", "cache_salt", "compression"):
             setattr(chat, name, getattr(body, name))
     return chat
+
+
+def _set_thinking(chat: ChatCompletionRequest, thinking: Thinking) -> None:
+    if thinking.type not in ("enabled", "adaptive", "disabled"):
+        problem = f"thinking.type={thinking.type[:100]!r} is not supported: enabled, adaptive or disabled"
+        raise bad_request(problem, "thinking")
+    chat.chat_template_kwargs = {"enable_thinking": thinking.type != "disabled"}
+    chat.include_reasoning = thinking.display != "omitted"
+
+
+def _set_format(chat: ChatCompletionRequest, body: CountTokensRequest) -> None:
+    """The effort, and the schema that the text obeys."""
+    config = body.output_config or OutputConfig()
+    check_fields(config, REFUSED)
+    chat.reasoning_effort = config.effort
+    wanted = config.format or body.output_format
+    if wanted is None:
+        return
+    field = "output_config.format" if config.format else "output_format"
+    if wanted.type != "json_schema" or wanted.schema is None:
+        problem = f"{field} of type {wanted.type[:100]!r} is not supported: json_schema with a schema is"
+        raise bad_request(problem, field)
+    chat.response_format = ResponseFormat(type=wanted.type, json_schema=JsonSchema(schema=wanted.schema))
+
+
+def _continue(chat: ChatCompletionRequest, body: CountTokensRequest) -> None:
+    """Let the answer go on with the last message, if it is the assistant's. An empty one is none."""
+    if not body.messages or body.messages[-1].role != "assistant":
+        return
+    content = body.messages[-1].content
+    where = f"messages[{len(body.messages) - 1}]"
+    if content and isinstance(content, list) and content[-1].type != "text":
+        problem = f"{where} ends the conversation with a block of type {content[-1].type[:100]!r}"
+        raise bad_request(f"{problem}: an answer goes on with text only, and behind a tool_use with its result", where)
+    text = text_of(chat.messages[-1]["content"])
+    if not text:
+        chat.messages.pop()
+        return
+    if text[-1].isspace():
+        raise bad_request("messages: final assistant content cannot end with trailing whitespace", "messages")
+    if chat.response_format is not None:
+        problem = "an answer of the form of output_config.format cannot go on with a message of the assistant"
+        raise bad_request(f"{problem}: leave out {where}", where)
+    chat.continue_final_message = True
 
 
 def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
@@ -125,11 +242,11 @@ def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
 
 
 def _assistant(blocks: list[ContentBlock], where: str) -> dict[str, Any]:
-    texts = [block for block in blocks if block.type not in ("thinking", "redacted_thinking", "tool_use")]
+    own = ("thinking", "redacted_thinking", "tool_use")
     thoughts = [block.thinking or "" for block in blocks if block.type == "thinking"]
     return {
         "role": "assistant",
-        "content": _content(texts, where),
+        "content": _content(blocks, f"{where}.content", own),
         "reasoning": "\n".join(thoughts) or None,
         "tool_calls": [_call(block) for block in blocks if block.type == "tool_use"],
     }
@@ -144,23 +261,37 @@ def _call(block: ContentBlock) -> dict[str, Any]:
 
 def _user(message: InputMessage, blocks: list[ContentBlock], where: str) -> list[dict[str, Any]]:
     """The results of tools first, as the template expects them behind the calls; then the text."""
-    results = [block for block in blocks if block.type == "tool_result"]
     messages: list[dict[str, Any]] = []
-    for block in results:
-        content = block.content if isinstance(block.content, str) else _content(block.content or [], where)
-        messages.append({"role": "tool", "content": content, "tool_call_id": block.tool_use_id})
-    if texts := [block for block in blocks if block.type != "tool_result"]:
-        messages.append({"role": message.role, "content": _content(texts, where)})
+    for index, block in enumerate(blocks):
+        if block.type == "tool_result":
+            content = _result(block, f"{where}.content[{index}].content")
+            messages.append({"role": "tool", "content": content, "tool_call_id": block.tool_use_id})
+    if any(block.type != "tool_result" for block in blocks):
+        content = _content(blocks, f"{where}.content", ("tool_result",))
+        messages.append({"role": message.role, "content": content})
     return messages
 
 
-def _content(blocks: list[ContentBlock], where: str) -> str | list[dict[str, Any]]:
-    """The content of a chat's message: text, or several parts."""
-    for block in blocks:
+def _result(block: ContentBlock, where: str) -> str | list[dict[str, Any]]:
+    """What a tool has returned. Templates know no failures, so the text says that it is one."""
+    content = block.content if isinstance(block.content, str) else _content(block.content or [], where)
+    if not block.is_error:
+        return content
+    text = text_of(content)
+    return f"{ERROR}{text}" if text else ERROR.strip(": ")
+
+
+def _content(blocks: list[ContentBlock], where: str, others: tuple[str, ...] = ()) -> str | list[dict[str, Any]]:
+    """The content of a chat's message: text, or several parts. others: types of blocks that are not part of it."""
+    parts = []
+    for index, block in enumerate(blocks):
+        if block.type in others:
+            continue
         if block.type != "text" or block.text is None:
-            problem = f"{where} has a block of type {block.type[:100]!r}: only text blocks are understood there"
-            raise bad_request(problem, f"{where}.content")
-    parts = [{"type": "text", "text": block.text} for block in blocks]
+            place = f"{where}[{index}]"
+            problem = f"{place} is a block of type {block.type[:100]!r}: only text blocks are understood there"
+            raise bad_request(problem, place)
+        parts.append({"type": "text", "text": block.text})
     return text_of(parts) if len(parts) < 2 else parts
 
 
@@ -168,6 +299,7 @@ def _tools(body: CountTokensRequest) -> list[dict[str, Any]] | None:
     """Tools of chats, their keys in the order that models know."""
     tools = []
     for tool in body.tools or ():
+        check_fields(tool, REFUSED)
         if tool.type not in (None, "custom"):
             raise bad_request(f"a tool of type {tool.type[:100]!r} is not supported: tools of your own are", "tools")
         tools.append(function_tool(tool.name, tool.description, tool.input_schema, tool.strict))

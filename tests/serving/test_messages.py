@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
 import msgspec
+import pydantic
 import pytest
 
 from kvllm.serving.messages_protocol import MessagesRequest, chat_of
@@ -20,6 +21,10 @@ OWN_TOOLS: Any = [
 ASK: Any = {"model": "parrot", "max_tokens": 100, "messages": [{"role": "user", "content": "Is it fine?"}],
             "extra_body": {"temperature": 0}}  # fmt: skip
 BODY: Any = {name: value for name, value in ASK.items() if name != "extra_body"}
+
+
+class City(pydantic.BaseModel):
+    city: Literal["Paris", "Rome"]
 
 
 @pytest.fixture(scope="module")
@@ -91,15 +96,96 @@ def test_tools_and_calls_have_the_form_of_chats(parrot_server: ServerProcess) ->
         {"type": "tool_use", "id": "2", "name": "f", "input": {"INVALID_JSON": '{"b": '}},
         {"type": "tool_use", "id": "3", "name": "f", "input": [1]},
     ]
-    body = BODY | {"tools": tools, "messages": [{"role": "assistant", "content": blocks}]}
+    messages = [{"role": "assistant", "content": blocks}, {"role": "user", "content": "So?"}]
+    body = BODY | {"tools": tools, "messages": messages}
     first = {"type": "function", "function": {"name": "f", "description": "D.", "parameters": schema}}
     second = {"type": "function", "function": {"name": "g", "strict": True}}
     calls = "".join(f"(f {json.dumps(arguments)})" for arguments in ({"b": 1, "a": [2]}, '{"b": ', [1]))
-    text = f"{json.dumps(first)};{json.dumps(second)};assistant:{calls}\n"
+    text = f"{json.dumps(first)};{json.dumps(second)};assistant:{calls}user:So?\n"
     chat = chat_of(msgspec.convert(body, MessagesRequest))
     assert json.dumps(chat.tools) == json.dumps([first, second])
     _, expected = parrot_server.json("/tokenize", {"prompt": text})
     assert parrot_server.json("/v1/messages/count_tokens", body) == (200, {"input_tokens": expected["count"]})
+
+
+@pytest.mark.parametrize("content", ["Let me look.", [{"type": "text", "text": "Let me look."}]])
+def test_the_last_message_is_continued(client: Any, parrot_server: ServerProcess, content: Any) -> None:
+    """The answer is what comes behind the text, which it does not repeat."""
+    messages = [*ASK["messages"], {"role": "assistant", "content": content}]
+    answer = client.messages.create(**ASK | {"messages": messages}, tools=OWN_TOOLS)
+    (call,) = answer.content
+    assert (call.type, call.input, answer.stop_reason) == ("tool_use", {"city": "Paris"}, "tool_use")
+    with client.messages.stream(**ASK | {"messages": messages}, tools=OWN_TOOLS) as stream:
+        assert [block.type for block in stream.get_final_message().content] == ["tool_use"]
+    counted = client.messages.count_tokens(model="parrot", messages=messages).input_tokens
+    chat = {"messages": messages, "continue_final_message": True}
+    assert counted == parrot_server.json("/tokenize", chat)[1]["count"]
+
+
+def test_an_empty_last_message_is_none(client: Any) -> None:
+    for content in ("", [], [{"type": "text", "text": ""}]):
+        messages: Any = [*ASK["messages"], {"role": "assistant", "content": content}]
+        assert client.messages.create(**ASK | {"messages": messages}).content[1].text.startswith("Let me look.")
+
+
+@pytest.mark.parametrize(
+    ("content", "fields", "words"),
+    [
+        ("Yes \n", {}, "final assistant content cannot end with trailing whitespace"),
+        ([{"type": "tool_use", "id": "1", "name": "f", "input": {}}], {}, "messages.1. ends .* 'tool_use'"),
+        ([{"type": "thinking", "thinking": "Hm", "signature": ""}], {}, "messages.1. ends .* 'thinking'"),
+        ("{", {"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "leave out messages.1."),
+    ],
+)
+def test_messages_that_are_not_continued(client: Any, content: Any, fields: dict[str, Any], words: str) -> None:
+    messages = [*ASK["messages"], {"role": "assistant", "content": content}]
+    with pytest.raises(anthropic.BadRequestError, match=words):
+        client.messages.create(**ASK | {"messages": messages}, **fields)
+
+
+def test_the_form_of_the_answer(client: Any, parrot_server: ServerProcess) -> None:
+    """The client's own helper, the field itself, and its older name."""
+    parsed = client.messages.parse(**BODY, output_format=City, extra_body={"seed": 3})
+    assert isinstance(parsed.parsed_output, City)
+    wanted = {"type": "json_schema", "schema": City.model_json_schema()}
+    for fields in ({"output_config": {"format": wanted}}, {"output_format": wanted}):
+        status, answer = parrot_server.json("/v1/messages", BODY | {"seed": 3} | fields)
+        text = next(block["text"] for block in answer["content"] if block["type"] == "text")
+        assert status == 200 and City.model_validate_json(text), answer
+
+
+def test_failures_of_tools() -> None:
+    """The model sees that a result is an error."""
+
+    def results(content: Any, **fields: Any) -> Any:
+        result = {"type": "tool_result", "tool_use_id": "1", "content": content, **fields}
+        body = BODY | {"messages": [{"role": "user", "content": [result]}]}
+        return [message["content"] for message in chat_of(msgspec.convert(body, MessagesRequest)).messages]
+
+    assert results("no city", is_error=True) == ["Error: no city"]
+    assert results([{"type": "text", "text": "no city"}], is_error=True) == ["Error: no city"]
+    assert results([], is_error=True) == ["Error"]
+    assert results("no city", is_error=False) == results("no city") == ["no city"]
+
+
+def test_a_thought_can_be_left_out(client: Any) -> None:
+    answer = client.messages.create(**ASK, tools=OWN_TOOLS, thinking={"type": "adaptive", "display": "omitted"})
+    assert [block.type for block in answer.content] == ["text", "tool_use"]
+
+
+@pytest.mark.parametrize("kind", ["image", "document", "search_result", "container_upload", "web_search_tool_result"])
+def test_blocks_that_are_not_text(parrot_server: ServerProcess, kind: str) -> None:
+    """They are named, with their place."""
+    text, block = {"type": "text", "text": "a"}, {"type": kind, "source": {"type": "text", "data": "x"}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [text, block]}
+    for fields, place in (
+        ({"messages": [{"role": "user", "content": [text, block]}]}, "messages[0].content[1]"),
+        ({"messages": [{"role": "assistant", "content": [block, text]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [result]}]}, "messages[0].content[0].content[1]"),
+        ({"system": [text, block]}, "system[1]"),
+    ):
+        status, answer = parrot_server.json("/v1/messages", BODY | fields)
+        assert status == 400 and f"{place} is a block of type '{kind}'" in answer["error"]["message"], answer
 
 
 def test_stops(client: Any) -> None:
