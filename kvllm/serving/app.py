@@ -14,7 +14,17 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvllm.serving import chat, completions, information, live_routes, messages, page_files, responses_route, tokenize
+from kvllm.serving import (
+    chat,
+    completions,
+    information,
+    live_routes,
+    messages,
+    page_files,
+    responses_route,
+    stored_responses,
+    tokenize,
+)
 from kvllm.serving.context import RequestContext
 from kvllm.serving.errors import ApiError, as_api_error
 from kvllm.serving.request_id import clean_request_id
@@ -35,6 +45,10 @@ def make_app(state: ServerState) -> ASGIApp:
         Route("/v1/completions", completions.create, methods=["POST"]),
         Route("/v1/chat/completions", chat.create, methods=["POST"]),
         Route("/v1/responses", responses_route.create, methods=["POST"]),
+        Route("/v1/responses/{id}", stored_responses.retrieve, methods=["GET"]),
+        Route("/v1/responses/{id}", stored_responses.delete, methods=["DELETE"]),
+        Route("/v1/responses/{id}/input_items", stored_responses.input_items, methods=["GET"]),
+        Route("/v1/responses/{id}/cancel", stored_responses.cancel, methods=["POST"]),
         Route("/v1/messages", messages.create, methods=["POST"]),
         Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
         Route("/v1/models", information.list_models),

@@ -9,7 +9,15 @@ import msgspec
 
 import kvllm
 from kvllm.chat_messages import ChatMessage, Tool
-from kvllm.serving import messages, messages_protocol, protocol, responses, responses_protocol, responses_route
+from kvllm.serving import (
+    messages,
+    messages_protocol,
+    protocol,
+    responses,
+    responses_protocol,
+    responses_route,
+    stored_responses,
+)
 from kvllm.serving.protocol import REFERENCE
 
 Route = tuple[str, str, type | None, type | None, str]
@@ -29,6 +37,10 @@ ROUTES: tuple[Route, ...] = (
         responses_route.ResponsesResponse,
         "Answer a conversation, in the form of OpenAI's newer API.",
     ),
+    ("get", "/v1/responses/{id}", None, responses_route.ResponsesResponse, "A response that is kept."),
+    ("delete", "/v1/responses/{id}", None, stored_responses.DeletedResponse, "Keep a response no longer."),
+    ("get", "/v1/responses/{id}/input_items", None, stored_responses.ItemList, "The items of a response's request."),
+    ("post", "/v1/responses/{id}/cancel", None, None, "Refused: no response runs in the background."),
     (
         "post",
         "/v1/messages",

@@ -129,6 +129,33 @@ def max_tokens(state: ServerState, prompt: EncodedPrompt, asked: int | None, def
     return asked if asked is not None or default is None else min(default, room)
 
 
+async def drop_earliest(state: ServerState, chat: ChatCompletionRequest) -> None:
+    """Leave out the earliest messages of a chat, as few as make the rest fit into the model's context.
+
+    System messages at the start stay. What is left begins with a message of the user, or else behind the last one of
+    them, and never with the result of a tool, whose call would be missing. Raises ApiError and RequestError.
+    """
+    roles = [message.get("role") for message in chat.messages]
+    first = next((index for index, role in enumerate(roles) if role not in ("system", "developer")), len(roles))
+    last_user = max((index for index, role in enumerate(roles) if role == "user"), default=first)
+    starts = [first]
+    starts += [i for i in range(first + 1, len(roles)) if roles[i] == "user" or (i > last_user and roles[i] != "tool")]
+
+    async def fits(start: int) -> bool:
+        try:
+            prompt = await chat_prompt(state, chat, chat.messages[:first] + chat.messages[start:])
+            max_tokens(state, prompt, chat.max_completion_tokens, None)
+        except ContextTooLong:
+            return False
+        return True
+
+    low, high = 0, len(starts) - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if await fits(starts[middle]) else (middle + 1, high)
+    del chat.messages[first : starts[low]]
+
+
 def _cut(state: ServerState, token_ids: list[int], longest: int | None) -> list[int]:
     if longest is None and len(token_ids) > state.max_model_len:
         raise ContextTooLong(f"your prompt has {len(token_ids)} tokens", len(token_ids), state.max_model_len)

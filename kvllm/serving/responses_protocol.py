@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -20,10 +22,18 @@ from kvllm.serving.protocol import (
 )
 from kvllm.serving.sampling import check_fields
 
+TOOL_TYPES = ("function", "custom")
+CUSTOM_PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+LOGPROBS = "message.output_text.logprobs"
 TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 
 
-class InputPart(Struct, kw_only=True):
+class InputPart(Struct, kw_only=True, omit_defaults=True):
     """A part of an item: text alone is understood."""
 
     type: str
@@ -31,33 +41,40 @@ class InputPart(Struct, kw_only=True):
     refusal: str | None = None
 
 
-class InputItem(Struct, kw_only=True):
-    """A message, a call of a function, its output, or a thought; fields as the type needs them."""
+class InputItem(Struct, kw_only=True, omit_defaults=True):
+    """A message, a call of a tool, its output, a thought, or the id of such an item; fields as the type needs them."""
 
     type: str | None = None
+    id: str | None = None
     role: str | None = None
     content: str | list[InputPart] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
+    input: str | None = None
     output: str | list[InputPart] | None = None
 
 
-class FunctionTool(Struct, kw_only=True):
-    """A function that the model may call."""
+class ResponsesTool(Struct, kw_only=True):
+    """A tool that the model may call. type: function, or custom, whose input is text."""
 
     type: str
     name: str = ""
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    format: dict[str, Any] | None = None
+    defer_loading: Any = None
+    allowed_callers: Any = None
 
 
-class FunctionChoice(Struct, kw_only=True):
-    """The function that is to be called."""
+class ResponsesToolChoice(Struct, kw_only=True, omit_defaults=True):
+    """type: function or custom, the tool that is to be called, or allowed_tools. mode, tools: of allowed_tools."""
 
     type: str
     name: str = ""
+    mode: str | None = None
+    tools: list[ResponsesToolChoice] | None = None
 
 
 class Reasoning(Struct, kw_only=True):
@@ -84,7 +101,7 @@ class TextOptions(Struct, kw_only=True):
 
 
 class ResponsesRequest(Struct, kw_only=True):
-    """Body of POST /v1/responses. Nothing is stored, whatever `store` says. The last fields are those of chats."""
+    """Body of POST /v1/responses. The last fields are those of chats."""
 
     input: str | list[InputItem]
     model: str | None = None
@@ -95,17 +112,23 @@ class ResponsesRequest(Struct, kw_only=True):
     stream: bool | None = None
     store: bool | None = None
     metadata: dict[str, str] | None = None
-    tools: list[FunctionTool] | None = None
-    tool_choice: str | FunctionChoice | None = None
+    tools: list[ResponsesTool] | None = None
+    tool_choice: str | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
-    previous_response_id: Any = None
+    previous_response_id: str | None = None
+    truncation: str | None = None
+    include: list[str] | None = None
     conversation: Any = None
     background: Any = None
+    background_options: Any = None
     prompt: Any = None
     top_logprobs: Any = None
-    truncation: Any = None
+    context_management: Any = None
+    moderation: Any = None
+    image: Any = None
+    access_programs: Any = None
 
     top_k: int | None = None
     seed: int | None = None
@@ -130,38 +153,76 @@ SAME_NAME = (
     "chat_template_kwargs",
 )
 REFUSED: Refusals = {
-    "previous_response_id": ((), "nothing is stored: send the whole conversation as input"),
-    "conversation": ((), "nothing is stored: send the whole conversation as input"),
+    "conversation": ((), "use previous_response_id, or send the whole conversation as input"),
     "background": ((False,), "leave it out, and read the answer as a stream"),
     "prompt": ((), "there are no stored prompts: give instructions and input"),
     "top_logprobs": ((0,), "use logprobs of /v1/chat/completions"),
-    "truncation": (("disabled",), "shorten the input"),
+    "background_options": (({},), "nothing runs in the background"),
+    "context_management": (([],), "use truncation, or send the items that the model is to see"),
+    "moderation": ((), "the server has no model for it"),
+    "image": (({},), "messages are text"),
+    "access_programs": (([], {}), "there are none"),
+    "defer_loading": ((False,), "the model sees all tools that are given"),
+    "allowed_callers": ((["direct"],), "the model itself calls tools"),
 }
 """As that of the other routes: values that ask for nothing, and what to do instead."""
 decoder = msgspec.json.Decoder(ResponsesRequest)
 
 
-def chat_of(body: ResponsesRequest) -> ChatCompletionRequest:
-    """The chat that a request is. Raises ApiError for what a chat has not."""
+def chat_of(body: ResponsesRequest, earlier: Sequence[InputItem] = ()) -> ChatCompletionRequest:
+    """The chat that a request is. earlier: items before its input. Raises ApiError for what a chat has not."""
     check_fields(body, REFUSED)
-    chat = ChatCompletionRequest(messages=_messages(body), tools=_tools(body.tools or []))
+    if LOGPROBS in (body.include or ()):
+        raise bad_request(f"include of {LOGPROBS!r} is not supported: use logprobs of /v1/chat/completions", "include")
+    if body.truncation not in (None, "auto", "disabled"):
+        raise bad_request(f"truncation={body.truncation[:100]!r} is not allowed: auto or disabled", "truncation")
+    tools, choice = _choice(body.tools or [], body.tool_choice)
+    chat = ChatCompletionRequest(messages=_messages(body, earlier), tools=_tools(tools), tool_choice=choice)
     for name in SAME_NAME:
         setattr(chat, name, getattr(body, name))
     if body.max_output_tokens is not None and body.max_output_tokens < 1:
         raise bad_request(f"max_output_tokens={body.max_output_tokens} is not allowed: at least 1", "max_output_tokens")
     chat.max_completion_tokens = body.max_output_tokens
-    choice = body.tool_choice
-    if isinstance(choice, FunctionChoice):
-        if choice.type != "function":
-            raise bad_request(
-                f"tool_choice of type {choice.type[:100]!r} is not supported: a function is", "tool_choice"
-            )
-        choice = NamedToolChoice(function=FunctionName(name=choice.name))
-    chat.tool_choice = choice
     chat.reasoning_effort = body.reasoning.effort if body.reasoning else None
     if body.text is not None and body.text.format is not None:
         chat.response_format = _format(body.text.format)
     return chat
+
+
+def is_reference(item: InputItem) -> bool:
+    """Whether an item stands for another one with its id. The type may be left out."""
+    return item.type == "item_reference" or (item.type is None and item.role is None and item.id is not None)
+
+
+def custom_input(arguments: str) -> str:
+    """The input of a custom tool in the arguments of the function that the model takes it for."""
+    try:
+        found = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    text = found.get("input") if isinstance(found, dict) else None
+    return text if isinstance(text, str) else arguments
+
+
+def _choice(
+    tools: list[ResponsesTool], choice: str | ResponsesToolChoice | None
+) -> tuple[list[ResponsesTool], str | NamedToolChoice | None]:
+    """The tools that the model gets to know, and its choice among them."""
+    if not isinstance(choice, ResponsesToolChoice):
+        return tools, choice
+    if choice.type in TOOL_TYPES:
+        return tools, NamedToolChoice(function=FunctionName(name=choice.name))
+    if choice.type != "allowed_tools":
+        problem = "function, custom and allowed_tools are"
+        raise bad_request(f"tool_choice of type {choice.type[:100]!r} is not supported: {problem}", "tool_choice")
+    if choice.mode not in ("auto", "required"):
+        raise bad_request(f"tool_choice.mode={choice.mode!r} is not allowed: auto or required", "tool_choice")
+    allowed = {(each.type, each.name) for each in choice.tools or ()}
+    if unknown := allowed - {(tool.type, tool.name) for tool in tools}:
+        raise bad_request(f"tool_choice allows {min(unknown)[1][:100]!r}, which is none of the tools", "tool_choice")
+    if not allowed and choice.mode == "required":
+        raise bad_request("tool_choice requires one of no tools: name those that are allowed", "tool_choice")
+    return [tool for tool in tools if (tool.type, tool.name) in allowed], choice.mode
 
 
 def _format(given: TextFormat) -> ResponseFormat:
@@ -171,52 +232,66 @@ def _format(given: TextFormat) -> ResponseFormat:
     return ResponseFormat(type=given.type, json_schema=schema)
 
 
-def _tools(given: list[FunctionTool]) -> list[dict[str, Any]] | None:
-    """Tools of chats, their keys in the order that models know."""
+def _tools(given: list[ResponsesTool]) -> list[dict[str, Any]] | None:
+    """Tools of chats, their keys in the order that models know. A custom tool is a function of one text."""
     tools = []
     for tool in given:
-        if tool.type != "function":
-            raise bad_request(f"a tool of type {tool.type[:100]!r} is not supported: functions are", "tools")
-        tools.append(function_tool(tool.name, tool.description, tool.parameters, tool.strict))
+        check_fields(tool, REFUSED)
+        if tool.type not in TOOL_TYPES:
+            problem = "functions and custom tools are"
+            raise bad_request(f"a tool of type {tool.type[:100]!r} is not supported: {problem}", "tools")
+        parameters = tool.parameters
+        if tool.type == "custom":
+            parameters = CUSTOM_PARAMETERS
+            if tool.format is not None and tool.format.get("type") != "text":
+                raise bad_request(f"the custom tool {tool.name[:100]!r} has a format that is not text", "tools")
+        tools.append(function_tool(tool.name, tool.description, parameters, tool.strict))
     return tools or None
 
 
-def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
+def _messages(body: ResponsesRequest, earlier: Sequence[InputItem]) -> list[dict[str, Any]]:
     """Items of the assistant that follow each other are one message, as templates expect it."""
     messages: list[dict[str, Any]] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})
+    for item in earlier:
+        _add(messages, item, "previous_response_id")
     if isinstance(body.input, str):
         return [*messages, {"role": "user", "content": body.input}]
     for index, item in enumerate(body.input):
-        where = f"input[{index}]"
-        kind = item.type or "message"
-        if kind == "message":
-            if item.role is None:
-                raise bad_request(f"{where} needs a role", where)
-            content = _content(item.content, where)
-            if item.role != "assistant":
-                messages.append({"role": item.role, "content": content})
-            else:
-                message = _assistant(messages)
-                given = message.get("content")
-                message["content"] = content if given is None else [*_as_parts(given), *_as_parts(content)]
-        elif kind == "function_call":
-            function = {"name": item.name or "", "arguments": item.arguments}
-            calls = _assistant(messages).setdefault("tool_calls", [])
-            calls.append({"id": item.call_id, "type": "function", "function": function})
-        elif kind == "function_call_output":
-            content = _content(item.output, where)
-            messages.append({"role": "tool", "content": content, "tool_call_id": item.call_id})
-        elif kind == "reasoning":
-            thought = "".join(part.text or "" for part in item.content or [] if isinstance(part, InputPart))
-            if thought:
-                message = _assistant(messages)
-                message["reasoning"] = message.get("reasoning", "") + thought
-        else:
-            problem = "messages, function calls, their outputs and reasoning are"
-            raise bad_request(f"{where} of type {kind[:100]!r} is not supported: {problem}", where)
+        _add(messages, item, f"input[{index}]")
     return messages
+
+
+def _add(messages: list[dict[str, Any]], item: InputItem, where: str) -> None:
+    """Add an item to the messages."""
+    kind = item.type or "message"
+    if kind == "message":
+        if item.role is None:
+            raise bad_request(f"{where} needs a role", where)
+        content = _content(item.content, where)
+        if item.role != "assistant":
+            messages.append({"role": item.role, "content": content})
+        else:
+            message = _assistant(messages)
+            given = message.get("content")
+            message["content"] = content if given is None else [*_as_parts(given), *_as_parts(content)]
+    elif kind in ("function_call", "custom_tool_call"):
+        arguments = item.arguments if kind == "function_call" else json.dumps({"input": item.input or ""})
+        function = {"name": item.name or "", "arguments": arguments}
+        calls = _assistant(messages).setdefault("tool_calls", [])
+        calls.append({"id": item.call_id, "type": "function", "function": function})
+    elif kind in ("function_call_output", "custom_tool_call_output"):
+        content = _content(item.output, where)
+        messages.append({"role": "tool", "content": content, "tool_call_id": item.call_id})
+    elif kind == "reasoning":
+        thought = "".join(part.text or "" for part in item.content or [] if isinstance(part, InputPart))
+        if thought:
+            message = _assistant(messages)
+            message["reasoning"] = message.get("reasoning", "") + thought
+    else:
+        problem = "messages, calls of functions and custom tools, their outputs, reasoning and item_reference are"
+        raise bad_request(f"{where} of type {kind[:100]!r} is not supported: {problem}", where)
 
 
 def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:

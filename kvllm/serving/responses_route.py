@@ -1,4 +1,4 @@
-"""POST /v1/responses: OpenAI's newer API over the same chats. Nothing is stored."""
+"""POST /v1/responses: OpenAI's newer API over the same chats."""
 
 from __future__ import annotations
 
@@ -14,17 +14,29 @@ from starlette.responses import Response
 
 from kvllm.serving.blocks import Block, BlockStep, BlockWriter
 from kvllm.serving.chat import ChatAnswer, prepare
-from kvllm.serving.context import context_of
+from kvllm.serving.context import RequestContext, context_of
 from kvllm.serving.limits import read_json
-from kvllm.serving.responses_protocol import Reasoning, ResponsesRequest, TextFormat, chat_of, decoder
+from kvllm.serving.prompts import drop_earliest
+from kvllm.serving.response_store import StoredResponse
+from kvllm.serving.responses_protocol import (
+    InputItem,
+    Reasoning,
+    ResponsesRequest,
+    ResponsesTool,
+    TextFormat,
+    chat_of,
+    custom_input,
+    decoder,
+)
 from kvllm.serving.sse import EventStream, from_generator, named_event, until_disconnected
+from kvllm.serving.stored_responses import earlier_items, listed_items, without_references
 
-ID_PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
+ID_PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc", "custom": "ctc"}
 
 
 class ResponsesResponse(Struct, kw_only=True):
-    """Answer of /v1/responses, and its state in the events of a stream. output: items of type reasoning, message and
-    function_call."""
+    """Answer of /v1/responses, and its state in the events of a stream. output: items of type reasoning, message,
+    function_call and custom_tool_call."""
 
     id: str
     created_at: int
@@ -44,9 +56,9 @@ class ResponsesResponse(Struct, kw_only=True):
     top_p: float | None = None
     metadata: dict[str, str] = {}
     error: None = None
-    previous_response_id: None = None
+    previous_response_id: str | None = None
     background: bool = False
-    store: bool = False
+    store: bool = True
     truncation: str = "disabled"
     object: str = "response"
 
@@ -55,30 +67,40 @@ async def create(request: Request) -> Any:
     """Answer: at once, or as a stream of events."""
     context = context_of(request)
     body = await read_json(request, decoder, context.state.pool)
-    chat = await prepare(context, chat_of(body))
-    answer = ResponsesAnswer(chat, body, context.request_id, body.model or context.state.model_name)
+    earlier = await earlier_items(context, body)
+    body.input = items = without_references(context, body)
+    chat = chat_of(body, earlier)
+    if body.truncation == "auto":
+        await drop_earliest(context.state, chat)
+    answer = ResponsesAnswer(await prepare(context, chat), context, body, items)
     if body.stream:
         return EventStream(from_generator(answer.events()), done=b"")
-    response = await until_disconnected(request, answer.complete())
-    return Response(msgspec.json.encode(response), media_type="application/json")
+    return Response(await until_disconnected(request, answer.complete()), media_type="application/json")
 
 
 class ResponsesAnswer:
     """A chat's answer in the form of the API of responses."""
 
-    def __init__(self, chat: ChatAnswer, body: ResponsesRequest, request_id: str, model: str) -> None:
+    def __init__(
+        self, chat: ChatAnswer, context: RequestContext, body: ResponsesRequest, items: list[InputItem]
+    ) -> None:
         self._chat = chat
-        self._request_id = request_id
+        self._store, self._tenant = context.state.responses, context.tenant
+        self._name = context.request_id
+        if self._store.has(self._tenant, f"resp_{self._name}"):  # the client may have chosen it
+            self._name += f"-{next(context.state.numbers)}"
+        self._items = items
+        self._custom = {tool.name for tool in body.tools or () if tool.type == "custom"}
         self._writer = BlockWriter()
         self._finish_reason: str | None = None
         self._number = 0
         wanted = body.text.format if body.text and body.text.format else TextFormat()
         self._response = ResponsesResponse(
-            id=f"resp_{request_id}",
+            id=f"resp_{self._name}",
             created_at=int(time.time()),
-            model=model,
+            model=body.model or context.state.model_name,
             output=[],
-            tools=msgspec.to_builtins(body.tools or []),
+            tools=[_shown_tool(tool) for tool in body.tools or ()],
             tool_choice=body.tool_choice or "auto",
             parallel_tool_calls=body.parallel_tool_calls is not False,
             text={"format": {name: value for name, value in msgspec.to_builtins(wanted).items() if value is not None}},
@@ -88,13 +110,16 @@ class ResponsesAnswer:
             temperature=body.temperature,
             top_p=body.top_p,
             metadata=body.metadata or {},
+            previous_response_id=body.previous_response_id,
+            store=body.store is not False,
+            truncation=body.truncation or "disabled",
         )
 
-    async def complete(self) -> ResponsesResponse:
-        """The whole answer."""
+    async def complete(self) -> bytes:
+        """The whole answer, as JSON."""
         async for _ in self._steps():
             pass
-        return self._finished()
+        return self._keep(self._finished())
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The events of a stream."""
@@ -111,7 +136,7 @@ class ResponsesAnswer:
             for event in self._begin():
                 yield event
         response = self._finished()
-        yield self._event(f"response.{response.status}", response=response)
+        yield self._event(f"response.{response.status}", response=msgspec.Raw(self._keep(response)))
 
     def _begin(self) -> list[bytes]:
         return [self._event(f"response.{state}", response=self._response) for state in ("created", "in_progress")]
@@ -148,6 +173,17 @@ class ResponsesAnswer:
         }
         return response
 
+    def _keep(self, response: ResponsesResponse) -> bytes:
+        """The response as JSON, which later requests find if it is to be stored."""
+        body = msgspec.json.encode(response)
+        if response.store:
+            items = listed_items(self._items, self._name)
+            ids = tuple(item["id"] for item in (*items, *response.output))
+            previous = response.previous_response_id
+            stored = StoredResponse(response.id, body, msgspec.json.encode(items), ids, previous)
+            self._store.put(self._tenant, stored)
+        return body
+
     def _event(self, kind: str, **fields: Any) -> bytes:
         data = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
@@ -163,6 +199,8 @@ class ResponsesAnswer:
             block.kind, "response.function_call_arguments"
         )
         if step.what == "delta":
+            if self._is_custom(block):  # its input is inside the JSON of the arguments: it is told at the end
+                return
             yield f"{name}.delta", place | {"delta": step.text} | ({"logprobs": []} if block.kind == "text" else {})
             return
         if step.what == "start":
@@ -171,7 +209,11 @@ class ResponsesAnswer:
             if block.kind != "call":
                 yield "response.content_part.added", place | {"part": _part(block, "")}
             return
-        if block.kind == "call":
+        if self._is_custom(block):
+            text = custom_input(block.text)
+            yield "response.custom_tool_call_input.delta", place | {"delta": text}
+            yield "response.custom_tool_call_input.done", place | {"input": text}
+        elif block.kind == "call":
             yield f"{name}.done", place | {"name": block.name, "arguments": block.text}
         else:
             extra = {"logprobs": []} if block.kind == "text" else {}
@@ -181,13 +223,20 @@ class ResponsesAnswer:
         yield "response.output_item.done", {"output_index": block.index, "item": item}
 
     def _item_id(self, block: Block) -> str:
-        return f"{ID_PREFIXES[block.kind]}_{self._request_id}_{block.index}"
+        kind = "custom" if self._is_custom(block) else block.kind
+        return f"{ID_PREFIXES[kind]}_{self._name}_{block.index}"
+
+    def _is_custom(self, block: Block) -> bool:
+        return block.kind == "call" and block.name in self._custom
 
     def _item(self, block: Block, status: str, is_empty: bool = False) -> dict[str, Any]:
         """An item of the output. is_empty: as its stream begins."""
         item: dict[str, Any] = {"id": self._item_id(block), "status": status}
         content = [] if is_empty else [_part(block, block.text)]
-        if block.kind == "call":
+        if self._is_custom(block):
+            text = "" if is_empty else custom_input(block.text)
+            own = {"type": "custom_tool_call", "call_id": block.call_id, "name": block.name, "input": text}
+        elif block.kind == "call":
             arguments = "" if is_empty else block.text
             own = {"type": "function_call", "call_id": block.call_id, "name": block.name, "arguments": arguments}
         elif block.kind == "reasoning":
@@ -195,6 +244,13 @@ class ResponsesAnswer:
         else:
             own = {"type": "message", "role": "assistant", "content": content}
         return item | own
+
+
+def _shown_tool(tool: ResponsesTool) -> dict[str, Any]:
+    """A tool as answers have it."""
+    names = ("type", "name", "description", "format" if tool.type == "custom" else "parameters")
+    shown = {name: getattr(tool, name) for name in names}
+    return shown if tool.type == "custom" else shown | {"strict": tool.strict}
 
 
 def _part(block: Block, text: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from kvllm.serving.chat_template import ChatTemplate
 from kvllm.serving.errors import unavailable
 from kvllm.serving.live import LiveFeed
 from kvllm.serving.metrics import ServerMetrics, Snapshot
+from kvllm.serving.response_store import ResponseStore
 from kvllm.tokenizer import Tokenizer
 
 THREADS = 4
@@ -68,7 +69,7 @@ class ServerState:
 
     llm: the engine that runs now.
     running: ids of the engine's requests. numbers: what makes these ids differ, whatever clients call their requests.
-    live: what the live page shows.
+    live: what the live page shows. responses: those that are kept.
     """
 
     def __init__(self, args: EngineArgs, options: ServerOptions, llm: AsyncLLM) -> None:
@@ -80,6 +81,7 @@ class ServerState:
         self.requests = 0  # to routes that generate, which have no answer yet
         self.created = int(time.time())
         self.live = LiveFeed()
+        self.responses = ResponseStore()
         self.pool = ThreadPoolExecutor(THREADS, "kvllm-text")
         self.admission = Admission(options.max_num_queued_reqs, options.max_num_queued_tokens)
         self.chat_template = ChatTemplate(llm.tokenizer, options.chat_template, self.pool)

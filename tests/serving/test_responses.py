@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tempfile
 from typing import Any, Literal
 
 import msgspec
@@ -11,11 +12,18 @@ import openai
 import pydantic
 import pytest
 
-from kvllm.serving.responses_protocol import ResponsesRequest, chat_of
+from kvllm.serving import response_store
+from kvllm.serving.errors import ApiError
+from kvllm.serving.response_store import ResponseStore, StoredResponse
+from kvllm.serving.responses_protocol import CUSTOM_PARAMETERS, ResponsesRequest, chat_of
 from tests.helpers.parrot_chat import TOOLS
 from tests.helpers.server import ServerProcess
 
 FUNCTIONS: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
+NOTE: Any = {"type": "custom", "name": "note", "description": "Writes a note."}
+ALLOWED: Any = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "get_time"}]}
+HOSTED = ("web_search", "web_search_preview", "file_search", "computer_use_preview", "code_interpreter", "mcp",
+          "image_generation", "local_shell", "shell", "apply_patch", "namespace", "tool_search")  # fmt: skip
 ASK: Any = {"model": "parrot", "input": "Is it fine?", "temperature": 0}
 
 
@@ -35,7 +43,7 @@ def test_text_thought_and_call(client: Any) -> None:
     assert (message.type, message.role, message.status) == ("message", "assistant", "completed")
     assert answer.output_text == "Let me look."
     assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "get_weather", {"city": "Paris"})
-    assert (answer.status, answer.object, answer.store) == ("completed", "response", False)
+    assert (answer.status, answer.object, answer.store) == ("completed", "response", True)
     assert answer.usage.output_tokens_details.reasoning_tokens == 4
     assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
     chat = client.chat.completions.create(
@@ -103,6 +111,197 @@ def test_tools_and_calls_have_the_form_of_chats(parrot_server: ServerProcess) ->
     assert status == 200 and answer["usage"]["input_tokens"] == expected["count"], answer
 
 
+def count(server: ServerProcess, messages: list[Any], **fields: Any) -> int:
+    """Tokens of a chat's prompt."""
+    status, answer = server.json("/tokenize", {"messages": messages, **fields})
+    assert status == 200, answer
+    return answer["count"]
+
+
+CALL = {"id": "x", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}
+FIRST: Any = {"role": "user", "content": "Is it fine?"}
+SECOND: Any = {"role": "assistant", "content": "Let me look.", "reasoning": "Hm, weather.", "tool_calls": [CALL]}
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_conversation_goes_on_from_a_stored_response(
+    client: Any, parrot_server: ServerProcess, is_stream: bool
+) -> None:
+    """Input and output of the whole chain come before the input; instructions do not."""
+    options: Any = {"model": "parrot", "temperature": 0, "tools": FUNCTIONS, "stream": is_stream}
+
+    def ask(**fields: Any) -> Any:
+        answer = client.responses.create(**options, **fields)
+        return list(answer)[-1].response if is_stream else answer
+
+    first = ask(input="Is it fine?", instructions="Be brief.")
+    output = {"type": "function_call_output", "call_id": first.output[2].call_id, "output": "rain"}
+    second = ask(input=[output], previous_response_id=first.id)
+    assert second.previous_response_id == first.id
+    result = {"role": "tool", "content": "rain", "tool_call_id": "x"}
+    assert second.usage.input_tokens == count(parrot_server, [FIRST, SECOND, result], tools=TOOLS)
+    third = ask(input="So?", previous_response_id=second.id)
+    messages = [FIRST, SECOND, result, SECOND, {"role": "user", "content": "So?"}]
+    assert third.usage.input_tokens == count(parrot_server, messages, tools=TOOLS)
+
+
+def test_stored_responses_are_read_and_deleted(client: Any) -> None:
+    items: Any = [{"role": "user", "content": text} for text in ("a", "b", "c")]
+    answer = client.responses.create(**ASK | {"input": items}, tools=FUNCTIONS)
+    assert client.responses.retrieve(answer.id) == answer
+    listed = list(client.responses.input_items.list(answer.id, limit=2, order="asc"))  # in two pages
+    assert [item.content[0].text for item in listed] == ["a", "b", "c"]
+    assert [item.id for item in client.responses.input_items.list(answer.id)] == [item.id for item in listed][::-1]
+    with pytest.raises(openai.BadRequestError, match="Cannot cancel a synchronous response"):
+        client.responses.cancel(answer.id)
+    client.responses.delete(answer.id)
+    for use in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
+        with pytest.raises(openai.NotFoundError, match=f"'{answer.id}' not found"):
+            use(answer.id)
+    with pytest.raises(openai.NotFoundError, match="not found"):
+        client.responses.create(**ASK, previous_response_id=answer.id)
+
+
+def test_what_is_not_stored(client: Any, parrot_server: ServerProcess) -> None:
+    for stream in (False, True):
+        answer = client.responses.create(**ASK, store=False, stream=stream)
+        response = list(answer)[-1].response if stream else answer
+        assert response.store is False
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(response.id)
+    assert parrot_server.json("/v1/responses/resp_x?stream=true")[0] == 400
+
+
+def test_ids_that_clients_choose_stay_apart(client: Any) -> None:
+    """A second request with the same id neither replaces the first one's response nor goes on from itself."""
+    ask = ASK | {"extra_headers": {"X-Request-Id": "mine"}}
+    first = client.responses.create(**ask)
+    second = client.responses.create(**ask, previous_response_id=first.id)
+    assert first.id == "resp_mine" != second.id and second.previous_response_id == first.id
+    assert client.responses.retrieve(first.id) == first and client.responses.retrieve(second.id) == second
+
+
+def test_references_to_items(client: Any, parrot_server: ServerProcess) -> None:
+    first = client.responses.create(**ASK, tools=FUNCTIONS)
+    question = client.responses.input_items.list(first.id).data[0]
+    references: Any = [{"type": "item_reference", "id": item.id} for item in (question, *first.output)]
+    references[-1].pop("type")
+    references.append({"type": "function_call_output", "call_id": "x", "output": "rain"})
+    answer = client.responses.create(**ASK | {"input": references}, tools=FUNCTIONS)
+    messages = [FIRST, SECOND, {"role": "tool", "content": "rain", "tool_call_id": "x"}]
+    assert answer.usage.input_tokens == count(parrot_server, messages, tools=TOOLS)
+
+
+def test_keys_have_their_own_responses() -> None:
+    keys = ("--api-key", "one", "two", "--kv-cache-memory-bytes", "16M", "--chat-template")
+    with tempfile.NamedTemporaryFile("w", suffix=".jinja") as file:
+        file.write("{% for message in messages %}{{ message.content }}{% endfor %}")
+        file.flush()
+        server = ServerProcess(*keys, file.name)
+    try:
+        one, two = (openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0) for key in ("one", "two"))
+        answer = one.responses.create(model="reasoner", input="words: a1\n", max_output_tokens=2)
+        assert one.responses.retrieve(answer.id) == answer
+        reference: Any = [{"type": "item_reference", "id": answer.output[0].id}]
+        for use in (
+            lambda: two.responses.retrieve(answer.id),
+            lambda: two.responses.delete(answer.id),
+            lambda: two.responses.create(model="reasoner", input="a", previous_response_id=answer.id),
+            lambda: two.responses.create(model="reasoner", input=reference),
+        ):
+            with pytest.raises(openai.NotFoundError, match="not found"):
+                use()
+        assert one.responses.retrieve(answer.id) == answer
+    finally:
+        assert server.stop() == 0
+
+
+def test_bounds_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Number, bytes and age of what a key keeps; what was used last stays longest."""
+    now = 0.0
+    store = ResponseStore(lambda: now)
+
+    def put(name: str, tenant: str = "a", size: int = 1) -> None:
+        store.put(tenant, StoredResponse(name, b"x" * size, b"", (f"item_{name}",)))
+
+    monkeypatch.setattr(response_store, "MAX_RESPONSES", 2)
+    monkeypatch.setattr(response_store, "MAX_BYTES", 10)
+    put("1")
+    put("2")
+    store.get("a", "1")
+    put("3")
+    assert [store.has("a", name) for name in "123"] == [True, False, True]
+    with pytest.raises(ApiError, match="item_2"):
+        store.with_item("a", "item_2", "input")
+    put("4", "b", 10)
+    assert store.with_item("a", "item_3", "input").id == "3"
+    put("5", size=10)
+    assert [store.has("a", name) for name in "135"] == [False, False, True] and store.has("b", "4")
+    put("6", size=11)
+    assert not store.has("a", "6")
+    put("7")
+    now = response_store.MAX_SECONDS + 1
+    with pytest.raises(ApiError, match="not found"):
+        store.get("a", "7")
+
+
+def test_truncation(client: Any, parrot_server: ServerProcess) -> None:
+    """The earliest turns are left out, as few as have to; instructions stay."""
+    turns: Any = []
+    for number in range(40):
+        turns += [{"role": "user", "content": f"{number}" + " a" * 60}, {"role": "assistant", "content": "Yes."}]
+    turns.append(FIRST)
+    with pytest.raises(openai.BadRequestError, match="maximum context length"):
+        client.responses.create(**ASK | {"input": turns}, instructions="Be brief.")
+    options: Any = {"instructions": "Be brief.", "truncation": "auto", "max_output_tokens": 50}
+    answer = client.responses.create(**ASK | {"input": turns}, **options)
+    assert answer.truncation == "auto" and answer.output_text.startswith("Let me look.")
+    system = {"role": "system", "content": "Be brief."}
+    fitting = []
+    for start in range(0, 80, 2):
+        status, found = parrot_server.json("/tokenize", {"messages": [system, *turns[start:]]})
+        if status == 200 and found["count"] + 50 <= 2048:
+            fitting.append(found["count"])
+    assert answer.usage.input_tokens == max(fitting)
+
+
+def test_tools_that_are_allowed(client: Any) -> None:
+    """The model sees no others, and calls one where it has to."""
+    options = ASK | {"temperature": 1, "extra_body": {"seed": 3}}
+    answer = client.responses.create(**options, tools=FUNCTIONS, tool_choice=ALLOWED)
+    assert {item.name for item in answer.output if item.type == "function_call"} == {"get_time"}
+    assert answer.tool_choice.model_dump() == ALLOWED and len(answer.tools) == 2
+    free = client.responses.create(**ASK, tools=FUNCTIONS, tool_choice=ALLOWED | {"mode": "auto"})
+    alone = client.responses.create(**ASK, tools=FUNCTIONS[1:])
+    assert free.usage.input_tokens == alone.usage.input_tokens
+
+
+def test_custom_tools(client: Any, parrot_server: ServerProcess) -> None:
+    """Their input is text of any form. The model takes each for a function with one text."""
+    options: Any = ASK | {"temperature": 1, "max_output_tokens": 400, "extra_body": {"seed": 3}}
+    options |= {"tools": [NOTE], "tool_choice": {"type": "custom", "name": "note"}}
+    answer = client.responses.create(**options)
+    (call,) = [item for item in answer.output if item.type == "custom_tool_call"]
+    assert call.name == "note" and call.input and call.id.startswith("ctc_")
+    assert answer.tools[0].name == "note" and answer.tools[0].type == "custom"
+    events = list(client.responses.create(**options, stream=True))
+    (done,) = [event for event in events if event.type == "response.custom_tool_call_input.done"]
+    deltas = [event.delta for event in events if event.type == "response.custom_tool_call_input.delta"]
+    assert "".join(deltas) == done.input == call.input
+    assert not [event for event in events if "function_call_arguments" in event.type]
+
+    output = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "noted"}
+    items = [FIRST, {**call.model_dump(), "input": 'a"b'}, output]
+    body = {"input": items, "tools": [NOTE], "max_output_tokens": 1}
+    made = {"name": "note", "arguments": json.dumps({"input": 'a"b'})}
+    messages = [FIRST, {"role": "assistant", "tool_calls": [{"type": "function", "function": made}]}]
+    messages.append({"role": "tool", "content": "noted"})
+    tool = {"name": "note", "description": "Writes a note.", "parameters": CUSTOM_PARAMETERS}
+    expected = count(parrot_server, messages, tools=[{"type": "function", "function": tool}])
+    status, found = parrot_server.json("/v1/responses", body)
+    assert status == 200 and found["usage"]["input_tokens"] == expected, found
+
+
 def test_max_output_tokens(client: Any) -> None:
     cut = client.responses.create(**ASK, max_output_tokens=2)
     assert cut.status == "incomplete" and cut.incomplete_details.reason == "max_output_tokens"
@@ -135,15 +334,23 @@ def test_asynchronous_streams_at_once(parrot_server: ServerProcess) -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"previous_response_id": "resp_1"}, "previous_response_id", "nothing is stored"),
-        ({"conversation": "conv_1"}, "conversation", "nothing is stored"),
+        ({"previous_response_id": "resp_none"}, "previous_response_id", "'resp_none' not found"),
+        ({"input": [{"type": "item_reference", "id": "msg_none"}]}, "input[0]", "'msg_none' not found"),
+        ({"conversation": "conv_1"}, "conversation", "previous_response_id"),
         ({"background": True}, "background", "stream"),
-        ({"truncation": "auto"}, "truncation", "shorten"),
+        ({"truncation": "some"}, "truncation", "auto or disabled"),
+        ({"input": "a" * 100_000, "truncation": "auto"}, "prompt", "maximum context length"),
+        ({"include": ["message.output_text.logprobs"]}, "include", "logprobs"),
         ({"input": []}, "messages", "empty"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0]", "input_image"),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0]", "without 'text'"),
         ({"input": [{"type": "computer_call"}]}, "input[0]", "computer_call"),
-        ({"tools": [{"type": "web_search"}]}, "tools", "web_search"),
+        *(({"tools": [{"type": kind}]}, "tools", kind) for kind in HOSTED),
+        ({"tools": [{**NOTE, "format": {"type": "grammar", "syntax": "lark"}}]}, "tools", "'note' has a format"),
+        ({"tools": [{**NOTE, "defer_loading": True}]}, "defer_loading", "all tools"),
+        ({"tools": FUNCTIONS, "tool_choice": ALLOWED | {"tools": [NOTE]}}, "tool_choice", "'note', which is none"),
+        ({"tools": FUNCTIONS, "tool_choice": ALLOWED | {"mode": "x"}}, "tool_choice", "auto or required"),
+        ({"tools": FUNCTIONS, "tool_choice": ALLOWED | {"tools": []}}, "tool_choice", "no tools"),
         ({"tools": FUNCTIONS, "tool_choice": {"type": "mcp"}}, "tool_choice", "mcp"),
         ({"max_output_tokens": 0}, "max_output_tokens", "at least 1"),
         ({"reasoning": {"effort": "some"}}, "reasoning_effort", "none, minimal"),
@@ -154,13 +361,13 @@ def test_asynchronous_streams_at_once(parrot_server: ServerProcess) -> None:
 def test_refusals(parrot_server: ServerProcess, fields: dict[str, Any], param: str, words: str) -> None:
     for stream in (False, True):
         status, answer = parrot_server.json("/v1/responses", {"input": "a", "stream": stream, **fields})
-        assert status == (404 if param == "model" else 400), answer
+        assert status == (404 if param == "model" or "not found" in words else 400), answer
         assert answer["error"]["param"] == param and words in answer["error"]["message"], answer
         assert (answer["error"]["code"] == "context_length_exceeded") == ("maximum context" in words)
 
 
 def test_fields_that_change_nothing(client: Any) -> None:
     others: Any = {"include": ["reasoning.encrypted_content"], "service_tier": "auto", "truncation": "disabled"}
-    own: Any = {"store": True, "metadata": {"a": "b"}, "reasoning": {"effort": "low"}, "parallel_tool_calls": True}
+    own: Any = {"store": False, "metadata": {"a": "b"}, "reasoning": {"effort": "low"}, "parallel_tool_calls": True}
     answer = client.responses.create(**ASK, **others, **own)
     assert answer.metadata == {"a": "b"} and answer.store is False and answer.reasoning.effort == "low"
