@@ -158,6 +158,7 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     modalities: Any = None
     audio: Any = None
     web_search_options: Any = None
+    moderation: Any = None
     prompt_logprobs: int | None = None
 
 
@@ -206,5 +207,6 @@ REFUSED: Refusals = {
     "modalities": ((["text"],), "messages are text"),
     "audio": ((), "messages are text"),
     "web_search_options": ((), "the server reaches no other host"),
+    "moderation": ((), "the server has no model for it"),
 }
 """Fields that cannot be obeyed: values that ask for nothing, and what to do instead."""

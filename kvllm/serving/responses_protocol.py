@@ -82,6 +82,7 @@ class Reasoning(Struct, kw_only=True):
 
     effort: str | None = None
     summary: str | None = None
+    mode: Any = None
 
 
 class TextFormat(Struct, kw_only=True):
@@ -162,6 +163,7 @@ REFUSED: Refusals = {
     "moderation": ((), "the server has no model for it"),
     "image": (({},), "messages are text"),
     "access_programs": (([], {}), "there are none"),
+    "mode": (("standard",), "use reasoning.effort"),
     "defer_loading": ((False,), "the model sees all tools that are given"),
     "allowed_callers": ((["direct"],), "the model itself calls tools"),
 }
@@ -172,6 +174,7 @@ decoder = msgspec.json.Decoder(ResponsesRequest)
 def chat_of(body: ResponsesRequest, earlier: Sequence[InputItem] = ()) -> ChatCompletionRequest:
     """The chat that a request is. earlier: items before its input. Raises ApiError for what a chat has not."""
     check_fields(body, REFUSED)
+    check_fields(body.reasoning or Reasoning(), REFUSED)
     if LOGPROBS in (body.include or ()):
         raise bad_request(f"include of {LOGPROBS!r} is not supported: use logprobs of /v1/chat/completions", "include")
     if body.truncation not in (None, "auto", "disabled"):

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
+import anthropic
+import anthropic.types.beta
 import msgspec
 import openai
 import pytest
 
+from kvllm.serving import messages_protocol, protocol, responses_protocol
 from kvllm.serving.decoding import decode_fields
 from kvllm.serving.protocol import ChatCompletionRequest
 from tests.helpers.server import ServerProcess
@@ -124,6 +129,130 @@ def test_a_key_that_is_no_token_id_is_named(parrot_server: ServerProcess, key: s
 def test_fields_that_cannot_be_obeyed(parrot_server: ServerProcess, fields: dict[str, Any], param: str) -> None:
     status, answer = parrot_server.json("/v1/chat/completions", ASK | fields)
     assert status == 400 and answer["error"]["param"] == param, answer
+
+
+CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+BODIES: dict[str, tuple[type[msgspec.Struct], dict[str, Any], dict[str, Any]]] = {
+    CHAT: (protocol.ChatCompletionRequest, {"messages": QUESTION}, protocol.REFUSED),
+    TEXT: (protocol.CompletionRequest, {"prompt": "a"}, protocol.REFUSED),
+    RESPONSES: (responses_protocol.ResponsesRequest, {"input": "a"}, responses_protocol.REFUSED),
+    MESSAGES: (
+        messages_protocol.MessagesRequest,
+        {"model": "parrot", "messages": QUESTION, "max_tokens": 4},
+        messages_protocol.REFUSED,
+    ),
+    "/v1/messages/count_tokens": (
+        messages_protocol.CountTokensRequest,
+        {"model": "parrot", "messages": QUESTION},
+        messages_protocol.REFUSED,
+    ),
+}
+PUBLISHED = [
+    (CHAT, openai.types.chat.completion_create_params.CompletionCreateParamsStreaming),
+    (TEXT, openai.types.completion_create_params.CompletionCreateParamsStreaming),
+    (RESPONSES, openai.types.responses.response_create_params.ResponseCreateParamsStreaming),
+    (MESSAGES, anthropic.types.message_create_params.MessageCreateParamsStreaming),
+    (MESSAGES, anthropic.types.beta.message_create_params.MessageCreateParamsStreaming),
+    ("/v1/messages/count_tokens", anthropic.types.MessageCountTokensParams),
+    ("/v1/messages/count_tokens", anthropic.types.beta.MessageCountTokensParams),
+]
+PUBLISHED_FIELDS = sorted({(path, name) for path, kind in PUBLISHED for name in kind.__annotations__})
+NESTED = [
+    ("stream_options", openai.types.chat.ChatCompletionStreamOptionsParam, protocol.StreamOptions),
+    ("text", openai.types.responses.ResponseTextConfigParam, responses_protocol.TextOptions),
+    ("text.format", openai.types.responses.ResponseFormatTextJSONSchemaConfigParam, responses_protocol.TextFormat),
+    ("reasoning", openai.types.shared_params.Reasoning, responses_protocol.Reasoning),
+    ("tools", openai.types.responses.FunctionToolParam, responses_protocol.ResponsesTool),
+    ("tools", openai.types.responses.CustomToolParam, responses_protocol.ResponsesTool),
+    ("tool_choice", openai.types.responses.ToolChoiceAllowedParam, responses_protocol.ResponsesToolChoice),
+    ("output_config", anthropic.types.OutputConfigParam, messages_protocol.OutputConfig),
+    ("output_config", anthropic.types.beta.BetaOutputConfigParam, messages_protocol.OutputConfig),
+    ("output_config.format", anthropic.types.JSONOutputFormatParam, messages_protocol.OutputFormat),
+    ("thinking", anthropic.types.ThinkingConfigEnabledParam, messages_protocol.Thinking),
+    ("thinking", anthropic.types.ThinkingConfigAdaptiveParam, messages_protocol.Thinking),
+    ("tools", anthropic.types.ToolParam, messages_protocol.MessagesTool),
+    ("tools", anthropic.types.beta.BetaToolParam, messages_protocol.MessagesTool),
+    ("tool_choice", anthropic.types.ToolChoiceToolParam, messages_protocol.MessagesToolChoice),
+]
+"""Options inside of others: where, the client's type and the server's."""
+SAMPLES = {
+    "metadata": {"user_id": "x"},
+    "store": True,
+    "cache_control": {"type": "ephemeral"},
+    "prediction": {"type": "content", "content": "Let me look."},
+    "verbosity": "low",
+    "max_tool_calls": 1,
+    "include": ["reasoning.encrypted_content"],
+    "stream_options": {"include_obfuscation": True},
+    "prompt_cache_options": {"ttl": "30m"},
+}
+"""Values of fields without effect; those of others are text."""
+
+
+def fields_without_effect() -> set[str]:
+    """As the table in the documentation has them."""
+    text = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    table = text.partition("that have no effect, because")[2].partition("\n\n`")[0]
+    return {name for row in table.splitlines() for name in re.findall("`([a-z_.]+)`", row.rpartition(" | ")[0])}
+
+
+@pytest.mark.parametrize(("path", "name"), PUBLISHED_FIELDS)
+def test_published_fields(parrot_server: ServerProcess, path: str, name: str) -> None:
+    """A field that a client may send is of a type that is checked, is refused by its name, or has no effect."""
+    kind, body, refused = BODIES[path]
+    if name in refused:
+        status, answer = parrot_server.json(path, body | {name: "x"})
+        assert status == 400 and f"{name} is not supported" in answer["error"]["message"], answer
+        return
+    if name in fields_without_effect() and (name != "stream_options" or path == RESPONSES):
+        status, answer = parrot_server.json(path, body | {name: SAMPLES.get(name, "x")})
+        assert status == 200, answer
+        return
+    problems = 0
+    for wrong in (True, []):
+        try:
+            msgspec.convert(body | {name: wrong}, kind)
+        except msgspec.ValidationError as error:
+            problems += f"$.{name}`" in str(error)
+    assert problems, f"{name} of {path} is ignored"
+
+
+@pytest.mark.parametrize(("place", "published", "kind"), NESTED)
+def test_published_options(place: str, published: Any, kind: type[msgspec.Struct]) -> None:
+    missing = {name for name in published.__annotations__ if name not in kind.__struct_fields__}
+    assert {f"{place}.{name}" for name in missing} <= fields_without_effect()
+
+
+def test_the_table_has_fields_of_clients_alone() -> None:
+    """And only those that the server does not act on."""
+    names = {name for _, name in PUBLISHED_FIELDS}
+    names |= {f"{place}.{name}" for place, published, _ in NESTED for name in published.__annotations__}
+    assert fields_without_effect() <= names
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (MESSAGES, {"output_config": {"task_budget": {"type": "tokens", "total": 9}}}),
+        (MESSAGES, {"tools": [{"name": "f", "defer_loading": True}]}),
+        (MESSAGES, {"tools": [{"name": "f", "allowed_callers": ["code_execution_20260120"]}]}),
+        (MESSAGES, {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}),
+        (MESSAGES, {"thinking": {"type": "between_tools"}}),
+        (RESPONSES, {"reasoning": {"mode": "pro"}}),
+    ],
+)
+def test_options_that_cannot_be_obeyed(parrot_server: ServerProcess, path: str, fields: dict[str, Any]) -> None:
+    status, answer = parrot_server.json(path, BODIES[path][1] | fields)
+    assert status == 400 and "is not supported" in answer["error"]["message"], answer
+
+
+def test_options_that_ask_for_nothing(parrot_server: ServerProcess) -> None:
+    """Agents send them with every request."""
+    edits = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    fields = {"context_management": edits, "mcp_servers": [], "speed": "standard", "inference_geo": "global"}
+    assert parrot_server.json(MESSAGES, BODIES[MESSAGES][1] | fields)[0] == 200
+    fields = {"context_management": [], "background": False, "truncation": "disabled", "top_logprobs": 0}
+    assert parrot_server.json(RESPONSES, BODIES[RESPONSES][1] | fields)[0] == 200
 
 
 def test_a_context_that_is_too_long(parrot_server: ServerProcess) -> None:
