@@ -62,3 +62,10 @@ def test_percentiles_of_many_values_are_those_of_a_part() -> None:
     median, slow = latencies.end_period()
     assert median is not None and slow is not None
     assert abs(median - 0.5) < 0.01 and abs(slow - 0.99) < 0.01
+
+
+def test_tokens_that_came_together_count_one_by_one() -> None:
+    latencies = Latencies()
+    latencies.add(1.0)
+    latencies.add(0.25, 3)
+    assert latencies.end_period()[0] == 0.25
