@@ -310,7 +310,7 @@ def test_a_trace_at_its_own_times(kvllm, server, tmp_path):
 def test_failures_are_counted_by_kind(kvllm, server):
     load = ("--num-prompts", "2", "--random-input-len", "9000", "--random-output-len", "5")
     code, out, err = kvllm("bench", "serve", "--base-url", server.url, *load)
-    assert code == 1 and "HTTP 400 invalid_request_error:           2\n" in out
+    assert code == 1 and "HTTP 400 invalid_request_error:          2\n" in out
     assert "maximum context length is 4096 tokens" in err
 
 
