@@ -85,6 +85,9 @@ def read_options(args: argparse.Namespace) -> tuple[EngineArgs, ServerOptions]:
         reasoning_parser=args.reasoning_parser,
         cors=_cors(args),
         root_path=_root_path(args.root_path),
+        enable_force_include_usage=args.enable_force_include_usage,
+        return_tokens_as_token_ids=args.return_tokens_as_token_ids,
+        enable_tokenizer_info_endpoint=args.enable_tokenizer_info_endpoint,
     )
 
 
@@ -114,6 +117,12 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
         "what the template of every chat gets; a request's own override them",
     )
     add(option, "--chat-template-kwargs", type=reader(parse_json_object, option), default={}, metavar="JSON", help=text)
+    text = "give the usage in every chunk of every stream"
+    add("--enable-force-include-usage", action="store_true", help=text)
+    text = 'log probabilities name tokens "token_id:7", unless a request says otherwise'
+    add("--return-tokens-as-token-ids", action="store_true", help=text)
+    text = "answer /tokenizer_info, which shows the chat template"
+    add("--enable-tokenizer-info-endpoint", action="store_true", help=text)
     text = "most completions in flight; above it requests get 503 (default: no limit)"
     add("--max-num-queued-reqs", type=int, metavar="N", help=text)
     text = "prompt tokens without a first output token at which requests get 503 (default: no limit)"

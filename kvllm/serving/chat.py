@@ -19,9 +19,9 @@ from kvllm.serving.context import RequestContext, context_of
 from kvllm.serving.errors import bad_request
 from kvllm.serving.generation import EncodedPrompt, Generation
 from kvllm.serving.limits import read_json
-from kvllm.serving.logprobs import TokenNames, chat_logprobs, prompt_logprobs
+from kvllm.serving.logprobs import chat_logprobs, prompt_logprobs, token_names
 from kvllm.serving.message_parser import MessagePart
-from kvllm.serving.prompts import chat_prompt, max_tokens, prompt_limit
+from kvllm.serving.prompts import chat_prompt, max_tokens, truncation
 from kvllm.serving.protocol import ChatCompletionRequest
 from kvllm.serving.responses import (
     ChatChoice,
@@ -30,9 +30,10 @@ from kvllm.serving.responses import (
     ChatCompletionResponse,
     ChatLogprobs,
     Message,
+    MessageDelta,
     Usage,
 )
-from kvllm.serving.sampling import check_generation, num_logprobs, sampling_params
+from kvllm.serving.sampling import check_generation, num_logprobs, sampling_params, streamed_usage
 from kvllm.serving.sse import EventStream, Write, event, until_disconnected
 from kvllm.serving.tool_choice import tool_choice, with_usable_schemas
 
@@ -61,7 +62,7 @@ async def prepare(context: RequestContext, body: ChatCompletionRequest) -> ChatA
         body.max_tokens = body.max_completion_tokens
     if body.max_tokens == 0:
         raise bad_request("max_tokens=0 is not allowed: at least 1", "max_tokens")
-    prompt = await chat_prompt(state, body, body.messages, prompt_limit(state, body))
+    prompt = await chat_prompt(state, body, body.messages, truncation(state, body))
     return ChatAnswer(context, body, prompt, ChatFormat(state, body, tools, prompt.text or ""))
 
 
@@ -80,7 +81,8 @@ class ChatAnswer:
         self._model = body.model or state.model_name
         self._created = int(time.time())
         self._most = num_logprobs(body, state.llm.config.max_logprobs)
-        self._names = TokenNames(state.llm.tokenizer, bool(body.return_tokens_as_token_ids))
+        self._names = token_names(state, body)
+        self._options = state.options
         number = max_tokens(state, prompt, body.max_tokens, state.sampling_defaults.get("max_tokens"))
         params = sampling_params(body, number, state.sampling_defaults, logprobs=self._most, **chat_format.sampling())
         beams = beam_search(body, [number or state.max_model_len])
@@ -115,29 +117,34 @@ class ChatAnswer:
 
     async def stream(self, write: Write) -> None:
         """Write the chunks of a stream: the role first, then what the model writes."""
-        options = self._body.stream_options
-        include_usage = options is not None and bool(options.include_usage)
-        continuous = include_usage and options is not None and bool(options.continuous_usage_stats)
+        include_usage, continuous = streamed_usage(self._body.stream_options, self._options)
         first = self._first_choices()
 
         def receive(_: int, output: RequestOutput) -> Awaitable[None] | None:
             usage = self.usage() if continuous else None if include_usage else UNSET
-            choices = first + self._chunk_choices(output)
+            data = b"".join(self._first_chunk(choice, usage) for choice in first)
             first.clear()
-            data = b"".join(self._chunk([choice], usage) for choice in choices)
+            data += b"".join(self._chunk([choice], usage) for choice in self._chunk_choices(output))
             return write(data) if data else None
 
         await self._generation.deliver(receive)
         if include_usage and (sending := write(self._chunk([], self.usage()))) is not None:
             await sending
 
-    def _chunk(self, choices: list[ChatChunkChoice], usage: Any) -> bytes:
-        chunk = ChatCompletionChunk(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage)
+    def _chunk(self, choices: list[ChatChunkChoice], usage: Any, **first: Any) -> bytes:
+        chunk = ChatCompletionChunk(
+            id=self._id, created=self._created, model=self._model, choices=choices, usage=usage, **first
+        )
         return event(msgspec.json.encode(chunk))
+
+    def _first_chunk(self, choice: ChatChunkChoice, usage: Any) -> bytes:
+        usage = usage.before_output() if usage else usage
+        ids = self._prompt.token_ids if self._body.return_token_ids else None
+        return self._chunk([choice], usage, prompt_token_ids=ids)
 
     def _first_choices(self) -> list[ChatChunkChoice]:
         """The role of each choice, and the message that is continued if it is to be echoed."""
-        delta = Message(role="assistant", content=self._echo())
+        delta = MessageDelta(role="assistant", content=self._echo())
         return [ChatChunkChoice(index=index, delta=delta) for index in range(self._body.n or 1)]
 
     def _chunk_choices(self, output: RequestOutput) -> list[ChatChunkChoice]:
@@ -177,7 +184,7 @@ class ChatAnswer:
         return self._generation.usage(sum(parser.reasoning_tokens for parser in self._parsers) if thinks else None)
 
     def _empty(self, index: int) -> ChatChoice:
-        choice = ChatChoice(index=index, message=Message(role="assistant", content=self._echo(), refusal=None))
+        choice = ChatChoice(index=index, message=Message(role="assistant", content=self._echo()))
         if self._most is not None:
             choice.logprobs = ChatLogprobs([])
         if self._body.return_token_ids:
@@ -189,7 +196,7 @@ class ChatAnswer:
         _add(choice.message, self._parse(completion))
         if choice.logprobs is not None and (piece := self._logprobs(completion)) is not None:
             choice.logprobs.content += piece.content
-        if choice.token_ids is not UNSET:
+        if choice.token_ids is not None:
             choice.token_ids += completion.token_ids
         choice.finish_reason, choice.stop_reason = self.finish_reason(completion), completion.stop_reason
 
@@ -203,9 +210,9 @@ class ChatAnswer:
         return continued_text(self._body) if self._body.echo else ""
 
 
-def _delta(part: MessagePart) -> Message:
+def _delta(part: MessagePart) -> MessageDelta:
     """What is new of a message, in a chunk. Clients know one or the other name of the thought."""
-    message = Message()
+    message = MessageDelta()
     if part.content:
         message.content = part.content
     if part.reasoning:

@@ -18,11 +18,11 @@ from kvllm.serving.context import RequestContext, context_of
 from kvllm.serving.errors import bad_request
 from kvllm.serving.generation import EncodedPrompt, Generation
 from kvllm.serving.limits import MAX_CHOICES, read_json
-from kvllm.serving.logprobs import LogprobLister, Position, TokenNames, prompt_logprobs
+from kvllm.serving.logprobs import LogprobLister, Position, prompt_logprobs, token_names
 from kvllm.serving.prompts import completion_prompts, max_tokens
 from kvllm.serving.protocol import CompletionRequest
-from kvllm.serving.responses import CompletionChoice, CompletionLogprobs, CompletionResponse
-from kvllm.serving.sampling import check_generation, num_logprobs, sampling_params
+from kvllm.serving.responses import CompletionChoice, CompletionChunk, CompletionLogprobs, CompletionResponse
+from kvllm.serving.sampling import check_generation, num_logprobs, sampling_params, streamed_usage
 from kvllm.serving.sse import EventStream, Write, event, until_disconnected
 
 DEFAULT_MAX_TOKENS = 16
@@ -49,12 +49,15 @@ class CompletionAnswer:
     def __init__(self, context: RequestContext, body: CompletionRequest, prompts: list[EncodedPrompt]) -> None:
         state = context.state
         self._body = body
-        self._id = f"cmpl-{context.request_id}"
-        self._model = body.model or state.model_name
-        self._created = int(time.time())
+        self._options = state.options
+        self._head: dict[str, Any] = {
+            "id": f"cmpl-{context.request_id}",
+            "created": int(time.time()),
+            "model": body.model or state.model_name,
+        }
         self._n = body.n or 1
         self._most = num_logprobs(body, state.llm.config.max_logprobs)
-        self._names = TokenNames(state.llm.tokenizer, bool(body.return_tokens_as_token_ids))
+        self._names = token_names(state, body)
         if len(prompts) * self._n > MAX_CHOICES:
             raise bad_request(f"{len(prompts)} prompts with n={self._n} are more than {MAX_CHOICES} completions", "n")
         asked = [max_tokens(state, prompt, body.max_tokens, DEFAULT_MAX_TOKENS) for prompt in prompts]
@@ -78,27 +81,22 @@ class CompletionAnswer:
         async for number, output in self._generation.outputs():
             for piece in self._pieces(number, output):
                 _extend(choices[piece.index], piece)
-        return self._response(choices, usage=self._generation.usage())
+        return CompletionResponse(**self._head, choices=choices, usage=self._generation.usage())
 
     async def stream(self, write: Write) -> None:
         """Write the chunks of a stream."""
-        options = self._body.stream_options
-        include_usage = options is not None and bool(options.include_usage)
-        continuous = include_usage and options is not None and bool(options.continuous_usage_stats)
+        include_usage, continuous = streamed_usage(self._body.stream_options, self._options)
 
         def receive(number: int, output: RequestOutput) -> Awaitable[None] | None:
             usage = self._generation.usage() if continuous else None if include_usage else UNSET
-            chunks = [self._response([piece], usage=usage) for piece in self._pieces(number, output)]
-            return write(b"".join(event(msgspec.json.encode(chunk)) for chunk in chunks))
+            return write(b"".join(self._chunk([piece], usage) for piece in self._pieces(number, output)))
 
         await self._generation.deliver(receive)
-        if include_usage:
-            last = event(msgspec.json.encode(self._response([], usage=self._generation.usage())))
-            if (sending := write(last)) is not None:
-                await sending
+        if include_usage and (sending := write(self._chunk([], self._generation.usage()))) is not None:
+            await sending
 
-    def _response(self, choices: list[CompletionChoice], usage: Any) -> CompletionResponse:
-        return CompletionResponse(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage)
+    def _chunk(self, choices: list[CompletionChoice], usage: Any) -> bytes:
+        return event(msgspec.json.encode(CompletionChunk(**self._head, choices=choices, usage=usage)))
 
     def _empty(self, index: int) -> CompletionChoice:
         logprobs = CompletionLogprobs([], [], [], []) if self._most is not None else None
@@ -145,11 +143,10 @@ def _extend(choice: CompletionChoice, piece: CompletionChoice) -> None:
     choice.text += piece.text
     if choice.logprobs is not None and piece.logprobs is not None:
         _append(choice.logprobs, piece.logprobs)
-    if choice.token_ids is not UNSET and piece.token_ids is not UNSET:
-        choice.token_ids += piece.token_ids
-    for name in ("prompt_logprobs", "prompt_token_ids"):
-        if getattr(piece, name) is not UNSET:
-            setattr(choice, name, getattr(piece, name))
+    if choice.token_ids is not None:
+        choice.token_ids += piece.token_ids or []
+    choice.prompt_logprobs = choice.prompt_logprobs or piece.prompt_logprobs
+    choice.prompt_token_ids = choice.prompt_token_ids or piece.prompt_token_ids
     choice.finish_reason, choice.stop_reason = piece.finish_reason, piece.stop_reason
 
 

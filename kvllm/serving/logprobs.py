@@ -6,7 +6,9 @@ import codecs
 from typing import Any
 
 from kvllm.outputs import Logprob
+from kvllm.serving.protocol import GenerationFields
 from kvllm.serving.responses import CompletionLogprobs, TokenLogprob, TopLogprob
+from kvllm.serving.state import ServerState
 from kvllm.tokenizer import Tokenizer
 
 Position = dict[int, Logprob] | None
@@ -32,6 +34,13 @@ class TokenNames:
     def text(self, token_ids: list[int]) -> str:
         """The text of a prompt that came as token ids."""
         return "" if self._tokenizer is None else self._tokenizer.decode(token_ids)
+
+
+def token_names(state: ServerState, request: GenerationFields) -> TokenNames:
+    """The texts of tokens as a request, or else the server's operator, wants them."""
+    asked = request.return_tokens_as_token_ids
+    as_ids = state.options.return_tokens_as_token_ids if asked is None else asked
+    return TokenNames(state.llm.tokenizer, as_ids)
 
 
 class LogprobLister:
@@ -78,7 +87,8 @@ def chat_logprobs(
 
 
 def most_likely(position: dict[int, Logprob], most: int, also: int | None = None) -> list[tuple[int, Logprob]]:
-    """The most likely tokens of a position, and `also` if it is not among them."""
+    """The `most` likely tokens of a position (-1: all), and `also` if it is not among them."""
+    most = len(position) if most == -1 else most
     ordered = sorted(position.items(), key=lambda pair: pair[1].rank or 0)
     return [pair for number, pair in enumerate(ordered) if number < most or pair[0] == also]
 

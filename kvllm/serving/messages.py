@@ -20,6 +20,7 @@ from kvllm.serving.errors import ApiError, ContextTooLong
 from kvllm.serving.limits import read_json
 from kvllm.serving.messages_protocol import INVALID_JSON, chat_of, count_decoder, messages_decoder
 from kvllm.serving.prompts import chat_prompt
+from kvllm.serving.responses import Usage
 from kvllm.serving.sse import EventStream, from_generator, named_event, until_disconnected
 from kvllm.serving.tool_choice import tool_choice
 
@@ -107,7 +108,7 @@ class MessagesAnswer:
                 self._writer.push(part)
                 self._note_end(completion)
         content = [_content(block) for block in self._writer.blocks]
-        return self._message(content)
+        return self._message(content, self._chat.usage())
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The events of a stream."""
@@ -116,23 +117,24 @@ class MessagesAnswer:
             async for part, completion in parts:
                 if not begun:
                     begun = True
-                    yield _event("message_start", message=self._message([]))
+                    yield _event("message_start", message=self._message([], self._chat.usage().before_output()))
                 for step in self._writer.push(part):
                     yield _block_event(step)
                 self._note_end(completion)
         for step in self._writer.finish():
             yield _block_event(step)
         reason, sequence = self._end
-        yield _event("message_delta", delta={"stop_reason": reason, "stop_sequence": sequence}, usage=self._usage())
+        usage = _usage(self._chat.usage())
+        yield _event("message_delta", delta={"stop_reason": reason, "stop_sequence": sequence}, usage=usage)
         yield _event("message_stop")
 
-    def _message(self, content: list[dict[str, Any]]) -> MessagesResponse:
+    def _message(self, content: list[dict[str, Any]], usage: Usage) -> MessagesResponse:
         reason, sequence = self._end
         return MessagesResponse(
             id=self._id,
             model=self._model,
             content=content,
-            usage=self._usage(),
+            usage=_usage(usage),
             stop_reason=reason,
             stop_sequence=sequence,
         )
@@ -144,17 +146,17 @@ class MessagesAnswer:
         sequence = completion.stop_reason if isinstance(completion.stop_reason, str) else None
         self._end = "stop_sequence" if sequence is not None else STOP_REASONS[reason], sequence
 
-    def _usage(self) -> dict[str, Any]:
-        """Tokens; those that the prefix cache had are counted apart."""
-        usage = self._chat.usage()
-        cached = usage.prompt_tokens_details.cached_tokens
-        return {
-            "input_tokens": usage.prompt_tokens - cached,
-            "output_tokens": usage.completion_tokens,
-            "cache_read_input_tokens": cached,
-            "cache_creation_input_tokens": 0,
-            "kvllm": usage.kvllm,
-        }
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    """Tokens; those that the prefix cache had are counted apart."""
+    cached = usage.prompt_tokens_details.cached_tokens
+    return {
+        "input_tokens": usage.prompt_tokens - cached,
+        "output_tokens": usage.completion_tokens,
+        "cache_read_input_tokens": cached,
+        "cache_creation_input_tokens": 0,
+        "kvllm": usage.kvllm,
+    }
 
 
 def error_body(error: ApiError) -> bytes:

@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from kvllm.serving.errors import ContextTooLong, bad_request
 from kvllm.serving.generation import EncodedPrompt
 from kvllm.serving.limits import MAX_PROMPTS, check_count
-from kvllm.serving.protocol import ChatCompletionRequest, CompletionRequest, TokenizeRequest
+from kvllm.serving.protocol import ChatCompletionRequest, CompletionRequest, GenerationFields, TokenizeRequest
 from kvllm.serving.state import ServerState
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+T = TypeVar("T", str, list[int])
 LONG_TEXT = 4096
 """Characters. A longer text is encoded in a thread: it would hold up the event loop."""
+
+
+class Truncation(NamedTuple):
+    """What a prompt is cut to. side: where tokens are dropped; "right" keeps the first ones."""
+
+    tokens: int
+    side: str
+
+    def cut(self, given: T, unit: int = 1) -> T:
+        """unit: items of `given`, such as characters, for each token."""
+        most = self.tokens * unit
+        return given[:most] if self.side == "right" else given[-most:]
 
 
 async def completion_prompts(state: ServerState, request: CompletionRequest) -> list[EncodedPrompt]:
@@ -29,13 +42,13 @@ async def completion_prompts(state: ServerState, request: CompletionRequest) -> 
     else:
         raise bad_request("prompt mixes texts and token ids: give a list of texts, or of lists of ids", "prompt")
     check_count("prompt", len(prompts), MAX_PROMPTS)
-    special, longest = request.add_special_tokens is not False, prompt_limit(state, request)
+    special, kept = request.add_special_tokens is not False, truncation(state, request)
     encoded = []
     for prompt in prompts:
         if isinstance(prompt, str):
-            encoded.append(await encode(state, prompt, special, longest))
+            encoded.append(await encode(state, prompt, special, kept))
         else:
-            encoded.append(EncodedPrompt(_cut(state, prompt, longest)))
+            encoded.append(EncodedPrompt(_cut(state, prompt, kept)))
     return encoded
 
 
@@ -43,7 +56,7 @@ async def chat_prompt(
     state: ServerState,
     request: ChatCompletionRequest | TokenizeRequest,
     messages: list[dict[str, Any]],
-    longest: int | None = None,
+    kept: Truncation | None = None,
 ) -> EncodedPrompt:
     """The prompt of a conversation. Raises ApiError and RequestError."""
     if not messages:
@@ -63,7 +76,7 @@ async def chat_prompt(
         options["continue_final_message"] = True
     text = await state.chat_template.render(messages, request.tools, options)
     # The template has written the special tokens already.
-    return await encode(state, text, bool(request.add_special_tokens), longest)
+    return await encode(state, text, bool(request.add_special_tokens), kept)
 
 
 def effort_options(effort: str | None) -> dict[str, Any]:
@@ -76,28 +89,28 @@ def effort_options(effort: str | None) -> dict[str, Any]:
     return {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
 
 
-async def encode(state: ServerState, text: str, special: bool, longest: int | None = None) -> EncodedPrompt:
+async def encode(state: ServerState, text: str, special: bool, kept: Truncation | None = None) -> EncodedPrompt:
     """The token ids of a text, in a thread if it is long.
 
-    longest: cut the beginning, so that this many tokens are left; None refuses what is longer than the model allows.
+    kept: what a longer prompt is cut to; None refuses what is longer than the model allows.
     """
-    most = (longest or state.max_model_len) * state.longest_token
-    if len(text) > most:
-        if longest is None:
+    most = state.max_model_len if kept is None else kept.tokens
+    if len(text) > most * state.longest_token:
+        if kept is None:
             tokens = -(-len(text) // state.longest_token)
             problem = f"your prompt has {len(text)} characters, which are at least {tokens} tokens"
             raise ContextTooLong(problem, tokens, state.max_model_len)
-        text = text[-most:]
+        text = kept.cut(text, state.longest_token)
     encoding = partial(state.tokenizer.encode, text, add_special_tokens=special)
     if len(text) > LONG_TEXT:
         token_ids = await asyncio.get_running_loop().run_in_executor(state.pool, encoding)
     else:
         token_ids = encoding()
-    return EncodedPrompt(_cut(state, token_ids, longest), text)
+    return EncodedPrompt(_cut(state, token_ids, kept), text)
 
 
-def prompt_limit(state: ServerState, request: Any) -> int | None:
-    """Tokens that `truncate_prompt_tokens` leaves of a prompt; None for all. Raises ApiError."""
+def truncation(state: ServerState, request: GenerationFields) -> Truncation | None:
+    """What `truncate_prompt_tokens` leaves of a prompt; None for all. Raises ApiError."""
     most = request.truncate_prompt_tokens
     if most is None:
         return None
@@ -105,7 +118,7 @@ def prompt_limit(state: ServerState, request: Any) -> int | None:
     if not (most == -1 or 1 <= most <= state.max_model_len):
         allowed = f"from 1 to {state.max_model_len}, or -1 for as many as fit"
         raise bad_request(f"truncate_prompt_tokens={most} is not allowed: {allowed}", "truncate_prompt_tokens")
-    return max(1, room) if most == -1 else most
+    return Truncation(max(1, room) if most == -1 else most, request.truncation_side or "left")
 
 
 def max_tokens(state: ServerState, prompt: EncodedPrompt, asked: int | None, default: int | None) -> int | None:
@@ -156,7 +169,7 @@ async def drop_earliest(state: ServerState, chat: ChatCompletionRequest) -> None
     del chat.messages[first : starts[low]]
 
 
-def _cut(state: ServerState, token_ids: list[int], longest: int | None) -> list[int]:
-    if longest is None and len(token_ids) > state.max_model_len:
+def _cut(state: ServerState, token_ids: list[int], kept: Truncation | None) -> list[int]:
+    if kept is None and len(token_ids) > state.max_model_len:
         raise ContextTooLong(f"your prompt has {len(token_ids)} tokens", len(token_ids), state.max_model_len)
-    return token_ids if longest is None else token_ids[-longest:]
+    return token_ids if kept is None else kept.cut(token_ids)

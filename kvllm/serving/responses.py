@@ -1,10 +1,14 @@
-"""Answers of the routes that generate, as OpenAI and vLLM have them."""
+"""Answers of the routes that generate, as OpenAI and vLLM have them.
+
+Fields that are always null stand for what this server has not: clients of vLLM look for them.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType
+from msgspec.structs import replace
 
 from kvllm.serving.tools import ChatToolCall
 
@@ -48,6 +52,11 @@ class Usage(Struct):
     kvllm: CompressionUsage
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
+    def before_output(self) -> Usage:
+        """What it was before the first token of output: a stream's first chunk tells this."""
+        thought = CompletionTokensDetails(0) if self.completion_tokens_details else UNSET
+        return replace(self, completion_tokens=0, total_tokens=self.prompt_tokens, completion_tokens_details=thought)
+
 
 class CompletionLogprobs(Struct):
     """One item for each token; the log probability of a prompt's first token is null."""
@@ -66,13 +75,14 @@ class CompletionChoice(Struct, kw_only=True):
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+    prompt_token_ids: list[int] | None = None
+    routed_experts: None = None
 
 
-class CompletionResponse(Struct, kw_only=True):
-    """Answer of /v1/completions; a chunk of its stream has the same fields."""
+class CompletionChunk(Struct, kw_only=True):
+    """A chunk of the stream of /v1/completions."""
 
     id: str
     created: int
@@ -80,6 +90,16 @@ class CompletionResponse(Struct, kw_only=True):
     choices: list[CompletionChoice]
     object: str = "text_completion"
     usage: Usage | UnsetType | None = UNSET
+
+
+class CompletionResponse(CompletionChunk, kw_only=True):
+    """Answer of /v1/completions."""
+
+    service_tier: None = None
+    system_fingerprint: None = None
+    kv_transfer_params: None = None
+    ec_transfer_params: None = None
+    metrics: None = None
 
 
 class TopLogprob(Struct):
@@ -106,13 +126,26 @@ class ChatLogprobs(Struct):
 
 
 class Message(Struct, kw_only=True):
-    """The assistant's message, or what is new of it in a chunk."""
+    """The assistant's message. Without calls it has no `tool_calls`."""
+
+    role: str
+    content: str | None
+    refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ChatToolCall] | UnsetType = UNSET
+
+
+class MessageDelta(Struct, kw_only=True):
+    """What is new of the assistant's message in a chunk."""
 
     role: str | UnsetType = UNSET
-    content: str | UnsetType | None = UNSET
-    refusal: str | UnsetType | None = UNSET
-    reasoning: str | UnsetType | None = UNSET
-    reasoning_content: str | UnsetType | None = UNSET
+    content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ChatToolCall] | UnsetType = UNSET
 
 
@@ -124,18 +157,19 @@ class ChatChoice(Struct, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | None = None
+    routed_experts: None = None
 
 
 class ChatChunkChoice(Struct, kw_only=True):
     """What is new of an answer."""
 
     index: int
-    delta: Message
+    delta: MessageDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType | None = UNSET
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | None = None
 
 
 class ChatCompletionResponse(Struct, kw_only=True):
@@ -147,12 +181,18 @@ class ChatCompletionResponse(Struct, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     object: str = "chat.completion"
-    prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    service_tier: None = None
+    system_fingerprint: None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_text: None = None
+    kv_transfer_params: None = None
+    ec_transfer_params: None = None
+    metrics: None = None
 
 
 class ChatCompletionChunk(Struct, kw_only=True):
-    """A chunk of the stream of /v1/chat/completions."""
+    """A chunk of the stream of /v1/chat/completions. prompt_token_ids: in the first one of each choice."""
 
     id: str
     created: int
@@ -160,6 +200,7 @@ class ChatCompletionChunk(Struct, kw_only=True):
     choices: list[ChatChunkChoice]
     object: str = "chat.completion.chunk"
     usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
 
 
 class TokenizeResponse(Struct):

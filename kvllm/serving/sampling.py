@@ -15,7 +15,8 @@ from kvllm.serving.limits import (
     MAX_STOP_TOKEN_IDS,
     check_count,
 )
-from kvllm.serving.protocol import REFUSED, ChatCompletionRequest, CompletionRequest, Refusals
+from kvllm.serving.protocol import REFUSED, ChatCompletionRequest, CompletionRequest, Refusals, StreamOptions
+from kvllm.serving.state import ServerOptions
 
 GenerationRequest = CompletionRequest | ChatCompletionRequest
 SAME_NAME = (
@@ -84,6 +85,14 @@ def num_logprobs(request: GenerationRequest, most: int) -> int | None:
         allowed = "at least 0, or -1 for all tokens" if most == -1 else f"between 0 and {most}"
         raise bad_request(f"{field}={number} is not allowed: {allowed}", field)
     return number
+
+
+def streamed_usage(asked: StreamOptions | None, options: ServerOptions) -> tuple[bool, bool]:
+    """Whether the usage ends a stream, and whether it is in every chunk."""
+    if options.enable_force_include_usage:
+        return True, True
+    at_end = asked is not None and bool(asked.include_usage)
+    return at_end, at_end and asked is not None and bool(asked.continuous_usage_stats)
 
 
 def sampling_params(

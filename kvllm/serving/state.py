@@ -48,6 +48,9 @@ class ServerOptions:
     reasoning_parser: how the model marks its thoughts, a name out of `REASONING_PARSERS`; None for no thoughts.
     cors: None lets no script of another origin use the server.
     root_path: the path of the server behind a proxy; requests may come with it or without.
+    enable_force_include_usage: every chunk of a stream has the usage, whether its request asks for it or not.
+    return_tokens_as_token_ids: log probabilities name tokens "token_id:7", unless a request says otherwise.
+    enable_tokenizer_info_endpoint: /tokenizer_info tells the tokenizer's configuration and the chat template.
     """
 
     served_model_names: tuple[str, ...]
@@ -62,6 +65,9 @@ class ServerOptions:
     reasoning_parser: str | None = None
     cors: CorsOptions | None = None
     root_path: str = ""
+    enable_force_include_usage: bool = False
+    return_tokens_as_token_ids: bool = False
+    enable_tokenizer_info_endpoint: bool = False
 
 
 class ServerState:
