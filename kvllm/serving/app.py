@@ -67,6 +67,8 @@ def make_app(state: ServerState) -> ASGIApp:
         Route("/", page_files.index),
         Route("/page/{name}", page_files.file),
     ]
+    if state.options.enable_tokenizer_info_endpoint:
+        routes.append(Route("/tokenizer_info", information.tokenizer_info))
     # Without Starlette's own middleware, which would answer errors in a shape of its own.
     app = Gate(Router(routes, redirect_slashes=False), state)
     # Outside of the gate: browsers ask for leave without a key, and read errors only with these headers.

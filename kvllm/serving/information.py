@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
@@ -12,6 +15,8 @@ from kvllm.serving.context import check_model, context_of
 from kvllm.serving.openapi import document
 from kvllm.serving.responses import Model, ModelList
 from kvllm.serving.state import ServerState
+
+PLACES = ("vocab_file", "merges_file", "tokenizer_file", "name_or_path")
 
 
 async def list_models(request: Request) -> Response:
@@ -41,6 +46,18 @@ async def version(request: Request) -> Response:
 async def load(request: Request) -> Response:
     """How many requests are being answered."""
     return _json({"server_load": context_of(request).state.requests})
+
+
+async def tokenizer_info(request: Request) -> Response:
+    """What the tokenizer was made with, as in tokenizer_config.json, without files of this machine."""
+    state = context_of(request).state
+    tokenizer = state.tokenizer.hf
+    known: dict[str, Any] = {name: value for name, value in tokenizer.init_kwargs.items() if name not in PLACES}
+    known["tokenizer_class"] = type(tokenizer).__name__
+    if template := state.options.chat_template or tokenizer.chat_template:
+        known["chat_template"] = template
+    # msgspec writes no integer as large as the `model_max_length` of many tokenizers. Added tokens become their text.
+    return Response(json.dumps(known, default=str), media_type="application/json")
 
 
 async def metrics(request: Request) -> Response:

@@ -71,6 +71,41 @@ def test_stream_begins_with_the_role(client: Any, expected: str) -> None:
     assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 48
 
 
+def test_fields_that_vllm_sends(chat_server: ServerProcess) -> None:
+    """Its clients read them from every answer: null is not the same as absent to them."""
+    _, answer = chat_server.json("/v1/chat/completions", {"messages": QUESTION, **GREEDY})
+    nothing = {"service_tier", "system_fingerprint", "prompt_logprobs", "prompt_token_ids", "prompt_text"}
+    nothing |= {"kv_transfer_params", "ec_transfer_params", "metrics"}
+    assert {name for name, value in answer.items() if value is None} == nothing
+    (choice,) = answer["choices"]
+    nothing = {"logprobs", "stop_reason", "token_ids", "routed_experts"}
+    assert {name for name, value in choice.items() if value is None} == nothing
+    nothing = {"refusal", "annotations", "audio", "function_call", "reasoning", "reasoning_content"}
+    assert {name for name, value in choice["message"].items() if value is None} == nothing
+    assert "tool_calls" not in choice["message"]
+
+
+def test_the_first_chunk(client: Any, chat_server: ServerProcess) -> None:
+    """It has the prompt's token ids, if they are asked for, and no token of output has been counted."""
+    usage = {"include_usage": True, "continuous_usage_stats": True}
+    ask: Any = {"model": "small", "messages": QUESTION, "stream": True, "stream_options": usage, **GREEDY}
+    for asked in (True, False):
+        first, second, *_ = client.chat.completions.create(**ask, extra_body={"return_token_ids": asked})
+        ids = chat_server.json("/tokenize", {"prompt": PROMPT})[1]["tokens"]
+        assert first.prompt_token_ids == (ids if asked else None) and not hasattr(second, "prompt_token_ids")
+        assert bool(second.choices[0].token_ids) == asked
+        assert (first.usage.prompt_tokens, first.usage.completion_tokens, first.usage.total_tokens) == (40, 0, 40)
+        assert second.usage.completion_tokens >= 1
+
+
+def test_truncated_conversations(chat_server: ServerProcess) -> None:
+    ids = chat_server.json("/tokenize", {"prompt": PROMPT})[1]["tokens"]
+    ask = {"messages": QUESTION, "max_tokens": 1, "return_token_ids": True, "truncate_prompt_tokens": 7}
+    for side, expected in (("left", ids[-7:]), ("right", ids[:7])):
+        _, answer = chat_server.json("/v1/chat/completions", ask | {"truncation_side": side})
+        assert answer["prompt_token_ids"] == expected
+
+
 def test_parts_and_template_arguments(client: Any, chat_server: ServerProcess) -> None:
     """The text that the template makes of the messages is the prompt."""
     parts = [{"type": "text", "text": "A"}, {"type": "text", "text": "B"}]

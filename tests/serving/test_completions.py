@@ -98,6 +98,31 @@ def test_token_ids(server: ServerProcess, client: Any, expected: str) -> None:
     assert server.json("/detokenize", {"tokens": answer["choices"][0]["token_ids"]})[1]["prompt"] == expected
 
 
+def test_fields_that_vllm_sends(server: ServerProcess) -> None:
+    """Its clients read them from every answer: null is not the same as absent to them."""
+    _, answer = server.json("/v1/completions", {"prompt": PROMPT, **GREEDY})
+    nothing = {"service_tier", "system_fingerprint", "kv_transfer_params", "ec_transfer_params", "metrics"}
+    assert {name for name, value in answer.items() if value is None} == nothing
+    (choice,) = answer["choices"]
+    nothing = {"logprobs", "stop_reason", "token_ids", "prompt_logprobs", "prompt_token_ids", "routed_experts"}
+    assert {name for name, value in choice.items() if value is None} == nothing
+
+
+def test_truncated_prompts(server: ServerProcess) -> None:
+    ids = server.json("/tokenize", {"prompt": PROMPT})[1]["tokens"]
+    for prompt in (PROMPT, ids):
+        ask = {"prompt": prompt, "max_tokens": 1, "return_token_ids": True, "truncate_prompt_tokens": 7}
+        for side, expected in (("left", ids[-7:]), (None, ids[-7:]), ("right", ids[:7])):
+            _, answer = server.json("/v1/completions", ask | {"truncation_side": side})
+            assert answer["choices"][0]["prompt_token_ids"] == expected
+    # So long that its text is cut before it is encoded.
+    long = {"prompt": PROMPT * 200, "max_tokens": 1, "return_token_ids": True, "truncate_prompt_tokens": 7}
+    _, answer = server.json("/v1/completions", long | {"truncation_side": "right"})
+    assert answer["choices"][0]["prompt_token_ids"] == ids[:7]
+    status, answer = server.json("/v1/completions", long | {"truncation_side": "middle"})
+    assert status == 400 and answer["error"]["param"] == "truncation_side"
+
+
 def test_logprobs(client: Any, expected: str) -> None:
     choice = client.completions.create(model="reasoner", prompt=PROMPT, logprobs=3, **GREEDY).choices[0]
     logprobs = choice.logprobs

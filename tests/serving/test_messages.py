@@ -47,12 +47,15 @@ def test_the_stream_adds_up(client: Any) -> None:
     """The client's own helper puts the events together."""
     whole = client.messages.create(**ASK, tools=OWN_TOOLS)
     with client.messages.stream(**ASK, tools=OWN_TOOLS) as stream:
-        kinds = [event.type for event in stream]
+        events = list(stream)
         final = stream.get_final_message()
+    kinds = [event.type for event in events]
     assert [block.model_dump() for block in final.content][:2] == [block.model_dump() for block in whole.content][:2]
     assert final.content[2].input == {"city": "Paris"} and final.content[2].name == "get_weather"
     assert final.stop_reason == "tool_use" and final.usage.output_tokens == whole.usage.output_tokens
     assert kinds[0] == "message_start" and kinds[-1] == "message_stop"
+    begun = client.messages.create(**ASK, tools=OWN_TOOLS, stream=True)
+    assert next(iter(begun)).message.usage.output_tokens == 0
     assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 3
     with client.messages.stream(**ASK, tools=OWN_TOOLS) as stream:
         assert "".join(stream.text_stream) == "Let me look."

@@ -87,7 +87,7 @@ def test_a_thought_that_the_prompt_opens(client: Any) -> None:
     assert (cut.choices[0].message.reasoning, cut.choices[0].message.content) == ("Hm, weather.", None)
     assert cut.usage.completion_tokens_details.reasoning_tokens == 2
     hidden = ask(client, extra_body=extra | {"include_reasoning": False}).choices[0].message
-    assert hidden.content and not hasattr(hidden, "reasoning")
+    assert hidden.content and hidden.reasoning is None
 
 
 def test_tools_thoughts_and_earlier_calls_reach_the_template(parrot_server: ServerProcess) -> None:
