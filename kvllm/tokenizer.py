@@ -76,6 +76,8 @@ class Tokenizer:
         self.special_token_ids = frozenset(special.union(self._known(hf.all_special_tokens)))
         named = [] if hf.eos_token is None else [str(hf.eos_token)]
         self.eos_token_ids = tuple(dict.fromkeys(self._known([*named, *eos_tokens])))
+        # Log probabilities of the whole vocabulary name each of its tokens at every position.
+        self.decode_token = cache(self._decode_token)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt. Text made by `apply_chat_template` has its special tokens already.
@@ -107,7 +109,7 @@ class Tokenizer:
             list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
 
-    def decode_token(self, token_id: int) -> str:
+    def _decode_token(self, token_id: int) -> str:
         """Text of one token as it stands behind others: a Llama-style decoder drops the space that a text begins with.
 
         Parts of a character are U+FFFD. Ids outside of the vocabulary have no text.

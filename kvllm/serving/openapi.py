@@ -59,6 +59,7 @@ ROUTES: tuple[Route, ...] = (
     ("get", "/v1/models/{id}", None, responses.Model, "One of these names."),
     ("post", "/tokenize", protocol.TokenizeRequest, responses.TokenizeResponse, "Token ids of a prompt."),
     ("post", "/detokenize", protocol.DetokenizeRequest, responses.DetokenizeResponse, "The text of token ids."),
+    ("get", "/tokenizer_info", None, None, "The tokenizer's configuration, if a flag of the server allows it."),
     ("get", "/health", None, None, "Status 200 if requests are taken, else 503."),
     ("get", "/ping", None, None, "As /health."),
     ("post", "/ping", None, None, "As /health."),
