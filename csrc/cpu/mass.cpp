@@ -64,7 +64,8 @@ Tensor attention_mass(const Tensor& queries, const Tensor& keys, int64_t num_sco
       task_attended[query - begin] = attended(query);
       if (sinks) task_sinks[query - begin] = sink[head % kv_heads * group + query / num_tokens];
     }
-    const char* head_keys = static_cast<const char*>(keys.data_ptr()) + head * keys.stride(1) * element_size;
+    // Not by the stride of a head: where there is one, that may be anything.
+    const char* head_keys = static_cast<const char*>(keys.data_ptr()) + head * keys.size(2) * head_dim * element_size;
     kernels.attention_mass(task_queries, task_attended, static_cast<int>(end - begin), head_keys,
                            static_cast<int>(num_scored), static_cast<int>(head_dim), static_cast<float>(scale),
                            static_cast<float>(soft_cap), sinks ? task_sinks : nullptr, squared,
