@@ -199,6 +199,7 @@ class Batch:
         # What was planned for it in this step counts as done in its tables and lengths, but workers will not do it.
         changed = any(each.seq_id == seq.seq_id for each in (*self.plan.compressions, *self.plan.scored))
         self.plan.compressions = [job for job in self.plan.compressions if job.seq_id != seq.seq_id]
+        self.plan.choices = [job for job in self.plan.choices if job.seq_id != seq.seq_id]
         self.plan.scored = [start for start in self.plan.scored if start.seq_id != seq.seq_id]
         if self.shares:
             self.shares.holding(seq).remove(seq)

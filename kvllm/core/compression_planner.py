@@ -112,21 +112,39 @@ class CompressionPlanner:
         """Compress as much as there are tokens for. For the rest the sequence waits, and computes nothing meanwhile.
 
         It waits for blocks, too, where the policy compresses at once: what it samples must not depend on the load.
-        Windows that do not lose whole blocks go together: behind the first of them the others would begin inside of
-        blocks, and a sequence admitted for what it takes with all of them compressed might never finish.
+        Survivors move once they are chosen in all windows: queries of a window attend to those before it, and what they
+        find there must not depend on the load. Behind windows that do not lose whole blocks, moreover, the others would
+        begin inside of blocks.
         """
-        together = region.count if (region.size - region.retain) % self.config.block_size else 1
-        affordable = self._tokens // window_tokens(self.policy.config, region.size, learns=self._learns)
-        count = min(region.count, affordable) // together * together
-        if not count and not plan.compressions:
-            count = together
-        if count > 0 and not self._compress(plan, seq, replace(region, count=count)):
-            waits = self.policy.at_once
+        chosen = self._chosen(seq, region)
+        affordable = max(0, self._tokens) // window_tokens(self.policy.config, region.size, learns=self._learns)
+        if not (affordable or plan.compressions or plan.choices):
+            affordable = 1
+        if chosen + affordable >= region.count:
+            waits = not self._compress(plan, seq, region) and self.policy.at_once
             self.blocked = self.blocked or waits
         else:
-            waits = count < region.count
+            waits = True
+            if affordable:
+                self._choose(plan, seq, replace(region, count=chosen + affordable))
         if waits:
             self.held.add(seq.seq_id)
+
+    @staticmethod
+    def _chosen(seq: Sequence, region: Region) -> int:
+        """Windows of a region whose survivors were chosen in steps before."""
+        chosen = seq.choosing
+        if chosen is None or chosen.count >= region.count or replace(region, count=chosen.count) != chosen:
+            return 0
+        return chosen.count
+
+    def _choose(self, plan: StepPlan, seq: Sequence, region: Region) -> None:
+        """Plan the choice of survivors in windows that are compressed in a later step, up to the end of a region."""
+        job = self._job(seq, region)
+        for table, kept, first, *_ in self._in_others(seq, region) if seq.others else ():
+            job.others.extend(PartCompaction(part, first, kept, 0, []) for part in table.parts)
+        plan.choices.append(job)
+        seq.choosing = region
 
     def _compressed_at_once(self, seq: Sequence) -> int:
         """Logical length up to which complete windows wait for no policy: output that a preempted sequence computes
@@ -149,23 +167,43 @@ class CompressionPlanner:
         needed += sum(self.blocks.blocks_to_compact(table, *where) for table, _, *where in others)
         if needed > self.blocks.num_available:
             return False
-        destinations = self.blocks.compact(seq.block_table, first, blocks, keep)
-        count, size, retain, stride = region.count, region.size, region.retain, region.stride
         judged = self.policy.is_judged(seq, region)
-        learns = self._learns
-        self._turns.count(count, learns)
-        job = CompressionJob(
-            seq.seq_id, first, count, size, retain, stride, blocks, destinations, judged, learns=learns
-        )
+        job = self._job(seq, region, blocks, self.blocks.compact(seq.block_table, first, blocks, keep), judged)
         for table, kept, *where in others:
             job.others.extend(self._compact(table, kept, *where))
         plan.compressions.append(job)
         tail = self.policy.regions_of(seq).tail_after(seq.cached_length, region)
         seq.compacted(region, tail, self.policy.dropped(job))
-        self._tokens -= region.count * window_tokens(self.policy.config, region.size, learns=learns)
         if judged:
             self._tokens -= 2 * self.policy.config.buffer  # which the model reads before and after
         return True
+
+    def _job(
+        self,
+        seq: Sequence,
+        region: Region,
+        num_blocks: int = 0,
+        destinations: Sequences[int] = (),
+        judged: bool = False,
+    ) -> CompressionJob:
+        """A job of the windows up to the end of a region. Those that are left to be chosen from count in the budget."""
+        learns, chosen = self._learns, self._chosen(seq, region)
+        job = CompressionJob(
+            seq.seq_id,
+            region.start // self.config.block_size,
+            region.count,
+            region.size,
+            region.retain,
+            region.stride,
+            num_blocks,
+            list(destinations),
+            judged,
+            learns=learns,
+            chosen=chosen,
+        )
+        self._turns.count(job.num_choices, learns)
+        self._tokens -= job.num_choices * window_tokens(self.policy.config, region.size, learns=learns)
+        return job
 
     def _in_others(self, seq: Sequence, region: Region) -> Iterator[tuple[GroupTable, int, int, int, int]]:
         """Each table beside the first that a region of the first shrinks: it, what it keeps of a window, and as

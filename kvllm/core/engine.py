@@ -144,7 +144,7 @@ class LLMEngine:
                 self._recover()
                 return []
             self.sampled, self.prompts = sampled, self.scheduler.prompts_of(result)
-            self._count_stalls(time.monotonic() - begin, compressed=bool(plan.compressions))
+            self._count_stalls(time.monotonic() - begin, compressed=bool(plan.compressions or plan.choices))
             for each in self.prompts:
                 self.outputs.add_prompt_logprobs(*each)
             for seq in self.outputs.process(self.sampled):

@@ -2,8 +2,8 @@
 
 A plan holds what has changed since the last one, so its size follows the batch and not the context. Every rank receives
 the same bytes and executes the parts in this order: `reset`, `cancelled`, `stores`, `suspended`, `forgotten`,
-`dropped_seq_ids`, `new_seqs`, `restored`, `scored`, `compressions`, `copies`, `loads`, `others`, then `decodes` and
-`chunks` in one forward pass.
+`dropped_seq_ids`, `new_seqs`, `restored`, `scored`, `choices` and `compressions`, `copies`, `loads`, `others`, then
+`decodes` and `chunks` in one forward pass.
 Compressions come before the forward pass, so the blocks that they empty may already be used by it, and be loaded to.
 Stores come before all that writes to blocks.
 """
@@ -106,6 +106,7 @@ class CompressionJob(Struct, array_like=True, frozen=True):
     judged: whether StepResult tells how far predictions diverge by it.
     others: the same in other parts of KV groups that attend all tokens. Where a part is missing, all survives.
     learns: whether queries are computed again for a method that learns from them.
+    chosen: of the windows, the first ones, whose survivors were chosen in steps before.
     """
 
     seq_id: int
@@ -119,6 +120,12 @@ class CompressionJob(Struct, array_like=True, frozen=True):
     judged: bool = False
     others: list[PartCompaction] = []
     learns: bool = False
+    chosen: int = 0
+
+    @property
+    def num_choices(self) -> int:
+        """Windows whose survivors are chosen in this step."""
+        return self.num_windows - self.chosen
 
     @property
     def span(self) -> int:
@@ -151,6 +158,7 @@ class CompressionJob(Struct, array_like=True, frozen=True):
                     self.stride,
                     other.region_blocks,
                     other.destinations,
+                    chosen=self.chosen,
                 )
         return None
 
@@ -219,6 +227,8 @@ class StepPlan(Struct, array_like=True):
         the pool is kept, until they start again or are among those `forgotten`.
     restored: tables of new sequences whose blocks have come back, which this very plan may compress. others: changes
         made before the pass.
+    choices: compressions that go on in a later step. The survivors of their windows are chosen and held, and nothing
+        moves, so windows that are left to later steps are chosen from the same cache.
     """
 
     dropped_seq_ids: list[int] = []
@@ -236,6 +246,7 @@ class StepPlan(Struct, array_like=True):
     suspended: list[int] = []
     forgotten: list[int] = []
     restored: list[TableChange] = []
+    choices: list[CompressionJob] = []
 
     @property
     def num_seqs(self) -> int:
@@ -250,8 +261,9 @@ class StepPlan(Struct, array_like=True):
     @property
     def only_decodes(self) -> bool:
         """Whether nothing comes before a pass of decodes alone that takes workers any time."""
-        others = (self.new_seqs, self.compressions, self.copies, self.chunks, self.stores, self.loads, self.restored)
-        return bool(self.decodes.seq_ids) and not self.reset and not any(others)
+        others = (self.new_seqs, self.choices, self.compressions, self.copies, self.chunks)
+        moves = (self.stores, self.loads, self.restored)
+        return bool(self.decodes.seq_ids) and not self.reset and not any(others) and not any(moves)
 
     def query_tokens(self) -> Iterator[tuple[int, int]]:
         """The id of each sequence in the forward pass, in its order, and the number of its query tokens."""

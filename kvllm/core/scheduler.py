@@ -182,7 +182,7 @@ class Scheduler:
         """If all running sequences wait to be compressed, preempt from the youngest on until the oldest can be. Alone
         it shares no block, and is compressed in place."""
         plan = self.batch.plan
-        if plan.num_seqs or plan.compressions or not self.running:
+        if plan.num_seqs or plan.compressions or plan.choices or not self.running:
             return
         while self.batch.cancel_load():
             pass

@@ -47,6 +47,7 @@ class Sequence:
     carried_tail: how many of those were there already at the last compression.
     is_scored: whether the workers add up scores of its KV pairs.
     compressions: the regions of the cache that were compressed, oldest first, each as it was before.
+    choosing: the windows whose survivors are chosen, but have not moved, because later windows move with them.
     divergences: of the compressions that were judged, see RequestMetrics.
     host_tables: the host blocks that hold its cache while it has none in the pool: for each of its tables as many as
         the table had. None: its cache is in the pool, or nowhere.
@@ -59,6 +60,7 @@ class Sequence:
         "cache_hits",
         "cached_length",
         "carried_tail",
+        "choosing",
         "compressions",
         "divergences",
         "evicted",
@@ -149,6 +151,7 @@ class Sequence:
         self.uncompressed_tail = 0
         self.carried_tail = 0
         self.compressions: list[Region] = []
+        self.choosing: Region | None = None
         self.is_scored = False
         self.hashed_blocks = 0
         self.host_tables: list[list[int]] | None = None
@@ -222,6 +225,7 @@ class Sequence:
         self._count_preemption()
         self.host_tables = host_tables
         self.host_firsts = firsts
+        self.choosing = None
         self.hashed_blocks = 0
         self.known_tokens = 0
         self.last_token_time = None
@@ -267,6 +271,7 @@ class Sequence:
         self.metrics.evicted_entries += dropped
         self.metrics.missing_entries += dropped
         self.compressions.append(region)
+        self.choosing = None
         self.uncompressed_tail = uncompressed_tail
         self.carried_tail = uncompressed_tail
 

@@ -111,8 +111,8 @@ class SimulatedExecutor(BlockingExecutor):
         for start in plan.new_seqs:
             self._start(start)
         self.scored.update(start.seq_id for start in plan.scored)
-        if plan.compressions and self.compression:
-            self._compress([job for job in plan.compressions if job.destinations], self.compression)
+        if (plan.compressions or plan.choices) and self.compression:
+            self._compress([*plan.choices, *(job for job in plan.compressions if job.destinations)], self.compression)
             for job in plan.compressions:
                 self.cached[job.seq_id] -= job.dropped
                 self.dropped[job.seq_id] = self.dropped.get(job.seq_id, 0) + job.dropped
@@ -218,7 +218,7 @@ class SimulatedExecutor(BlockingExecutor):
                 batch.add_other(part, layers, num_tokens, position - saved.get(part, 0))
 
     def _compress(self, jobs: list[CompressionJob], compression: CompressionConfig) -> None:
-        """Select and move the survivors of jobs that have any, in each part without a window."""
+        """Select the survivors of jobs, and move those of jobs with destinations, in each part without a window."""
         for part, layers in enumerate(self.parts):
             windows: dict[bool, list[Window]] = {True: [], False: []}  # by whether they are learned from
             moved = 0
@@ -226,9 +226,10 @@ class SimulatedExecutor(BlockingExecutor):
                 if job is None:
                     continue
                 start = job.first_block * self.config.block_size
-                windows[learns] += [(start + i * job.stride, job.size) for i in range(job.num_windows)]
-                cached = self._cached_in(job.seq_id, part)
-                moved += min(cached - start, job.region_blocks * self.config.block_size) - job.dropped
+                windows[learns] += [(start + i * job.stride, job.size) for i in range(job.chosen, job.num_windows)]
+                if job.destinations:
+                    cached = self._cached_in(job.seq_id, part)
+                    moved += min(cached - start, job.region_blocks * self.config.block_size) - job.dropped
             for learns, alike in windows.items():
                 query_tokens = QueryTokens.of(compression, learns=learns)
                 for batch in self._passes(alike, compression, learns):
@@ -236,7 +237,8 @@ class SimulatedExecutor(BlockingExecutor):
             if moved:
                 self.seconds.compact += self.cost.compact(moved, layers)
         if self.recall:
-            held = self.layers * self.recall.take(jobs) * self.cost.pair_bytes(compression.recall_dtype)
+            pairs = self.recall.take([job for job in jobs if job.destinations])
+            held = self.layers * pairs * self.cost.pair_bytes(compression.recall_dtype)
             self.seconds.recall += self.cost.host_seconds(held)
 
     def _cached_in(self, seq_id: int, part: int) -> int:

@@ -1,11 +1,12 @@
 """A compression event on one rank: choose what survives in the windows of all jobs, then move it.
 
 The selection is applied at the end, in one movement, so all of it is chosen from the cache as it was before the event.
+So it is where there are too many windows of a sequence for one step: what is chosen in steps before is held.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -48,15 +49,30 @@ class Compressor:
         self.observed = observed
         self.recall = recall
         self.block_size = operations.cache.shape.block_size
+        self._held: dict[int, list[Kept]] = {}  # by sequence, for each step and part, of one job
 
-    def compress(self, jobs: list[CompressionJob], states: dict[int, SequenceState], clock: PhaseClock) -> None:
-        """Select and compact, then update the tables and cached lengths of the jobs' sequences."""
+    def forget(self, seq_ids: Iterable[int]) -> None:
+        """Drop what is held of sequences."""
+        for seq_id in seq_ids:
+            self._held.pop(seq_id, None)
+
+    def compress(
+        self,
+        choices: list[CompressionJob],
+        jobs: list[CompressionJob],
+        states: dict[int, SequenceState],
+        clock: PhaseClock,
+    ) -> None:
+        """Select and compact, then update the tables and cached lengths of the jobs' sequences.
+
+        choices: of which survivors are selected and held, and nothing more.
+        """
         moving = [job for job in jobs if job.destinations]
         if self.recall:
             for job in moving:
                 self.recall.before(job, self._region_blocks(self.parts[0].tables, job, states[job.seq_id]))
         with clock.measure("select"):
-            kept = self.selector.survivors(moving, states, clock)
+            kept = self._select(choices, moving, states, clock)
         with clock.measure("compact"):
             for begin, end in self._runs(moving, states):
                 for part, of_part in zip(self.parts, kept, strict=True):
@@ -69,6 +85,29 @@ class Compressor:
                 if self.observed:
                     self.observed.advance(state.table_slot, job)
                 state.lengths.cached[state.table_slot] -= job.dropped
+
+    def _select(
+        self,
+        choices: list[CompressionJob],
+        moving: list[CompressionJob],
+        states: dict[int, SequenceState],
+        clock: PhaseClock,
+    ) -> list[Kept]:
+        """For each part, and there for each job that moves, the offsets that its windows keep."""
+        if not choices and not moving:
+            return []
+        selected = self.selector.survivors([*choices, *moving], states, clock)
+        of_jobs = list(zip(*selected, strict=True))
+        for job, found in zip(choices, of_jobs, strict=False):
+            if not job.chosen:
+                self._held.pop(job.seq_id, None)
+            self._held.setdefault(job.seq_id, []).append(list(found))
+        together = []
+        for job, found in zip(moving, of_jobs[len(choices) :], strict=True):
+            held = self._held.pop(job.seq_id, []) if job.chosen else []
+            steps = zip(*held, found, strict=True)  # by part
+            together.append([None if of_part[0] is None else torch.cat(of_part, dim=1) for of_part in steps])
+        return [list(of_part) for of_part in zip(*together, strict=True)]
 
     def _runs(self, jobs: list[CompressionJob], states: dict[int, SequenceState]) -> Iterator[tuple[int, int]]:
         """Jobs that are moved together, part by part: the first of each run and the one behind its last.

@@ -15,7 +15,6 @@ from kvllm.compression.model_inputs import WithModelInputs
 from kvllm.config import EngineConfig
 from kvllm.core.protocol import (
     BlockCopy,
-    CompressionJob,
     Fork,
     SequenceStart,
     StepPlan,
@@ -195,6 +194,8 @@ class ModelRunner:
         for seq_id in plan.dropped_seq_ids:
             self.free_slots.append(self.states.pop(seq_id).table_slot)
             self._reported.discard(seq_id)
+        if self.compressor:
+            self.compressor.forget(plan.dropped_seq_ids)
         if self.recall:
             for seq_id in {*plan.dropped_seq_ids}.difference(plan.suspended).union(plan.forgotten):
                 self.recall.release(seq_id)
@@ -207,8 +208,8 @@ class ModelRunner:
             if self.observed:
                 self.observed.start(self.states[start.seq_id].table_slot, start.kv_index)
         clock, event_bytes, divergences = PhaseClock(self.device), 0, None
-        if plan.compressions and self.compressor:
-            divergences = self._compress(self.compressor, plan.compressions, clock)
+        if (plan.compressions or plan.choices) and self.compressor:
+            divergences = self._compress(self.compressor, plan, clock)
             event_bytes = self.compressor.selector.event_bytes
         with clock.measure("model"):
             if plan.copies:
@@ -243,14 +244,15 @@ class ModelRunner:
 
     def _reset(self) -> None:
         """Drop all sequences, and whatever a step that was cut short has left half done."""
+        if self.compressor:
+            self.compressor.forget(self.states)
+            self.compressor.selector.forget()
         self.states = {}
         self._reported.clear()
         self._prompt_reports = []
         self._last = Launched()
         self.free_slots = list(reversed(range(len(self.tables[0].table))))
         self.inputs.clear()
-        if self.compressor:
-            self.compressor.selector.forget()
         if self.offloader:
             self.offloader.reset()
         if self.recall:
@@ -287,15 +289,15 @@ class ModelRunner:
     def _slot_states(self) -> tuple[RaggedLengths | AttentionMass | ObservedScores | KVResidual | None, ...]:
         return self.ragged, self.mass, self.observed, self.residual
 
-    def _compress(self, compressor: Compressor, jobs: list[CompressionJob], clock: PhaseClock) -> torch.Tensor | None:
+    def _compress(self, compressor: Compressor, plan: StepPlan, clock: PhaseClock) -> torch.Tensor | None:
         """Execute compressions. Returns the divergences of those that are judged."""
-        judged = [self.states[job.seq_id] for job in jobs if job.judged]
+        judged = [self.states[job.seq_id] for job in plan.compressions if job.judged]
         if self.judge is None or not judged:
-            compressor.compress(jobs, self.states, clock)
+            compressor.compress(plan.choices, plan.compressions, self.states, clock)
             return None
         with clock.measure("judge"):
             full = self.judge.read(judged)
-        compressor.compress(jobs, self.states, clock)
+        compressor.compress(plan.choices, plan.compressions, self.states, clock)
         with clock.measure("judge"):
             return self.judge.divergences(full, self.judge.read(judged))
 

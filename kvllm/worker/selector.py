@@ -125,8 +125,8 @@ class Selector:
         self.fits = [LinearFit() for _ in range(self.cache.shape.num_layers)] if self.config.spec.learns else []
 
     def survivors(self, jobs: list[CompressionJob], states: dict[int, SequenceState], clock: PhaseClock) -> list[Kept]:
-        """For each part, and there for each job, the offsets that its windows keep: int64 `[layers, windows, kv_heads,
-        retain]`."""
+        """For each part, and there for each job, the offsets that its windows keep which were not chosen from before:
+        int64 `[layers, windows, kv_heads, retain]`."""
         self.event_bytes = 0
         windows = [window for job in jobs for window in self._windows_of(job, states[job.seq_id])]
         kept: list[Kept] = [[] for _ in self.parts]
@@ -146,7 +146,7 @@ class Selector:
     def _windows_of(self, job: CompressionJob, state: SequenceState) -> Iterator[Windows]:
         of_parts = [job.of_part(part.index) for part in self.parts]
         begin = job.first_block * self.block_size + state.dropped
-        for offset in range(0, job.num_windows * job.stride, job.stride):
+        for offset in range(job.chosen * job.stride, job.num_windows * job.stride, job.stride):
             yield tuple(
                 own
                 and Window(
@@ -397,10 +397,10 @@ def _kind(windows: Windows) -> tuple[tuple[int, ...], bool]:
 
 def _by_job(kept: Kept, jobs: list[CompressionJob]) -> Kept:
     """Offsets of windows, `[layers, kv_heads, retain]` each -> of jobs, `[layers, windows, kv_heads, retain]`."""
-    ends = np.cumsum([job.num_windows for job in jobs]).tolist()
+    ends = np.cumsum([job.num_choices for job in jobs]).tolist()
     found: Kept = []
     for job, end in zip(jobs, ends, strict=True):
-        windows = [window for window in kept[end - job.num_windows : end] if window is not None]
+        windows = [window for window in kept[end - job.num_choices : end] if window is not None]
         found.append(torch.stack(windows, dim=1) if windows else None)
     return found
 

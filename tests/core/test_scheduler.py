@@ -335,15 +335,21 @@ def test_completions_that_share_a_compressible_prompt_finish_in_a_tight_pool() -
     assert [len(tokens) for tokens in harness.finished.values()] == [260, 260]
 
 
-def test_the_windows_of_a_prompt_go_together_where_survivors_fill_no_whole_blocks() -> None:
-    """One by one, the later windows would begin inside of blocks, and the sequence would need a seventh block."""
-    compression = CompressionConfig(method="kara", window_blocks=3, retain_tokens=3, buffer=0, compress_prompt=True)
+@pytest.mark.parametrize("retain_tokens", [3, 2])
+def test_the_windows_of_a_prompt_move_together_though_they_are_chosen_from_in_turn(retain_tokens: int) -> None:
+    """Of 3 KV pairs one by one, the later windows would begin inside of blocks, and the sequence would need a seventh
+    block. And queries of the later windows would find less in front of them than they do in one step."""
+    compression = CompressionConfig(
+        method="kara", window_blocks=3, retain_tokens=retain_tokens, buffer=0, compress_prompt=True
+    )
     harness = Harness(engine_config(6, block_size=2, max_num_batched_tokens=5, max_num_seqs=2, compression=compression))
     seq_id = harness.add([0, 1] * 6, 9)
     harness.run(limit=2000)
     assert len(harness.finished[seq_id]) == 21
+    (first, *_) = [job for plan in harness.plans for job in plan.choices]
     (prompt, *_) = [job for plan in harness.plans for job in plan.compressions]
-    assert prompt.num_windows == 2
+    assert (first.num_windows, first.num_choices, first.destinations) == (1, 1, [])
+    assert (prompt.num_windows, prompt.num_choices, prompt.seq_id) == (2, 1, first.seq_id)
 
 
 def test_a_request_that_can_never_fit_is_refused_with_the_numbers() -> None:
@@ -480,14 +486,15 @@ def test_compression_takes_no_more_tokens_than_decodes_leave(name: str) -> None:
     for i in range(6):
         harness.add([0, 1] * (50 if name == "prompts" else 5), 60 + i)
     harness.run()
-    events = [plan for plan in harness.plans if plan.compressions]
-    windows = [sum(job.num_windows for job in plan.compressions) for plan in events]
+    planned = [(plan, [*plan.choices, *plan.compressions]) for plan in harness.plans]
+    events = [(plan, jobs) for plan, jobs in planned if jobs]
+    windows = [sum(job.num_choices for job in jobs) for _, jobs in events]
     assert max(windows) == 2 and sum(windows) >= 6
-    for plan in events:
-        tokens = sum(window_tokens(compression, job.size) * job.num_windows for job in plan.compressions)
+    for plan, jobs in events:
+        tokens = sum(window_tokens(compression, job.size) * job.num_choices for job in jobs)
         assert tokens + plan.num_tokens <= 40
     if name != "periodic":  # whose sequences go on until it is their turn
-        assert any(0 < plan.num_seqs < 6 for plan in events)
+        assert any(0 < plan.num_seqs < 6 for plan, _ in events)
 
 
 def test_a_plan_counts_the_queries_of_windows_that_are_learned_from() -> None:

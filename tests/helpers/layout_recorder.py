@@ -134,6 +134,7 @@ class Recorder(BlockingExecutor):
         self.masses: list[MassRecord] = []
         self.released = 0
         self._selections: list[tuple[Tensor | None, Tensor, dict[str, Any]]] = []
+        self._held: dict[int, list] = {}  # by sequence, of windows that are compressed later
         self._logits: list[Tensor] = []
         self._compute_logits, self.runner.model.logits = self.runner.model.logits, self._record_logits
         selector = self.runner.compressor.selector
@@ -185,6 +186,9 @@ class Recorder(BlockingExecutor):
                 tables[start.seq_id] = start.block_table
         result = self.inline.execute(plan)
         windows = self._windows()
+        for job in plan.choices:
+            held = self._held[job.seq_id] = self._held.get(job.seq_id, [])[: job.chosen]
+            held += [next(windows) for _ in range(job.num_choices)]
         for job in plan.compressions:
             survives = self._survivors(job, windows)
             before[job.seq_id] = self._compress(job, before[job.seq_id], survives)
@@ -247,10 +251,11 @@ class Recorder(BlockingExecutor):
         survives = text.layout >= 0
         stride = job.size - compression.buffer if compression.policy == "standalone" else job.size
         assert job.stride == stride
+        held = iter(self._held.pop(job.seq_id, [])[: job.chosen])
         for i in range(job.num_windows):
             start = job.first_block * self.config.block_size + i * stride
             if job.destinations:
-                queries, kept, *given = next(windows)
+                queries, kept, *given = next(windows if i >= job.chosen else held)
                 event = Event(text, text.length, start, job.size, job.retain, text.layout, kept, True, queries, *given)
             else:
                 assert job.num_windows == 1 and job.region_blocks * self.config.block_size == job.dropped

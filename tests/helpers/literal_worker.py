@@ -16,6 +16,7 @@ from kvllm.core.executor import BlockingExecutor
 from kvllm.core.protocol import (
     NOWHERE,
     BlockCopy,
+    CompressionJob,
     Load,
     SampledToken,
     StepPlan,
@@ -56,6 +57,7 @@ class LiteralSequence:
         self.logical = cached
         self.cached = cached
         self.first_scored: int | None = None  # a position; none before it has a score
+        self.choice: CompressionJob | None = None  # of windows that are compressed later
 
     def entry(self, position: int) -> Entry:
         digest = 0
@@ -208,7 +210,11 @@ class LiteralWorker(BlockingExecutor):
             seq.first_scored = start.kv_index
         assert len({job.seq_id for job in plan.compressions}) == len(plan.compressions)
         self.divergences = []
+        for job in plan.choices:
+            assert job.region_blocks == 0 and not job.destinations
+            self._choose(self.sequences[job.seq_id], job)
         for job in plan.compressions:
+            self._choose(self.sequences[job.seq_id], job)
             self._compress(self.sequences[job.seq_id], job)
         for block_copy in plan.copies:
             self._copy(self.sequences[block_copy.seq_id], block_copy)
@@ -239,7 +245,20 @@ class LiteralWorker(BlockingExecutor):
                 used.update(table.blocks[max(0, first) :])
         return used
 
+    @staticmethod
+    def _choose(seq: LiteralSequence, job: CompressionJob) -> None:
+        """What was chosen before are the first windows of this very job, and no compression came between."""
+        if job.chosen:
+            before = seq.choice
+            assert before is not None and before.num_windows == job.chosen < job.num_windows
+            assert [before.first_block, before.size, before.retain] == [job.first_block, job.size, job.retain]
+            assert [(other.part, other.retain) for other in before.others] == [
+                (other.part, other.retain) for other in job.others
+            ]
+        seq.choice = job
+
     def _compress(self, seq: LiteralSequence, job) -> None:
+        seq.choice = None
         config = self.compression
         overlap = config.buffer if config.policy == "standalone" else 0
         assert job.stride == job.size - overlap

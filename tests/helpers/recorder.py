@@ -96,6 +96,7 @@ class Recorder(BlockingExecutor):
         self.layers = [layer for part in self.parts for layer in part.layers]
         self._logits: list[Tensor] = []
         self._selections: dict[int, list[tuple[Tensor | None, Tensor]]] = {}  # by layer: of each window
+        self._held: dict[tuple[int, int], list] = {}  # by sequence and layer, of windows that are compressed later
         self._compute_logits, runner.model.logits = runner.model.logits, self._record_logits
         selector = runner.compressor.selector
         self._scored: list[tuple[int, Tensor]] = []  # of each layer that waits for a choice: its queries
@@ -149,6 +150,11 @@ class Recorder(BlockingExecutor):
         result = self.inline.execute(plan)
         for start in plan.new_seqs:
             self._start(start)
+        for part in self.parts:
+            for job in plan.choices:
+                for layer in part.layers if job.of_part(part.index) else ():
+                    held = self._held.setdefault((job.seq_id, layer), [])
+                    held[job.chosen :] = [self._selections[layer].pop(0) for _ in range(job.num_choices)]
         for job in plan.compressions:
             copied = not set(job.destinations) <= set(tables[job.seq_id])
             for number, part in enumerate(self.parts):
@@ -207,7 +213,9 @@ class Recorder(BlockingExecutor):
         cached = text.cached[rows]
         survives = torch.ones(*cached.shape[:2], int(cached[0, 0].sum()), dtype=torch.bool)
         for i in range(job.num_windows):
-            selections = [self._selections[self.layers[row]].pop(0) for row in rows]
+            layers = [self.layers[row] for row in rows]
+            held = i < job.chosen
+            selections = [(self._held[job.seq_id, each] if held else self._selections[each]).pop(0) for each in layers]
             kept = torch.stack([of_layer for _, of_layer in selections])
             start = job.first_block * self.config.block_size + i * stride
             chosen = torch.zeros(*kept.shape[:2], size, dtype=torch.bool).scatter(-1, kept, True)

@@ -11,14 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from msgspec import structs
 
 from kvllm import LLM, CompressionConfig, SamplingParams
+from kvllm.compression.registry import METHODS
 from kvllm.compression.specs import SPECS
 from kvllm.errors import ConfigError
 from tests.helpers.checkpoints import add_method_files, make_checkpoint
 from tests.helpers.dense_decoder import DenseDecoder
 from tests.helpers.engines import random_token_ids
+from tests.helpers.examples import examples
 from tests.helpers.layout_recorder import (
     BLOCK_SIZE,
     MAX_MODEL_LEN,
@@ -272,6 +276,70 @@ def test_survivors_depend_on_their_sequence_alone(checkpoint: Path, method: str,
     check(requests, **all_in_a_step)
     check(requests[::-1], rows_per_pass=8, **(one_in_a_step if policy != "periodic" else all_in_a_step))
     check(requests[1:2], **all_in_a_step)
+
+
+REQUESTS = [(75, 10, 0), (46, 6, 0), (12, 20, 2)]
+"""Tokens of a prompt and of its output, and the step at which the request arrives."""
+WINDOWS = [name for name, spec in SPECS.items() if not spec.refusal("standalone") and not spec.learns]
+READS_MORE_THAN_KEYS = [n for n in WINDOWS if not SPECS[n].reads_cache_alone or "values" in METHODS[n].arguments]
+
+
+def assert_each_as_alone(
+    checkpoint: Path, config: CompressionConfig, requests: list[tuple[int, int, int]], budgets: list[int]
+) -> None:
+    """The survivors and the tokens of every request are those of an engine that has no other.
+
+    requests: as REQUESTS. budgets: the tokens of a step, of the engine with all requests first.
+    """
+    prompts = random_token_ids(*(length for length, *_ in requests))
+    for number, prompt in enumerate(prompts):
+        prompt[0] = number  # so that they are told apart
+    # With a clock, and where blocks decide, windows of the output are compressed when others need it.
+    has_clock = config.policy in ("periodic", "pressure")
+
+    def complete(numbers: list[int], budget: int) -> dict[int, tuple[list, list[int]]]:
+        options = {"num_gpu_blocks_override": 200} if has_clock else {}
+        llm, recorder = make_llm(checkpoint, config, max_num_batched_tokens=budget, **options)
+        engine, outputs, waiting = llm.llm_engine, {}, sorted(numbers, key=lambda number: requests[number][2])
+        step = 0 if len(numbers) > 1 else requests[numbers[0]][2]
+        while waiting or engine.has_unfinished_requests():
+            while waiting and requests[waiting[0]][2] <= step:
+                number = waiting.pop(0)
+                params = greedy(requests[number][1], number)
+                outputs[number] = engine.add_request(str(number), prompts[number], params)
+            engine.step()
+            step += 1
+        found = survivors(recorder)
+        kept = {number: found.get(tuple(prompts[number][:2]), []) for number in numbers}
+        if has_clock:
+            return {n: ([event for event in kept[n] if event[0] == len(prompts[n])], []) for n in numbers}
+        return {n: (kept[n], outputs[n].outputs[0].token_ids) for n in numbers}
+
+    together = complete(list(range(len(requests))), budgets[0])
+    for number, budget in zip(together, budgets[1:], strict=True):
+        assert complete([number], budget)[number] == together[number]
+
+
+@pytest.mark.parametrize("compress_prompt", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize("method", READS_MORE_THAN_KEYS)
+def test_survivors_depend_on_no_other_request(checkpoint: Path, method: str, compress_prompt: bool) -> None:
+    """Nor on the chunks of the prompt, or on how many of its windows a step has tokens for."""
+    config = compression_config(method, "standalone", compress_prompt=compress_prompt)
+    assert_each_as_alone(checkpoint, config, REQUESTS, [32, 13, 200, 200])
+
+
+@settings(max_examples=examples(30))
+@given(data=st.data())
+def test_survivors_of_random_requests_depend_on_no_other(checkpoint: Path, data: st.DataObject) -> None:
+    method = data.draw(st.sampled_from([name for name, spec in SPECS.items() if not spec.learns]))
+    policy = data.draw(st.sampled_from([policy for policy in POLICIES if not SPECS[method].refusal(policy)]))
+    prompts = {} if policy == "threshold" else {"compress_prompt": data.draw(st.booleans())}
+    config = compression_config(method, policy, **prompts)
+    lengths = st.tuples(st.integers(3, 90), st.integers(1, 40), st.integers(0, 20))
+    requests = data.draw(st.lists(lengths, min_size=2, max_size=4))
+    budget = st.sampled_from([11, 16, 32, 64, 300])
+    budgets = data.draw(st.lists(budget, min_size=len(requests) + 1, max_size=len(requests) + 1))
+    assert_each_as_alone(checkpoint, config, requests, budgets)
 
 
 # Preemption
