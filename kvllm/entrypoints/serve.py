@@ -26,7 +26,6 @@ from kvllm.errors import ConfigError
 if TYPE_CHECKING:
     from kvllm.serving.state import CorsOptions, ServerOptions
 
-TOOL_CALL_PARSERS = ("hermes",)
 WITHOUT_EFFECT = (
     "disable-log-requests",
     "no-enable-log-requests",
@@ -38,7 +37,6 @@ WITHOUT_EFFECT = (
 )
 """Switches of vLLM's server that ask for what this one does in any case: it logs no prompts, and no docs page loads
 scripts of others."""
-REASONING_PARSERS = ("deepseek_r1", "qwen3")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,15 +58,20 @@ def read_options(args: argparse.Namespace) -> tuple[EngineArgs, ServerOptions]:
     """The options of the engine and those of the server. Raises ConfigError."""
     from kvllm.serving.auth import load_keys
     from kvllm.serving.chat_template import check_template_kwargs, read_template
+    from kvllm.serving.parser_choice import AUTO
+    from kvllm.serving.reasoning import thought_tags
     from kvllm.serving.state import ServerOptions
+    from kvllm.serving.tool_parsers import tool_parser
 
     for flag in ("max_num_queued_reqs", "max_num_queued_tokens"):
         if getattr(args, flag) is not None and getattr(args, flag) < 1:
             raise ConfigError(f"--{flag.replace('_', '-')} {getattr(args, flag)} is not allowed: at least 1")
     if not args.shutdown_timeout >= 0:
         raise ConfigError(f"--shutdown-timeout {args.shutdown_timeout} is not allowed: at least 0 seconds")
-    if args.enable_auto_tool_choice and args.tool_call_parser is None:
-        raise ConfigError("--enable-auto-tool-choice needs --tool-call-parser")
+    if args.tool_call_parser not in (None, AUTO):
+        tool_parser(args.tool_call_parser)
+    if args.reasoning_parser not in (None, AUTO):
+        thought_tags(args.reasoning_parser)
     keys = load_keys(args.api_key_file, args.api_key or ())
     engine_args = engine_args_from(args, tenants=keys.tenants)
     name = "reasoner" if engine_args.path == DEFAULT_MODEL else str(engine_args.model)
@@ -135,10 +138,12 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_chat_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("tools and reasoning").add_argument
-    text = "let the model choose whether it calls a tool; needs --tool-call-parser"
+    text = "let the model choose whether it calls a tool; --tool-call-parser is auto if it is not given"
     add("--enable-auto-tool-choice", action="store_true", help=text)
-    add("--tool-call-parser", choices=TOOL_CALL_PARSERS, help="how the model writes calls of tools")
-    add("--reasoning-parser", choices=REASONING_PARSERS, help="how the model marks its thoughts (default: it has none)")
+    text = "how the model writes calls of tools (docs/serving.md), auto: as its chat template does"
+    add("--tool-call-parser", metavar="NAME", help=text)
+    text = "how the model marks its thoughts (docs/serving.md), auto: as its chat template does (default: it has none)"
+    add("--reasoning-parser", metavar="NAME", help=text)
 
 
 def _add_cors_flags(parser: argparse.ArgumentParser) -> None:

@@ -6,12 +6,14 @@ from typing import Any
 
 from kvllm.chat_messages import text_of
 from kvllm.serving.constraint import behind_thought, constraint
-from kvllm.serving.message_parser import MessageParser, MessagePart
+from kvllm.serving.harmony import HarmonyReasoningParser
+from kvllm.serving.message_parser import AnyReasoningParser, MessageParser, MessagePart
 from kvllm.serving.protocol import ChatCompletionRequest
-from kvllm.serving.reasoning import ReasoningParser, is_thought_open, thought_tags
+from kvllm.serving.reasoning import HARMONY, ReasoningParser, ThoughtTags, is_thought_open, thought_tags
 from kvllm.serving.state import ServerState
 from kvllm.serving.tool_choice import ToolChoice
-from kvllm.serving.tools import END, START, HermesParser
+from kvllm.serving.tool_parsers import ToolParser
+from kvllm.serving.tool_parsers.openai import OpenAIParser
 
 
 class ChatFormat:
@@ -37,13 +39,13 @@ class ChatFormat:
         if self.tags is None:
             return MessageParser(None, self._tool_parser())
         end = self._tokenizer.added_token_ids.get(self.tags.end)
-        return MessageParser(ReasoningParser(self.tags, self._is_open), self._tool_parser(), end)
+        return MessageParser(self._reasoning_parser(self.tags), self._tool_parser(), end)
 
     def sampling(self) -> dict[str, Any]:
         """Options of the engine."""
         options: dict[str, Any] = {"structured_outputs": self._rule}
-        tags = [START, END] if self._tools.may_call else []
-        tags += [self.tags.start, self.tags.end] if self.tags else []
+        tags = self._tools.parser.tags if self._tools.may_call else ()
+        tags += (self.tags.start, self.tags.end, *self.tags.others) if self.tags else ()
         if any(self._tokenizer.added_token_ids.get(tag) in self._tokenizer.special_token_ids for tag in tags):
             options["skip_special_tokens"] = False  # the parsers would not see them
         return options
@@ -56,8 +58,13 @@ class ChatFormat:
             part.tool_calls = [call for call in part.tool_calls if call.index == 0]
         return part
 
-    def _tool_parser(self) -> HermesParser | None:
-        return HermesParser() if self._tools.may_call else None
+    def _tool_parser(self) -> ToolParser | None:
+        return self._tools.parser(self._tools.functions) if self._tools.may_call else None
+
+    def _reasoning_parser(self, tags: ThoughtTags) -> AnyReasoningParser:
+        if tags is HARMONY:
+            return HarmonyReasoningParser(self._is_open, self._tools.may_call and self._tools.parser is OpenAIParser)
+        return ReasoningParser(tags, self._is_open)
 
 
 def continued_text(body: ChatCompletionRequest) -> str:

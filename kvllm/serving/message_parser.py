@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvllm.serving.harmony import HarmonyReasoningParser
 from kvllm.serving.reasoning import ReasoningParser
-from kvllm.serving.tools import ChatToolCall, HermesParser
+from kvllm.serving.tool_parsers import ToolParser
+from kvllm.serving.tools import ChatToolCall
+
+AnyReasoningParser = ReasoningParser | HarmonyReasoningParser
 
 
 @dataclass(slots=True)
@@ -32,7 +36,7 @@ class MessageParser:
     """
 
     def __init__(
-        self, reasoning: ReasoningParser | None, tools: HermesParser | None, end_token_id: int | None = None
+        self, reasoning: AnyReasoningParser | None, tools: ToolParser | None, end_token_id: int | None = None
     ) -> None:
         self._reasoning = reasoning
         self._tools = tools
@@ -58,10 +62,9 @@ class MessageParser:
         """What was held back until the end."""
         thought, answer = self._reasoning.finish() if self._reasoning else ("", "")
         part = self._answer(thought, answer)
-        part.content += self._tools.finish() if self._tools else ""
-        return part
+        return part + MessagePart("", *self._tools.finish()) if self._tools else part
 
-    def _count(self, reasoning: ReasoningParser, token_ids: list[int]) -> None:
+    def _count(self, reasoning: AnyReasoningParser, token_ids: list[int]) -> None:
         """Count the tokens up to the end of the thought. The last piece may have some of the answer, too."""
         if reasoning.in_answer and not reasoning.has_ended_thought:
             self.reasoning_tokens = 0  # there was none

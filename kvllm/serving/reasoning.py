@@ -6,26 +6,54 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from kvllm.errors import ConfigError
+from kvllm.serving import harmony
 from kvllm.serving.tags import unfinished_tag
 
 
 @dataclass(frozen=True)
 class ThoughtTags:
-    """The texts that a model writes around its thought."""
+    """The texts that a model writes around its thought. others: more texts that its parser has to see."""
 
     start: str
     end: str
+    others: tuple[str, ...] = ()
 
 
-# The names of vLLM. What differs between the models is whether the chat template opens the thought, which the rendered
-# prompt shows.
-REASONING_PARSERS = {"deepseek_r1": ThoughtTags("<think>", "</think>"), "qwen3": ThoughtTags("<think>", "</think>")}
+THINK = ThoughtTags("<think>", "</think>")
+HARMONY = ThoughtTags(f"{harmony.CHANNEL}analysis{harmony.MESSAGE}", harmony.END, harmony.TAGS)
+# The names of vLLM. What differs between models with the same tags is whether the chat template opens the thought, as
+# the rendered prompt shows. `openai_gptoss` is read by `kvllm.serving.harmony`.
+REASONING_PARSERS = {
+    "deepseek_r1": THINK,
+    "deepseek_v3": THINK,
+    "glm45": THINK,
+    "granite": ThoughtTags("Here is my thought process:", "Here is my response:"),
+    "holo2": THINK,
+    "kimi_k2": THINK,
+    "mimo": THINK,
+    "minimax_m2": THINK,
+    "mistral": ThoughtTags("[THINK]", "[/THINK]"),
+    "nemotron_v3": THINK,
+    "olmo3": THINK,
+    "openai_gptoss": HARMONY,
+    "qwen3": THINK,
+    "seed_oss": ThoughtTags("<seed:think>", "</seed:think>"),
+    "step3": THINK,
+}
+OWN_TAGS = "tags:"
+"""In front of the tags themselves, `tags:<START>,<END>`, in place of a name."""
 
 
 def thought_tags(name: str) -> ThoughtTags:
     """The tags of a `--reasoning-parser`. Raises ConfigError."""
+    if name.startswith(OWN_TAGS):
+        start, _, end = name.removeprefix(OWN_TAGS).partition(",")
+        if not start or not end:
+            raise ConfigError(f"reasoning_parser={name!r} is not allowed: write tags:START,END, as in tags:<a>,</a>")
+        return ThoughtTags(start, end)
     if name not in REASONING_PARSERS:
-        raise ConfigError(f"reasoning_parser={name!r} is not known: choose one of {', '.join(REASONING_PARSERS)}")
+        names = ", ".join(REASONING_PARSERS)
+        raise ConfigError(f"reasoning_parser={name!r} is not known: choose auto, tags:START,END or one of {names}")
     return REASONING_PARSERS[name]
 
 

@@ -22,6 +22,7 @@ from kvllm.engine_args import EngineArgs
 from kvllm.errors import ConfigError, WorkerError
 from kvllm.serving.app import make_app
 from kvllm.serving.http import HttpProtocol
+from kvllm.serving.parser_choice import with_parsers
 from kvllm.serving.state import ServerOptions, ServerState
 from kvllm.serving.supervisor import EngineSupervisor
 
@@ -56,6 +57,7 @@ def serve(args: EngineArgs, options: ServerOptions, address: Address) -> None:
     _allow_many_files()
     bound = None if address.uds else _bind(address)  # before the engine is built, which may take minutes
     _warn_if_open(address, options)
+    options = with_parsers(options, args)
     llm = AsyncLLM.from_engine_args(args)
     gc.collect()
     gc.freeze()  # models and libraries stay: to look through them again and again would hold up steps and streams

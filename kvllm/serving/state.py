@@ -44,8 +44,9 @@ class ServerOptions:
     max_num_queued_reqs: most completions in flight; None for no limit.
     max_num_queued_tokens: prompt tokens without a first token at which no request is taken; None for no limit.
     shutdown_timeout: seconds that requests in flight get to end.
-    enable_auto_tool_choice, tool_call_parser: whether the model may call tools as it likes, and how it writes calls.
-    reasoning_parser: how the model marks its thoughts, a name out of `REASONING_PARSERS`; None for no thoughts.
+    enable_auto_tool_choice: whether the model may call tools as it likes.
+    tool_call_parser: how it writes calls, a name out of `TOOL_PARSERS`; None for "hermes".
+    reasoning_parser: how the model marks its thoughts, see `thought_tags`; None for no thoughts.
     cors: None lets no script of another origin use the server.
     root_path: the path of the server behind a proxy; requests may come with it or without.
     enable_force_include_usage: every chunk of a stream has the usage, whether its request asks for it or not.

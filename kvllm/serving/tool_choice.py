@@ -18,7 +18,7 @@ from kvllm.serving.errors import bad_request
 from kvllm.serving.limits import MAX_TOOLS, check_count
 from kvllm.serving.protocol import ChatCompletionRequest
 from kvllm.serving.state import ServerOptions
-from kvllm.serving.tools import END, START
+from kvllm.serving.tool_parsers import HermesParser, ToolParser, tool_parser
 from kvllm.structured.grammar import literal
 from kvllm.structured.json_schema import with_options
 from kvllm.structured_outputs import StructuredOutputsParams
@@ -37,13 +37,17 @@ class ToolChoice:
     """What the model does with tools.
 
     may_call: whether calls are looked for. must_call: the functions of which one has to be called.
-    named: whether the request names that function. several: whether more than one call may come.
+    named: whether the request names that function. several: whether more than one call may come. functions: all of the
+        request.
+    parser: reads the calls. A call that a grammar forces has the form of `hermes` where the model's own is not JSON.
     """
 
     may_call: bool = False
     must_call: tuple[FunctionDefinition, ...] = ()
     named: bool = False
     several: bool = True
+    functions: tuple[FunctionDefinition, ...] = ()
+    parser: type[ToolParser] = HermesParser
 
 
 def tool_choice(body: ChatCompletionRequest, options: ServerOptions) -> ToolChoice:
@@ -60,32 +64,48 @@ def tool_choice(body: ChatCompletionRequest, options: ServerOptions) -> ToolChoi
         return ToolChoice()
     if choice in (None, "auto"):
         if not options.enable_auto_tool_choice:
-            flags = "--enable-auto-tool-choice and --tool-call-parser to be set"
+            flags = "--enable-auto-tool-choice to be set"
             raise bad_request(f'"auto" tool choice requires {flags}', "tool_choice")
-        return ToolChoice(may_call=True, several=several)
+        return ToolChoice(may_call=True, several=several, functions=functions, parser=_parser(options))
+    forced = _parser(options) if _parser(options).form else HermesParser
     if choice == "required":
-        return ToolChoice(may_call=True, must_call=functions, several=several)
+        return ToolChoice(True, functions, named=False, several=several, functions=functions, parser=forced)
     if isinstance(choice, str):
         raise bad_request(f"tool_choice={choice!r} is not allowed: none, auto, required or a function", "tool_choice")
     named = tuple(function for function in functions if function.name == choice.function.name)
     if not named:
         raise bad_request(f"tool_choice names {choice.function.name!r}, which is none of the tools", "tool_choice")
-    return ToolChoice(may_call=True, must_call=named[:1], named=True, several=False)
+    return ToolChoice(True, named[:1], named=True, several=False, functions=functions, parser=forced)
+
+
+def _parser(options: ServerOptions) -> type[ToolParser]:
+    return HermesParser if options.tool_call_parser is None else tool_parser(options.tool_call_parser)
 
 
 def calls_grammar(choice: ToolChoice, token_id_of: TokenIdOf) -> str:
-    """The Lark grammar of calls as `HermesParser` reads them.
+    """The Lark grammar of calls in the form that the choice's parser reads.
 
     The schema of a tool's arguments is a grammar of its own: its references start at its own root.
     """
-    start, end = literal(START, token_id_of), literal(END, token_id_of)
-    names = " | ".join(f"tool_{index}" for index in range(len(choice.must_call)))
-    more = " (BREAK call)*" if choice.several else ""
-    lines = [f"start: call{more}", "BREAK: /\\n/", "CLOSE: / ?}/", f"call: {start} BREAK ({names}) BREAK {end}"]
+    form = choice.parser.forced_form(token_id_of)
+    assert form is not None  # else the parser is that of hermes
+
+    def text(literal_text: str) -> str:
+        return literal(literal_text, token_id_of) + " " if literal_text else ""
+
+    opening = f"({text(form.opening)})? " if form.opening else ""
+    more = f" ({text(form.between)}call)*" if choice.several and not form.one else ""
+    calls = " | ".join(f"call_{index}" for index in range(len(choice.must_call)))
+    lines = [f"start: {opening}{text(form.first)}call{more} {text(form.last)}", f"call: {calls}", "CLOSE: / ?}/"]
     for i, function in enumerate(choice.must_call):
-        head = ("{", '"name"', ":", _text(function.name), ",", '"arguments"', ":")
-        lines.append(f"HEAD_{i}: {' '.join(f'{_text(token)} / ?/' for token in head)}")
-        lines.append(f"tool_{i}: HEAD_{i} arguments_{i} CLOSE")
+        start = text(form.start.replace("{name}", function.name))
+        lines.append(f"call_{i}: {start}tool_{i} {text(form.end)}")
+        if form.key is None:
+            lines.append(f"tool_{i}: arguments_{i}")
+        else:
+            head = ("{", '"name"', ":", _text(function.name), ",", _text(form.key), ":")
+            lines.append(f"HEAD_{i}: {' '.join(f'{_text(token)} / ?/' for token in head)}")
+            lines.append(f"tool_{i}: HEAD_{i} arguments_{i} CLOSE")
         lines.append(f"arguments_{i}: %json {json.dumps(_schema(function))}")
     return "\n".join(lines)
 

@@ -44,10 +44,12 @@ def to_grammar(rule: StructuredOutputsParams, token_id_of: Callable[[str], int |
 
 
 def literal(text: str, token_id_of: Callable[[str], int | None]) -> str:
-    """Text in a Lark grammar. A token that was added to the vocabulary as a whole never comes from text: it has an
-    id."""
-    token_id = token_id_of(text)
-    return json.dumps(text) if token_id is None else f"<[{token_id}]>"
+    """Text in a Lark grammar. A token that was added to the vocabulary as a whole, such as a tag, never comes from
+    text: it has an id."""
+    if (token_id := token_id_of(text)) is not None:
+        return f"<[{token_id}]>"
+    parts = [part for part in re.split(r"(<[^<>\s]+>|\[/?[A-Z_]+\])", text) if part]
+    return json.dumps(text) if len(parts) < 2 else " ".join(literal(part, token_id_of) for part in parts)
 
 
 def _free_part(start: str | None, end: str, token_id_of: Callable[[str], int | None]) -> str:
