@@ -27,7 +27,7 @@ def parrot_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPr
     """A server of the model in `tests.helpers.parrot_chat`, with tools and thoughts."""
     path = tmp_path_factory.mktemp("parrot")
     make_parrot_chat(path)
-    flags = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3")
+    flags = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "auto")
     process = ServerProcess(str(path), *flags, "--kv-cache-memory-bytes", "64M", "--served-model-name", "parrot")
     try:
         yield process

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvllm.chat_messages import FunctionDefinition, render_chat
+from kvllm.engine_args import EngineArgs
+from kvllm.entrypoints.serve import add_arguments, read_options
 from kvllm.errors import ConfigError
 from kvllm.serving.harmony import HarmonyReasoningParser
-from kvllm.serving.parser_choice import THOUGHT_MARKERS, TOOL_MARKERS, chosen_parser
+from kvllm.serving.parser_choice import THOUGHT_MARKERS, TOOL_MARKERS, chosen_parser, with_parsers
 from kvllm.serving.reasoning import ReasoningParser, thought_tags
+from kvllm.serving.state import ServerOptions
 from kvllm.serving.tool_choice import ToolChoice, calls_grammar
 from kvllm.serving.tool_parsers import TOOL_PARSERS, HermesParser, ToolParser, tool_parser
 from kvllm.tokenizer import load_tokenizer
+from tests.helpers.parrot_chat import make_parrot_chat
 
 TOKENIZERS = Path(__file__).parents[2] / "shared" / "data" / "tokenizers"
 FIELDS = {
@@ -190,6 +196,7 @@ def test_what_only_looks_like_a_call_stays_text(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_any_cut_of_any_text(name: str, data: st.DataObject) -> None:
     """No text raises an error, and where it is cut makes no difference."""
@@ -302,6 +309,29 @@ def test_the_chat_template_chooses_the_parser() -> None:
     for template in (None, "", "{{ messages }}", "<tool_call><arg_key>"):
         with pytest.raises(ConfigError, match="--tool-call-parser auto cannot choose.*hermes"):
             chosen_parser("--tool-call-parser", template, TOOL_MARKERS)
+
+
+def test_auto_reads_the_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_parrot_chat(tmp_path)
+    args, names = EngineArgs(model=tmp_path), ("parrot",)
+    with caplog.at_level("INFO"):
+        assert with_parsers(ServerOptions(names, reasoning_parser="auto"), args).reasoning_parser == "qwen3"
+    assert "--reasoning-parser qwen3: the chat template has <think>" in caplog.text
+    wanted = ServerOptions(names, enable_auto_tool_choice=True)
+    with pytest.raises(ConfigError, match="--tool-call-parser auto cannot choose"):
+        with_parsers(wanted, args)
+    given = replace(wanted, chat_template=TEMPLATES["mistral"][0])
+    assert with_parsers(given, args).tool_call_parser == "mistral"
+    named = replace(wanted, tool_call_parser="pythonic")
+    assert with_parsers(named, args) == named
+
+
+def test_unknown_parsers() -> None:
+    for flag in ("--tool-call-parser", "--reasoning-parser"):
+        parser = argparse.ArgumentParser()
+        add_arguments(parser)
+        with pytest.raises(ConfigError, match="'other' is not known.*mistral"):
+            read_options(parser.parse_args([flag, "other"]))
 
 
 def accepts(grammar: str, text: str) -> bool:
