@@ -237,6 +237,8 @@ def test_values_of_xml_take_their_types_from_the_schema() -> None:
     assert [value("city", "5"), value("days", "5"), value("other", "5")] == ["5", 5, "5"]
     assert [value("exact", "True"), value("size", "null"), value("size", "2.5")] == [True, None, 2.5]
     assert [value("tags", "['a', 1]"), value("more", '{"a": 1}'), value("days", "many")] == [["a", 1], {"a": 1}, "many"]
+    missing = "<function=get_weather><parameter=city>\n<parameter=unit>C"
+    assert parse("qwen3_coder", missing) == ("", [("get_weather", '{"city": "", "unit": "C')])
     assert value("city", "\n\n  x\n</function\n\n") == "\n  x\n</function\n"
 
 

@@ -48,8 +48,7 @@ class FunctionReader:
     def push(self, text: str) -> int:
         place = 0
         while place < len(text) and not (self.is_complete or self.is_broken):
-            used = self._step(text[place:])
-            if not used:
+            if (used := self._step(text[place:])) is None:
                 break
             place += used
         return place
@@ -61,15 +60,15 @@ class FunctionReader:
     def finish(self) -> None:
         pass
 
-    def _step(self, text: str) -> int:
-        """Read the next tag or value. Returns the number of characters, 0 if more are needed, or if it is broken."""
+    def _step(self, text: str) -> int | None:
+        """Read the next tag or value. Returns the number of characters, None if more are needed, or if it is broken."""
         if self.name is None:
             return self._read_name(text)
         if self._types is None:
             return self._read_tag(text)
         return self._read_text(text) if self._types == {"string"} else self._read_value(text)
 
-    def _read_name(self, text: str) -> int:
+    def _read_name(self, text: str) -> int | None:
         space = len(text) - len(text.lstrip())
         start = 0 if self._is_open else space + len(FUNCTION)
         is_tag = self._is_open or text.startswith(FUNCTION, space)
@@ -80,9 +79,9 @@ class FunctionReader:
             return end + 1
         may_be = (is_tag and end < 0 and "\n" not in text[start:]) or (not is_tag and FUNCTION.startswith(text[space:]))
         self.is_broken = not may_be or len(text) >= LONGEST_HEAD
-        return 0
+        return None
 
-    def _read_tag(self, text: str) -> int:
+    def _read_tag(self, text: str) -> int | None:
         if text[0].isspace():
             return len(text) - len(text.lstrip())
         if text.startswith(FUNCTION_END):
@@ -95,7 +94,7 @@ class FunctionReader:
             return end + 1
         is_parameter = text.startswith(PARAMETER) and len(text) < LONGEST_HEAD
         self.is_broken = not (is_parameter or FUNCTION_END.startswith(text) or PARAMETER.startswith(text))
-        return 0
+        return None
 
     def _begin_parameter(self, key: str) -> None:
         self._types = self._types_of(key)
@@ -103,7 +102,7 @@ class FunctionReader:
         self._new_arguments += '"' if self._types == {"string"} else ""
         self._is_first, self._begins = False, True
 
-    def _read_text(self, text: str) -> int:
+    def _read_text(self, text: str) -> int | None:
         """Read text, without the line break at either end."""
         if self._begins and text[0] == "\n":
             self._begins = False
@@ -113,14 +112,14 @@ class FunctionReader:
         value = text[:place].removesuffix("\n")
         self._new_arguments += _json_text(value)
         if tag is None:
-            return len(value)
+            return len(value) or None
         self._new_arguments += '"'
         return self._end_parameter(place, tag)
 
-    def _read_value(self, text: str) -> int:
+    def _read_value(self, text: str) -> int | None:
         place, tag = first_tag(text, (PARAMETER_END, PARAMETER, FUNCTION_END))
         if tag is None:
-            return 0
+            return None
         assert self._types is not None  # a parameter is being read
         self._new_arguments += _value_json(text[:place].removeprefix("\n").removesuffix("\n"), self._types)
         return self._end_parameter(place, tag)
