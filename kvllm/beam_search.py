@@ -31,6 +31,13 @@ class Beam:
         return self.cumulative_logprob / (length or len(self.token_ids)) ** length_penalty
 
 
+class NextTokens(SamplingParams, frozen=True, kw_only=True, array_like=True):
+    """Options of a step of a search, to which the engine's `max_logprobs` does not apply."""
+
+    def check_vocabulary(self, vocab_size: int, max_logprobs: int) -> None:
+        super().check_vocabulary(vocab_size, -1)
+
+
 class BeamSearch:
     """The search for one prompt. The caller asks an engine for the next tokens of `beams`, and gives them to `advance`.
 
@@ -61,7 +68,7 @@ class BeamSearch:
     def sampling_params(self) -> SamplingParams:
         """The options that report as many next tokens as may matter: `beam_width` that go on, beside those that end."""
         count = self.params.beam_width + len(self._eos_token_ids)
-        return SamplingParams(temperature=0, max_tokens=1, logprobs=count, ignore_eos=True)
+        return NextTokens(temperature=0, max_tokens=1, logprobs=count, ignore_eos=True)
 
     def advance(self, logprobs: Sequence[dict[int, Logprob]]) -> None:
         """Go on by one token. logprobs: of the likeliest next tokens, for each beam."""

@@ -92,6 +92,14 @@ def test_beams_are_those_of_transformers(llm: LLM, params: BeamSearchParams) -> 
     assert llm.llm_engine.scheduler.blocks.num_owned == 0
 
 
+def test_a_search_is_not_bound_by_max_logprobs() -> None:
+    params = BeamSearchParams(beam_width=16, max_tokens=3)
+    found = [LLM(**{**OPTIONS, "max_logprobs": most}).beam_search(PROMPTS[0], params)[0] for most in (0, 20)]
+    assert [[each.token_ids for each in output.outputs] for output in found] == [
+        [each.token_ids for each in found[0].outputs]
+    ] * 2
+
+
 def test_some_beams_end_and_others_do_not() -> None:
     """Otherwise the cases above would not show what they are for."""
     lengths = {len(token_ids) for params in SEARCHES for prompt in PROMPTS for token_ids, _ in expected(prompt, params)}

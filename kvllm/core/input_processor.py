@@ -75,7 +75,7 @@ class InputProcessor:
     ) -> Request:
         """A request that another engine has begun: see `LLMEngine.resume_request`."""
         prompt, output = token_ids[:prompt_length], token_ids[prompt_length:]
-        self.check(prompt, sampling)
+        self.check(prompt, sampling, max_logprobs=-1)  # which the other engine has checked
         request = self._make(request_id, None, prompt, sampling, False, seed, origin)
         request.output.outputs[0].token_ids += output
         return request
@@ -108,8 +108,9 @@ class InputProcessor:
                 raise RequestError(f"a prompt is a list of integer token ids, {token_id!r} is not one")
         return text, [int(token_id) for token_id in prompt]
 
-    def check(self, token_ids: list[int], sampling: SamplingParams) -> None:
-        """Raises RequestError for a prompt or for options that this engine cannot serve."""
+    def check(self, token_ids: list[int], sampling: SamplingParams, max_logprobs: int | None = None) -> None:
+        """Raises RequestError for a prompt or for options that this engine cannot serve. max_logprobs: instead of the
+        engine's."""
         generated = sampling.max_tokens != 0
         longest = self.config.max_model_len - generated
         if not token_ids:
@@ -123,7 +124,7 @@ class InputProcessor:
         if outside:
             largest = self.vocab_size - 1
             raise RequestError(f"token id {outside[0]} is not in the vocabulary: allowed are 0 to {largest}")
-        self._check_options(sampling)
+        self._check_options(sampling, self.config.max_logprobs if max_logprobs is None else max_logprobs)
 
     def check_grammar(self, rule: StructuredOutputsParams) -> None:
         """Raises RequestError for structured outputs that cannot be followed. Any thread may call it, and one that does
@@ -205,11 +206,11 @@ class InputProcessor:
         words = [*(sampling.bad_words_token_ids or ()), *map(list, sorted(found))]
         return structs.replace(sampling, bad_words=None, bad_words_token_ids=words)
 
-    def _check_options(self, sampling: SamplingParams) -> None:
+    def _check_options(self, sampling: SamplingParams, max_logprobs: int) -> None:
         if sampling.n > self.config.max_num_seqs:
             most = self.config.max_num_seqs
             raise RequestError(f"n={sampling.n} completions of a prompt run together: raise max_num_seqs={most}")
-        sampling.check_vocabulary(self.vocab_size, self.config.max_logprobs)
+        sampling.check_vocabulary(self.vocab_size, max_logprobs)
         compression = self.config.compression
         if sampling.budget_tokens is not None and (compression is None or compression.policy != "threshold"):
             raise RequestError(

@@ -26,7 +26,6 @@ from kvllm.serving.tool_parsers import TOOL_PARSERS, HermesParser, ToolParser, t
 from kvllm.tokenizer import load_tokenizer
 from tests.helpers.parrot_chat import make_parrot_chat
 
-TOKENIZERS = Path(__file__).parents[2] / "shared" / "data" / "tokenizers"
 FIELDS = {
     "city": {"type": "string"},
     "days": {"type": "integer"},
@@ -214,8 +213,8 @@ def _pieces(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("tokenizer", "name"), [("Qwen3", "hermes"), ("Llama-3.2", "llama3_json")])
-def test_templates_of_models(tokenizer: str, name: str) -> None:
-    loaded = load_tokenizer(TOKENIZERS / tokenizer)
+def test_templates_of_models(tokenizer: str, name: str, shared_dir: Path) -> None:
+    loaded = load_tokenizer(shared_dir / "data" / "tokenizers" / tokenizer)
     calls = CALLS[:1] if tokenizer == "Llama-3.2" else CALLS  # its template takes one
     functions = [{"function": {"name": called, "arguments": arguments}} for called, arguments in calls]
     messages = [{"role": "user", "content": "Hi"}]
@@ -350,7 +349,7 @@ def accepts(grammar: str, text: str) -> bool:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_forced_calls_have_the_form_that_is_read(name: str) -> None:
     parser = tool_parser(name) if tool_parser(name).form else HermesParser
-    grammar = calls_grammar(ToolChoice(True, FUNCTIONS, True, FUNCTIONS, parser), lambda text: None)
+    grammar = calls_grammar(ToolChoice(True, FUNCTIONS, functions=FUNCTIONS, parser=parser), lambda text: None)
     form = parser.form
     assert form is not None
     forced = CALLS[:1] if form.one else [CALLS[0], CALLS[2]]
@@ -367,7 +366,7 @@ def test_forced_calls_have_the_form_that_is_read(name: str) -> None:
 
 def test_tags_in_a_forced_call_are_tokens() -> None:
     ids = {"[TOOL_CALLS]": 5, "[ARGS]": 6}
-    choice = ToolChoice(True, FUNCTIONS, True, FUNCTIONS, tool_parser("mistral"))
+    choice = ToolChoice(True, FUNCTIONS, functions=FUNCTIONS, parser=tool_parser("mistral"))
     grammar = calls_grammar(choice, ids.get)
     assert 'call_0: <[5]> "get_weather" <[6]> tool_0' in grammar
     assert "<[5]>" in calls_grammar(choice, {"[TOOL_CALLS]": 5}.get)
