@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import Any
 
 from starlette._utils import get_route_path
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -32,6 +34,7 @@ from kvllm.serving.sse import ClientGone
 from kvllm.serving.state import ServerState
 
 logger = logging.getLogger(__name__)
+Handler = Callable[[Request], Awaitable[Any]]
 GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 EXPOSED = ("X-Request-Id", "Retry-After")
 """Headers of an answer that scripts of other origins may read."""
@@ -45,8 +48,7 @@ def make_app(state: ServerState) -> ASGIApp:
         Route("/v1/completions", completions.create, methods=["POST"]),
         Route("/v1/chat/completions", chat.create, methods=["POST"]),
         Route("/v1/responses", responses_route.create, methods=["POST"]),
-        Route("/v1/responses/{id}", stored_responses.retrieve, methods=["GET"]),
-        Route("/v1/responses/{id}", stored_responses.delete, methods=["DELETE"]),
+        _by_method("/v1/responses/{id}", GET=stored_responses.retrieve, DELETE=stored_responses.delete),
         Route("/v1/responses/{id}/input_items", stored_responses.input_items, methods=["GET"]),
         Route("/v1/responses/{id}/cancel", stored_responses.cancel, methods=["POST"]),
         Route("/v1/messages", messages.create, methods=["POST"]),
@@ -62,8 +64,7 @@ def make_app(state: ServerState) -> ASGIApp:
         Route("/load", information.load),
         Route("/openapi.json", information.openapi),
         Route("/live/events", live_routes.events),
-        Route("/live/requests/{id}", live_routes.open_request),
-        Route("/live/requests/{id}", live_routes.cancel_request, methods=["DELETE"]),
+        _by_method("/live/requests/{id}", GET=live_routes.open_request, DELETE=live_routes.cancel_request),
         Route("/", page_files.index),
         Route("/page/{name}", page_files.file),
     ]
@@ -74,6 +75,15 @@ def make_app(state: ServerState) -> ASGIApp:
     # Outside of the gate: browsers ask for leave without a key, and read errors only with these headers.
     cors = state.options.cors
     return app if cors is None else CORSMiddleware(app, expose_headers=EXPOSED, **asdict(cors))
+
+
+def _by_method(path: str, **handlers: Handler) -> Route:
+    """One route of several methods: of two with one path, the first would tell the methods of all."""
+
+    async def handle(request: Request) -> Any:
+        return await handlers["GET" if request.method == "HEAD" else request.method](request)
+
+    return Route(path, handle, methods=list(handlers))
 
 
 class Gate:

@@ -67,7 +67,9 @@ async def metrics(request: Request) -> Response:
 
 async def openapi(request: Request) -> Response:
     """The description of all routes."""
-    return Response(document(context_of(request).state.options.root_path), media_type="application/json")
+    options = context_of(request).state.options
+    text = document(options.root_path, tokenizer_info=options.enable_tokenizer_info_endpoint)
+    return Response(text, media_type="application/json")
 
 
 def _model(state: ServerState, name: str) -> Model:

@@ -87,8 +87,8 @@ REFUSALS = {
 
 
 @cache
-def document(root_path: str = "") -> bytes:
-    """The JSON text. root_path: where a proxy has the server."""
+def document(root_path: str = "", *, tokenizer_info: bool = False) -> bytes:
+    """The JSON text. root_path: where a proxy has the server. tokenizer_info: whether that route is there."""
     types = {kind for route in ROUTES for kind in route[2:4] if kind is not None} | {
         responses.ErrorResponse,
         messages.MessagesError,
@@ -98,7 +98,8 @@ def document(root_path: str = "") -> bytes:
     _, schemas = msgspec.json.schema_components(sorted(types, key=lambda kind: kind.__name__), ref_template=REFERENCE)
     paths: dict[str, Any] = {}
     for route in ROUTES:
-        paths.setdefault(route[1], {})[route[0]] = _operation(*route)
+        if route[1] != "/tokenizer_info" or tokenizer_info:
+            paths.setdefault(route[1], {})[route[0]] = _operation(*route)
     return msgspec.json.encode(
         {
             "openapi": "3.1.0",

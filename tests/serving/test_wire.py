@@ -33,6 +33,7 @@ def connect(server: ServerProcess) -> socket.socket:
         ("GET", "/v1/completions", 405),
         ("DELETE", "/v1/chat/completions", 405),
         ("POST", "/health", 405),
+        ("PUT", "/v1/responses/resp_1", 405),
     ],
 )
 def test_unknown_routes_and_methods(server: ServerProcess, method: str, path: str, status: int) -> None:
@@ -43,6 +44,8 @@ def test_unknown_routes_and_methods(server: ServerProcess, method: str, path: st
     assert headers["x-request-id"]
     if status == 405:
         assert headers["allow"]
+    if path == "/v1/responses/resp_1":  # one path of two methods
+        assert {"GET", "DELETE"} <= {each.strip() for each in headers["allow"].split(",")}
 
 
 @pytest.mark.parametrize(
