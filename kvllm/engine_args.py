@@ -353,9 +353,10 @@ class EngineArgs:
         hints = get_type_hints(type(self))
         for field in fields(self)[1:]:
             value = getattr(self, field.name)
-            value = converted(field.name, str(value) if isinstance(value, Path) else value, hints[field.name])
-            if field.name not in ("compression", "tenants"):  # of which EngineConfig takes no dicts
-                object.__setattr__(self, field.name, value)
+            found = converted(field.name, str(value) if isinstance(value, Path) else value, hints[field.name])
+            # Errors show numbers as they were given, and EngineConfig takes no dicts for compression and tenants.
+            if type(value) not in (bool, int, float, str) and field.name not in ("compression", "tenants"):
+                object.__setattr__(self, field.name, found)
 
     def _check_names(self) -> None:
         allowed = {

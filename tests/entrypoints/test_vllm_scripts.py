@@ -160,7 +160,7 @@ def test_hf_overrides_are_values_of_config_json(path: Path) -> None:
 def test_swap_space_is_host_memory_of_each_rank(path: Path) -> None:
     assert make_llm(path, swap_space=0.001).config.num_host_blocks > 0
     assert EngineArgs(path, swap_space=2, tensor_parallel_size=2).host_size == 4
-    with pytest.raises(ConfigError, match=r"swap_space=1.0 is not allowed: .* not both"):
+    with pytest.raises(ConfigError, match=r"swap_space=1 is not allowed: .* not both"):
         make_llm(path, swap_space=1, kv_offloading_size=1)
 
 
