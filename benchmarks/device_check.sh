@@ -33,8 +33,8 @@ from importlib.util import find_spec
 
 with open("pyproject.toml", "rb") as file:
     needed = tomllib.load(file)["project"]["dependencies"] + ["matplotlib", "pytest", "hypothesis"]
-names = [re.match(r"[\w-]+", entry)[0] for entry in needed]
-print(" ".join(name for name in names if find_spec(name) is None))
+names = {re.match(r"[\w-]+", entry)[0] for entry in needed} - {"protobuf"}  # which reads tokenizer.model files alone
+print(" ".join(name for name in sorted(names) if find_spec(name) is None))
 PROGRAM
 )
 if [ -n "$missing" ]; then

@@ -103,7 +103,7 @@ def test_a_checkpoint_without_a_tokenizer(tmp_path: Path, caplog: pytest.LogCapt
         caplog.clear()
         if with_tokenizer:
             byte_level("plain").hf.save_pretrained(tmp_path)
-        LLM(tmp_path, block_size=16, num_gpu_blocks_override=4, device="cpu")
+        LLM(tmp_path, block_size=16, num_gpu_blocks_override=32, device="cpu")
         found = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
         expected = f"{tmp_path} has no tokenizer: prompts must be token ids and outputs have no text, so that chats, "
         expected += "stop strings and structured outputs are refused; add its tokenizer.json or tokenizer.model"
