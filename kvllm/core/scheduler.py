@@ -65,8 +65,7 @@ class Scheduler:
         return longest_alone(self.config, self.policy, seq)
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence. Raises RequestError, before any change, as `longest_of` does."""
-        self.longest_of(seq)
+        """Queue a sequence that `longest_of` has not refused."""
         self.waiting.add(seq)
 
     def finish(self, seq: Sequence) -> None:

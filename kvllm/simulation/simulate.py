@@ -189,17 +189,17 @@ class _Simulation:
     def _add(self, index: int, origin: Origin) -> None:
         prompt, output = self.lengths[index]
         tail_start = 0 if self.config.compression and self.config.compression.compress_prompt else None
-        self.scheduler.add(
-            Sequence(
-                index,
-                str(index),
-                [0] * prompt,
-                GREEDY,
-                max_length=prompt + output,
-                tail_start=tail_start,
-                origin=origin,
-            )
+        seq = Sequence(
+            index,
+            str(index),
+            [0] * prompt,
+            GREEDY,
+            max_length=prompt + output,
+            tail_start=tail_start,
+            origin=origin,
         )
+        self.scheduler.longest_of(seq)
+        self.scheduler.add(seq)
 
     def _receive(self, plan: StepPlan, result: StepResult) -> None:
         """Let the scheduler account for the step, and end the sequences that have all of their tokens."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,8 @@ import pytest
 
 from kvllm import LLM, CompletionOutput, CompressionConfig, RequestOutput, SamplingParams
 from kvllm.core.engine import LLMEngine
-from kvllm.engine_args import DEFAULT_MODEL
-from kvllm.models.config import load_model_config
 from kvllm.outputs import Logprob
-from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import make_with_package_tokenizer
 from tests.helpers.interrupts import Trap, chosen_lines
 
 ROOMS = ("core", "worker", "llm.py")
@@ -37,10 +34,7 @@ THRESHOLD = CompressionConfig(
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One layer with random weights, and the tokenizer of the package's model."""
     path = tmp_path_factory.mktemp("interrupts")
-    vocab_size = load_model_config(DEFAULT_MODEL).vocab_size
-    make_checkpoint(path, "qwen3", head_dim=16, vocab_size=vocab_size, num_hidden_layers=1)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEFAULT_MODEL / name, path)
+    make_with_package_tokenizer(path)
     return path
 
 

@@ -128,6 +128,7 @@ class Engine:
     def add(self, seq_id: int, max_tokens: int, **options: Any) -> Sequence:
         sampling = SamplingParams(temperature=0, **options)
         seq = Sequence(seq_id, str(seq_id), [0] * 5, sampling, max_length=5 + max_tokens)
+        self.scheduler.longest_of(seq)  # which refuses what can never fit
         self.scheduler.add(seq)
         return seq
 

@@ -59,6 +59,7 @@ class Harness:
             tail_start=0 if compression and compression.compress_prompt else None,
             origin=Origin(priority, tenant),
         )
+        self.scheduler.longest_of(seq)  # which refuses what can never fit
         self.scheduler.add(seq)
         self.live[seq.seq_id] = seq
         self.next_id += n

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import random
-import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,9 +16,7 @@ from tqdm import tqdm
 
 from kvllm import LLM, BeamSearchParams, CompressionConfig, RequestError, SamplingParams
 from kvllm.core.engine import LLMEngine
-from kvllm.engine_args import DEFAULT_MODEL
-from kvllm.models.config import load_model_config
-from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import make_with_package_tokenizer
 from tests.helpers.examples import examples
 from tests.helpers.interrupts import Trap, chosen_lines
 
@@ -36,10 +33,7 @@ THRESHOLD = CompressionConfig(
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One layer with random weights, and the tokenizer of the package's model."""
     path = tmp_path_factory.mktemp("shared")
-    vocab_size = load_model_config(DEFAULT_MODEL).vocab_size
-    make_checkpoint(path, "qwen3", head_dim=16, vocab_size=vocab_size, num_hidden_layers=1)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEFAULT_MODEL / name, path)
+    make_with_package_tokenizer(path)
     return path
 
 

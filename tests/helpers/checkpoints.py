@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from benchmarks.quality.calibrate import calibrate
 from kvllm.compression.gates import write_gates
 from kvllm.compression.specs import SPECS
 from kvllm.compression.statistics import write_statistics
+from kvllm.engine_args import DEFAULT_MODEL
 from kvllm.models.config import load_model_config
 from tests.helpers.gates import random_gates
 
@@ -69,6 +71,14 @@ def add_method_files(path: Path) -> None:
     for seed, method in enumerate(name for name, spec in SPECS.items() if spec.gated):
         gates = random_gates(model.num_layers, model.num_kv_heads, model.head_dim, first=100 * seed)
         write_gates(path, method, gates, {})
+
+
+def make_with_package_tokenizer(path: Path) -> None:
+    """Write one layer with random weights, and the tokenizer of the package's model."""
+    vocab_size = load_model_config(DEFAULT_MODEL).vocab_size
+    make_checkpoint(path, "qwen3", head_dim=16, vocab_size=vocab_size, num_hidden_layers=1)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEFAULT_MODEL / name, path)
 
 
 def edit(path: Path, **changes: Any) -> None:
