@@ -255,6 +255,40 @@ def test_an_exception_in_a_callback_of_the_progress_bar(llm: LLM, expected: list
     check_nothing_leaks(llm)
 
 
+def test_what_a_call_leaves_behind_is_aborted_by_the_one_that_steps(llm: LLM) -> None:
+    long = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    left: list[Any] = []
+
+    def add() -> Any:
+        left.append(llm.llm_engine.add_request("left", "A", long))
+        return left[0]
+
+    def fail(_: Any) -> None:
+        if left:
+            raise Failure
+
+    def run() -> None:
+        with suppress(Failure):
+            llm._calls.run([("left", add)], fail)
+
+    thread = threading.Thread(target=run)
+    updates = 0
+
+    def update(bar: Bar, n: float | None = 1) -> None:
+        nonlocal updates
+        updates += 1
+        if updates == 1:
+            thread.start()
+        while updates == 1 and len(llm._calls._calls) < 2:
+            pass
+        if updates == 3:
+            thread.join(60)
+
+    llm.generate("B", long, use_tqdm=type("StartingBar", (Bar,), {"update": update}))
+    assert left[0].outputs[0].finish_reason == "abort"
+    check_nothing_leaks(llm)
+
+
 def test_interrupts_of_threads_at_any_time(llm: LLM, expected: list[Any]) -> None:
     """As a signal's handler would raise them, between any two instructions."""
     dice = random.Random(0)
