@@ -19,8 +19,9 @@ import torch
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Processes that share the tests: one where there is a GPU, whose free memory some of them look at."""
-    return 1 if torch.cuda.is_available() else min(4, os.cpu_count() or 1)
+    """Processes that share the tests: one more than cores, because some wait for servers and for workers that hang; one
+    alone where there is a GPU, whose free memory some of them look at."""
+    return 1 if torch.cuda.is_available() else min(4, 1 + (os.cpu_count() or 1))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -62,6 +62,7 @@ def test_figure_5_compresses_prompts_and_goes_on_with_what_it_has(tmp_path: Path
         assert held <= budget + 64
 
 
+@pytest.mark.long
 def test_figure_5_lets_dropped_pairs_come_back(tmp_path: Path) -> None:
     """With little kept, windows alone lose workings that recall gets right; both hold equally many pairs."""
     arguments = ["--retentions", "0.05", "--methods", "kara_sharp"]
@@ -112,6 +113,7 @@ def run_script(script: ModuleType, arguments: list[str], output: Path, monkeypat
     return sorted(trials.values(), key=lambda trial: trial["compression"] is None)
 
 
+@pytest.mark.long
 def test_table_1_takes_parts_of_kara_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     *parts, full = run_script(table_1, ["--window", "96", "--buffer", "16"], tmp_path, monkeypatch)
     assert {trial["compression"]["method"] for trial in parts} == {"kara", "kara_no_bi", "kara_no_token2chunk"}
@@ -120,6 +122,7 @@ def test_table_1_takes_parts_of_kara_away(tmp_path: Path, monkeypatch: pytest.Mo
         assert trial["windows"] > 0 and trial["kept"] < full["kept"] == 1
 
 
+@pytest.mark.long
 def test_kv_dtypes_have_equal_bytes(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Of 64 floats int8 takes 68 bytes and int4 36, for a key and a value each; kara_sharp adds a score of 4 bytes."""
     arguments = ["--problems", "2", "--sizes", "6", "7", "--window", "64", "--buffer", "16", "--output", str(tmp_path)]
@@ -170,6 +173,7 @@ def test_others_are_compared_with_the_first_that_has_a_column() -> None:
     assert rows["fewer bits"][:1] == ["+0.0"] and rows["least bits"][:1] == ["-100.0"]
 
 
+@pytest.mark.long
 def test_settings_change_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     arguments = ["--method", "kara_sharp", "--vary", "buffer"]
     *varied, full = run_script(settings, arguments, tmp_path, monkeypatch)

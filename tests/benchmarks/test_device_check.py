@@ -61,6 +61,7 @@ def dry_run(tmp_path_factory: pytest.TempPathFactory) -> DryRun:
     return DryRun(process.returncode, process.stdout, files, json.loads(files[0].read_text()))
 
 
+@pytest.mark.long
 def test_a_dry_run_goes_through_every_section(dry_run: DryRun) -> None:
     found = {name: result["status"] for name, result in dry_run.content["sections"].items()}
     left_out = ("sanitizer", "tests", "graphs")  # which need a GPU
@@ -69,6 +70,7 @@ def test_a_dry_run_goes_through_every_section(dry_run: DryRun) -> None:
     assert dry_run.exit_code == 0 and "Not passed: none. Left out: sanitizer, tests, graphs." in dry_run.output
 
 
+@pytest.mark.long
 def test_a_dry_run_never_looks_like_a_device(dry_run: DryRun) -> None:
     assert [file.name for file in dry_run.files] == ["dry-run-abc.json"]
     assert dry_run.content["dry_run"] is True and "no device" in dry_run.content["device"]["name"]
@@ -77,6 +79,7 @@ def test_a_dry_run_never_looks_like_a_device(dry_run: DryRun) -> None:
     assert len(titles) == len(SECTIONS) and all(line.startswith("DRY RUN: ") for line in titles)
 
 
+@pytest.mark.long
 def test_the_report_says_what_ran_where(dry_run: DryRun) -> None:
     content = dry_run.content
     assert content["commit"] == "abc" and content["versions"]["torch"] == torch.__version__
@@ -85,6 +88,7 @@ def test_the_report_says_what_ran_where(dry_run: DryRun) -> None:
     assert content["command"] in dry_run.output and torch.__version__ in dry_run.output
 
 
+@pytest.mark.long
 def test_a_dry_run_checks_every_kernel(dry_run: DryRun) -> None:
     names = list(dry_run.rows("kernels", PASSED))
     backends = ["cpu", "reference", *(["triton"] if find_spec("triton") else [])]
@@ -100,6 +104,7 @@ def test_a_dry_run_checks_every_kernel(dry_run: DryRun) -> None:
     assert len(errors) > 10 and all(0 <= figures["error"] <= figures["allowed"] for figures in errors)
 
 
+@pytest.mark.long
 def test_a_dry_run_checks_quantized_caches_and_draws(dry_run: DryRun) -> None:
     names = list(dry_run.rows("quantized", PASSED))
     for kv_cache_dtype in KV_FORMATS if find_spec("triton") else ():
@@ -110,6 +115,7 @@ def test_a_dry_run_checks_quantized_caches_and_draws(dry_run: DryRun) -> None:
         assert any(name.startswith(what) for name in draws)
 
 
+@pytest.mark.long
 def test_a_dry_run_checks_the_engine(dry_run: DryRun) -> None:
     rows = dry_run.rows("engine", PASSED)
     assert rows["Qwen3-0.6B, float32"]["equal"] == 1.0
@@ -117,10 +123,12 @@ def test_a_dry_run_checks_the_engine(dry_run: DryRun) -> None:
     assert rows["kara, periodic, with graphs"]["windows"] > 0
 
 
+@pytest.mark.long
 def test_golden_vectors_are_found(dry_run: DryRun) -> None:
     assert len(dry_run.rows("vectors", PASSED)) == 15 and not dry_run.rows("vectors", LEFT_OUT)
 
 
+@pytest.mark.long
 def test_every_measurement_has_its_floor(dry_run: DryRun) -> None:
     for name, time_field, floor_field in (
         ("times", "kernel_seconds", "kernel_floor_seconds"),
@@ -132,6 +140,7 @@ def test_every_measurement_has_its_floor(dry_run: DryRun) -> None:
     assert all(figures for figures in dry_run.rows("ceilings", MEASURED).values())
 
 
+@pytest.mark.long
 def test_steps_stand_beside_those_of_transformers(dry_run: DryRun) -> None:
     ours, theirs = (dry_run.rows(name, MEASURED) for name in ("decode", "transformers"))
     assert set(theirs) <= set(ours)
@@ -139,6 +148,7 @@ def test_steps_stand_beside_those_of_transformers(dry_run: DryRun) -> None:
     assert comparison and comparison in dry_run.output
 
 
+@pytest.mark.long
 def test_events_have_phases_and_a_longest_stall(dry_run: DryRun) -> None:
     rows = dry_run.rows("events", MEASURED)
     of_events = rows["3 sequences, every query scores"]
@@ -148,6 +158,7 @@ def test_events_have_phases_and_a_longest_stall(dry_run: DryRun) -> None:
     assert all(row["longest_step_seconds"] >= row["step_seconds"] > 0 for row in rows.values())
 
 
+@pytest.mark.long
 def test_tables_compare_with_the_full_cache(dry_run: DryRun) -> None:
     rows = dry_run.rows("tables", MEASURED)
     assert list(rows) == [f"at most 4: {name}" for name in ("vanilla", "periodic", "pressure", "snapkv")]
