@@ -2,6 +2,7 @@
 # make test   lint, type check and tests
 # make test-long   the same with every case and five times the examples
 # make clients  .venv-clients: other people's clients of the server, which the tests use if they are there
+# make models  models/: two real models, which tests use if they are there (MODELS=smollm2 or gemma3: one of them)
 # make venv   the environment alone: .venv with pinned dependencies and the compiled extension
 # make wheel  dist/: one wheel for every Python from 3.11 and every torch from 2.11
 # make docs   site/: the pages of docs/ and the API reference
@@ -13,7 +14,7 @@ CLIENTS_VENV := .venv-clients
 READY := $(VENV)/ready
 SOURCES := $(wildcard csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu csrc/*/*.cuh)
 
-.PHONY: venv clients demo test test-long lint wheel docs clean
+.PHONY: venv clients models demo test test-long lint wheel docs clean
 
 venv: $(READY)
 
@@ -35,6 +36,9 @@ $(CLIENTS_VENV)/ready: tests/serving/clients/requirements.txt $(READY)
 	$(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> $$($(CLIENTS_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kvllm.pth
 	touch $@
+
+models: venv
+	$(VENV)/bin/python -m benchmarks.fetch_models $(MODELS)
 
 demo: venv
 	$(VENV)/bin/python -m benchmarks.demo $(DEMO_ARGUMENTS)

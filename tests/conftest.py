@@ -81,6 +81,20 @@ def shared_dir() -> Path:
 
 
 @pytest.fixture(scope="session")
+def real_model() -> Callable[[str], Path]:
+    """`real_model(name)` is the directory of a model that `make models` has made, in the checkout or beside it."""
+
+    def find(name: str) -> Path:
+        checkout = Path(__file__).parents[1]
+        for path in (checkout / "models" / name, checkout.parent / "models" / name):
+            if path.is_dir():
+                return path
+        pytest.skip(f"needs the model {name} in {checkout / 'models'}, which is absent: run make models")
+
+    return find
+
+
+@pytest.fixture(scope="session")
 def load_vectors() -> Callable[[str], Vectors]:
     """`load_vectors(name)` reads one file of golden vectors: its arrays by name, and its meta entry."""
 
