@@ -58,8 +58,9 @@ class TritonBackend(AttentionBackend):
         observed = None if batch.mass is None else Observed.allocate(partials, len(batch.last_kv_index), max_kv_pairs)
         kept = None
         if batch.window_start is not None and batch.windows is not None:
-            scores = partials.total.new_empty(num_sequences, self.num_query_heads, batch.windows.size)
             windows = batch.windows
+            width = min(windows.size, max_kv_pairs)
+            scores = partials.total.new_empty(num_sequences, self.num_query_heads, width)
             kept = KeptScores(scores, batch.window_start, windows.stride, windows.num_scored, windows.squared)
         tiles = None
         if len(batch.last_kv_index) > num_sequences:

@@ -17,7 +17,7 @@ BY_LAYER = ("layer", "num_layers", "capacity", "evicted_mask", "mass", "carried"
 
 INPUTS = (
     *BY_LAYER, "query_offsets", "seeds", "starts", "last_positions", "values", "frequencies", "statistics", "gates",
-    "observed", "softmax", "received", "fits",
+    "observed", "ages", "softmax", "received", "fits",
 )  # fmt: skip
 """Inputs from the engine, beside queries, keys, `retain`, `buffer` and a method's options. A method gets those that its
 function has as keyword arguments. The S rows of a call are regions of sequences; without queries, in several layers at
@@ -43,6 +43,7 @@ fits: with `learns`, a `kvllm.compression.linear_fit.LinearFit` of each layer, w
     queries.
 received: with `repeats`, float32 `[S, Hkv, C]`, the highest attention that each KV pair received when the text of the
     region was repeated.
+ages: with `reselects`, float32 `[S, C]`, how many queries `observed` stands for, for each KV pair.
 observed: with `observable`, where scores were added up while decoding, float32 `[S, Hkv, C - buffer]`; then there are
     no queries.
 """

@@ -53,6 +53,8 @@ class MethodSpec:
     observable: what its score of a KV pair adds up, over the query tokens of the window from the pair's own on: their
         attention probabilities, or the squares of these. Such a score can be observed while sequences decode, instead
         of being computed from all queries afterwards. None: its scores cannot.
+    reselects: a window is chosen from together with what earlier compressions of the sequence's output left. Its scores
+        are always observed.
     observes: it needs the attention that every KV pair has received so far. This sum belongs to one sequence, so
         sequences share no prefixes.
     learns: its function keeps what it learns (`fits`), and has queries for an engine's first windows and a few of the
@@ -81,6 +83,7 @@ class MethodSpec:
     options: tuple[Option[Any], ...] = ()
     observable: Observable | None = None
     ragged: bool = False
+    reselects: bool = False
     observes: bool = False
     learns: bool = False
     repeats: bool = False
@@ -116,6 +119,11 @@ class MethodSpec:
             return (
                 "it needs the position of every KV pair, and those that were compressed before differ from head to "
                 'head: use policy="pressure" or "periodic"'
+            )
+        if policy in ("threshold", "standalone") and self.reselects:
+            return (
+                "its scores are added up while sequences decode, and a window is chosen from together with what is "
+                'left of those before: use policy="pressure" or "periodic"'
             )
         if policy != "threshold" and self.carries:
             return (
@@ -172,6 +180,12 @@ SPECS: dict[str, MethodSpec] = {
             scores="kara_sharp:both_scores",
             choose="kara_sharp:choose",
             reads_blocks=True,
+        ),
+        MethodSpec(
+            "mean_attention",
+            "what the queries that could attend to it did attend to in the mean, times the value's length (ours)",
+            observable="probabilities",
+            reselects=True,
         ),
         MethodSpec(
             "linear_scorer",

@@ -177,6 +177,10 @@ class CompressionConfig(Options, frozen=True, kw_only=True):
     def _check_score_source(self) -> None:
         source = self.score_source
         require(source in (None, *SCORE_SOURCES), "score_source", source, f"choose one of {', '.join(SCORE_SOURCES)}")
+        if self.spec.reselects:
+            observed = f"only without it: method={self.method!r} adds its scores up while sequences decode"
+            require(source != "recomputed", "score_source", source, observed)
+            require(not self.compress_prompt, "compress_prompt", True, observed)
         if source == "observed":
             able = ", ".join(name for name, spec in SPECS.items() if spec.observable)
             require(self.spec.observable is not None, "score_source", source, f"only with method one of {able}")
@@ -193,6 +197,8 @@ class CompressionConfig(Options, frozen=True, kw_only=True):
                 "only with policies that compress windows: what is kept by threshold is a fixed number of KV pairs"
             )
             require(self.policy != "threshold", "guard_kl", target, allowed)
+            allowed = f"not with method={self.method!r}, which chooses from all windows again"
+            require(not self.spec.reselects, "guard_kl", target, allowed)
             require(self.buffer >= 1, "buffer", self.buffer, "at least 1 with guard_kl, which judges by its tokens")
 
     def _check_layer_groups(self) -> None:
@@ -257,7 +263,7 @@ class CompressionConfig(Options, frozen=True, kw_only=True):
         require(self.recall_dtype in RECALL_DTYPES, "recall_dtype", self.recall_dtype, dtypes)
         spec = self.spec
         if self.recalls:
-            moves = spec.ragged or spec.observes or spec.carries or spec.keeps_end
+            moves = spec.ragged or spec.observes or spec.carries or spec.keeps_end or spec.reselects
             allowed = "with recall_period or recall_bound, a method that keeps equally many KV pairs in all heads, and "
             allowed += "no numbers beside them between compressions"
             require(not moves, "method", self.method, allowed)
@@ -298,8 +304,8 @@ class CompressionConfig(Options, frozen=True, kw_only=True):
     @property
     def observes_scores(self) -> bool:
         """Whether scores are added up while sequences decode, so that no query is computed again."""
-        if self.score_source is not None:
-            return self.score_source == "observed"
+        if self.score_source is not None or self.spec.reselects:
+            return self.score_source != "recomputed"
         return self.spec.observable is not None and self.query_stride == 1 and not self.compress_prompt
 
     @property

@@ -97,7 +97,7 @@ class CompressionPlanner:
         for seq in sequences:
             first_block = self.blocks.blocks_for(max(seq.cached_length, seq.prompt_length))
             plan.scored.append(ScoringStart(seq.seq_id, first_block * self.config.block_size))
-            seq.scored()
+            seq.scored(first_block * self.config.block_size)
 
     def can_compress(self, seq: Sequence) -> bool:
         """Whether something of a sequence is complete."""
@@ -116,6 +116,9 @@ class CompressionPlanner:
         find there must not depend on the load. Behind windows that do not lose whole blocks, moreover, the others would
         begin inside of blocks.
         """
+        if self._reselects:  # there is no query to compute
+            self._compress(plan, seq, region)
+            return
         chosen = self._chosen(seq, region)
         affordable = max(0, self._tokens) // window_tokens(self.policy.config, region.size, learns=self._learns)
         if not (affordable or plan.compressions or plan.choices):
@@ -141,8 +144,8 @@ class CompressionPlanner:
     def _choose(self, plan: StepPlan, seq: Sequence, region: Region) -> None:
         """Plan the choice of survivors in windows that are compressed in a later step, up to the end of a region."""
         job = self._job(seq, region)
-        for table, kept, first, *_ in self._in_others(seq, region) if seq.others else ():
-            job.others.extend(PartCompaction(part, first, kept, 0, []) for part in table.parts)
+        for table, own, first, *_ in self._in_others(seq, region) if seq.others else ():
+            job.others.extend(PartCompaction(part, first, own.size, own.retain, 0, []) for part in table.parts)
         plan.choices.append(job)
         seq.choosing = region
 
@@ -161,16 +164,17 @@ class CompressionPlanner:
 
         A region with a shared block needs fresh blocks for its survivors. Returns False if they are not there.
         """
-        first, blocks, keep = self._blocks_of(region, seq.cached_length, len(seq.block_table))
         others = list(self._in_others(seq, region)) if seq.others else []
+        region = self._selected_from(seq, region)
+        first, blocks, keep = self._blocks_of(region, seq.cached_length, len(seq.block_table))
         needed = self.blocks.blocks_to_compact(seq.block_table, first, blocks, keep)
         needed += sum(self.blocks.blocks_to_compact(table, *where) for table, _, *where in others)
         if needed > self.blocks.num_available:
             return False
         judged = self.policy.is_judged(seq, region)
         job = self._job(seq, region, blocks, self.blocks.compact(seq.block_table, first, blocks, keep), judged)
-        for table, kept, *where in others:
-            job.others.extend(self._compact(table, kept, *where))
+        for table, own, *where in others:
+            job.others.extend(self._compact(table, own, *where))
         plan.compressions.append(job)
         tail = self.policy.regions_of(seq).tail_after(seq.cached_length, region)
         seq.compacted(region, tail, self.policy.dropped(job))
@@ -205,22 +209,33 @@ class CompressionPlanner:
         self._tokens -= job.num_choices * window_tokens(self.policy.config, region.size, learns=learns)
         return job
 
-    def _in_others(self, seq: Sequence, region: Region) -> Iterator[tuple[GroupTable, int, int, int, int]]:
-        """Each table beside the first that a region of the first shrinks: it, what it keeps of a window, and as
-        `_blocks_of`."""
+    @property
+    def _reselects(self) -> bool:
+        return self.policy.config.spec.reselects
+
+    def _selected_from(self, seq: Sequence, region: Region) -> Region:
+        """A region together with what is left of the windows before it, if the method chooses from both."""
+        if not self._reselects:
+            return region
+        assert seq.scored_from is not None
+        return region.from_start(seq.scored_from)
+
+    def _in_others(self, seq: Sequence, region: Region) -> Iterator[tuple[GroupTable, Region, int, int, int]]:
+        """Each table beside the first that a region of the first shrinks: it, its own region, and as `_blocks_of`."""
         block_size = self.config.block_size
         full = [table for table in seq.others if table.is_full]
         for table, retain in zip(full, self.policy.retained(seq, region)[1:], strict=True):
             cached = seq.logical_length - table.first * block_size
             own = replace(region, start=region.start + cached - seq.cached_length, retain=retain)
             if own.dropped:
-                yield table, retain, *self._blocks_of(own, cached, len(table.blocks) // len(table.parts))
+                own = self._selected_from(seq, own)
+                yield table, own, *self._blocks_of(own, cached, len(table.blocks) // len(table.parts))
 
-    def _compact(self, table: GroupTable, retain: int, first: int, blocks: int, keep: int) -> Iterator[PartCompaction]:
+    def _compact(self, table: GroupTable, own: Region, first: int, blocks: int, keep: int) -> Iterator[PartCompaction]:
         """Shrink a table. Yields what each of its parts does."""
         destinations = self.blocks.compact(table, first, blocks, keep)
         for i, part in enumerate(table.parts):
-            yield PartCompaction(part, first, retain, blocks, destinations[i :: len(table.parts)])
+            yield PartCompaction(part, first, own.size, own.retain, blocks, destinations[i :: len(table.parts)])
 
     def _blocks_of(self, region: Region, cached: int, num_blocks: int) -> tuple[int, int, int]:
         """Where in a table a region begins, how many blocks it covers, and how many its survivors fill.

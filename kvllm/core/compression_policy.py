@@ -110,7 +110,7 @@ class CompressionPolicy(ABC):
             return job.dropped
         layers = [len(part) for group in self.groups for part in group.parts]
         lost = layers[0] * job.dropped
-        lost += sum(layers[other.part] * job.num_windows * (job.size - other.retain) for other in job.others)
+        lost += sum(layers[other.part] * job.num_windows * (other.size - other.retain) for other in job.others)
         return lost // sum(layers)
 
     def guard_of(self, seq: Sequence) -> RetentionGuard | None:
@@ -345,14 +345,19 @@ class PressurePolicy(CompressionPolicy):
                 break
             each = self.released(seq, region)
             wanted = min(region.count, -(-missing // each))
-            count = min(wanted, max(most, -(-missing_now // each)))
+            beside = self._chosen_again(seq, region) // region.size
+            count = min(wanted, max(most - beside, -(-missing_now // each), not chosen))
             self._unmet = count < wanted
             if count <= 0:
                 break
-            most -= count
+            most -= count + beside
             released += count * each
             chosen.append((seq, replace(region, count=count)))
         return chosen
+
+    def _chosen_again(self, seq: Sequence, region: Region) -> int:
+        """KV pairs in front of a region that are chosen from together with it."""
+        return region.start - seq.scored_from if self.config.spec.reselects and seq.scored_from is not None else 0
 
     def _order(self, job: Candidate) -> tuple[float, int, int]:
         """Released KV pairs times the steps they are of use, for each KV pair scored; then who waited longest."""

@@ -89,6 +89,7 @@ class PartCompaction(Struct, array_like=True, frozen=True):
 
     part: int
     first_block: int
+    size: int
     retain: int
     region_blocks: int
     destinations: list[int]
@@ -153,9 +154,9 @@ class CompressionJob(Struct, array_like=True, frozen=True):
                     self.seq_id,
                     other.first_block,
                     self.num_windows,
-                    self.size,
+                    other.size,
                     other.retain,
-                    self.stride,
+                    self.stride + other.size - self.size,
                     other.region_blocks,
                     other.destinations,
                     chosen=self.chosen,

@@ -36,6 +36,12 @@ class Region:
         """KV pairs that all windows together lose."""
         return self.count * (self.size - self.retain)
 
+    def from_start(self, start: int) -> Region:
+        """One window from an earlier KV pair on that loses as many KV pairs: all from there to the end are chosen from
+        together."""
+        size = self.end - start
+        return Region(start, size, size - self.dropped, size)
+
 
 class Regions(ABC):
     """Which part of a sequence's cache may be compressed, given its KV pairs `cached` and how many of them `tail`, at

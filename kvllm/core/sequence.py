@@ -45,7 +45,7 @@ class Sequence:
     missing: KV pairs that compressions have dropped, in the mean over the layers that attend all tokens.
     uncompressed_tail: KV pairs at the end of the cache that no compression has ever covered and that one may cover.
     carried_tail: how many of those were there already at the last compression.
-    is_scored: whether the workers add up scores of its KV pairs.
+    scored_from: the index of the first KV pair whose scores the workers add up; None: they add up none.
     compressions: the regions of the cache that were compressed, oldest first, each as it was before.
     choosing: the windows whose survivors are chosen, but have not moved, because later windows move with them.
     divergences: of the compressions that were judged, see RequestMetrics.
@@ -71,7 +71,6 @@ class Sequence:
         "host_firsts",
         "host_tables",
         "index",
-        "is_scored",
         "known_tokens",
         "last_token_time",
         "logical_length",
@@ -86,6 +85,7 @@ class Sequence:
         "refill_length",
         "request_id",
         "sampling",
+        "scored_from",
         "seed",
         "seq_id",
         "tail_start",
@@ -152,7 +152,7 @@ class Sequence:
         self.carried_tail = 0
         self.compressions: list[Region] = []
         self.choosing: Region | None = None
-        self.is_scored = False
+        self.scored_from: int | None = None
         self.hashed_blocks = 0
         self.host_tables: list[list[int]] | None = None
         self.host_firsts: list[int] = []
@@ -253,9 +253,13 @@ class Sequence:
         if behind > 0:
             self.uncompressed_tail += behind if behind < num_tokens else num_tokens
 
-    def scored(self) -> None:
-        """Scores are added up from now on. KV pairs that are there already have none, and stay as a prompt's do."""
-        self.is_scored = True
+    @property
+    def is_scored(self) -> bool:
+        return self.scored_from is not None
+
+    def scored(self, kv_index: int) -> None:
+        """Scores are added up from now on. KV pairs in front of `kv_index` have none, and stay as a prompt's do."""
+        self.scored_from = kv_index
         self.uncompressed_tail = 0
 
     def compacted(self, region: Region, uncompressed_tail: int, dropped: int) -> None:
@@ -304,7 +308,7 @@ class Sequence:
         self.metrics.missing_entries += self.missing
         child.uncompressed_tail = self.uncompressed_tail
         child.carried_tail = self.carried_tail
-        child.is_scored = self.is_scored
+        child.scored_from = self.scored_from
         child.compressions = list(self.compressions)
         child.known_tokens = self.known_tokens
         child.cache_hits = self.cache_hits

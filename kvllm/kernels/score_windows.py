@@ -17,8 +17,8 @@ class KeptScores:
     """Scores that a query token gives the KV pairs of its windows; one allocation serves all layers.
 
     scores: float32 `[S, query_heads, size of a window]` of sequences with one token, times the scale, in base 2; the
-        first is that of the earliest window's first pair. window_start: as in AttentionBatch. stride, num_scored,
-        squared: as in ScoreWindows.
+        first is that of the earliest window's first pair. A window is no longer than the longest block table.
+    window_start: as in AttentionBatch. stride, num_scored, squared: as in ScoreWindows.
     """
 
     scores: torch.Tensor
@@ -30,7 +30,7 @@ class KeptScores:
     @property
     def overlap(self) -> int:
         """KV pairs that neighbouring windows share."""
-        return self.scores.shape[2] - self.stride
+        return max(0, self.scores.shape[2] - self.stride)
 
 
 @triton.jit

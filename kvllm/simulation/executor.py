@@ -118,7 +118,7 @@ class SimulatedExecutor(BlockingExecutor):
                 self.dropped[job.seq_id] = self.dropped.get(job.seq_id, 0) + job.dropped
                 saved = self.saved.setdefault(job.seq_id, {})
                 for other in job.others:
-                    saved[other.part] = saved.get(other.part, 0) + job.num_windows * (job.size - other.retain)
+                    saved[other.part] = saved.get(other.part, 0) + job.num_windows * (other.size - other.retain)
         if self.link:
             for load in plan.loads:
                 self.link.load(load.number, len(load.transfer.blocks), self.seconds.total)

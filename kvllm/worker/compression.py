@@ -57,7 +57,16 @@ class Compression:
         found._add_states(compression, config, operations)
         parts = _compressed_parts(config, tables, operations.cache.shape.num_layers)
         selector = Selector(
-            model, operations, found.backend, parts, compression, most_tokens, found.ragged, found.mass, select
+            model,
+            operations,
+            found.backend,
+            parts,
+            compression,
+            most_tokens,
+            found.ragged,
+            found.mass,
+            found.observed,
+            select,
         )
         found.compressor = Compressor(selector, operations, found.ragged, found.mass, found.observed, found.recall)
         return found
@@ -73,7 +82,7 @@ class Compression:
         if self.mass and config.observes_attention:
             self.backend = ObservingBackend(self.backend, operations, self.mass)
         if compression.observes_scores:
-            self.observed = ObservedScores(cache, compression, max_num_seqs)
+            self.observed = ObservedScores(cache, compression, max_num_seqs, config.max_model_len)
 
 
 def _compressed_parts(config: EngineConfig, tables: list[BlockTables], num_layers: int) -> list[CompressedPart]:

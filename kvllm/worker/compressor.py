@@ -159,7 +159,9 @@ class Compressor:
             self.mass.compact(regions, indices)
         if self.observed:
             for (job, _), blocks, offsets in zip(moves, sources, indices, strict=True):
-                self.observed.compact(job, blocks, offsets)
+                state = states[job.seq_id]
+                kv_length = int(part.tables.kv_lengths([state.table_slot])[0])
+                self.observed.compact(job, state, kv_length, blocks, offsets)
         self.operations.compact(
             pad(indices),
             self._stack(sources),

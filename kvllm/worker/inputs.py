@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from kvllm.worker.attention_state import RaggedLengths
-from kvllm.worker.observed_scores import NEVER
+from kvllm.worker.observed_scores import NEVER, ObservedScores
 from kvllm.worker.state import PartTables, SequenceState
 from kvllm.worker.step_inputs import InputShape, StepInputs
 
@@ -30,7 +30,7 @@ class InputPreparer:
     all query tokens that fill the step up, and others have none. They store nothing, and their query tokens attend to a
     single KV pair; where attention is added up, they share the slot behind those of all sequences.
 
-    window_start: of all sequences in the first part, where windows are scored. scored: in how many parts they are.
+    scores: where windows are scored. scored: in how many parts they are.
     """
 
     def __init__(
@@ -39,14 +39,14 @@ class InputPreparer:
         ragged: RaggedLengths | None,
         observed: bool,
         device: torch.device,
-        window_start: np.ndarray | None = None,
+        scores: ObservedScores | None = None,
         scored: int = 1,
     ) -> None:
         self.tables = tables
         self.ragged = ragged
         self.observed = observed
         self.device = device
-        self.window_start = window_start
+        self.scores = scores
         self.scored = scored
         self.clear()
 
@@ -58,7 +58,7 @@ class InputPreparer:
     def shape(self, num_query_tokens: int, num_seqs: int, *num_blocks: int) -> InputShape:
         """num_blocks: columns of the block tables of each part."""
         heads = self.ragged.heads if self.ragged else None
-        scored = 0 if self.window_start is None else self.scored
+        scored = 0 if self.scores is None else self.scored
         return InputShape(num_query_tokens, num_seqs, num_blocks, heads, self.observed, scored)
 
     def prepare(self, states: list[SequenceState], num_tokens: list[int], shape: InputShape) -> StepInputs:
@@ -72,8 +72,8 @@ class InputPreparer:
             inputs = self._begin(states, num_tokens, shape)
         inputs.add_new_blocks(self.tables)
         inputs.write_slots(self.tables)
-        if self.window_start is not None:
-            inputs.write_window_starts(self.window_start)
+        if self.scores:
+            inputs.write_window_starts(self.scores)
         self._rooms.append(self._rooms.pop(0))
         return inputs.tensors
 
@@ -218,11 +218,11 @@ class _PartialInputs:
         """Where the KV pairs of the tokens are stored."""
         _write_rows(self.tensors.array("slot_mapping"), tables.slot_mapping(self.token_slots, self.kv_index), spare=-1)
 
-    def write_window_starts(self, window_start: np.ndarray) -> None:
-        """Where windows begin that are scored. window_start: of all sequences, in the first part."""
-        array, starts = self.tensors.array("window_start"), window_start[self.table_slots]
-        more = self.kv_lengths[: len(array)] - self.kv_lengths[0]
-        _write_rows(array, np.where(starts == NEVER, NEVER, starts + more), spare=NEVER)
+    def write_window_starts(self, scores: ObservedScores) -> None:
+        """Where windows begin that are scored."""
+        array = self.tensors.array("window_start")
+        longer = self.kv_lengths[: len(array)] - self.kv_lengths[0]
+        _write_rows(array, scores.window_starts(self.table_slots, longer), spare=NEVER)
 
 
 def _write(array: np.ndarray, values: list[int] | np.ndarray, *, spare: int = 0) -> None:

@@ -176,7 +176,7 @@ def _other_parts(first: int, region: Region, config: EngineConfig) -> Iterator[P
         if retain < region.size:
             blocks_after = -(-(region.end - region.count * (region.size - retain)) // config.block_size) - first
             num_blocks = -(-region.end // config.block_size) - first
-            yield PartCompaction(part, first, retain, num_blocks, [0] * blocks_after)
+            yield PartCompaction(part, first, region.size, retain, num_blocks, [0] * blocks_after)
 
 
 def _other_tables(seq_id: int, computed: int, length: int, config: EngineConfig) -> Iterator[TableChange]:

@@ -121,9 +121,8 @@ class ModelRunner:
         self.offloader: Offloader | None = None
         if store:
             self.offloader = Offloader(cache, store, [state for state in self._slot_states if state])
-        window_start = self.observed.window_start if self.observed else None
         self.inputs = InputPreparer(
-            self._part_tables, self.ragged, config.observes_attention, self.device, window_start, self._full_parts
+            self._part_tables, self.ragged, config.observes_attention, self.device, self.observed, self._full_parts
         )
 
     @torch.inference_mode()
@@ -437,9 +436,10 @@ class ModelRunner:
         chunks, begin = [], 0
         lengths = self.tables[part].kv_lengths([state.table_slot for state in states]).tolist()
         for i, (state, count, length) in enumerate(zip(states, num_tokens, lengths, strict=True)):
-            start = int(self.observed.window_start[state.table_slot])
-            if start < state.cached_length + count and (count > 1 or not self.backend.scores_windows):
-                chunks.append(ScoredChunk(i, begin, begin + count, length, start + length - state.cached_length))
+            longer = np.array(length - state.cached_length)
+            start = int(self.observed.window_starts(state.table_slot, longer))
+            if start < length + count and (count > 1 or not self.backend.scores_windows):
+                chunks.append(ScoredChunk(i, begin, begin + count, length, start))
             begin += count
         return tuple(chunks)
 
@@ -500,7 +500,7 @@ class ModelRunner:
         for tables in self.tables:
             tables.copy(parent.table_slot, child.table_slot)
         if self.observed:
-            self.observed.window_start[child.table_slot] = self.observed.window_start[parent.table_slot]
+            self.observed.restore(child.table_slot, self.observed.save(parent.table_slot))
         if self.residual:
             self.residual.copy(parent.table_slot, child.table_slot)
         if self.mass:  # the lengths of heads need no copy: forks come before any compression

@@ -19,13 +19,20 @@ from kvllm.core.protocol import CompressionJob
 from kvllm.core.regions import Windows, make_regions
 from kvllm.kvcache.cache import PagedKVCache
 from kvllm.kvcache.ops.base import KVOperations
+from kvllm.worker.state import SequenceState
 from kvllm.worker.transfer import to_device
 
 NEVER = np.iinfo(np.int32).max
+PRIOR = 64
+"""Queries that the sum of a survivor stands for, however many it has seen, beside those of the KV pairs behind what was
+compressed. So what it was attended long ago counts no more than what it was attended since."""
 
 
-def score_windows(config: CompressionConfig, block_size: int) -> ScoreWindows:
-    """The windows of a configuration that observes its scores."""
+def score_windows(config: CompressionConfig, block_size: int, max_model_len: int) -> ScoreWindows:
+    """The windows of a configuration that observes its scores. One that chooses from all of them again has one window
+    with room for the longest text."""
+    if config.spec.reselects:
+        return ScoreWindows(max_model_len, max_model_len, max_model_len, config.spec.observable == "squares")
     regions = make_regions(config, block_size)
     assert isinstance(regions, Windows)
     squared = config.spec.observable == "squares"
@@ -37,40 +44,68 @@ class ObservedScores:
 
     window_start: int32 `[num_slots]`, on the host: the first KV pair of each sequence's earliest window; NEVER for one
         that is not scored.
+    uncompressed: int32 `[num_slots]`, on the host: the first KV pair behind all survivors, which are chosen from again.
     """
 
-    def __init__(self, cache: PagedKVCache, config: CompressionConfig, num_slots: int) -> None:
+    def __init__(self, cache: PagedKVCache, config: CompressionConfig, num_slots: int, max_model_len: int) -> None:
         assert cache.scores is not None
         self.scores = cache.scores
         self.block_size = cache.shape.block_size
-        self.windows = score_windows(config, self.block_size)
+        self.reselects = config.spec.reselects
+        self.windows = score_windows(config, self.block_size, max_model_len)
         self.window_start = np.full(num_slots, NEVER, dtype=np.int32)
+        self.uncompressed = np.full(num_slots, NEVER, dtype=np.int32)
 
     def clear(self, table_slot: int) -> None:
         self.window_start[table_slot] = NEVER
 
-    def save(self, table_slot: int) -> int:
+    def save(self, table_slot: int) -> tuple[int, int]:
         """Where a sequence's windows begin, for `restore`. Its scores move with its blocks."""
-        return int(self.window_start[table_slot])
+        return int(self.window_start[table_slot]), int(self.uncompressed[table_slot])
 
-    def restore(self, table_slot: int, saved: int) -> None:
-        self.window_start[table_slot] = saved
+    def restore(self, table_slot: int, saved: tuple[int, int]) -> None:
+        self.window_start[table_slot], self.uncompressed[table_slot] = saved
+
+    def window_starts(self, table_slots: np.ndarray | int, longer: np.ndarray) -> np.ndarray:
+        """The index in a part at which windows of sequences begin.
+
+        longer: KV pairs that they have more there than in the first part. Parts keep different numbers of them, so
+        windows that begin behind survivors are shifted.
+        """
+        starts = self.window_start[table_slots]
+        return np.where(starts == NEVER, NEVER, starts + (0 if self.reselects else 1) * longer)
 
     def start(self, table_slot: int, kv_index: int) -> None:
         """Windows from KV pair `kv_index` on are scored."""
-        self.window_start[table_slot] = kv_index
+        self.window_start[table_slot] = self.uncompressed[table_slot] = kv_index
+
+    def ages(self, state: SequenceState, kv_length: int, size: int) -> np.ndarray:
+        """Queries whose attention to each of a sequence's first `size` scored KV pairs is added up: float32 `[size]`.
+
+        kv_length: KV pairs of the sequence in a part. What no compression has covered is at the end of it in all parts.
+        """
+        index = np.arange(size) + self.window_start[state.table_slot]
+        uncovered = state.cached_length - self.uncompressed[state.table_slot]
+        is_survivor = index < kv_length - uncovered
+        return np.where(is_survivor, PRIOR + uncovered, kv_length - index).astype(np.float32)
 
     def advance(self, table_slot: int, job: CompressionJob) -> None:
         """A job's windows are compressed: the next ones begin at the first whole block of what is left uncompressed."""
-        end = job.first_block * self.block_size + job.num_windows * job.stride
-        self.window_start[table_slot] = -(-(end - job.dropped) // self.block_size) * self.block_size
+        end = job.first_block * self.block_size + job.num_windows * job.stride - job.dropped
+        self.uncompressed[table_slot] = end
+        if not self.reselects:
+            self.window_start[table_slot] = -(-end // self.block_size) * self.block_size
 
-    def compact(self, job: CompressionJob, sources: np.ndarray, offsets: torch.Tensor) -> None:
-        """Let the scores of what is behind a job's windows move with its KV pairs.
+    def compact(
+        self, job: CompressionJob, state: SequenceState, kv_length: int, sources: np.ndarray, offsets: torch.Tensor
+    ) -> None:
+        """Let the scores of what is behind a job's windows move with its KV pairs, and those of survivors that are
+        chosen from again. These become sums of as many queries.
 
-        sources: the region's blocks. offsets: of the survivors in the region, int64 `[layers, kv_heads, kept]`.
+        kv_length: KV pairs of the sequence in the part. sources: the region's blocks. offsets: of the survivors in the
+        region, int64 `[layers, kv_heads, kept]`.
         """
-        if offsets.shape[-1] == job.num_windows * job.retain and job.stride == job.size:
+        if offsets.shape[-1] == job.num_windows * job.retain and job.stride == job.size and not self.reselects:
             return  # nothing uncompressed has moved inside a block
         device = self.scores.device
         index = torch.arange(offsets.shape[-1], device=device)
@@ -78,6 +113,10 @@ class ObservedScores:
         layer = torch.arange(offsets.shape[0], device=device)[:, None, None]
         head = torch.arange(offsets.shape[1], device=device)[:, None]
         moved = self.scores[layer, source[offsets // self.block_size], head, offsets % self.block_size]
+        if self.reselects:
+            ages = to_device(self.ages(state, kv_length, job.size), device)
+            behind = kv_length - job.first_block * self.block_size - job.size
+            moved[..., : job.retain] *= (PRIOR + behind) / ages[offsets[..., : job.retain]]
         self.scores[layer, destination[index // self.block_size], head, index % self.block_size] = moved
 
 

@@ -29,6 +29,7 @@ from kvllm.config import CompressionConfig
 from kvllm.core.protocol import CompressionJob
 from kvllm.kvcache.ops.base import KVOperations
 from kvllm.worker.attention_state import AttentionMass, RaggedLengths
+from kvllm.worker.observed_scores import ObservedScores
 from kvllm.worker.read_batch import read_batch
 from kvllm.worker.repetition import CachedPart, RepeatedText, repeat
 from kvllm.worker.state import BlockTables, SequenceState
@@ -79,7 +80,7 @@ class Selector:
     """Chooses what survives in the windows of compression jobs.
 
     parts: those of KV groups that attend all tokens; nothing of others is compressed.
-    ragged, mass: state that some methods keep beside the cache. select: called in place of the method itself.
+    ragged, mass, observed: state that some methods keep beside the cache. select: called in place of the method itself.
     event_bytes: the most bytes that tensors of one choice took at once.
     """
 
@@ -93,6 +94,7 @@ class Selector:
         max_num_batched_tokens: int,
         ragged: RaggedLengths | None = None,
         mass: AttentionMass | None = None,
+        observed: ObservedScores | None = None,
         select: WithModelInputs | None = None,
     ) -> None:
         self.model = model
@@ -105,6 +107,7 @@ class Selector:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.ragged = ragged
         self.mass = mass
+        self.observed = observed
         self.method = METHODS[config.method]
         self.select = select or self.method
         self.score: Callable[..., torch.Tensor] = (select or self.method).score
@@ -362,10 +365,20 @@ class _Pass:
         if selector.mass:
             name = "carried" if selector.carries else "mass"
             inputs[name] = selector.mass.gather(layers[0], table_slots, starts, self.size)
-        if selector.config.observes_scores:
+        if selector.observed:
             num_scored = self.size - selector.config.buffer
             inputs["observed"] = selector.operations.gather_scores(layers, tables, num_scored)
+            if selector.observed.reselects:
+                inputs["ages"] = self._ages(selector.observed, number).repeat(len(layers), 1)
         return inputs
+
+    def _ages(self, observed: ObservedScores, number: int) -> torch.Tensor:
+        """How many queries the scores of the windows in a part add up: float32 `[windows, size]`."""
+        windows, tables = self.windows[number], self.selector.parts[number].tables
+        kv_lengths = tables.kv_lengths([window.state.table_slot for window in windows]).tolist()
+        of_windows = zip(windows, kv_lengths, strict=True)
+        ages = [observed.ages(window.state, length, self.size) for window, length in of_windows]
+        return to_device(np.stack(ages), self.selector.cache.data.device)
 
     def _keys(self, layers: Sequence[int], tables: torch.Tensor) -> Keys:
         operations, shape = self.selector.operations, self.selector.cache.shape

@@ -93,6 +93,13 @@ def gates_of(keys):
     return Gates(*(getattr(found, field.name).to(keys.device) for field in fields(found)))
 
 
+def ages_of(keys):
+    """The first five have survived a compression."""
+    ages = torch.arange(keys.shape[2], 0, -1.0)
+    ages[:5] = 64.0
+    return ages.to(keys.device).expand(len(keys), -1)
+
+
 def call(name, queries, keys, heavy, *, retain, buffer, first_seed=0, **options):
     """METHODS[name] as an engine calls it: with the query rows it asks for, and everything there is as options."""
     rows = {"window": queries.shape[2], "buffer": buffer, "recent": RECENT_ROWS, "none": 0}[METHODS[name].spec.queries]
@@ -107,6 +114,10 @@ def call(name, queries, keys, heavy, *, retain, buffer, first_seed=0, **options)
         "frequencies": frequencies_of(keys), "statistics": on_device(queries, keys), "gates": gates_of(keys),
         "query_offsets": torch.arange(queries.shape[2] - rows, queries.shape[2], device=queries.device),
     }  # fmt: skip
+    if METHODS[name].spec.reselects:
+        offered["observed"] = torch.zeros(keys.shape[:3]) if heavy is None else heavy
+        offered["observed"] = offered["observed"][..., : keys.shape[2] - buffer]
+        offered["ages"] = ages_of(keys)
     last_rows = queries[:, :, queries.shape[2] - rows :] if rows else None
     return METHODS[name](last_rows, keys, retain=retain, buffer=buffer, **(offered | OPTIONS | options))
 
@@ -344,6 +355,7 @@ def test_layers_together_keep_what_each_keeps_alone(name):
             "chunk_budget": CHUNK_BUDGET, "max_chunk": MAX_CHUNK, "values": values_of(keys[rows]),
             "starts": [start for start, _ in places], "last_positions": [last for _, last in places],
             "frequencies": frequencies_of(keys), "query_offsets": torch.arange(0), "observed": heavy[rows, :, :scored],
+            "ages": ages_of(keys[rows]),
             "received": heavy[rows], "gates": gates.of_layers(numbers),
             "statistics": QueryStatistics(
                 *(torch.cat([getattr(each, field.name) for each in of_layers]) for field in fields(QueryStatistics))
@@ -403,7 +415,9 @@ def required_options(name, heavy):
     options |= {"mass": heavy, "query_offsets": torch.arange(heavy.shape[-1]), "starts": [0, 0]}
     options |= {"last_positions": [19, 19], "values": torch.zeros(*heavy.shape, 8), "frequencies": torch.ones(4)}
     options |= {"statistics": statistics_of(4, 8), "carried": heavy.clone(), "received": heavy}
-    options |= {"fits": [LinearFit()], "gates": random_gates(1, 2, 8)}
+    options |= {"fits": [LinearFit()], "gates": random_gates(1, 2, 8), "observed": heavy, "ages": heavy[:, 0] + 1}
+    if METHODS[name].spec.observable and not METHODS[name].spec.reselects:
+        del options["observed"]  # queries are there
     return {key: value for key, value in options.items() if key in METHODS[name].arguments}
 
 
@@ -683,6 +697,11 @@ def literal(name, queries, keys, heavy, seed, retain, buffer, capacity):
             return literal_keydiff(keys, retain, buffer)
         case "h2o" | "kvzip":
             return [best(row[:scored], total) for row in heavy]
+        case "mean_attention":
+            ages = [64.0] * 5 + list(range(len(keys[0]) - 5, 0, -1))
+            lengths = values_of(torch.tensor(keys)).double().norm(dim=-1).tolist()
+            sums, ages, lengths = np.array(heavy), np.array(ages), np.array(lengths)
+            return [best(row[:scored], total) for row in (sums / ages * lengths).tolist()]
         case "streaming":
             return [[*range(4), *range(scored - total + 4, scored)]] * len(keys)
         case "sliding_window":

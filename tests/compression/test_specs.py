@@ -51,7 +51,9 @@ def test_a_policy_takes_the_methods_that_the_list_allows(name: str) -> None:
             assert refusal in str(error.value)
         else:
             assert CompressionConfig(method=name, **(options | {"policy": policy})).spec is spec
-    assert (spec.refusal("threshold") is None) == (spec.queries != "window" and not spec.unrotates)
+    assert (spec.refusal("threshold") is None) == (
+        spec.queries != "window" and not spec.unrotates and not spec.reselects
+    )
     assert (spec.refusal("periodic") is None) != (spec.ragged or spec.carries)
 
 

@@ -175,15 +175,19 @@ def configs(draw) -> EngineConfig:
         methods = ["keydiff" if slides else "kara", "sliding_window"]
         if not (slides and compress_prompt):  # then its queries would be computed again
             methods.append("kara_sharp")
+        if policy != "standalone" and not compress_prompt:
+            methods.append("mean_attention")
+        method = draw(st.sampled_from(methods))
+        guarded = buffer and not slides and "retain_tokens" in kept and method != "mean_attention"
         compression = CompressionConfig(
-            method=draw(st.sampled_from(methods)),
+            method=method,
             policy=policy,
             period=draw(st.integers(1, 6)),
             max_sequences=draw(st.integers(1, 3)),
             window_blocks=window_blocks,
             buffer=buffer,
             compress_prompt=compress_prompt,
-            guard_kl=draw(st.sampled_from([None, 0.01])) if buffer and not slides and "retain_tokens" in kept else None,
+            guard_kl=draw(st.sampled_from([None, 0.01])) if guarded else None,
             guard_every=draw(st.integers(1, 3)),
             **kept,
         )

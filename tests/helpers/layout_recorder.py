@@ -19,6 +19,7 @@ from kvllm.compression.registry import METHODS
 from kvllm.compression.statistics import QueryStatistics
 from kvllm.core.executor import BlockingExecutor
 from kvllm.core.protocol import BlockCopy, CompressionJob, SequenceStart, StepPlan, StepResult
+from kvllm.worker.observed_scores import PRIOR
 from kvllm.worker.repetition import pieces
 from tests.helpers.dense_decoder import DenseDecoder, attention_probabilities
 from tests.helpers.plans import Scheduled, scheduled_in
@@ -388,6 +389,8 @@ class Expected:
         self.length = len(self.dense.logits)
         self.masses = self._masses() if self.method.spec.observes else None
         self.carried = torch.zeros(*text.layout.shape[:2], text.visible.shape[-1])  # by position
+        self.sums = torch.zeros(*text.layout.shape[:2], self.length, dtype=torch.float64)  # of attention, by position
+        self.summed = self.covered = 0  # rows that are in the sums, positions that an event has covered
 
     def _masses(self) -> list[Tensor]:
         """By layer `[kv_heads, rows, positions]`: the attention that positions received up to and including a row."""
@@ -412,6 +415,32 @@ class Expected:
         probabilities = attention_probabilities(queries, keys, visible, self.decoder.softmax(layer))
         squared = self.method.spec.observable == "squares"
         return (probabilities.square() if squared else probabilities).sum((1, 2))
+
+    def ages(self, event: Event) -> Tensor:
+        """By position, how many queries the sums stand for before an event: float64 `[positions]`."""
+        found = event.length - torch.arange(self.length, dtype=torch.float64)
+        found[: self.covered] = PRIOR + event.length - self.covered
+        return found
+
+    def sum_up(self, event: Event) -> None:
+        """Add the attention of the queries since the last event, among the output that is cached and scored."""
+        first = max(self.summed, event.start)
+        for layer, sums in enumerate(self.sums):
+            visible = self.text.visible[layer, :, first : event.length, : self.length].clone()
+            visible[..., : event.start] = False
+            queries, keys = self.dense.queries[layer][:, first : event.length], self.dense.keys[layer]
+            sums += attention_probabilities(queries, keys, visible, self.decoder.softmax(layer)).sum((1, 2))
+        self.summed = event.length
+
+    def cover(self, event: Event, kept: list[list[list[int]]]) -> None:
+        """Let the sums of survivors stand for as many queries."""
+        factor = 1 / self.ages(event)
+        self.covered = int(event.region.max()) + 1
+        factor *= PRIOR + event.length - self.covered
+        for layer, of_heads in enumerate(kept):
+            for head, offsets in enumerate(of_heads):
+                survivors = event.region[layer, head, offsets]
+                self.sums[layer, head, survivors] *= factor[survivors]
 
     def received(self, event: Event) -> list[Tensor]:
         """By layer the highest attention `[kv_heads, size]` that the KV pairs of a region receive while its text is
@@ -438,6 +467,8 @@ class Expected:
         """The offsets that the method keeps of dense keys, by layer and head, with dense queries or dense mass."""
         queries = self._queries(event)
         received = self.received(event) if self.method.spec.repeats else []
+        if self.method.spec.reselects:
+            self.sum_up(event)
         kept = []
         for layer, keys in enumerate(self.dense.keys):
             region = event.region[layer]
@@ -456,7 +487,12 @@ class Expected:
                 options |= {"capacity": event.retain, "evicted_mask": evicted_mask[None]}
             if self.method.spec.observes:
                 options["mass"] = self.mass(layer, event.length, index)[None].float()
-            if self.config.observes_scores:
+            if self.method.spec.reselects:
+                scored = index[:, : event.size - self.config.buffer]
+                options["observed"] = self.sums[layer].gather(-1, scored)[None].float()
+                assert (self.ages(event)[index] == self.ages(event)[index[0]]).all()
+                options["ages"] = self.ages(event)[index[0]][None].float()
+            elif self.config.observes_scores:
                 options["observed"] = self.observed(layer, event)[None].float()
             if self.method.spec.learns:
                 options["fits"] = event.fits[layer : layer + 1]
@@ -478,6 +514,8 @@ class Expected:
                     -1, region.gather(-1, chosen[0]), scores
                 )
             kept.append(without_padding(chosen[0]))
+        if self.method.spec.reselects:
+            self.cover(event, kept)
         return kept
 
     def _queries(self, event: Event) -> list[Tensor] | None:

@@ -264,12 +264,17 @@ class LiteralWorker(BlockingExecutor):
         assert job.stride == job.size - overlap
         assert seq.sampling.compress, "this request keeps all"
         own = seq.sampling.retain_blocks
-        assert own is None or job.retain == own * self.config.block_size < job.size
+        assert own is None or self._loses(job.size - job.retain, own * self.config.block_size)
         self._judge(seq, job)
         full = [part for part, window in enumerate(self.windows) if window is None]
         positions = {self._compact(seq, job.of_part(part), part) for part in full}
         assert len(positions - {None}) == 1, "parts compress other windows"
         seq.cached -= job.dropped
+
+    def _loses(self, dropped: int, retained: int) -> bool:
+        """Whether a window drops all but `retained` entries; of several windows that are chosen from again, each."""
+        each = self.compression.window_blocks * self.config.block_size - retained
+        return dropped > 0 and (dropped % each == 0 if self.compression.spec.reselects else dropped == each)
 
     def _compact(self, seq: LiteralSequence, job, part: int) -> int | None:
         """Execute a job in one part. Returns the position of the first entry of its region, if it does anything."""
@@ -278,7 +283,7 @@ class LiteralWorker(BlockingExecutor):
         blocks, cached = self.full_tables(seq)[part]
         if seq.sampling.retain_blocks is None and self.retained[part] is not None:
             kept = self.retained[part]
-            assert job.retain == kept * size if job else kept == config.window_blocks
+            assert self._loses(job.size - job.retain, kept * size) if job else kept == config.window_blocks
         if job is None:
             return None
         start = job.first_block * size
@@ -296,9 +301,11 @@ class LiteralWorker(BlockingExecutor):
         kept = [self.entries(blocks, index, index + 1)[0] for index in survivors]
         region = [position for *_, position, _ in self.entries(blocks, start, region_end)]
         if config.policy != "threshold":
-            assert region == list(range(start + before, region_end + before)), (
-                "a window holds an entry that was compressed before"
-            )
+            if config.spec.reselects:
+                assert start == seq.first_scored, "it leaves out what could be chosen from again"
+            else:
+                whole = list(range(start + before, region_end + before))
+                assert region == whole, "a window holds an entry that was compressed before"
             if config.observes_scores:
                 assert seq.first_scored is not None and region[0] >= seq.first_scored, "it has no scores"
             if not config.compress_prompt:
@@ -316,7 +323,7 @@ class LiteralWorker(BlockingExecutor):
     def _judge(self, seq: LiteralSequence, job) -> None:
         """A guard lets windows keep whole blocks more, but never all. It is told numbers of any size."""
         config = self.compression
-        if seq.sampling.retain_blocks is None and config.policy != "threshold":
+        if seq.sampling.retain_blocks is None and config.policy != "threshold" and not config.spec.reselects:
             added = job.retain - config.retained(self.config.block_size)
             assert added >= 0 and added % self.config.block_size == 0 and job.retain < job.size
             assert added == 0 or config.guard_kl

@@ -207,7 +207,7 @@ class Recorder(BlockingExecutor):
         """Strike the evicted entries of a part from the account -> bool `[layers, kv_heads, entries before]`, what
         survives."""
         text, compression = self.alive[job.seq_id], self.config.compression
-        size = compression.window_blocks * self.config.block_size
+        size = job.size if compression.spec.reselects else compression.window_blocks * self.config.block_size
         stride = size - compression.buffer if compression.policy == "standalone" else size
         rows = [self.layers.index(layer) for layer in self.parts[number].layers]
         cached = text.cached[rows]

@@ -258,6 +258,7 @@ def some_lengths(count: int, seed: int = 0) -> list[tuple[int, int]]:
         ),
         msgspec.structs.replace(KARA, method="kara_sharp"),
         msgspec.structs.replace(KARA, method="kara_sharp", policy="pressure"),
+        msgspec.structs.replace(KARA, method="mean_attention", policy="pressure"),
         CompressionConfig(method="snapkv", policy="threshold", threshold_tokens=48, budget_tokens=33, query_window=4),
         CompressionConfig(method="keydiff", period=8, window_blocks=3, retain_blocks=1, buffer=4),
         CompressionConfig(method="sliding_window", policy="threshold", threshold_tokens=48, budget_tokens=32),

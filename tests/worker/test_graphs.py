@@ -130,6 +130,7 @@ def compressions() -> dict[str, CompressionConfig]:
     found = {f"{name}-kara": CompressionConfig(policy=name, **kara) for name in ("periodic", "pressure")}
     found["periodic-kara-prompt"] = CompressionConfig(compress_prompt=True, **kara)
     found["periodic-kara_sharp"] = CompressionConfig(method="kara_sharp", period=4, window_blocks=2, **common)
+    found["pressure-mean_attention"] = CompressionConfig(method="mean_attention", policy="pressure", **clock, **common)
     threshold = {"policy": "threshold", "threshold_tokens": 44, "budget_tokens": 25}
     for method, spec in SPECS.items():
         if not spec.refusal("threshold") and not spec.reads_file:

@@ -117,6 +117,7 @@ def sequence_of(prompt: list[int]) -> Sequence:
 
 METHODS = {
     "keydiff": CompressionConfig(method="keydiff", period=4, window_blocks=3, buffer=4),
+    "mean_attention": CompressionConfig(method="mean_attention", period=4, window_blocks=3, buffer=4),
     "kara_sharp": CompressionConfig(method="kara_sharp", period=4, window_blocks=3, buffer=4, chunk_budget=4),
 }
 

@@ -42,15 +42,15 @@ from tests.helpers.recorder import assert_dense
 
 THRESHOLD_METHODS = [name for name, spec in SPECS.items() if not spec.refusal("threshold")]
 POLICIES = ("threshold", "periodic", "pressure", "standalone")
-UNDER_EVERY_POLICY = ("kara", "h2o", "expected_attention_calibrated")
+UNDER_EVERY_POLICY = ("kara", "h2o", "expected_attention_calibrated", "mean_attention")
 
 
-def cases(*policies: str) -> pytest.MarkDecorator:
-    """Every method under every one of these policies that it allows. By default each method is run under the first of
-    them, and some under all."""
+def cases(*policies: str, compress_prompt: bool = False) -> pytest.MarkDecorator:
+    """Every method under every one of these policies that it allows; with `compress_prompt` those that
+    compress prompts. By default each method is run under the first of them, and some under all."""
     found = []
     for name, spec in SPECS.items():
-        allowed = [policy for policy in policies if not spec.refusal(policy)]
+        allowed = [policy for policy in policies if not (spec.refusal(policy) or (compress_prompt and spec.reselects))]
         for policy in allowed:
             usual = policy == allowed[0] or name in UNDER_EVERY_POLICY
             found.append(pytest.param(name, policy, marks=() if usual else pytest.mark.long))
@@ -126,11 +126,15 @@ def test_requests_with_compression_settings_of_their_own(
     prompts, settings = random_token_ids(9, 20, 3), [{"compress": False}, own, {}]
     run(llm, prompts, [structs.replace(greedy(90, i), **each) for i, each in enumerate(settings)])
     assert_as_expected(decoder, llm)
-    retained = [
-        {event.retain for event in recorder.events if event.text.tokens[: len(prompt)] == prompt} for prompt in prompts
-    ]
-    usual = config.retained(block_size)
-    assert retained == [set(), {own["retain_blocks"] * block_size if own else usual}, {usual}]
+    usual, size = config.retained(block_size), (config.window_blocks or 0) * block_size
+    expected = [own["retain_blocks"] * block_size if own else usual, usual]
+    for prompt, retained in zip(prompts, [None, *expected], strict=True):
+        events = [event for event in recorder.events if event.text.tokens[: len(prompt)] == prompt]
+        if policy == "threshold":
+            assert {event.retain for event in events} == ({retained} if retained else set())
+        else:  # what was left of windows before is kept beside, if it is chosen from again
+            assert {(event.size - event.retain) % (size - (retained or 0)) for event in events} <= {0}
+        assert (retained is None) == (not events)
 
 
 @pytest.mark.parametrize("method", ["kara_causal", "kara_sharp"])
@@ -152,7 +156,7 @@ def test_what_was_stored_before_scores_were_added_up_stays(
     assert_stats(llm)
 
 
-@cases("periodic", "standalone")
+@cases("periodic", "standalone", compress_prompt=True)
 def test_windows_of_a_prompt(checkpoint: Path, decoder: DenseDecoder, method: str, policy: str) -> None:
     """Several windows of a sequence in one event; here they drop whole blocks."""
     config = compression_config(method, policy, retain_tokens=8, compress_prompt=True)

@@ -87,7 +87,7 @@ def methods() -> list[Any]:
     cases = []
     for name, spec in SPECS.items():
         allowed = [policy for policy in ("threshold", "periodic", "standalone") if not spec.refusal(policy)]
-        usual = name in ("h2o", "adakv", "gkv", "kara_sharp", "snapkv", "keydiff")
+        usual = name in ("h2o", "adakv", "gkv", "kara_sharp", "mean_attention", "snapkv", "keydiff")
         cases += [
             pytest.param(name, policy, marks=() if usual and policy in allowed[:2] else pytest.mark.long)
             for policy in allowed

@@ -1,0 +1,46 @@
+"""Keep what queries attend to (ours): the mean attention of the queries that could, times the length of the value.
+
+A KV pair adds `attention * length of its value` to what a query reads, so this product tells how much is missing
+without it (VATP, Guo et al., arXiv 2406.12335). The sum over all queries, as in H2O, favours old KV pairs, because more
+queries could attend to them; the mean does not (RoCo, Ren and Zhu, arXiv 2402.06262). Each window is chosen from
+together with what is left of those before, so what was kept once can go later.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvllm.compression.methods.token2chunk import top_indices
+from kvllm.compression.region import everything, keeps_everything, with_buffer
+
+
+def select(
+    queries: Tensor | None,
+    keys: Tensor,
+    *,
+    retain: int,
+    buffer: int,
+    observed: Tensor,
+    ages: Tensor,
+    values: Tensor,
+) -> Tensor:
+    """Choose the KV pairs of a region to keep, per sequence and KV head.
+
+    Args:
+        queries: not used: the sums hold what is known about them.
+        keys: `[S, Hkv, C, d]`.
+        retain: KV pairs kept of the C, buffer included; everything is kept if `retain >= C`.
+        buffer: the last KV pairs of the region, always kept.
+        observed: float32 `[S, Hkv, C - buffer]`, attention added up over queries and the query heads of a KV head.
+        ages: float32 `[S, C]`, how many queries each sum is of.
+        values: `[S, Hkv, C, d]`.
+
+    Returns:
+        int64 `[S, Hkv, min(retain, C)]`: ascending offsets in the region.
+    """
+    if keeps_everything(keys, retain, buffer):
+        return everything(keys)
+    num_scored = keys.shape[2] - buffer
+    mean = observed / ages[:, None, :num_scored]
+    lengths = values[:, :, :num_scored].float().norm(dim=-1)
+    return with_buffer(top_indices(mean * lengths, retain - buffer), keys, buffer)
