@@ -29,15 +29,13 @@ from kvllm.errors import ConfigError
 from kvllm.generation_config import named_eos_tokens, sampling_defaults
 from kvllm.kvcache.groups import UNIFORM, KVGroup, block_layers
 from kvllm.layer_shares import for_checkpoint, resolve
-from kvllm.models.config import DTYPES, QUANTIZATIONS, ModelConfig, load_model_config
+from kvllm.models.config import DTYPE_NAMES, DTYPES, QUANTIZATIONS, ModelConfig, load_model_config
 
 DEFAULT_MODEL = Path(__file__).parent / "assets" / "reasoner"
 DEVICES = ("auto", "cuda", "cpu")
 EXECUTOR_BACKENDS = ("inline", "ray")
 PLACEMENTS = ("STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD")
 LOAD_FORMATS = ("auto", "dummy")
-DTYPE_NAMES = {"half": "float16", "float": "float32"}
-"""Other names of dtypes, as in vLLM."""
 INT64 = 1 << 63
 GIB = 1 << 30
 T = TypeVar("T")

@@ -16,7 +16,6 @@ from kvllm.config.compression import POLICIES
 from kvllm.config.engine import SWAP_MODES
 from kvllm.engine_args import (
     DEVICES,
-    DTYPE_NAMES,
     EXECUTOR_BACKENDS,
     LOAD_FORMATS,
     PLACEMENTS,
@@ -28,7 +27,7 @@ from kvllm.entrypoints.settings import parse_json_object, parse_settings, reader
 from kvllm.entrypoints.sizes import parse_bytes, parse_count, parse_gib
 from kvllm.errors import ConfigError
 from kvllm.kvcache.formats import KV_CACHE_DTYPES, KV_FORMATS
-from kvllm.models.config import DTYPES, QUANTIZATIONS
+from kvllm.models.config import DTYPE_NAMES, DTYPES, QUANTIZATIONS
 
 NONE = "none"
 SETTINGS = "POLICY|KEY=VALUE,...|JSON"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvllm.config import EngineConfig, bounding, make_kv_groups, require
-from kvllm.entrypoints.engine_flags import SETTINGS, parse_compression
+from kvllm.entrypoints.engine_flags import CHOICES, SETTINGS, parse_compression
 from kvllm.entrypoints.simulate import add_checkpoint_argument, given_checkpoint, read_model_config
 from kvllm.entrypoints.sizes import GIB, parse_bytes
 from kvllm.kvcache.formats import KV_CACHE_DTYPES
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpu-memory-utilization", type=float, default=0.9, metavar="X", help="for weights and KV pool (default: 0.9)")
     add("--tensor-parallel-size", type=int, default=1, metavar="N", help="devices that share the model (default: 1)")
     add("--max-model-len", type=int, metavar="N", help="longest sequence (default: what the model allows)")
-    add("--dtype", default="auto", help="bfloat16, float32 or auto (default): the checkpoint's own")
+    add("--dtype", default="auto", choices=CHOICES["dtype"], help="default: auto, the checkpoint's own")
     add("--kv-cache-dtype", default="auto", metavar="NAME", help=f"of KV pairs: {', '.join(KV_CACHE_DTYPES)}")
     add("--block-size", type=int, default=256, metavar="N", help="tokens of a KV block (default: 256)")
     add("--compression", default="none", metavar=SETTINGS, help="options of CompressionConfig (default: none)")

@@ -23,7 +23,7 @@ from kvllm.config import (
     make_kv_groups,
 )
 from kvllm.config.engine import SWAP_MODES
-from kvllm.entrypoints.engine_flags import SETTINGS, parse_compression
+from kvllm.entrypoints.engine_flags import CHOICES, SETTINGS, parse_compression
 from kvllm.entrypoints.model_argument import add_model_argument
 from kvllm.entrypoints.sizes import GIB, parse_gib
 from kvllm.errors import CheckpointError, ConfigError
@@ -118,7 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rate", type=float, metavar="R", help="requests/s that arrive, a Poisson process (default: all at once)")
     add("--compression", default="", metavar=SETTINGS, help="options of CompressionConfig; none: only without")
     add("--tensor-parallel-size", type=int, default=1, metavar="N")
-    add("--dtype", default="auto", help="bfloat16, float32 or auto (default): the checkpoint's own")
+    add("--dtype", default="auto", choices=CHOICES["dtype"], help="default: auto, the checkpoint's own")
     add("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="of the KV pool (default: auto, as --dtype)")
     add("--block-size", type=int, default=256)
     add("--max-model-len", type=int, help="longer requests are left out (default: what the model allows)")
@@ -150,8 +150,9 @@ def add_tier_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     model = read_model_config(given_checkpoint(args))
-    dtype, size = resolve_dtype(args.dtype, model), args.tensor_parallel_size
-    cost = CostModel(load_hardware(args.hardware), model, dtype, size, args.kv_cache_dtype)
+    hardware = load_hardware(args.hardware)
+    dtype, size = resolve_dtype(args.dtype, model, hardware.flops_per_s), args.tensor_parallel_size
+    cost = CostModel(hardware, model, dtype, size, args.kv_cache_dtype)
     if args.tenants is not None:
         simulate_tenants(args, cost)
         return

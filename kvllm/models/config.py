@@ -19,6 +19,8 @@ from kvllm.models.rope import Rope, TopKeys, read_rope
 from kvllm.models.weight_format import METHODS, WeightFormat, read_weight_format
 
 DTYPES = ("bfloat16", "float16", "float32")
+DTYPE_NAMES = {"half": "float16", "float": "float32"}
+"""Other names of dtypes, as in vLLM."""
 QUANTIZATIONS = {"int8": 8, "int4": 4}
 """Bits of the weights that are made when a model is loaded."""
 LARGEST = {

@@ -8,7 +8,7 @@ tensor-parallel group; all figures are those of one of them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 from kvllm.config import EngineConfig, require
@@ -16,10 +16,10 @@ from kvllm.errors import ConfigError
 from kvllm.kvcache.formats import KV_FORMATS, kv_format_of
 from kvllm.kvcache.groups import UNIFORM, KVGroup, block_layers
 from kvllm.kvcache.tiers.chunks import CHUNK, ERROR_BYTES, POSITION_BYTES
-from kvllm.models.config import ModelConfig
+from kvllm.models.config import DTYPE_NAMES, ModelConfig
 from kvllm.simulation.hardware import Hardware
 
-ITEMSIZE = {"bfloat16": 2, "float32": 4}
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(slots=True)
@@ -337,12 +337,13 @@ class CostModel:
         return self.hardware.link_seconds if self.devices > 1 else 0.0
 
 
-def resolve_dtype(dtype: str, model: ModelConfig) -> str:
-    """The dtype that the engine computes in: "auto" is the checkpoint's own (float16 runs as float32)."""
-    if dtype == "auto":
-        dtype = "bfloat16" if model.dtype == "bfloat16" else "float32"
-    require(dtype in ITEMSIZE, "dtype", dtype, f"choose one of auto, {', '.join(ITEMSIZE)}")
-    return dtype
+def resolve_dtype(dtype: str, model: ModelConfig, computed: Container[str] = ITEMSIZE) -> str:
+    """The dtype that the engine computes in: "auto" is the checkpoint's own.
+
+    computed: what a machine computes. One without float16, such as a CPU, runs it as float32.
+    """
+    dtype = model.dtype if dtype == "auto" else DTYPE_NAMES.get(dtype, dtype)
+    return "float32" if dtype == "float16" and dtype not in computed else dtype
 
 
 def _check(hardware: Hardware, model: ModelConfig, dtype: str, size: int) -> None:

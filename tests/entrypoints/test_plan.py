@@ -52,6 +52,15 @@ def test_llama_3_8b(tmp_path, capsys):
     assert found["weights_bytes"] == 2 * 8_030_261_248  # parameters as published
 
 
+@pytest.mark.parametrize(
+    ("dtype", "itemsize"), [("float16", 2), ("half", 2), ("bfloat16", 2), ("float32", 4), ("float", 4)]
+)
+def test_dtypes_are_those_of_serve(dtype, itemsize, tmp_path, capsys):
+    model = config_file(tmp_path, LLAMA_3_8B | {"torch_dtype": "float16"})
+    assert figures(capsys, model, "--dtype", dtype)["weights_bytes"] == itemsize * 8_030_261_248
+    assert figures(capsys, model)["weights_bytes"] == 2 * 8_030_261_248  # its own
+
+
 def test_llama_3_70b(tmp_path, capsys):
     model = config_file(tmp_path, LLAMA_3_70B)
     found = figures(capsys, model, "--input-length", "4096", "--num-sequences", "64")

@@ -491,6 +491,10 @@ def test_ranks_must_divide_the_heads(model):
 def test_dtype_auto_is_the_checkpoints(model):
     assert resolve_dtype("auto", model) == "float32"
     assert resolve_dtype("auto", msgspec.structs.replace(model, dtype="bfloat16")) == "bfloat16"
+    half = msgspec.structs.replace(model, dtype="float16")
+    assert resolve_dtype("auto", half) == resolve_dtype("half", model) == "float16"
+    assert resolve_dtype("auto", half, load_hardware("cpu").flops_per_s) == "float32"  # as the engine on a CPU
+    assert resolve_dtype("auto", half, load_hardware("h200").flops_per_s) == "float16"
 
 
 # The command
