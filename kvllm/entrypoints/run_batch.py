@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from kvllm.config import require
 from kvllm.engine_args import DEFAULT_MODEL, EngineArgs
 from kvllm.entrypoints.engine_flags import add_engine_flags, engine_args_from
+from kvllm.entrypoints.serve import add_chat_flags, chat_options
 from kvllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,9 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-i", "--input-file", type=Path, required=True, metavar="FILE", help="requests, a JSON object in each line")
     add("-o", "--output-file", type=Path, required=True, metavar="FILE", help="answers, appended if there are some")
     add("--served-model-name", metavar="NAME", help='name of the model in the field "model" (default: as MODEL)')
-    add("--chat-template", type=Path, metavar="FILE", help="Jinja template for chats, instead of the model's own")
     add("--max-concurrency", type=int, metavar="N", help="requests at once (default: twice --max-num-seqs)")
     add("--disable-tqdm", action="store_true", help="no progress bar")
+    add_chat_flags(parser)
     add_engine_flags(parser)
 
 
@@ -67,13 +68,13 @@ async def _answer_all(
     from kvllm.async_llm import AsyncLLM
     from kvllm.client.batch import run_batch
     from kvllm.serving.app import make_app
-    from kvllm.serving.chat_template import read_template
+    from kvllm.serving.parser_choice import with_parsers
     from kvllm.serving.state import ServerOptions, ServerState
 
     logging.getLogger("kvllm.serving.app").setLevel(logging.WARNING)  # a line for each request would tear the bar
     name = "reasoner" if engine_args.path == DEFAULT_MODEL else str(engine_args.model)
-    template = None if args.chat_template is None else read_template(args.chat_template)
-    options = ServerOptions((args.served_model_name or name,), chat_template=template)
+    names = (args.served_model_name or name,)
+    options = with_parsers(ServerOptions(names, **chat_options(args)), engine_args)
     llm = AsyncLLM.from_engine_args(engine_args)
     try:
         state = ServerState(engine_args, options, llm)

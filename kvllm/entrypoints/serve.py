@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import ssl
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvllm.engine_args import DEFAULT_MODEL, EngineArgs
 from kvllm.entrypoints.engine_flags import add_engine_flags, engine_args_from
@@ -41,7 +41,7 @@ scripts of others."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_server_flags(parser)
-    _add_chat_flags(parser)
+    add_chat_flags(parser)
     _add_cors_flags(parser)
     _add_tls_flags(parser)
     add_engine_flags(parser)
@@ -57,41 +57,50 @@ def run(args: argparse.Namespace) -> None:
 def read_options(args: argparse.Namespace) -> tuple[EngineArgs, ServerOptions]:
     """The options of the engine and those of the server. Raises ConfigError."""
     from kvllm.serving.auth import load_keys
-    from kvllm.serving.chat_template import check_template_kwargs, read_template
-    from kvllm.serving.parser_choice import AUTO
-    from kvllm.serving.reasoning import thought_tags
     from kvllm.serving.state import ServerOptions
-    from kvllm.serving.tool_parsers import tool_parser
 
     for flag in ("max_num_queued_reqs", "max_num_queued_tokens"):
         if getattr(args, flag) is not None and getattr(args, flag) < 1:
             raise ConfigError(f"--{flag.replace('_', '-')} {getattr(args, flag)} is not allowed: at least 1")
     if not args.shutdown_timeout >= 0:
         raise ConfigError(f"--shutdown-timeout {args.shutdown_timeout} is not allowed: at least 0 seconds")
-    if args.tool_call_parser not in (None, AUTO):
-        tool_parser(args.tool_call_parser)
-    if args.reasoning_parser not in (None, AUTO):
-        thought_tags(args.reasoning_parser)
+    chat = chat_options(args)
     keys = load_keys(args.api_key_file, args.api_key or ())
     engine_args = engine_args_from(args, tenants=keys.tenants)
     name = "reasoner" if engine_args.path == DEFAULT_MODEL else str(engine_args.model)
     return engine_args, ServerOptions(
         served_model_names=tuple(args.served_model_name or [name]),
         keys=keys,
-        chat_template=None if args.chat_template is None else read_template(args.chat_template),
-        chat_template_kwargs=check_template_kwargs(args.default_chat_template_kwargs),
         max_num_queued_reqs=args.max_num_queued_reqs,
         max_num_queued_tokens=args.max_num_queued_tokens,
         shutdown_timeout=args.shutdown_timeout,
-        enable_auto_tool_choice=args.enable_auto_tool_choice,
-        tool_call_parser=args.tool_call_parser,
-        reasoning_parser=args.reasoning_parser,
         cors=_cors(args),
         root_path=_root_path(args.root_path),
         enable_force_include_usage=args.enable_force_include_usage,
         return_tokens_as_token_ids=args.return_tokens_as_token_ids,
         enable_tokenizer_info_endpoint=args.enable_tokenizer_info_endpoint,
+        **chat,
     )
+
+
+def chat_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Those options of a server that `add_chat_flags` adds. Raises ConfigError."""
+    from kvllm.serving.chat_template import check_template_kwargs, read_template
+    from kvllm.serving.parser_choice import AUTO
+    from kvllm.serving.reasoning import thought_tags
+    from kvllm.serving.tool_parsers import tool_parser
+
+    if args.tool_call_parser not in (None, AUTO):
+        tool_parser(args.tool_call_parser)
+    if args.reasoning_parser not in (None, AUTO):
+        thought_tags(args.reasoning_parser)
+    return {
+        "chat_template": None if args.chat_template is None else read_template(args.chat_template),
+        "chat_template_kwargs": check_template_kwargs(args.default_chat_template_kwargs),
+        "enable_auto_tool_choice": args.enable_auto_tool_choice,
+        "tool_call_parser": args.tool_call_parser,
+        "reasoning_parser": args.reasoning_parser,
+    }
 
 
 def _add_server_flags(parser: argparse.ArgumentParser) -> None:
@@ -114,12 +123,6 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="TOML file with a table [[keys]] for each key (docs/serving.md)",
     )
-    add("--chat-template", type=Path, metavar="FILE", help="Jinja template for chats, instead of the model's own")
-    option, text = (
-        "--default-chat-template-kwargs",
-        "what the template of every chat gets; a request's own override them",
-    )
-    add(option, "--chat-template-kwargs", type=reader(parse_json_object, option), default={}, metavar="JSON", help=text)
     text = "give the usage in every chunk of every stream"
     add("--enable-force-include-usage", action="store_true", help=text)
     text = 'log probabilities name tokens "token_id:7", unless a request says otherwise'
@@ -136,8 +139,12 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
         add(f"--{switch}", action="store_true", help=argparse.SUPPRESS)
 
 
-def _add_chat_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("tools and reasoning").add_argument
+def add_chat_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("chats, tools and reasoning").add_argument
+    add("--chat-template", type=Path, metavar="FILE", help="Jinja template for chats, instead of the model's own")
+    option = "--default-chat-template-kwargs"
+    text = "what the template of every chat gets; a request's own override them"
+    add(option, "--chat-template-kwargs", type=reader(parse_json_object, option), default={}, metavar="JSON", help=text)
     text = "let the model choose whether it calls a tool; --tool-call-parser is auto if it is not given"
     add("--enable-auto-tool-choice", action="store_true", help=text)
     text = "how the model writes calls of tools (docs/serving.md), auto: as its chat template does"

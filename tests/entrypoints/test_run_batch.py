@@ -17,7 +17,9 @@ pytest.importorskip("starlette", reason='needs the server\'s packages: pip insta
 pytest.importorskip("prometheus_client", reason='needs the server\'s packages: pip install "kvllm[serve]"')
 
 from kvllm import LLM, SamplingParams
+from kvllm.engine_args import DEFAULT_MODEL
 from kvllm.entrypoints import cli
+from kvllm.tokenizer import load_tokenizer
 from tests.helpers.waiting import wait_until
 
 PROMPTS = [f"words: d{i},f9,Y0\n#>d+f=k\nk>k-Y=Q\n" for i in range(8)]
@@ -69,7 +71,7 @@ def test_answers_are_those_of_the_engine_and_a_second_run_adds_nothing(tmp_path,
 
 def test_failures_stand_in_their_lines(tmp_path, capsys):
     template = tmp_path / "template.jinja"
-    template.write_text("{{ messages[0].content }}\n")
+    template.write_text("{{ messages[0].content }}{{ ends }}\n")
     messages = {"messages": [{"role": "user", "content": "#>d"}], "max_tokens": 5}
     requests = [
         request("good", PROMPTS[0]),
@@ -81,11 +83,14 @@ def test_failures_stand_in_their_lines(tmp_path, capsys):
         request("chat", PROMPTS[0], url="/v1/chat/completions", body=messages),
     ]
     source, target = write(tmp_path / "in.jsonl", requests), tmp_path / "out.jsonl"
-    assert run(source, target, "--served-model-name", "mine", "--chat-template", str(template)) == 1
+    options = ("--default-chat-template-kwargs", '{"ends": "+f+f+f"}')
+    assert run(source, target, "--served-model-name", "mine", "--chat-template", str(template), *options) == 1
     assert "7 requests: 2 answered, 5 failed" in capsys.readouterr().out
     found = answers(target)
     assert found["good"]["response"]["body"]["model"] == "mine"
-    assert found["chat"]["response"]["body"]["choices"][0]["message"]["role"] == "assistant"
+    chat = found["chat"]["response"]["body"]
+    assert chat["choices"][0]["message"]["role"] == "assistant"
+    assert chat["usage"]["prompt_tokens"] == len(load_tokenizer(DEFAULT_MODEL).encode("#>d+f+f+f"))
     assert found["wrong"]["response"]["status_code"] == 400 and found["wrong"]["error"] is None
     assert "temperature" in found["wrong"]["response"]["body"]["error"]["message"]
     assert found["model"]["response"]["status_code"] == 404
@@ -120,6 +125,8 @@ def test_an_interrupted_run_goes_on(tmp_path):
         (["-o", "in.jsonl"], "cannot be input and output"),
         (["-i", "absent.jsonl"], "absent.jsonl cannot be read"),
         (["-o", "absent/out.jsonl"], "cannot be written"),
+        (["--tool-call-parser", "perl"], "tool_call_parser='perl' is not known"),
+        (["--enable-auto-tool-choice"], "--tool-call-parser auto cannot choose"),
     ],
 )
 def test_wrong_usage_is_refused(tmp_path, monkeypatch, capsys, more, message):
