@@ -81,6 +81,10 @@ REFUSED: Refused = {
     "enable_expert_parallel": ((False,), "experts are shared out as all weights are: use tensor_parallel_size"),
     "cpu_offload_gb": ((0,), "weights stay on their device: use a smaller dtype, or quantization on a CPU"),
     "compilation_config": (({}, 0), "decode steps are CUDA graphs, unless enforce_eager is set"),
+    "structured_outputs_config": (
+        ({}, *({"backend": name} for name in ("auto", "guidance"))),
+        "llguidance compiles all rules, and each has its options: StructuredOutputsParams(disable_any_whitespace=True)",
+    ),
     "enable_sleep_mode": ((False,), "an engine keeps its memory until it is closed"),
     "kv_transfer_config": ((), "KV pairs stay in their engine: kv_offloading_size moves them to the host"),
     "disable_log_stats": ((True, False), "statistics are never logged: LLM.stats() has them"),

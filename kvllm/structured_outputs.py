@@ -24,19 +24,20 @@ class StructuredOutputsParams(Options, frozen=True, kw_only=True, omit_defaults=
             cannot be enforced are left out; `"x-guidance": {"lenient": false}` in the schema refuses them.
         json_object: True for any JSON object.
         regex: a regular expression that the whole text matches, in the syntax of Rust's regex crate: Python's without
-            look-around and backreferences.
+            look-around and backreferences. Digits and letters (`\\d`, `\\w`) are those of ASCII.
         choice: strings, one of which is the text.
         grammar: a grammar, in the Lark syntax of llguidance or in GBNF.
+        disable_any_whitespace: no white space between tokens of JSON, with `json` and `json_object`.
         free_end: text that ends a free part before the rule begins, such as "</think>".
         free_start: text that begins the free part, such as "<think>". With it, the completion may leave that part out;
             without it, the completion is in the free part from the start.
     """
 
     REFUSED: ClassVar[Refused] = {
+        "backend": (("auto", "guidance"), "llguidance compiles all rules"),
         "disable_fallback": ((True, False), "there is one engine of grammars"),
-        "disable_any_whitespace": ((False,), "white space between tokens of JSON is free"),
         "disable_additional_properties": ((False,), "say additionalProperties in the schema"),
-        "whitespace_pattern": ((), "white space between tokens of JSON is free"),
+        "whitespace_pattern": ((), "white space in JSON is free, or there is none: disable_any_whitespace"),
         "structural_tag": ((), "use grammar"),
     }
 
@@ -45,6 +46,7 @@ class StructuredOutputsParams(Options, frozen=True, kw_only=True, omit_defaults=
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
+    disable_any_whitespace: bool = False
     free_end: str | None = None
     free_start: str | None = None
 

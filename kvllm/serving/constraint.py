@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 from msgspec import structs
 
+from kvllm.errors import ConfigError
 from kvllm.serving.errors import bad_request
 from kvllm.serving.protocol import ChatCompletionRequest, CompletionRequest, ResponseFormat
 from kvllm.serving.reasoning import ThoughtTags, is_thought_open, is_thought_over
@@ -53,10 +53,8 @@ def _structured_outputs(fields: dict[str, Any] | None) -> StructuredOutputsParam
     if not fields:
         return None
     try:
-        return msgspec.convert(
-            {name: value for name, value in fields.items() if value is not None}, StructuredOutputsParams
-        )
-    except msgspec.ValidationError as error:
+        return StructuredOutputsParams(**{name: value for name, value in fields.items() if value is not None})
+    except ConfigError as error:
         raise bad_request(f"structured_outputs: {error}", "structured_outputs") from None
 
 

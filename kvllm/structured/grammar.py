@@ -16,6 +16,9 @@ MAX_DEPTH = 100
 # A space, or a line break with an indentation. With more freedom, small models write nothing else until they are cut
 # off.
 WHITE_SPACE = r"(\n {0,40}| )?"
+CLASSES = {r"\d": "[0-9]", r"\D": "[^0-9]", r"\w": "[A-Za-z0-9_]", r"\W": "[^A-Za-z0-9_]"}
+ESCAPE_OR_DASH = re.compile(r"\\.|(?<!-)-(?=\\[dDwW])", re.DOTALL)
+"""The dash in front of a class is one: it would take the bracket of what stands for the class as the end of a range."""
 LARK_TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|//[^\n]*|/(?:[^/\\\n]|\\.)+/|%json\s*')
 """What may hold anything, and what is in front of a JSON schema."""
 
@@ -70,10 +73,10 @@ def _grammar_of(rule: StructuredOutputsParams) -> tuple[dict[str, Any], list[str
         _check_size("json", rule.json)
         schema = _schema(rule.json)
         not_enforced = enforceable(schema)
-        return {"json_schema": _with_white_space(schema)}, not_enforced
+        return {"json_schema": _with_white_space(schema, rule)}, not_enforced
     if rule.regex is not None:
         _check_size("regex", rule.regex)
-        return _regex(_without_anchors(rule.regex)), []
+        return _regex(_with_ascii_classes(_without_anchors(rule.regex))), []
     if rule.choice is not None:
         pattern = "|".join(map(re.escape, rule.choice))
         _check_size("choice", pattern, nests=False)
@@ -82,7 +85,7 @@ def _grammar_of(rule: StructuredOutputsParams) -> tuple[dict[str, Any], list[str
         _check_size("grammar", rule.grammar)
         lark, not_enforced = _with_enforceable_schemas(_lark(rule.grammar))
         return {"lark_grammar": lark}, not_enforced
-    return {"json_schema": _with_white_space({"type": "object"})}, []
+    return {"json_schema": _with_white_space({"type": "object"}, rule)}, []
 
 
 def _regex(pattern: str) -> dict[str, Any]:
@@ -98,6 +101,11 @@ def _without_anchors(pattern: str) -> str:
     return pattern[:-1] if pattern.endswith("$") and backslashes % 2 == 0 else pattern
 
 
+def _with_ascii_classes(pattern: str) -> str:
+    """Digits and letters are those of ASCII, as in JSON schemas and in vLLM. To the compiler they are Unicode's."""
+    return ESCAPE_OR_DASH.sub(lambda found: r"\-" if found[0] == "-" else CLASSES.get(found[0], found[0]), pattern)
+
+
 def _schema(text: str) -> dict[str, Any]:
     try:
         schema = json.loads(text)
@@ -108,8 +116,9 @@ def _schema(text: str) -> dict[str, Any]:
     return schema
 
 
-def _with_white_space(schema: dict[str, Any]) -> dict[str, Any]:
-    return {**schema, OPTIONS: {**schema.get(OPTIONS, {}), "whitespace_pattern": WHITE_SPACE}}
+def _with_white_space(schema: dict[str, Any], rule: StructuredOutputsParams) -> dict[str, Any]:
+    allowed = "" if rule.disable_any_whitespace else WHITE_SPACE
+    return {**schema, OPTIONS: {**schema.get(OPTIONS, {}), "whitespace_pattern": allowed}}
 
 
 def _lark(grammar: str) -> str:

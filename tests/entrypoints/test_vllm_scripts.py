@@ -70,8 +70,9 @@ def token_ids(outputs: list[kvllm.RequestOutput]) -> list[list[int]]:
 
 def test_the_page_has_every_option() -> None:
     page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
-    names = [*REFUSED, *SamplingParams.REFUSED, *(field.name for field in fields(EngineArgs))]
-    names += SamplingParams.__struct_fields__
+    names = [*REFUSED, *(field.name for field in fields(EngineArgs))]
+    for kind in (SamplingParams, StructuredOutputsParams):
+        names += [*kind.REFUSED, *kind.__struct_fields__]
     assert [name for name in names if f"`{name}`" not in page] == []
 
 

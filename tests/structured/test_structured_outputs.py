@@ -18,10 +18,13 @@ from kvllm import LLM, ConfigError, RequestError, RequestOutput, SamplingParams,
 from kvllm.async_llm import AsyncLLM
 from kvllm.engine_args import DEFAULT_MODEL, EngineArgs
 from kvllm.structured.compile import Grammars
+from kvllm.structured.grammar import to_grammar
 from kvllm.structured.vocabulary import read_vocabulary
 from tests.helpers.tokenizers import byte_level
 
 pytest.importorskip("llguidance", reason="needs llguidance: pip install llguidance")
+
+from llguidance import LLMatcher, LLTokenizer
 
 SCHEMA = {
     "type": "object",
@@ -85,6 +88,47 @@ def test_200_samples_match_a_regular_expression(model: str, pattern: str, reques
     found = texts(generate(llm, [StructuredOutputsParams(regex=pattern)] * 200, temperature=5))
     assert all(re.fullmatch(pattern, text) for text in found)
     assert len(set(found)) > 20
+
+
+@pytest.mark.parametrize(
+    ("pattern", "good", "bad"),
+    [
+        (r"\d+", "3", "٣"),
+        (r"[\d.]+", "3.1", "٣"),
+        (r"[^\d]", "٣", "3"),
+        (r"\D", "٣", "3"),
+        (r"\w+", "a_9", "é"),
+        (r"[\W]", "é", "a"),
+        (r"[+-\d]+", "-3+", ","),
+        (r"[\w-.]+", "a-.", "/"),
+        (r"[\w--\d]+", "a", "3"),
+        (r"\\d", r"\d", "3"),
+        (r"[\-\d]", "-", "٣"),
+        (r"\s", "\u00a0", "_"),
+        (r"[\s\S]", "\u3000", ""),
+    ],
+)
+def test_classes_of_regular_expressions(pattern: str, good: str, bad: str) -> None:
+    """Digits and letters are those of ASCII, white space is any, as in JSON schemas."""
+    assert follows(StructuredOutputsParams(regex=pattern), good)
+    assert not follows(StructuredOutputsParams(regex=pattern), bad)
+
+
+def follows(rule: StructuredOutputsParams, text: str) -> bool:
+    """Whether a text, as bytes, is one that a rule allows."""
+    matcher = LLMatcher(LLTokenizer("byte"), to_grammar(rule, lambda _: None).text)
+    tokens = list(text.encode())
+    return matcher.validate_tokens(tokens) == len(tokens) and matcher.consume_tokens(tokens) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("rule", [{"json": SCHEMA}, {"json_object": True}])
+def test_white_space_in_json(rule: dict[str, Any]) -> None:
+    free, dense = (StructuredOutputsParams(**rule, disable_any_whitespace=flag) for flag in (False, True))
+    value = {"name": "a b", "age": 3, "tags": ["new", "old"]}
+    texts = [json.dumps(value, indent=indent) for indent in (None, 4)]
+    assert [follows(free, text) for text in texts] == [True, True]
+    assert [follows(dense, text) for text in texts] == [False, False]
+    assert follows(dense, json.dumps(value, separators=(",", ":")))
 
 
 def test_200_samples_are_choices(reasoner: LLM) -> None:
@@ -307,6 +351,13 @@ def test_a_rule_that_explodes_holds_up_nobody() -> None:
 def test_fields_are_checked(fields: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         StructuredOutputsParams(**fields)
+
+
+def test_options_of_vllm_that_ask_for_nothing_are_taken() -> None:
+    neutral = {name: values[0] for name, (values, _) in StructuredOutputsParams.REFUSED.items() if values}
+    assert StructuredOutputsParams(regex="a", **neutral) == StructuredOutputsParams(regex="a")
+    with pytest.raises(ConfigError, match="backend='outlines' is not allowed: llguidance"):
+        StructuredOutputsParams(regex="a", backend="outlines")
 
 
 def test_a_schema_may_be_a_dict_or_text() -> None:
