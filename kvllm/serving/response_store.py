@@ -6,6 +6,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 from kvllm.serving.errors import ApiError
 
@@ -54,7 +55,14 @@ class ResponseStore:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._shelves: dict[str, Shelf] = {}
+        self._writers: WeakValueDictionary[tuple[str, str], object] = WeakValueDictionary()
         self._clock = clock
+
+    def claim(self, tenant: str, response_id: str, writer: object) -> bool:
+        """Whether an id is free. It belongs to its writer then, as long as that lives."""
+        if self.has(tenant, response_id):
+            return False
+        return self._writers.setdefault((tenant, response_id), writer) is writer
 
     def put(self, tenant: str, stored: StoredResponse) -> None:
         """Keep a response, if it is not larger than all that a key may keep."""

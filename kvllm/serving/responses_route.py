@@ -68,7 +68,7 @@ async def create(request: Request) -> Any:
     context = context_of(request)
     body = await read_json(request, decoder, context.state.pool)
     earlier = await earlier_items(context, body)
-    body.input = items = without_references(context, body)
+    body.input = items = await without_references(context, body)
     chat = chat_of(body, earlier)
     if body.truncation == "auto":
         await drop_earliest(context.state, chat)
@@ -87,8 +87,8 @@ class ResponsesAnswer:
         self._chat = chat
         self._store, self._tenant = context.state.responses, context.tenant
         self._name = context.request_id
-        if self._store.has(self._tenant, f"resp_{self._name}"):  # the client may have chosen it
-            self._name += f"-{next(context.state.numbers)}"
+        while not self._store.claim(self._tenant, f"resp_{self._name}", self):  # the client may have chosen it
+            self._name = f"{context.request_id}-{next(context.state.numbers)}"
         self._items = items
         self._custom = {tool.name for tool in body.tools or () if tool.type == "custom"}
         self._writer = BlockWriter()

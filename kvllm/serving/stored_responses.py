@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -17,6 +18,7 @@ from kvllm.serving.response_store import StoredResponse
 from kvllm.serving.responses_protocol import InputItem, ResponsesRequest, is_reference
 
 MOST_ITEMS = 100
+T = TypeVar("T")
 
 
 class DeletedResponse(Struct, kw_only=True):
@@ -69,7 +71,8 @@ async def cancel(request: Request) -> Response:
 
 async def input_items(request: Request) -> Response:
     """The items of a response's own request."""
-    items = msgspec.json.decode(_named(request).input_items)
+    stored = _named(request)
+    items = await _decoded(context_of(request), stored.size, lambda: msgspec.json.decode(stored.input_items))
     asked = request.query_params
     limit, order = asked.get("limit", "20"), asked.get("order", "desc")
     if not (limit.isdecimal() and 1 <= int(limit[:9]) <= MOST_ITEMS):
@@ -93,25 +96,24 @@ async def earlier_items(context: RequestContext, body: ResponsesRequest) -> list
     """What the conversation has before the input of a request. Raises ApiError."""
     if body.previous_response_id is None:
         return []
-    store = context.state.responses
-    chain = store.chain(context.tenant, body.previous_response_id, "previous_response_id")
-    decode = lambda: [item for stored in chain for item in _items(stored)]  # noqa: E731
-    if sum(stored.size for stored in chain) <= SMALL_BODY_BYTES:
-        return decode()
-    return await asyncio.get_running_loop().run_in_executor(context.state.pool, decode)
+    chain = context.state.responses.chain(context.tenant, body.previous_response_id, "previous_response_id")
+    size = sum(stored.size for stored in chain)
+    return await _decoded(context, size, lambda: [item for stored in chain for item in _items(stored)])
 
 
-def without_references(context: RequestContext, body: ResponsesRequest) -> list[InputItem]:
+async def without_references(context: RequestContext, body: ResponsesRequest) -> list[InputItem]:
     """The items of a request, those that it names by their ids among them. Raises ApiError."""
     if isinstance(body.input, str):
         return [InputItem(type="message", role="user", content=body.input)]
-    items = []
+    named: dict[str, StoredResponse] = {}  # by the item
     for index, item in enumerate(body.input):
         if is_reference(item):
-            stored = context.state.responses.with_item(context.tenant, item.id or "", f"input[{index}]")
-            item = next(each for each in _items(stored) if each.id == item.id)
-        items.append(item)
-    return items
+            name, where = item.id or "", f"input[{index}]"
+            if name in named:  # a short body would make a prompt of any length
+                raise bad_request(f"Duplicate item found with id {name[:200]!r}: name each item once", where)
+            named[name] = context.state.responses.with_item(context.tenant, name, where)
+    found = await _named_items(context, named)
+    return [found[item.id or ""] if is_reference(item) else item for item in body.input]
 
 
 def listed_items(items: list[InputItem], name: str) -> list[dict[str, Any]]:
@@ -124,6 +126,24 @@ def listed_items(items: list[InputItem], name: str) -> list[dict[str, Any]]:
             fields["content"] = [{"type": kind, "text": item.content}]
         found.append(fields)
     return found
+
+
+async def _named_items(context: RequestContext, named: dict[str, StoredResponse]) -> dict[str, InputItem]:
+    """The items with these ids, each out of its response. A response is decoded once."""
+    responses = {stored.id: stored for stored in named.values()}
+
+    def find() -> dict[str, InputItem]:
+        items = {name: {item.id: item for item in _items(stored)} for name, stored in responses.items()}
+        return {name: items[stored.id][name] for name, stored in named.items()}
+
+    return await _decoded(context, sum(stored.size for stored in responses.values()), find)
+
+
+async def _decoded(context: RequestContext, size: int, decode: Callable[[], T]) -> T:
+    """What `decode` makes of so many bytes, in a thread if they are many."""
+    if size <= SMALL_BODY_BYTES:
+        return decode()
+    return await asyncio.get_running_loop().run_in_executor(context.state.pool, decode)
 
 
 def _items(stored: StoredResponse) -> list[InputItem]:

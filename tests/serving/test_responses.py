@@ -14,6 +14,7 @@ import pytest
 
 from kvllm.serving import response_store
 from kvllm.serving.errors import ApiError
+from kvllm.serving.limits import SMALL_BODY_BYTES
 from kvllm.serving.response_store import ResponseStore, StoredResponse
 from kvllm.serving.responses_protocol import CUSTOM_PARAMETERS, ResponsesRequest, chat_of
 from tests.helpers.parrot_chat import TOOLS
@@ -181,6 +182,19 @@ def test_ids_that_clients_choose_stay_apart(client: Any) -> None:
     assert client.responses.retrieve(first.id) == first and client.responses.retrieve(second.id) == second
 
 
+def test_requests_at_once_with_the_id_of_a_client(parrot_server: ServerProcess) -> None:
+    """None of them replaces the response of another."""
+    asynchronous = openai.AsyncOpenAI(base_url=f"{parrot_server.url}/v1", api_key="unused", max_retries=0)
+
+    async def run() -> None:
+        ask = ASK | {"extra_headers": {"X-Request-Id": "same"}}
+        answers = await asyncio.gather(*(asynchronous.responses.create(**ask, metadata={"n": n}) for n in "abcd"))
+        assert len({answer.id for answer in answers}) == 4
+        assert [await asynchronous.responses.retrieve(answer.id) for answer in answers] == answers
+
+    asyncio.run(run())
+
+
 def test_references_to_items(client: Any, parrot_server: ServerProcess) -> None:
     first = client.responses.create(**ASK, tools=FUNCTIONS)
     question = client.responses.input_items.list(first.id).data[0]
@@ -190,6 +204,20 @@ def test_references_to_items(client: Any, parrot_server: ServerProcess) -> None:
     answer = client.responses.create(**ASK | {"input": references}, tools=FUNCTIONS)
     messages = [FIRST, SECOND, {"role": "tool", "content": "rain", "tool_call_id": "x"}]
     assert answer.usage.input_tokens == count(parrot_server, messages, tools=TOOLS)
+    with pytest.raises(openai.BadRequestError, match="Duplicate item found with id"):
+        client.responses.create(**ASK | {"input": [*references, references[0]]}, tools=FUNCTIONS)
+
+
+def test_items_of_a_long_response(client: Any, parrot_server: ServerProcess) -> None:
+    """What takes long to read is read in a thread."""
+    own: Any = [{"role": "user", "content": text, "id": text} for text in ("a", "b", "c")]
+    first = client.responses.create(**ASK | {"input": [*own, FIRST]}, metadata={"long": "x" * SMALL_BODY_BYTES})
+    assert [item.id for item in client.responses.input_items.list(first.id, order="asc")][:3] == ["a", "b", "c"]
+    references: Any = [{"type": "item_reference", "id": name} for name in ("b", first.output[-1].id, "c")]
+    answer = client.responses.create(**ASK | {"input": references})
+    messages = [{"role": "user", "content": "b"}, {"role": "assistant", "content": first.output_text}]
+    messages.append({"role": "user", "content": "c"})
+    assert answer.usage.input_tokens == count(parrot_server, messages)
 
 
 def test_keys_have_their_own_responses() -> None:
