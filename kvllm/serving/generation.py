@@ -16,6 +16,7 @@ from kvllm.outputs import RequestMetrics, RequestOutput
 from kvllm.prompts import Prompt
 from kvllm.sampling_params import BeamSearchParams, SamplingParams
 from kvllm.serving.responses import CompletionTokensDetails, CompressionUsage, PromptTokensDetails, Usage
+from kvllm.serving.sampling import check_logprobs
 from kvllm.serving.state import ServerState
 
 Receive = Callable[[int, RequestOutput], Awaitable[None] | None]
@@ -65,7 +66,12 @@ class Generation:
         params: list[SamplingParams],
         beams: list[BeamSearchParams] | None = None,
     ) -> None:
-        """beams: one beam search for each prompt, of which the best `params.n` continuations are given."""
+        """beams: one beam search for each prompt, of which the best `params.n` continuations are given.
+
+        Raises ApiError if the answer may become too large.
+        """
+        lengths = [len(prompt.token_ids) for prompt in prompts]
+        check_logprobs(lengths, params, state.max_model_len, state.llm.model_config.vocab_size)
         self._state = state
         self._origin = origin
         self.prompts = prompts

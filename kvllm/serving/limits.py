@@ -32,6 +32,8 @@ MAX_BEAMS = 128
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1024
 MAX_LOGIT_BIAS = 1024
+MAX_LOGPROBS = 1 << 22
+"""Log probabilities that an answer may come to have. Each takes up to 0.4 KB until the answer is sent."""
 MAX_BAD_WORDS = 256
 MAX_TOOLS = 128
 MAX_STOP_TOKEN_IDS = 1024

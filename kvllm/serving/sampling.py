@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from kvllm.sampling_params import SamplingParams
@@ -9,6 +10,7 @@ from kvllm.serving.errors import bad_request
 from kvllm.serving.limits import (
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
     MAX_N,
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
@@ -85,6 +87,18 @@ def num_logprobs(request: GenerationRequest, most: int) -> int | None:
         allowed = "at least 0, or -1 for all tokens" if most == -1 else f"between 0 and {most}"
         raise bad_request(f"{field}={number} is not allowed: {allowed}", field)
     return number
+
+
+def check_logprobs(lengths: Sequence[int], params: Sequence[SamplingParams], model_len: int, vocab_size: int) -> None:
+    """Raises ApiError if the answers to prompts of these lengths may have too many log probabilities."""
+    count = 0
+    for length, each in zip(lengths, params, strict=True):
+        output = each.n * (model_len - length if each.max_tokens is None else each.max_tokens)
+        for number, positions in ((each.logprobs, output), (each.prompt_logprobs, length)):
+            count += positions * (vocab_size if number == -1 else number or 0)
+    if count > MAX_LOGPROBS:
+        problem = f"the answer may have {count} log probabilities, and at most {MAX_LOGPROBS} are allowed"
+        raise bad_request(f"{problem}: lower their number at each position, max_tokens or n", "logprobs")
 
 
 def streamed_usage(asked: StreamOptions | None, options: ServerOptions) -> tuple[bool, bool]:

@@ -75,6 +75,21 @@ def test_all_log_probabilities(flagged_server: ServerProcess) -> None:
         assert all(most <= len(position) <= most + 1 for position in answer["prompt_logprobs"][1:])
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", ASK | {"n": 128, "max_tokens": 200, "logprobs": -1}),
+        ("/v1/completions", {"prompt": [PROMPT] * 1024, "max_tokens": 0, "echo": True, "prompt_logprobs": 229}),
+        ("/v1/completions", ASK | {"n": 128, "max_tokens": 900, "logprobs": 100, "stream": True}),
+        ("/v1/chat/completions", CHAT | {"n": 128, "max_tokens": None, "logprobs": True, "top_logprobs": -1}),
+    ],
+)
+def test_too_many_log_probabilities(flagged_server: ServerProcess, path: str, body: Any) -> None:
+    """Their number at a position says nothing about the size of an answer."""
+    status, answer = flagged_server.json(path, body)
+    assert status == 400 and "at most 4194304 are allowed" in answer["error"]["message"], answer
+
+
 def test_the_tokenizer_tells_about_itself(flagged_server: ServerProcess, server: ServerProcess) -> None:
     status, answer = flagged_server.json("/tokenizer_info")
     assert status == 200 and answer["chat_template"] == TEMPLATE
