@@ -238,6 +238,9 @@ def test_values_of_xml_take_their_types_from_the_schema() -> None:
     assert [value("tags", "['a', 1]"), value("more", '{"a": 1}'), value("days", "many")] == [["a", 1], {"a": 1}, "many"]
     missing = "<function=get_weather><parameter=city>\n<parameter=unit>C"
     assert parse("qwen3_coder", missing) == ("", [("get_weather", '{"city": "", "unit": "C')])
+    odd = FunctionDefinition(name="odd", parameters={"properties": {"a": {"type": [{"type": "string"}, "integer"]}}})
+    called = "<tool_call><function=odd><parameter=a>5</parameter></function></tool_call>"
+    assert read(tool_parser("qwen3_coder")([odd]), [called]) == ("", [("odd", '{"a": 5}')])
     assert value("city", "\n\n  x\n</function\n\n") == "\n  x\n</function\n"
 
 

@@ -140,7 +140,7 @@ class FunctionReader:
 def _types(schema: dict[str, Any]) -> set[str]:
     """The types that a schema allows; empty for any."""
     if (given := schema.get("type")) is not None:
-        return set(given) if isinstance(given, list) else {str(given)}
+        return {str(each) for each in given} if isinstance(given, list) else {str(given)}
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(values, list) and values:
         return {"string"} if all(isinstance(value, str) for value in values) else set()
