@@ -55,11 +55,23 @@ class FunctionName(Struct, kw_only=True):
     name: str
 
 
-class NamedToolChoice(Struct, kw_only=True):
-    """The tool that is to be called."""
+class AllowedTools(Struct, kw_only=True):
+    """Tools that the model gets to know. mode: whether it has to call one of them, auto or required."""
 
-    function: FunctionName
+    mode: str
+    tools: list[NamedToolChoice]
+
+
+class NamedToolChoice(Struct, kw_only=True):
+    """type: function, the tool that is to be called, or allowed_tools."""
+
     type: str = "function"
+    function: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
+
+    @property
+    def name(self) -> str:
+        return self.function.name if self.function else ""
 
 
 class GenerationFields(Struct, kw_only=True):

@@ -21,6 +21,7 @@ from kvllm.serving.protocol import (
     ResponseFormat,
 )
 from kvllm.serving.sampling import check_fields
+from kvllm.serving.tool_choice import check_allowed
 
 TOOL_TYPES = ("function", "custom")
 CUSTOM_PARAMETERS: dict[str, Any] = {
@@ -218,14 +219,10 @@ def _choice(
     if choice.type != "allowed_tools":
         problem = "function, custom and allowed_tools are"
         raise bad_request(f"tool_choice of type {choice.type[:100]!r} is not supported: {problem}", "tool_choice")
-    if choice.mode not in ("auto", "required"):
-        raise bad_request(f"tool_choice.mode={choice.mode!r} is not allowed: auto or required", "tool_choice")
     allowed = {(each.type, each.name) for each in choice.tools or ()}
-    if unknown := allowed - {(tool.type, tool.name) for tool in tools}:
-        raise bad_request(f"tool_choice allows {min(unknown)[1][:100]!r}, which is none of the tools", "tool_choice")
-    if not allowed and choice.mode == "required":
-        raise bad_request("tool_choice requires one of no tools: name those that are allowed", "tool_choice")
-    return [tool for tool in tools if (tool.type, tool.name) in allowed], choice.mode
+    kept = [tool for tool in tools if (tool.type, tool.name) in allowed]
+    check_allowed(choice.mode, {name for _, name in allowed}, {tool.name for tool in kept})
+    return kept, choice.mode
 
 
 def _format(given: TextFormat) -> ResponseFormat:

@@ -16,7 +16,7 @@ from kvllm.chat_messages import FunctionDefinition, functions_of
 from kvllm.errors import RequestError
 from kvllm.serving.errors import bad_request
 from kvllm.serving.limits import MAX_TOOLS, check_count
-from kvllm.serving.protocol import ChatCompletionRequest
+from kvllm.serving.protocol import AllowedTools, ChatCompletionRequest, NamedToolChoice
 from kvllm.serving.state import ServerOptions
 from kvllm.serving.tool_parsers import HermesParser, ToolParser, tool_parser
 from kvllm.structured.grammar import literal
@@ -51,10 +51,14 @@ class ToolChoice:
 
 
 def tool_choice(body: ChatCompletionRequest, options: ServerOptions) -> ToolChoice:
-    """Raises ApiError for a choice that cannot be obeyed, and RequestError for malformed tools."""
-    tools, choice = body.tools or [], body.tool_choice
-    check_count("tools", len(tools), MAX_TOOLS)
-    functions = tuple(functions_of(tools))
+    """Leaves the tools of the request that it allows.
+
+    Raises ApiError for a choice that cannot be obeyed, and RequestError for malformed tools.
+    """
+    check_count("tools", len(body.tools or ()), MAX_TOOLS)
+    functions, choice = tuple(functions_of(body.tools or ())), body.tool_choice
+    if isinstance(choice, NamedToolChoice) and choice.type == "allowed_tools":
+        functions, choice = _allowed(body, functions, choice.allowed_tools)
     if not functions:
         if choice not in (None, "none", "auto"):
             raise bad_request("tool_choice needs tools", "tool_choice")
@@ -72,10 +76,36 @@ def tool_choice(body: ChatCompletionRequest, options: ServerOptions) -> ToolChoi
         return ToolChoice(True, functions, named=False, several=several, functions=functions, parser=forced)
     if isinstance(choice, str):
         raise bad_request(f"tool_choice={choice!r} is not allowed: none, auto, required or a function", "tool_choice")
-    named = tuple(function for function in functions if function.name == choice.function.name)
+    if choice.type != "function":
+        problem = "function and allowed_tools are"
+        raise bad_request(f"tool_choice of type {choice.type[:100]!r} is not supported: {problem}", "tool_choice")
+    named = tuple(function for function in functions if function.name == choice.name)
     if not named:
-        raise bad_request(f"tool_choice names {choice.function.name!r}, which is none of the tools", "tool_choice")
+        raise bad_request(f"tool_choice names {choice.name!r}, which is none of the tools", "tool_choice")
     return ToolChoice(True, named[:1], named=True, several=False, functions=functions, parser=forced)
+
+
+def check_allowed(mode: str | None, allowed: set[str], known: set[str]) -> None:
+    """Raises ApiError for a choice among tools that cannot be obeyed."""
+    if mode not in ("auto", "required"):
+        raise bad_request(f"tool_choice.mode={mode!r:.100} is not allowed: auto or required", "tool_choice")
+    if unknown := allowed - known:
+        raise bad_request(f"tool_choice allows {min(unknown)[:100]!r}, which is none of the tools", "tool_choice")
+    if not allowed and mode == "required":
+        raise bad_request("tool_choice requires one of no tools: name those that are allowed", "tool_choice")
+
+
+def _allowed(
+    body: ChatCompletionRequest, functions: tuple[FunctionDefinition, ...], choice: AllowedTools | None
+) -> tuple[tuple[FunctionDefinition, ...], str]:
+    """The functions that a request allows, and its mode. The request loses the other tools: no template shows them."""
+    if choice is None:
+        raise bad_request("tool_choice of type 'allowed_tools' needs allowed_tools: {mode, tools}", "tool_choice")
+    allowed = {each.name for each in choice.tools}
+    check_allowed(choice.mode, allowed, {function.name for function in functions})
+    kept = [index for index, function in enumerate(functions) if function.name in allowed]
+    body.tools = [(body.tools or [])[index] for index in kept]
+    return tuple(functions[index] for index in kept), choice.mode
 
 
 def _parser(options: ServerOptions) -> type[ToolParser]:

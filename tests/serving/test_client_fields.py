@@ -159,6 +159,8 @@ PUBLISHED = [
 PUBLISHED_FIELDS = sorted({(path, name) for path, kind in PUBLISHED for name in kind.__annotations__})
 NESTED = [
     ("stream_options", openai.types.chat.ChatCompletionStreamOptionsParam, protocol.StreamOptions),
+    ("tool_choice", openai.types.chat.ChatCompletionAllowedToolChoiceParam, protocol.NamedToolChoice),
+    ("tool_choice.allowed_tools", openai.types.chat.ChatCompletionAllowedToolsParam, protocol.AllowedTools),
     ("text", openai.types.responses.ResponseTextConfigParam, responses_protocol.TextOptions),
     ("text.format", openai.types.responses.ResponseFormatTextJSONSchemaConfigParam, responses_protocol.TextFormat),
     ("reasoning", openai.types.shared_params.Reasoning, responses_protocol.Reasoning),

@@ -36,6 +36,11 @@ def ask(client: Any, **options: Any) -> Any:
     return client.chat.completions.create(**options)
 
 
+def allowed(mode: str, *names: str) -> Any:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 # Free answers
 
 
@@ -184,6 +189,17 @@ def test_a_named_call_in_a_stream(client: Any) -> None:
     assert len(choice.message.tool_calls) == 1 and choice.finish_reason == "tool_calls"
 
 
+def test_tools_that_are_allowed(client: Any) -> None:
+    """The model sees no others, and calls one where it has to."""
+    options = {"tools": TOOLS, "temperature": 1, "extra_body": NO_THOUGHT}
+    answer = ask(client, seed=3, tool_choice=allowed("required", "get_time"), **options)
+    assert {call.function.name for call in answer.choices[0].message.tool_calls} == {"get_time"}
+    free = ask(client, tools=TOOLS, tool_choice=allowed("auto", "get_time"))
+    assert free.usage.prompt_tokens == ask(client, tools=TOOLS[1:]).usage.prompt_tokens
+    none = ask(client, tools=TOOLS, tool_choice=allowed("auto"))
+    assert none.usage.prompt_tokens == ask(client).usage.prompt_tokens
+
+
 def test_the_thought_comes_before_the_rule(client: Any) -> None:
     """The free part goes as the model likes, and the rule holds behind it."""
     answer = ask(
@@ -274,6 +290,12 @@ def test_completions_obey_too(client: Any) -> None:
         ({"tool_choice": "required"}, "needs tools"),
         ({"tools": TOOLS, "tool_choice": "some"}, "none, auto, required"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "none of the tools"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "'', which is none of the tools"),
+        ({"tools": TOOLS, "tool_choice": {"type": "custom", "custom": {"name": "x"}}}, "'custom' is not supported"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "needs allowed_tools"),
+        ({"tools": TOOLS, "tool_choice": allowed("auto", "get_rain")}, "'get_rain', which is none of the tools"),
+        ({"tools": TOOLS, "tool_choice": allowed("none", "get_time")}, "auto or required"),
+        ({"tools": TOOLS, "tool_choice": allowed("required")}, "one of no tools"),
         ({"tools": [{"type": "retrieval", "function": {"name": "x"}}]}, "retrieval"),
         ({"tools": TOOLS * 100}, "tools"),
         ({"tools": [tool("odd", {"type": "no"})], "tool_choice": tool("odd")}, "'odd': structured_outputs cannot be"),
