@@ -65,7 +65,7 @@ class HarmonyReader:
     def finish(self) -> list[Piece]:
         """What was held back. The beginning of a header, or of the tag behind a call, says nothing to anybody."""
         held, self._held = self._held, ""
-        is_header = self._state is State.HEADER and held.startswith((START, CHANNEL))
+        is_header = self._state is State.HEADER and (held.startswith((START, CHANNEL)) or _names_function(held))
         return [] if not held or is_header or self._recipient else [self._piece(held, held)]
 
     def _read(self, rest: str, pieces: list[Piece]) -> str:
@@ -117,6 +117,12 @@ class HarmonyReader:
 
     def _piece(self, raw: str, body: str = "") -> Piece:
         return Piece(raw, body, self._channel, self._recipient)
+
+
+def _names_function(header: str) -> bool:
+    """Whether a header that is cut off begins with a function, as far as it goes."""
+    recipient, begun = f"to={FUNCTIONS}", header.lstrip()
+    return recipient.startswith(begun) or begun.startswith(recipient)
 
 
 class HarmonyReasoningParser:

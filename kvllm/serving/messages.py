@@ -23,6 +23,7 @@ from kvllm.serving.prompts import chat_prompt
 from kvllm.serving.responses import Usage
 from kvllm.serving.sse import EventStream, from_generator, named_event, until_disconnected
 from kvllm.serving.tool_choice import tool_choice
+from kvllm.serving.tool_parsers.json_calls import clean
 
 PATH = "/v1/messages"
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": "end_turn"}
@@ -205,13 +206,17 @@ def _content(block: Block, is_empty: bool = False) -> dict[str, Any]:
         return {"type": "thinking", "thinking": text, "signature": ""}
     if block.kind == "text":
         return {"type": "text", "text": text}
-    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {} if is_empty else _input(text)}
+    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {} if is_empty else tool_input(text)}
 
 
-def _input(arguments: str) -> dict[str, Any]:
-    """The arguments of a call. What is no object, which a model without a rule may write, is given as text."""
+def tool_input(arguments: str) -> msgspec.Raw | dict[str, str]:
+    """The arguments of a call. What is no object, which a model without a rule may write, is given as text.
+
+    Halves of surrogate pairs are replaced, because clients could not send them back.
+    """
     try:
         found = json.loads(arguments or "{}")
+        text = clean(json.dumps(found, ensure_ascii=False, allow_nan=False))
     except (ValueError, RecursionError):
-        found = None
-    return found if isinstance(found, dict) else {INVALID_JSON: arguments}
+        return {INVALID_JSON: arguments}
+    return msgspec.Raw(text.encode()) if isinstance(found, dict) else {INVALID_JSON: arguments}

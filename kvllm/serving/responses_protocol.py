@@ -22,6 +22,7 @@ from kvllm.serving.protocol import (
 )
 from kvllm.serving.sampling import check_fields
 from kvllm.serving.tool_choice import check_allowed
+from kvllm.serving.tool_parsers.json_calls import UNFINISHED_ESCAPE, clean, decoded
 
 TOOL_TYPES = ("function", "custom")
 CUSTOM_PARAMETERS: dict[str, Any] = {
@@ -199,13 +200,13 @@ def is_reference(item: InputItem) -> bool:
 
 
 def custom_input(arguments: str) -> str:
-    """The input of a custom tool in the arguments of the function that the model takes it for."""
-    try:
-        found = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-    text = found.get("input") if isinstance(found, dict) else None
-    return text if isinstance(text, str) else arguments
+    """The input of a custom tool in the arguments of the function that the model takes it for, which may be cut off."""
+    whole = UNFINISHED_ESCAPE.sub(r"\1", arguments)
+    for end in ("", "}", '"}'):
+        found = decoded(whole + end)
+        if isinstance(found, dict) and isinstance(found.get("input"), str):
+            return clean(found["input"])
+    return arguments
 
 
 def _choice(

@@ -11,7 +11,8 @@ import msgspec
 import pydantic
 import pytest
 
-from kvllm.serving.messages_protocol import MessagesRequest, chat_of
+from kvllm.serving.messages import tool_input
+from kvllm.serving.messages_protocol import INVALID_JSON, MessagesRequest, chat_of
 from tests.helpers.parrot_chat import TOOLS
 from tests.helpers.server import ServerProcess
 
@@ -123,6 +124,20 @@ def test_the_last_message_is_continued(client: Any, parrot_server: ServerProcess
     counted = client.messages.count_tokens(model="parrot", messages=messages).input_tokens
     chat = {"messages": messages, "continue_final_message": True}
     assert counted == parrot_server.json("/tokenize", chat)[1]["count"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("", {}),
+        ('{"b": "é🙂", "a": [1]}', {"b": "é🙂", "a": [1]}),
+        (r'{"a": "\ud83d\ude42 \ud83d"}', {"a": "🙂 \ufffd"}),
+        ('{"a": 123456789012345678901234567890}', {"a": 123456789012345678901234567890}),
+        *((text, {INVALID_JSON: text}) for text in ("[1]", '{"a": ', '{"a": NaN}', '{"a": 1e999}', '{"a":' * 5000)),
+    ],
+)
+def test_any_arguments_are_an_input_that_can_be_sent(arguments: str, expected: Any) -> None:
+    assert msgspec.json.decode(msgspec.json.encode(tool_input(arguments))) == expected
 
 
 def test_an_empty_last_message_is_none(client: Any) -> None:

@@ -16,7 +16,7 @@ from kvllm.serving import response_store
 from kvllm.serving.errors import ApiError
 from kvllm.serving.limits import SMALL_BODY_BYTES
 from kvllm.serving.response_store import ResponseStore, StoredResponse
-from kvllm.serving.responses_protocol import CUSTOM_PARAMETERS, ResponsesRequest, chat_of
+from kvllm.serving.responses_protocol import CUSTOM_PARAMETERS, ResponsesRequest, chat_of, custom_input
 from tests.helpers.parrot_chat import TOOLS
 from tests.helpers.server import ServerProcess
 
@@ -122,6 +122,17 @@ def count(server: ServerProcess, messages: list[Any], **fields: Any) -> int:
 CALL = {"id": "x", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}
 FIRST: Any = {"role": "user", "content": "Is it fine?"}
 SECOND: Any = {"role": "assistant", "content": "Let me look.", "reasoning": "Hm, weather.", "tool_calls": [CALL]}
+
+
+def test_the_input_of_a_custom_tool_may_be_cut_off() -> None:
+    text = 'a "b" \\ é🙂\n'
+    whole = json.dumps({"input": text})
+    for length in range(len('{"input": "'), len(whole) + 1):
+        assert text.startswith(custom_input(whole[:length]).rstrip("\ufffd")), whole[:length]
+    assert custom_input(whole[:-1]) == custom_input(whole[:-2]) == text
+    assert custom_input('{"input": "\\ud83d"}') == "\ufffd"  # half a character cannot be sent
+    for odd in ('{"inp', '{"other": "a"}', "[1]", "", '{"input": 5}'):
+        assert custom_input(odd) == odd
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

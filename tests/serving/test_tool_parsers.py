@@ -288,6 +288,9 @@ def test_harmony() -> None:
     assert thought("openai_gptoss", text) == ("Hm.", "Hi <|x|>.")
     assert thought("openai_gptoss", "<|channel|>analysis<|message|>Hm.<|end|>{}") == ("Hm.", "{}")
     assert thought("openai_gptoss", "plain text, to=you") == ("", "plain text, to=you")
+    assert thought("openai_gptoss", "to=you, plain text") == ("", "to=you, plain text")
+    for length in range(1, call.index("{") - len(start)):  # the header alone, cut off anywhere, is neither
+        assert thought("openai_gptoss", call.removeprefix(start)[:length])[1].strip() in ("", "t", "to")
     twice = f"<|channel|>analysis<|message|>A<|end|>{call}{start}<|channel|>analysis<|message|>B"
     reasoning, rest = thought("openai_gptoss", twice, keeps_form=True)
     assert (reasoning, read(tool_parser("openai")(), [rest])) == ("AB", ("", [("f", "{}")]))

@@ -65,12 +65,12 @@ class ObjectReader:
         if self.name is None and head is not None and self._set_name(decoded(head[1])):
             inside = STRING.match(self.raw, head.end())
             text = UNFINISHED_ESCAPE.sub(r"\1", inside[0] if inside else "")
-            self._new_arguments = _clean(decoded(f'"{text}"') or "")
+            self._new_arguments = clean(decoded(f'"{text}"') or "")
 
     def _set_name(self, name: Any) -> bool:
         if not isinstance(name, str) or (self._names is not None and name not in self._names):
             return False
-        self.name = _clean(name)
+        self.name = clean(name)
         return True
 
     def _read_head(self) -> str:
@@ -88,9 +88,9 @@ class ObjectReader:
             return
         arguments = call.get("arguments", call.get("parameters"))
         if isinstance(arguments, str):  # some models write the JSON as a string
-            self._new_arguments = _clean(arguments)
+            self._new_arguments = clean(arguments)
         else:
-            self._new_arguments = _clean(json.dumps({} if arguments is None else arguments, ensure_ascii=False))
+            self._new_arguments = clean(json.dumps({} if arguments is None else arguments, ensure_ascii=False))
 
 
 class HeadedReader:
@@ -195,6 +195,6 @@ def decoded(text: str) -> Any:
         return None
 
 
-def _clean(text: str) -> str:
+def clean(text: str) -> str:
     """Halves of surrogate pairs, which JSON can escape, are no text that can be sent."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
