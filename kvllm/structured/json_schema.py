@@ -49,8 +49,12 @@ def with_options(schema: dict[str, Any], strict: bool | None, **options: Any) ->
 def enforceable(schema: dict[str, Any]) -> list[str]:
     """Change a schema to what llguidance compiles. Returns keywords that it does not enforce, with their places.
 
-    Raises RequestError if a strict schema has such keywords.
+    Raises RequestError if a strict schema has such keywords, or one has what is no text.
     """
+    try:
+        json.dumps(schema, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise RequestError("a JSON schema has half a surrogate pair, which is no character: write both") from None
     given = schema.get(OPTIONS)
     # An overlapping `oneOf` is among what is found.
     schema[OPTIONS] = options = {**(given if isinstance(given, dict) else {}), "coerce_one_of": True}

@@ -199,6 +199,14 @@ def test_the_log_says_once_what_is_left_out(checker: GrammarChecker, caplog: pyt
     ]
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_half_a_character_does_not_end_the_process_that_tries_rules(checker: GrammarChecker, strict: bool) -> None:
+    schema = {"properties": {"\ud83d": {"not": {}}}, "x-guidance": {"lenient": not strict}}
+    for rule in ({"json": json.dumps(schema)}, {"grammar": f"start: %json {json.dumps(schema)}"}):
+        with pytest.raises(RequestError, match="half a surrogate pair"):
+            checker.check(StructuredOutputsParams(**rule))
+
+
 BROKEN = {"type": "object", "properties": {"a": {"$ref": "http://a.b/c"}}}
 
 
