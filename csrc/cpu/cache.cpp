@@ -18,7 +18,8 @@ struct Part {
 bool is_quantized(const Tensor& cache) {
   const ScalarType dtype = cache.scalar_type();
   return dtype == ScalarType::Char || dtype == ScalarType::Byte || dtype == ScalarType::Float8_e4m3fn ||
-         dtype == ScalarType::Float4_e2m1fn_x2 || dtype == ScalarType::Float8_e5m2;
+         dtype == ScalarType::Float4_e2m1fn_x2 || dtype == ScalarType::Float8_e5m2 ||
+         dtype == ScalarType::Float8_e5m2fnuz;
 }
 
 // `[layers, planes, blocks, kv_heads, block_size, width]`: a plane is the keys or the values of a layer. There are two,
@@ -116,6 +117,7 @@ VectorFormat check_vector_format(const Tensor& cache, const char* name, int64_t 
                               : stored == ScalarType::Float8_e4m3fn    ? VectorFormat::kFloat8
                               : stored == ScalarType::Float4_e2m1fn_x2 ? VectorFormat::kInt4Hadamard
                               : stored == ScalarType::Float8_e5m2      ? VectorFormat::kInt6
+                              : stored == ScalarType::Float8_e5m2fnuz  ? VectorFormat::kInt6Hadamard
                                                                        : VectorFormat::kPlain;
   if (format == VectorFormat::kPlain) {
     check_dtype(cache, name, dtype);
@@ -124,7 +126,8 @@ VectorFormat check_vector_format(const Tensor& cache, const char* name, int64_t 
   }
   STD_TORCH_CHECK(head_dim % kCodeChannels == 0 && head_dim <= kMaxCodeChannels, "head_dim is ", head_dim,
                   ": codes need a multiple of ", kCodeChannels, " up to ", kMaxCodeChannels);
-  STD_TORCH_CHECK(format != VectorFormat::kInt4Hadamard || (head_dim & (head_dim - 1)) == 0, "head_dim is ", head_dim,
+  const bool rotated = format == VectorFormat::kInt4Hadamard || format == VectorFormat::kInt6Hadamard;
+  STD_TORCH_CHECK(!rotated || (head_dim & (head_dim - 1)) == 0, "head_dim is ", head_dim,
                   ": a Hadamard matrix needs a power of two");
   check_size(cache, name, cache.dim() - 1, stored_bytes(format, head_dim, 0));
   return format;

@@ -15,10 +15,10 @@ struct BFloat16 {
 
 // The paged cache holds vectors of the dtype of queries, or codes with a word of 32 bits for each vector: the scale, a
 // float, of kInt8, kInt6 and kFloat8; the scale and the zero point of kInt4, each a bfloat16 (docs/kv-cache-dtypes.md).
-// kInt4Hadamard is kInt4 of vectors that were multiplied with a Hadamard matrix: the kernels below rotate queries and
-// outputs. The bytes of one head in one block are the codes of its vectors, then their words.
-enum class VectorFormat { kPlain, kInt8, kInt4, kFloat8, kInt4Hadamard, kInt6 };
-constexpr int kVectorFormats = 6;
+// kInt6Hadamard and kInt4Hadamard are those of vectors that were multiplied with a Hadamard matrix: the kernels below
+// rotate queries and outputs. The bytes of one head in one block are the codes of its vectors, then their words.
+enum class VectorFormat { kPlain, kInt8, kInt4, kFloat8, kInt4Hadamard, kInt6, kInt6Hadamard };
+constexpr int kVectorFormats = 7;
 constexpr int kScaleBytes = 4;
 
 // Keys and values lie apart, each with a format of its own.
@@ -27,7 +27,7 @@ struct KVFormat {
 };
 
 constexpr int64_t code_bytes(VectorFormat format, int64_t head_dim) {
-  if (format == VectorFormat::kInt6) return head_dim * 6 / 8;
+  if (format == VectorFormat::kInt6 || format == VectorFormat::kInt6Hadamard) return head_dim * 6 / 8;
   return format == VectorFormat::kInt4 || format == VectorFormat::kInt4Hadamard ? head_dim / 2 : head_dim;
 }
 // Bytes of a vector with its word; `element_size` is that of vectors which are no codes.

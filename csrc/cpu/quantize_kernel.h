@@ -108,6 +108,13 @@ void quantize_int4(const void* vector, int head_dim, void* codes, void* word) {
 }
 
 template <class T>
+void quantize_int6_hadamard(const void* vector, int head_dim, void* codes, void* word) {
+  float rotated[kMaxCodeChannels];
+  rotate<T>(vector, head_dim, rotated);
+  quantize_int6<float>(rotated, head_dim, codes, word);
+}
+
+template <class T>
 void quantize_int4_hadamard(const void* vector, int head_dim, void* codes, void* word) {
   float rotated[kMaxCodeChannels];
   rotate<T>(vector, head_dim, rotated);

@@ -26,9 +26,12 @@ SMALLEST_MAGNITUDE = tl.constexpr(LEAST_MAGNITUDE)
 EXCESS_6 = tl.constexpr(EXCESS_OF_6_BITS)
 
 
+_READ_AS = {torch.float4_e2m1fn_x2: torch.uint8, torch.float8_e5m2fnuz: torch.float8_e5m2}
+
+
 def as_kernels_read(layers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Keys, or values, of the layers of a cache, views: bytes where their dtype is one that Triton does not have."""
-    return [each.view(torch.uint8) if each.dtype == torch.float4_e2m1fn_x2 else each for each in layers]
+    """Keys, or values, of the layers of a cache, views: as those that are not rotated, whose codes are alike."""
+    return [each.view(_READ_AS.get(each.dtype, each.dtype)) for each in layers]
 
 
 @triton.constexpr_function
@@ -82,7 +85,7 @@ def load_codes(cache, codes, words, exists, HEAD_DIM: tl.constexpr, CHANNELS: tl
 @triton.jit
 def store_codes(cache, codes, words, vector, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr, ROTATED: tl.constexpr):
     """Quantize the HEAD_DIM channels at `vector`, and write them to `codes` and `words`. ROTATED: times a Hadamard
-    matrix, in 4 bits.
+    matrix, in 4 or 6 bits.
 
     The scale, or the zero point, of a vector that is not finite is NaN.
     """
@@ -112,6 +115,8 @@ def store_codes(cache, codes, words, vector, HEAD_DIM: tl.constexpr, CHANNELS: t
         channel = tl.arange(0, CHANNELS)
         exists = channel < HEAD_DIM
         x = tl.load(vector + channel, mask=exists, other=0.0).to(tl.float32)
+        if ROTATED:
+            x = tl.reshape(rotate(tl.reshape(x, [1, CHANNELS]), 1, CHANNELS), [CHANNELS])
         magnitude = tl.maximum(tl.max(tl.abs(x), 0), SMALLEST_MAGNITUDE) + tl.sum(x * 0.0, 0)
         scale = tl.div_rn(magnitude, LARGEST)
         numbers = tl.minimum(tl.maximum(tl.div_rn(x, scale), -LARGEST), LARGEST)

@@ -79,7 +79,7 @@ def store_kv(
     key_cache, value_cache: one layer, contiguous `[blocks, kv_heads, block_size, width]`, of the dtype of keys and
         values and as wide as they are, or quantized.
     keys, values: `[T, kv_heads, head_dim]`; the heads of a token contiguous, tokens anywhere.
-    slots: int64 `[T]`, each at most once. rotated: codes of 4 bits are those of vectors times a Hadamard matrix.
+    slots: int64 `[T]`, each at most once. rotated: codes are those of vectors times a Hadamard matrix.
     """
     (num_tokens, kv_heads, head_dim), block_size = keys.shape, key_cache.shape[2]
     arguments = (key_cache, value_cache, keys, values, slots, keys.stride(0), values.stride(0))

@@ -52,6 +52,7 @@ class KVFormat:
 
 FP8_E4M3, INT8, INT6 = VectorFormat("fp8_e4m3", 8), VectorFormat("int8", 8), VectorFormat("int6", 6)
 INT4 = VectorFormat("int4", 4)
+INT6_HADAMARD = VectorFormat("int6_hadamard", 6, rotated=True)
 INT4_HADAMARD = VectorFormat("int4_hadamard", 4, rotated=True)
 KV_FORMATS = {
     each.name: each
@@ -60,8 +61,8 @@ KV_FORMATS = {
         KVFormat("int8", INT8, INT8),
         KVFormat("int8_int4", INT8, INT4),
         KVFormat("int6_int4", INT6, INT4),
+        KVFormat("int6_int4_hadamard", INT6_HADAMARD, INT4_HADAMARD),
         KVFormat("int4", INT4, INT4),
-        KVFormat("int4_hadamard", INT4_HADAMARD, INT4_HADAMARD),
     )
 }
 KV_CACHE_DTYPES = ("auto", "bfloat16", *KV_FORMATS)
@@ -94,6 +95,6 @@ def require_head_dim(option: str, dtype: str, head_dim: int) -> None:
         )
     if kv_format and kv_format.keys.rotated and head_dim & (head_dim - 1):
         raise ConfigError(
-            f"{option}={dtype!r} needs a head_dim that is a power of two, the model has {head_dim}: give 'int4' or "
-            "'auto'"
+            f"{option}={dtype!r} needs a head_dim that is a power of two, the model has {head_dim}: give "
+            "'int6_int4' or 'auto'"
         )

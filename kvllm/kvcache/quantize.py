@@ -107,18 +107,22 @@ def _dequantize_int4(codes: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
     return _channels_of_bytes(codes) * scale + zero
 
 
-def _quantize_int4_hadamard(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return _quantize_int4(hadamard(vectors))
+def _rotated(storage: torch.dtype, plain: Codec) -> Codec:
+    """The codec of vectors times a Hadamard matrix."""
+
+    def dequantize(codes: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        return hadamard(plain.dequantize(codes, words))
+
+    return Codec(storage, lambda vectors: plain.quantize(hadamard(vectors)), dequantize)
 
 
-def _dequantize_int4_hadamard(codes: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-    return hadamard(_dequantize_int4(codes, words))
-
-
+INT6 = Codec(torch.float8_e5m2, _quantize_int6, _dequantize_int6)
+INT4 = Codec(torch.uint8, _quantize_int4, _dequantize_int4)
 CODECS = {
     "fp8_e4m3": Codec(torch.float8_e4m3fn, _quantize_fp8, _dequantize_fp8),
     "int8": Codec(torch.int8, _quantize_int8, _dequantize_int8),
-    "int6": Codec(torch.float8_e5m2, _quantize_int6, _dequantize_int6),
-    "int4": Codec(torch.uint8, _quantize_int4, _dequantize_int4),
-    "int4_hadamard": Codec(torch.float4_e2m1fn_x2, _quantize_int4_hadamard, _dequantize_int4_hadamard),
+    "int6": INT6,
+    "int4": INT4,
+    "int6_hadamard": _rotated(torch.float8_e5m2fnuz, INT6),
+    "int4_hadamard": _rotated(torch.float4_e2m1fn_x2, INT4),
 }

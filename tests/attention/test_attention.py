@@ -193,7 +193,7 @@ def test_options_of_a_layer(name: str, options: str, block_size: int) -> None:
     assert_matches_dense(with_options(case, attention_cases.OPTIONS[options]), name)
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["int8", "int6_int4", "int4", "int4_hadamard"])
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "int6_int4", "int4", "int6_int4_hadamard"])
 @pytest.mark.parametrize("options", ["window 5", "window 100", "all"])
 def test_windows_over_codes(options: str, kv_cache_dtype: str) -> None:
     """The codes behind a window, their scales and their zero points do not count."""

@@ -100,7 +100,7 @@ def test_backends_that_cannot_read_a_format_say_so(name: str) -> None:
             make_backend(backend, cache, 4, 1.0)
 
 
-@pytest.mark.parametrize("name, head_dim", [("fp8_e4m3", 80), ("int8", 48), ("int4", 288), ("int4_hadamard", 512)])
+@pytest.mark.parametrize("name, head_dim", [("fp8_e4m3", 80), ("int8", 48), ("int4", 288), ("int6_int4_hadamard", 512)])
 def test_the_reference_serves_only_who_asks_for_it(name: str, head_dim: int) -> None:
     cache = PagedKVCache(CacheShape(1, 2, head_dim, 256, torch.bfloat16, kv_format=KV_FORMATS[name]), 2)
     with pytest.raises(ConfigError, match=f"kv_cache_dtype='{name}': no attention backend for cpu reads it"):
@@ -118,7 +118,7 @@ def test_the_cpu_serves_what_it_reads(name: str) -> None:
 def test_a_rotation_spreads_a_channel_that_exceeds_the_others() -> None:
     """Attention over what is stored, against that over what was."""
     errors = {}
-    for name in ("int4", "int4_hadamard"):
+    for name in ("int6_int4", "int6_int4_hadamard"):
         cache = PagedKVCache(CacheShape(1, 2, 128, 16, torch.float32, kv_format=KV_FORMATS[name]), 4)
         keys, values, queries = (randn(64, 2, 128, seed=seed) for seed in range(3))
         for vectors in (keys, values):
@@ -131,4 +131,4 @@ def test_a_rotation_spreads_a_channel_that_exceeds_the_others() -> None:
         scores = torch.einsum("thd,shd->hts", queries.double(), keys.double()) * 128**-0.5
         weights = scores.masked_fill(torch.ones(64, 64, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
         errors[name] = (found - torch.einsum("hts,shd->thd", weights, values.double())).norm()
-    assert errors["int4_hadamard"] < errors["int4"] / 2
+    assert errors["int6_int4_hadamard"] < errors["int6_int4"] / 2

@@ -70,7 +70,13 @@ def test_llama_3_70b(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("dtype", "key", "value"),
-    [("int8", 132, 132), ("int8_int4", 132, 68), ("int6_int4", 100, 68), ("int4", 68, 68), ("int4_hadamard", 68, 68)],
+    [
+        ("int8", 132, 132),
+        ("int8_int4", 132, 68),
+        ("int6_int4", 100, 68),
+        ("int6_int4_hadamard", 100, 68),
+        ("int4", 68, 68),
+    ],
 )
 def test_quantized_kv_pairs(dtype, key, value, tmp_path, capsys):
     """A scale of four bytes lies beside each key and each value of a head. Sizes that differ are printed."""
@@ -85,7 +91,7 @@ def test_quantized_kv_pairs(dtype, key, value, tmp_path, capsys):
 def test_a_head_dim_that_cannot_be_rotated_is_refused(tmp_path, capsys):
     model = config_file(tmp_path, LLAMA_3_8B | {"head_dim": 96})
     with pytest.raises(SystemExit):
-        cli.main(["plan", "--model", str(model), "--kv-cache-dtype", "int4_hadamard"])
+        cli.main(["plan", "--model", str(model), "--kv-cache-dtype", "int6_int4_hadamard"])
     assert "needs a head_dim that is a power of two, the model has 96" in capsys.readouterr().err
 
 

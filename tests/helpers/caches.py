@@ -12,7 +12,9 @@ from kvllm.kvcache.formats import KV_FORMATS
 def head_dim_for(kv_cache_dtype: str, head_dim: int) -> int:
     """The same, or the next one that a format can have: a power of two if it rotates vectors."""
     keys = KV_FORMATS[kv_cache_dtype].keys
-    return 1 << (head_dim - 1).bit_length() if keys.rotated else -(-head_dim // keys.channels) * keys.channels
+    if keys.rotated:
+        return max(keys.channels, 1 << (head_dim - 1).bit_length())
+    return -(-head_dim // keys.channels) * keys.channels
 
 
 def random_cache(dtype: torch.dtype, *, num_blocks: int = 12, head_dim: int = 48) -> PagedKVCache:

@@ -205,7 +205,7 @@ def launch_batch(num_sequences: int) -> None:
         "window_start": ints(num_sequences),
         "windows": ScoreWindows(768, 768, 736, squared=True),
     }
-    quantized = ((KV_FORMATS["int8"], ({}, holes)), (KV_FORMATS["int4_hadamard"], ({},)))
+    quantized = ((KV_FORMATS["int8"], ({}, holes)), (KV_FORMATS["int6_int4_hadamard"], ({},)))
     for kv_format, every in ((None, ({}, holes, observed, windows)), *quantized):
         shape = CacheShape(2, 1, 128, 16, torch.bfloat16, kv_format=kv_format, scored=kv_format is None)
         cache = PagedKVCache(shape, 4)

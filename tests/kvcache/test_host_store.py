@@ -17,7 +17,7 @@ SHAPES = {
     "int8": CacheShape(3, 2, 24, 5, torch.float32, kv_format=KV_FORMATS["int8"]),
     "int8_int4": CacheShape(3, 2, 24, 5, torch.float32, kv_format=KV_FORMATS["int8_int4"]),
     "int6_int4": CacheShape(3, 2, 16, 5, torch.float32, kv_format=KV_FORMATS["int6_int4"]),
-    "int4_hadamard": CacheShape(2, 2, 16, 5, torch.float32, kv_format=KV_FORMATS["int4_hadamard"]),
+    "int6_int4_hadamard": CacheShape(2, 2, 16, 5, torch.float32, kv_format=KV_FORMATS["int6_int4_hadamard"]),
     "int4, three layers in two places": CacheShape(
         3, 1, 24, 3, torch.float32, kv_format=KV_FORMATS["int4"], places=(0, 1, 0)
     ),

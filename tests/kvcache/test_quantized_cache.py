@@ -91,19 +91,22 @@ def test_int4_is_its_formula(dtype: torch.dtype) -> None:
             assert found[row, channel] == code * scale.float() + zero.float()
 
 
-def test_int4_hadamard_is_int4_of_vectors_times_a_hadamard_matrix() -> None:
+@pytest.mark.parametrize("plain", ["int4", "int6"])
+def test_rotated_codes_are_those_of_vectors_times_a_hadamard_matrix(plain: str) -> None:
     """The matrix is written out: its entries are 1, or -1 where row and column have an odd number of bits in common."""
-    for size in (8, 16, 128, 256):
+    for size in (16, 128, 256):
         signs = [[(-1) ** (row & column).bit_count() for column in range(size)] for row in range(size)]
         matrix = torch.tensor(signs).double() / size**0.5
         torch.testing.assert_close(matrix @ matrix, torch.eye(size).double())
         vectors = randn(40, size) * torch.logspace(-3, 3, 40)[:, None]
         vectors[2, 5] = 1e4
-        codes, words = CODECS["int4_hadamard"].quantize(vectors)
-        expected, expected_words = CODECS["int4"].quantize((vectors.double() @ matrix).float())
-        assert (codes == expected).float().mean() > 0.995 and (words == expected_words).float().mean() > 0.9
-        found = CODECS["int4_hadamard"].dequantize(codes, words).double()
-        expected = CODECS["int4"].dequantize(codes, words).double() @ matrix
+        codes, words = CODECS[f"{plain}_hadamard"].quantize(vectors)
+        expected, expected_words = CODECS[plain].quantize((vectors.double() @ matrix).float())
+        assert (codes == expected).float().mean() > 0.995
+        parameters = torch.bfloat16 if plain == "int4" else torch.float32
+        torch.testing.assert_close(words.view(parameters), expected_words.view(parameters), rtol=1e-2, atol=1e-30)
+        found = CODECS[f"{plain}_hadamard"].dequantize(codes, words).double()
+        expected = CODECS[plain].dequantize(codes, words).double() @ matrix
         assert ((found - expected).norm(dim=-1) <= 1e-6 * expected.norm(dim=-1)).all()
 
 
@@ -150,7 +153,12 @@ def test_what_a_vector_loses(name: str) -> None:
     """Of normal channels: the error of a vector relative to its size."""
     vectors = randn(2000, 128)
     error = (through(name, vectors) - vectors).norm() / vectors.norm()
-    low, high = {"int8": (0.005, 0.02), "int6": (0.02, 0.08), "fp8_e4m3": (0.02, 0.06)}.get(name, (0.08, 0.24))
+    low, high = {
+        "int8": (0.005, 0.02),
+        "int6": (0.02, 0.08),
+        "int6_hadamard": (0.02, 0.08),
+        "fp8_e4m3": (0.02, 0.06),
+    }.get(name, (0.08, 0.24))
     assert low < error * 2 < high
 
 
@@ -159,7 +167,7 @@ def test_capacity_at_128_channels(name: str) -> None:
     plain = CacheShape(2, 4, 128, 16, torch.bfloat16)
     shape = CacheShape(2, 4, 128, 16, torch.bfloat16, kv_format=KV_FORMATS[name])
     cache = PagedKVCache(shape, 3)
-    of_format = {"int4": 3.5, "int4_hadamard": 3.5, "int6_int4": 3.0, "int8_int4": 2.55}
+    of_format = {"int4": 3.5, "int6_int4_hadamard": 3.0, "int6_int4": 3.0, "int8_int4": 2.55}
     assert cache.data.nbytes == 3 * shape.bytes_per_block == sum(part.nbytes for part in cache.parts)
     assert plain.bytes_per_block / shape.bytes_per_block >= of_format.get(name, 1.9)
 
@@ -276,7 +284,7 @@ def test_the_shape_of_a_cache_chooses() -> None:
     for name, head_dim, dtype in (
         ("int8", 32, torch.float32),
         ("int4", 256, torch.bfloat16),
-        ("int4_hadamard", 128, torch.bfloat16),
+        ("int6_int4_hadamard", 128, torch.bfloat16),
         ("int6_int4", 96, torch.bfloat16),
         ("fp8_e4m3", 64, torch.float32),
     ):
@@ -285,7 +293,7 @@ def test_the_shape_of_a_cache_chooses() -> None:
     for name, head_dim, dtype in (
         ("int8", 48, torch.float32),
         ("int4", 64, torch.float16),
-        ("int4_hadamard", 16, torch.float32),
+        ("int6_int4_hadamard", 16, torch.float32),
         ("int6_int4", 48, torch.float32),
     ):
         shape = CacheShape(1, 1, head_dim, 4, dtype, kv_format=KV_FORMATS[name])
@@ -304,7 +312,7 @@ def test_the_compiled_operators_refuse_bad_shapes() -> None:
             store(cache.keys(0), cache.values(0), vectors, vectors, slots)
     with pytest.raises(RuntimeError, match="value_cache has dtype Char, which does not go with key_cache of Byte"):
         store(make_cache("int4").keys(0), cache.values(0), randn(1, 3, 32), randn(1, 3, 32), slots)
-    rotated, vectors = make_cache("int4_hadamard"), randn(1, 3, 96)
+    rotated, vectors = make_cache("int6_int4_hadamard"), randn(1, 3, 96)
     with pytest.raises(RuntimeError, match="head_dim is 96: a Hadamard matrix needs a power of two"):
         store(rotated.keys(0), rotated.values(0), vectors, vectors, slots)
     with pytest.raises(
@@ -324,16 +332,17 @@ def test_refusals() -> None:
         kv_format_of("int4", "float32", 12)
     with pytest.raises(ConfigError, match="kv_cache_dtype='int6_int4' needs a head_dim that is a multiple of 16.*24"):
         kv_format_of("int6_int4", "float32", 24)
+    rotated = "int6_int4_hadamard"
     for head_dim in (80, 96):
-        with pytest.raises(ConfigError, match=f"'int4_hadamard' needs a head_dim that is a power of two.*{head_dim}"):
-            kv_format_of("int4_hadamard", "float32", head_dim)
-    with pytest.raises(ConfigError, match="'int4_hadamard' needs a head_dim that is a multiple of 8.*has 4"):
-        kv_format_of("int4_hadamard", "float32", 4)
+        with pytest.raises(ConfigError, match=f"'{rotated}' needs a head_dim that is a power of two.*{head_dim}"):
+            kv_format_of(rotated, "float32", head_dim)
+    with pytest.raises(ConfigError, match=f"'{rotated}' needs a head_dim that is a multiple of 16.*has 8"):
+        kv_format_of(rotated, "float32", 8)
 
 
 def test_the_dtype_is_a_part_of_the_identity_of_a_block() -> None:
     hashes = []
-    for dtype in ("auto", "int8", "int8_int4", "int6_int4", "int4", "int4_hadamard"):
+    for dtype in ("auto", "int8", "int8_int4", "int6_int4", "int4", "int6_int4_hadamard"):
         for salt in (None, "a"):
             seq = Sequence(0, "0", list(range(8)), SamplingParams(), max_length=20, origin=Origin(cache_salt=salt))
             BlockManager(4, 4, kv_cache_dtype=dtype)._extend_hashes(seq, 1)

@@ -91,8 +91,8 @@ def test_completions_of_one_prompt_copy_their_block(checkpoint: Path, name: str)
         ("kara_sharp", PERIODIC, "int8_int4"),
         ("kara", PERIODIC, "int6_int4"),
         ("h2o", THRESHOLD, "int6_int4"),
-        ("kara_sharp", PERIODIC, "int4_hadamard"),
-        ("h2o", THRESHOLD, "int4_hadamard"),
+        ("kara_sharp", PERIODIC, "int6_int4_hadamard"),
+        ("h2o", THRESHOLD, "int6_int4_hadamard"),
     ],
 )
 def test_methods_see_what_attention_sees(checkpoint: Path, name: str, method: str, policy: dict[str, Any]) -> None:
@@ -138,7 +138,7 @@ def test_the_pool_counts_scales(checkpoint: Path) -> None:
         "int8_int4": 36 + 20,
         "int6_int4": 28 + 20,
         "int4": 2 * 20,
-        "int4_hadamard": 2 * 20,
+        "int6_int4_hadamard": 28 + 20,
         "auto": 2 * 128,
     }
     for name, pair in sizes.items():
@@ -164,7 +164,7 @@ def test_what_cannot_be_stored_is_refused_before_weights_are_read(checkpoint: Pa
     with pytest.raises(
         ConfigError,
         match="kv_cache_dtype='int3' is not allowed: choose one of auto, bfloat16, fp8_e4m3, int8, int8_int4, "
-        "int6_int4, int4, int4_hadamard",
+        "int6_int4, int6_int4_hadamard, int4",
     ):
         make_llm(tmp_path, kv_cache_dtype="int3")
 
@@ -174,13 +174,14 @@ def test_a_rotation_needs_a_power_of_two(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "qwen3", head_dim=96)
     for weights in tmp_path.glob("*.safetensors"):
         weights.unlink()
-    recall = CompressionConfig(method="keydiff", recall_period=1, recall_dtype="int4_hadamard", buffer=4, **THRESHOLD)
+    rotated = "int6_int4_hadamard"
+    recall = CompressionConfig(method="keydiff", recall_period=1, recall_dtype=rotated, buffer=4, **THRESHOLD)
     for option, options in (
-        ("kv_cache_dtype", {"kv_cache_dtype": "int4_hadamard"}),
-        ("kv_offload_dtype", {"kv_offload_dtype": "int4_hadamard", "kv_offloading_size": 0.01}),
+        ("kv_cache_dtype", {"kv_cache_dtype": rotated}),
+        ("kv_offload_dtype", {"kv_offload_dtype": rotated, "kv_offloading_size": 0.01}),
         ("recall_dtype", {"compression": recall, "kv_offloading_size": 0.01}),
     ):
-        message = f"{option}='int4_hadamard' needs a head_dim that is a power of two, the model has 96: give 'int4'"
+        message = f"{option}='{rotated}' needs a head_dim that is a power of two, the model has 96: give 'int6_int4'"
         with pytest.raises(ConfigError, match=message):
             make_llm(tmp_path, **options)
 
