@@ -183,8 +183,8 @@ SPECS: dict[str, MethodSpec] = {
         ),
         MethodSpec(
             "mean_attention",
-            "what the queries that could attend to it did attend to in the mean, times the value's length (ours)",
-            observable="probabilities",
+            "the largest mean square of what its value adds to a query (ours)",
+            observable="squares",
             reselects=True,
         ),
         MethodSpec(

@@ -429,7 +429,7 @@ class Expected:
             visible = self.text.visible[layer, :, first : event.length, : self.length].clone()
             visible[..., : event.start] = False
             queries, keys = self.dense.queries[layer][:, first : event.length], self.dense.keys[layer]
-            sums += attention_probabilities(queries, keys, visible, self.decoder.softmax(layer)).sum((1, 2))
+            sums += attention_probabilities(queries, keys, visible, self.decoder.softmax(layer)).square().sum((1, 2))
         self.summed = event.length
 
     def cover(self, event: Event, kept: list[list[list[int]]]) -> None:

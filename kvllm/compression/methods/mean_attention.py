@@ -1,9 +1,9 @@
-"""Keep what queries attend to (ours): the mean attention of the queries that could, times the length of the value.
+"""Keep what queries read most of (ours): by the mean square of a KV pair's attention, times that of its value.
 
-A KV pair adds `attention * length of its value` to what a query reads, so this product tells how much is missing
-without it (VATP, Guo et al., arXiv 2406.12335). The sum over all queries, as in H2O, favours old KV pairs, because more
-queries could attend to them; the mean does not (RoCo, Ren and Zhu, arXiv 2402.06262). Each window is chosen from
-together with what is left of those before, so what was kept once can go later.
+A KV pair adds its value, times the attention, to what a query reads, so the length of that is the error without it
+(VATP, Guo et al., arXiv 2406.12335); squares count it as errors are counted. A sum over all queries, as in H2O, favours
+old KV pairs, because more queries could attend to them; a mean does not (RoCo, Ren and Zhu, arXiv 2402.06262). Each
+window is chosen from together with what is left of those before, so what was kept once can go later.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def select(
         keys: `[S, Hkv, C, d]`.
         retain: KV pairs kept of the C, buffer included; everything is kept if `retain >= C`.
         buffer: the last KV pairs of the region, always kept.
-        observed: float32 `[S, Hkv, C - buffer]`, attention added up over queries and the query heads of a KV head.
+        observed: float32 `[S, Hkv, C - buffer]`, squares of attention, added up over queries and the query heads of a
+            KV head.
         ages: float32 `[S, C]`, how many queries each sum is of.
         values: `[S, Hkv, C, d]`.
 
@@ -42,5 +43,5 @@ def select(
         return everything(keys)
     num_scored = keys.shape[2] - buffer
     mean = observed / ages[:, None, :num_scored]
-    lengths = values[:, :, :num_scored].float().norm(dim=-1)
-    return with_buffer(top_indices(mean * lengths, retain - buffer), keys, buffer)
+    squared_lengths = values[:, :, :num_scored].float().square().sum(dim=-1)
+    return with_buffer(top_indices(mean * squared_lengths, retain - buffer), keys, buffer)
