@@ -139,8 +139,9 @@ class MethodSpec:
 
 
 AUTO = "auto"
-"""A name for `CALIBRATED` where the checkpoint's folder has `STATISTICS_FILE`, and for `UNCALIBRATED` elsewhere."""
-CALIBRATED, UNCALIBRATED = "expected_attention_calibrated", "kara_sharp"
+"""A name for `CALIBRATED` where the checkpoint's folder has `STATISTICS_FILE`, and for `UNCALIBRATED` elsewhere; or for
+`BY_WINDOW` where other options do not let a method choose again from what it kept."""
+CALIBRATED, UNCALIBRATED, BY_WINDOW = "expected_attention_calibrated", "mean_attention", "kara_sharp"
 STATISTICS_FILE = "kv_statistics.safetensors"
 
 CHUNK_BUDGET = Option("chunk_budget", default=32, least=0)

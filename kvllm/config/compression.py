@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from kvllm.compression.specs import (
     AUTO,
+    BY_WINDOW,
     CALIBRATED,
     CHUNK_BUDGET,
     LARGEST,
@@ -46,8 +47,9 @@ class CompressionConfig(Options, frozen=True, kw_only=True):
     Attributes:
         method: which KV pairs survive (`kvllm.compression.specs.SPECS`). "auto", for windows, is
             "expected_attention_calibrated" where the checkpoint has statistics of its queries
-            (`kv_statistics.safetensors`) and `score_source` is None, and "kara_sharp" elsewhere; with
-            `layer_groups="auto"` where the checkpoint has `kv_layer_losses.json`, and nothing below refuses that.
+            (`kv_statistics.safetensors`) and `score_source` is None, and "mean_attention" elsewhere, or "kara_sharp"
+            where options below do not go with that; with `layer_groups="auto"` where the checkpoint has
+            `kv_layer_losses.json`, and nothing below refuses that.
         policy: which sequences compress and when: "periodic" (every `period` decode steps of the engine, at most
             `max_sequences` sequences), "pressure" (only while blocks are short, and only what is needed to make them
             last `period` steps more), "standalone" (each sequence whenever its tail fills a window; block_size 1) or
@@ -287,7 +289,14 @@ class CompressionConfig(Options, frozen=True, kw_only=True):
     @property
     def spec(self) -> MethodSpec:
         """Facts about the method that the engine reads. Of "auto", those of the method without statistics."""
-        return SPECS[UNCALIBRATED if self.method == AUTO else self.method]
+        return SPECS[self._uncalibrated if self.method == AUTO else self.method]
+
+    @property
+    def _uncalibrated(self) -> str:
+        """What "auto" means without statistics."""
+        again = self.policy in ("periodic", "pressure") and not (self.compress_prompt or self.recalls or self.guard_kl)
+        observes = self.score_source != "recomputed" and self.query_stride == 1
+        return UNCALIBRATED if again and observes else BY_WINDOW
 
     def with_method(self, calibrated: bool, by_layer: bool) -> CompressionConfig:
         """The same with a method instead of "auto", and with shares by layer where these go with the options.
@@ -296,7 +305,7 @@ class CompressionConfig(Options, frozen=True, kw_only=True):
         """
         if self.method != AUTO:
             return self
-        chosen = CALIBRATED if calibrated and self.score_source is None else UNCALIBRATED
+        chosen = CALIBRATED if calibrated and self.score_source is None else self._uncalibrated
         one_share = self.layer_groups or self.recalls or self._not_beside_layer_groups()
         groups = "auto" if by_layer and not one_share else self.layer_groups
         return msgspec.structs.replace(self, method=chosen, layer_groups=groups)

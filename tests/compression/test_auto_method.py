@@ -39,7 +39,9 @@ def method_of(model: str | Path, **options: Any) -> str:
 
 def test_statistics_of_the_checkpoint_decide(bare: Path) -> None:
     assert method_of(DEFAULT_MODEL) == method_of(DEFAULT_MODEL, policy="pressure") == "expected_attention_calibrated"
-    assert method_of(bare) == "kara_sharp"
+    assert method_of(bare) == method_of(bare, policy="pressure") == "mean_attention"
+    for options in ({"compress_prompt": True}, {"query_stride": 2}, {"guard_kl": 0.1}, {"score_source": "recomputed"}):
+        assert method_of(bare, **options) == "kara_sharp"  # windows alone, or other scores
     assert method_of(DEFAULT_MODEL, score_source="recomputed") == "kara_sharp"  # which the other method has not
     for model in (DEFAULT_MODEL, bare):
         assert method_of(model, method="keydiff") == "keydiff"
@@ -57,7 +59,7 @@ def test_losses_of_the_checkpoint_decide_the_shares(bare: Path) -> None:
     assert len(kept_by_layers()) > 1
     assert kept_by_layers(bare) == kept_by_layers(method="kara_sharp") == set()
     (bare / LAYER_LOSSES_FILE).symlink_to(Path(DEFAULT_MODEL) / LAYER_LOSSES_FILE)
-    assert kept_by_layers(bare) == kept_by_layers() and method_of(bare) == "kara_sharp"
+    assert kept_by_layers(bare) == kept_by_layers() and method_of(bare) == "mean_attention"
 
 
 @pytest.mark.parametrize(
@@ -89,7 +91,7 @@ def test_an_engine_says_what_it_chose_and_does_it(
     bare: Path, calibrated: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = DEFAULT_MODEL if calibrated else bare
-    chosen = "expected_attention_calibrated" if calibrated else "kara_sharp"
+    chosen = "expected_attention_calibrated" if calibrated else "mean_attention"
     prompt = QuestionSource(sizes=(8, 8), count=1).load().prompts[0]
     texts = []
     for options in ({}, {"method": chosen} | ({"layer_groups": "auto"} if calibrated else {})):
