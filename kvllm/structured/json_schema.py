@@ -6,6 +6,7 @@ What is left out only ever allows more texts. The standard lets `format` be an a
 from __future__ import annotations
 
 import json
+import re
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
@@ -38,6 +39,8 @@ BOUNDS = ("minProperties", "maxProperties")
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", *BOUNDS)
 VALUES = ("type", "const", "enum")
 MAPS = ("properties", "patternProperties", "$defs", "definitions")
+NAMES = re.compile(r"\^(?:([\w-]+)|\((?:\?:)?([\w-]+(?:\|[\w-]+)*)\))\$")
+"""A pattern that only these names match."""
 SCHEMAS = ("items", "additionalItems", "additionalProperties", "prefixItems", "allOf", "anyOf", "oneOf")
 
 
@@ -126,8 +129,10 @@ class _Walk:
         found += [key for key in BOUNDS if key in part and not _is_bound(part, key)]
         for key in found:
             del part[key]
-        if isinstance(part.get("patternProperties"), dict) and _merge_patterns(part):
-            found.append("patternProperties")
+        if isinstance(part.get("patternProperties"), dict):
+            _move_names(part)
+            if _merge_patterns(part):
+                found.append("patternProperties")
         options = part.get("oneOf")
         if isinstance(options, list) and _error({"oneOf": [self._outline(option) for option in options]}):
             found.append("oneOf")
@@ -181,6 +186,18 @@ def _tidy(part: dict[str, Any]) -> None:
     for key in COUNTS:
         if isinstance(part.get(key), float) and part[key].is_integer():
             part[key] = int(part[key])
+
+
+def _move_names(part: dict[str, Any]) -> None:
+    """Make patterns that match known properties alone a part of these. To llguidance, one more could come behind them,
+    and then nothing fits."""
+    properties, patterns = part.get("properties"), part["patternProperties"]
+    for pattern in list(patterns) if isinstance(properties, dict) else ():
+        found = NAMES.fullmatch(pattern)
+        names = (found[1] or found[2]).split("|") if found else ()
+        if names and all(name in properties for name in names):
+            schema = patterns.pop(pattern)
+            properties |= {name: {"allOf": [properties[name], schema]} for name in names}
 
 
 def _merge_patterns(part: dict[str, Any]) -> bool:

@@ -121,6 +121,17 @@ TEXT = {"type": "string"}
 OBJECT = {"type": "object"}
 
 
+@pytest.mark.parametrize("pattern", ["^a$", "^(a)$", "^(?:b|a)$"])
+def test_a_pattern_of_names_that_are_known_promises_no_further_property(pattern: str) -> None:
+    """A comma behind the last one would be followed by nothing that fits."""
+    number = {"type": "integer", "multipleOf": 5}
+    schema = {**OBJECT, "properties": {"a": number, "b": number}, "required": ["a", "b"], "additionalProperties": False}
+    rule = StructuredOutputsParams(json={**schema, "patternProperties": {pattern: {"minimum": 10}}})
+    assert accepts(rule, '{"a": 15, "b": 20}') and not accepts(rule, '{"a": 5, "b": 20}')
+    allowed = GRAMMARS.matcher(rule).allowed(list(b'{"a": 15, "b": 20'))
+    assert allowed[ord("}")] and not allowed[ord(",")]
+
+
 @pytest.mark.parametrize(
     ("schema", "left_out", "right", "wrong"),
     [
