@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from msgspec import UNSET
 
 from kvllm.serving.message_parser import MessagePart
+from kvllm.serving.responses import TokenLogprob
 
 Kind = Literal["reasoning", "text", "call"]
 
 
 @dataclass(slots=True)
 class Block:
-    """A part of a message. text: of a call, the JSON of its arguments. call_id, name: of a call."""
+    """A part of a message. text: of a call, the JSON of its arguments. logprobs: of text. call_id, name: of a call."""
 
     index: int
     kind: Kind
     text: str = ""
     call_id: str = ""
     name: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
 class BlockStep(NamedTuple):
-    """What happens to a block. text: what is new of it, in a delta."""
+    """What happens to a block. text, logprobs: what is new of it, in a delta."""
 
     what: Literal["start", "delta", "stop"]
     block: Block
     text: str = ""
+    logprobs: Sequence[TokenLogprob] = ()
 
 
 class BlockWriter:
@@ -37,14 +43,20 @@ class BlockWriter:
     def __init__(self) -> None:
         self.blocks: list[Block] = []
         self._is_open = False
+        self._held: list[TokenLogprob] = []
+        """Of tokens whose text may be held back."""
 
-    def push(self, part: MessagePart) -> list[BlockStep]:
-        """What a piece does to the blocks."""
+    def push(self, part: MessagePart, logprobs: Sequence[TokenLogprob] = ()) -> list[BlockStep]:
+        """What a piece does to the blocks. logprobs: of the tokens that made it."""
         steps: list[BlockStep] = []
+        self._held += logprobs
         if part.reasoning:
             steps += self._write("reasoning", part.reasoning)
         if part.content:
-            steps += self._write("text", part.content)
+            own, self._held = _making(part.content, self._held, behind=part.reasoning)
+            steps += self._write("text", part.content, own)
+        if part.tool_calls or (part.reasoning and not part.content):
+            self._held = []
         for call in part.tool_calls:
             if call.id is not UNSET and call.function.name is not UNSET:
                 steps += self._start(Block(len(self.blocks), "call", "", call.id, call.function.name))
@@ -62,9 +74,23 @@ class BlockWriter:
         self._is_open = True
         return [*steps, BlockStep("start", block)]
 
-    def _write(self, kind: Kind, text: str) -> list[BlockStep]:
+    def _write(self, kind: Kind, text: str, logprobs: Sequence[TokenLogprob] = ()) -> list[BlockStep]:
         is_open = self._is_open and self.blocks[-1].kind == kind
         steps = [] if is_open else self._start(Block(len(self.blocks), kind))
         block = self.blocks[-1]
         block.text += text
-        return [*steps, BlockStep("delta", block, text)] if text else steps
+        block.logprobs += logprobs
+        return [*steps, BlockStep("delta", block, text, logprobs)] if text else steps
+
+
+def _making(
+    text: str, tokens: Sequence[TokenLogprob], behind: str
+) -> tuple[Sequence[TokenLogprob], list[TokenLogprob]]:
+    """Those of some tokens that make a text, and those that come after it. behind: what they make before."""
+    made = b"".join(bytes(token.bytes) for token in tokens)
+    begin = made.find(text.encode(), max(0, made.find(behind.encode())) + len(behind.encode()))
+    if begin < 0:  # a character that could not be decoded
+        return tokens, []
+    places = list(accumulate((len(token.bytes) for token in tokens), initial=0))
+    first, last = bisect_right(places, begin) - 1, bisect_left(places, begin + len(text.encode()))
+    return tokens[first:last], list(tokens[last:])

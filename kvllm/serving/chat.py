@@ -154,7 +154,7 @@ class ChatAnswer:
             choice = ChatChunkChoice(
                 index=completion.index,
                 delta=_delta(part),
-                logprobs=self._logprobs(completion),
+                logprobs=self.logprobs(completion),
                 finish_reason=self.finish_reason(completion),
             )
             if completion.finish_reason is not None:
@@ -194,13 +194,14 @@ class ChatAnswer:
     def _extend(self, choice: ChatChoice, completion: CompletionOutput) -> None:
         """Add what is new of a completion."""
         _add(choice.message, self._parse(completion))
-        if choice.logprobs is not None and (piece := self._logprobs(completion)) is not None:
+        if choice.logprobs is not None and (piece := self.logprobs(completion)) is not None:
             choice.logprobs.content += piece.content
         if choice.token_ids is not None:
             choice.token_ids += completion.token_ids
         choice.finish_reason, choice.stop_reason = self.finish_reason(completion), completion.stop_reason
 
-    def _logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
+    def logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
+        """Those of what is new of a completion, None if they were not asked for."""
         if self._most is None or completion.logprobs is None:
             return None
         return ChatLogprobs(chat_logprobs(self._names, completion.token_ids, completion.logprobs, self._most))

@@ -74,11 +74,10 @@ class NamedToolChoice(Struct, kw_only=True):
         return self.function.name if self.function else ""
 
 
-class GenerationFields(Struct, kw_only=True):
-    """What completions and chat completions have in common."""
+class SamplingFields(Struct, kw_only=True):
+    """How an answer is generated, for each route with fields of vLLM."""
 
     model: str | None = None
-    n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
@@ -86,10 +85,6 @@ class GenerationFields(Struct, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
-    max_tokens: int | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    user: str | None = None
 
     top_k: int | None = None
     min_p: float | None = None
@@ -99,23 +94,13 @@ class GenerationFields(Struct, kw_only=True):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    add_special_tokens: bool | None = None
     allowed_token_ids: list[int] | None = None
-    return_tokens_as_token_ids: bool | None = None
-    return_token_ids: bool | None = None
-    truncate_prompt_tokens: int | None = None
-    truncation_side: Literal["left", "right"] | None = None
+    bad_words: list[str] | None = None
     priority: int | None = None
     cache_salt: str | None = None
     request_id: str | None = None
     compression: CompressionOptions | None = None
-    response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
-
-    bad_words: list[str] | None = None
-    use_beam_search: bool | None = None
-    best_of: int | None = None
-    length_penalty: float | None = None
 
     # Fields below are known, and are refused unless they ask for nothing (`REFUSED`).
     spaces_between_special_tokens: Any = None
@@ -123,12 +108,34 @@ class GenerationFields(Struct, kw_only=True):
     logits_processors: Any = None
     kv_transfer_params: Any = None
     vllm_xargs: Any = None
+    repetition_detection: Any = None
+    logprob_token_ids: Any = None
+
+
+class GenerationFields(SamplingFields, kw_only=True):
+    """What completions and chat completions have in common."""
+
+    n: int | None = None
+    max_tokens: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+    add_special_tokens: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    return_token_ids: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    response_format: ResponseFormat | None = None
+    use_beam_search: bool | None = None
+    best_of: int | None = None
+    length_penalty: float | None = None
+
+    # Refused, too.
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
-    repetition_detection: Any = None
-    logprob_token_ids: Any = None
 
 
 class CompletionRequest(GenerationFields, kw_only=True):

@@ -13,12 +13,12 @@ from kvllm.chat_messages import function_tool
 from kvllm.serving.errors import bad_request
 from kvllm.serving.protocol import (
     ChatCompletionRequest,
-    CompressionOptions,
     FunctionName,
     JsonSchema,
     NamedToolChoice,
     Refusals,
     ResponseFormat,
+    SamplingFields,
 )
 from kvllm.serving.sampling import check_fields
 from kvllm.serving.tool_choice import check_allowed
@@ -103,15 +103,12 @@ class TextOptions(Struct, kw_only=True):
     format: TextFormat | None = None
 
 
-class ResponsesRequest(Struct, kw_only=True):
-    """Body of POST /v1/responses. The last fields are those of chats."""
+class ResponsesRequest(SamplingFields, kw_only=True):
+    """Body of POST /v1/responses."""
 
     input: str | list[InputItem]
-    model: str | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     stream: bool | None = None
     store: bool | None = None
     metadata: dict[str, str] | None = None
@@ -123,48 +120,39 @@ class ResponsesRequest(Struct, kw_only=True):
     previous_response_id: str | None = None
     truncation: str | None = None
     include: list[str] | None = None
+    top_logprobs: int | None = None
     conversation: Any = None
     background: Any = None
     background_options: Any = None
     prompt: Any = None
-    top_logprobs: Any = None
     context_management: Any = None
     moderation: Any = None
     image: Any = None
     access_programs: Any = None
 
-    top_k: int | None = None
-    seed: int | None = None
-    request_id: str | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    compression: CompressionOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    include_reasoning: bool | None = None
+    enable_response_messages: Any = None
+    previous_input_messages: Any = None
 
 
 SAME_NAME = (
-    "model",
-    "temperature",
-    "top_p",
-    "top_k",
-    "seed",
+    *SamplingFields.__struct_fields__,
     "parallel_tool_calls",
-    "request_id",
-    "priority",
-    "cache_salt",
-    "compression",
     "chat_template_kwargs",
+    "include_reasoning",
 )
 REFUSED: Refusals = {
     "conversation": ((), "use previous_response_id, or send the whole conversation as input"),
     "background": ((False,), "leave it out, and read the answer as a stream"),
     "prompt": ((), "there are no stored prompts: give instructions and input"),
-    "top_logprobs": ((0,), "use logprobs of /v1/chat/completions"),
     "background_options": (({},), "nothing runs in the background"),
     "context_management": (([],), "use truncation, or send the items that the model is to see"),
     "moderation": ((), "the server has no model for it"),
     "image": (({},), "messages are text"),
     "access_programs": (([], {}), "there are none"),
+    "enable_response_messages": ((False,), "use /tokenize for the prompt, and return_token_ids of chats"),
+    "previous_input_messages": (([],), "send them as input"),
     "mode": (("standard",), "use reasoning.effort"),
     "defer_loading": ((False,), "the model sees all tools that are given"),
     "allowed_callers": ((["direct"],), "the model itself calls tools"),
@@ -177,8 +165,9 @@ def chat_of(body: ResponsesRequest, earlier: Sequence[InputItem] = ()) -> ChatCo
     """The chat that a request is. earlier: items before its input. Raises ApiError for what a chat has not."""
     check_fields(body, REFUSED)
     check_fields(body.reasoning or Reasoning(), REFUSED)
-    if LOGPROBS in (body.include or ()):
-        raise bad_request(f"include of {LOGPROBS!r} is not supported: use logprobs of /v1/chat/completions", "include")
+    shows_logprobs = LOGPROBS in (body.include or ())
+    if body.top_logprobs and not shows_logprobs:
+        raise bad_request(f"top_logprobs needs {LOGPROBS!r} in include", "top_logprobs")
     if body.truncation not in (None, "auto", "disabled"):
         raise bad_request(f"truncation={body.truncation[:100]!r} is not allowed: auto or disabled", "truncation")
     tools, choice = _choice(body.tools or [], body.tool_choice)
@@ -188,6 +177,7 @@ def chat_of(body: ResponsesRequest, earlier: Sequence[InputItem] = ()) -> ChatCo
     if body.max_output_tokens is not None and body.max_output_tokens < 1:
         raise bad_request(f"max_output_tokens={body.max_output_tokens} is not allowed: at least 1", "max_output_tokens")
     chat.max_completion_tokens = body.max_output_tokens
+    chat.logprobs, chat.top_logprobs = shows_logprobs, body.top_logprobs
     chat.reasoning_effort = body.reasoning.effort if body.reasoning else None
     if body.text is not None and body.text.format is not None:
         chat.response_format = _format(body.text.format)

@@ -54,6 +54,7 @@ class ResponsesResponse(Struct, kw_only=True):
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
+    top_logprobs: int | None = None
     metadata: dict[str, str] = {}
     error: None = None
     previous_response_id: str | None = None
@@ -109,6 +110,7 @@ class ResponsesAnswer:
             max_output_tokens=body.max_output_tokens,
             temperature=body.temperature,
             top_p=body.top_p,
+            top_logprobs=body.top_logprobs,
             metadata=body.metadata or {},
             previous_response_id=body.previous_response_id,
             store=body.store is not False,
@@ -144,7 +146,8 @@ class ResponsesAnswer:
     async def _steps(self) -> AsyncGenerator[BlockStep, None]:
         async with aclosing(self._chat.parts()) as parts:
             async for part, completion in parts:
-                for step in self._writer.push(part):
+                logprobs = self._chat.logprobs(completion)
+                for step in self._writer.push(part, logprobs.content if logprobs else ()):
                     yield step
                 self._finish_reason = self._chat.finish_reason(completion) or self._finish_reason
         for step in self._writer.finish():
@@ -201,13 +204,14 @@ class ResponsesAnswer:
         if step.what == "delta":
             if self._is_custom(block):  # its input is inside the JSON of the arguments: it is told at the end
                 return
-            yield f"{name}.delta", place | {"delta": step.text} | ({"logprobs": []} if block.kind == "text" else {})
+            extra = {"logprobs": step.logprobs} if block.kind == "text" else {}
+            yield f"{name}.delta", place | {"delta": step.text} | extra
             return
         if step.what == "start":
             item = self._item(block, "in_progress", is_empty=True)
             yield "response.output_item.added", {"output_index": block.index, "item": item}
             if block.kind != "call":
-                yield "response.content_part.added", place | {"part": _part(block, "")}
+                yield "response.content_part.added", place | {"part": _part(block, is_empty=True)}
             return
         if self._is_custom(block):
             text = custom_input(block.text)
@@ -216,9 +220,9 @@ class ResponsesAnswer:
         elif block.kind == "call":
             yield f"{name}.done", place | {"name": block.name, "arguments": block.text}
         else:
-            extra = {"logprobs": []} if block.kind == "text" else {}
+            extra = {"logprobs": block.logprobs} if block.kind == "text" else {}
             yield f"{name}.done", place | {"text": block.text} | extra
-            yield "response.content_part.done", place | {"part": _part(block, block.text)}
+            yield "response.content_part.done", place | {"part": _part(block)}
         item = self._item(block, "completed")
         yield "response.output_item.done", {"output_index": block.index, "item": item}
 
@@ -232,7 +236,7 @@ class ResponsesAnswer:
     def _item(self, block: Block, status: str, is_empty: bool = False) -> dict[str, Any]:
         """An item of the output. is_empty: as its stream begins."""
         item: dict[str, Any] = {"id": self._item_id(block), "status": status}
-        content = [] if is_empty else [_part(block, block.text)]
+        content = [] if is_empty else [_part(block)]
         if self._is_custom(block):
             text = "" if is_empty else custom_input(block.text)
             own = {"type": "custom_tool_call", "call_id": block.call_id, "name": block.name, "input": text}
@@ -253,7 +257,9 @@ def _shown_tool(tool: ResponsesTool) -> dict[str, Any]:
     return shown if tool.type == "custom" else shown | {"strict": tool.strict}
 
 
-def _part(block: Block, text: str) -> dict[str, Any]:
+def _part(block: Block, is_empty: bool = False) -> dict[str, Any]:
+    """The content of an item. is_empty: as its stream begins."""
+    text = "" if is_empty else block.text
     if block.kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": [] if is_empty else block.logprobs}

@@ -16,7 +16,7 @@ from kvllm.serving import response_store
 from kvllm.serving.errors import ApiError
 from kvllm.serving.limits import SMALL_BODY_BYTES
 from kvllm.serving.response_store import ResponseStore, StoredResponse
-from kvllm.serving.responses_protocol import CUSTOM_PARAMETERS, ResponsesRequest, chat_of, custom_input
+from kvllm.serving.responses_protocol import CUSTOM_PARAMETERS, LOGPROBS, ResponsesRequest, chat_of, custom_input
 from tests.helpers.parrot_chat import TOOLS
 from tests.helpers.server import ServerProcess
 
@@ -341,6 +341,48 @@ def test_custom_tools(client: Any, parrot_server: ServerProcess) -> None:
     assert status == 200 and found["usage"]["input_tokens"] == expected, found
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stop": "look"},
+        {"stop": ["look"], "include_stop_str_in_output": True},
+        {"structured_outputs": {"choice": ["yes"]}},
+        {"allowed_token_ids": [70, 71]},
+        {"bad_words": ["Let me look."]},
+        {"logit_bias": {"70": 100}},
+        {"include_reasoning": False},
+    ],
+)
+def test_fields_of_chats(parrot_server: ServerProcess, fields: dict[str, Any]) -> None:
+    """Each does what it does to a chat, and that is something."""
+
+    def answer(**fields: Any) -> tuple[str, str]:
+        ask = {"input": "Is it fine?", "temperature": 0, "max_output_tokens": 20, "store": False}
+        status, response = parrot_server.json("/v1/responses", ask | fields)
+        assert status == 200, response
+        texts = {item["type"]: item["content"][0]["text"] for item in response["output"]}
+        return texts.get("reasoning", ""), texts.get("message", "")
+
+    ask = {"messages": [{"role": "user", "content": "Is it fine?"}], "temperature": 0, "max_tokens": 20}
+    _, chat = parrot_server.json("/v1/chat/completions", ask | fields)
+    message = chat["choices"][0]["message"]
+    assert answer(**fields) == (message["reasoning"] or "", message["content"] or "") != answer()
+
+
+def test_log_probabilities(client: Any, parrot_server: ServerProcess) -> None:
+    """Those of the text alone, the same in a stream, and those of chats."""
+    wanted: Any = {"include": [LOGPROBS], "top_logprobs": 2}
+    thought, message, _ = client.responses.create(**ASK, **wanted, tools=FUNCTIONS).output
+    shown = message.content[0].logprobs
+    assert [each.token for each in shown] == ["Let me look."] and len(shown[0].top_logprobs) == 2
+    assert thought.type == "reasoning" and shown[0].logprob == shown[0].top_logprobs[0].logprob
+    events = list(client.responses.create(**ASK, **wanted, tools=FUNCTIONS, stream=True))
+    deltas = [each for event in events if event.type == "response.output_text.delta" for each in event.logprobs]
+    (done,) = [event.logprobs for event in events if event.type == "response.output_text.done"]
+    assert [each.token for each in deltas] == [each.token for each in done] == [each.token for each in shown]
+    assert events[-1].response.output[1].content[0].logprobs == shown
+
+
 def test_max_output_tokens(client: Any) -> None:
     cut = client.responses.create(**ASK, max_output_tokens=2)
     assert cut.status == "incomplete" and cut.incomplete_details.reason == "max_output_tokens"
@@ -379,7 +421,18 @@ def test_asynchronous_streams_at_once(parrot_server: ServerProcess) -> None:
         ({"background": True}, "background", "stream"),
         ({"truncation": "some"}, "truncation", "auto or disabled"),
         ({"input": "a" * 100_000, "truncation": "auto"}, "prompt", "maximum context length"),
-        ({"include": ["message.output_text.logprobs"]}, "include", "logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs", "in include"),
+        ({"top_logprobs": 21, "include": [LOGPROBS]}, "top_logprobs", "between 0 and 20"),
+        *(({name: 3}, name, "between") for name in ("min_p", "presence_penalty", "frequency_penalty")),
+        ({"repetition_penalty": -1}, "repetition_penalty", "between"),
+        ({"stop_token_ids": [*range(2000)]}, "stop_token_ids", "at most 1024"),
+        ({"vllm_xargs": {"a": 1}}, "vllm_xargs", "no such arguments"),
+        ({"enable_response_messages": True}, "enable_response_messages", "return_token_ids"),
+        (
+            {"structured_outputs": {"choice": ["a"]}, "text": {"format": {"type": "json_object"}}},
+            "structured_outputs",
+            "exclude each other",
+        ),
         ({"input": []}, "messages", "empty"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0]", "input_image"),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0]", "without 'text'"),
