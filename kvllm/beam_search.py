@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvllm.outputs import CompletionOutput, FinishReason, Logprob
+from kvllm.outputs import BeamSearchSequence, CompletionOutput, FinishReason, Logprob
 from kvllm.sampling_params import BeamSearchParams, SamplingParams
 from kvllm.tokenizer import IncrementalDecoder, Tokenizer
 
@@ -95,6 +95,15 @@ class BeamSearch:
     def completions(self, tokenizer: Tokenizer | None) -> list[CompletionOutput]:
         """The finished beams, the best one first."""
         return [self._completion(index, beam, tokenizer) for index, beam in enumerate(self._finished)]
+
+    def sequences(self, tokenizer: Tokenizer | None) -> list[BeamSearchSequence]:
+        """The same, behind the prompt."""
+        found = []
+        for beam in self._finished:
+            tokens = [*self.prompt_token_ids, *beam.token_ids]
+            text = None if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=True)
+            found.append(BeamSearchSequence(tokens, text, beam.cumulative_logprob, beam.finish_reason))
+        return found
 
     def _candidate(self, beam: Beam, token_id: int, logprob: float) -> Beam:
         token_ids = (*beam.token_ids, token_id)

@@ -21,7 +21,7 @@ from kvllm.engine_args import EngineArgs
 from kvllm.engine_builder import build_engine, cache_shape
 from kvllm.errors import RequestError
 from kvllm.metrics import Metric, metrics_of
-from kvllm.outputs import RequestOutput
+from kvllm.outputs import BeamSearchOutput, RequestOutput
 from kvllm.prompts import Array, Prompt
 from kvllm.sampling_params import BeamSearchParams, SamplingParams
 from kvllm.stats import EngineStats
@@ -159,11 +159,20 @@ class LLM:
         prompts = [self._render(self.tokenizer, conversation, tools, options) for conversation in conversations]
         return self._generate(prompts, alone, sampling_params, use_tqdm, priority)
 
-    def beam_search(self, prompts: Prompt | Iterable[Prompt], params: BeamSearchParams) -> list[RequestOutput]:
+    def beam_search(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        params: BeamSearchParams,
+        lora_request: None = None,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
         """Find the likeliest continuations of prompts.
 
         Args:
-            prompts: as in `generate`.
+            prompts, lora_request: as in `generate`.
+            use_tqdm: show a progress bar.
+            concurrency_limit: most prompts at once, if not all.
 
         Returns:
             One output for each prompt, in order, with up to `beam_width` completions, the best one first. Of several
@@ -171,13 +180,35 @@ class LLM:
             compression is, as each step computes the beams that it needs from cached blocks.
 
         Raises:
-            RequestError: a single prompt cannot be served.
+            RequestError: a single prompt cannot be served, or the arguments cannot be obeyed.
         """
+        _refuse_adapter(lora_request)
+        if concurrency_limit is not None and concurrency_limit < 1:
+            raise RequestError(f"concurrency_limit={concurrency_limit} is not allowed: at least 1, or None")
         batch, alone = _batch_of(prompts)
-        outputs: list[RequestOutput] = []
-        searches: list[tuple[RequestOutput, BeamSearch]] = []
-        for prompt in batch:
-            output = RequestOutput(str(next(self._request_ids)), None, [], [], finished=True)
+        outputs, searches = self._begin_searches(batch, params)
+        step = concurrency_limit or len(searches) or 1
+        with tqdm(total=len(searches), desc="Beam search", disable=not use_tqdm) as bar:
+            for some in (searches[first : first + step] for first in range(0, len(searches), step)):
+                while running := [each for each in some if not each[1].is_done and each[0].error is None]:
+                    self._advance(running)
+                bar.update(len(some))
+        for output, search in searches:
+            if output.error is None:
+                output.outputs = search.completions(self.tokenizer)
+                output.sequences = search.sequences(self.tokenizer)
+        if alone and (error := outputs[0].error):
+            raise error
+        return outputs
+
+    def _begin_searches(
+        self, prompts: list[Prompt], params: BeamSearchParams
+    ) -> tuple[list[BeamSearchOutput], list[tuple[BeamSearchOutput, BeamSearch]]]:
+        """The output of each prompt, and the searches of those that can be served."""
+        outputs: list[BeamSearchOutput] = []
+        searches: list[tuple[BeamSearchOutput, BeamSearch]] = []
+        for prompt in prompts:
+            output = BeamSearchOutput(str(next(self._request_ids)), None, [], [], finished=True)
             outputs.append(output)
             try:
                 output.prompt, search = begin_search(self.llm_engine, prompt, params)
@@ -186,16 +217,9 @@ class LLM:
             else:
                 output.prompt_token_ids = search.prompt_token_ids
                 searches.append((output, search))
-        while running := [each for each in searches if not each[1].is_done and each[0].error is None]:
-            self._advance(running)
-        for output, search in searches:
-            if output.error is None:
-                output.outputs = search.completions(self.tokenizer)
-        if alone and (error := outputs[0].error):
-            raise error
-        return outputs
+        return outputs, searches
 
-    def _advance(self, searches: list[tuple[RequestOutput, BeamSearch]]) -> None:
+    def _advance(self, searches: list[tuple[BeamSearchOutput, BeamSearch]]) -> None:
         """Compute the next token of all beams of some searches together."""
         prompts = [(search, prompt) for _, search in searches for prompt in search.prompts()]
         params = [search.sampling_params() for search, _ in prompts]

@@ -139,3 +139,21 @@ class RequestOutput:
                 self.outputs.append(new)
         self.finished, self.error, self.metrics = delta.finished, delta.error, delta.metrics
         self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """A beam as vLLM's scripts read it: tokens and text begin with those of the prompt. text: None without a
+    tokenizer."""
+
+    tokens: list[int]
+    text: str | None
+    cum_logprob: float
+    finish_reason: FinishReason | None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput(RequestOutput):
+    """What `LLM.beam_search` found for one prompt. sequences: `outputs` with the prompt in front of each."""
+
+    sequences: list[BeamSearchSequence] = field(default_factory=list)

@@ -245,6 +245,14 @@ class BeamSearchParams(Options, frozen=True, kw_only=True):
             higher one prefers longer texts.
     """
 
+    REFUSED: ClassVar[Refused] = {
+        "temperature": ((0.0,), "beams are the likeliest texts"),
+        "include_stop_str_in_output": ((False,), "a search has no stop strings"),
+        "structured_outputs": ((), "a search obeys no rules: use n completions of LLM.generate"),
+        "skip_special_tokens": ((True,), "the tokens are there, too"),
+        "watermarking": ((False,), "no text is marked"),
+    }
+
     beam_width: int
     max_tokens: int
     ignore_eos: bool = False

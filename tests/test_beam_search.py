@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +91,37 @@ def test_beams_are_those_of_transformers(llm: LLM, params: BeamSearchParams) -> 
         for completion in found.outputs:
             assert completion.text == llm.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
     assert llm.llm_engine.scheduler.blocks.num_owned == 0
+
+
+def test_what_scripts_for_vllm_read(llm: LLM) -> None:
+    """Sequences begin with their prompt, and a limit of concurrency changes nothing."""
+    params = SEARCHES[1]
+    found = llm.beam_search(PROMPTS, params)
+    for output, prompt in zip(found, PROMPTS, strict=True):
+        for sequence, completion in zip(output.sequences, output.outputs, strict=True):
+            assert sequence.tokens == prompt + completion.token_ids
+            assert sequence.text == llm.tokenizer.decode(sequence.tokens, skip_special_tokens=True)
+            assert sequence.cum_logprob == completion.cumulative_logprob
+            assert sequence.finish_reason == completion.finish_reason
+    for limit in (1, 3):
+        assert [each.sequences for each in llm.beam_search(PROMPTS, params, concurrency_limit=limit)] == [
+            each.sequences for each in found
+        ]
+    with pytest.raises(RequestError, match="concurrency_limit=0"):
+        llm.beam_search(PROMPTS, params, concurrency_limit=0)
+    with pytest.raises(RequestError, match="lora_request"):
+        llm.beam_search(PROMPTS, params, object())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("option", BeamSearchParams.REFUSED)
+def test_options_that_cannot_be_obeyed(option: str) -> None:
+    def params(**options: Any) -> BeamSearchParams:
+        return BeamSearchParams(beam_width=2, max_tokens=3, **options)
+
+    for value in (None, *BeamSearchParams.REFUSED[option][0]):
+        assert params(**{option: value}) == params()
+    with pytest.raises(ConfigError, match=f"^{option}='x' is not allowed: .{{12,}}"):
+        params(**{option: "x"})
 
 
 def test_a_search_is_not_bound_by_max_logprobs() -> None:
