@@ -74,8 +74,6 @@ def check_input(path: Path) -> list[str]:
                 first = ids[request.custom_id]
                 raise ConfigError(f"{path}, lines {first} and {number} have the same custom_id {request.custom_id!r}")
             ids[request.custom_id] = number
-    if not ids:
-        raise ConfigError(f"{path} has no request")
     return list(ids)
 
 

@@ -23,7 +23,6 @@ def line(custom_id: str, **more: object) -> str:
         (line("a") + line("b") + line("a"), "lines 1 and 3 have the same custom_id 'a'"),
         (line("a") + "not json\n", "line 2 must be a JSON object"),
         (line("a", body="text"), "line 1 must be"),
-        ("\n\n", "has no request"),
     ],
 )
 def test_a_wrong_input_is_refused_before_anything_runs(tmp_path, text, message):

@@ -69,6 +69,13 @@ def test_answers_are_those_of_the_engine_and_a_second_run_adds_nothing(tmp_path,
     assert "8 of them in an earlier run" in capsys.readouterr().out
 
 
+def test_a_file_without_requests_has_no_answers(tmp_path, capsys):
+    """A job that has nothing to ask is done, and its next step finds a file."""
+    target = tmp_path / "out.jsonl"
+    assert run(write(tmp_path / "in.jsonl", []), target) == 0
+    assert target.read_bytes() == b"" and capsys.readouterr().out.startswith("0 requests: 0 answered")
+
+
 def test_failures_stand_in_their_lines(tmp_path, capsys):
     template = tmp_path / "template.jinja"
     template.write_text("{{ messages[0].content }}{{ ends }}\n")
