@@ -32,10 +32,23 @@ def content_format(template: str) -> ContentFormat:
     except (TemplateError, RecursionError):  # rendering it says what is wrong
         return ContentFormat()
     names = _names(tree)
-    if not any(Kind.CONTENT in _kinds(loop.iter, names) for loop in tree.find_all(nodes.For)):
+    if not any(Kind.CONTENT in _kinds(loop.iter, names) and _reads_parts(loop) for loop in tree.find_all(nodes.For)):
         return ContentFormat()
     tests = (test for test in tree.find_all(nodes.Test) if test.name == "string")
     return ContentFormat(text=any(Kind.CONTENT in _kinds(test.node, names) for test in tests), parts=True)
+
+
+def _reads_parts(loop: nodes.For) -> bool:
+    """Whether the items of a loop may be parts, which have a type or a text. Templates for Mistral find calls there."""
+    keys = {node.attr for node in loop.find_all(nodes.Getattr) if node.node == _loaded(loop.target)}
+    items = [node for node in loop.find_all(nodes.Getitem) if node.node == _loaded(loop.target)]
+    keys |= {node.arg.value for node in items if isinstance(node.arg, nodes.Const)}
+    return not keys or bool(keys & {"type", "text"})
+
+
+def _loaded(target: nodes.Node) -> nodes.Node | None:
+    """The name of a loop's item as an expression has it."""
+    return nodes.Name(target.name, "load") if isinstance(target, nodes.Name) else None
 
 
 class Kind(Enum):

@@ -210,6 +210,10 @@ TEXT, BOTH = ContentFormat(), ContentFormat(parts=True)
          TEXT),
         ("{% for message in messages %}{% if message.content is string %}{{ message.content }}{% endif %}{% endfor %}",
          TEXT),
+        # Calls, or the content of a role of their own, as in a template for Mistral.
+        ("{% for message in messages %}{% if message.calls %}{% set calls = message.calls %}{% else %}"
+         "{% set calls = message.content %}{% endif %}{{ message.content }}"
+         "{% for call in calls %}{{ call.function }}{{ call['id'] }}{% endfor %}{% endfor %}", TEXT),
         ("{{ broken", TEXT),
     ],
 )  # fmt: skip
