@@ -23,7 +23,7 @@ def constraint(
 ) -> StructuredOutputsParams | None:
     """The rule of a request, or None. Raises ApiError and ConfigError.
 
-    tokenizer, tools: of a chat.
+    tokenizer, tools: of a chat. Where it must call one, there is no text that a response_format could hold for.
     """
     found = {
         "structured_outputs": _structured_outputs(body.structured_outputs),
@@ -31,6 +31,7 @@ def constraint(
     }
     if tools is not None and tools.must_call:
         assert tokenizer is not None  # else there is no chat
+        found["response_format"] = None
         found["tool_choice"] = StructuredOutputsParams(grammar=calls_grammar(tools, tokenizer.added_token_ids.get))
     given = [name for name, rule in found.items() if rule is not None]
     if len(given) > 1:

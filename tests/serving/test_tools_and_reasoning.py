@@ -171,6 +171,14 @@ def check_calls(calls: Any, names: set[str]) -> None:
         jsonschema.validate(json.loads(call.function.arguments), schemas[call.function.name])
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_time"}}])
+def test_a_call_that_must_come_goes_before_the_format_of_text(client: Any, choice: Any) -> None:
+    options = {"tools": TOOLS, "tool_choice": choice, "temperature": 1, "seed": 3, "extra_body": NO_THOUGHT}
+    expected = ask(client, **options).choices[0].message
+    found = ask(client, **options, response_format={"type": "json_object"}).choices[0].message
+    assert [call.function for call in found.tool_calls] == [call.function for call in expected.tool_calls]
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_required_calls(client: Any, seed: int) -> None:
     options = {"tools": TOOLS, "tool_choice": "required", "temperature": 1, "extra_body": NO_THOUGHT}
