@@ -192,7 +192,9 @@ def _move_names(part: dict[str, Any]) -> None:
     """Make patterns that match known properties alone a part of these. To llguidance, one more could come behind them,
     and then nothing fits."""
     properties, patterns = part.get("properties"), part["patternProperties"]
-    for pattern in list(patterns) if isinstance(properties, dict) else ():
+    if not isinstance(properties, dict):
+        return
+    for pattern in list(patterns):
         found = NAMES.fullmatch(pattern)
         names = (found[1] or found[2]).split("|") if found else ()
         if names and all(name in properties for name in names):
