@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from kvllm.chat_messages import function_tool
+from kvllm.chat_messages import function_tool, text_of
 from kvllm.serving.errors import bad_request
 from kvllm.serving.protocol import (
     ChatCompletionRequest,
@@ -55,6 +55,8 @@ class InputItem(Struct, kw_only=True, omit_defaults=True):
     arguments: str | None = None
     input: str | None = None
     output: str | list[InputPart] | None = None
+    summary: list[InputPart] | None = None
+    status: str | None = None
 
 
 class ResponsesTool(Struct, kw_only=True):
@@ -181,7 +183,15 @@ def chat_of(body: ResponsesRequest, earlier: Sequence[InputItem] = ()) -> ChatCo
     chat.reasoning_effort = body.reasoning.effort if body.reasoning else None
     if body.text is not None and body.text.format is not None:
         chat.response_format = _format(body.text.format)
+    chat.continue_final_message = _is_continued(body, chat.messages)
     return chat
+
+
+def _is_continued(body: ResponsesRequest, messages: list[dict[str, Any]]) -> bool:
+    """Whether the answer goes on with the last message, because it is one of the assistant that was cut off."""
+    item = body.input[-1] if isinstance(body.input, list) and body.input else InputItem()
+    is_cut = item.role == "assistant" and item.status in ("in_progress", "incomplete")
+    return is_cut and "tool_calls" not in messages[-1] and bool(text_of(messages[-1]["content"]))
 
 
 def is_reference(item: InputItem) -> bool:
@@ -276,7 +286,8 @@ def _add(messages: list[dict[str, Any]], item: InputItem, where: str) -> None:
         content = _content(item.output, where)
         messages.append({"role": "tool", "content": content, "tool_call_id": item.call_id})
     elif kind == "reasoning":
-        thought = "".join(part.text or "" for part in item.content or [] if isinstance(part, InputPart))
+        parts = item.content or item.summary or []
+        thought = "".join(part.text or "" for part in parts if isinstance(part, InputPart))
         if thought:
             message = _assistant(messages)
             message["reasoning"] = message.get("reasoning", "") + thought

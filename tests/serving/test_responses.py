@@ -383,6 +383,32 @@ def test_log_probabilities(client: Any, parrot_server: ServerProcess) -> None:
     assert events[-1].response.output[1].content[0].logprobs == shown
 
 
+def test_a_message_that_was_cut_off_goes_on(client: Any) -> None:
+    """As it was given back, or named by its id. One that is whole is answered instead."""
+    question = {"role": "user", "content": "Is it fine?"}
+    ask = {"model": "parrot", "temperature": 0}
+    whole = client.responses.create(**ask, input=[question]).output_text
+    cut = client.responses.create(**ask, input=[question], max_output_tokens=8).output[-1]
+    assert cut.status == "incomplete" and whole.startswith(cut.content[0].text) and whole != cut.content[0].text
+    for item in (cut.to_dict(), {"type": "item_reference", "id": cut.id}):
+        rest = client.responses.create(**ask, input=[question, item])
+        assert cut.content[0].text + rest.output_text == whole
+    answered = client.responses.create(**ask, input=[question, cut.to_dict() | {"status": "completed"}])
+    assert answered.usage.input_tokens > rest.usage.input_tokens
+    call = {"type": "function_call", "call_id": "c", "name": "get_time", "arguments": "{}"}
+    for items in ([call, cut.to_dict()], [cut.to_dict() | {"content": ""}]):  # nothing that could go on
+        body = msgspec.convert({"input": [question, *items]}, ResponsesRequest)
+        assert not chat_of(body).continue_final_message
+
+
+def test_a_thought_of_which_there_is_a_summary_alone() -> None:
+    summary = [{"type": "summary_text", "text": "Hm."}]
+    for content, thought in (([], "Hm."), ([{"type": "reasoning_text", "text": "Hm, weather."}], "Hm, weather.")):
+        item = {"type": "reasoning", "summary": summary, "content": content}
+        body = msgspec.convert({"input": [{"role": "user", "content": "a"}, item]}, ResponsesRequest)
+        assert chat_of(body).messages[-1]["reasoning"] == thought
+
+
 def test_max_output_tokens(client: Any) -> None:
     cut = client.responses.create(**ASK, max_output_tokens=2)
     assert cut.status == "incomplete" and cut.incomplete_details.reason == "max_output_tokens"
