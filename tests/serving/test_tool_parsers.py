@@ -194,6 +194,21 @@ def test_what_only_looks_like_a_call_stays_text(name: str) -> None:
         assert parse(name, text) == (text, [])
 
 
+@pytest.mark.parametrize(("name", "template"), FORMS, ids=IDS)
+def test_a_call_that_is_none_hides_no_other(name: str, template: str) -> None:
+    """A tag with words behind it stays text, and the call that follows is read."""
+    text = render(template, CALLS[:1]).strip("\n")
+    tags = tool_parser(name).tags
+    if not tags or not text.startswith(tags):
+        pytest.skip("has no tag in front of calls")
+    begin = max((tag for tag in tags if text.startswith(tag)), key=len)
+    assert values(parse(name, f"{begin}no call here {text}")[1]) == CALLS[:1]
+
+
+def test_the_word_in_front_of_a_name_may_be_missing() -> None:
+    assert parse("gemma4", "<|tool_call>:get_time{hour:5}<tool_call|>") == ("", [("get_time", '{"hour": 5}')])
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=50)
 @given(data=st.data())
@@ -241,6 +256,8 @@ def test_values_of_xml_take_their_types_from_the_schema() -> None:
     odd = FunctionDefinition(name="odd", parameters={"properties": {"a": {"type": [{"type": "string"}, "integer"]}}})
     called = "<tool_call><function=odd><parameter=a>5</parameter></function></tool_call>"
     assert read(tool_parser("qwen3_coder")([odd]), [called]) == ("", [("odd", '{"a": 5}')])
+    python = FunctionDefinition(name="odd", parameters={"properties": {"a": {"type": ["str", "float"]}}})
+    assert read(tool_parser("qwen3_coder")([python]), [called.replace("5", "3.5")])[1] == [("odd", '{"a": 3.5}')]
     assert value("city", "\n\n  x\n</function\n\n") == "\n  x\n</function\n"
 
 

@@ -24,7 +24,7 @@ class DeepSeekV31Parser(TaggedParser):
     head = re.compile(rf"\s*([^\s<>]+)\s*{SEP}\s*")
 
     def _reader(self, start: str) -> HeadedReader:
-        return HeadedReader(self.head)
+        return HeadedReader(self.head, (FIRST, START, END, LAST))
 
 
 class DeepSeekV3Parser(DeepSeekV31Parser):

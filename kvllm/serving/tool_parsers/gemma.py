@@ -9,7 +9,8 @@ from kvllm.serving.tool_parsers.json_calls import HeadedReader
 from kvllm.serving.tool_parsers.literals import Dialect, LiteralReader
 from kvllm.serving.tool_parsers.tagged import TaggedParser
 
-HEAD = re.compile(r"\s*call:\s*([^\s{}]+)\s*")
+HEAD = re.compile(r"\s*(?:call)?:\s*([^\s{}]+)\s*")
+"""Gemma 4 leaves out the word now and then."""
 WORD = re.compile(r"[^,:{}\[\]<]+")
 
 
@@ -22,7 +23,7 @@ class FunctionGemmaParser(TaggedParser):
     closing = tags[1:2]
 
     def _reader(self, start: str) -> HeadedReader:
-        return GemmaReader(self.quote)
+        return GemmaReader(self.quote, self.starts + self.closing)
 
 
 class Gemma4Parser(FunctionGemmaParser):
@@ -35,11 +36,11 @@ class Gemma4Parser(FunctionGemmaParser):
 
 
 class GemmaReader(HeadedReader):
-    """quote: the tag around texts."""
+    """quote: the tag around texts. stops: the tags around calls."""
 
-    def __init__(self, quote: str) -> None:
+    def __init__(self, quote: str, stops: tuple[str, ...]) -> None:
         self._literal = LiteralReader(Dialect((quote,), False, WORD))
-        super().__init__(HEAD)
+        super().__init__(HEAD, stops)
 
     def _arguments_reader(self) -> LiteralReader:
         return self._literal

@@ -7,7 +7,7 @@ import re
 from collections.abc import Container
 from typing import Any
 
-from kvllm.serving.tags import LONGEST_HEAD
+from kvllm.serving.tags import LONGEST_HEAD, first_tag
 
 # The beginning of a call as models write it. From there on its arguments stream; any other order waits for its end.
 NAME = (
@@ -96,14 +96,16 @@ class ObjectReader:
 class HeadedReader:
     """Reads a head that has the name, and the arguments in braces behind it.
 
-    head: matches all in front of the braces; its group is the name.
+    head: matches all in front of the braces; its group is the name. stops: tags that a head does not have, such as that
+    of the next call.
     """
 
-    def __init__(self, head: re.Pattern[str]) -> None:
+    def __init__(self, head: re.Pattern[str], stops: tuple[str, ...]) -> None:
         self.raw = ""
         self.name: str | None = None
         self.is_broken = False
         self._head = head
+        self._ends = ("{", *stops)
         self._arguments = self._arguments_reader()
         self._new_arguments = ""
 
@@ -130,13 +132,14 @@ class HeadedReader:
         return ObjectScanner()
 
     def _read_head(self, text: str) -> int:
-        brace = text.find("{")
-        used = min(len(text) if brace < 0 else brace, LONGEST_HEAD - len(self.raw))
+        place, end = first_tag(text, self._ends)
+        used = min(place, LONGEST_HEAD - len(self.raw))
         self.raw += text[:used]
-        if used == brace and (head := self._head.fullmatch(self.raw)):
+        has_end = end is not None and used == place
+        if has_end and end == "{" and (head := self._head.fullmatch(self.raw)):
             self.name = head[1]
         else:
-            self.is_broken = used == brace or len(self.raw) == LONGEST_HEAD
+            self.is_broken = has_end or len(self.raw) == LONGEST_HEAD
         return used
 
     def _read_arguments(self, text: str) -> int:

@@ -62,7 +62,7 @@ class ListedReader:
                 used += 1
             else:
                 is_object = "[" in self._space or text[used] == "{"
-                self._call = ObjectReader() if is_object else HeadedReader(HEAD)
+                self._call = ObjectReader() if is_object else HeadedReader(HEAD, (START,))
         return used + (self._call.push(text[used:]) if self._call else 0)
 
     def take_arguments(self) -> str:

@@ -14,7 +14,13 @@ from kvllm.serving.tool_parsers.tagged import TaggedParser
 START, END = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+NO_NAME = frozenset("\n<")
+"""Characters that no name of a function has."""
 TYPES = {"null": type(None), "boolean": bool, "integer": int, "number": (int, float), "array": list, "object": dict}
+OTHER_NAMES = {
+    "str": "string", "int": "integer", "float": "number", "bool": "boolean", "list": "array", "dict": "object"
+}  # fmt: skip
+"""Of types, in tools of programs that take Python's."""
 
 
 class Qwen3CoderParser(TaggedParser):
@@ -73,12 +79,12 @@ class FunctionReader:
         start = 0 if self._is_open else space + len(FUNCTION)
         is_tag = self._is_open or text.startswith(FUNCTION, space)
         end = text.find(">", start)
-        if is_tag and start < end < LONGEST_HEAD and "\n" not in text[start:end]:
+        if is_tag and start < end < LONGEST_HEAD and NO_NAME.isdisjoint(text[start:end]):
             self.name = text[start:end].strip().strip("\"'")
             self._new_arguments = "{"
             return end + 1
-        may_be = (is_tag and end < 0 and "\n" not in text[start:]) or (not is_tag and FUNCTION.startswith(text[space:]))
-        self.is_broken = not may_be or len(text) >= LONGEST_HEAD
+        is_begun = end < 0 and NO_NAME.isdisjoint(text[start:]) if is_tag else FUNCTION.startswith(text[space:])
+        self.is_broken = not is_begun or len(text) >= LONGEST_HEAD
         return None
 
     def _read_tag(self, text: str) -> int | None:
@@ -140,7 +146,8 @@ class FunctionReader:
 def _types(schema: dict[str, Any]) -> set[str]:
     """The types that a schema allows; empty for any."""
     if (given := schema.get("type")) is not None:
-        return {str(each) for each in given} if isinstance(given, list) else {str(given)}
+        names = [str(each) for each in (given if isinstance(given, list) else [given])]
+        return {OTHER_NAMES.get(name, name) for name in names}
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(values, list) and values:
         return {"string"} if all(isinstance(value, str) for value in values) else set()
