@@ -26,7 +26,7 @@ class Parser(argparse.ArgumentParser):
         self, args: Iterable[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         """Nothing is left over: the parser of a subcommand refuses what it does not know, with its own options."""
-        given = sys.argv[1:] if args is None else list(args)
+        given = self._with_dashes(sys.argv[1:] if args is None else list(args))
         self._refuse_unknown_options(given)
         found, extras = super().parse_known_args(given, namespace)
         if extras:
@@ -35,6 +35,18 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(WRONG_USAGE, f"{self._usage_line()}\n{self.prog}: error: {message}\n")
+
+    def _with_dashes(self, arguments: list[str]) -> list[str]:
+        """Options may have the underscores that they have in Python, as vLLM's."""
+        given = list(arguments)
+        for index, argument in enumerate(given):
+            if argument == "--":
+                break
+            name, equals, value = argument.partition("=")
+            dashed = name.replace("_", "-")
+            if name.startswith("--") and dashed in self._option_string_actions:
+                given[index] = f"{dashed}{equals}{value}"
+        return given
 
     def _refuse_unknown_options(self, arguments: Iterable[str]) -> None:
         """Before anything else is missed: a mistyped option that is required would be told to be missing."""

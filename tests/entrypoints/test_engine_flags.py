@@ -86,6 +86,12 @@ def test_sizes_reach_the_engine():
     assert (engine.kv_offloading_size, engine.kv_offloading_disk_size) == (0.5, 3)
 
 
+def test_flags_may_have_underscores():
+    flags = ["--max_model_len", "4k", "--block_size=32", "--no_trust_remote_code"]
+    given = cli.make_parser().parse_args(["serve", *flags, "--tokenizer", "a_b"])
+    assert (given.max_model_len, given.block_size, given.tokenizer) == (4000, 32, "a_b")
+
+
 @pytest.mark.parametrize("option", CHOICES)
 def test_named_choices_are_those_of_the_engine(option):
     beside = {"kv_offload_dtype": {"kv_cache_dtype": "bfloat16"}}

@@ -31,7 +31,7 @@ def test_the_version(capsys):
             "kvllm serve [MODEL] [OPTION ...]",
             "kvllm serve: error: unknown option --tensor-paralel-size; did you mean --tensor-parallel-size?",
         ),
-        (["serve", "--block_size=16"], None, "unknown option --block_size; did you mean --block-size?"),
+        (["serve", "--blok_size=16"], None, "unknown option --blok_size; did you mean --block-size?"),
         (["serve", '--compresion={"policy": "pressure"}'], None, "did you mean --compression?"),
         (
             ["bench", "serve", "--num-promts", "3"],
