@@ -25,9 +25,9 @@ from msgspec import Struct, to_builtins
 
 from benchmarks.common import command_line, limits, machine, report
 from benchmarks.common.internals import engine_of, runner_of
-from benchmarks.common.kv_caches import check_kv_cache, kv_cache_options
 from benchmarks.common.shapes import SHAPES
 from kvllm import LLM, SamplingParams
+from kvllm.comparison.kv_caches import check_kv_cache, kv_cache_options
 from kvllm.config import require
 from kvllm.core.engine import LLMEngine
 from kvllm.models.config import load_model_config

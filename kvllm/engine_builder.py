@@ -26,6 +26,7 @@ from kvllm.worker.build import (
     Loaded,
     RunnerSettings,
     available_memory,
+    check_runner,
     host_block_bytes,
     host_chunk_bytes,
     make_grammars,
@@ -91,18 +92,7 @@ def build_engine(args: EngineArgs) -> Engine:
         )
         if args.max_model_len is not None:
             check_pool(config)
-        settings = RunnerSettings(
-            str(args.path.resolve()),
-            _with_eos_tokens(args.model_config, tokenizer),
-            config,
-            _dtype(args),
-            args.attention_backend,
-            args.load_format,
-            args.enforce_eager,
-            args.gpu_memory_utilization if measures else None,
-            args.quantization,
-            str(args.tokenizer_path.resolve()),
-        )
+        settings = _settings(args, config, tokenizer, args.gpu_memory_utilization if measures else None)
         load = partial(_load_on, workers) if workers else partial(_load_here, device)
         engine, loaded = load(settings, tokenizer)
         if args.max_model_len is not None:
@@ -116,6 +106,33 @@ def build_engine(args: EngineArgs) -> Engine:
         _log(args, settings, engine, device, loaded)
         started.pop_all()
     return engine
+
+
+def check_engine(args: EngineArgs) -> None:
+    """Find out whether an engine of one rank can be, without its weights.
+
+    Raises:
+        ConfigError, CheckpointError: as `build_engine`.
+    """
+    settings = _settings(args, args.engine_config, None, None)
+    check_runner(settings, SingleRank(), torch.device(local_device(args)))
+
+
+def _settings(
+    args: EngineArgs, config: EngineConfig, tokenizer: Tokenizer | None, utilization: float | None
+) -> RunnerSettings:
+    return RunnerSettings(
+        str(args.path.resolve()),
+        _with_eos_tokens(args.model_config, tokenizer),
+        config,
+        _dtype(args),
+        args.attention_backend,
+        args.load_format,
+        args.enforce_eager,
+        utilization,
+        args.quantization,
+        str(args.tokenizer_path.resolve()),
+    )
 
 
 def cache_shape(args: EngineArgs) -> CacheShape:

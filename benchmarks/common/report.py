@@ -10,6 +10,10 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from kvllm.comparison.table import table
+
+__all__ = ["table"]
+
 # The palette of Okabe and Ito: its colours differ with any colour vision, and in print.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 STYLES = ("-", "--", ":")
@@ -19,24 +23,6 @@ MIB, GIB = 1 << 20, 1 << 30
 def write_json(path: Path, content: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns: the first is aligned left, the others right. A header may have several lines."""
-    heads = [head.split("\n") for head in header]
-    height = max(len(head) for head in heads)
-    lines = [[head[i] if i < len(head) else "" for head in heads] for i in range(height)]
-    widths = [max(len(line[column]) for line in [*lines, *rows]) for column in range(len(header))]
-
-    def aligned(cells: Sequence[str]) -> str:
-        first, *others = (
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        )
-        return "   ".join([first, *others]).rstrip()
-
-    rule = "-" * (sum(widths) + 3 * (len(widths) - 1))
-    return "\n".join([*map(aligned, lines), rule, *map(aligned, rows)])
 
 
 def save(path: Path, figure: Figure) -> None:

@@ -16,10 +16,10 @@ from msgspec import Struct, structs
 
 from benchmarks.common.child import run_child
 from benchmarks.common.compressions import BLOCK_SIZE
-from benchmarks.common.kv_caches import kv_cache_options
 from benchmarks.common.progress import SECONDS_SIDE_BY_SIDE, show_progress
 from benchmarks.common.questions import Questions, QuestionSource
 from kvllm import LLM, CompressionConfig, RequestOutput, SamplingParams
+from kvllm.comparison.kv_caches import kv_cache_options
 from kvllm.engine_args import DEFAULT_MODEL
 
 FULL = "full cache"

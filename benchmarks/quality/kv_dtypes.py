@@ -28,8 +28,8 @@ import torch
 
 from benchmarks.common import accuracy, answer_tables, command_line, compressions, machine, report
 from benchmarks.common.intervals import paired_difference, percent
-from benchmarks.common.kv_caches import check_kv_cache, kv_cache_options
 from benchmarks.common.trials import FULL, Outcome, Trial, prompts_of, run_all
+from kvllm.comparison.kv_caches import check_kv_cache, kv_cache_options
 from kvllm.compression.specs import SPECS
 from kvllm.config import CompressionConfig, require
 from kvllm.kvcache.cache import CacheShape

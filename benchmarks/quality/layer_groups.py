@@ -18,9 +18,9 @@ from math import floor
 from msgspec import structs
 
 from benchmarks.common import accuracy, command_line, compressions
-from benchmarks.common.kv_caches import check_kv_cache
 from benchmarks.common.trials import FULL, Trial
 from kvllm import CompressionConfig
+from kvllm.comparison.kv_caches import check_kv_cache
 from kvllm.config import LayerGroup, require
 
 RETENTIONS = ("0.1", "0.2")

@@ -30,12 +30,13 @@ import msgspec
 from matplotlib.figure import Figure
 
 from benchmarks.common import accuracy, command_line, compressions, intervals, machine, report
-from benchmarks.common.teacher_forcing import feed
+from benchmarks.common.progress import show_progress
 from benchmarks.common.trials import REASONER, Outcome, Trial, event_seconds
 from benchmarks.reasoner.problems import Problem, grade
 from benchmarks.reasoner.recall import hide
 from benchmarks.reasoner.tasks import TASKS
 from kvllm import LLM, SamplingParams
+from kvllm.comparison.teacher_forcing import TeacherForcing
 from kvllm.compression.specs import SPECS
 from kvllm.config import require
 from kvllm.tokenizer import Tokenizer, load_tokenizer
@@ -112,7 +113,8 @@ def run(args: argparse.Namespace, trial: Trial, needles: Sequence[Needle], token
         for given, limit, budget in zip(forced, limits, trial.budgets or [None] * len(needles), strict=True)
     ]
     begin, cpu_begin = time.perf_counter(), time.process_time()
-    outputs = feed(llm, prompts, forced, params, title=trial.name)
+    with show_progress(llm, trial.name, len(needles)):
+        outputs = TeacherForcing(llm).feed(prompts, forced, params)
     seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu_begin
     answers = [output.outputs[0].token_ids[len(given) :] for output, given in zip(outputs, forced, strict=True)]
     texts = [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]

@@ -22,10 +22,10 @@ import torch
 
 from benchmarks.common import accuracy, command_line, machine, report
 from benchmarks.common.questions import QuestionSource, ReasonerQuestions
-from benchmarks.common.teacher_forcing import feed
 from benchmarks.common.trials import REASONER
 from benchmarks.reasoner.tasks import DEFAULT_TASK
 from kvllm import LLM, SamplingParams
+from kvllm.comparison.teacher_forcing import TeacherForcing
 from kvllm.config import require
 from kvllm.models.config import QUANTIZATIONS
 from kvllm.tokenizer import load_tokenizer
@@ -62,7 +62,10 @@ def log_probabilities(args: argparse.Namespace, quantization: str | None, text: 
     )
     rows: list[torch.Tensor] = []
     params = SamplingParams(temperature=0, max_tokens=len(text.output), ignore_eos=True)
-    feed(llm, [text.prompt], [text.output], [params], lambda logits, *_: rows.append(logits.double().log_softmax(-1)))
+    forcing = TeacherForcing(llm)
+    forcing.feed(
+        [text.prompt], [text.output], [params], lambda logits, *_: rows.append(logits.double().log_softmax(-1))
+    )
     return torch.cat(rows)
 
 

@@ -24,6 +24,7 @@ from kvllm.client.address import headers, root_of
 from kvllm.client.load import ROUTES, Prompt, Run, Target, arrival_times, open_session, send_all
 from kvllm.client.prompts import prompts_of_file, random_prompts, random_texts, tokenize_pieces
 from kvllm.errors import ServerError
+from kvllm.processor import cpu_name
 from kvllm.simulation.workload import load_workload, read_timed_trace, synthetic
 
 BUSY = 0.8
@@ -103,7 +104,7 @@ def provenance(args: argparse.Namespace, server: dict[str, Any]) -> dict[str, An
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": _command(args.api_key),
         "machine": {
-            "cpu": _cpu_name(),
+            "cpu": cpu_name(),
             "cores": len(os.sched_getaffinity(0)),
             "memory_bytes": psutil.virtual_memory().total,
             "system": platform.platform(),
@@ -126,13 +127,6 @@ def _command(api_key: str | None) -> str:
     """The command line without the key."""
     shown = [argument.replace(api_key, "...") if api_key else argument for argument in sys.argv[1:]]
     return shlex.join(["kvllm", *shown])
-
-
-def _cpu_name() -> str:
-    file = Path("/proc/cpuinfo")
-    lines = file.read_text().splitlines() if file.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def _warnings(run: Run) -> list[str]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
 from kvllm import __version__
-from kvllm.entrypoints import bench, chat, complete, completion, plan, run_batch, serve, simulate, top
+from kvllm.entrypoints import bench, chat, compare, complete, completion, plan, run_batch, serve, simulate, top
 from kvllm.entrypoints.parser import WRONG_USAGE, Parser
 from kvllm.errors import ConfigError, KvLLMError
 
@@ -36,6 +36,7 @@ COMMANDS: dict[str, Command] = {
     "bench": bench,
     "top": top,
     "run-batch": run_batch,
+    "compare": compare,
     "plan": plan,
     "simulate": simulate,
     "completion": completion,

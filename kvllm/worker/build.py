@@ -162,8 +162,9 @@ def make_runner(settings: RunnerSettings, shard: Shard, device: torch.device) ->
     """
     engine, num_blocks, utilization = settings.engine, settings.engine.num_blocks, settings.gpu_memory_utilization
     with_graphs = device.type == "cuda" and not settings.enforce_eager
-    method = _method(settings, shard, device)
-    small = _backend(settings, shard, device, 1)  # before the weights are read: a wrong name must not cost a minute
+    method, small = check_runner(
+        settings, shard, device
+    )  # before weights are read: a wrong name must not cost a minute
     with enough_memory("the model", "take a smaller one"):
         model = _load(settings, shard, device)
     if utilization is not None:
@@ -178,6 +179,16 @@ def make_runner(settings: RunnerSettings, shard: Shard, device: torch.device) ->
         with enough_memory("what CUDA graphs need", "set enforce_eager=True, give the KV pool less"):
             runner.use_graphs(cuda_capture(), num_blocks)
     return runner
+
+
+def check_runner(
+    settings: RunnerSettings, shard: Shard, device: torch.device
+) -> tuple[WithModelInputs | None, AttentionBackend]:
+    """The method of a rank, and an attention backend with one block: all that can be refused without weights.
+
+    Raises ConfigError and CheckpointError.
+    """
+    return _method(settings, shard, device), _backend(settings, shard, device, 1)
 
 
 def _backend(settings: RunnerSettings, shard: Shard, device: torch.device, num_blocks: int) -> AttentionBackend:

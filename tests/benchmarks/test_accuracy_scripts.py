@@ -1,11 +1,9 @@
-"""The scripts about needles in haystacks, the survivors of a window, and agreement with the full cache."""
+"""The scripts about needles in haystacks and the survivors of a window."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from fractions import Fraction
-from math import ceil
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +13,13 @@ from torch import nn
 
 from benchmarks.common import compressions
 from benchmarks.common.questions import QuestionSource
-from benchmarks.common.teacher_forcing import feed
 from benchmarks.paper import figure_7, figures_3_4_6
-from benchmarks.quality import agreement, niah
+from benchmarks.quality import niah
 from benchmarks.reasoner.checkpoint import save_checkpoint
 from benchmarks.reasoner.model import HIDDEN, ROPE_THETA, Reasoner
 from benchmarks.reasoner.tokenizer import EOS, TOKEN_IDS, encode
 from kvllm import LLM, SamplingParams
+from kvllm.comparison.teacher_forcing import TeacherForcing
 from kvllm.errors import ConfigError
 from kvllm.tokenizer import load_tokenizer
 from tests.helpers.dense_decoder import DenseDecoder
@@ -59,107 +57,6 @@ def write_parrot(path: Path, text: str) -> None:
     save_checkpoint(model, path)
 
 
-# Agreement
-
-
-def window_evictions(prompt: int, output: int, window: int, buffer: int, retention: str, start: int) -> int:
-    """Entries that Kara drops of a text whose last token is never stored; windows may cover it from `start` on."""
-    scored, evicted, tail = window - buffer, 0, prompt - start
-    for _ in range(output - 1):
-        while tail >= window:
-            tail -= scored
-            evicted += scored - ceil(Fraction(retention) * scored)
-        tail += 1
-    return evicted
-
-
-def streaming_cache(prompt: int, output: int, budget: int, gap: int, protected: int) -> list[list[int]]:
-    """By row of the output but the last, the positions that StreamingLLM leaves it to attend."""
-    cached, visible = list(range(prompt)), []
-    for position in range(prompt, prompt + output - 1):
-        if len(cached) >= budget + gap:
-            whole, rest = cached[:protected], cached[protected:]
-            cached = [*whole, *rest[:4], *rest[len(rest) - (budget - protected - 4) :]]
-        cached.append(position)
-        visible.append(list(cached))
-    return visible
-
-
-def dense_divergence(decoder: DenseDecoder, text: agreement.Text, visible: list[list[int]]) -> tuple[float, float]:
-    """Mean KL and agreement with the full cache where rows of the output attend `visible` alone, in float64."""
-    tokens, prompt = [*text.prompt, *text.output[:-1]], len(text.prompt)
-    full = torch.ones(4, 2, len(tokens), len(tokens), dtype=torch.bool).tril()
-    less = full.clone()
-    for row, positions in enumerate(visible, start=prompt):
-        less[..., row, :] = False
-        less[..., row, positions] = True
-    p, q = (decoder.forward(tokens, mask).logits[prompt - 1 :].log_softmax(-1) for mask in (full, less))
-    return (p.exp() * (p - q)).sum(-1).mean().item(), (p.argmax(-1) == q.argmax(-1)).double().mean().item()
-
-
-def test_agreement_is_that_of_dense_attention_over_what_is_cached(checkpoint: Path, tmp_path: Path, capsys) -> None:
-    arguments = ["--model", str(checkpoint), "--sizes", "5", "6", "--texts", "2", "--retention", "0.3"]
-    arguments += ["--window", "48", "--buffer", "8", "--recent", "8", "--gap", "16", "--methods", "kara", "streaming"]
-    arguments += ["--output", str(tmp_path)]
-    agreement.run_agreement(arguments)
-    kara, streaming = json.loads((tmp_path / "agreement.json").read_text())["methods"].values()
-    decoder = DenseDecoder(checkpoint)
-    texts = agreement.make_texts(agreement.parse_arguments(arguments))
-    for i, text in enumerate(texts):
-        prompt, output = len(text.prompt), len(text.output)
-        evicted = window_evictions(prompt, output, 48, 8, "0.3", start=prompt)
-        assert evicted and kara["cached_lengths"][i] == prompt + output - 1 - evicted
-        visible = streaming_cache(prompt, output, kara["cached_lengths"][i], gap=16, protected=-(-prompt // 16) * 16)
-        assert streaming["cached_lengths"][i] == len(visible[-1])
-        divergence, same = dense_divergence(decoder, text, visible)
-        assert divergence > 0.01
-        assert streaming["divergence"]["by_text"][i] == pytest.approx(divergence, rel=1e-3)
-        assert streaming["agreement"]["by_text"][i] == pytest.approx(same)
-    parts = streaming["divergence"]["parts"]
-    assert parts[0] < 1e-9 < parts[-1]  # a cache is whole until it reaches its budget
-    shown = capsys.readouterr().out
-    assert f"{streaming['divergence']['mean']:.4f}" in shown and f"{100 * streaming['agreement']['mean']:.1f}" in shown
-
-
-def test_agreement_tells_what_rounded_kv_pairs_cost(checkpoint: Path, tmp_path: Path) -> None:
-    divergence = {}
-    for dtype in ("int8", "int4"):
-        arguments = ["--model", str(checkpoint), "--sizes", "5", "6", "--texts", "2", "--methods", "kara"]
-        agreement.run_agreement([*arguments, "--kv-cache-dtype", dtype, "--output", str(tmp_path)])
-        whole, kara = json.loads((tmp_path / "agreement.json").read_text())["methods"].values()
-        assert whole["kept"] == kara["kept"] == 1  # no window of 384 fills up, so both have the same KV pairs
-        assert kara["divergence"]["mean"] == pytest.approx(whole["divergence"]["mean"], rel=1e-3)
-        divergence[dtype] = whole["divergence"]["mean"]
-    assert 0 < 30 * divergence["int8"] < divergence["int4"]  # the square of 17 for steps 17 times as large, and less
-    assert (tmp_path / "agreement.png").stat().st_size > 1000
-
-
-def test_agreement_is_complete_where_all_is_kept(checkpoint: Path, tmp_path: Path) -> None:
-    arguments = ["--model", str(checkpoint), "--sizes", "3", "3", "--texts", "2", "--retention", "1"]
-    agreement.run_agreement([*arguments, "--methods", "kara", "--output", str(tmp_path)])
-    kara = json.loads((tmp_path / "agreement.json").read_text())["methods"]["kara"]
-    assert kara["kept"] == kara["agreement"]["mean"] == 1
-    assert 0 <= kara["divergence"]["mean"] < 1e-9
-
-
-def test_texts_of_a_file(checkpoint: Path, tmp_path: Path) -> None:
-    (tmp_path / "text").write_text("the old house sees the green dog near the river. " * 20)
-    arguments = ["--model", str(checkpoint), "--text", str(tmp_path / "text"), "--length", "50", "--prompt-tokens", "7"]
-    texts = agreement.make_texts(agreement.parse_arguments(arguments))
-    token_ids = load_tokenizer(checkpoint).encode((tmp_path / "text").read_text())
-    assert [len(text.prompt) for text in texts] == [7] * (len(token_ids) // 50)
-    assert [i for text in texts for i in text.prompt + text.output] == token_ids[: 50 * len(texts)]
-
-
-def test_means_over_parts_and_positions() -> None:
-    values = [[1.0, 1.0, 3.0, 3.0], [2.0, 4.0], [6.0, 8.0, 10.0]]
-    assert agreement.mean_of(values) == pytest.approx(38 / 9)
-    assert agreement.parts_of(values, 2) == pytest.approx([(1 + 1 + 2 + 6) / 4, (3 + 3 + 4 + 8 + 10) / 5])
-    x, y = agreement.line_of(values)  # up to the third position, which two of three texts reach
-    assert (list(x), list(y)) == ([0.5, 1.5, 2.5], pytest.approx([3.0, 13 / 3, 6.5]))
-    assert agreement.half_width(values) == pytest.approx(1.96 * np.std([2, 3, 8], ddof=1) / 3**0.5, rel=1e-3)
-
-
 # Needles
 
 
@@ -169,7 +66,7 @@ def test_given_tokens_are_as_good_as_a_longer_prompt(checkpoint: Path) -> None:
     expected = LLM(checkpoint).generate([{"prompt_token_ids": ids} for ids in token_ids], params, use_tqdm=False)
     prompts, forced = [ids[:5] for ids in token_ids], [ids[5:] for ids in token_ids]
     longer = [SamplingParams(temperature=0, max_tokens=12 + len(ids), ignore_eos=True) for ids in forced]
-    outputs = feed(LLM(checkpoint), prompts, forced, longer)
+    outputs = TeacherForcing(LLM(checkpoint)).feed(prompts, forced, longer)
     for output, ids, other in zip(outputs, forced, expected, strict=True):
         assert output.outputs[0].token_ids == ids + other.outputs[0].token_ids
 
@@ -329,10 +226,6 @@ def test_stretches() -> None:
         (niah.parse_arguments, ["--sentences", "1"], "--sentences"),
         (niah.parse_arguments, ["--depths", "1.5"], "--depths"),
         (niah.parse_arguments, ["--retention", "0"], "--retention"),
-        (agreement.parse_arguments, ["--retention", "third"], "--retention"),
-        (agreement.parse_arguments, ["--methods", "snapkv"], "--methods"),
-        (agreement.parse_arguments, ["--length", "10"], "--prompt-tokens"),
-        (agreement.parse_arguments, ["--text", "a", "--dataset", "b"], "--text"),
         (figure_7.parse_arguments, ["--retention", "2"], "--retention"),
     ],
 )

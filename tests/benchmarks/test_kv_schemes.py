@@ -10,10 +10,10 @@ import torch
 import transformers
 
 from benchmarks.common import kv_schemes
-from benchmarks.common.kv_caches import check_kv_cache, kv_cache_options
 from benchmarks.common.kv_schemes import Scheme, in_groups, of_format, schemes_of, with_outliers
 from benchmarks.quality.kv_schemes import run_schemes
 from kvllm import LLM, SamplingParams
+from kvllm.comparison.kv_caches import check_kv_cache, kv_cache_options
 from kvllm.engine_args import DEFAULT_MODEL
 from kvllm.errors import ConfigError
 from kvllm.kvcache.formats import INT4, INT4_HADAMARD, INT8

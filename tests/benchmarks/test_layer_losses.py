@@ -11,10 +11,10 @@ import torch
 
 from benchmarks.common import layer_losses
 from benchmarks.common.layer_losses import SHARES
-from benchmarks.common.teacher_forcing import feed
 from benchmarks.common.texts import Text
 from benchmarks.quality import calibrate
 from kvllm import LLM, CompressionConfig, ConfigError, SamplingParams
+from kvllm.comparison.teacher_forcing import TeacherForcing
 from kvllm.config import LayerGroup
 from kvllm.engine_args import DEFAULT_MODEL
 from kvllm.layer_shares import LAYER_LOSSES_FILE, read_losses
@@ -50,7 +50,8 @@ def predictions(path: Path, text: Text, compression: CompressionConfig | None) -
     )
     output = text.token_ids[text.num_prompt :]
     params = SamplingParams(temperature=0, max_tokens=len(output) + 1, ignore_eos=True)
-    feed(llm, [text.token_ids[: text.num_prompt]], [output], [params], lambda rows, *_: logits.append(rows))
+    prompt = text.token_ids[: text.num_prompt]
+    TeacherForcing(llm).feed([prompt], [output], [params], lambda rows, *_: logits.append(rows))
     return torch.cat(logits)
 
 

@@ -1,0 +1,203 @@
+"""Options with which any method ends a text with the same number of KV pairs.
+
+That number is a share of the KV pairs of the text, prompt included, in the layers that attend all tokens. A method that
+can choose from a whole cache gets `policy="threshold"`: a cache is cut again whenever it has `gap` KV pairs more than
+its budget, and ends half a gap above it. Others get windows, as large as leave room for what is not compressed yet,
+and `retain_tokens` of them: `policy="standalone"`, or `policy="periodic"` for methods that choose from all windows
+again. Candidates are played through with the arithmetic of the scheduler; one is taken with which texts end less than
+half a block off, or else the nearest.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from kvllm.compression.specs import CHUNK_BUDGET, SPECS
+from kvllm.config import CompressionConfig
+from kvllm.core.regions import Regions, WholeCache, Windows
+from kvllm.errors import ConfigError
+
+BLOCK_SIZE = 16
+PERIOD = 16
+"""Decode steps between events of windows: what is complete waits no longer."""
+RECENT, GAP = 32, 64
+"""With a budget, the most KV pairs at the end that are always kept, and from a cut to the next."""
+WINDOW, BUFFER = 384, 128
+"""The most KV pairs of a window, and of its buffer."""
+LEAST_RETAINED = 8
+"""Of a window, for methods that choose from all windows again."""
+CHUNKS = 8
+"""KV pairs that complete chunks, as in the paper's runs of a length that fits windows like these."""
+
+Length = tuple[int, int]
+"""KV pairs of a text's prompt, and all that are computed of the text."""
+
+
+class Fit(NamedTuple):
+    """Options for texts of some lengths. gap: of `policy="threshold"`, between a cut and the next; 0 with windows."""
+
+    compression: CompressionConfig
+    share: float
+    gap: int = 0
+
+    @property
+    def block_size(self) -> int:
+        return 1 if self.compression.policy == "standalone" else BLOCK_SIZE
+
+    @property
+    def compresses_prompt(self) -> bool:
+        return self.compression.compress_prompt or (self.gap > 0 and not self.compression.protect_prompt)
+
+    def budget(self, length: Length) -> int | None:
+        """The `budget_tokens` of a text."""
+        prompt, stored = length
+        start = -(-prompt // BLOCK_SIZE) * BLOCK_SIZE if self.compression.protect_prompt else 0
+        least = start + self.compression.buffer + 1
+        wanted = _budget(self.compression.method, target(self.share, stored), self.gap)
+        return max(least, wanted) if self.gap else None
+
+
+def target(share: float, stored: int) -> int:
+    return round(share * stored)
+
+
+def fit(method: str, share: float, lengths: Iterable[Length], *, compress_prompt: bool = False) -> Fit:
+    """Options for a method, with which texts end with a share of their KV pairs.
+
+    compress_prompt: the prompt is compressed as soon as it is computed; it is left whole otherwise.
+
+    Raises ConfigError if there are none.
+    """
+    counts = Counter(lengths)
+    start = 0 if compress_prompt else max(-(-prompt // BLOCK_SIZE) * BLOCK_SIZE for prompt, _ in counts)
+    room = min(target(share, stored) for _, stored in counts) - start
+    if room < 2 * BLOCK_SIZE:
+        least = f"at least {2 * BLOCK_SIZE} beside the prompt's {start}" if start else f"at least {2 * BLOCK_SIZE}"
+        raise ConfigError(f"texts too short: {start + room} KV pairs are {share:.1%} of a text, and {least} are needed")
+    if SPECS[method].refusal("threshold"):
+        return _by_windows(method, share, counts, room, compress_prompt)
+    return _by_threshold(method, share, counts, room, compress_prompt)
+
+
+# A whole cache
+
+
+def _by_threshold(method: str, share: float, counts: Counter[Length], room: int, compress_prompt: bool) -> Fit:
+    most = min(GAP, room // 2)
+
+    def error(gap: int) -> int:
+        return abs(sum(_off(gap, share, length, compress_prompt) * number for length, number in counts.items()))
+
+    gap = min(range(most, most // 2, -1), key=error)
+    recent = room // 2 if method == "h2o" else min(RECENT, room // 3)  # H2O: as many recent KV pairs as heavy hitters
+    ragged = SPECS[method].ragged
+    budget = _budget(method, target(share, max(stored for _, stored in counts)), gap)
+    compression = CompressionConfig(
+        method=method,
+        policy="threshold",
+        budget_tokens=budget,
+        threshold_tokens=budget + (2 * gap if ragged else gap),
+        protect_prompt=not compress_prompt,
+        buffer=min(recent, gap, room - 2 * gap) if ragged else min(recent, room - gap // 2 - 1),
+        query_window=min(recent, gap),
+    )
+    return Fit(compression, share, gap)
+
+
+def _off(gap: int, share: float, length: Length, compress_prompt: bool) -> int:
+    """KV pairs at the end of a text above those that are wanted."""
+    prompt, stored = length
+    wanted = target(share, stored)
+    held = wanted - gap // 2
+    regions = WholeCache(BLOCK_SIZE, held + gap, held, 0 if compress_prompt else prompt)
+    return 0 if compress_prompt else _held(regions, prompt, stored, prompt) - wanted
+
+
+def _budget(method: str, wanted: int, gap: int) -> int:
+    """Methods with other numbers in other heads hold memory for half of what is between budget and threshold."""
+    return wanted - gap // 2 - (gap if SPECS[method].ragged else 0)
+
+
+# Windows
+
+
+class _Windows(NamedTuple):
+    """Windows, and how good they are; the least is the best."""
+
+    is_late: bool
+    off: float
+    splits_blocks: bool
+    rank: int
+    size: int
+    retained: int
+    buffer: int
+
+
+def _by_windows(method: str, share: float, counts: Counter[Length], room: int, compress_prompt: bool) -> Fit:
+    """Windows overlap by their buffers, as in Kara's paper, which takes blocks of one token. Those that are chosen from
+    again are whole blocks, as few as will do, so that all are chosen from often."""
+    reselects = SPECS[method].reselects
+    most = WINDOW if reselects else min(WINDOW, max(2 * BLOCK_SIZE, room // 2)) // BLOCK_SIZE * BLOCK_SIZE
+    sizes = range(2 * BLOCK_SIZE, most + 1, BLOCK_SIZE) if reselects else range(most, most // 2, -4)
+    tried = [each for size in sizes for each in _try(size, share, counts, reselects, compress_prompt)]
+    found = min(tried, default=None)
+    if found is None or found.off >= BLOCK_SIZE:
+        raise ConfigError(f"texts too short: no windows of at most {most} KV pairs leave {share:.1%} of all")
+    options: dict[str, Any] = {"chunk_budget": CHUNKS} if CHUNK_BUDGET in SPECS[method].options else {}
+    size = found.size
+    compression = CompressionConfig(
+        method=method,
+        policy="periodic" if reselects else "standalone",
+        period=PERIOD,
+        window_blocks=size // BLOCK_SIZE if reselects else size,
+        retain_tokens=found.retained,
+        buffer=found.buffer,
+        query_window=max(1, found.buffer),
+        compress_prompt=compress_prompt,
+        **options,
+    )
+    return Fit(compression, share)
+
+
+def _try(
+    size: int, share: float, counts: Counter[Length], reselects: bool, compress_prompt: bool
+) -> Iterator[_Windows]:
+    """Windows of so many KV pairs, with what they may keep."""
+    overlap = 0 if reselects else min(BUFFER, size // 3)
+    stride = size - overlap
+    starts = ((0 if compress_prompt else prompt, stored, texts) for (prompt, stored), texts in counts.items())
+    number = sum(texts * ((stored - start - overlap) // stride) for start, stored, texts in starts)
+    if number == 0:
+        return
+    dropped = sum(texts * (stored - target(share, stored)) for (_, stored), texts in counts.items()) / number
+    kept = int(size - dropped)
+    wholes = kept // BLOCK_SIZE * BLOCK_SIZE
+    for retained in {*range(kept - 2, kept + 4), wholes, wholes + BLOCK_SIZE}:
+        if (overlap or LEAST_RETAINED) <= retained <= size:
+            block_size = BLOCK_SIZE if reselects else 1
+            regions = Windows(block_size, size // block_size, retained, overlap)
+            off, is_late = _judge(regions, share, counts, compress_prompt)
+            buffer = overlap or min(RECENT, size // 4, retained)
+            off = 0 if off <= BLOCK_SIZE / 2 and share < 1 else off
+            splits, rank = reselects and retained % BLOCK_SIZE > 0, size if reselects else -size
+            yield _Windows(is_late and reselects, off, splits, rank, size, retained, buffer)
+
+
+def _judge(regions: Regions, share: float, counts: Counter[Length], compress_prompt: bool) -> tuple[float, bool]:
+    """How far texts end from what is wanted, on average; and whether their last window may still wait by then."""
+    off, is_late = 0, False
+    for (prompt, stored), texts in counts.items():
+        start = 0 if compress_prompt else prompt
+        held = _held(regions, prompt, stored, start)
+        off += texts * (held - target(share, stored))
+        earlier = stored - 2 * PERIOD
+        if earlier > prompt:
+            is_late = is_late or held - _held(regions, prompt, earlier, start) != 2 * PERIOD
+    return abs(off) / sum(counts.values()), is_late
+
+
+def _held(regions: Regions, prompt: int, stored: int, start: int) -> int:
+    """KV pairs at the end of a text."""
+    return list(regions.cached_lengths(prompt, stored, start))[-1]

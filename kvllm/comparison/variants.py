@@ -1,0 +1,131 @@
+"""The variants of a comparison: methods, shares of the KV pairs and dtypes of the cache, and what a model refuses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from kvllm.comparison.equal_memory import BLOCK_SIZE, Fit, Length, fit
+from kvllm.comparison.kv_caches import kv_cache_options
+from kvllm.compression.specs import AUTO, SPECS
+from kvllm.config import CompressionConfig, require
+from kvllm.engine_args import EngineArgs
+from kvllm.engine_builder import check_engine
+from kvllm.errors import CheckpointError, ConfigError
+from kvllm.layer_shares import for_checkpoint
+from kvllm.spelling import did_you_mean
+
+BASELINES = ("random", "streaming")
+ALL_PAIRS = "all pairs"
+SHORT = 20
+"""Characters of a reason that tells too little alone."""
+
+
+class Variant(Struct, frozen=True, kw_only=True):
+    """One way to hold a text. method: None keeps all KV pairs."""
+
+    method: str | None = None
+    share: float = 1.0
+    kv_cache_dtype: str = "auto"
+
+    @property
+    def name(self) -> str:
+        kept = ALL_PAIRS if self.method is None else f"{self.method} {100 * self.share:g}%"
+        return kept if self.kv_cache_dtype == "auto" else f"{kept} {self.kv_cache_dtype}"
+
+
+FULL = Variant()
+
+
+def make_variants(methods: Iterable[str], shares: Sequence[float], dtypes: Sequence[str], model: Path) -> list[Variant]:
+    """All pairs first, then bits alone, choice by lot, sinks and recent pairs, and the other methods.
+
+    Raises ConfigError for a method that there is not.
+    """
+    names = [resolved(method, model) for method in (*BASELINES, *methods)]
+    alone = [Variant(kv_cache_dtype=dtype) for dtype in dict.fromkeys(("auto", *dtypes))]
+    return alone + [
+        Variant(method=method, share=share, kv_cache_dtype=dtype)
+        for method in dict.fromkeys(names)
+        for share in shares
+        for dtype in dtypes
+    ]
+
+
+def resolved(method: str, model: Path) -> str:
+    """The name of a method; of "auto", that of the one which goes with the checkpoint."""
+    known = (AUTO, *SPECS)
+    near = did_you_mean(method, known)
+    require(method in known, "--methods", method, f"choose of {', '.join(known)}{near}")
+    return for_checkpoint(CompressionConfig(), model).method if method == AUTO else method
+
+
+class Setting(Struct, frozen=True, kw_only=True):
+    """What the engines of all variants have in common."""
+
+    model: str
+    dtype: str
+    max_model_len: int
+    max_num_seqs: int
+    seed: int
+
+    def engine_args(self, kv_cache_dtype: str = "auto", fitted: Fit | None = None) -> EngineArgs:
+        return EngineArgs(
+            self.model,
+            dtype=self.dtype,
+            seed=self.seed,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            enable_prefix_caching=False,
+            **engine_options(kv_cache_dtype, fitted),
+        )
+
+
+def engine_options(kv_cache_dtype: str, fitted: Fit | None) -> dict[str, Any]:
+    """The options of a variant's engine."""
+    cache = {name: value for name, value in kv_cache_options(kv_cache_dtype)._asdict().items() if value}
+    block_size = fitted.block_size if fitted else BLOCK_SIZE
+    return {"block_size": block_size, **cache, **({"compression": fitted.compression} if fitted else {})}
+
+
+class Plan(Struct, kw_only=True):
+    """A variant's options, found before any work. refused: why it cannot be; prompts_refused: why prompts cannot be
+    compressed."""
+
+    variant: Variant
+    fitted: Fit | None = None
+    prompt_fitted: Fit | None = None
+    refused: str | None = None
+    prompts_refused: str | None = None
+
+
+def plan_variant(variant: Variant, setting: Setting, lengths: Sequence[Length], haystacks: Sequence[int]) -> Plan:
+    """lengths: of the texts and of the needles in their outputs. haystacks: of the needles in prompts."""
+    plan = Plan(variant=variant)
+    try:
+        if variant.method is not None:
+            plan.fitted = fit(variant.method, variant.share, lengths)
+        check_engine(setting.engine_args(variant.kv_cache_dtype, plan.fitted))
+    except (ConfigError, CheckpointError) as error:
+        plan.refused = str(error)
+        return plan
+    try:
+        if variant.method is not None and haystacks:
+            plan.prompt_fitted = fit(
+                variant.method, variant.share, [(tokens, tokens) for tokens in haystacks], compress_prompt=True
+            )
+        check_engine(setting.engine_args(variant.kv_cache_dtype, plan.prompt_fitted))
+    except (ConfigError, CheckpointError) as error:
+        plan.prompts_refused = str(error)
+    return plan
+
+
+def in_few_words(refusal: str) -> str:
+    """The reason alone, without what to do."""
+    reason = refusal.partition(" is not allowed: ")[2] or refusal
+    first, *others = re.split(r": | \(", reason)
+    return f"{first}: {others[0]}" if others and len(first) < SHORT else first
