@@ -62,10 +62,11 @@ def log_probabilities(args: argparse.Namespace, quantization: str | None, text: 
     )
     rows: list[torch.Tensor] = []
     params = SamplingParams(temperature=0, max_tokens=len(text.output), ignore_eos=True)
-    forcing = TeacherForcing(llm)
-    forcing.feed(
-        [text.prompt], [text.output], [params], lambda logits, *_: rows.append(logits.double().log_softmax(-1))
-    )
+
+    def keep(logits: torch.Tensor, *_: list[int]) -> None:
+        rows.append(logits.double().log_softmax(-1))
+
+    TeacherForcing(llm).feed([text.prompt], [text.output], [params], keep)
     return torch.cat(rows)
 
 

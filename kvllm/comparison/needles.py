@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvllm.comparison.texts import Text
+from kvllm.errors import ConfigError, RequestError
 from kvllm.tokenizer import Tokenizer
 
 NAMES = ("Velmora", "Tarrick", "Oswin", "Brenvale", "Calder", "Mirabel", "Quillon", "Sedgwick")
@@ -42,18 +43,21 @@ class Needle(NamedTuple):
 def hide(texts: Sequence[Text], number: int, tokenizer: Tokenizer, seed: int) -> list[Needle]:
     """Needles at depths spread evenly over the outputs of texts, which lose as many tokens at their ends.
 
-    Texts that are too short for a needle get none.
+    Texts that are too short for a needle get none. Raises ConfigError if the tokenizer lacks their words.
     """
     rng = random.Random(f"needles/{seed}")
     found = []
     for i in range(number):
         text, depth = texts[i % len(texts)], (i + 0.5) / number
-        name, value = f"{NAMES[i % len(NAMES)]}", str(rng.randint(1000, 9999))
+        name, value = NAMES[i % len(NAMES)], str(rng.randint(1000, 9999))
         question = f"\nThe secret number of {name} is"
-        needle, asked, answer = (
-            tokenizer.encode(part, add_special_tokens=False)
-            for part in (f"{question} {value}.\n", question, f" {value}")
-        )
+        try:
+            needle, asked, answer = (
+                tokenizer.encode(part, add_special_tokens=False)
+                for part in (f"{question} {value}.\n", question, f" {value}")
+            )
+        except RequestError as error:
+            raise ConfigError(f"this model cannot read needles: {error}: give --needles 0") from None
         tokens = len(answer) + SPARE
         left = len(text.output) - len(needle) - len(asked) - tokens
         if left >= len(needle):

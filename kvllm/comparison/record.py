@@ -81,5 +81,5 @@ def provenance(arguments: Mapping[str, Any]) -> dict[str, Any]:
         "cpu": cpu_name(),
         "threads": torch.get_num_threads(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "arguments": {name: str(value) if isinstance(value, Path) else value for name, value in arguments.items()},
+        "arguments": msgspec.to_builtins(dict(arguments), enc_hook=str),
     }

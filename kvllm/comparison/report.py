@@ -134,7 +134,9 @@ def plot(path: Path, title: str, results: Mapping[str, Result], figures: Mapping
     for name, found in figures.items():
         result = results[name]
         line = ("bits alone", "auto") if result.method is None else (result.method, result.kv_cache_dtype)
-        lines.setdefault(line, []).append((100 * result.bytes_share, found.measures["kl_last_quarter"].mean))
+        loss = found.measures["kl_last_quarter"].mean
+        if loss > 0:  # the axis is of logarithms
+            lines.setdefault(line, []).append((100 * result.bytes_share, loss))
     methods, dtypes = (list(dict.fromkeys(each[i] for each in lines)) for i in (0, 1))
     for (method, dtype), points in lines.items():
         label = method if dtype == "auto" else f"{method}, {dtype}"
@@ -143,8 +145,9 @@ def plot(path: Path, title: str, results: Mapping[str, Result], figures: Mapping
         axes.plot(x, y, color=color, linestyle=style, marker="o", markersize=3, linewidth=1.2, label=label)
     axes.set(xlabel="bytes of KV pairs held, % of all pairs in bfloat16", title=title)
     axes.set_ylabel("KL(full || variant), nats, last quarter")
-    axes.set_yscale("log")
+    if lines:
+        axes.set_yscale("log")
+        figure.legend(loc="outside right upper", frameon=False, fontsize=7)
     axes.grid(alpha=0.3)
-    figure.legend(loc="outside right upper", frameon=False, fontsize=7)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from fractions import Fraction
+from math import ceil
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +26,7 @@ from kvllm.errors import ConfigError
 from kvllm.tokenizer import load_tokenizer
 from tests.helpers.dense_decoder import DenseDecoder
 from tests.helpers.literal_kara import literal_token2chunk
+from tests.helpers.literal_streaming import streaming_cache
 from tests.helpers.recorder import Recorder
 
 
@@ -58,6 +61,17 @@ def write_parrot(path: Path, text: str) -> None:
 
 
 # Needles
+
+
+def window_evictions(prompt: int, output: int, window: int, buffer: int, retention: str, start: int) -> int:
+    """Entries that Kara drops of a text whose last token is never stored; windows may cover it from `start` on."""
+    scored, evicted, tail = window - buffer, 0, prompt - start
+    for _ in range(output - 1):
+        while tail >= window:
+            tail -= scored
+            evicted += scored - ceil(Fraction(retention) * scored)
+        tail += 1
+    return evicted
 
 
 def test_given_tokens_are_as_good_as_a_longer_prompt(checkpoint: Path) -> None:
