@@ -16,10 +16,9 @@ from kvllm.comparison.predictions import FullPredictions, Predictions, Reference
 from kvllm.comparison.teacher_forcing import TeacherForcing
 from kvllm.comparison.texts import Text
 from kvllm.comparison.variants import Plan, Setting
-from kvllm.config import CompressionConfig
+from kvllm.config import CompressionConfig, bounding
 from kvllm.kvcache.cache import CacheShape
 from kvllm.llm import LLM
-from kvllm.models.config import ModelConfig
 from kvllm.sampling_params import SamplingParams
 from kvllm.worker.build import method_state_bytes, residual_bytes
 
@@ -236,16 +235,17 @@ def _shares(llm: LLM, pieces: Sequence[Piece]) -> tuple[float, float]:
     Layers with a sliding window hold it in either case. What an engine holds for each sequence beside the pool counts.
     """
     model, shape, config = llm.model_config, llm.cache_shape, llm.config
-    held = sum(_layer_pairs(model, piece.pairs, piece.all_pairs) for piece in pieces)
-    all_pairs = sum(_layer_pairs(model, piece.all_pairs, piece.all_pairs) for piece in pieces)
+    windows = bounding(model.windows, config.max_model_len)
+    held = sum(_layer_pairs(windows, piece.pairs, piece.all_pairs) for piece in pieces)
+    all_pairs = sum(_layer_pairs(windows, piece.all_pairs, piece.all_pairs) for piece in pieces)
     beside = (method_state_bytes(config, shape) + residual_bytes(config, shape)) / config.max_num_seqs * len(pieces)
     pair_bytes = 2 * BFLOAT16_BYTES * shape.head_dim * shape.num_kv_heads
     return held / all_pairs, (held * _held_bytes(shape) + beside) / (all_pairs * pair_bytes)
 
 
-def _layer_pairs(model: ModelConfig, pairs: int, stored: int) -> int:
+def _layer_pairs(windows: Sequence[int | None], pairs: int, stored: int) -> int:
     """KV pairs in all layers of a text of which those that attend everything hold `pairs`."""
-    return sum(pairs if window is None else min(window, stored) for window in model.windows)
+    return sum(pairs if window is None else min(window, stored) for window in windows)
 
 
 def _held_bytes(shape: CacheShape) -> float:

@@ -257,3 +257,13 @@ def test_an_interrupted_comparison_goes_on(checkpoint: Path, texts, tmp_path: Pa
     with pytest.raises(SystemExit):
         compare(checkpoint, tmp_path / "parts", *options, "--seed", "2")
     assert "--fresh" in capsys.readouterr().err
+
+
+def test_windows_longer_than_the_texts_are_none(texts: list[str], tokenizer: Any, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 300, "layer_types": ["sliding_attention"]}
+    size = len(tokenizer.hf)
+    make_checkpoint(tmp_path, "qwen3", vocab_size=size, head_dim=16, num_hidden_layers=1, **options)
+    tokenizer.hf.save_pretrained(tmp_path)
+    more = ["--pieces", "1", "--shares", "0.5", "--methods", "random", "--needles", "0"]
+    found = compare(tmp_path, tmp_path / "out", "--text", texts[0], *more)["variants"]
+    assert found["random 50%"]["pairs_share"] == pytest.approx(0.5, abs=BLOCK_SIZE / LENGTH)

@@ -35,7 +35,7 @@ def script(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["kvllm", "co"], {"complete", "completion"}),
+        (["kvllm", "co"], {"compare", "complete", "completion"}),
         (["kvllm", "bench", "s"], {"serve"}),
         (["kvllm", "bench", "serve", "--goo"], {"--goodput"}),
         (["kvllm", "bench", "serve", "--dataset-name", "r"], {"random"}),
