@@ -64,7 +64,7 @@ def read_record(directory: Path, settings: str) -> Record | None:
 
 
 def hash_of(*parts: Any) -> str:
-    return hashlib.sha256(msgspec.json.encode(parts, order="deterministic")).hexdigest()[:16]
+    return hashlib.sha256(msgspec.json.encode((__version__, *parts), order="deterministic")).hexdigest()[:16]
 
 
 def model_files(folder: Path) -> list[tuple[str, int, int]]:

@@ -173,6 +173,10 @@ def measure_all(
     from kvllm.comparison.measurement import Bench
     from kvllm.comparison.predictions import Reference
 
+    for plan in plans:  # what is planned with other options now is measured again
+        known = record.variants.get(plan.variant.name)
+        if known is not None and known.compression != (plan.fitted and plan.fitted.compression):
+            del record.variants[plan.variant.name]
     missing = [plan for plan in plans if plan.variant.name not in record.variants]
     if not missing:
         return
