@@ -7,11 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvllm.kvcache.cache import CacheShape
+from kvllm import CompressionConfig
+from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.sampling_params import SamplingParams
 from kvllm.worker.attention_state import RaggedLengths
 from kvllm.worker.inputs import InputPreparer
-from kvllm.worker.observed_scores import NEVER
+from kvllm.worker.observed_scores import NEVER, ObservedScores
 from kvllm.worker.read_batch import read_batch
 from kvllm.worker.sampler import SampleRow
 from kvllm.worker.state import Lengths, PartTables, SequenceState
@@ -30,14 +31,16 @@ class Worker:
         self.parts = PartTables(self.lengths, [MAX_BLOCKS, MAX_BLOCKS], BLOCK_SIZE)
         self.tables, self.sliding = self.parts.parts
         self.ragged = RaggedLengths(CacheShape(2, 3, 8, BLOCK_SIZE, torch.float32), MAX_SEQS, CPU)
-        self.window_start = np.full(MAX_SEQS, NEVER, dtype=np.int32)
+        scored = PagedKVCache(CacheShape(2, 3, 8, BLOCK_SIZE, torch.float32, scored=True), 1)
+        windows = CompressionConfig(method="kara_sharp", buffer=1)
+        self.scores = ObservedScores(scored, windows, MAX_SEQS, MAX_BLOCKS * BLOCK_SIZE)
         self.ahead, self.usual = self.preparer(), self.preparer()
         self.states: list[SequenceState] = []
         self.next_block = 0
 
     def preparer(self) -> InputPreparer:
         """One that has prepared nothing yet, and so writes all anew."""
-        return InputPreparer(self.parts, self.ragged, True, CPU, self.window_start)
+        return InputPreparer(self.parts, self.ragged, True, CPU, self.scores)
 
     def start(self, length: int) -> None:
         tokens = list(range(100 * len(self.states), 100 * len(self.states) + length))
@@ -108,7 +111,7 @@ def test_what_was_prepared_before_never_shows(events: list[tuple[str, int]]) -> 
                 worker.grow(state, 2)
                 worker.lengths.cached[state.table_slot] += 1
             case "scores are added up":
-                worker.window_start[state.table_slot] = state.cached_length
+                worker.scores.start(state.table_slot, state.cached_length)
             case "a compression" if state.cached_length > 2 * BLOCK_SIZE:
                 worker.compress(state)
             case "a slide":
@@ -139,7 +142,7 @@ def test_inputs_written_out() -> None:
     worker.sliding.append(first.table_slot, [8, 3])
     worker.lengths.start(first.table_slot, 9, 5)  # four pairs are gone
     worker.ragged.set([first.table_slot], [1], torch.tensor([[[3, 0, 1]], [[2, 2, 3]]]), [3])
-    worker.window_start[first.table_slot] = 4
+    worker.scores.start(first.table_slot, 4)
     worker.tables.append(second.table_slot, [2])
     worker.sliding.append(second.table_slot, [1])
     worker.lengths.start(second.table_slot, 0, 0)
