@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from kvllm.errors import ConfigError
 
@@ -42,3 +44,15 @@ def set_up() -> None:
         handler = StandardError()
         handler.setFormatter(logging.Formatter(FORMAT, "%m-%d %H:%M:%S"))
         logger.addHandler(handler)
+
+
+@contextmanager
+def warnings_only(name: str) -> Iterator[None]:
+    """Inside of this, only warnings and errors of a logger: a line for each engine would tear a progress bar."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

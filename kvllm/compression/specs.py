@@ -187,6 +187,7 @@ SPECS: dict[str, MethodSpec] = {
             "the largest mean square of what its value adds to a query (ours)",
             observable="squares",
             reselects=True,
+            reads_blocks=True,
         ),
         MethodSpec(
             "linear_scorer",

@@ -116,7 +116,7 @@ class CompressionPlanner:
         find there must not depend on the load. Behind windows that do not lose whole blocks, moreover, the others would
         begin inside of blocks.
         """
-        if self._reselects:  # there is no query to compute
+        if self.policy.config.spec.reselects:  # there is no query to compute
             self._compress(plan, seq, region)
             return
         chosen = self._chosen(seq, region)
@@ -165,7 +165,7 @@ class CompressionPlanner:
         A region with a shared block needs fresh blocks for its survivors. Returns False if they are not there.
         """
         others = list(self._in_others(seq, region)) if seq.others else []
-        region = self._selected_from(seq, region)
+        region = self.policy.selected_from(seq, region)
         first, blocks, keep = self._blocks_of(region, seq.cached_length, len(seq.block_table))
         needed = self.blocks.blocks_to_compact(seq.block_table, first, blocks, keep)
         needed += sum(self.blocks.blocks_to_compact(table, *where) for table, _, *where in others)
@@ -209,17 +209,6 @@ class CompressionPlanner:
         self._tokens -= job.num_choices * window_tokens(self.policy.config, region.size, learns=learns)
         return job
 
-    @property
-    def _reselects(self) -> bool:
-        return self.policy.config.spec.reselects
-
-    def _selected_from(self, seq: Sequence, region: Region) -> Region:
-        """A region together with what is left of the windows before it, if the method chooses from both."""
-        if not self._reselects:
-            return region
-        assert seq.scored_from is not None
-        return region.from_start(seq.scored_from)
-
     def _in_others(self, seq: Sequence, region: Region) -> Iterator[tuple[GroupTable, Region, int, int, int]]:
         """Each table beside the first that a region of the first shrinks: it, its own region, and as `_blocks_of`."""
         block_size = self.config.block_size
@@ -228,7 +217,7 @@ class CompressionPlanner:
             cached = seq.logical_length - table.first * block_size
             own = replace(region, start=region.start + cached - seq.cached_length, retain=retain)
             if own.dropped:
-                own = self._selected_from(seq, own)
+                own = self.policy.selected_from(seq, own)
                 yield table, own, *self._blocks_of(own, cached, len(table.blocks) // len(table.parts))
 
     def _compact(self, table: GroupTable, own: Region, first: int, blocks: int, keep: int) -> Iterator[PartCompaction]:

@@ -104,6 +104,13 @@ class CompressionPolicy(ABC):
         kept = zip(self.groups, self.retained(seq, region), strict=True)
         return sum(len(group.parts) * (region.size - retained) for group, retained in kept)
 
+    def selected_from(self, seq: Sequence, region: Region) -> Region:
+        """A region together with what is left of the windows before it, if the method chooses from both."""
+        if not self.config.spec.reselects:
+            return region
+        assert seq.scored_from is not None
+        return region.from_start(seq.scored_from)
+
     def dropped(self, job: CompressionJob) -> int:
         """KV pairs that a sequence loses by a job, in the mean over the layers, rounded down."""
         if len(self.groups) == 1:
@@ -345,7 +352,7 @@ class PressurePolicy(CompressionPolicy):
                 break
             each = self.released(seq, region)
             wanted = min(region.count, -(-missing // each))
-            beside = self._chosen_again(seq, region) // region.size
+            beside = (region.start - self.selected_from(seq, region).start) // region.size
             count = min(wanted, max(most - beside, -(-missing_now // each), not chosen))
             self._unmet = count < wanted
             if count <= 0:
@@ -354,10 +361,6 @@ class PressurePolicy(CompressionPolicy):
             released += count * each
             chosen.append((seq, replace(region, count=count)))
         return chosen
-
-    def _chosen_again(self, seq: Sequence, region: Region) -> int:
-        """KV pairs in front of a region that are chosen from together with it."""
-        return region.start - seq.scored_from if self.config.spec.reselects and seq.scored_from is not None else 0
 
     def _order(self, job: Candidate) -> tuple[float, int, int]:
         """Released KV pairs times the steps they are of use, for each KV pair scored; then who waited longest."""

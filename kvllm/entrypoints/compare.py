@@ -19,7 +19,6 @@ quarter and an eighth of the bytes, and the options that ask for them.
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -31,6 +30,7 @@ from kvllm.config import require
 from kvllm.engine_args import DEFAULT_MODEL, EngineArgs
 from kvllm.entrypoints.engine_flags import CHOICES
 from kvllm.entrypoints.model_argument import add_model_argument
+from kvllm.log import warnings_only
 
 if TYPE_CHECKING:
     from kvllm.comparison.measurement import Bench
@@ -74,7 +74,6 @@ def run(args: argparse.Namespace) -> None:
     from kvllm.comparison.variants import make_variants, plan_variant
     from kvllm.tokenizer import load_tokenizer
 
-    logging.getLogger("kvllm.engine_builder").setLevel(logging.WARNING)  # a line for each engine would tear the bar
     check_arguments(args)
     model = EngineArgs(args.model or DEFAULT_MODEL, dtype=args.dtype, max_model_len=args.length)
     name, _ = str(model.model), model.model_config  # which checks the length
@@ -88,7 +87,8 @@ def run(args: argparse.Namespace) -> None:
     haystacks = [len(needle.haystack) for needle in needles]
     plans = [plan_variant(variant, setting, lengths, haystacks) for variant in variants]
     print(describe(record, needles, plans), flush=True)
-    measure_all(record, directory, plans, setting, needles)
+    with warnings_only("kvllm.engine_builder"):
+        measure_all(record, directory, plans, setting, needles)
     found = {plan.variant.name: record.variants[plan.variant.name] for plan in plans}
     finish(record, found, directory)
     print(show(found, record.figures), "", *recommend(found, name), "", sep="\n")

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +23,7 @@ from kvllm.engine_args import DEFAULT_MODEL, EngineArgs
 from kvllm.entrypoints.engine_flags import add_engine_flags, engine_args_from
 from kvllm.entrypoints.serve import add_chat_flags, chat_options
 from kvllm.errors import ConfigError
+from kvllm.log import warnings_only
 
 if TYPE_CHECKING:
     from kvllm.client.batch import BatchOutput
@@ -71,7 +71,6 @@ async def _answer_all(
     from kvllm.serving.parser_choice import with_parsers
     from kvllm.serving.state import ServerOptions, ServerState
 
-    logging.getLogger("kvllm.serving.app").setLevel(logging.WARNING)  # a line for each request would tear the bar
     name = "reasoner" if engine_args.path == DEFAULT_MODEL else str(engine_args.model)
     names = (args.served_model_name or name,)
     options = with_parsers(ServerOptions(names, **chat_options(args)), engine_args)
@@ -82,7 +81,8 @@ async def _answer_all(
         limit = args.max_concurrency or 2 * engine_args.max_num_seqs
         hidden = args.disable_tqdm or not sys.stderr.isatty()
         async with httpx2.AsyncClient(transport=transport, base_url="http://batch", timeout=None) as client:
-            with tqdm(initial=known, total=total, unit="req", disable=hidden) as bar:
+            bar = tqdm(initial=known, total=total, unit="req", disable=hidden)
+            with bar, warnings_only("kvllm.serving.app"):
                 await run_batch(client, args.input_file, output, limit, bar.update)
     finally:
         llm.shutdown()

@@ -162,9 +162,8 @@ def make_runner(settings: RunnerSettings, shard: Shard, device: torch.device) ->
     """
     engine, num_blocks, utilization = settings.engine, settings.engine.num_blocks, settings.gpu_memory_utilization
     with_graphs = device.type == "cuda" and not settings.enforce_eager
-    method, small = check_runner(
-        settings, shard, device
-    )  # before weights are read: a wrong name must not cost a minute
+    # Before weights are read: a wrong name must not cost a minute.
+    method, small = check_runner(settings, shard, device)
     with enough_memory("the model", "take a smaller one"):
         model = _load(settings, shard, device)
     if utilization is not None:

@@ -158,10 +158,9 @@ class Compressor:
         if self.mass:
             self.mass.compact(regions, indices)
         if self.observed:
-            for (job, _), blocks, offsets in zip(moves, sources, indices, strict=True):
-                state = states[job.seq_id]
-                kv_length = int(part.tables.kv_lengths([state.table_slot])[0])
-                self.observed.compact(job, state, kv_length, blocks, offsets)
+            for (job, _), blocks, offsets, region in zip(moves, sources, indices, regions, strict=True):
+                *_, cached = region
+                self.observed.compact(job, states[job.seq_id], cached, blocks, offsets)
         self.operations.compact(
             pad(indices),
             self._stack(sources),

@@ -436,8 +436,7 @@ class ModelRunner:
         chunks, begin = [], 0
         lengths = self.tables[part].kv_lengths([state.table_slot for state in states]).tolist()
         for i, (state, count, length) in enumerate(zip(states, num_tokens, lengths, strict=True)):
-            longer = np.array(length - state.cached_length)
-            start = int(self.observed.window_starts(state.table_slot, longer))
+            start = int(self.observed.window_starts(state.table_slot, length - state.cached_length))
             if start < length + count and (count > 1 or not self.backend.scores_windows):
                 chunks.append(ScoredChunk(i, begin, begin + count, length, start))
             begin += count

@@ -31,11 +31,11 @@ compressed. So what it was attended long ago counts no more than what it was att
 def score_windows(config: CompressionConfig, block_size: int, max_model_len: int) -> ScoreWindows:
     """The windows of a configuration that observes its scores. One that chooses from all of them again has one window
     with room for the longest text."""
+    squared = config.spec.observable == "squares"
     if config.spec.reselects:
-        return ScoreWindows(max_model_len, max_model_len, max_model_len, config.spec.observable == "squares")
+        return ScoreWindows(max_model_len, max_model_len, max_model_len, squared)
     regions = make_regions(config, block_size)
     assert isinstance(regions, Windows)
-    squared = config.spec.observable == "squares"
     return ScoreWindows(regions.size, regions.stride, regions.size - config.buffer, squared)
 
 
@@ -66,14 +66,14 @@ class ObservedScores:
     def restore(self, table_slot: int, saved: tuple[int, int]) -> None:
         self.window_start[table_slot], self.uncompressed[table_slot] = saved
 
-    def window_starts(self, table_slots: np.ndarray | int, longer: np.ndarray) -> np.ndarray:
+    def window_starts(self, table_slots: np.ndarray | int, longer: np.ndarray | int) -> np.ndarray:
         """The index in a part at which windows of sequences begin.
 
         longer: KV pairs that they have more there than in the first part. Parts keep different numbers of them, so
         windows that begin behind survivors are shifted.
         """
         starts = self.window_start[table_slots]
-        return np.where(starts == NEVER, NEVER, starts + (0 if self.reselects else 1) * longer)
+        return np.where(starts == NEVER, NEVER, starts + longer * (not self.reselects))
 
     def start(self, table_slot: int, kv_index: int) -> None:
         """Windows from KV pair `kv_index` on are scored."""

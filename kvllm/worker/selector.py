@@ -181,9 +181,9 @@ class Selector:
         if self.method.by_layer:
             return 1
         shape = self.cache.shape
-        if self.reads_blocks:
+        kinds = (not self.reads_blocks) + ("values" in self.method.arguments)
+        if not kinds:
             return max(1, MAX_SCORE_BYTES // (4 * num_pairs * shape.num_kv_heads))
-        kinds = 2 if "values" in self.method.arguments else 1
         layer_bytes = num_pairs * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize * kinds
         return max(1, MAX_GATHERED_BYTES // layer_bytes)
 

@@ -81,6 +81,17 @@ def test_an_applications_level_and_handlers_come_first(
     assert [record.getMessage() for record in records] == ["once"] and capsys.readouterr().err == ""
 
 
+def test_lines_are_back_behind_a_progress_bar(logger: logging.Logger, caplog: pytest.LogCaptureFixture) -> None:
+    child = logging.getLogger("kvllm.some_module")
+    with caplog.at_level(logging.INFO, "kvllm"):
+        with pytest.raises(KeyboardInterrupt), log.warnings_only(child.name):
+            child.info("hidden")
+            child.warning("a warning")
+            raise KeyboardInterrupt
+        child.info("shown")
+    assert [record.getMessage() for record in caplog.records] == ["a warning", "shown"]
+
+
 def test_an_engine_says_what_was_started(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make_checkpoint(tmp_path, "llama", num_hidden_layers=1)
     compression = CompressionConfig(method="keydiff", policy="pressure", window_blocks=3, buffer=4)

@@ -264,17 +264,18 @@ class LiteralWorker(BlockingExecutor):
         assert job.stride == job.size - overlap
         assert seq.sampling.compress, "this request keeps all"
         own = seq.sampling.retain_blocks
-        assert own is None or self._loses(job.size - job.retain, own * self.config.block_size)
+        assert own is None or (self._keeps(job, own * self.config.block_size) and job.retain < job.size)
         self._judge(seq, job)
         full = [part for part, window in enumerate(self.windows) if window is None]
         positions = {self._compact(seq, job.of_part(part), part) for part in full}
         assert len(positions - {None}) == 1, "parts compress other windows"
         seq.cached -= job.dropped
 
-    def _loses(self, dropped: int, retained: int) -> bool:
-        """Whether a window drops all but `retained` entries; of several windows that are chosen from again, each."""
-        each = self.compression.window_blocks * self.config.block_size - retained
-        return dropped > 0 and (dropped % each == 0 if self.compression.spec.reselects else dropped == each)
+    def _keeps(self, job, retained: int) -> bool:
+        """Whether a window keeps `retained` entries; of what is chosen from again, each new window drops as many."""
+        if not self.compression.spec.reselects:
+            return job.retain == retained
+        return (job.size - job.retain) % (self.compression.window_blocks * self.config.block_size - retained) == 0
 
     def _compact(self, seq: LiteralSequence, job, part: int) -> int | None:
         """Execute a job in one part. Returns the position of the first entry of its region, if it does anything."""
@@ -283,7 +284,7 @@ class LiteralWorker(BlockingExecutor):
         blocks, cached = self.full_tables(seq)[part]
         if seq.sampling.retain_blocks is None and self.retained[part] is not None:
             kept = self.retained[part]
-            assert self._loses(job.size - job.retain, kept * size) if job else kept == config.window_blocks
+            assert self._keeps(job, kept * size) if job else kept == config.window_blocks
         if job is None:
             return None
         start = job.first_block * size

@@ -126,15 +126,16 @@ def test_requests_with_compression_settings_of_their_own(
     prompts, settings = random_token_ids(9, 20, 3), [{"compress": False}, own, {}]
     run(llm, prompts, [structs.replace(greedy(90, i), **each) for i, each in enumerate(settings)])
     assert_as_expected(decoder, llm)
-    usual, size = config.retained(block_size), (config.window_blocks or 0) * block_size
+    usual, size = config.retained(block_size), config.window_blocks * block_size
     expected = [own["retain_blocks"] * block_size if own else usual, usual]
     for prompt, retained in zip(prompts, [None, *expected], strict=True):
         events = [event for event in recorder.events if event.text.tokens[: len(prompt)] == prompt]
-        if policy == "threshold":
-            assert {event.retain for event in events} == ({retained} if retained else set())
-        else:  # what was left of windows before is kept beside, if it is chosen from again
-            assert {(event.size - event.retain) % (size - (retained or 0)) for event in events} <= {0}
         assert (retained is None) == (not events)
+        for event in events:
+            if SPECS[method].reselects:  # what was left of windows before is kept beside
+                assert event.retain < event.size and (event.size - event.retain) % (size - retained) == 0
+            else:
+                assert event.retain == retained
 
 
 @pytest.mark.parametrize("method", ["kara_causal", "kara_sharp"])

@@ -11,12 +11,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvllm.compression.methods.token2chunk import top_indices
+from kvllm.compression.paged_keys import Keys
 from kvllm.compression.region import everything, keeps_everything, with_buffer
 
 
 def select(
     queries: Tensor | None,
-    keys: Tensor,
+    keys: Keys,
     *,
     retain: int,
     buffer: int,
@@ -28,7 +29,7 @@ def select(
 
     Args:
         queries: not used: the sums hold what is known about them.
-        keys: `[S, Hkv, C, d]`.
+        keys: `[S, Hkv, C, d]`, of which only the shape matters.
         retain: KV pairs kept of the C, buffer included; everything is kept if `retain >= C`.
         buffer: the last KV pairs of the region, always kept.
         observed: float32 `[S, Hkv, C - buffer]`, squares of attention, added up over queries and the query heads of a
