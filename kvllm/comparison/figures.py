@@ -9,14 +9,10 @@ import numpy as np
 from msgspec import Struct
 
 from kvllm.comparison.measurement import Piece, Result
-from kvllm.comparison.variants import FULL, Variant
+from kvllm.comparison.variants import FULL
 
 CONFIDENCE = 0.95
 MEASURES = ("kl_last_quarter", "kl", "nll", "same_top")
-BUDGETS = (0.5, 0.25, 0.125)
-"""Shares of the bytes of all pairs in bfloat16 for which a variant is recommended."""
-TOLERANCE = 0.02
-"""A variant fits whose bytes exceed a budget by no more than this share: lengths are whole numbers of blocks."""
 
 
 class Mean(Struct, frozen=True):
@@ -37,7 +33,7 @@ class Mean(Struct, frozen=True):
 class Figures(Struct, frozen=True, kw_only=True):
     """What a variant's texts say.
 
-    minus_random: its KL of the last quarter minus that of choice by lot at the same share and dtype. minus_all_pairs:
+    minus_random: its KL of the last quarter minus that of choice by lot in the same bytes and dtype. minus_all_pairs:
     its minus log probability of a token minus that of the full cache. by_kind: the measures of each kind of text.
     """
 
@@ -70,10 +66,12 @@ def difference(first: Sequence[Piece], second: Sequence[Piece], measure: str) ->
 def figures_of(result: Result, results: Mapping[str, Result]) -> Figures:
     """results: all variants, by name."""
     pieces = result.pieces
-    lot = results.get(Variant(method="random", share=result.share, kv_cache_dtype=result.kv_cache_dtype).name)
+    where = result.memory, result.kv_cache_dtype
+    lots = (each for each in results.values() if each.method == "random" and each.pieces)
+    lot = next((each for each in lots if (each.memory, each.kv_cache_dtype) == where), None)
     full = results[FULL.name]
     kinds = {kind: [piece for piece in pieces if piece.kind == kind] for kind in dict.fromkeys(p.kind for p in pieces)}
-    compared = result.method is not None and lot is not None and lot.pieces and lot is not result
+    compared = result.method is not None and lot is not result
     return Figures(
         measures=_measures(pieces),
         perplexity=float(np.exp(np.mean([piece.nll for piece in pieces]))),
@@ -97,7 +95,7 @@ class Choice(NamedTuple):
 
 
 def choose(results: Mapping[str, Result], budget: float) -> Choice:
-    fitting = [each for each in results.values() if each.pieces and each.bytes_share <= budget * (1 + TOLERANCE)]
+    fitting = [each for each in results.values() if each.pieces and each.memory <= budget]
     fitting.sort(key=lambda each: float(np.mean([piece.kl_last_quarter for piece in each.pieces])))
     if not fitting:
         return Choice(budget, None)

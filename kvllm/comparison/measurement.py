@@ -24,7 +24,6 @@ from kvllm.worker.build import method_state_bytes, residual_bytes
 
 Advance = Callable[[int], object]
 """Is told how many tokens were predicted."""
-BFLOAT16_BYTES = 2
 
 
 class Piece(Struct, kw_only=True):
@@ -56,12 +55,13 @@ class Needles(Struct, kw_only=True):
 class Result(Struct, kw_only=True):
     """The figures of one variant.
 
-    refused: why there are none. pairs_share, bytes_share: held at the end, of all pairs, and of their bytes in
-    bfloat16; with scales, and what the engine holds beside the pairs.
+    refused: why there are none. pairs_share, bytes_share: held at the end, of all pairs, and of the full
+    cache's bytes; with scales, and what the engine holds beside the pairs.
     """
 
     name: str
     method: str | None
+    memory: float
     share: float
     kv_cache_dtype: str
     compression: CompressionConfig | None = None
@@ -112,6 +112,7 @@ class Bench:
         return Result(
             name=variant.name,
             method=variant.method,
+            memory=variant.memory,
             share=variant.share,
             kv_cache_dtype=variant.kv_cache_dtype,
             compression=plan.fitted and plan.fitted.compression,
@@ -230,7 +231,7 @@ def _budget(given: Given, fitted: Fit | None) -> int | None:
 
 
 def _shares(llm: LLM, pieces: Sequence[Piece]) -> tuple[float, float]:
-    """KV pairs held at the end, of all; and bytes held, of those of all pairs in bfloat16.
+    """KV pairs held at the end, of all; and bytes held, of those of the full cache.
 
     Layers with a sliding window hold it in either case. What an engine holds for each sequence beside the pool counts.
     """
@@ -239,7 +240,7 @@ def _shares(llm: LLM, pieces: Sequence[Piece]) -> tuple[float, float]:
     held = sum(_layer_pairs(windows, piece.pairs, piece.all_pairs) for piece in pieces)
     all_pairs = sum(_layer_pairs(windows, piece.all_pairs, piece.all_pairs) for piece in pieces)
     beside = (method_state_bytes(config, shape) + residual_bytes(config, shape)) / config.max_num_seqs * len(pieces)
-    pair_bytes = 2 * BFLOAT16_BYTES * shape.head_dim * shape.num_kv_heads
+    pair_bytes = 2 * shape.dtype.itemsize * shape.head_dim * shape.num_kv_heads
     return held / all_pairs, (held * _held_bytes(shape) + beside) / (all_pairs * pair_bytes)
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from kvllm.comparison.equal_memory import Fit
-from kvllm.comparison.figures import BUDGETS, CONFIDENCE, Choice, Figures, choose
+from kvllm.comparison.figures import CONFIDENCE, Choice, Figures, choose
 from kvllm.comparison.measurement import Result
 from kvllm.comparison.table import table
 from kvllm.comparison.variants import engine_options, in_few_words
@@ -69,9 +69,9 @@ def _cells(result: Result, figures: Figures) -> list[str]:
     ]
 
 
-def recommend(results: Mapping[str, Result], model: str) -> Iterator[str]:
+def recommend(results: Mapping[str, Result], memory: Iterable[float], model: str) -> Iterator[str]:
     """For some shares of the bytes, what loses least, and how to ask for it."""
-    for budget in BUDGETS:
+    for budget in memory:
         choice = choose(results, budget)
         yield _verdict(choice)
         if choice.best is not None:
@@ -143,7 +143,7 @@ def plot(path: Path, title: str, results: Mapping[str, Result], figures: Mapping
         x, y = zip(*sorted(points), strict=True)
         color, style = f"C{methods.index(method) % 10}", STYLES[dtypes.index(dtype) % len(STYLES)]
         axes.plot(x, y, color=color, linestyle=style, marker="o", markersize=3, linewidth=1.2, label=label)
-    axes.set(xlabel="bytes of KV pairs held, % of all pairs in bfloat16", title=title)
+    axes.set(xlabel="bytes held at the end of a text, % of the full cache", title=title)
     axes.set_ylabel("KL(full || variant), nats, last quarter")
     if lines:
         axes.set_yscale("log")

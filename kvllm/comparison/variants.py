@@ -1,9 +1,10 @@
-"""The variants of a comparison: methods, shares of the KV pairs and dtypes of the cache, and what a model refuses."""
+"""The variants of a comparison: methods and dtypes in equal bytes, and what a model refuses."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from kvllm.comparison.kv_caches import kv_cache_options
 from kvllm.compression.specs import AUTO, SPECS
 from kvllm.config import CompressionConfig, require
 from kvllm.engine_args import EngineArgs
-from kvllm.engine_builder import check_engine
+from kvllm.engine_builder import cache_shape, check_engine
 from kvllm.errors import CheckpointError, ConfigError
 from kvllm.layer_shares import for_checkpoint
 from kvllm.spelling import did_you_mean
@@ -26,34 +27,56 @@ SHORT = 20
 
 
 class Variant(Struct, frozen=True, kw_only=True):
-    """One way to hold a text. method: None keeps all KV pairs."""
+    """One way to hold a text. method: None keeps all KV pairs. memory: the share of the full cache's bytes that a text
+    may take at its end. share: of its KV pairs, those that fit there."""
 
     method: str | None = None
+    memory: float = 1.0
     share: float = 1.0
     kv_cache_dtype: str = "auto"
 
     @property
     def name(self) -> str:
-        kept = ALL_PAIRS if self.method is None else f"{self.method} {100 * self.share:g}%"
+        kept = ALL_PAIRS if self.method is None else f"{self.method} {100 * self.share:.3g}%"
         return kept if self.kv_cache_dtype == "auto" else f"{kept} {self.kv_cache_dtype}"
 
 
 FULL = Variant()
 
 
-def make_variants(methods: Iterable[str], shares: Sequence[float], dtypes: Sequence[str], model: Path) -> list[Variant]:
+def make_variants(
+    setting: Setting, methods: Iterable[str], memory: Sequence[float], dtypes: Sequence[str]
+) -> list[Variant]:
     """All pairs first, then bits alone, choice by lot, sinks and recent pairs, and the other methods.
+
+    Where all pairs of a dtype fit, nothing has to be dropped, and no method is tried.
 
     Raises ConfigError for a method that there is not.
     """
-    names = [resolved(method, model) for method in (*BASELINES, *methods)]
-    alone = [Variant(kv_cache_dtype=dtype) for dtype in dict.fromkeys(("auto", *dtypes))]
-    return alone + [
-        Variant(method=method, share=share, kv_cache_dtype=dtype)
-        for method in dict.fromkeys(names)
-        for share in shares
+    names = dict.fromkeys(resolved(method, Path(setting.model)) for method in (*BASELINES, *methods))
+    full = pair_bytes(setting, "auto")
+    alone = [
+        Variant(memory=pair_bytes(setting, dtype) / full, kv_cache_dtype=dtype)
+        for dtype in dict.fromkeys(("auto", *dtypes))
+    ]
+    dropping = [
+        Variant(method=name, memory=share, share=share * full / pair_bytes(setting, dtype, name), kv_cache_dtype=dtype)
+        for name in names
+        for share in memory
         for dtype in dtypes
     ]
+    return alone + [variant for variant in dropping if variant.share <= 1]
+
+
+def pair_bytes(setting: Setting, kv_cache_dtype: str, method: str | None = None) -> float:
+    """Bytes of a KV pair in all layers, with scales, and the scores that a method may keep beside them. A dtype that
+    the model refuses, for which there will be a row with the reason, counts as none."""
+    try:
+        shape = cache_shape(setting.engine_args(kv_cache_dtype))
+    except ConfigError:
+        shape = cache_shape(setting.engine_args())
+    scored = method is not None and SPECS[method].observable is not None
+    return replace(shape, scored=scored).bytes_per_block / shape.block_size
 
 
 def resolved(method: str, model: Path) -> str:

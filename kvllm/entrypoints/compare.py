@@ -1,19 +1,21 @@
 """Tell what compressing the KV cache costs on a model and texts of your own.
 
     kvllm compare path/to/Qwen3-0.6B
-    kvllm compare path/to/Qwen3-0.6B --text manual.txt main.py --methods h2o kara_sharp --shares 0.25
+    kvllm compare path/to/Qwen3-0.6B --text manual.txt main.py --methods h2o kara_sharp --memory 0.25
     kvllm compare path/to/Qwen3-0.6B --dataset questions.jsonl --output measured
 
-Engines with different methods, shares and dtypes are given the same texts token by token, as if they had generated
-them, and their predictions are compared with those of the full cache: KL(full || variant) in nats, perplexity, and the
-most likely token. Needles, sentences that give a name a number, are hidden in the texts and asked for, behind a prompt
-that is kept and in a prompt that is compressed. All methods have the same memory: they hold --shares of a text's KV
-pairs at its end, its prompt included. Methods that choose from a whole cache are cut to a budget of tokens, the others
-get windows and what is kept of them so that a text ends with as many; how many were held is printed, with their bytes
-as a share of all pairs in bfloat16. The last quarter of a text tells most, because all hold the same by then.
+Engines with different methods and dtypes are given the same texts token by token, as if they had generated them, and
+their predictions are compared with those of the full cache: KL(full || variant) in nats, perplexity, and the most
+likely token. Needles, sentences that give a name a number, are hidden in the texts and asked for, behind a prompt that
+is kept and in a prompt that is compressed.
 
-The same command goes on where an earlier one was cut off. It ends with the variants that lose least in a half, a
-quarter and an eighth of the bytes, and the options that ask for them.
+All variants of one --memory end a text with the same bytes, prompt included: in fewer bits more KV pairs fit, and where
+all of them do, nothing is dropped. Methods that choose from a whole cache are cut to a budget of tokens, the others get
+windows and what is kept of them so that a text ends with as many. The last quarter of a text tells most, because all
+hold the same by then.
+
+The same command goes on where an earlier one was cut off. It ends with the variants that lose least in each --memory,
+and the options that ask for them.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     from kvllm.comparison.texts import Text
     from kvllm.comparison.variants import Plan, Setting
 
-METHODS = ("random", "streaming", "h2o", "snapkv", "keydiff", "kara", "kara_sharp", "auto")
+METHODS = ("random", "streaming", "h2o", "kara", "auto")
 MOST_SEQUENCES = 32
 
 
@@ -56,10 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt = "first tokens of a piece, which are its prompt and never compressed (default: 64)"
     add("--prompt-tokens", type=int, default=64, metavar="N", help=prompt)
     add("--methods", nargs="+", default=METHODS, metavar="NAME", help=f"default: {' '.join(METHODS)}")
-    shares = "KV pairs held at the end of a text (default: 0.5 0.25 0.125)"
-    add("--shares", type=float, nargs="+", default=(0.5, 0.25, 0.125), metavar="X", help=shares)
-    dtypes = "of the KV cache, or one with a residual, as in int4+32 (default: auto int8 int6_int4)"
-    add("--kv-cache-dtypes", nargs="+", default=("auto", "int8", "int6_int4"), metavar="NAME", help=dtypes)
+    memory = "bytes held at the end of a text, as shares of the full cache (default: 0.5 0.25 0.125)"
+    add("--memory", type=float, nargs="+", default=(0.5, 0.25, 0.125), metavar="X", help=memory)
+    dtypes = "of the KV cache, or one with a residual, as in int4+32 (default: auto int6_int4_hadamard)"
+    add("--kv-cache-dtypes", nargs="+", default=("auto", "int6_int4_hadamard"), metavar="NAME", help=dtypes)
     add("--needles", type=int, default=8, metavar="N", help="sentences that are to be found (default: 8; 0: none)")
     add("--dtype", default="auto", choices=CHOICES["dtype"], help="default: auto, the checkpoint's own")
     add("--seed", type=int, default=1, help="of needles, and of choices by lot (default: 1)")
@@ -77,10 +79,10 @@ def run(args: argparse.Namespace) -> None:
     check_arguments(args)
     model = EngineArgs(args.model or DEFAULT_MODEL, dtype=args.dtype, max_model_len=args.length)
     name, _ = str(model.model), model.model_config  # which checks the length
-    variants = make_variants(args.methods, args.shares, args.kv_cache_dtypes, model.path)
     tokenizer = load_tokenizer(model.path)
     directory = args.output or Path(f"compare-{model.path.name}")
     setting = make_setting(args, name)
+    variants = make_variants(setting, args.methods, args.memory, args.kv_cache_dtypes)
     record = open_record(args, setting, directory)
     needles = hide(record.texts, args.needles, tokenizer, args.seed)
     lengths = [(len(text.prompt), text.stored) for text in record.texts]
@@ -91,7 +93,7 @@ def run(args: argparse.Namespace) -> None:
         measure_all(record, directory, plans, setting, needles)
     found = {plan.variant.name: record.variants[plan.variant.name] for plan in plans}
     finish(record, found, directory)
-    print(show(found, record.figures), "", *recommend(found, name), "", sep="\n")
+    print(show(found, record.figures), "", *recommend(found, args.memory, name), "", sep="\n")
     print(f"Written: {draw(record, found, directory, name)}")
 
 
@@ -103,8 +105,8 @@ def check_arguments(args: argparse.Namespace) -> None:
     require(args.needles >= 0, "--needles", args.needles, "at least 0")
     least = args.prompt_tokens + 64
     require(args.length >= least, "--length", args.length, f"at least {least}, 64 more than --prompt-tokens")
-    for share in args.shares:
-        require(0 < share <= 1, "--shares", share, "above 0 and at most 1")
+    for share in args.memory:
+        require(0 < share <= 1, "--memory", share, "above 0 and at most 1")
     for dtype in args.kv_cache_dtypes:
         check_kv_cache("--kv-cache-dtypes", dtype)
 

@@ -63,22 +63,22 @@ def compare(model: Path, output: Path, *options: str) -> dict[str, Any]:
 
 
 def test_nothing_is_lost_where_all_is_kept(checkpoint: Path, texts: list[str], tmp_path: Path, capsys) -> None:
-    options = ["--pieces", "2", "--shares", "1", "--methods", "h2o", "kara", "mean_attention", "--needles", "2"]
+    options = ["--pieces", "2", "--memory", "1", "--methods", "snapkv", "kara", "--needles", "2"]
     found = compare(checkpoint, tmp_path, "--text", *texts, *options)
     full = found["variants"]["all pairs"]
     assert [text["kind"] for text in found["texts"]] == ["first", "second"]
-    assert {"random 100%", "streaming 100%", "h2o 100%", "kara 100%", "mean_attention 100%"} < set(found["variants"])
+    assert {"random 100%", "streaming 100%", "snapkv 100%", "kara 100%"} < set(found["variants"])
     for name, result in found["variants"].items():
         assert result["pairs_share"] == 1, name
         assert [piece["nll"] for piece in result["pieces"]] == pytest.approx([p["nll"] for p in full["pieces"]], 1e-6)
         assert all(abs(piece["kl"]) < 1e-9 and piece["same_top"] == 1 for piece in result["pieces"]), name
         assert result["needles"]["found_in_output"] == full["needles"]["found_in_output"] == 0
-    assert full["bytes_share"] == 2  # float32
-    assert "50.0% of the bytes: nothing that was compared fits" in capsys.readouterr().out
+    assert full["bytes_share"] == 1
+    assert "100.0% of the bytes: all pairs (100.0%), KL 0.0000" in capsys.readouterr().out
 
 
 def test_divergence_is_that_of_dense_attention(checkpoint: Path, texts: list[str], tmp_path: Path) -> None:
-    found = compare(checkpoint, tmp_path, "--text", *texts, "--pieces", "2", "--shares", "0.5", "--methods", "random")
+    found = compare(checkpoint, tmp_path, "--text", *texts, "--pieces", "2", "--memory", "0.5", "--methods", "random")
     result, decoder = found["variants"]["streaming 50%"], DenseDecoder(checkpoint)
     options = result["compression"]
     budget, gap = options["budget_tokens"], options["threshold_tokens"] - options["budget_tokens"]
@@ -130,13 +130,35 @@ def test_all_methods_end_with_as_many_pairs(method: str, length: int) -> None:
         assert abs(held - target(share, length - 1)) < BLOCK_SIZE, (share, held)
 
 
-def test_engines_hold_what_was_asked_for(checkpoint: Path, texts: list[str], tmp_path: Path, capsys) -> None:
+def test_engines_hold_what_was_asked_for(texts: list[str], tokenizer: Any, tmp_path: Path, capsys) -> None:
+    make_checkpoint(tmp_path, "qwen3", vocab_size=len(tokenizer.hf), head_dim=32, num_hidden_layers=2)
+    tokenizer.hf.save_pretrained(tmp_path)
     methods = ["kara", "mean_attention", "adakv", "h2o"]
-    options = ["--pieces", "3", "--shares", "0.4", "--methods", *methods, "--needles", "0", "--dtype", "bfloat16"]
-    found = compare(checkpoint, tmp_path, "--text", *texts, *options)["variants"]
-    for name, result in found.items():
-        wanted = LENGTH - 1 if name == "all pairs" else 0.4 * (LENGTH - 1)
-        assert all(abs(piece["pairs"] - wanted) < BLOCK_SIZE for piece in result["pieces"]), name
+    options = [
+        "--pieces",
+        "3",
+        "--memory",
+        "0.4",
+        "0.2",
+        "--methods",
+        *methods,
+        "--needles",
+        "0",
+        "--dtype",
+        "bfloat16",
+    ]
+    options += ["--kv-cache-dtypes", "auto", "int8", "int4"]
+    found = compare(tmp_path, tmp_path / "out", "--text", *texts, *options)["variants"]
+    full, int8, int4, *others = found.values()
+    assert full["bytes_share"] == 1 and int8["memory"] == int8["bytes_share"] > 0.4 > int4["bytes_share"] > 0
+    dtypes = {(each["memory"], each["kv_cache_dtype"]) for each in others}
+    assert dtypes == {(0.4, "auto"), (0.4, "int8"), (0.2, "auto"), (0.2, "int8"), (0.2, "int4")}
+    others = [each for each in others if not each["refused"]]
+    assert len(others) > len(methods) * 4
+    for result in others:
+        wanted = result["share"] * (LENGTH - 1)
+        assert all(abs(piece["pairs"] - wanted) < BLOCK_SIZE for piece in result["pieces"]), result["name"]
+        assert result["bytes_share"] == pytest.approx(result["memory"], abs=BLOCK_SIZE / LENGTH), result["name"]
     shown = capsys.readouterr().out
     best = next(line for line in shown.splitlines() if "kvllm serve" in line and "--compression" in line)
     settings = parse_compression(best.split("--compression ")[1])
@@ -154,7 +176,7 @@ def test_refused_variants_have_rows(texts: list[str], tokenizer: Any, tmp_path: 
     make_checkpoint(tmp_path, "qwen3", vocab_size=size, head_dim=16, num_hidden_layers=2, **options)
     tokenizer.hf.save_pretrained(tmp_path)
     names = ["kara", "h2o", "keydiff", "triattention"]
-    more = ["--pieces", "1", "--shares", "0.5", "0.1", "--methods", *names, "--needles", "1"]
+    more = ["--pieces", "1", "--memory", "0.5", "0.1", "--methods", *names, "--needles", "1"]
     found = compare(tmp_path, tmp_path / "out", "--text", texts[0], *more)["variants"]
     assert "sliding window" in found["kara 50%"]["refused"] and "sliding window" in found["h2o 50%"]["refused"]
     assert "kv_statistics" in found["triattention 50%"]["refused"]
@@ -171,7 +193,7 @@ def test_refused_variants_have_rows(texts: list[str], tokenizer: Any, tmp_path: 
         (["--text", "TEXT", "--pieces", "9"], "--length=260 is not allowed: at most"),
         (["--text", "TEXT", "--methods", "karra"], "did you mean kara?"),
         (["--text", "TEXT", "--length", "9999"], "max_position_embeddings=512"),
-        (["--text", "TEXT", "--shares", "0"], "--shares"),
+        (["--text", "TEXT", "--memory", "0"], "--memory"),
         (["--text", "TEXT", "--kv-cache-dtypes", "int5"], "--kv-cache-dtypes"),
         (["--text", "TEXT", "TEXT"], "one file of each name"),
         (["--text", "TEXT", "--length", "60"], "--length"),
@@ -204,7 +226,7 @@ def test_needles_are_found_by_a_model_that_says_them(texts: list[str], tokenizer
     seed, answer = next((seed, tokens) for seed, tokens in answers.items() if len(set(tokens)) == len(tokens))
     chain = [*tokenizer.encode(" is"), *answer, *tokenizer.encode("!")]
     make_parrot(tmp_path, tokenizer.hf, tokenizer.hf.convert_ids_to_tokens(chain))
-    options = ["--pieces", "1", "--shares", "0.5", "--methods", "random", "--needles", "1", "--seed", str(seed)]
+    options = ["--pieces", "1", "--memory", "0.5", "--methods", "random", "--needles", "1", "--seed", str(seed)]
     found = compare(tmp_path, tmp_path / "out", "--text", texts[0], *options)["variants"]
     for result in found.values():
         assert result["needles"] == {"number": 1, "found_in_output": 1, "found_in_prompt": 1, "found": [[True], [True]]}
@@ -221,7 +243,7 @@ def one_answer(tokenizer: Any, seed: int) -> list[int]:
 def test_a_dataset_is_answered_by_the_model(checkpoint: Path, tmp_path: Path) -> None:
     lines = [json.dumps({"question": f"What is {i}?"}) for i in range(9)]
     (tmp_path / "asked.jsonl").write_text("\n".join(lines))
-    options = ["--dataset", str(tmp_path / "asked.jsonl"), "--pieces", "3", "--shares", "0.5", "--methods", "random"]
+    options = ["--dataset", str(tmp_path / "asked.jsonl"), "--pieces", "3", "--memory", "0.5", "--methods", "random"]
     found = compare(checkpoint, tmp_path, *options, "--needles", "0")
     tokens = byte_level("plain")
     assert [tokens.decode(text["prompt"]) for text in found["texts"]] == [f"What is {i}?\n" for i in (0, 3, 6)]
@@ -230,7 +252,7 @@ def test_a_dataset_is_answered_by_the_model(checkpoint: Path, tmp_path: Path) ->
 
 
 def test_an_interrupted_comparison_goes_on(checkpoint: Path, texts, tmp_path: Path, monkeypatch, capsys) -> None:
-    options = ["--text", *texts, "--pieces", "2", "--shares", "0.5", "--methods", "kara", "--needles", "2"]
+    options = ["--text", *texts, "--pieces", "2", "--memory", "0.5", "--methods", "kara", "--needles", "2"]
     whole = compare(checkpoint, tmp_path / "whole", *options)
     measure, calls = measurement.Bench.measure, []
 
@@ -264,6 +286,6 @@ def test_windows_longer_than_the_texts_are_none(texts: list[str], tokenizer: Any
     size = len(tokenizer.hf)
     make_checkpoint(tmp_path, "qwen3", vocab_size=size, head_dim=16, num_hidden_layers=1, **options)
     tokenizer.hf.save_pretrained(tmp_path)
-    more = ["--pieces", "1", "--shares", "0.5", "--methods", "random", "--needles", "0"]
+    more = ["--pieces", "1", "--memory", "0.5", "--methods", "random", "--needles", "0"]
     found = compare(tmp_path, tmp_path / "out", "--text", texts[0], *more)["variants"]
     assert found["random 50%"]["pairs_share"] == pytest.approx(0.5, abs=BLOCK_SIZE / LENGTH)
