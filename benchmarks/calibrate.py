@@ -226,7 +226,9 @@ def rounded(hardware: Hardware) -> Hardware:
 
 def compare(hardware: Hardware, directory: Path) -> str:
     """Runs of the real engine beside predictions. The counts must be equal, the times as near as a roofline can be."""
-    kara_config = CompressionConfig(method="kara", period=32, window_blocks=6, retain_blocks=2, buffer=8)
+    kara_config = CompressionConfig(
+        method="kara", policy="periodic", period=32, window_blocks=6, retain_blocks=2, buffer=8
+    )
     short, long = (draw(random.Random(0)) for draw in (workloads.workload_a, workloads.workload_c512))
     cases = [
         ("16 short requests", short, None, 1.0),

@@ -133,7 +133,9 @@ class Traffic:
 
 
 def make_engines(model: Path, rng: random.Random, most: int) -> list[Traffic]:
-    compression = CompressionConfig(method="kara", period=32, window_blocks=3, buffer=8, chunk_budget=8)
+    compression = CompressionConfig(
+        method="kara", policy="periodic", period=32, window_blocks=3, buffer=8, chunk_budget=8
+    )
     llms = [
         LLM(
             model,

@@ -1,7 +1,7 @@
 """Throughput of engine variants, side by side.
 
     python -m benchmarks.throughput --model 50m --workload C --pool-fraction 0.5 \\
-        --variants vanilla kara:period=32,window_blocks=3,buffer=8 --block-size 16
+        --variants vanilla kara:policy=periodic,window_blocks=3 --block-size 64
 
 Every run is a process of its own, and the variants take turns. The script compares medians over the repeats. Outputs
 have fixed lengths (greedy, end of sequence ignored), so all variants generate the same number of tokens. The figures go
@@ -55,7 +55,12 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--max-num-seqs", type=int, default=256)
 
     add = parser.add_argument_group("runs").add_argument
-    add("--variants", nargs="+", default=["vanilla", "kara"], help="vanilla, kara, kara:period=32,window_blocks=3, ...")
+    add(
+        "--variants",
+        nargs="+",
+        default=["vanilla", "auto"],
+        help="vanilla, auto, kara:policy=periodic,window_blocks=3, ...",
+    )
     add("--repeats", type=int, default=3, help="runs of each variant (default 3)")
     command_line.add_output_argument(parser)
     return parser.parse_args(arguments)

@@ -28,7 +28,7 @@ from kvllm.config import (
 from kvllm.errors import ConfigError
 from kvllm.generation_config import named_eos_tokens, sampling_defaults
 from kvllm.kvcache.groups import UNIFORM, KVGroup, block_layers
-from kvllm.layer_shares import for_checkpoint, resolve
+from kvllm.layer_shares import resolve
 from kvllm.models.config import DTYPE_NAMES, DTYPES, QUANTIZATIONS, ModelConfig, load_model_config
 
 DEFAULT_MODEL = Path(__file__).parent / "assets" / "reasoner"
@@ -196,7 +196,7 @@ class EngineArgs:
     max_num_batched_tokens: int = 2048
     enable_chunked_prefill: bool = True
     max_logprobs: int = 20
-    block_size: int = 256
+    block_size: int = 16
     kv_cache_dtype: str = "auto"
     kv_residual_tokens: int = 0
     num_gpu_blocks_override: int | None = None
@@ -344,11 +344,9 @@ class EngineArgs:
         return most if self.enable_chunked_prefill else max(most, max_model_len)
 
     def _compression(self) -> CompressionConfig | None:
-        """With the method and shares that go with the checkpoint. EngineConfig refuses what is no CompressionConfig."""
-        if not isinstance(self.compression, CompressionConfig):
-            return self.compression
-        one_share = self.disable_hybrid_kv_cache_manager or self.kv_residual_tokens > 0
-        return for_checkpoint(self.compression, self.path, one_share)
+        """With a method instead of "auto". EngineConfig refuses what is no CompressionConfig."""
+        given = self.compression
+        return given.with_method() if isinstance(given, CompressionConfig) else given
 
     def _check_types(self) -> None:
         require(isinstance(self.model, str | Path), "model", self.model, "the directory of a checkpoint")

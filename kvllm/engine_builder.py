@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from msgspec import structs
 
-from kvllm.compression.specs import AUTO, STATISTICS_FILE
+from kvllm.compression.specs import AUTO
 from kvllm.config import EngineConfig, host_room, require
 from kvllm.core.compression_policy import check_pool, longest_blocks
 from kvllm.core.engine import LLMEngine
@@ -318,10 +318,7 @@ def _compression(args: EngineArgs, settings: RunnerSettings) -> str:
     compression = settings.engine.compression
     if compression is None or args.compression is None:
         return "no compression"
-    chosen = ""
-    if args.compression.method == AUTO:
-        found = f"the checkpoint has {'' if compression.spec.calibrated else 'no '}{STATISTICS_FILE}"
-        chosen = f" (method=auto: {found if compression.score_source is None else 'score_source is set'})"
+    chosen = " (method=auto)" if args.compression.method == AUTO else ""
     kept = {group.retain_blocks for group in compression.named_groups}
     shares = f", layers keep {min(kept)} to {max(kept)} of {compression.window_blocks} blocks" if kept else ""
     return f"compression by {compression.method}{chosen}, {compression.policy}{shares}"

@@ -15,7 +15,6 @@ import msgspec
 from msgspec import Struct, structs
 
 from kvllm.compression.layer_budgets import layer_budgets
-from kvllm.compression.specs import STATISTICS_FILE
 from kvllm.config import CompressionConfig, LayerGroup
 from kvllm.errors import CheckpointError
 
@@ -80,22 +79,15 @@ def read_losses(folder: Path, num_layers: int) -> LayerLosses:
     return found
 
 
-def for_checkpoint(compression: CompressionConfig, folder: Path, one_share: bool = False) -> CompressionConfig:
-    """A configuration with what `method="auto"` stands for, by the files beside the checkpoint.
-
-    one_share: for all layers, because of other options of the engine.
-    """
-    calibrated, has_losses = ((folder / name).is_file() for name in (STATISTICS_FILE, LAYER_LOSSES_FILE))
-    return compression.with_method(calibrated, has_losses and not one_share)
-
-
 def resolve(
     compression: CompressionConfig, folder: Path, windows: Sequence[int | None], block_size: int
 ) -> CompressionConfig:
-    """A configuration with groups of layers in place of `layer_groups="auto"` or "pyramid".
+    """A configuration with a method in place of `method="auto"`, and groups of layers in place of `layer_groups="auto"`
+    or "pyramid".
 
     windows: of each layer, None where it attends all tokens. Raises CheckpointError as `read_losses` does.
     """
+    compression = compression.with_method()
     if not isinstance(compression.layer_groups, str):
         return compression
     layers = [layer for layer, window in enumerate(windows) if window is None]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import structs
 
 from benchmarks.device.check_kernels import poisoned
 from benchmarks.device.log import Figures, LeftOut, Log, within
@@ -49,11 +50,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 TINY = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
 SMALL = {"head_dim": 32, "initializer_range": 0.2}  # beside `tests.helpers.checkpoints.SIZES`
-COMPRESSIONS = {
-    "kara, periodic": CompressionConfig(method="kara", period=8, buffer=4, chunk_budget=4),
-    "kara, every second query": CompressionConfig(method="kara", period=8, buffer=4, chunk_budget=4, query_stride=2),
-    "kara, exact count": CompressionConfig(method="kara", period=8, retain_tokens=17, buffer=4, chunk_budget=4),
-    "kara, pressure": CompressionConfig(method="kara", policy="pressure", period=8, buffer=4, chunk_budget=4),
+PERIODIC: dict[str, Any] = {
+    "method": "kara",
+    "policy": "periodic",
+    "window_blocks": 3,
+    "period": 8,
+    "buffer": 4,
+    "chunk_budget": 4,
+}
+COMPRESSIONS: dict[str, CompressionConfig] = {
+    "kara, periodic": CompressionConfig(**PERIODIC),
+    "kara, every second query": CompressionConfig(**PERIODIC, query_stride=2),
+    "kara, exact count": CompressionConfig(**PERIODIC, retain_tokens=17),
+    "kara, pressure": structs.replace(CompressionConfig(**PERIODIC), policy="pressure"),
     **{
         f"{method}, threshold": CompressionConfig(
             method=method, policy="threshold", threshold_tokens=96, budget_tokens=48, query_window=8, buffer=8

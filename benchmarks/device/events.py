@@ -78,6 +78,8 @@ def events(target: Target, setting: Setting, stride: int) -> Figures:
     steps, less as many without one."""
     compression = CompressionConfig(
         method="kara",
+        policy="periodic",
+        window_blocks=3,
         period=setting.period,
         retain_tokens=setting.block_size + 1,
         buffer=setting.buffer,

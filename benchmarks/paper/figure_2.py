@@ -141,7 +141,7 @@ def compression(args: argparse.Namespace, method: str) -> CompressionConfig:
     eighth = args.block_size // 8
     shared: dict[str, Any] = {"method": method, "buffer": eighth, "chunk_budget": eighth, "query_window": eighth}
     if policy == PERIODIC:
-        return CompressionConfig(period=args.block_size // 2, **shared)
+        return CompressionConfig(policy=policy, window_blocks=3, period=args.block_size // 2, **shared)
     return CompressionConfig(policy=policy, threshold_tokens=args.threshold, budget_tokens=args.budget, **shared)
 
 

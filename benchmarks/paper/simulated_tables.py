@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from benchmarks.common import command_line, machine, report
-from benchmarks.common.kara_paper import PAPER, PUBLISHED
+from benchmarks.common.kara_paper import PAPER, PUBLISHED, WINDOWS
 from kvllm.config import CompressionConfig, EngineConfig
 from kvllm.entrypoints.simulate import read_model_config, with_host_memory
 from kvllm.simulation.cost import CostModel
@@ -39,19 +39,19 @@ class Variant(NamedTuple):
 
 
 def sharp(swap: str | None = None, **options: Any) -> Variant:
-    return Variant(CompressionConfig(method="kara_sharp", **options), swap)
+    return Variant(CompressionConfig(method="kara_sharp", **WINDOWS | options), swap)
 
 
 VARIANTS = {
     "full cache": Variant(),
     "SnapKV, 1280 to 1025": Variant(
         CompressionConfig(
-            method="snapkv", policy="threshold", threshold_tokens=1280, budget_tokens=1025, query_window=32
+            method="snapkv", policy="threshold", threshold_tokens=1280, budget_tokens=1025, query_window=32, buffer=32
         )
     ),
-    "Kara, 257 of 768": Variant(CompressionConfig(method="kara", retain_tokens=257)),
-    "Kara, 1 block of 3": Variant(CompressionConfig(method="kara")),
-    "Kara, 1 of 3, pressure": Variant(CompressionConfig(method="kara", policy="pressure")),
+    "Kara, 257 of 768": Variant(CompressionConfig(method="kara", **WINDOWS, retain_tokens=257)),
+    "Kara, 1 block of 3": Variant(CompressionConfig(method="kara", **WINDOWS)),
+    "Kara, 1 of 3, pressure": Variant(CompressionConfig(method="kara", policy="pressure", window_blocks=3, buffer=32)),
     "kara_sharp, 1 of 3": sharp(),
     "kara_sharp, 1 of 3, pressure": sharp(policy="pressure"),
 }

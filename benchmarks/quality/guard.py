@@ -124,6 +124,7 @@ def run(args: argparse.Namespace, name: str, guard_kl: float | None) -> Outcome:
     problems = make_stream(args)
     compression = CompressionConfig(
         method=args.method,
+        policy="periodic",
         period=args.period,
         window_blocks=WINDOW // BLOCK_SIZE,
         retain_blocks=args.retain_blocks,

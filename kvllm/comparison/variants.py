@@ -5,19 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
 
 from kvllm.comparison.equal_memory import BLOCK_SIZE, Fit, Length, fit
 from kvllm.comparison.kv_caches import kv_cache_options
-from kvllm.compression.specs import AUTO, SPECS
-from kvllm.config import CompressionConfig, require
+from kvllm.compression.specs import AUTO, FROM_ALL, SPECS
+from kvllm.config import require
 from kvllm.engine_args import EngineArgs
 from kvllm.engine_builder import cache_shape, check_engine
 from kvllm.errors import CheckpointError, ConfigError
-from kvllm.layer_shares import for_checkpoint
 from kvllm.spelling import did_you_mean
 
 BASELINES = ("random", "streaming")
@@ -53,7 +51,7 @@ def make_variants(
 
     Raises ConfigError for a method that there is not.
     """
-    names = dict.fromkeys(resolved(method, Path(setting.model)) for method in (*BASELINES, *methods))
+    names = dict.fromkeys(resolved(method) for method in (*BASELINES, *methods))
     full = pair_bytes(setting, "auto")
     alone = [
         Variant(memory=pair_bytes(setting, dtype) / full, kv_cache_dtype=dtype)
@@ -79,12 +77,12 @@ def pair_bytes(setting: Setting, kv_cache_dtype: str, method: str | None = None)
     return replace(shape, scored=scored).bytes_per_block / shape.block_size
 
 
-def resolved(method: str, model: Path) -> str:
-    """The name of a method; of "auto", that of the one which goes with the checkpoint."""
+def resolved(method: str) -> str:
+    """The name of a method, also of what "auto" stands for."""
     known = (AUTO, *SPECS)
     near = did_you_mean(method, known)
     require(method in known, "--methods", method, f"choose of {', '.join(known)}{near}")
-    return for_checkpoint(CompressionConfig(), model).method if method == AUTO else method
+    return FROM_ALL if method == AUTO else method
 
 
 class Setting(Struct, frozen=True, kw_only=True):

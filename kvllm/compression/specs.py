@@ -139,9 +139,8 @@ class MethodSpec:
 
 
 AUTO = "auto"
-"""A name for `CALIBRATED` where the checkpoint's folder has `STATISTICS_FILE`, and for `UNCALIBRATED` elsewhere; or for
-`BY_WINDOW` where other options do not let a method choose again from what it kept."""
-CALIBRATED, UNCALIBRATED, BY_WINDOW = "expected_attention_calibrated", "mean_attention", "kara_sharp"
+"""A name for `FROM_ALL`, or for `BY_WINDOW` where other options do not let a method choose again from what it kept."""
+FROM_ALL, BY_WINDOW = "mean_attention", "kara_sharp"
 STATISTICS_FILE = "kv_statistics.safetensors"
 
 CHUNK_BUDGET = Option("chunk_budget", default=32, least=0)
@@ -149,6 +148,7 @@ MAX_CHUNK = Option("max_chunk", default=8, least=3)
 TOKEN2CHUNK = (CHUNK_BUDGET, MAX_CHUNK)
 SKETCH = Option("sketch", default=48, least=1, most=1 << 12)
 FUTURE = Option("future", default=512, least=1, most=1 << 16)
+RECENT = Option("recent", default=64, least=0)
 SINKS = Option("sinks", default=4, least=0)
 
 SPECS: dict[str, MethodSpec] = {
@@ -185,6 +185,7 @@ SPECS: dict[str, MethodSpec] = {
         MethodSpec(
             "mean_attention",
             "the largest mean square of what its value adds to a query (ours)",
+            options=(RECENT,),
             observable="squares",
             reselects=True,
             reads_blocks=True,

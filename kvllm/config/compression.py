@@ -13,13 +13,12 @@ from msgspec import Struct
 from kvllm.compression.specs import (
     AUTO,
     BY_WINDOW,
-    CALIBRATED,
     CHUNK_BUDGET,
+    FROM_ALL,
     LARGEST,
     MAX_CHUNK,
     SPECS,
     TOKEN2CHUNK,
-    UNCALIBRATED,
     MethodSpec,
 )
 from kvllm.config.checks import Options, check_types, require
@@ -45,11 +44,9 @@ class CompressionConfig(Options, frozen=True, kw_only=True):
     """How the KV cache is compressed while decoding.
 
     Attributes:
-        method: which KV pairs survive (`kvllm.compression.specs.SPECS`). "auto", for windows, is
-            "expected_attention_calibrated" where the checkpoint has statistics of its queries
-            (`kv_statistics.safetensors`) and `score_source` is None, and "mean_attention" elsewhere, or "kara_sharp"
-            where options below do not go with that; with `layer_groups="auto"` where the checkpoint has
-            `kv_layer_losses.json`, and nothing below refuses that.
+        method: which KV pairs survive (`kvllm.compression.specs.SPECS`). "auto", for windows, is "mean_attention", or
+            "kara_sharp" beside options that do not go with that: `compress_prompt`, `query_stride`, `guard_kl`, recall
+            and recomputed scores.
         policy: which sequences compress and when: "periodic" (every `period` decode steps of the engine, at most
             `max_sequences` sequences), "pressure" (only while blocks are short, and only what is needed to make them
             last `period` steps more), "standalone" (each sequence whenever its tail fills a window; block_size 1) or
@@ -99,13 +96,13 @@ class CompressionConfig(Options, frozen=True, kw_only=True):
     """
 
     method: str = AUTO
-    policy: str = "periodic"
+    policy: str = "pressure"
     period: int = 128
     max_sequences: int | None = None
-    window_blocks: int = 3
+    window_blocks: int = 4
     retain_blocks: int = 1
     retain_tokens: int | None = None
-    buffer: int = 32
+    buffer: int = 8
     chunk_budget: int = CHUNK_BUDGET.default
     max_chunk: int = MAX_CHUNK.default
     compress_prompt: bool = False
@@ -288,27 +285,21 @@ class CompressionConfig(Options, frozen=True, kw_only=True):
 
     @property
     def spec(self) -> MethodSpec:
-        """Facts about the method that the engine reads. Of "auto", those of the method without statistics."""
-        return SPECS[self._uncalibrated if self.method == AUTO else self.method]
+        """Facts about the method that the engine reads."""
+        return SPECS[self._chosen]
 
     @property
-    def _uncalibrated(self) -> str:
-        """What "auto" means without statistics."""
+    def _chosen(self) -> str:
+        """The method, also where "auto" is given."""
+        if self.method != AUTO:
+            return self.method
         again = self.policy in ("periodic", "pressure") and not (self.compress_prompt or self.recalls or self.guard_kl)
         observes = self.score_source != "recomputed" and self.query_stride == 1
-        return UNCALIBRATED if again and observes else BY_WINDOW
+        return FROM_ALL if again and observes else BY_WINDOW
 
-    def with_method(self, calibrated: bool, by_layer: bool) -> CompressionConfig:
-        """The same with a method instead of "auto", and with shares by layer where these go with the options.
-
-        calibrated: whether the checkpoint has statistics. by_layer: whether it has the losses of its layers, too.
-        """
-        if self.method != AUTO:
-            return self
-        chosen = CALIBRATED if calibrated and self.score_source is None else self._uncalibrated
-        one_share = self.layer_groups or self.recalls or self._not_beside_layer_groups()
-        groups = "auto" if by_layer and not one_share else self.layer_groups
-        return msgspec.structs.replace(self, method=chosen, layer_groups=groups)
+    def with_method(self) -> CompressionConfig:
+        """The same with a method instead of "auto"."""
+        return msgspec.structs.replace(self, method=self._chosen)
 
     @property
     def observes_scores(self) -> bool:

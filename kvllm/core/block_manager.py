@@ -142,7 +142,12 @@ class BlockManager:
             end = -(-(seq.logical_length + num_tokens) // self.block_size)
             index, offset = divmod(seq.logical_length, self.block_size)
             if offset and end == index + 1 and self.has_full and not needed:
-                return 0  # room in all last blocks, which are shared in all tables or in none
+                # Last blocks are shared in all tables of a kind or in none. But a whole cache that was compressed has
+                # one of its own where those of windows, whose groups are the last, are still shared.
+                last = seq.others[-1]
+                tail = (index - last.first) * len(last.parts)
+                if references[last.blocks[tail]] == 1:
+                    return 0
             for table in seq.others:
                 num_parts = len(table.parts)
                 missing = end - table.first - len(table.blocks) // num_parts

@@ -18,7 +18,7 @@ from kvllm.entrypoints.engine_flags import CHOICES, SETTINGS, parse_compression
 from kvllm.entrypoints.simulate import add_checkpoint_argument, given_checkpoint, read_model_config
 from kvllm.entrypoints.sizes import GIB, parse_bytes
 from kvllm.kvcache.formats import KV_CACHE_DTYPES
-from kvllm.layer_shares import for_checkpoint, resolve
+from kvllm.layer_shares import resolve
 from kvllm.simulation.cost import resolve_dtype
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-model-len", type=int, metavar="N", help="longest sequence (default: what the model allows)")
     add("--dtype", default="auto", choices=CHOICES["dtype"], help="default: auto, the checkpoint's own")
     add("--kv-cache-dtype", default="auto", metavar="NAME", help=f"of KV pairs: {', '.join(KV_CACHE_DTYPES)}")
-    add("--block-size", type=int, default=256, metavar="N", help="tokens of a KV block (default: 256)")
+    add("--block-size", type=int, default=16, metavar="N", help="tokens of a KV block (default: 16)")
     add("--compression", default="none", metavar=SETTINGS, help="options of CompressionConfig (default: none)")
     add("--input-length", type=int, metavar="N", help="tokens of a sequence (default: the longest)")
     add("--prompt-length", type=int, default=0, metavar="N", help="of these, the prompt, which windows leave whole")
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
     folder = path if path.is_dir() else path.parent
     compression = parse_compression(args.compression)
     if compression is not None:
-        compression = resolve(for_checkpoint(compression, folder), folder, windows, args.block_size)
+        compression = resolve(compression, folder, windows, args.block_size)
     config = EngineConfig(
         num_blocks=1,
         max_model_len=longest,

@@ -29,7 +29,7 @@ from kvllm.entrypoints.sizes import GIB, parse_gib
 from kvllm.errors import CheckpointError, ConfigError
 from kvllm.kvcache.formats import KV_CACHE_DTYPES, KV_FORMATS
 from kvllm.kvcache.groups import block_layers
-from kvllm.layer_shares import for_checkpoint, resolve
+from kvllm.layer_shares import resolve
 from kvllm.models.config import ModelConfig, load_model_config
 from kvllm.simulation.cost import CostModel, resolve_dtype
 from kvllm.simulation.hardware import load_hardware, shipped_names
@@ -120,7 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tensor-parallel-size", type=int, default=1, metavar="N")
     add("--dtype", default="auto", choices=CHOICES["dtype"], help="default: auto, the checkpoint's own")
     add("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="of the KV pool (default: auto, as --dtype)")
-    add("--block-size", type=int, default=256)
+    add("--block-size", type=int, default=16)
     add("--max-model-len", type=int, help="longer requests are left out (default: what the model allows)")
     add("--max-num-seqs", type=int, default=256)
     add("--max-num-batched-tokens", type=int, default=2048)
@@ -182,7 +182,7 @@ def make_config(
     windows = bounding(cost.model.windows, max_model_len)
     folder = args.model if args.model.is_dir() else args.model.parent
     if compression is not None:
-        compression = resolve(for_checkpoint(compression, folder), folder, windows, args.block_size)
+        compression = resolve(compression, folder, windows, args.block_size)
     groups = make_kv_groups(windows, compression)
     blocks = args.num_blocks
     if blocks is None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvllm import LLM, CompressionConfig
+from kvllm import LLM
 from kvllm.attention import registry
 from kvllm.attention.base import AttentionBatch, HostRows, Recording
 from kvllm.attention.registry import make_backend
@@ -26,6 +26,7 @@ from kvllm.worker.last_logits import LastLogits
 from kvllm.worker.model_runner import ModelRunner
 from tests.helpers import attention_cases, literal_flashinfer
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.compressions import paper_compression
 from tests.helpers.cuda_stand_in import stand_in
 from tests.helpers.engines import greedy, random_prompts
 from tests.helpers.literal_flashinfer import Wrapper
@@ -212,7 +213,7 @@ def test_recorded_steps_of_an_engine(flashinfer: type[Wrapper], monkeypatch: Any
     )
     entry = registry.Entry("kvllm.attention.flashinfer", "FlashInferBackend", lambda case: None)
     monkeypatch.setitem(registry.BACKENDS, "flashinfer", entry)
-    compression = CompressionConfig(method=method, period=4, window_blocks=2, buffer=4) if method else None
+    compression = paper_compression(method=method, period=4, window_blocks=2, buffer=4) if method else None
     options: dict[str, Any] = {"block_size": 8, "num_gpu_blocks_override": 200, "max_num_seqs": 5}
     found = []
     for backend in ("cpu", "flashinfer"):

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kvllm import LLM, CompressionConfig
+from kvllm import LLM
 from kvllm.attention import registry as backends
 from kvllm.attention.base import HostRows
 from kvllm.attention.layer import LayerAttention
@@ -27,6 +27,7 @@ from kvllm.errors import ConfigError
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.kvcache.formats import KV_FORMATS
 from tests.helpers import attention_cases, literal_flashinfer
+from tests.helpers.compressions import paper_compression
 from tests.helpers.literal_attention import attend, attend_with_sums
 
 needs_triton = pytest.mark.skipif(
@@ -373,5 +374,5 @@ def test_the_engine_says_what_a_method_needs(method: str, reason: str) -> None:
             attention_backend="flash_attn",
             device="cpu",
             dtype="bfloat16",
-            compression=CompressionConfig(method=method, **cache),
+            compression=paper_compression(method=method, **cache),
         )

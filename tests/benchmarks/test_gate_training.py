@@ -27,11 +27,12 @@ from benchmarks.common.questions import QuestionSource
 from benchmarks.common.texts import Text
 from benchmarks.quality import calibrate, train_gates
 from benchmarks.reasoner.tasks import make_problem
-from kvllm import LLM, CompressionConfig, ConfigError, SamplingParams
+from kvllm import LLM, ConfigError, SamplingParams
 from kvllm.compression.gates import Gates, gate_logits, gates_file
 from kvllm.engine_args import DEFAULT_MODEL
 from kvllm.tokenizer import load_tokenizer
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.compressions import paper_compression
 from tests.helpers.dense_decoder import DenseDecoder
 from tests.helpers.engines import random_token_ids
 
@@ -187,7 +188,7 @@ def test_the_script_writes_beside_the_checkpoint(tmp_path: Path, method: str, ca
     train_gates.run_training([*arguments, "--steps", "3"])
     out = capsys.readouterr().out
     assert "step 3: loss" in out and str(tmp_path / gates_file(method)) in out and "from 3 steps" in out
-    compression = CompressionConfig(method=method, period=8, window_blocks=3, buffer=4)
+    compression = paper_compression(method=method, period=8, window_blocks=3, buffer=4)
     llm = LLM(tmp_path, block_size=16, num_gpu_blocks_override=40, compression=compression)
     llm.generate("a", SamplingParams(max_tokens=120, ignore_eos=True), use_tqdm=False)
     assert llm.stats().windows_compressed > 0

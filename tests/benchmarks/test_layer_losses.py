@@ -19,6 +19,7 @@ from kvllm.config import LayerGroup
 from kvllm.engine_args import DEFAULT_MODEL
 from kvllm.layer_shares import LAYER_LOSSES_FILE, read_losses
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.compressions import paper_compression
 
 WINDOW, BUFFER, PROMPT = 28, 8, 7
 NUM_LAYERS = 3
@@ -60,7 +61,7 @@ def of_one_layer(layer: int, share: float) -> CompressionConfig:
     kept = BUFFER + round(share * (WINDOW - BUFFER))
     options: dict[str, Any] = {"chunk_budget": 0, "policy": "standalone", "window_blocks": WINDOW, "buffer": BUFFER}
     groups = (LayerGroup((layer,), kept), LayerGroup(others, WINDOW))
-    return CompressionConfig(method="kara_sharp", layer_groups=groups, **options)
+    return paper_compression(method="kara_sharp", layer_groups=groups, **options)
 
 
 def test_losses_are_those_of_an_engine(checkpoint: Path) -> None:

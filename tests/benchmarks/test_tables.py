@@ -19,6 +19,7 @@ from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.engine_args import DEFAULT_MODEL
 from kvllm.tokenizer import load_tokenizer
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.compressions import paper_compression
 
 PNG = b"\x89PNG"
 COUNTS = ("steps", "mean_concurrency", "preemptions", "tokens_recomputed", "windows_compressed", "blocks_released")
@@ -129,11 +130,11 @@ def test_blocks_of_256_give_the_settings_of_the_paper():
         method="snapkv", policy="threshold", threshold_tokens=1280, budget_tokens=1025, query_window=32
     )
     assert variants["snapkv"] == snapkv
-    assert variants["periodic"] == CompressionConfig(
+    assert variants["periodic"] == paper_compression(
         method="kara", retain_tokens=257
     )  # the other defaults are the paper's
-    assert variants["periodic-blocks"] == CompressionConfig(method="kara")
-    assert variants["pressure"] == CompressionConfig(method="kara", policy="pressure")
+    assert variants["periodic-blocks"] == paper_compression(method="kara")
+    assert variants["pressure"] == paper_compression(method="kara", policy="pressure")
     assert [name for name in variants if kara_paper.published_gain(name) == "+12.75%"] == ["periodic"]
 
 
@@ -204,11 +205,11 @@ CUT = {"policy": "threshold", "threshold_tokens": 40, "budget_tokens": 25, "buff
 @pytest.mark.parametrize(
     "config",
     [
-        CompressionConfig(method="kara", retain_tokens=9, **WINDOW),
-        CompressionConfig(method="kara", **WINDOW),
-        CompressionConfig(method="snapkv", **CUT),
-        CompressionConfig(method="adakv", **CUT),
-        CompressionConfig(method="sliding_window", **CUT | {"budget_tokens": 24}),
+        paper_compression(method="kara", retain_tokens=9, **WINDOW),
+        paper_compression(method="kara", **WINDOW),
+        paper_compression(method="snapkv", **CUT),
+        paper_compression(method="adakv", **CUT),
+        paper_compression(method="sliding_window", **CUT | {"budget_tokens": 24}),
     ],
     ids=lambda config: f"{config.method}-{config.policy}",
 )

@@ -11,14 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from kvllm import LLM, CheckpointError, CompressionConfig
+from kvllm import LLM, CheckpointError
 from kvllm.engine_args import EngineArgs
 from kvllm.layer_shares import LAYER_LOSSES_FILE, LayerLosses, convex, propose
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.compressions import paper_compression
 
 SHARES = [0.0, 0.25, 0.5, 0.75, 1.0]
 LOSSES = [[9.0, 4.0, 2.0, 1.0, 0.0], [1.0, 0.5, 0.3, 0.1, 0.0], [9.5, 6.0, 3.0, 1.0, 0.0]]
-AUTO = CompressionConfig(method="keydiff", window_blocks=4, retain_blocks=2, buffer=8, layer_groups="auto")
+AUTO = paper_compression(method="keydiff", window_blocks=4, retain_blocks=2, buffer=8, layer_groups="auto")
 
 
 def test_shares_lose_least_of_all_with_the_same_total() -> None:

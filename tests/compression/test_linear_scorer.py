@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvllm import CompressionConfig
 from kvllm.compression.linear_fit import FORGET, RIDGE, LinearFit
 from kvllm.compression.methods import kara_sharp, keydiff, linear_scorer
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.compressions import paper_compression
 from tests.helpers.engines import greedy, make_llm, random_prompts, random_token_ids, tokens
 from tests.helpers.literal_kara import literal_token2chunk
 from tests.helpers.literal_methods import best, halves, pairs
@@ -158,7 +158,7 @@ def test_queries_are_computed_again_for_the_first_windows_and_one_in_32(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And for as many first ones after what a failed step may have left behind."""
-    compression = CompressionConfig(method="linear_scorer", period=8, window_blocks=3, buffer=4, chunk_budget=4)
+    compression = paper_compression(method="linear_scorer", period=8, window_blocks=3, buffer=4, chunk_budget=4)
     llm = make_llm(checkpoint, block_size=8, compression=compression)
     runner = llm.llm_engine.executor.runner
     passes, recompute = list[int](), runner.model.recompute_queries
@@ -184,5 +184,5 @@ def test_queries_are_computed_again_for_the_first_windows_and_one_in_32(
 
 def test_what_it_learns_from_counts_as_memory_of_the_cache(checkpoint: Path) -> None:
     """Three layers and two KV heads; 16 channels, 8 pairs of them, two lengths, and the target and a constant."""
-    llm = make_llm(checkpoint, compression=CompressionConfig(method="linear_scorer", buffer=4))
+    llm = make_llm(checkpoint, compression=paper_compression(method="linear_scorer", buffer=4))
     assert llm.stats().method_state_bytes == 3 * 2 * 28**2 * 8

@@ -701,7 +701,9 @@ def literal(name, queries, keys, heavy, seed, retain, buffer, capacity):
             ages = [64.0] * 5 + list(range(len(keys[0]) - 5, 0, -1))
             lengths = values_of(torch.tensor(keys)).double().norm(dim=-1).tolist()
             sums, ages, lengths = np.array(heavy), np.array(ages), np.array(lengths)
-            return [best(row[:scored], total) for row in (sums / ages * lengths**2).tolist()]
+            scores = sums / ages * lengths**2
+            scores[:, len(keys[0]) - min(64, retain // 2) :] = math.inf
+            return [best(row[:scored], total) for row in scores.tolist()]
         case "streaming":
             return [[*range(4), *range(scored - total + 4, scored)]] * len(keys)
         case "sliding_window":

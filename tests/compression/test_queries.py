@@ -6,7 +6,7 @@ import pytest
 
 from kvllm.compression.queries import QueryTokens
 from kvllm.compression.specs import SPECS
-from kvllm.config import CompressionConfig
+from tests.helpers.compressions import paper_compression
 
 SIZES = [(12, 4, 1), (12, 4, 3), (768, 32, 8), (5, 0, 5), (7, 1, 4), (10, 3, 0), (2, 3, 0), (2, 3, 1), (10, 0, 0)]
 
@@ -26,7 +26,7 @@ def test_every_method_recomputes_the_queries_it_needs() -> None:
     options = {"buffer": 5, "query_stride": 3, "query_window": 7}
     threshold = {"policy": "threshold", "threshold_tokens": 64, "budget_tokens": 32}
     for name, spec in SPECS.items():
-        config = CompressionConfig(method=name, **options, **(threshold if spec.refusal("periodic") else {}))
+        config = paper_compression(method=name, **options, **(threshold if spec.refusal("periodic") else {}))
         literal = (5, 1) if spec.repeats else expected[spec.queries]
         assert QueryTokens.of(config, learns=spec.learns) == QueryTokens(*literal), name
         if spec.learns:

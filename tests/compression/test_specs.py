@@ -9,11 +9,11 @@ from pkgutil import iter_modules
 
 import pytest
 
-from kvllm import CompressionConfig
 from kvllm.compression import METHODS, methods
 from kvllm.compression.registry import Method
 from kvllm.compression.specs import SPECS, MethodSpec, Option
 from kvllm.errors import ConfigError
+from tests.helpers.compressions import paper_compression
 
 THRESHOLD = {"policy": "threshold", "threshold_tokens": 64, "budget_tokens": 32, "buffer": 8, "query_window": 8}
 
@@ -31,7 +31,7 @@ def test_a_default_of_the_function_is_that_of_the_list(name: str) -> None:
     for option in SPECS[name].options:
         assert arguments[option.name].default in (inspect.Parameter.empty, option.default)
         policy = THRESHOLD | {"policy": "threshold"} if SPECS[name].refusal("periodic") else {}
-        assert CompressionConfig(method=name, **policy).options[option.name] == option.default
+        assert paper_compression(method=name, **policy).options[option.name] == option.default
 
 
 def test_a_function_that_does_not_fit_its_spec_is_refused() -> None:
@@ -47,10 +47,10 @@ def test_a_policy_takes_the_methods_that_the_list_allows(name: str) -> None:
     for policy, options in (("threshold", THRESHOLD), ("periodic", {}), ("pressure", {}), ("standalone", {})):
         if refusal := spec.refusal(policy):
             with pytest.raises(ConfigError, match=f"method='{name}' is not allowed: ") as error:
-                CompressionConfig(method=name, **(options | {"policy": policy}))
+                paper_compression(method=name, **(options | {"policy": policy}))
             assert refusal in str(error.value)
         else:
-            assert CompressionConfig(method=name, **(options | {"policy": policy})).spec is spec
+            assert paper_compression(method=name, **(options | {"policy": policy})).spec is spec
     assert (spec.refusal("threshold") is None) == (
         spec.queries != "window" and not spec.unrotates and not spec.reselects
     )
@@ -64,10 +64,10 @@ def test_the_list_says_which_methods_read_files(name: str) -> None:
 
 
 def test_options_of_a_method() -> None:
-    assert CompressionConfig(method="kara", chunk_budget=3).options == {"chunk_budget": 3, "max_chunk": 8}
-    assert CompressionConfig(method="streaming").options == {"sinks": 4}
-    assert CompressionConfig(method="streaming", method_options={"sinks": 9}).options == {"sinks": 9}
-    assert CompressionConfig(method="rkv", method_options={"mix": 1}).options == {"mix": 1}
+    assert paper_compression(method="kara", chunk_budget=3).options == {"chunk_budget": 3, "max_chunk": 8}
+    assert paper_compression(method="streaming").options == {"sinks": 4}
+    assert paper_compression(method="streaming", method_options={"sinks": 9}).options == {"sinks": 9}
+    assert paper_compression(method="rkv", method_options={"mix": 1}).options == {"mix": 1}
 
 
 @pytest.mark.parametrize(
@@ -85,5 +85,5 @@ def test_options_of_a_method() -> None:
 )
 def test_options_that_a_method_does_not_have_are_refused(method: str, options: dict, message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        CompressionConfig(method=method, method_options=options)
+        paper_compression(method=method, method_options=options)
     assert message in str(error.value)

@@ -17,6 +17,7 @@ from kvllm.engine_args import DEFAULT_MODEL
 from kvllm.models.config import load_model_config
 from kvllm.parallel import KVHeads
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.compressions import paper_compression
 from tests.helpers.dense_decoder import DenseDecoder
 from tests.helpers.engines import random_token_ids
 
@@ -84,7 +85,7 @@ def test_a_checkpoint_without_statistics_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["triattention", "expected_attention_calibrated"])
 def test_the_model_of_the_package_has_statistics(method: str) -> None:
-    compression = CompressionConfig(method=method, period=8, window_blocks=3, buffer=4)
+    compression = paper_compression(method=method, period=8, window_blocks=3, buffer=4)
     llm = LLM(block_size=16, num_gpu_blocks_override=40, compression=compression)
     llm.generate("a", SamplingParams(max_tokens=120, ignore_eos=True), use_tqdm=False)
     assert llm.stats().windows_compressed > 0

@@ -25,6 +25,7 @@ from kvllm.core.sequence import Sequence
 from kvllm.errors import ConfigError
 from kvllm.sampling_params import SamplingParams
 from kvllm.stats import EngineStats
+from tests.helpers.compressions import paper_compression
 from tests.helpers.plans import scheduled_in
 
 TOKENS = 1 << 20  # more than any event takes
@@ -92,7 +93,7 @@ def as_in_vectors(history: list, events: list) -> np.ndarray:
 @pytest.mark.parametrize(("name", "order"), [("small", "most_uncompressed"), ("small_queue", "queue")])
 def test_small_engine(load_vectors, name: str, order: str) -> None:
     vectors, _ = load_vectors("periodic_policy")
-    compression = CompressionConfig(
+    compression = paper_compression(
         method="kara", period=4, max_sequences=1, window_blocks=3, retain_tokens=9, buffer=2, order=order
     )
     events, history = run(compression, 8, [(10, 400), (3, 260), (17, 120), (0, 400)])
@@ -105,7 +106,7 @@ def test_small_engine(load_vectors, name: str, order: str) -> None:
 
 def test_paper_settings(load_vectors) -> None:
     vectors, _ = load_vectors("periodic_policy")
-    events, history = run(CompressionConfig(method="kara", retain_tokens=257), 256, [(100, 4000)])
+    events, history = run(paper_compression(method="kara", retain_tokens=257), 256, [(100, 4000)])
     assert events == vectors["paper_events"].tolist()
     assert (as_in_vectors(history, events)[:, 0] == vectors["paper_hist"]).all()
 
@@ -113,7 +114,7 @@ def test_paper_settings(load_vectors) -> None:
 def test_many_sequences(load_vectors) -> None:
     vectors, _ = load_vectors("periodic_policy")
     lengths = list(zip(vectors["many_prompt"].tolist(), vectors["many_gen"].tolist(), strict=True))
-    events, history = run(CompressionConfig(method="kara", retain_tokens=257, max_sequences=30), 256, lengths)
+    events, history = run(paper_compression(method="kara", retain_tokens=257, max_sequences=30), 256, lengths)
     assert events == vectors["many_events"].tolist()
     total = as_in_vectors(history, events)[:, :, 0].sum(1)
     assert (total == vectors["many_total"][: len(total)]).all()
@@ -128,7 +129,7 @@ def test_eligibility(load_vectors) -> None:
 def test_events_fall_on_multiples_of_the_period(load_vectors) -> None:
     vectors, _ = load_vectors("periodic_policy")
     lengths = [(10 * i, 2000) for i in range(1, 60)]
-    events, _ = run(CompressionConfig(method="kara", max_sequences=30), 256, lengths)
+    events, _ = run(paper_compression(method="kara", max_sequences=30), 256, lengths)
     fired = sorted({event[0] for event in events})
     assert set(fired) <= set(vectors["fires"].tolist()) and fired[0] == vectors["fires"][0]
     assert all(sum(event[0] == step for event in events) <= 30 for step in fired)
@@ -147,7 +148,7 @@ def test_events_fall_on_multiples_of_the_period(load_vectors) -> None:
 def test_an_event_is_spread_over_steps(method: str, sequences: int, period: int, windows: list[int]) -> None:
     """So it takes half as long as the decodes of its steps, or a window. Where queries are recomputed, 30 sequences
     take part."""
-    compression = CompressionConfig(method=method, period=period)
+    compression = paper_compression(method=method, period=period)
     policy = PeriodicPolicy(compression, 256)
     waiting = [decoding(i, 800) for i in range(sequences)]
     for seq in waiting:
@@ -162,7 +163,7 @@ def test_an_event_is_spread_over_steps(method: str, sequences: int, period: int,
 
 
 def test_an_event_of_a_given_size_is_not_spread() -> None:
-    events, _ = run(CompressionConfig(method="kara_sharp", max_sequences=40), 256, [(10, 1030)] * 59)
+    events, _ = run(paper_compression(method="kara_sharp", max_sequences=40), 256, [(10, 1030)] * 59)
     assert max(Counter(event[0] for event in events).values()) == 40
 
 
@@ -239,7 +240,7 @@ class Pool:
             max_num_seqs=8,
             watermark=0.0,
             enable_prefix_caching=False,
-            compression=CompressionConfig(policy="pressure", **(sizes | options)),
+            compression=paper_compression(policy="pressure", **(sizes | options)),
         )
         self.stats = EngineStats(num_blocks=num_blocks)
         self.scheduler = Scheduler(self.config, self.stats)
@@ -335,7 +336,7 @@ def test_the_same_requests_are_compressed_the_same_way_under_pressure() -> None:
 
 def pressure(**options: Any) -> PressurePolicy:
     sizes = {"period": 8, "window_blocks": 4, "retain_blocks": 1, "buffer": 1, "max_sequences": 9}
-    return PressurePolicy(CompressionConfig(method="kara", policy="pressure", **(sizes | options)), 4)
+    return PressurePolicy(paper_compression(method="kara", policy="pressure", **(sizes | options)), 4)
 
 
 def decoding(seq_id: int, cached: int, remaining: int = 100, carried: int = 0) -> Sequence:
@@ -440,7 +441,7 @@ def test_under_pressure_an_event_is_spread_unless_blocks_are_missing_now() -> No
 
 
 def test_an_event_goes_on_until_its_sequences_are_served() -> None:
-    compression = CompressionConfig(
+    compression = paper_compression(
         method="kara", period=20, window_blocks=4, retain_blocks=1, buffer=1, max_sequences=5
     )
     policy = PeriodicPolicy(compression, 4)
@@ -459,7 +460,7 @@ def test_tokens_of_a_window_are_the_queries_that_the_method_recomputes(method: s
     """Or all of its tokens, if they are repeated; where few or none are needed, an eighth of its KV pairs."""
     threshold = {"policy": "threshold", "threshold_tokens": 900, "budget_tokens": 300}
     sizes = threshold if SPECS[method].refusal("periodic") else {}
-    config = CompressionConfig(method=method, query_window=100, buffer=32, query_stride=3, **sizes)
+    config = paper_compression(method=method, query_window=100, buffer=32, query_stride=3, **sizes)
     expected = {"window": 32 + 246, "recent": 100, "buffer": 97, "none": 97}
     tokens = 770 if SPECS[method].repeats else expected[SPECS[method].queries]
     assert window_tokens(config, 770, learns=SPECS[method].learns) == tokens
@@ -486,7 +487,7 @@ def simulated_peak(windows: Windows, prompt: int, total: int, tail_start: int) -
 @pytest.mark.parametrize("compress_prompt", [False, True])
 def test_peak_blocks(block_size: int, retain: int, compress_prompt: bool) -> None:
     windows = Windows(block_size, 12 // block_size, retain)
-    compression = CompressionConfig(method="kara", window_blocks=12, buffer=1, compress_prompt=compress_prompt)
+    compression = paper_compression(method="kara", window_blocks=12, buffer=1, compress_prompt=compress_prompt)
     config = EngineConfig(num_blocks=10, block_size=block_size, max_model_len=200, compression=compression)
     for prompt in (1, 7, 8, 40):
         for total in range(prompt, 150, 7):
@@ -525,7 +526,7 @@ def test_peak_without_compression() -> None:
 )
 def test_wrong_options_are_named(options: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        CompressionConfig(**options)
+        paper_compression(**options)
 
 
 @pytest.mark.parametrize(
@@ -558,12 +559,12 @@ def test_wrong_options_of_a_threshold_are_named(options: dict, message: str) -> 
 
 def test_the_largest_sizes_of_a_threshold_are_accepted() -> None:
     sizes = {"policy": "threshold", "threshold_tokens": 64, "budget_tokens": 32}
-    CompressionConfig(method="snapkv", buffer=32, query_window=32, **sizes)
-    CompressionConfig(method="rkv", buffer=20, query_window=20, **(sizes | {"budget_tokens": 60}))
-    CompressionConfig(method="adakv", buffer=16, query_window=16, **sizes)
-    CompressionConfig(method="keydiff", buffer=32, query_window=1000, **sizes)
+    paper_compression(method="snapkv", buffer=32, query_window=32, **sizes)
+    paper_compression(method="rkv", buffer=20, query_window=20, **(sizes | {"budget_tokens": 60}))
+    paper_compression(method="adakv", buffer=16, query_window=16, **sizes)
+    paper_compression(method="keydiff", buffer=32, query_window=1000, **sizes)
     # With everything kept nothing is ever scored.
-    everything = CompressionConfig(method="snapkv", **(sizes | {"budget_tokens": 64}))
+    everything = paper_compression(method="snapkv", **(sizes | {"budget_tokens": 64}))
     assert everything.keeps_all(16)
 
 
@@ -583,4 +584,4 @@ def test_the_largest_sizes_of_a_threshold_are_accepted() -> None:
 )
 def test_options_that_do_not_fit_each_other(options: dict, block_size: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        EngineConfig(num_blocks=10, max_model_len=100, block_size=block_size, compression=CompressionConfig(**options))
+        EngineConfig(num_blocks=10, max_model_len=100, block_size=block_size, compression=paper_compression(**options))

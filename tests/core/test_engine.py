@@ -16,6 +16,7 @@ from kvllm.core.regions import Region
 from kvllm.core.sequence import Sequence
 from kvllm.engine_args import DEFAULT_MODEL
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.compressions import paper_compression
 from tests.helpers.engines import NEW_TOKENS, assert_greedy, greedy, make_llm, random_prompts, tokens
 
 FAMILIES = {
@@ -95,12 +96,12 @@ def test_prefix_caching_changes_no_token(qwen3: Path, expected) -> None:
     assert continued[0].metrics.num_cached_tokens == 64  # generated blocks are found too
 
 
-COMPRESSION = CompressionConfig(method="kara", period=8, window_blocks=3, retain_blocks=1, buffer=4, chunk_budget=4)
+COMPRESSION = paper_compression(method="kara", period=8, window_blocks=3, retain_blocks=1, buffer=4, chunk_budget=4)
 
 
 @pytest.mark.parametrize("retain_tokens", [None, 17], ids=["whole blocks", "exact count"])
 def test_compression_frees_blocks_while_decoding(qwen3: Path, retain_tokens: int | None) -> None:
-    compression = CompressionConfig(method="kara", period=8, retain_tokens=retain_tokens, buffer=4, chunk_budget=4)
+    compression = paper_compression(method="kara", period=8, retain_tokens=retain_tokens, buffer=4, chunk_budget=4)
     llm = make_llm(qwen3, compression=compression)
     outputs = llm.generate(random_prompts(256), greedy(), use_tqdm=False)
     assert all(len(output.outputs[0].token_ids) == NEW_TOKENS for output in outputs)
@@ -113,7 +114,7 @@ def test_compression_frees_blocks_while_decoding(qwen3: Path, retain_tokens: int
 
 
 def test_retention_of_everything_changes_no_token(qwen3: Path, expected) -> None:
-    compression = CompressionConfig(method="kara", period=4, window_blocks=3, retain_blocks=3, buffer=4)
+    compression = paper_compression(method="kara", period=4, window_blocks=3, retain_blocks=3, buffer=4)
     assert tokens(make_llm(qwen3, compression=compression), random_prompts(256)) == expected
 
 
@@ -128,7 +129,7 @@ def test_what_survives_does_not_depend_on_how_it_is_computed(qwen3: Path, rows_p
 
 
 def test_compression_under_preemption_and_compress_prompt(qwen3: Path) -> None:
-    compression = CompressionConfig(method="kara", period=8, buffer=4, chunk_budget=4, compress_prompt=True)
+    compression = paper_compression(method="kara", period=8, buffer=4, chunk_budget=4, compress_prompt=True)
     llm = make_llm(qwen3, compression=compression, num_gpu_blocks_override=20)
     assert all(len(found) == NEW_TOKENS for found in tokens(llm, random_prompts(256)))
     assert llm.stats().preemptions > 0 and llm.stats().windows_compressed > 0

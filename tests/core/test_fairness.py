@@ -15,6 +15,7 @@ from kvllm.core.sequence import Origin, Sequence
 from kvllm.errors import ConfigError
 from kvllm.sampling_params import SamplingParams
 from tests.core.test_scheduler import Harness, engine_config
+from tests.helpers.compressions import paper_compression
 from tests.helpers.examples import examples
 from tests.helpers.plan_digests import plan_digest
 from tests.helpers.plans import scheduled_in
@@ -223,7 +224,7 @@ def test_slots_follow_the_weights() -> None:
 
 
 def test_debtors_are_compressed_before_they_are_preempted() -> None:
-    compression = CompressionConfig(method="kara", period=10**6, window_blocks=2, retain_blocks=1, buffer=1)
+    compression = paper_compression(method="kara", period=10**6, window_blocks=2, retain_blocks=1, buffer=1)
     harness = crowded(engine_config(85, compression=compression), count=7, steps=33)
     stats = harness.scheduler.stats
     assert stats.windows_compressed == stats.preemptions == 0 and harness.scheduler.blocks.num_available < 15

@@ -18,17 +18,18 @@ from kvllm import LLM, CompressionConfig, RequestOutput, SamplingParams
 from kvllm.core.engine import LLMEngine
 from kvllm.core.protocol import StepPlan, encode
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.compressions import paper_compression
 from tests.helpers.examples import examples
 
 VOCAB = 64
 COMPRESSIONS = {
     "none": None,
-    "periodic": CompressionConfig(method="kara", period=4, max_sequences=2, window_blocks=2, buffer=1),
+    "periodic": paper_compression(method="kara", period=4, max_sequences=2, window_blocks=2, buffer=1),
     "observed": CompressionConfig(method="kara_sharp", policy="pressure", period=4, window_blocks=2, buffer=1),
     "threshold": CompressionConfig(
         method="keydiff", policy="threshold", threshold_tokens=30, budget_tokens=17, buffer=2, query_window=1
     ),
-    "recall": CompressionConfig(method="keydiff", period=4, window_blocks=2, buffer=1, recall_period=1),
+    "recall": paper_compression(method="keydiff", period=4, window_blocks=2, buffer=1, recall_period=1),
 }
 TIERS: dict[str, dict[str, Any]] = {
     # Nothing is loaded: how long loads take would decide plans.

@@ -6,10 +6,11 @@ import pytest
 import torch
 import transformers
 
-from kvllm import LLM, CompressionConfig, RequestError, SamplingParams
+from kvllm import LLM, RequestError, SamplingParams
 from kvllm.engine_args import DEFAULT_MODEL
 from kvllm.outputs import Logprob, RequestOutput
 from kvllm.worker import prompt_logprobs
+from tests.helpers.compressions import paper_compression
 from tests.helpers.engines import greedy, make_llm, random_token_ids
 
 PROMPTS = random_token_ids(1, 2, 15, 16, 17, 70, 150)
@@ -133,7 +134,7 @@ def test_preemption_changes_none_of_them(vocabulary_prompts, expected) -> None:
 
 
 def test_compression_comes_behind_them(vocabulary_prompts, expected) -> None:
-    compression = CompressionConfig(method="kara", period=8, buffer=4, chunk_budget=4, compress_prompt=True)
+    compression = paper_compression(method="kara", period=8, buffer=4, chunk_budget=4, compress_prompt=True)
     llm = make_llm(DEFAULT_MODEL, compression=compression, **BIG_POOL)
     for output, wanted in zip(llm.generate(vocabulary_prompts, scored(20), use_tqdm=False), expected, strict=True):
         assert_close(values(output), wanted)

@@ -20,6 +20,7 @@ from kvllm.core.sequence import Sequence
 from kvllm.errors import ConfigError, RequestError
 from kvllm.sampling_params import SamplingParams
 from kvllm.stats import EngineStats
+from tests.helpers.compressions import paper_compression
 from tests.helpers.plans import scheduled_in
 
 BLOCK_SIZE = 4
@@ -27,7 +28,7 @@ BLOCK_SIZE = 4
 
 def config(**options: Any) -> CompressionConfig:
     sizes = {"period": 4, "window_blocks": 8, "retain_blocks": 2, "buffer": 2, "guard_kl": 0.01, "guard_every": 1}
-    return CompressionConfig(**({"method": "kara"} | sizes | options))
+    return paper_compression(**({"method": "kara"} | sizes | options))
 
 
 def guard(**options: Any) -> RetentionGuard:

@@ -19,6 +19,7 @@ from kvllm.errors import RequestError
 from kvllm.kvcache.groups import UNIFORM, KVGroup, full_groups, has_full, make_groups
 from kvllm.sampling_params import SamplingParams
 from kvllm.stats import EngineStats
+from tests.helpers.compressions import paper_compression
 from tests.helpers.examples import examples
 from tests.helpers.literal_worker import LiteralWorker
 from tests.helpers.plans import scheduled_in
@@ -312,7 +313,7 @@ def test_config_names_what_exists() -> None:
 
 
 def test_a_lone_sequence_longer_than_the_pool_finishes_by_compression() -> None:
-    compression = CompressionConfig(method="kara", period=10**6, window_blocks=3, retain_blocks=1, buffer=1)
+    compression = paper_compression(method="kara", period=10**6, window_blocks=3, retain_blocks=1, buffer=1)
     harness = Harness(engine_config(20, compression=compression))
     seq_id = harness.add([1] * 10, 150)  # 40 blocks without compression
     harness.run()
@@ -321,7 +322,7 @@ def test_a_lone_sequence_longer_than_the_pool_finishes_by_compression() -> None:
 
 
 def test_a_resumed_sequence_that_fits_only_compressed_is_compressed_on_the_way_in() -> None:
-    compression = CompressionConfig(method="kara", period=10**6, window_blocks=3, retain_blocks=1, buffer=1)
+    compression = paper_compression(method="kara", period=10**6, window_blocks=3, retain_blocks=1, buffer=1)
     harness = Harness(engine_config(24, compression=compression, max_num_seqs=2))
     for _ in range(2):
         harness.add([1] * 10, 150)
@@ -333,7 +334,7 @@ def test_a_resumed_sequence_that_fits_only_compressed_is_compressed_on_the_way_i
 
 def test_completions_that_share_a_compressible_prompt_finish_in_a_tight_pool() -> None:
     """While siblings share the prompt it cannot be compressed in place; the one that is left alone has to."""
-    compression = CompressionConfig(method="kara", window_blocks=2, retain_blocks=1, buffer=8, compress_prompt=True)
+    compression = paper_compression(method="kara", window_blocks=2, retain_blocks=1, buffer=8, compress_prompt=True)
     harness = Harness(engine_config(9, block_size=16, max_num_batched_tokens=32, compression=compression))
     harness.add([0, 1] * 50 + [0], 159, n=2)
     harness.run(limit=2000)
@@ -344,7 +345,7 @@ def test_completions_that_share_a_compressible_prompt_finish_in_a_tight_pool() -
 def test_the_windows_of_a_prompt_move_together_though_they_are_chosen_from_in_turn(retain_tokens: int) -> None:
     """Of 3 KV pairs one by one, the later windows would begin inside of blocks, and the sequence would need a seventh
     block. And queries of the later windows would find less in front of them than they do in one step."""
-    compression = CompressionConfig(
+    compression = paper_compression(
         method="kara", window_blocks=3, retain_tokens=retain_tokens, buffer=0, compress_prompt=True
     )
     harness = Harness(engine_config(6, block_size=2, max_num_batched_tokens=5, max_num_seqs=2, compression=compression))
@@ -440,9 +441,20 @@ def test_a_sequence_that_comes_back_may_be_compressed_at_once() -> None:
     assert any(jobs & sequences for jobs, sequences in zip(compressed, returned, strict=True))
 
 
+def test_a_compression_right_behind_a_fork_leaves_shared_windows_to_be_copied() -> None:
+    compression = CompressionConfig(
+        method="keydiff", policy="threshold", threshold_tokens=5, budget_tokens=3, buffer=0, query_window=1
+    )
+    groups = (KVGroup(None, ((0,),)), KVGroup(4, ((1,),)))
+    harness = Harness(engine_config(20, block_size=8, compression=compression, kv_groups=groups))
+    harness.add([1, 0, 0, 0, 1], 14, n=2)
+    harness.run()  # in which the worker compares what each window holds with the text
+    assert any(plan.compressions and plan.copies for plan in harness.plans)
+
+
 def test_the_same_requests_give_the_same_plans() -> None:
     def plans():
-        compression = CompressionConfig(method="kara", period=4, window_blocks=2, buffer=1, max_sequences=2)
+        compression = paper_compression(method="kara", period=4, window_blocks=2, buffer=1, max_sequences=2)
         harness = Harness(engine_config(30, compression=compression))
         for i in range(12):
             harness.add([i % 2, 1, 0] * (1 + i % 5), 30 + i)
@@ -453,7 +465,7 @@ def test_the_same_requests_give_the_same_plans() -> None:
 
 
 def test_every_eligible_sequence_is_compressed_eventually() -> None:
-    compression = CompressionConfig(method="kara", period=3, max_sequences=1, window_blocks=2, buffer=1)
+    compression = paper_compression(method="kara", period=3, max_sequences=1, window_blocks=2, buffer=1)
     harness = Harness(engine_config(400, compression=compression))
     sequences = [harness.live[harness.add([i], 200)] for i in range(8)]
     harness.run()
@@ -463,11 +475,11 @@ def test_every_eligible_sequence_is_compressed_eventually() -> None:
 BUDGETED = {
     "periodic": (
         4,
-        CompressionConfig(method="kara", period=20, max_sequences=6, window_blocks=4, retain_blocks=1, buffer=1),
+        paper_compression(method="kara", period=20, max_sequences=6, window_blocks=4, retain_blocks=1, buffer=1),
     ),
     "prompts": (
         4,
-        CompressionConfig(method="kara", period=1000, window_blocks=4, retain_blocks=1, buffer=1, compress_prompt=True),
+        paper_compression(method="kara", period=1000, window_blocks=4, retain_blocks=1, buffer=1, compress_prompt=True),
     ),
     "standalone": (
         1,
@@ -504,7 +516,7 @@ def test_compression_takes_no_more_tokens_than_decodes_leave(name: str) -> None:
 
 def test_a_plan_counts_the_queries_of_windows_that_are_learned_from() -> None:
     sizes = {"window_blocks": 4, "retain_blocks": 1, "buffer": 1}
-    compression = CompressionConfig(method="linear_scorer", period=20, max_sequences=6, **sizes)
+    compression = paper_compression(method="linear_scorer", period=20, max_sequences=6, **sizes)
     harness = Harness(engine_config(1000, block_size=4, max_num_batched_tokens=24, compression=compression))
     for i in range(6):
         harness.add([0, 1] * 5, 300 + i)
@@ -519,7 +531,7 @@ def test_a_plan_counts_the_queries_of_windows_that_are_learned_from() -> None:
 
 
 def test_the_clock_counts_decode_steps_only() -> None:
-    compression = CompressionConfig(method="kara", period=5, window_blocks=2, buffer=1)
+    compression = paper_compression(method="kara", period=5, window_blocks=2, buffer=1)
     harness = Harness(engine_config(100, compression=compression, max_num_batched_tokens=8))
     harness.add([0, 1] * 20, 30)  # five prefill steps
     events = []
@@ -538,7 +550,7 @@ def test_retention_of_everything_is_no_compression() -> None:
         harness.run()
         return harness.plans
 
-    everything = CompressionConfig(method="kara", period=2, window_blocks=2, retain_blocks=2, buffer=1)
+    everything = paper_compression(method="kara", period=2, window_blocks=2, retain_blocks=2, buffer=1)
     assert plans(everything) == plans(None)
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvllm import CompressionConfig
 from kvllm.errors import ConfigError
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.compressions import paper_compression
 from tests.helpers.engines import assert_greedy, greedy, make_llm, random_prompts, tokens
 
 WINDOW = 20
@@ -74,6 +74,6 @@ def test_a_shared_prefix_longer_than_the_window(checkpoint: Path) -> None:
 
 
 def test_compression_is_refused(checkpoint: Path) -> None:
-    compression = CompressionConfig(method="kara", period=8, window_blocks=3, retain_blocks=1, buffer=4, chunk_budget=4)
+    compression = paper_compression(method="kara", period=8, window_blocks=3, retain_blocks=1, buffer=4, chunk_budget=4)
     with pytest.raises(ConfigError, match="layers attend only a sliding window.*all layers share their blocks"):
         make_llm(checkpoint, compression=compression, disable_hybrid_kv_cache_manager=True)

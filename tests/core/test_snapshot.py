@@ -7,13 +7,14 @@ import time
 import pytest
 from msgspec import structs
 
-from kvllm import CompressionConfig, SamplingParams
+from kvllm import SamplingParams
 from kvllm.core.engine import LLMEngine
 from kvllm.core.snapshot import MOST_ROWS, EngineSnapshot
 from kvllm.engine_args import EngineArgs
 from kvllm.engine_builder import build_engine
+from tests.helpers.compressions import paper_compression
 
-KARA = CompressionConfig(method="kara", period=4, window_blocks=4, retain_blocks=1, buffer=4, chunk_budget=4)
+KARA = paper_compression(method="kara", period=4, window_blocks=4, retain_blocks=1, buffer=4, chunk_budget=4)
 LONG = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True)
 
 

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvllm import LLM, CompressionConfig, SamplingParams
+from kvllm import LLM, SamplingParams
 from kvllm.core.snapshot import EngineSnapshot
 from kvllm.core.spans import kept_spans
 from kvllm.distributed.replicas.engine import DataParallelEngine
 from kvllm.engine_args import DEFAULT_MODEL
+from tests.helpers.compressions import paper_compression
 from tests.helpers.engines import greedy
 
 pytest.importorskip("ray", reason="needs ray: pip install ray")
@@ -19,7 +20,7 @@ pytest.importorskip("ray", reason="needs ray: pip install ray")
 pytestmark = pytest.mark.xdist_group("ray")
 
 BLOCKS = 120
-KARA = CompressionConfig(
+KARA = paper_compression(
     method="kara", period=4, window_blocks=4, retain_blocks=1, buffer=4, chunk_budget=4, guard_kl=1e6
 )
 SHORT = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

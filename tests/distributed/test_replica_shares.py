@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from kvllm.config import CompressionConfig, EngineConfig, TenantConfig
+from kvllm.config import EngineConfig, TenantConfig
 from kvllm.core.engine import LLMEngine
 from kvllm.core.sequence import Origin, Sequence
 from kvllm.core.spans import kept_spans
 from kvllm.distributed.replicas.dispatcher import Dispatcher
 from kvllm.sampling_params import SamplingParams
+from tests.helpers.compressions import paper_compression
 from tests.helpers.literal_worker import LiteralWorker
 
 pytest.importorskip("ray", reason="needs ray: pip install ray")
@@ -135,7 +136,7 @@ def test_a_priority_is_next_in_its_replica() -> None:
 
 def test_compressions_of_replicas_are_known_here() -> None:
     """Those of running sequences are as they are there, also behind preemptions."""
-    compression = CompressionConfig(method="kara", period=4, window_blocks=4, retain_blocks=1, buffer=4, chunk_budget=4)
+    compression = paper_compression(method="kara", period=4, window_blocks=4, retain_blocks=1, buffer=4, chunk_budget=4)
     with replicas(config_of(60, compression=compression)) as found:
         added = [found.add([1 + i] * 20, 150) for i in range(12)]
         compared = 0

@@ -41,6 +41,7 @@ from kvllm.distributed.transfers import TransfersOfRanks
 from kvllm.errors import WorkerError
 from kvllm.parallel import Shard, SingleRank
 from tests.helpers.checkpoints import add_method_files, make_checkpoint
+from tests.helpers.compressions import paper_compression
 from tests.helpers.engines import greedy, make_llm, random_prompts, tokens
 from tests.helpers.thread_executor import ThreadExecutor, on_threads, shared_memory_shards
 from tests.helpers.waiting import wait_until
@@ -49,7 +50,7 @@ ray = pytest.importorskip("ray", reason="needs ray: pip install ray")
 pytestmark = pytest.mark.xdist_group("ray")
 
 FAMILIES = {"qwen3": {"head_dim": 16}, "llama": {"tie_word_embeddings": True, "vocab_size": 257}}
-KARA = CompressionConfig(method="kara", period=8, window_blocks=3, retain_blocks=1, buffer=4, chunk_budget=4)
+KARA = paper_compression(method="kara", period=8, window_blocks=3, retain_blocks=1, buffer=4, chunk_budget=4)
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +197,7 @@ def compression_of(method: str) -> CompressionConfig:
         options["method_options"] = {"sketch": 4}  # among fewer keys than channels, all have the same leverage
     if METHODS[method].spec.refusal("periodic"):
         return CompressionConfig(policy="threshold", threshold_tokens=44, budget_tokens=25, **options)
-    return CompressionConfig(period=8, window_blocks=3, retain_blocks=1, **options)
+    return paper_compression(period=8, window_blocks=3, retain_blocks=1, **options)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -261,7 +262,7 @@ RECALL |= {"kv_offloading_size": 0.02, "swap": "always", "max_num_batched_tokens
 
 def recalling(policy: str) -> CompressionConfig:
     sizes = {"window_blocks": 3, "period": 8} if policy == "periodic" else {"threshold_tokens": 60, "budget_tokens": 40}
-    return CompressionConfig(method="keydiff", policy=policy, buffer=4, recall_bound=0.05, recall_chunks=1, **sizes)
+    return paper_compression(method="keydiff", policy=policy, buffer=4, recall_bound=0.05, recall_chunks=1, **sizes)
 
 
 def recalled(llm: LLM) -> tuple[list[list[int]], list[float]]:

@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvllm import LLM, CheckpointError, CompressionConfig, ConfigError, RequestError, SamplingParams, TenantConfig
+from kvllm import LLM, CheckpointError, ConfigError, RequestError, SamplingParams, TenantConfig
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.compressions import paper_compression
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +57,11 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"load_format": "pt"}, "load_format='pt' is not allowed: choose one of auto, dummy"),
         ({"quantization": "int3"}, "quantization='int3' is not allowed: choose one of int8, int4, None"),
         (
-            {"compression": CompressionConfig(method="kara")},
+            {"compression": paper_compression(method="kara", buffer=32)},
             "buffer=32 is not allowed: at most what a window keeps, 16 KV pairs",
         ),
         (
-            {"compression": CompressionConfig(method="kara", buffer=4, retain_tokens=49)},
+            {"compression": paper_compression(method="kara", buffer=4, retain_tokens=49)},
             "retain_tokens=49 .* between 1 and 48",
         ),
         ({"compression": {"method": "kara"}}, "compression="),
@@ -77,7 +78,7 @@ def test_a_typo_in_an_option_is_named(path: Path) -> None:
     with pytest.raises(ConfigError, match="LLM has no option 'max_model_length'; did you mean max_model_len"):
         LLM(path, max_model_length=100)
     with pytest.raises(ConfigError, match="no option 'window_block'; did you mean window_blocks"):
-        CompressionConfig(method="kara", window_block=3)
+        paper_compression(method="kara", window_block=3)
     with pytest.raises(ConfigError, match="no option 'max_token'; did you mean max_tokens"):
         SamplingParams(max_token=3)
     with pytest.raises(ConfigError, match="TenantConfig has no option 'x': it has weight, guaranteed_share"):
@@ -186,7 +187,7 @@ def test_budgets_of_requests(
     threshold = {"policy": "threshold", "method": "keydiff", "threshold_tokens": 50, "budget_tokens": 30, "buffer": 4}
     if options is not None:
         options = options if "window_blocks" in options else threshold | options
-    compression = None if options is None else CompressionConfig(**options)
+    compression = None if options is None else paper_compression(**options)
     llm = LLM(path, block_size=16, num_gpu_blocks_override=40, max_model_len=200, compression=compression)
     good, bad = (SamplingParams(max_tokens=3, ignore_eos=True, budget_tokens=tokens) for tokens in (None, budget))
     refused, served = llm.generate([[1] * prompt_length, [1, 2]], [bad, good], use_tqdm=False)
@@ -208,7 +209,7 @@ def test_budgets_of_requests(
 def test_retained_blocks_of_requests(path: Path, options: dict | None, retained: int, message: str) -> None:
     """A number of blocks that no window of the engine can keep is refused, one beside it served."""
     windows = {"method": "keydiff", "window_blocks": 3, "retain_blocks": 2, "buffer": 20}
-    compression = None if options is None else CompressionConfig(**(windows | options))
+    compression = None if options is None else paper_compression(**(windows | options))
     llm = LLM(path, block_size=16, num_gpu_blocks_override=40, max_model_len=200, compression=compression)
     bad = SamplingParams(max_tokens=3, retain_blocks=retained)
     good = SamplingParams(max_tokens=3, ignore_eos=True, compress=False)

@@ -11,8 +11,9 @@ import pytest
 from benchmarks.reasoner.problems import grade
 from benchmarks.reasoner.tasks import make_problem
 from benchmarks.reasoner.tokenizer import encode
-from kvllm import LLM, CompressionConfig, RequestError, SamplingParams
+from kvllm import LLM, RequestError, SamplingParams
 from tests.helpers.checkpoints import make_checkpoint, make_parrot
+from tests.helpers.compressions import paper_compression
 from tests.helpers.tokenizers import byte_level, sentencepiece_like
 
 
@@ -40,7 +41,7 @@ def test_the_embedded_model_solves_its_problems(llm: LLM, problems) -> None:
 def test_the_embedded_model_solves_problems_while_it_is_compressed() -> None:
     rng = random.Random(5)
     problems = [make_problem(rng, 20) for _ in range(4)]
-    compression = CompressionConfig(method="kara_sharp", period=16, window_blocks=8, retain_blocks=4, buffer=32)
+    compression = paper_compression(method="kara_sharp", period=16, window_blocks=8, retain_blocks=4, buffer=32)
     llm = LLM(block_size=16, num_gpu_blocks_override=500, max_model_len=2048, compression=compression)
     params = SamplingParams(temperature=0, max_tokens=1000)
     outputs = llm.generate([problem.prompt for problem in problems], params, use_tqdm=False)

@@ -11,7 +11,7 @@ import pytest
 from safetensors import safe_open
 
 from benchmarks.common.shapes import SHAPES
-from kvllm import LLM, CompressionConfig, SamplingParams
+from kvllm import LLM, SamplingParams
 from kvllm.config import EngineConfig
 from kvllm.engine_args import DEFAULT_MODEL, EngineArgs
 from kvllm.engine_builder import cache_shape
@@ -20,6 +20,7 @@ from kvllm.entrypoints.engine_flags import parse_compression
 from kvllm.memory_plan import plan_memory
 from kvllm.models.config import load_model_config
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.compressions import paper_compression
 
 GIB = 1 << 30
 LLAMA_3_8B = SHAPES["8b"] | {"max_position_embeddings": 8192}
@@ -48,7 +49,7 @@ def test_llama_3_8b(tmp_path, capsys):
     assert found["kv_bytes"] == 16 * GIB
     assert found["bytes_per_token"] == 131072
     assert found["layer_token_units"] == 32 * 4096
-    assert found["blocks_per_sequence"] == {"full": 16}
+    assert found["blocks_per_sequence"] == {"full": 256}
     assert found["weights_bytes"] == 2 * 8_030_261_248  # parameters as published
 
 
@@ -141,7 +142,8 @@ def test_concurrency_is_what_the_memory_leaves(tmp_path, capsys):
     """Two devices hold half of the weights and half of the KV heads each."""
     model = config_file(tmp_path, LLAMA_3_8B)
     options = ("--gpu-memory", "80GB", "--gpu-memory-utilization", "0.9", "--tensor-parallel-size", "2")
-    found = figures(capsys, model, *options, "--max-model-len", "8192", "--compression", "method=kara,window_blocks=3")
+    options += ("--max-model-len", "8192", "--block-size", "256")
+    found = figures(capsys, model, *options, "--compression", "method=kara,window_blocks=3")
     norms = 65 * 4096  # which both hold
     pool = 72 * 10**9 - 2 * ((8_030_261_248 - norms) // 2 + norms)
     assert found["pool_bytes_per_rank"] == pool
@@ -161,7 +163,7 @@ def test_weights_are_those_of_the_checkpoint():
 
 
 @pytest.mark.parametrize(
-    "compression", [None, CompressionConfig(method="kara_sharp", window_blocks=8, retain_blocks=2, buffer=16)]
+    "compression", [None, paper_compression(method="kara_sharp", window_blocks=8, retain_blocks=2, buffer=16)]
 )
 def test_blocks_have_the_bytes_of_the_engine(compression):
     args = EngineArgs(block_size=16, compression=compression)
@@ -187,7 +189,9 @@ def test_groups_have_the_blocks_of_the_engine(tmp_path):
 
 def test_shares_by_layer_take_the_blocks_of_the_engine():
     """Each layer has blocks of its own. The first one keeps all of its windows, the last one half."""
-    compression = parse_compression("method=keydiff,period=1,window_blocks=4,buffer=16,layer_groups=1-2:1/0:4/3:2")
+    compression = parse_compression(
+        "method=keydiff,policy=periodic,period=1,window_blocks=4,buffer=16,layer_groups=1-2:1/0:4/3:2"
+    )
     sizes = {"block_size": 16, "max_model_len": 512, "compression": compression}
     args = EngineArgs(**sizes)
     plan = plan_memory(args.model_config, args.engine_config, "float32")
@@ -207,7 +211,7 @@ def test_shares_by_layer_take_the_blocks_of_the_engine():
 
 def test_compressed_length_is_what_an_engine_holds():
     """A sequence that is compressed whenever a window is complete holds what the plan says."""
-    compression = CompressionConfig(
+    compression = paper_compression(
         method="kara", period=1, window_blocks=4, retain_blocks=2, buffer=16, score_source="recomputed"
     )
     prompt, output = 40, 300
@@ -232,7 +236,9 @@ def test_report_and_plot(tmp_path, capsys):
             "--gpu-memory",
             "24GiB",
             "--compression",
-            "method=kara,period=64",
+            "method=kara,period=64,window_blocks=3",
+            "--block-size",
+            "256",
             "--plot",
             str(plot),
         ]

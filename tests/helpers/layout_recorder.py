@@ -21,6 +21,7 @@ from kvllm.core.executor import BlockingExecutor
 from kvllm.core.protocol import BlockCopy, CompressionJob, SequenceStart, StepPlan, StepResult
 from kvllm.worker.observed_scores import PRIOR
 from kvllm.worker.repetition import pieces
+from tests.helpers.compressions import paper_compression
 from tests.helpers.dense_decoder import DenseDecoder, attention_probabilities
 from tests.helpers.plans import Scheduled, scheduled_in
 from tests.helpers.recorder import assert_dense, block_table_of, kv_pairs_in, kv_pairs_of, poison
@@ -41,7 +42,7 @@ def compression_config(method: str, policy: str, **options: Any) -> CompressionC
     common: dict[str, Any] = {"buffer": 4, "chunk_budget": 3, "max_chunk": 5, "query_window": 6}
     if "sketch" in METHODS[method].arguments:
         common["method_options"] = {"sketch": 4}  # among fewer keys than channels, all have the same leverage
-    return CompressionConfig(method=method, policy=policy, **(common | sizes | options))
+    return paper_compression(method=method, policy=policy, **(common | sizes | options))
 
 
 @dataclass

@@ -7,12 +7,13 @@ import random
 
 from kvllm.config import CompressionConfig, EngineConfig
 from kvllm.core.protocol import StepPlan, encode
+from tests.helpers.compressions import paper_compression
 from tests.helpers.plans import scheduled_in
 
 COMPRESSIONS: dict[str, CompressionConfig | None] = {
     "none": None,
-    "periodic": CompressionConfig(method="kara", period=4, max_sequences=2, window_blocks=2, buffer=1),
-    "prompts": CompressionConfig(
+    "periodic": paper_compression(method="kara", period=4, max_sequences=2, window_blocks=2, buffer=1),
+    "prompts": paper_compression(
         method="kara", period=6, max_sequences=30, window_blocks=3, buffer=2, compress_prompt=True
     ),
     "pressure": CompressionConfig(

@@ -36,6 +36,7 @@ from kvllm.worker.attention_state import AttentionMass
 from tests.helpers import attention_cases
 from tests.helpers.caches import literal_compaction, random_cache, random_kept
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.compressions import paper_compression
 from tests.helpers.literal_kara import dense_scores, window_tensors
 from tests.helpers.processes import run_python
 from tests.helpers.tensors import assert_same_rounding, bits_of, cos_sin_table, randn
@@ -585,7 +586,7 @@ def the_engine_generates_the_same_tokens() -> None:
             {"method": "h2o", **window},
             {"method": "adakv", **cache},
         ):
-            compression = CompressionConfig(**options)
+            compression = paper_compression(**options)
             expected, _ = generate_tokens(path, "reference", compression)
             found, mass = generate_tokens(path, "triton", compression)
             assert found == expected, options["method"]
@@ -602,7 +603,7 @@ def the_engine_scores_keys_in_blocks() -> None:
     with TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         path = Path(directory)
         make_checkpoint(path, "qwen3", head_dim=16, num_hidden_layers=2, num_attention_heads=4)
-        methods = [CompressionConfig(method=name, **window) for name in ("kara_sharp", "keydiff")]
+        methods = [paper_compression(method=name, **window) for name in ("kara_sharp", "keydiff")]
         expected = [generate_tokens(path, "reference", each) for each in methods]
         patch.delattr(KVOperations, "gather_keys")
         assert [generate_tokens(path, "reference", each, in_blocks=True) for each in methods] == expected

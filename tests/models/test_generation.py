@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvllm import LLM, CompressionConfig
+from kvllm import LLM
 from kvllm.engine_args import EngineArgs
 from kvllm.models.config import load_model_config
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.compressions import paper_compression
 from tests.helpers.engines import assert_greedy, greedy, make_llm, random_prompts, tokens
 from tests.helpers.families import FAMILIES
 from tests.helpers.recorder import Recorder, assert_dense
@@ -94,7 +95,7 @@ def test_compression(checkpoint: Path) -> None:
         pytest.skip("layers with a window are not compressed")
     method = "kara" if set(windows) == {None} else "keydiff"  # which needs no queries again
     options = crowded(checkpoint, 40, block_size=8)
-    options["compression"] = CompressionConfig(method=method, **COMPRESSION)
+    options["compression"] = paper_compression(method=method, **COMPRESSION)
     llm = make_llm(checkpoint, **options)
     recorder = llm.llm_engine.executor = Recorder(llm.llm_engine.executor.runner, llm.config)
     found = compressed_tokens(llm)

@@ -28,6 +28,7 @@ from kvllm.simulation.hardware import Hardware, load_hardware, shipped_names
 from kvllm.simulation.simulate import Distribution, Outcome, simulate
 from kvllm.simulation.workload import arrival_times, load_workload, read_timed_trace
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.compressions import paper_compression
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -55,7 +56,7 @@ HARDWARE = Hardware(
     link_bytes_per_s=100.0,
     link_seconds=0.1,
 )
-KARA = CompressionConfig(method="kara", period=8, window_blocks=3, retain_blocks=1, buffer=4, chunk_budget=2)
+KARA = paper_compression(method="kara", period=8, window_blocks=3, retain_blocks=1, buffer=4, chunk_budget=2)
 
 
 @pytest.fixture
@@ -207,7 +208,7 @@ def test_windows_go_through_the_model_in_passes_that_fit_the_budget(cost, budget
 
 
 def test_only_windows_that_are_learned_from_compute_their_queries(cost):
-    compression = CompressionConfig(method="linear_scorer", period=8, window_blocks=3, retain_blocks=1, buffer=4)
+    compression = paper_compression(method="linear_scorer", period=8, window_blocks=3, retain_blocks=1, buffer=4)
     executor, plan = SimulatedExecutor(cost, engine_config(compression=compression)), compression_plan()
     plan.compressions[0] = msgspec.structs.replace(plan.compressions[0], learns=True)
     executor.execute(plan)
@@ -221,7 +222,7 @@ def test_only_windows_that_are_learned_from_compute_their_queries(cost):
     ("method", "query_window", "at_once"), [("snapkv", 4, True), ("rkv", 4, True), ("vase", 4, False)]
 )
 def test_layers_are_selected_from_at_once_by_methods_that_have_their_scores_apart(cost, method, query_window, at_once):
-    compression = CompressionConfig(
+    compression = paper_compression(
         method=method, period=8, window_blocks=3, retain_blocks=1, buffer=4, query_window=query_window
     )
     executor = SimulatedExecutor(cost, engine_config(compression=compression))
@@ -260,7 +261,7 @@ def some_lengths(count: int, seed: int = 0) -> list[tuple[int, int]]:
         msgspec.structs.replace(KARA, method="kara_sharp", policy="pressure"),
         msgspec.structs.replace(KARA, method="mean_attention", policy="pressure"),
         CompressionConfig(method="snapkv", policy="threshold", threshold_tokens=48, budget_tokens=33, query_window=4),
-        CompressionConfig(method="keydiff", period=8, window_blocks=3, retain_blocks=1, buffer=4),
+        paper_compression(method="keydiff", period=8, window_blocks=3, retain_blocks=1, buffer=4),
         CompressionConfig(method="sliding_window", policy="threshold", threshold_tokens=48, budget_tokens=32),
     ],
 )

@@ -25,6 +25,7 @@ from kvllm.worker.model_runner import ModelRunner
 from kvllm.worker.offloader import Offloader
 from kvllm.worker.recall import Recall
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.compressions import paper_compression
 
 FAST = Hardware(
     name="fast link",
@@ -38,7 +39,7 @@ FAST = Hardware(
     host_bytes_per_s=1e12,
 )
 """A load has ended when its step has."""
-KARA = CompressionConfig(method="kara", period=8, window_blocks=3, retain_blocks=1, buffer=4, chunk_budget=2)
+KARA = paper_compression(method="kara", period=8, window_blocks=3, retain_blocks=1, buffer=4, chunk_budget=2)
 RECALLING: dict[str, dict[str, Any]] = {
     "periodic": {"policy": "periodic", "period": 8},
     "pressure": {"policy": "pressure", "period": 8},
@@ -151,7 +152,7 @@ def test_a_recall_scores_each_query_head(cost: CostModel) -> None:
 @pytest.mark.parametrize("dtype", ["auto", "int8", "int8_int4", "int6_int4", "int4", "int6_int4_hadamard"])
 @pytest.mark.parametrize("method", ["keydiff", "kara_sharp"])
 def test_blocks_and_chunks_have_the_bytes_of_the_engine(cost: CostModel, dtype: str, method: str) -> None:
-    compression = CompressionConfig(method=method, buffer=4, recall_bound=0.1, recall_dtype=dtype)
+    compression = paper_compression(method=method, buffer=4, recall_bound=0.1, recall_dtype=dtype)
     config = EngineConfig(num_blocks=9, block_size=4, max_model_len=99, compression=compression, kv_offload_dtype=dtype)
     shape = rank_cache_shape(cost.model, "float32", config, 1)
     assert cost.host_block_bytes(config) == host_block_bytes(config, shape)
@@ -235,7 +236,7 @@ def test_what_recall_scores_is_what_the_engine_scores(
     monkeypatch.setattr(Recall, "groups", observing)
     monkeypatch.setattr(CostModel, "recall", noting)
     given = {"method": "keydiff", "window_blocks": 3, "retain_blocks": 1, "buffer": 4, "recall_dtype": "int8"}
-    compression = CompressionConfig(**given | RECALLING[policy], recall_period=period)
+    compression = paper_compression(**given | RECALLING[policy], recall_period=period)
     llm = run_engine(checkpoint, compression=compression, swap=swap, num_gpu_blocks_override=POOL // 2)
     recalls = sum(count for count, *_ in real)
     shape, heads = llm.cache_shape, llm.cache_shape.num_layers * llm.cache_shape.num_kv_heads
@@ -289,7 +290,7 @@ def test_steps_go_on_while_blocks_come_back(cost: CostModel) -> None:
 
 @pytest.mark.parametrize("chunks", [3, 100_000])
 def test_dropped_pairs_without_room_are_lost(cost: CostModel, chunks: int) -> None:
-    compression = CompressionConfig(
+    compression = paper_compression(
         method="keydiff", period=8, window_blocks=3, retain_blocks=1, buffer=4, recall_period=1, recall_chunks=1
     )
     config = tight("never", compression=compression, num_host_chunks=chunks)
@@ -308,7 +309,7 @@ def test_dropped_pairs_without_room_are_lost(cost: CostModel, chunks: int) -> No
     [(0, None, "num_host_chunks=0 is not allowed"), (9, 17, "recalled_pairs=17 is not allowed: between 0 and 16")],
 )
 def test_a_recall_that_cannot_be_simulated(cost: CostModel, chunks: int, pairs: float | None, message: str) -> None:
-    compression = CompressionConfig(method="keydiff", buffer=4, recall_period=1, recall_chunks=1)
+    compression = paper_compression(method="keydiff", buffer=4, recall_period=1, recall_chunks=1)
     with pytest.raises(ConfigError, match=message):
         SimulatedExecutor(cost, tight("never", compression=compression, num_host_chunks=chunks), pairs)
 

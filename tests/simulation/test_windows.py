@@ -23,6 +23,7 @@ from kvllm.simulation.executor import SimulatedExecutor
 from kvllm.simulation.simulate import simulate
 from kvllm.simulation.workload import arrival_times
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.compressions import paper_compression
 from tests.simulation.test_simulation import HARDWARE, check_counts, some_lengths
 
 WINDOW = 12
@@ -30,7 +31,7 @@ FULL, SLIDING = 2, 3
 """Layers of each kind: a block holds two, so the layers with a window have two parts."""
 OPTIONS: dict[str, Any] = {"block_size": 4, "max_model_len": 180, "max_num_seqs": 8, "max_num_batched_tokens": 40}
 LARGE = msgspec.structs.replace(HARDWARE, memory_bytes=8_000_000)
-SHARP = CompressionConfig(method="kara_sharp", period=8, window_blocks=3, retain_blocks=1, buffer=4, chunk_budget=2)
+SHARP = paper_compression(method="kara_sharp", period=8, window_blocks=3, retain_blocks=1, buffer=4, chunk_budget=2)
 
 
 BY_LAYER = msgspec.structs.replace(SHARP, layer_groups=(LayerGroup((1,), 1), LayerGroup((4,), 2)))
@@ -148,7 +149,7 @@ def test_command_has_the_groups_and_blocks_of_the_engine(
     room = LARGE.memory_bytes * 0.9 - cost.weight_bytes
     assert config.num_blocks == int(room) // cache_shape(engine).bytes_per_block
     assert make_config(args, cost, WINDOW).kv_groups == UNIFORM  # no text is longer than the window
-    scored = CompressionConfig(method="kara_sharp", buffer=4)
+    scored = paper_compression(method="kara_sharp", buffer=4)
     engine = EngineArgs(checkpoint, block_size=4, max_model_len=180, compression=scored)
     fewer = make_config(args, cost, 180, scored).num_blocks
     assert fewer == int(room) // cache_shape(engine).bytes_per_block < config.num_blocks

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvllm import CompressionConfig
 from kvllm.compression.specs import SPECS
 from kvllm.worker import selector as selector_module
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.compressions import paper_compression
 from tests.helpers.engines import greedy, make_llm, random_prompts, tokens
 
 LAYERS = 4
@@ -53,7 +53,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(checkpoint: Path, method: str) -> tuple[list[list[int]], Operations, int]:
-    compression = CompressionConfig(
+    compression = paper_compression(
         method=method,
         period=8,
         max_sequences=2,

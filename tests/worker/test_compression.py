@@ -38,6 +38,7 @@ from kvllm.parallel import SingleRank
 from kvllm.stats import EngineStats
 from kvllm.worker.model_runner import ModelRunner
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.compressions import paper_compression
 from tests.helpers.dense_decoder import DenseDecoder, DensePass
 from tests.helpers.engines import random_token_ids
 from tests.helpers.literal_kara import dense_scores, literal_token2chunk
@@ -144,7 +145,7 @@ def test_paged_compaction(load_vectors: Callable, name: str, backend: str) -> No
             max_model_len=length + 8,
             max_num_seqs=1,
             enable_prefix_caching=False,
-            compression=CompressionConfig(
+            compression=paper_compression(
                 method="kara",
                 period=max(1, length - prompt),
                 window_blocks=case["window_blocks"],
@@ -365,7 +366,7 @@ def decoders(checkpoints: dict[str, Path]) -> dict[str, DenseDecoder]:
 
 def compression_config(**options: Any) -> CompressionConfig:
     kara = {"method": "kara", "period": 8, "window_blocks": 2, "buffer": 4, "chunk_budget": 4}
-    return CompressionConfig(**(kara | options))
+    return paper_compression(**(kara | options))
 
 
 def run_engine(path: Path, prompts: list[list[int]], params: SamplingParams, **options: Any) -> tuple[LLM, Recorder]:

@@ -19,12 +19,13 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from kvllm import LLM, CompressionConfig, SamplingParams
+from kvllm import LLM, SamplingParams
 from kvllm.core.protocol import StepPlan, StepResult
 from kvllm.outputs import RequestOutput
 from kvllm.worker import draws, graph_sizes, sampler
 from kvllm.worker.memory import measure_graphs
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.compressions import paper_compression
 from tests.helpers.cuda_stand_in import Device, stand_in
 from tests.helpers.plans import scheduled_in
 from tests.helpers.processes import run_python
@@ -61,19 +62,19 @@ def cases() -> dict[str, tuple[dict[str, Any], list[SamplingParams]]]:
             {
                 "num_gpu_blocks_override": None,
                 "gpu_memory_utilization": 0.02,
-                "compression": CompressionConfig(method="kara", retain_tokens=9, **window),
+                "compression": paper_compression(method="kara", retain_tokens=9, **window),
             },
             [params()] * 2,
         ),
-        "h2o": ({"compression": CompressionConfig(method="h2o", retain_blocks=1, **window)}, [params()] * 2),
+        "h2o": ({"compression": paper_compression(method="h2o", retain_blocks=1, **window)}, [params()] * 2),
         "int8, adakv": (
-            {"kv_cache_dtype": "int8", "compression": CompressionConfig(method="adakv", **cache)},
+            {"kv_cache_dtype": "int8", "compression": paper_compression(method="adakv", **cache)},
             [params()] * 2,
         ),
         "int4, kara_sharp": (
             {
                 "kv_cache_dtype": "int4",
-                "compression": CompressionConfig(method="kara_sharp", retain_tokens=9, **window),
+                "compression": paper_compression(method="kara_sharp", retain_tokens=9, **window),
             },
             [params()] * 2,
         ),

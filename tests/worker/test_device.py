@@ -20,6 +20,7 @@ from kvllm.worker.memory import run_heaviest_steps
 from kvllm.worker.model_runner import ModelRunner
 from kvllm.worker.transfer import to_device
 from tests.helpers.checkpoints import add_method_files, make_checkpoint
+from tests.helpers.compressions import paper_compression
 from tests.helpers.engines import greedy, random_prompts, tokens
 
 with_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -118,7 +119,7 @@ def compressions() -> dict[str, CompressionConfig]:
     found = {}
     for method, spec in SPECS.items():
         if not spec.refusal("periodic"):
-            found[method] = CompressionConfig(method=method, **common)
+            found[method] = paper_compression(method=method, **common)
         if not spec.refusal("threshold"):
             sizes = {"threshold_tokens": 100, "budget_tokens": 50}
             found[f"{method}, threshold"] = CompressionConfig(method=method, policy="threshold", **sizes, **common)
@@ -154,7 +155,7 @@ def test_the_heaviest_steps_are_as_heavy_as_any(checkpoint: Path, name: str) -> 
 
 
 def test_no_event_is_run_for_sequences_that_end_before_it(checkpoint: Path) -> None:
-    run_heaviest_steps(*make_probe(checkpoint, CompressionConfig(method="kara", buffer=8, window_blocks=16)))
+    run_heaviest_steps(*make_probe(checkpoint, paper_compression(method="kara", buffer=8, window_blocks=16)))
     run_heaviest_steps(*make_probe(checkpoint, None, max_num_seqs=200))
 
 
@@ -165,7 +166,7 @@ def test_the_pool_gets_what_model_and_steps_leave_on_cuda(checkpoint: Path) -> N
     allowed = 3 * GIB // 2
     utilization = (total - before + allowed) / total
     options = {"max_num_seqs": 4096, "max_num_batched_tokens": 4096, "block_size": 256}
-    llm = LLM(checkpoint, gpu_memory_utilization=utilization, compression=CompressionConfig(method="kara"), **options)
+    llm = LLM(checkpoint, gpu_memory_utilization=utilization, compression=paper_compression(method="kara"), **options)
     assert tokens(llm, random_prompts(256), greedy(100))
     assert before - torch.cuda.mem_get_info()[0] < allowed
     assert llm.stats().num_blocks == llm.config.num_blocks == llm.llm_engine.executor.runner.cache.num_blocks < 2 * 4096

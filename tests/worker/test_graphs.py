@@ -27,6 +27,7 @@ from kvllm.worker.state import Lengths, PartTables, SequenceState
 from kvllm.worker.step_inputs import StepInputs
 from tests.helpers import layout_recorder
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.compressions import paper_compression
 from tests.helpers.dense_decoder import DenseDecoder
 from tests.helpers.engines import greedy, random_prompts, random_token_ids
 
@@ -127,14 +128,14 @@ def compressions() -> dict[str, CompressionConfig]:
     common: dict[str, Any] = {"buffer": 4, "chunk_budget": 3, "query_window": 6}
     clock = {"period": 4, "window_blocks": 2, "retain_tokens": 9}
     kara: dict[str, Any] = {"method": "kara", **clock, **common}
-    found = {f"{name}-kara": CompressionConfig(policy=name, **kara) for name in ("periodic", "pressure")}
-    found["periodic-kara-prompt"] = CompressionConfig(compress_prompt=True, **kara)
-    found["periodic-kara_sharp"] = CompressionConfig(method="kara_sharp", period=4, window_blocks=2, **common)
-    found["pressure-mean_attention"] = CompressionConfig(method="mean_attention", policy="pressure", **clock, **common)
+    found = {f"{name}-kara": paper_compression(policy=name, **kara) for name in ("periodic", "pressure")}
+    found["periodic-kara-prompt"] = paper_compression(compress_prompt=True, **kara)
+    found["periodic-kara_sharp"] = paper_compression(method="kara_sharp", period=4, window_blocks=2, **common)
+    found["pressure-mean_attention"] = paper_compression(method="mean_attention", policy="pressure", **clock, **common)
     threshold = {"policy": "threshold", "threshold_tokens": 44, "budget_tokens": 25}
     for method, spec in SPECS.items():
         if not spec.refusal("threshold") and not spec.reads_file:
-            found[f"threshold-{method}"] = CompressionConfig(method=method, **threshold, **common)
+            found[f"threshold-{method}"] = paper_compression(method=method, **threshold, **common)
     return found
 
 
@@ -168,8 +169,8 @@ def group_compressions() -> dict[str, CompressionConfig | None]:
     groups = [LayerGroup((1,), 2), LayerGroup((4,), 1)]
     return {
         "windows": None,
-        "keydiff": CompressionConfig(method="keydiff", **common),
-        "shares by layer": CompressionConfig(method="kara_sharp", chunk_budget=2, layer_groups=groups, **common),
+        "keydiff": paper_compression(method="keydiff", **common),
+        "shares by layer": paper_compression(method="kara_sharp", chunk_budget=2, layer_groups=groups, **common),
     }
 
 
@@ -195,7 +196,7 @@ def test_a_quantized_cache(tmp_path: Path, kv_cache_dtype: str) -> None:
 
 def test_a_recording_scores_nothing(checkpoint: Path) -> None:
     """Shapes are recorded with inputs of nobody: no score in the pool may change."""
-    compression = CompressionConfig(method="kara_sharp", window_blocks=2, buffer=4, chunk_budget=3)
+    compression = paper_compression(method="kara_sharp", window_blocks=2, buffer=4, chunk_budget=3)
     runner = make_llm(checkpoint, "cpu", compression=compression).llm_engine.executor.runner
     scores = runner.cache.scores.fill_(7.0)
 

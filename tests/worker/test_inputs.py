@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvllm import CompressionConfig
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.sampling_params import SamplingParams
 from kvllm.worker.attention_state import RaggedLengths
@@ -17,6 +16,7 @@ from kvllm.worker.read_batch import read_batch
 from kvllm.worker.sampler import SampleRow
 from kvllm.worker.state import Lengths, PartTables, SequenceState
 from kvllm.worker.step_inputs import InputShape, StepInputs
+from tests.helpers.compressions import paper_compression
 from tests.helpers.examples import examples
 
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ class Worker:
         self.tables, self.sliding = self.parts.parts
         self.ragged = RaggedLengths(CacheShape(2, 3, 8, BLOCK_SIZE, torch.float32), MAX_SEQS, CPU)
         scored = PagedKVCache(CacheShape(2, 3, 8, BLOCK_SIZE, torch.float32, scored=True), 1)
-        windows = CompressionConfig(method="kara_sharp", buffer=1)
+        windows = paper_compression(method="kara_sharp", buffer=1)
         self.scores = ObservedScores(scored, windows, MAX_SEQS, MAX_BLOCKS * BLOCK_SIZE)
         self.ahead, self.usual = self.preparer(), self.preparer()
         self.states: list[SequenceState] = []

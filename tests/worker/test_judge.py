@@ -9,9 +9,10 @@ import pytest
 import torch
 from msgspec import structs
 
-from kvllm import LLM, CompressionConfig
+from kvllm import LLM
 from kvllm.core.protocol import StepPlan, StepResult
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.compressions import paper_compression
 from tests.helpers.dense_decoder import DenseDecoder
 from tests.helpers.engines import greedy, make_llm, random_prompts, random_token_ids, tokens
 from tests.helpers.layout_recorder import (
@@ -26,7 +27,7 @@ from tests.helpers.layout_recorder import (
 from tests.helpers.plans import Scheduled, scheduled_in
 
 BUFFER = 6
-KARA = CompressionConfig(method="kara", period=8, window_blocks=3, retain_blocks=1, buffer=BUFFER, chunk_budget=4)
+KARA = paper_compression(method="kara", period=8, window_blocks=3, retain_blocks=1, buffer=BUFFER, chunk_budget=4)
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from kvllm import LLM, CompressionConfig, ConfigError, SamplingParams
+from kvllm import LLM, ConfigError, SamplingParams
 from kvllm.core.sequence import Sequence
 from kvllm.kvcache.groups import KVGroup
 from kvllm.outputs import RequestOutput
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.compressions import paper_compression
 from tests.helpers.dense_decoder import DenseDecoder
 from tests.helpers.engines import greedy, make_llm, random_token_ids
 from tests.helpers.recorder import Recorder, poison
@@ -116,9 +117,9 @@ def sequence_of(prompt: list[int]) -> Sequence:
 
 
 METHODS = {
-    "keydiff": CompressionConfig(method="keydiff", period=4, window_blocks=3, buffer=4),
-    "mean_attention": CompressionConfig(method="mean_attention", period=4, window_blocks=3, buffer=4),
-    "kara_sharp": CompressionConfig(method="kara_sharp", period=4, window_blocks=3, buffer=4, chunk_budget=4),
+    "keydiff": paper_compression(method="keydiff", period=4, window_blocks=3, buffer=4),
+    "mean_attention": paper_compression(method="mean_attention", period=4, window_blocks=3, buffer=4),
+    "kara_sharp": paper_compression(method="kara_sharp", period=4, window_blocks=3, buffer=4, chunk_budget=4),
 }
 
 
@@ -143,9 +144,9 @@ def test_full_layers_are_compressed_and_the_others_not(checkpoint: Path, name: s
 
 def test_what_needs_queries_again_is_refused(checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match="method='kara' is not allowed: the model has layers with a sliding window"):
-        make_llm(checkpoint, compression=CompressionConfig(method="kara", buffer=4))
+        make_llm(checkpoint, compression=paper_compression(method="kara", buffer=4))
     with pytest.raises(ConfigError, match=r"guard_kl=0\.1 is not allowed: the model has layers with a sliding window"):
-        make_llm(checkpoint, compression=CompressionConfig(method="keydiff", buffer=4, guard_kl=0.1))
+        make_llm(checkpoint, compression=paper_compression(method="keydiff", buffer=4, guard_kl=0.1))
     for method in ("h2o", "kvzip"):
         with pytest.raises(ConfigError, match=f"method='{method}' is not allowed"):
-            make_llm(checkpoint, compression=CompressionConfig(method=method, buffer=4))
+            make_llm(checkpoint, compression=paper_compression(method=method, buffer=4))

@@ -15,6 +15,7 @@ from kvllm import LLM, CompressionConfig, ConfigError, SamplingParams
 from kvllm.config import LayerGroup
 from kvllm.kvcache.groups import KVGroup
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.compressions import paper_compression
 from tests.helpers.dense_decoder import DenseDecoder
 from tests.helpers.engines import make_llm, random_token_ids
 from tests.helpers.recorder import Recorder, assert_dense
@@ -40,7 +41,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def compression(method: str, **options: Any) -> CompressionConfig:
-    return CompressionConfig(method=method, window_blocks=3, layer_groups=GROUPS, buffer=4, **options)
+    return paper_compression(method=method, window_blocks=3, layer_groups=GROUPS, buffer=4, **options)
 
 
 def recorded(checkpoint: Path, **options: Any) -> tuple[LLM, Recorder]:
@@ -110,7 +111,7 @@ def test_blocks_saved_are_real(checkpoint: Path) -> None:
 
 def test_the_falling_line_of_pyramidkv_gives_blocks_back(checkpoint: Path) -> None:
     """SnapKV's scores by windows, of which layers keep PyramidKV's budgets in blocks: two in the mean."""
-    falling = CompressionConfig(
+    falling = paper_compression(
         method="snapkv", query_window=4, window_blocks=3, retain_blocks=2, layer_groups="pyramid", buffer=4, period=4
     )
     llm, recorder = recorded(checkpoint, compression=falling)
@@ -143,4 +144,4 @@ def test_what_cannot_be_is_refused(checkpoint: Path, tmp_path: Path, options: di
     """Before weights are read: a folder that has none says the same."""
     (tmp_path / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
     with pytest.raises(ConfigError, match=message):
-        make_llm(tmp_path, compression=CompressionConfig(**{"method": "keydiff", "buffer": 4} | options))
+        make_llm(tmp_path, compression=paper_compression(**{"method": "keydiff", "buffer": 4} | options))

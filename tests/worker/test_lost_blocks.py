@@ -14,9 +14,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from kvllm import CompressionConfig, RequestOutput, SamplingParams
+from kvllm import RequestOutput, SamplingParams
 from kvllm.core.engine import LLMEngine
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.compressions import paper_compression
 from tests.helpers.engines import make_llm, random_token_ids, tokens
 from tests.helpers.examples import examples
 from tests.helpers.watched_pairs import Watch, recall_of, runner_of
@@ -50,7 +51,7 @@ class Losing:
     """
 
     def __init__(self, path: Path, policy: str, expected: list[list[int]]) -> None:
-        compression = CompressionConfig(method="keydiff", policy=policy, buffer=4, recall_period=1, **POLICIES[policy])
+        compression = paper_compression(method="keydiff", policy=policy, buffer=4, recall_period=1, **POLICIES[policy])
         self.llm = make_llm(path, **SMALL, compression=compression)
         assert isinstance(self.llm.llm_engine, LLMEngine)
         self.engine = self.llm.llm_engine

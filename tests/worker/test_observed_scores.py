@@ -13,6 +13,7 @@ from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.compression.methods import kara_sharp
 from kvllm.errors import ConfigError
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.compressions import paper_compression
 from tests.helpers.engines import greedy, make_llm, random_prompts, tokens
 
 WINDOWS: dict[str, dict[str, Any]] = {
@@ -30,7 +31,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sharp(**options: Any) -> CompressionConfig:
-    return CompressionConfig(method="kara_sharp", buffer=8, chunk_budget=4, **options)
+    return paper_compression(method="kara_sharp", buffer=8, chunk_budget=4, **options)
 
 
 def scores_of_events(llm: LLM, prompts: list[dict], max_tokens: int) -> list[torch.Tensor]:
@@ -166,12 +167,12 @@ def test_the_pool_has_room_for_scores(checkpoint: Path) -> None:
 )
 def test_a_score_source_that_cannot_be(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        CompressionConfig(**({"method": "kara_sharp"} | options))
+        paper_compression(**({"method": "kara_sharp"} | options))
 
 
 def test_the_source_of_scores_where_none_is_named() -> None:
-    assert sharp().observes_scores and CompressionConfig(method="kara_causal").observes_scores
-    assert not CompressionConfig(method="kara").observes_scores
+    assert sharp().observes_scores and paper_compression(method="kara_causal").observes_scores
+    assert not paper_compression(method="kara").observes_scores
     assert not sharp(compress_prompt=True).observes_scores
     assert not sharp(query_stride=2).observes_scores
     assert not sharp(score_source="recomputed").observes_scores

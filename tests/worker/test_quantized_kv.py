@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvllm import LLM, CompressionConfig, SamplingParams
+from kvllm import LLM, SamplingParams
 from kvllm.core.engine import LLMEngine
 from kvllm.errors import ConfigError
 from kvllm.kvcache.cache import PagedKVCache
@@ -18,6 +18,7 @@ from kvllm.kvcache.quantize import CODECS
 from kvllm.worker.inline import InlineExecutor
 from kvllm.worker.model_runner import ModelRunner
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.compressions import paper_compression
 from tests.helpers.engines import greedy, make_llm, random_prompts, tokens
 
 FORMATS = pytest.mark.parametrize("name", list(KV_FORMATS))
@@ -57,7 +58,7 @@ def test_chunks_preemption_and_shared_prefixes_do_not_change_tokens(checkpoint: 
 @FORMATS
 def test_the_operator_of_all_layers_computes_the_tokens_of_the_loop(checkpoint: Path, name: str) -> None:
     """Scores that a method observes among them: they are added up by the operator as well."""
-    compression = CompressionConfig(method="kara_sharp", buffer=4, score_source="observed", **PERIODIC)
+    compression = paper_compression(method="kara_sharp", buffer=4, score_source="observed", **PERIODIC)
     found = []
     for compiled in (True, False):
         llm = make(checkpoint, name, compression=compression, block_size=8)
@@ -97,7 +98,7 @@ def test_completions_of_one_prompt_copy_their_block(checkpoint: Path, name: str)
 )
 def test_methods_see_what_attention_sees(checkpoint: Path, name: str, method: str, policy: dict[str, Any]) -> None:
     """An engine with rounded pairs in float32 samples the same tokens, and drops as many pairs."""
-    compression = CompressionConfig(method=method, buffer=4, query_window=6, **policy)
+    compression = paper_compression(method=method, buffer=4, query_window=6, **policy)
     options = {"compression": compression, "block_size": 8, "attention_backend": "reference"}
     quantized = make_llm(checkpoint, kv_cache_dtype=name, **options)
     rounded = make_llm(checkpoint, **options)
@@ -175,7 +176,7 @@ def test_a_rotation_needs_a_power_of_two(tmp_path: Path) -> None:
     for weights in tmp_path.glob("*.safetensors"):
         weights.unlink()
     rotated = "int6_int4_hadamard"
-    recall = CompressionConfig(method="keydiff", recall_period=1, recall_dtype=rotated, buffer=4, **THRESHOLD)
+    recall = paper_compression(method="keydiff", recall_period=1, recall_dtype=rotated, buffer=4, **THRESHOLD)
     for option, options in (
         ("kv_cache_dtype", {"kv_cache_dtype": rotated}),
         ("kv_offload_dtype", {"kv_offload_dtype": rotated, "kv_offloading_size": 0.01}),

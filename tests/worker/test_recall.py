@@ -12,6 +12,7 @@ from kvllm import LLM, CompressionConfig, ConfigError, SamplingParams
 from kvllm.worker.recall import Recall
 from kvllm.worker.recalling_backend import RecallGroup, RecallingBackend
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.compressions import paper_compression
 from tests.helpers.engines import greedy, make_llm, random_prompts, tokens
 from tests.helpers.watched_pairs import Watch, recall_of
 
@@ -35,7 +36,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def recalling(policy: str, **options: Any) -> CompressionConfig:
     recall = {} if "recall_bound" in options else {"recall_period": 1}
-    return CompressionConfig(method="keydiff", policy=policy, buffer=4, **POLICIES[policy] | recall | options)
+    return paper_compression(method="keydiff", policy=policy, buffer=4, **POLICIES[policy] | recall | options)
 
 
 def run(llm: LLM, watch: Watch, count: int = 60) -> None:
@@ -154,5 +155,5 @@ def test_a_tier_without_room_reports_that_all_may_be_missing(checkpoint: Path) -
 )
 def test_refusals(checkpoint: Path, compression: dict, options: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        config = CompressionConfig(**{"method": "keydiff", "policy": "pressure", "buffer": 4} | compression)
+        config = paper_compression(**{"method": "keydiff", "policy": "pressure", "buffer": 4} | compression)
         LLM(checkpoint, **{"kv_offloading_size": 0.1, "compression": config} | options)

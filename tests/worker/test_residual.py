@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvllm import LLM, CompressionConfig, SamplingParams
+from kvllm import LLM, SamplingParams
 from kvllm.core.engine import LLMEngine
 from kvllm.core.prefix_cache import root_hash
 from kvllm.errors import ConfigError
@@ -17,6 +17,7 @@ from kvllm.worker.inline import InlineExecutor
 from kvllm.worker.model_runner import ModelRunner
 from kvllm.worker.state import SequenceState
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.compressions import paper_compression
 from tests.helpers.engines import greedy, make_llm, random_prompts, tokens
 
 DTYPES = pytest.mark.parametrize("name", ["int4", "int6_int4", "int8_int4", "fp8_e4m3"])
@@ -103,7 +104,7 @@ def test_completions_of_one_prompt_begin_with_the_same_pairs(checkpoint: Path) -
 def test_the_operator_of_all_layers_computes_the_tokens_of_the_loop(
     checkpoint: Path, method: str, policy: dict[str, Any]
 ) -> None:
-    compression = CompressionConfig(method=method, buffer=6, query_window=6, **policy)
+    compression = paper_compression(method=method, buffer=6, query_window=6, **policy)
     found = []
     for compiled in (True, False):
         llm = make(checkpoint, compression=compression, block_size=8)
@@ -119,7 +120,7 @@ def test_the_operator_of_all_layers_computes_the_tokens_of_the_loop(
 @pytest.mark.parametrize("policy", [PERIODIC, THRESHOLD], ids=["windows", "threshold"])
 def test_a_compression_drops_nothing_that_is_held(checkpoint: Path, policy: dict[str, Any]) -> None:
     """The last pairs in the cache are those that are held, rounded."""
-    compression = CompressionConfig(method="keydiff", buffer=6, **policy)
+    compression = paper_compression(method="keydiff", buffer=6, **policy)
     llm = make(checkpoint, compression=compression, block_size=8)
     assert isinstance(llm.llm_engine, LLMEngine)
     llm.llm_engine.add_request("0", PROMPTS[1], greedy(60))
@@ -168,11 +169,11 @@ def test_the_memory_is_counted(checkpoint: Path) -> None:
             "kv_residual_tokens=6 is not allowed: with a kv_cache_dtype that rounds KV pairs, one of fp8_e4m3",
         ),
         (
-            {"compression": CompressionConfig(method="keydiff", buffer=4, **PERIODIC)},
+            {"compression": paper_compression(method="keydiff", buffer=4, **PERIODIC)},
             "kv_residual_tokens=6 is not allowed: at most the compression's buffer=4, which nothing drops",
         ),
         (
-            {"compression": CompressionConfig(buffer=8, recall_bound=0.3, **PERIODIC), "kv_offloading_size": 0.1},
+            {"compression": paper_compression(buffer=8, recall_bound=0.3, **PERIODIC), "kv_offloading_size": 0.1},
             "kv_residual_tokens=6 is not allowed: not beside recall_period or recall_bound",
         ),
         ({"attention_backend": "reference"}, "'reference' does not read kv_residual_tokens: use 'cpu'"),

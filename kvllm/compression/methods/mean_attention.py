@@ -8,11 +8,13 @@ window is chosen from together with what is left of those before, so what was ke
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from kvllm.compression.methods.token2chunk import top_indices
 from kvllm.compression.paged_keys import Keys
 from kvllm.compression.region import everything, keeps_everything, with_buffer
+from kvllm.compression.specs import RECENT
 
 
 def select(
@@ -24,6 +26,7 @@ def select(
     observed: Tensor,
     ages: Tensor,
     values: Tensor,
+    recent: int = RECENT.default,
 ) -> Tensor:
     """Choose the KV pairs of a region to keep, per sequence and KV head.
 
@@ -36,6 +39,7 @@ def select(
             KV head.
         ages: float32 `[S, C]`, how many queries each sum is of.
         values: `[S, Hkv, C, d]`.
+        recent: the last KV pairs of the region that are kept, too, but at most half of those that are.
 
     Returns:
         int64 `[S, Hkv, min(retain, C)]`: ascending offsets in the region.
@@ -44,5 +48,6 @@ def select(
         return everything(keys)
     num_scored = keys.shape[2] - buffer
     mean = observed / ages[:, None, :num_scored]
-    squared_lengths = values[:, :, :num_scored].float().square().sum(dim=-1)
-    return with_buffer(top_indices(mean * squared_lengths, retain - buffer), keys, buffer)
+    scores = mean * values[:, :, :num_scored].float().square().sum(dim=-1)
+    scores[..., num_scored - max(0, min(recent, retain // 2) - buffer) :] = torch.inf
+    return with_buffer(top_indices(scores, retain - buffer), keys, buffer)

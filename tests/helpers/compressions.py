@@ -1,0 +1,14 @@
+"""Compressions of the tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvllm import CompressionConfig
+
+PAPER: dict[str, Any] = {"policy": "periodic", "window_blocks": 3, "buffer": 32}
+
+
+def paper_compression(**options: Any) -> CompressionConfig:
+    """With the policy, windows and buffer of Kara's paper, unless others are given."""
+    return CompressionConfig(**PAPER | options)
