@@ -278,7 +278,8 @@ class LiteralWorker(BlockingExecutor):
         return (job.size - job.retain) % (self.compression.window_blocks * self.config.block_size - retained) == 0
 
     def _compact(self, seq: LiteralSequence, job, part: int) -> int | None:
-        """Execute a job in one part. Returns the position of the last entry of its region, if it does anything."""
+        """Execute a job in one part. Returns the position of an entry of its region, the same in all parts, if it does
+        anything."""
         config, size = self.compression, self.config.block_size
         overlap = config.buffer if config.policy == "standalone" else 0
         blocks, cached = self.full_tables(seq)[part]
@@ -319,7 +320,7 @@ class LiteralWorker(BlockingExecutor):
             self.cache[blocks[j // size] * size + j % size] = entry
         if part:
             seq.others[part].first += job.region_blocks - len(job.destinations)
-        return region[-1]
+        return region[job.size - 1 if config.spec.reselects else 0]  # what is left of windows may differ in parts
 
     def _judge(self, seq: LiteralSequence, job) -> None:
         """A guard lets windows keep whole blocks more, but never all. It is told numbers of any size."""
