@@ -38,14 +38,15 @@ QUIET = 0.1
 Runs = Mapping[str, Sequence[Run]]
 """The runs of each variant."""
 
-SHARP, AUTO = (msgspec.structs.replace(KARA, method=name) for name in ("kara_sharp", "auto"))
+SHARP = msgspec.structs.replace(KARA, method="kara_sharp")
+CALIBRATED = msgspec.structs.replace(KARA, method="expected_attention_calibrated", layer_groups="auto")
 VARIANTS = (
     Variant("full cache"),
     Variant("Kara, keeps\n1/2", KARA),
     Variant("kara_sharp,\nkeeps 1/2", SHARP),
-    Variant("auto, keeps\n1/2", AUTO),
-    Variant("auto, keeps\n1/4", msgspec.structs.replace(AUTO, retain_blocks=4)),
-    Variant("int4, auto,\nkeeps 1/2", AUTO, {"kv_cache_dtype": "int4"}),
+    Variant("calibrated,\nkeeps 1/2", CALIBRATED),
+    Variant("calibrated,\nkeeps 1/4", msgspec.structs.replace(CALIBRATED, retain_blocks=4)),
+    Variant("int4, calibrated,\nkeeps 1/2", CALIBRATED, {"kv_cache_dtype": "int4"}),
 )
 
 

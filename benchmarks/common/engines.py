@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from benchmarks.common.workloads import Request
 from kvllm.config import require
 from kvllm.core.compression_policy import blocks_alone, make_policy
 from kvllm.engine_args import EngineArgs
+from kvllm.engine_builder import cache_shape
 from kvllm.errors import ConfigError
 from kvllm.models.config import ModelConfig
 
@@ -79,8 +81,11 @@ def make_job(
     }
     require(engine["block_size"] >= 1, "block_size", engine["block_size"], "between 1 and 256")
     require(engine["max_num_seqs"] >= 1, "max_num_seqs", engine["max_num_seqs"], "at least 1")
-    engine.setdefault("num_gpu_blocks_override", pool_blocks(args, engine, model, requests))
+    engine.setdefault("num_gpu_blocks_override", args.num_gpu_blocks_override)
     of_engine = EngineArgs(path, compression=variant.compression, **engine)
+    if of_engine.num_gpu_blocks_override is None:
+        engine["num_gpu_blocks_override"] = in_the_same_bytes(pool_blocks(args, engine, model, requests), of_engine)
+        of_engine = EngineArgs(path, compression=variant.compression, **engine)
     config = structs.replace(of_engine.engine_config, num_blocks=of_engine.pool_blocks)
     policy = make_policy(config)
     regions = policy and policy.group_regions
@@ -93,8 +98,16 @@ def make_job(
     return Job(name=variant.name, model=str(path), engine=engine, compression=variant.compression, requests=requests)
 
 
+def in_the_same_bytes(blocks: int, args: EngineArgs) -> int:
+    """Blocks of an engine for those of one without compression and with KV pairs as they are. What `layer_groups` lets
+    blocks hold is counted by the engine."""
+    shape = replace(cache_shape(args), places=())
+    plain = replace(shape, scored=False, kv_format=None)
+    return max(1, blocks * plain.bytes_per_block // shape.bytes_per_block)
+
+
 def pool_blocks(args: argparse.Namespace, engine: dict[str, Any], model: ModelConfig, requests: list[Request]) -> int:
-    """Blocks in the pool of a variant, as `num_gpu_blocks_override` counts them."""
+    """Blocks in the pool of an engine without compression, as `num_gpu_blocks_override` counts them."""
     if args.num_gpu_blocks_override is not None:
         return args.num_gpu_blocks_override
     block_size = engine["block_size"]

@@ -374,5 +374,6 @@ def test_the_engine_says_what_a_method_needs(method: str, reason: str) -> None:
             attention_backend="flash_attn",
             device="cpu",
             dtype="bfloat16",
+            block_size=256,
             compression=paper_compression(method=method, **cache),
         )

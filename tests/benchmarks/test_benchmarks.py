@@ -11,13 +11,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks import cpu_kernels, demo, throughput
-from benchmarks.common import cpu_attention, cpu_products, jobs, limits, machine, report, shapes, workloads
+from benchmarks.common import cpu_attention, cpu_products, engines, jobs, limits, machine, report, shapes, workloads
 from benchmarks.common.jobs import Job
 from benchmarks.common.problem_sets import ProblemSet
 from benchmarks.common.variants import parse_variant
 from benchmarks.common.workloads import Request
 from benchmarks.reasoner.tokenizer import encode
+from kvllm import CompressionConfig
 from kvllm._extension import operator
+from kvllm.engine_args import EngineArgs
+from kvllm.engine_builder import cache_shape
 from kvllm.errors import ConfigError, KvLLMError
 from kvllm.models.config import load_model_config
 from tests.helpers.checkpoints import make_checkpoint
@@ -165,6 +168,15 @@ def test_built_in_shapes_have_the_size_they_are_named_for(tmp_path, name, parame
 # The benchmark
 
 
+def test_variants_have_pools_of_the_same_bytes(tmp_path):
+    make_checkpoint(tmp_path, "qwen3", head_dim=32)
+    blocks, plain = 1000, cache_shape(EngineArgs(tmp_path)).bytes_per_block
+    for options in ({}, {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "int4"}, {"compression": CompressionConfig()}):
+        args = EngineArgs(tmp_path, **options)
+        own = cache_shape(args).bytes_per_block
+        assert 0 <= blocks * plain - engines.in_the_same_bytes(blocks, args) * own < own, options
+
+
 def test_throughput_runs_variants_side_by_side(tiny, tmp_path, capfd):
     arguments = ["--model", str(tiny), "--num-prompts", "6", "--input-len", "40", "--output-len", "48"]
     arguments += ["--random-range-ratio", "0.2", "--block-size", "4", "--pool-fraction", "0.5", "--repeats", "1"]
@@ -225,7 +237,7 @@ def test_a_failed_run_is_reported_with_its_reason(tmp_path):
         (["--block-size", "0"], "block_size=0"),
         (["--repeats", "0"], "--repeats=0"),
         (["--variants", "vanilla", "vanilla"], "each may be given once"),
-        (["--block-size", "16", "--variants", "vanilla", "kara"], "buffer=32.*lower buffer"),
+        (["--block-size", "16", "--variants", "vanilla", "kara:buffer=32"], "buffer=32.*lower buffer"),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_runs(arguments, message, monkeypatch, capsys):
@@ -284,7 +296,7 @@ def test_demo_gives_all_pools_the_same_bytes(variant: str) -> None:
 
 
 def test_demo_refuses_settings_that_do_not_fit_before_it_runs(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["demo", "--variants", "vanilla", "kara"])
+    monkeypatch.setattr("sys.argv", ["demo", "--variants", "vanilla", "kara:buffer=32"])
     with pytest.raises(SystemExit, match="lower buffer"):
         demo.main()
     assert capsys.readouterr().out == ""

@@ -127,12 +127,10 @@ def test_blocks_of_256_give_the_settings_of_the_paper():
     variants = {name: variant.compression for name, variant in kara_paper.paper_variants(256).items()}
     assert variants["vanilla"] is None
     snapkv = CompressionConfig(
-        method="snapkv", policy="threshold", threshold_tokens=1280, budget_tokens=1025, query_window=32
+        method="snapkv", policy="threshold", threshold_tokens=1280, budget_tokens=1025, query_window=32, buffer=32
     )
     assert variants["snapkv"] == snapkv
-    assert variants["periodic"] == paper_compression(
-        method="kara", retain_tokens=257
-    )  # the other defaults are the paper's
+    assert variants["periodic"] == paper_compression(method="kara", retain_tokens=257)
     assert variants["periodic-blocks"] == paper_compression(method="kara")
     assert variants["pressure"] == paper_compression(method="kara", policy="pressure")
     assert [name for name in variants if kara_paper.published_gain(name) == "+12.75%"] == ["periodic"]
