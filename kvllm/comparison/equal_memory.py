@@ -2,10 +2,9 @@
 
 That number is a share of the KV pairs of the text, prompt included, in the layers that attend all tokens. A method that
 can choose from a whole cache gets `policy="threshold"`: a cache is cut again whenever it has `gap` KV pairs more than
-its budget, and ends half a gap above it. Others get windows, as large as leave room for what is not compressed yet,
-and `retain_tokens` of them: `policy="standalone"`, or `policy="periodic"` for methods that choose from all windows
-again. Candidates are played through with the arithmetic of the scheduler; one is taken with which texts end less than
-half a block off, or else the nearest. Where texts differ in length, that holds on average, and short ones keep more.
+its budget, and ends half a gap above it. Others get `policy="standalone"` with windows as large as leave room for what
+is not compressed yet, and `retain_tokens` of them. Candidates are played through with the arithmetic of the scheduler,
+and the nearest is taken. Where texts differ in length, it holds on average, and short ones keep more.
 """
 
 from __future__ import annotations
@@ -21,14 +20,10 @@ from kvllm.core.regions import Regions, WholeCache, Windows
 from kvllm.errors import ConfigError
 
 BLOCK_SIZE = 16
-PERIOD = 16
-"""Decode steps between events of windows: what is complete waits no longer."""
 RECENT, GAP = 32, 64
 """With a budget, the most KV pairs at the end that are always kept, and from a cut to the next."""
 WINDOW, BUFFER = 384, 128
 """The most KV pairs of a window, and of its buffer."""
-LEAST_RETAINED = 8
-"""Of a window, for methods that choose from all windows again."""
 CHUNKS = 8
 """KV pairs that complete chunks, as in the paper's runs of a length that fits windows like these."""
 
@@ -129,32 +124,25 @@ def _budget(method: str, wanted: int, gap: int) -> int:
 class _Windows(NamedTuple):
     """Windows, and how good they are; the least is the best."""
 
-    is_late: bool
     off: float
-    splits_blocks: bool
-    rank: int
+    smaller: int
     size: int
     retained: int
     buffer: int
 
 
 def _by_windows(method: str, share: float, counts: Counter[Length], room: int, compress_prompt: bool) -> Fit:
-    """Windows overlap by their buffers, as in Kara's paper, which takes blocks of one token. Those that are chosen from
-    again are whole blocks, as few as will do, so that all are chosen from often."""
-    reselects = SPECS[method].reselects
-    most = WINDOW if reselects else min(WINDOW, max(2 * BLOCK_SIZE, room // 2)) // BLOCK_SIZE * BLOCK_SIZE
-    sizes = range(2 * BLOCK_SIZE, most + 1, BLOCK_SIZE) if reselects else range(most, most // 2, -4)
-    tried = [each for size in sizes for each in _try(size, share, counts, reselects, compress_prompt)]
+    """Windows overlap by their buffers, as in Kara's paper, which takes blocks of one token."""
+    most = min(WINDOW, max(2 * BLOCK_SIZE, room // 2)) // BLOCK_SIZE * BLOCK_SIZE
+    tried = [each for size in range(most, most // 2, -4) for each in _try(size, share, counts, compress_prompt)]
     found = min(tried, default=None)
     if found is None or found.off >= BLOCK_SIZE:
         raise ConfigError(f"texts too short: no windows of at most {most} KV pairs leave {share:.1%} of all")
     options: dict[str, Any] = {"chunk_budget": CHUNKS} if CHUNK_BUDGET in SPECS[method].options else {}
-    size = found.size
     compression = CompressionConfig(
         method=method,
-        policy="periodic" if reselects else "standalone",
-        period=PERIOD,
-        window_blocks=size // BLOCK_SIZE if reselects else size,
+        policy="standalone",
+        window_blocks=found.size,
         retain_tokens=found.retained,
         buffer=found.buffer,
         query_window=max(1, found.buffer),
@@ -164,41 +152,26 @@ def _by_windows(method: str, share: float, counts: Counter[Length], room: int, c
     return Fit(compression, share)
 
 
-def _try(
-    size: int, share: float, counts: Counter[Length], reselects: bool, compress_prompt: bool
-) -> Iterator[_Windows]:
+def _try(size: int, share: float, counts: Counter[Length], compress_prompt: bool) -> Iterator[_Windows]:
     """Windows of so many KV pairs, with what they may keep."""
-    overlap = 0 if reselects else min(BUFFER, size // 3)
-    stride = size - overlap
+    buffer = min(BUFFER, size // 3)
     starts = ((0 if compress_prompt else prompt, stored, texts) for (prompt, stored), texts in counts.items())
-    number = sum(texts * ((stored - start - overlap) // stride) for start, stored, texts in starts)
+    number = sum(texts * ((stored - start - buffer) // (size - buffer)) for start, stored, texts in starts)
     if number == 0:
         return
     dropped = sum(texts * (stored - target(share, stored)) for (_, stored), texts in counts.items()) / number
     kept = int(size - dropped)
-    wholes = kept // BLOCK_SIZE * BLOCK_SIZE
-    for retained in {*range(kept - 2, kept + 4), wholes, wholes + BLOCK_SIZE}:
-        if (overlap or LEAST_RETAINED) <= retained <= size:
-            block_size = BLOCK_SIZE if reselects else 1
-            regions = Windows(block_size, size // block_size, retained, overlap)
-            off, is_late = _judge(regions, share, counts, compress_prompt)
-            buffer = overlap or min(RECENT, size // 4, retained)
-            off = 0 if off <= BLOCK_SIZE / 2 and share < 1 else off
-            splits, rank = reselects and retained % BLOCK_SIZE > 0, size if reselects else -size
-            yield _Windows(is_late and reselects, off, splits, rank, size, retained, buffer)
+    for retained in range(max(buffer, kept - 2), min(size, kept + 3) + 1):
+        off = _off_by(Windows(1, size, retained, buffer), share, counts, compress_prompt)
+        yield _Windows(0 if off <= BLOCK_SIZE / 2 and share < 1 else off, -size, size, retained, buffer)
 
 
-def _judge(regions: Regions, share: float, counts: Counter[Length], compress_prompt: bool) -> tuple[float, bool]:
-    """How far texts end from what is wanted, on average; and whether their last window may still wait by then."""
-    off, is_late = 0, False
+def _off_by(regions: Regions, share: float, counts: Counter[Length], compress_prompt: bool) -> float:
+    """KV pairs by which texts end away from what is wanted, on average."""
+    off = 0
     for (prompt, stored), texts in counts.items():
-        start = 0 if compress_prompt else prompt
-        held = _held(regions, prompt, stored, start)
-        off += texts * (held - target(share, stored))
-        earlier = stored - 2 * PERIOD
-        if earlier > prompt:
-            is_late = is_late or held - _held(regions, prompt, earlier, start) != 2 * PERIOD
-    return abs(off) / sum(counts.values()), is_late
+        off += texts * (_held(regions, prompt, stored, 0 if compress_prompt else prompt) - target(share, stored))
+    return abs(off) / sum(counts.values())
 
 
 def _held(regions: Regions, prompt: int, stored: int, start: int) -> int:

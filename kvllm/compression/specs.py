@@ -120,10 +120,10 @@ class MethodSpec:
                 "it needs the position of every KV pair, and those that were compressed before differ from head to "
                 'head: use policy="pressure" or "periodic"'
             )
-        if policy in ("threshold", "standalone") and self.reselects:
+        if policy == "standalone" and self.reselects:
             return (
                 "its scores are added up while sequences decode, and a window is chosen from together with what is "
-                'left of those before: use policy="pressure" or "periodic"'
+                'left of those before: use policy="pressure", "periodic" or "threshold"'
             )
         if policy != "threshold" and self.carries:
             return (

@@ -275,6 +275,8 @@ class CompressionConfig(Options, frozen=True, kw_only=True):
         require(threshold >= 1, "threshold_tokens", threshold, "at least 1")
         require(1 <= budget <= threshold, "budget_tokens", budget, f"between 1 and threshold_tokens={threshold}")
         require(self.buffer <= budget, "buffer", self.buffer, f"at most budget_tokens={budget}, which it is part of")
+        behind = f"True with method={self.method!r}, whose scores begin behind the prompt"
+        require(self.protect_prompt or not self.spec.reselects, "protect_prompt", self.protect_prompt, behind)
         gap = threshold - self.held_tokens
         if self.spec.queries == "recent" and gap:
             known = gap if self.spec.ragged else max(gap, self.buffer)

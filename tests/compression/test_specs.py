@@ -50,10 +50,9 @@ def test_a_policy_takes_the_methods_that_the_list_allows(name: str) -> None:
                 paper_compression(method=name, **(options | {"policy": policy}))
             assert refusal in str(error.value)
         else:
-            assert paper_compression(method=name, **(options | {"policy": policy})).spec is spec
-    assert (spec.refusal("threshold") is None) == (
-        spec.queries != "window" and not spec.unrotates and not spec.reselects
-    )
+            protected = {"protect_prompt": True} if policy == "threshold" and spec.reselects else {}
+            assert paper_compression(method=name, **(options | protected | {"policy": policy})).spec is spec
+    assert (spec.refusal("threshold") is None) == (spec.queries != "window" and not spec.unrotates)
     assert (spec.refusal("periodic") is None) != (spec.ragged or spec.carries)
 
 

@@ -60,6 +60,8 @@ class Harness:
             tail_start=0 if compression and compression.compress_prompt else None,
             origin=Origin(priority, tenant),
         )
+        if self.scheduler.planner:
+            self.scheduler.planner.policy.check(len(prompt), sampling)
         self.scheduler.longest_of(seq)  # which refuses what can never fit
         self.scheduler.add(seq)
         self.live[seq.seq_id] = seq
@@ -152,9 +154,11 @@ def configs(draw) -> EngineConfig:
     if kind == "threshold":
         threshold = draw(st.integers(2, 40))
         budget = draw(st.integers(1, threshold))
+        method = draw(st.sampled_from(["keydiff", "sliding_window"] + ["mean_attention"] * (not slides)))
         compression = CompressionConfig(
-            method=draw(st.sampled_from(["keydiff", "sliding_window"])),
+            method=method,
             policy="threshold",
+            protect_prompt=method == "mean_attention",
             threshold_tokens=threshold,
             budget_tokens=budget,
             buffer=draw(st.integers(0, budget)),
@@ -256,6 +260,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         try:
             self.harness.add(prompt, max_tokens, n, sampling, tenant=tenant, priority=priority)
         except RequestError:
+            if (compression := self.harness.config.compression) and compression.protect_prompt:
+                return
             config, length = self.harness.config, len(prompt) + max_tokens - 1
             most = [
                 group.most_blocks(length, config.block_size, config.max_num_batched_tokens)

@@ -50,7 +50,9 @@ def cases(*policies: str, compress_prompt: bool = False) -> pytest.MarkDecorator
     compress prompts. By default each method is run under the first of them, and some under all."""
     found = []
     for name, spec in SPECS.items():
-        allowed = [policy for policy in policies if not (spec.refusal(policy) or (compress_prompt and spec.reselects))]
+        of_output = {"threshold"} if spec.reselects else set()  # prompts here are as long as the budgets
+        allowed = [policy for policy in policies if not spec.refusal(policy) and policy not in of_output]
+        allowed *= not (compress_prompt and spec.reselects)
         for policy in allowed:
             usual = policy == allowed[0] or name in UNDER_EVERY_POLICY
             found.append(pytest.param(name, policy, marks=() if usual else pytest.mark.long))
@@ -373,8 +375,10 @@ def test_a_preempted_sequence_has_a_consistent_cache(
 def test_preemption_changes_no_token_under_a_threshold(checkpoint: Path, method: str) -> None:
     """Computed again, a text is compressed at the same lengths, from the same queries."""
     tokens, preemptions = [], []
+    of_output = {"protect_prompt": True, "threshold_tokens": 90, "budget_tokens": 76} if SPECS[method].reselects else {}
     for num_blocks in (100, 22):
-        llm, _ = make_llm(checkpoint, compression_config(method, "threshold"), num_gpu_blocks_override=num_blocks)
+        config = compression_config(method, "threshold", **of_output)
+        llm, _ = make_llm(checkpoint, config, num_gpu_blocks_override=num_blocks)
         prompts, params = many_requests()
         tokens.append(run(llm, prompts[:5], params[:5]))
         preemptions.append(llm.stats().preemptions)
@@ -490,7 +494,10 @@ def complete_without_recorder(path: Path, compression: CompressionConfig | None)
 
 @pytest.mark.parametrize("method", THRESHOLD_METHODS)
 def test_a_budget_of_everything_changes_no_token(checkpoint: Path, uncompressed: list, method: str) -> None:
-    config = compression_config(method, "threshold", threshold_tokens=40, budget_tokens=40)
+    sizes: dict[str, Any] = {"threshold_tokens": 40, "budget_tokens": 40}
+    if SPECS[method].reselects:
+        sizes = {"threshold_tokens": 90, "budget_tokens": 90, "protect_prompt": True}
+    config = compression_config(method, "threshold", **sizes)
     assert complete_without_recorder(checkpoint, config) == uncompressed
 
 
