@@ -1,7 +1,7 @@
 """Shares of a window for each layer: from what a checkpoint's layers lose, or falling from layer to layer.
 
-What layers lose stands in a file beside the checkpoint, which `python -m benchmarks.quality.calibrate` writes from a
-text. This module imports no torch.
+What layers lose stands in a file beside the checkpoint, which `kvllm calibrate --layer-losses` writes. This module
+imports no torch.
 """
 
 from __future__ import annotations
@@ -62,10 +62,7 @@ class LayerLosses(Struct, frozen=True):
 def read_losses(folder: Path, num_layers: int) -> LayerLosses:
     """Raises CheckpointError if the checkpoint's folder has no such file, or one that is not of this model."""
     path = folder / LAYER_LOSSES_FILE
-    command = (
-        f"write it with `python -m benchmarks.quality.calibrate --layer-losses --model {folder} --text FILE` "
-        "in a clone of the repository"
-    )
+    command = f"write it with `kvllm calibrate {folder} --layer-losses`"
     if not path.is_file():
         raise CheckpointError(f'{folder} has no {LAYER_LOSSES_FILE}, which layer_groups="auto" needs: {command}')
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -48,15 +47,6 @@ def check_arguments(args: argparse.Namespace, shortest: int) -> None:
     given = args.text or args.task or args.model == Path(DEFAULT_MODEL)
     require(bool(given), "--text", args.text, "a file, for a model that is not the package's")
     require(args.text is None or args.text.is_file(), "--text", args.text, "an existing file")
-
-
-def check_writable(folder: Path) -> None:
-    """Raises ConfigError unless a file can be written beside a checkpoint, which is better known before the work."""
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        require(False, "--model", folder, f"a folder in which a file can be written ({error.strerror})")
 
 
 def read_texts(args: argparse.Namespace, shortest: int) -> Iterator[Text]:

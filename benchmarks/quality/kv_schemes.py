@@ -9,7 +9,7 @@ with a residual of recent tokens as they are. The script compares predictions at
 of the model as it is: KL(full || rounded) in nats, the most likely token, and texts that have another one anywhere. So
 it tells which scheme a model needs, before anybody writes kernels for it.
 
-Texts are as for `benchmarks.quality.calibrate`. Memory is that of the attention of a text in one layer. The figures go
+Texts are as for `benchmarks.reasoner.calibrate`. Memory is that of the attention of a text in one layer. The figures go
 to kv_schemes.json.
 """
 

@@ -5,7 +5,7 @@
 
 `--retentions` are those of figure 5: the share that every layer keeps of a window without its buffer. With `--weights`,
 as many KV pairs are shared out to the layers in proportion to these numbers; without, as the losses say that
-benchmarks.quality.calibrate has measured. Answers are compared question by question. The figures go to
+`kvllm calibrate --layer-losses` has measured. Answers are compared question by question. The figures go to
 layer_groups.json, a plot to layer_groups.png.
 """
 

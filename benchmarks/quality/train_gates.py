@@ -8,8 +8,8 @@ The weights of the model stay as they are. Each step reads one text twice: with 
 changed by the gates. The loss is how much the predictions differ, and what gates keep too much. The gates belong to one
 checkpoint; they serve other shares of the KV pairs, too, because the engine keeps those that are judged best.
 
-Texts are as for `benchmarks.quality.calibrate`. The prompts of `--task` stay whole, as they do in an engine by default.
-The file is kv_gates_METHOD.safetensors. It takes 4 bytes for each of `32 (2 d + 2) + 1` numbers of a KV head: 9 MiB for
+Texts are as for `benchmarks.reasoner.calibrate`. The prompts of `--task` stay whole, as in an engine by default. The
+file is kv_gates_METHOD.safetensors. It takes 4 bytes for each of `32 (2 d + 2) + 1` numbers of a KV head: 9 MiB for
 32 layers of 8 KV heads with 128 channels. Memory is that of the attention of a text in all layers at once.
 """
 
@@ -25,6 +25,7 @@ import torch
 
 from benchmarks.common import command_line, texts
 from benchmarks.common.gate_training import BIASES, Settings, Step, Trainer
+from kvllm.calibration.files import check_writable
 from kvllm.compression.gates import write_gates
 from kvllm.config import require
 
@@ -45,7 +46,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--threads", type=int, metavar="N", help="default: those of torch")
     args = parser.parse_args(arguments)
     texts.check_arguments(args, SHORTEST)
-    texts.check_writable(args.model)
+    check_writable(args.model)
     require(0 < args.retention < 1, "--retention", args.retention, "between 0 and 1")
     for name in ("delay", "steps"):
         require(getattr(args, name) >= 1, f"--{name}", getattr(args, name), "at least 1")

@@ -37,11 +37,15 @@ class Record(Struct, kw_only=True):
     figures: dict[str, Figures] = {}
 
     def write(self, directory: Path) -> None:
-        """All or nothing of it."""
         directory.mkdir(parents=True, exist_ok=True)
-        new = directory / f"{FILE}.new"
-        new.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
-        os.replace(new, directory / FILE)
+        write_json(directory / FILE, self)
+
+
+def write_json(path: Path, found: Struct) -> None:
+    """All or nothing of it."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+    os.replace(new, path)
 
 
 def read_record(directory: Path, settings: str) -> Record | None:

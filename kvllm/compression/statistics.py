@@ -1,6 +1,6 @@
 """Statistics of a model's queries before rotary embedding, from a file beside the checkpoint.
 
-`python -m benchmarks.quality.calibrate` writes the file from a text. A rank reads the query heads of its KV heads, and
+`kvllm calibrate` writes the file. A rank reads the query heads of its KV heads, and
 replicas of a KV head read all query heads of that one: so all of them keep the same KV pairs.
 """
 
@@ -54,7 +54,7 @@ def read_statistics(folder: Path, model: ModelConfig, heads: KVHeads, device: to
     Raises CheckpointError if the checkpoint's folder has no such file, or one that is not of this model.
     """
     path = folder / STATISTICS_FILE
-    command = f"`python -m benchmarks.quality.calibrate --model {folder} --text FILE` in a clone of the repository"
+    command = f"`kvllm calibrate {folder}`"
     if not path.is_file():
         raise CheckpointError(
             f"{folder} has no {STATISTICS_FILE}, which the compression method needs: write it with {command}"

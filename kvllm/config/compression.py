@@ -77,7 +77,7 @@ class CompressionConfig(Options, frozen=True, kw_only=True):
             `[{"layers": [0, 1, 2], "retain_blocks": 1}, {"layers": [3], "retain_blocks": 2}]`. Each layer that attends
             all tokens is in one of them. A layer that keeps less gives its blocks back to the pool. "auto" shares out
             `retain_blocks` of each layer so that the layers lose least, as the checkpoint's `kv_layer_losses.json` has
-            it (benchmarks.quality.calibrate, in a clone of the repository). "pyramid" lets the shares fall from layer
+            it (`kvllm calibrate --layer-losses`). "pyramid" lets the shares fall from layer
             to layer, as PyramidKV does.
         guard_kl: the divergence KL(full || compressed), in nats a token, that compressions should not exceed on
             average. A sample of windows is judged when `buffer` tokens are behind them: what follows these is predicted

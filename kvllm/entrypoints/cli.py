@@ -12,7 +12,19 @@ from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
 from kvllm import __version__
-from kvllm.entrypoints import bench, chat, compare, complete, completion, plan, run_batch, serve, simulate, top
+from kvllm.entrypoints import (
+    bench,
+    calibrate,
+    chat,
+    compare,
+    complete,
+    completion,
+    plan,
+    run_batch,
+    serve,
+    simulate,
+    top,
+)
 from kvllm.entrypoints.parser import WRONG_USAGE, Parser
 from kvllm.errors import ConfigError, KvLLMError
 
@@ -37,6 +49,7 @@ COMMANDS: dict[str, Command] = {
     "top": top,
     "run-batch": run_batch,
     "compare": compare,
+    "calibrate": calibrate,
     "plan": plan,
     "simulate": simulate,
     "completion": completion,

@@ -77,7 +77,7 @@ def test_smoothed_losses_are_convex_and_not_below_what_was_measured(losses: list
 def test_the_checkpoint_has_the_file(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "qwen3", head_dim=16)
     args = {"block_size": 8, "max_model_len": 128, "compression": AUTO}
-    with pytest.raises(CheckpointError, match=f"has no {LAYER_LOSSES_FILE}.*benchmarks.quality.calibrate"):
+    with pytest.raises(CheckpointError, match=f"has no {LAYER_LOSSES_FILE}.*kvllm calibrate"):
         _ = EngineArgs(tmp_path, **args).engine_config
     file = tmp_path / LAYER_LOSSES_FILE
     for shares, losses in ((SHARES, LOSSES[:2]), (SHARES[1:], LOSSES), (SHARES[::-1], LOSSES), ([0.0, 1.0], LOSSES)):

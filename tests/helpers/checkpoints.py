@@ -12,7 +12,8 @@ import torch
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from benchmarks.quality.calibrate import calibrate
+from kvllm.calibration.dense import DenseModel
+from kvllm.calibration.query_statistics import query_statistics
 from kvllm.compression.gates import write_gates
 from kvllm.compression.specs import SPECS
 from kvllm.compression.statistics import write_statistics
@@ -66,7 +67,7 @@ def add_method_files(path: Path) -> None:
     gates with random weights."""
     generator = torch.Generator().manual_seed(0)
     pieces = [torch.randint(SIZES["vocab_size"], (60,), generator=generator).tolist() for _ in range(2)]
-    write_statistics(path, calibrate(path, pieces), {})
+    write_statistics(path, query_statistics(DenseModel(path, 60), pieces), {})
     model = load_model_config(path)
     for seed, method in enumerate(name for name, spec in SPECS.items() if spec.gated):
         gates = random_gates(model.num_layers, model.num_kv_heads, model.head_dim, first=100 * seed)

@@ -8,12 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.common.questions import QuestionSource
-from benchmarks.quality import calibrate
-from kvllm import LLM, CheckpointError, CompressionConfig, ConfigError, SamplingParams
+from kvllm import LLM, CheckpointError, CompressionConfig, SamplingParams
+from kvllm.calibration.dense import DenseModel
+from kvllm.calibration.query_statistics import query_statistics
 from kvllm.compression.specs import STATISTICS_FILE
 from kvllm.compression.statistics import read_statistics, write_statistics
-from kvllm.engine_args import DEFAULT_MODEL
 from kvllm.models.config import load_model_config
 from kvllm.parallel import KVHeads
 from tests.helpers.checkpoints import make_checkpoint
@@ -32,9 +31,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixture
 
 
 def test_statistics_are_those_of_dense_queries_before_their_rotation(checkpoint: Path) -> None:
-    """Two pieces of different lengths, one of them read in several steps."""
+    """Two pieces of different lengths."""
     pieces = random_token_ids(50, 37)
-    write_statistics(checkpoint, calibrate.calibrate(checkpoint, pieces), {})
+    write_statistics(checkpoint, query_statistics(DenseModel(checkpoint, 50), pieces), {})
     found = read_statistics(checkpoint, load_model_config(checkpoint), KVHeads(0, 2, 1), CPU)
     decoder = DenseDecoder(checkpoint)
     for layer in range(decoder.num_layers):
@@ -57,7 +56,7 @@ def queries_of(decoder: DenseDecoder, tokens: list[int]) -> list[torch.Tensor]:
 def test_a_rank_reads_the_query_heads_of_its_kv_heads(checkpoint: Path) -> None:
     """Eight query heads, two KV heads. Replicas of a KV head read the same."""
     model = load_model_config(checkpoint)
-    write_statistics(checkpoint, calibrate.calibrate(checkpoint, random_token_ids(20)), {})
+    write_statistics(checkpoint, query_statistics(DenseModel(checkpoint, 20), random_token_ids(20)), {})
     whole = load_file(checkpoint / STATISTICS_FILE)
     for heads, of_rank in ((KVHeads(1, 1, 1), slice(4, 8)), (KVHeads(0, 1, 2), slice(0, 4))):
         found = read_statistics(checkpoint, model, heads, CPU)
@@ -74,7 +73,7 @@ def test_a_checkpoint_without_statistics_is_refused(tmp_path: Path) -> None:
             LLM(tmp_path, num_gpu_blocks_override=4, compression=compression)
         return str(error.value)
 
-    command = f"python -m benchmarks.quality.calibrate --model {tmp_path} --text FILE"
+    command = f"kvllm calibrate {tmp_path}"
     assert f"has no {STATISTICS_FILE}, which the compression method needs" in refusal() and command in refusal()
     save_file({"mean": torch.zeros(3, 8, 16)}, tmp_path / STATISTICS_FILE)
     assert "is not of this model" in refusal() and command in refusal()
@@ -89,25 +88,3 @@ def test_the_model_of_the_package_has_statistics(method: str) -> None:
     llm = LLM(block_size=16, num_gpu_blocks_override=40, compression=compression)
     llm.generate("a", SamplingParams(max_tokens=120, ignore_eos=True), use_tqdm=False)
     assert llm.stats().windows_compressed > 0
-
-
-def test_the_script_writes_beside_the_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    for file in Path(DEFAULT_MODEL).iterdir():
-        if file.name != STATISTICS_FILE:
-            (tmp_path / file.name).symlink_to(file)
-    (tmp_path / "text").write_text(QuestionSource(sizes=(6, 6), count=1).load().problems[0].working)
-    arguments = ["--model", str(tmp_path), "--text", str(tmp_path / "text"), "--length", "40", "--pieces", "2"]
-    calibrate.run_calibration(arguments)
-    assert str(tmp_path / STATISTICS_FILE) in capsys.readouterr().out
-    assert {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / STATISTICS_FILE).items()} == {
-        "mean": (4, 4, 64),
-        "magnitude": (4, 4, 32),
-        "covariance": (4, 4, 64, 64),
-    }
-    for wrong, message in (
-        (["--model", str(tmp_path)], "--text=None is not allowed: a file"),
-        ([*arguments, "--length", "4"], "--length=4 is not allowed: more than 4"),
-        ([*arguments, "--text", "absent"], "is not allowed: an existing file"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            calibrate.run_calibration(wrong)

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.common import layer_losses
-from benchmarks.common.layer_losses import SHARES
-from benchmarks.common.texts import Text
-from benchmarks.quality import calibrate
-from kvllm import LLM, CompressionConfig, ConfigError, SamplingParams
+from kvllm import LLM, CompressionConfig, SamplingParams
+from kvllm.calibration.dense import DenseModel
+from kvllm.calibration.layer_losses import SHARES, Sums, Windows, losses, measure
 from kvllm.comparison.teacher_forcing import TeacherForcing
+from kvllm.comparison.texts import Text
 from kvllm.config import LayerGroup
-from kvllm.engine_args import DEFAULT_MODEL
-from kvllm.layer_shares import LAYER_LOSSES_FILE, read_losses
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.compressions import paper_compression
 
 WINDOW, BUFFER, PROMPT = 28, 8, 7
+WINDOWS = Windows(WINDOW, BUFFER)
 NUM_LAYERS = 3
 
 
@@ -34,7 +31,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def random_texts(lengths: list[int]) -> list[Text]:
     generator = torch.Generator().manual_seed(5)
-    return [Text(torch.randint(3, 60, (length,), generator=generator).tolist(), PROMPT) for length in lengths]
+    tokens = [torch.randint(3, 60, (length,), generator=generator).tolist() for length in lengths]
+    return [Text("", each[:PROMPT], each[PROMPT:]) for each in tokens]
 
 
 def predictions(path: Path, text: Text, compression: CompressionConfig | None) -> torch.Tensor:
@@ -49,10 +47,8 @@ def predictions(path: Path, text: Text, compression: CompressionConfig | None) -
         max_num_seqs=1,
         compression=compression,
     )
-    output = text.token_ids[text.num_prompt :]
-    params = SamplingParams(temperature=0, max_tokens=len(output) + 1, ignore_eos=True)
-    prompt = text.token_ids[: text.num_prompt]
-    TeacherForcing(llm).feed([prompt], [output], [params], lambda rows, *_: logits.append(rows))
+    params = SamplingParams(temperature=0, max_tokens=len(text.output) + 1, ignore_eos=True)
+    TeacherForcing(llm).feed([text.prompt], [text.output], [params], lambda rows, *_: logits.append(rows))
     return torch.cat(logits)
 
 
@@ -67,7 +63,9 @@ def of_one_layer(layer: int, share: float) -> CompressionConfig:
 def test_losses_are_those_of_an_engine(checkpoint: Path) -> None:
     """Two texts of three and two windows; the second one ends when its last window is full."""
     found = random_texts([80, PROMPT + WINDOW + WINDOW - BUFFER + 1])
-    measured = torch.tensor(layer_losses.measure(checkpoint, found, WINDOW, BUFFER))
+    sums: Sums = []
+    measure(DenseModel(checkpoint, 80), found, WINDOWS, sums, lambda: None)
+    measured = torch.tensor(losses(found, WINDOWS, sums))
     assert measured.shape == (NUM_LAYERS, len(SHARES)) and (measured[:, -1] == 0).all()
     behind = slice(WINDOW + 1, None)  # the first row is the prompt's last token
     full = [predictions(checkpoint, text, None)[behind].double().log_softmax(-1) for text in found]
@@ -80,20 +78,3 @@ def test_losses_are_those_of_an_engine(checkpoint: Path) -> None:
                 tokens += len(whole)
             assert total > 0
             assert measured[layer, i].item() == pytest.approx(total / tokens, rel=2e-3)
-
-
-def test_the_script_writes_them(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    for file in Path(DEFAULT_MODEL).iterdir():
-        if file.name not in ("kv_statistics.safetensors", LAYER_LOSSES_FILE):
-            (tmp_path / file.name).symlink_to(file)
-    arguments = ["--model", str(tmp_path), "--task", "program", "--length", "480", "--pieces", "2", "--layer-losses"]
-    sizes = ["--window", "64", "--buffer", "16"]
-    with pytest.raises(ConfigError, match="--window=384 is not allowed: less than the tokens .* more than 384"):
-        calibrate.run_calibration(arguments)
-    assert LAYER_LOSSES_FILE not in capsys.readouterr().out
-    calibrate.run_calibration([*arguments, *sizes])
-    assert str(tmp_path / LAYER_LOSSES_FILE) in capsys.readouterr().out
-    losses = read_losses(tmp_path, 4)
-    assert losses.shares == list(SHARES) and losses.tokens == 960
-    assert json.loads((tmp_path / LAYER_LOSSES_FILE).read_text())["text"] == losses.text
-    assert all(of_layer[0] > of_layer[-1] == 0 for of_layer in losses.losses)
