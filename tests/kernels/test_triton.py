@@ -472,6 +472,9 @@ def methods_choose_the_same_from_keys_in_blocks() -> None:
             paged = PagedKeys(blocks[:layers], tables, 90, head_dim, dtype)
             copies = torch.cat(gathered[:layers])
             given = queries if layers == 1 else None
+            if method.spec.reselects:  # which reads no keys
+                sums = {"observed": randn(4, 2, 82).square(), "ages": torch.full((4, 90), 9.0)}
+                options |= sums | {"values": copies}
             assert torch.equal(method(given, paged, **options), method(given, copies, **options)), name
         found = keydiff.scores(PagedKeys(blocks, tables, 90, head_dim, dtype))
         torch.testing.assert_close(found, keydiff.scores(torch.cat(gathered)), rtol=1e-5, atol=1e-6)
