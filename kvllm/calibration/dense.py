@@ -90,8 +90,8 @@ class DenseModel:
         """`[R, Hq, d]` over `[T, Hkv, d]`, one KV head at a time, so that long texts fit in memory."""
         softmax, found = self.softmax(layer), []
         for head, own in enumerate(queries.unflatten(1, (keys.shape[1], -1)).unbind(1)):
-            logits = own.transpose(0, 1) @ keys[:, head].T * softmax.scale_of(keys.shape[2])
-            logits = softmax.bounded(logits).masked_fill_(~visible[head], -torch.inf)
+            scaled = own.transpose(0, 1) * softmax.scale_of(keys.shape[2])
+            logits = softmax.bounded(scaled @ keys[:, head].T).masked_fill_(~visible[head], -torch.inf)
             if softmax.sinks is not None:
                 sinks = softmax.sinks.view(keys.shape[1], -1, 1, 1)[head]
                 logits = torch.cat((logits, sinks.expand(*logits.shape[:2], 1)), dim=-1)

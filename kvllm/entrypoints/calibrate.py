@@ -19,7 +19,7 @@ import argparse
 from pathlib import Path
 
 from kvllm.config import require
-from kvllm.engine_args import DEFAULT_MODEL, EngineArgs
+from kvllm.engine_args import EngineArgs
 from kvllm.entrypoints.model_argument import add_model_argument
 
 
@@ -43,7 +43,8 @@ def run(args: argparse.Namespace) -> None:
     windows = Windows() if args.layer_losses else None
     shortest = OUTLIERS if windows is None else windows.size
     require(args.length > shortest, "--length", args.length, f"more than {shortest}")
-    model = EngineArgs(args.model or DEFAULT_MODEL, max_model_len=args.length)
+    require(args.model is not None, "MODEL", args.model, "the directory of a checkpoint, where files can be written")
+    model = EngineArgs(args.model, max_model_len=args.length)
     _ = model.model_config  # which checks the length
     sources = shipped_texts() if args.text is None else read_files(args.text)
     texts = cut_texts(sources, Cut(args.pieces, args.length, prompt_tokens=0), load_tokenizer(str(model.path)))

@@ -98,6 +98,12 @@ def test_bad_input(options: list[str], message: str, checkpoint: Path, capsys: p
     assert not (checkpoint / STATISTICS_FILE).exists()
 
 
+def test_the_model_of_the_package_is_not_meant_by_default(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        run()
+    assert "MODEL=None is not allowed: the directory of a checkpoint" in capsys.readouterr().err
+
+
 def test_a_folder_that_cannot_be_written_is_known_before_the_work() -> None:
     with pytest.raises(ConfigError, match="--model='/proc'.* a folder in which a file can be written"):
         files.calibrate(Path("/proc"), [Text("", [], [3] * LENGTH)], "text")
