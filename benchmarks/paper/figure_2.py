@@ -142,7 +142,8 @@ def compression(args: argparse.Namespace, method: str) -> CompressionConfig:
     shared: dict[str, Any] = {"method": method, "buffer": eighth, "chunk_budget": eighth, "query_window": eighth}
     if policy == PERIODIC:
         return CompressionConfig(policy=policy, window_blocks=3, period=args.block_size // 2, **shared)
-    return CompressionConfig(policy=policy, threshold_tokens=args.threshold, budget_tokens=args.budget, **shared)
+    sizes = {"threshold_tokens": args.threshold, "budget_tokens": args.budget}
+    return CompressionConfig(policy=policy, protect_prompt=SPECS[method].reselects, **sizes, **shared)
 
 
 def make_jobs(args: argparse.Namespace, path: Path, model: Any, requests: list[Any]) -> dict[str, Job]:

@@ -53,7 +53,7 @@ def test_an_editable_install_is_found_from_everywhere(installed: tuple[Path, Pat
 def test_messages_about_benchmarks_say_where_they_run() -> None:
     """The installed package has none of them."""
     found = [text for file in (ROOT / "kvllm").rglob("*.py") for text in messages(file) if "-m benchmarks" in text]
-    assert len(found) >= 3
+    assert found
     for text in found:
         assert "in a clone of the repository" in text
 

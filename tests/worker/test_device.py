@@ -121,7 +121,7 @@ def compressions() -> dict[str, CompressionConfig]:
         if not spec.refusal("periodic"):
             found[method] = paper_compression(method=method, **common)
         if not spec.refusal("threshold"):
-            sizes = {"threshold_tokens": 100, "budget_tokens": 50}
+            sizes = {"threshold_tokens": 100, "budget_tokens": 50, "protect_prompt": spec.reselects}
             found[f"{method}, threshold"] = CompressionConfig(method=method, policy="threshold", **sizes, **common)
     return found
 

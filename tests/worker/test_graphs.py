@@ -134,7 +134,7 @@ def compressions() -> dict[str, CompressionConfig]:
     found["pressure-mean_attention"] = paper_compression(method="mean_attention", policy="pressure", **clock, **common)
     threshold = {"policy": "threshold", "threshold_tokens": 44, "budget_tokens": 25}
     for method, spec in SPECS.items():
-        if not spec.refusal("threshold") and not spec.reads_file:
+        if not spec.refusal("threshold") and not spec.reads_file and not spec.reselects:
             found[f"threshold-{method}"] = paper_compression(method=method, **threshold, **common)
     return found
 

@@ -86,7 +86,8 @@ def methods() -> list[Any]:
     """Each method under the first policy that it allows, those with state of their own under several."""
     cases = []
     for name, spec in SPECS.items():
-        allowed = [policy for policy in ("threshold", "periodic", "standalone") if not spec.refusal(policy)]
+        policies = ("threshold", "periodic", "standalone")[spec.reselects :]  # prompts here are longer than budgets
+        allowed = [policy for policy in policies if not spec.refusal(policy)]
         usual = name in ("h2o", "adakv", "gkv", "kara_sharp", "mean_attention", "snapkv", "keydiff")
         cases += [
             pytest.param(name, policy, marks=() if usual and policy in allowed[:2] else pytest.mark.long)
