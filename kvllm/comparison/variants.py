@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from msgspec import Struct
@@ -43,42 +44,42 @@ FULL = Variant()
 
 
 def make_variants(
-    setting: Setting, methods: Iterable[str], memory: Sequence[float], dtypes: Sequence[str]
+    setting: Setting, methods: Iterable[str], memory: Sequence[float], dtypes: Sequence[str], stored: float
 ) -> list[Variant]:
     """All pairs first, then bits alone, choice by lot, sinks and recent pairs, and the other methods.
 
-    Where all pairs of a dtype fit, nothing has to be dropped, and no method is tried.
-
-    Raises ConfigError for a method that there is not.
+    stored: KV pairs of a text, in the mean. What is held beside them, recent pairs as they were or sums of attention,
+    leaves room for fewer. Where all pairs of a dtype fit, nothing has to be dropped, and no method is tried.
     """
-    names = dict.fromkeys(resolved(method) for method in (*BASELINES, *methods))
+    names = dict.fromkeys((*BASELINES, *methods))
     full = pair_bytes(setting, "auto")
+    sums = pair_bytes(setting, "auto", scored=True) - full
+    recent = {dtype: kv_cache_options(dtype).kv_residual_tokens * full / stored for dtype in ("auto", *dtypes)}
     alone = [
-        Variant(memory=pair_bytes(setting, dtype) / full, kv_cache_dtype=dtype)
-        for dtype in dict.fromkeys(("auto", *dtypes))
+        Variant(memory=(pair_bytes(setting, dtype) + beside) / full, kv_cache_dtype=dtype)
+        for dtype, beside in recent.items()
     ]
-    dropping = [
-        Variant(method=name, memory=share, share=share * full / pair_bytes(setting, dtype, name), kv_cache_dtype=dtype)
-        for name in names
-        for share in memory
-        for dtype in dtypes
-    ]
-    return alone + [variant for variant in dropping if variant.share <= 1]
+    dropping = []
+    for name, share, dtype in product(names, memory, dtypes):
+        spec = SPECS[name]
+        room = share * full - recent[dtype] - (sums if spec.observes else 0)
+        kept = room / pair_bytes(setting, dtype, scored=spec.observable is not None)
+        dropping.append(Variant(method=name, memory=share, share=kept, kv_cache_dtype=dtype))
+    return alone + [variant for variant in dropping if 0 < variant.share <= 1]
 
 
-def pair_bytes(setting: Setting, kv_cache_dtype: str, method: str | None = None) -> float:
-    """Bytes of a KV pair in all layers, with scales, and the scores that a method may keep beside them. A dtype that
-    the model refuses, for which there will be a row with the reason, counts as none."""
+def pair_bytes(setting: Setting, kv_cache: str, *, scored: bool = False) -> float:
+    """Bytes of a KV pair in all layers, with scales, and with a score if it is `scored`. A dtype that the model
+    refuses, for which there will be a row with the reason, counts as none."""
     try:
-        shape = cache_shape(setting.engine_args(kv_cache_dtype))
+        shape = cache_shape(setting.engine_args(kv_cache))
     except ConfigError:
         shape = cache_shape(setting.engine_args())
-    scored = method is not None and SPECS[method].observable is not None
     return replace(shape, scored=scored).bytes_per_block / shape.block_size
 
 
 def resolved(method: str) -> str:
-    """The name of a method, also of what "auto" stands for."""
+    """The name of a method, also of what "auto" stands for. Raises ConfigError for one that there is not."""
     known = (AUTO, *SPECS)
     near = did_you_mean(method, known)
     require(method in known, "--methods", method, f"choose of {', '.join(known)}{near}")

@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     from kvllm.comparison.needles import hide  # which imports torch; a typing error should not wait for that
     from kvllm.comparison.report import recommend, show
-    from kvllm.comparison.variants import make_variants, plan_variant
+    from kvllm.comparison.variants import make_variants, plan_variant, resolved
     from kvllm.tokenizer import load_tokenizer
 
     check_arguments(args)
@@ -82,11 +82,13 @@ def run(args: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(model.path)
     directory = args.output or Path(f"compare-{model.path.name}")
     setting = make_setting(args, name)
-    variants = make_variants(setting, args.methods, args.memory, args.kv_cache_dtypes)
+    methods = [resolved(method) for method in args.methods]
     record = open_record(args, setting, directory)
     needles = hide(record.texts, args.needles, tokenizer, args.seed)
     lengths = [(len(text.prompt), text.stored) for text in record.texts]
     haystacks = [len(needle.haystack) for needle in needles]
+    stored = sum(length for _, length in lengths) / len(lengths)
+    variants = make_variants(setting, methods, args.memory, args.kv_cache_dtypes, stored)
     plans = [plan_variant(variant, setting, lengths, haystacks) for variant in variants]
     print(describe(record, needles, plans), flush=True)
     with warnings_only("kvllm.engine_builder"):

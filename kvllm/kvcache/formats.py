@@ -63,6 +63,7 @@ KV_FORMATS = {
         KVFormat("int6_int4", INT6, INT4),
         KVFormat("int6_int4_hadamard", INT6_HADAMARD, INT4_HADAMARD),
         KVFormat("int4", INT4, INT4),
+        KVFormat("int4_hadamard", INT4_HADAMARD, INT4_HADAMARD),
     )
 }
 KV_CACHE_DTYPES = ("auto", "bfloat16", *KV_FORMATS)

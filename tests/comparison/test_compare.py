@@ -178,7 +178,11 @@ def test_refused_variants_have_rows(texts: list[str], tokenizer: Any, tmp_path: 
     names = ["kara", "h2o", "keydiff", "triattention"]
     more = ["--pieces", "1", "--memory", "0.5", "0.1", "--methods", *names, "--needles", "1"]
     found = compare(tmp_path, tmp_path / "out", "--text", texts[0], *more)["variants"]
-    assert "sliding window" in found["kara 50%"]["refused"] and "sliding window" in found["h2o 50%"]["refused"]
+    assert "sliding window" in found["kara 50%"]["refused"]
+    h2o = next(
+        result for name, result in found.items() if name.startswith("h2o")
+    )  # its sums leave room for fewer pairs
+    assert h2o["share"] < 0.5 and "sliding window" in h2o["refused"]
     assert "kv_statistics" in found["triattention 50%"]["refused"]
     assert found["keydiff 50%"]["refused"] is None and "too short" in found["keydiff 10%"]["refused"]
     pairs = found["keydiff 50%"]["pieces"][0]["pairs"]
