@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from kvllm.comparison.equal_memory import BLOCK_SIZE, Fit, Length, fit
 from kvllm.comparison.kv_caches import kv_cache_options
-from kvllm.compression.specs import AUTO, FROM_ALL, SPECS
+from kvllm.compression.specs import AUTO, FROM_ALL, SPECS, known_methods
 from kvllm.config import require
 from kvllm.engine_args import EngineArgs
 from kvllm.engine_builder import cache_shape, check_engine
@@ -80,7 +80,7 @@ def pair_bytes(setting: Setting, kv_cache: str, *, scored: bool = False) -> floa
 
 def resolved(method: str) -> str:
     """The name of a method, also of what "auto" stands for. Raises ConfigError for one that there is not."""
-    known = (AUTO, *SPECS)
+    known = (AUTO, *known_methods(method))
     near = did_you_mean(method, known)
     require(method in known, "--methods", method, f"choose of {', '.join(known)}{near}")
     return FROM_ALL if method == AUTO else method

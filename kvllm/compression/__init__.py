@@ -1,19 +1,8 @@
-"""Which KV pairs survive: the list of methods (`specs`, free of torch), and one module for each in `methods/`."""
+"""Which KV pairs survive: the list of methods (`specs`, free of torch), and one module for each in `methods/`.
 
-from __future__ import annotations
+Another package adds a method with `register`, in a module that its entry point of the group `kvllm.methods` names.
+"""
 
-from typing import TYPE_CHECKING, Any
+from kvllm.compression.specs import MethodSpec, Option, register
 
-if TYPE_CHECKING:
-    from kvllm.compression.registry import METHODS
-
-__all__ = ["METHODS"]
-
-
-def __getattr__(name: str) -> Any:
-    # The methods need torch; the core, which reads their specs, does not.
-    if name == "METHODS":
-        from kvllm.compression.registry import METHODS
-
-        return METHODS
-    raise AttributeError(f"module 'kvllm.compression' has no attribute {name!r}")
+__all__ = ["MethodSpec", "Option", "register"]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator, Mapping
+from functools import cache
 from importlib import import_module
 from typing import Any
 
 from torch import Tensor
 
 from kvllm.compression.paged_keys import Keys
-from kvllm.compression.specs import SPECS, MethodSpec
+from kvllm.compression.specs import SPECS, Function, MethodSpec
 
-BY_LAYER = ("layer", "num_layers", "capacity", "evicted_mask", "mass", "carried")
+BY_LAYER = ("layer", "num_layers", "capacity", "evicted_mask", "mass")
 """Inputs of one layer. A method that takes one of them chooses for each layer on its own."""
 
 INPUTS = (
@@ -37,8 +38,6 @@ gates: with `gated`, the `Gates` of the layers, for these KV heads.
 capacity: with `ragged`, the most KV pairs that one head or layer may keep.
 evicted_mask: with `ragged`, bool `[S, Hkv, C]`, the slots that an earlier selection left without a KV pair.
 mass: with `observes`, float32 `[S, Hkv, C]`, the attention that each KV pair has received so far.
-carried: with `carries`, float32 `[S, Hkv, C]`, what the method left in this tensor for each KV pair at the compression
-    before; 0 for KV pairs that are compressed for the first time.
 fits: with `learns`, a `kvllm.compression.linear_fit.LinearFit` of each layer, which the function adds to when it gets
     queries.
 received: with `repeats`, float32 `[S, Hkv, C]`, the highest attention that each KV pair received when the text of the
@@ -58,7 +57,7 @@ class Method:
 
     def __init__(self, spec: MethodSpec) -> None:
         self.spec = spec
-        self.select = _function(spec.function or f"{spec.name}:select")
+        self.select = _function(spec.function)
         self._scores = _function(spec.scores) if spec.scores else None
         self._choose = _function(spec.choose)
         self._score_arguments = inspect.signature(self._scores).parameters if self._scores else {}
@@ -111,9 +110,29 @@ def _only(names: Container[str], offered: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in offered.items() if name in names}
 
 
-def _function(place: str) -> Callable[..., Tensor]:
-    module, _, name = place.partition(":")
+def _function(function: Function) -> Callable[..., Tensor]:
+    if not isinstance(function, str):
+        return function
+    module, _, name = function.partition(":")
     return getattr(import_module(f"kvllm.compression.methods.{module}"), name)
 
 
-METHODS: dict[str, Method] = {name: Method(spec) for name, spec in SPECS.items()}
+class Methods(Mapping[str, Method]):
+    """The methods of all specs, by name. One is made when it is asked for."""
+
+    def __getitem__(self, name: str) -> Method:
+        return _method(SPECS[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(SPECS)
+
+    def __len__(self) -> int:
+        return len(SPECS)
+
+
+@cache
+def _method(spec: MethodSpec) -> Method:
+    return Method(spec)
+
+
+METHODS = Methods()

@@ -1,14 +1,22 @@
 """The one list of compression methods: their needs from the engine, and their options. Free of torch.
 
-A method is one line of `SPECS` and one function `select` in `kvllm/compression/methods/<name>.py`: docs/add-a-method.md
-has the recipe. The configuration, the policies, the workers and the simulator read their facts here.
+A method is a spec and a function, which `register` adds to the list: docs/add-a-method.md has the recipe. Those of the
+package have their functions in `kvllm/compression/methods/<name>.py`, which are imported when they are called. The
+configuration, the policies, the workers and the simulator read the facts of all methods here.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.metadata import entry_points
 from typing import Any, Generic, Literal, TypeVar
 
+from kvllm.errors import ConfigError
+
+Function = Callable[..., Any] | str
+"""A function, or where it is, as `module:name` in `kvllm.compression.methods`: a spec imports no torch."""
 Queries = Literal["window", "buffer", "recent", "none"]
 Observable = Literal["probabilities", "squares"]
 Number = TypeVar("Number", int, float)
@@ -61,8 +69,6 @@ class MethodSpec:
         later ones alone.
     repeats: it needs the attention that the text of a region pays to its KV pairs when it is repeated behind them. That
         takes a pass of the model over the text.
-    carries: it gives every KV pair a score that it wants back at the next compression of that pair. That goes with
-        policy "threshold" alone, since windows are compressed once.
     whole_layer: it compares the KV heads of a layer, or numbers them, so it must see all of them at once.
     unrotates: it takes the rotation off keys, for which it needs the position of each. KV pairs that were compressed
         before have none that is known.
@@ -71,9 +77,9 @@ class MethodSpec:
     reads_blocks: its functions take `PagedKeys`, too. Where kernels can read keys from the blocks of the cache, it gets
         these instead of a copy.
     keeps_end: the end of the region survives, so nothing moves where whole blocks are dropped.
-    function: where its function is, as `module:name` in `kvllm.compression.methods`; by default `<name>:select`.
-    scores, choose: where the two halves of that function are, if an event may call the first for each layer, and the
-        second once for all layers. The first takes queries and keys, the second what the first returns,
+    function: what chooses; of the package's own, by default, `<name>:select`.
+    scores, choose: the two halves of that function, if an event may call the first for each layer, and the second once
+        for all layers. The first takes queries and keys, the second what the first returns,
         `[S, Hkv, ...]`; both take inputs and options by name, the second none of a single layer.
     """
 
@@ -87,16 +93,15 @@ class MethodSpec:
     observes: bool = False
     learns: bool = False
     repeats: bool = False
-    carries: bool = False
     whole_layer: bool = False
     unrotates: bool = False
     calibrated: bool = False
     gated: bool = False
     reads_blocks: bool = False
     keeps_end: bool = False
-    function: str = ""
-    scores: str = ""
-    choose: str = "token2chunk:choose"
+    function: Function = ""
+    scores: Function = ""
+    choose: Function = "token2chunk:choose"
 
     @property
     def reads_cache_alone(self) -> bool:
@@ -125,11 +130,6 @@ class MethodSpec:
                 "its scores are added up while sequences decode, and a window is chosen from together with what is "
                 'left of those before: use policy="pressure", "periodic" or "threshold"'
             )
-        if policy != "threshold" and self.carries:
-            return (
-                "it looks back at its scores of the compression before, and windows are compressed once: use "
-                f'policy="threshold", not {policy!r}'
-            )
         if policy != "threshold" and self.ragged:
             return (
                 f'it keeps more in some layers or heads than in others: use policy="threshold", not {policy!r}, or '
@@ -146,136 +146,152 @@ STATISTICS_FILE = "kv_statistics.safetensors"
 CHUNK_BUDGET = Option("chunk_budget", default=32, least=0)
 MAX_CHUNK = Option("max_chunk", default=8, least=3)
 TOKEN2CHUNK = (CHUNK_BUDGET, MAX_CHUNK)
-SKETCH = Option("sketch", default=48, least=1, most=1 << 12)
 FUTURE = Option("future", default=512, least=1, most=1 << 16)
 RECENT = Option("recent", default=64, least=0)
 SINKS = Option("sinks", default=4, least=0)
 
-SPECS: dict[str, MethodSpec] = {
-    spec.name: spec
-    for spec in (
-        MethodSpec(
-            "kara",
-            "what all queries of a window attend to; best tokens and chunks",
-            "window",
-            TOKEN2CHUNK,
-            scores="kara:scores",
-            reads_blocks=True,
-        ),
-        MethodSpec(
-            "kara_causal",
-            "Kara by a pair's own query and later ones",
-            "window",
-            TOKEN2CHUNK,
-            "probabilities",
-            function="kara:select_causal",
-            scores="kara:causal_scores",
-            reads_blocks=True,
-        ),
-        MethodSpec(
-            "kara_sharp",
-            "what later queries look up, and distinct keys (ours)",
-            "window",
-            TOKEN2CHUNK,
-            "squares",
-            scores="kara_sharp:both_scores",
-            choose="kara_sharp:choose",
-            reads_blocks=True,
-        ),
-        MethodSpec(
-            "mean_attention",
-            "the largest mean square of what its value adds to a query (ours)",
-            options=(RECENT,),
-            observable="squares",
-            reselects=True,
-            reads_blocks=True,
-        ),
-        MethodSpec(
-            "linear_scorer",
-            "what kara_sharp would keep, by a linear map that learns from its scores (ours)",
-            "window",
-            TOKEN2CHUNK,
-            learns=True,
-        ),
-        MethodSpec(
-            "kara_no_bi",
-            "Kara by the buffer's queries alone",
-            "buffer",
-            TOKEN2CHUNK,
-            function="kara:select",
-            scores="kara:scores",
-            reads_blocks=True,
-        ),
-        MethodSpec(
-            "kara_no_token2chunk",
-            "Kara without chunks",
-            "window",
-            function="kara:select_tokens",
-            scores="kara:scores",
-            reads_blocks=True,
-        ),
-        MethodSpec("snapkv", "what the last queries attend to, smoothed", "recent", scores="snapkv:scores"),
-        MethodSpec(
-            "rkv",
-            "what the last queries attend to, less what is said again",
-            "recent",
-            (Option("mix", 0.1, 0.0, 1.0),),
-            scores="rkv:scores",
-        ),
-        MethodSpec(
-            "gkv",
-            "what any queries attended to, less what is said again",
-            "recent",
-            (Option("decay", 0.8, 0.0, 1.0), Option("mix", 0.5, 0.0, 1.0)),
-            carries=True,
-        ),
-        MethodSpec("keydiff", "the keys that differ most from the mean key", reads_blocks=True),
-        MethodSpec("lagkv", "what stands out against the KV pairs that follow", options=(Option("lag", 128, 2), SINKS)),
-        MethodSpec(
-            "vase",
-            "the largest values, and a sample of what the last queries attend to",
-            "recent",
-            (Option("protected", 0.1, 0.0, 1.0), SINKS),
-            whole_layer=True,
-        ),
-        MethodSpec(
-            "expected_attention",
-            "what queries like the last ones will attend to",
-            "recent",
-            (FUTURE, SINKS),
-            scores="expected_attention:region_scores",
-        ),
-        MethodSpec(
-            "expected_attention_calibrated",
-            "what queries like those of a text will attend to",
-            options=(FUTURE, SINKS),
-            calibrated=True,
-            function="expected_attention:select_calibrated",
-        ),
-        MethodSpec(
-            "triattention",
-            "keys at distances that queries prefer, and long ones",
-            options=(Option("future", 65536, 1),),
-            calibrated=True,
-        ),
-        MethodSpec("dms", "what gates would not drop that were trained to", unrotates=True, gated=True),
-        MethodSpec("trimkv", "what trained gates hold on to longest", unrotates=True, gated=True),
-        MethodSpec("leverage", "the keys that others cannot stand in for", options=(SKETCH,), unrotates=True),
-        MethodSpec(
-            "compactor",
-            "what chunks attend to in both directions, and keys of leverage",
-            "window",
-            (Option("blend", 0.35, 0.0), Option("attention_chunk", 256, 1), SKETCH, Option("sinks", 8, 0)),
-            whole_layer=True,
-            unrotates=True,
-        ),
-        MethodSpec("kvzip", "what the text is repeated from", repeats=True),
-        MethodSpec("streaming", "the first KV pairs, the attention sinks, and the last", options=(SINKS,)),
-        MethodSpec("pyramidkv", "SnapKV; the budget falls from layer to layer", "recent", ragged=True),
-        MethodSpec("adakv", "SnapKV; the budget moves between heads", "recent", ragged=True, whole_layer=True),
-        MethodSpec("chunkkv", "SnapKV's scores by chunk", "recent", (Option("chunk", 10, 1),), whole_layer=True),
-        MethodSpec("h2o", "what all queries so far attended to", observes=True),
-        MethodSpec("sliding_window", "the last KV pairs", keeps_end=True),
-        MethodSpec("random", "KV pairs by lot: what any method has to beat", whole_layer=True),
-    )
-}
+SPECS: dict[str, MethodSpec] = {}
+"""All methods that are known, by name."""
+_RESERVED = {AUTO}
+ENTRY_POINTS = "kvllm.methods"
+"""The entry point group of packages with methods. An entry names a module that calls `register`."""
+
+
+def register(spec: MethodSpec, function: Function) -> None:
+    """Add a method to the list. One of another package that has the name is replaced.
+
+    function: what chooses the KV pairs of a region, called as `kvllm.compression.registry.Method` says.
+
+    Raises:
+        ConfigError: for the name of a method of this package.
+    """
+    if spec.name in _RESERVED:
+        raise ConfigError(f"a method {spec.name!r} is part of KvLLM: register yours by another name")
+    SPECS[spec.name] = replace(spec, function=function)
+
+
+def known_methods(wanted: str) -> tuple[str, ...]:
+    """The names of all methods. Those of other packages are loaded first if `wanted` is not among the others.
+
+    Raises:
+        ConfigError: if a package with methods cannot be imported.
+    """
+    if wanted not in SPECS:
+        _load_entry_points()
+    return tuple(SPECS)
+
+
+@cache
+def _load_entry_points() -> None:
+    for entry in entry_points(group=ENTRY_POINTS):
+        try:
+            entry.load()
+        except Exception as error:
+            raise ConfigError(f"the methods of {entry.value!r} cannot be loaded: {error!r}") from error
+
+
+_OWN = (
+    MethodSpec(
+        "kara",
+        "what all queries of a window attend to; best tokens and chunks",
+        "window",
+        TOKEN2CHUNK,
+        scores="kara:scores",
+        reads_blocks=True,
+    ),
+    MethodSpec(
+        "kara_causal",
+        "Kara by a pair's own query and later ones",
+        "window",
+        TOKEN2CHUNK,
+        "probabilities",
+        function="kara:select_causal",
+        scores="kara:causal_scores",
+        reads_blocks=True,
+    ),
+    MethodSpec(
+        "kara_sharp",
+        "what later queries look up, and distinct keys (ours)",
+        "window",
+        TOKEN2CHUNK,
+        "squares",
+        scores="kara_sharp:both_scores",
+        choose="kara_sharp:choose",
+        reads_blocks=True,
+    ),
+    MethodSpec(
+        "mean_attention",
+        "the largest mean square of what its value adds to a query (ours)",
+        options=(RECENT,),
+        observable="squares",
+        reselects=True,
+        reads_blocks=True,
+    ),
+    MethodSpec(
+        "linear_scorer",
+        "what kara_sharp would keep, by a linear map that learns from its scores (ours)",
+        "window",
+        TOKEN2CHUNK,
+        learns=True,
+    ),
+    MethodSpec(
+        "kara_no_bi",
+        "Kara by the buffer's queries alone",
+        "buffer",
+        TOKEN2CHUNK,
+        function="kara:select",
+        scores="kara:scores",
+        reads_blocks=True,
+    ),
+    MethodSpec(
+        "kara_no_token2chunk",
+        "Kara without chunks",
+        "window",
+        function="kara:select_tokens",
+        scores="kara:scores",
+        reads_blocks=True,
+    ),
+    MethodSpec("snapkv", "what the last queries attend to, smoothed", "recent", scores="snapkv:scores"),
+    MethodSpec(
+        "rkv",
+        "what the last queries attend to, less what is said again",
+        "recent",
+        (Option("mix", 0.1, 0.0, 1.0),),
+        scores="rkv:scores",
+    ),
+    MethodSpec("keydiff", "the keys that differ most from the mean key", reads_blocks=True),
+    MethodSpec(
+        "expected_attention",
+        "what queries like the last ones will attend to",
+        "recent",
+        (FUTURE, SINKS),
+        scores="expected_attention:region_scores",
+    ),
+    MethodSpec(
+        "expected_attention_calibrated",
+        "what queries like those of a text will attend to",
+        options=(FUTURE, SINKS),
+        calibrated=True,
+        function="expected_attention:select_calibrated",
+    ),
+    MethodSpec(
+        "triattention",
+        "keys at distances that queries prefer, and long ones",
+        options=(Option("future", 65536, 1),),
+        calibrated=True,
+    ),
+    MethodSpec("dms", "what gates would not drop that were trained to", unrotates=True, gated=True),
+    MethodSpec("trimkv", "what trained gates hold on to longest", unrotates=True, gated=True),
+    MethodSpec("kvzip", "what the text is repeated from", repeats=True),
+    MethodSpec("streaming", "the first KV pairs, the attention sinks, and the last", options=(SINKS,)),
+    MethodSpec("pyramidkv", "SnapKV; the budget falls from layer to layer", "recent", ragged=True),
+    MethodSpec("adakv", "SnapKV; the budget moves between heads", "recent", ragged=True, whole_layer=True),
+    MethodSpec("chunkkv", "SnapKV's scores by chunk", "recent", (Option("chunk", 10, 1),), whole_layer=True),
+    MethodSpec("h2o", "what all queries so far attended to", observes=True),
+    MethodSpec("sliding_window", "the last KV pairs", keeps_end=True),
+    MethodSpec("random", "KV pairs by lot: what any method has to beat", whole_layer=True),
+)
+
+for own in _OWN:
+    register(own, own.function or f"{own.name}:select")
+_RESERVED |= set(SPECS)

@@ -20,6 +20,7 @@ from kvllm.compression.specs import (
     SPECS,
     TOKEN2CHUNK,
     MethodSpec,
+    known_methods,
 )
 from kvllm.config.checks import Options, check_types, require
 from kvllm.errors import ConfigError
@@ -124,7 +125,8 @@ class CompressionConfig(Options, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_types(self)
-        require(self.method in (AUTO, *SPECS), "method", self.method, f"choose one of {', '.join((AUTO, *SPECS))}")
+        known = (AUTO, *known_methods(self.method))
+        require(self.method in known, "method", self.method, f"choose one of {', '.join(known)}")
         require(self.policy in POLICIES, "policy", self.policy, f"choose one of {', '.join(POLICIES)}")
         require(self.order in ORDERS, "order", self.order, f"choose one of {', '.join(ORDERS)}")
         for field in self.__struct_fields__:
@@ -262,7 +264,7 @@ class CompressionConfig(Options, frozen=True, kw_only=True):
         require(self.recall_dtype in RECALL_DTYPES, "recall_dtype", self.recall_dtype, dtypes)
         spec = self.spec
         if self.recalls:
-            moves = spec.ragged or spec.observes or spec.carries or spec.keeps_end or spec.reselects
+            moves = spec.ragged or spec.observes or spec.keeps_end or spec.reselects
             allowed = "with recall_period or recall_bound, a method that keeps equally many KV pairs in all heads, and "
             allowed += "no numbers beside them between compressions"
             require(not moves, "method", self.method, allowed)

@@ -182,8 +182,3 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     def observes_attention(self) -> bool:
         """Whether the compression method adds up attention."""
         return self.active_compression is not None and self.active_compression.spec.observes
-
-    @property
-    def keeps_scores(self) -> bool:
-        """Whether the compression method keeps a number for each KV pair beside the cache."""
-        return self.observes_attention or (self.active_compression is not None and self.active_compression.spec.carries)

@@ -74,8 +74,7 @@ class RaggedLengths:
 
 
 class AttentionMass:
-    """A number for each cached KV pair, which moves with it: the attention that it has received from all queries so far
-    (H2O), or the score that it had at the last compression (G-KV).
+    """The attention that each cached KV pair has received from all queries so far (H2O). It moves with the pair.
 
     mass: float32 `[layers, num_slots + 1, kv_heads, max_pairs]`. The last slot is for what fills up a batch.
     """
@@ -108,11 +107,6 @@ class AttentionMass:
         """`[S, kv_heads, size]`, of each sequence from index `starts` on."""
         places = zip(table_slots, starts, strict=True)
         return torch.stack([self.mass[layer, slot, :, start : start + size] for slot, start in places])
-
-    def put(self, layer: int, table_slots: list[int], starts: list[int], mass: torch.Tensor) -> None:
-        """Replace what `gather` returns for the same places."""
-        for slot, start, of_sequence in zip(table_slots, starts, mass, strict=True):
-            self.mass[layer, slot, :, start : start + mass.shape[-1]] = of_sequence
 
     def compact(self, regions: list[tuple[int, int, int, int]], kept: list[torch.Tensor]) -> None:
         """Let the survivors of several sequences move up.

@@ -133,7 +133,7 @@ def method_state_bytes(engine: EngineConfig, shape: CacheShape) -> int:
     """Bytes that the compression method keeps beside the cache of a rank."""
     if engine.active_compression and engine.active_compression.spec.learns:
         return shape.num_layers * LinearFit.bytes_for(shape.num_kv_heads, num_features(shape.head_dim))
-    if not engine.keeps_scores:
+    if not engine.observes_attention:
         return 0
     return AttentionMass.bytes_for(shape, engine.max_num_seqs, engine.max_model_len)
 

@@ -77,9 +77,8 @@ class Compression:
         device = cache.data.device
         if compression.spec.ragged:
             self.ragged = RaggedLengths(cache.shape, max_num_seqs, device)
-        if config.keeps_scores:
+        if config.observes_attention:
             self.mass = AttentionMass(cache.shape, max_num_seqs, config.max_model_len, device)
-        if self.mass and config.observes_attention:
             self.backend = ObservingBackend(self.backend, operations, self.mass)
         if compression.observes_scores:
             self.observed = ObservedScores(cache, compression, max_num_seqs, config.max_model_len)

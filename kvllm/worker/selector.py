@@ -112,7 +112,6 @@ class Selector:
         self.select = select or self.method
         self.score: Callable[..., torch.Tensor] = (select or self.method).score
         self.choose = self.method.choose
-        self.carries = config.spec.carries
         self.reads_blocks = config.spec.reads_blocks and operations.reads_blocks
         self.repeats = config.spec.repeats
         none = QueryTokens(0, 0)
@@ -288,8 +287,6 @@ class _Pass:
                 inputs["received"] = torch.stack([self.received[layer] for layer in layers])
             retain = self._mean_retained(windows[0].retain)
             chosen = selector.select(queries, retain=retain, **selector.options, **inputs)
-            if selector.mass and selector.carries:
-                selector.mass.put(layers[0], *_places(windows), inputs["carried"])
             self._keep(number, chosen, len(layers))
         self._count_bytes(inputs["keys"], queries, inputs.get("values"))
 
@@ -363,8 +360,7 @@ class _Pass:
             inputs["capacity"] = windows[0].retain
             inputs["evicted_mask"] = selector.ragged.evicted_mask(layers[0], table_slots, starts, self.size)
         if selector.mass:
-            name = "carried" if selector.carries else "mass"
-            inputs[name] = selector.mass.gather(layers[0], table_slots, starts, self.size)
+            inputs["mass"] = selector.mass.gather(layers[0], table_slots, starts, self.size)
         if selector.observed:
             num_scored = self.size - selector.config.buffer
             inputs["observed"] = selector.operations.gather_scores(layers, tables, num_scored)

@@ -272,7 +272,7 @@ def test_figure_2_shows_what_each_method_forgets(tiny, tmp_path, capsys):
 
 def test_figure_2_takes_all_methods_that_a_policy_allows(tmp_path):
     with_files = {"expected_attention_calibrated", "triattention", "dms", "trimkv"}  # which are not beside this model
-    for policy, left_out in (("own", with_files), ("periodic", {"pyramidkv", "adakv", "gkv"} | with_files)):
+    for policy, left_out in (("own", with_files), ("periodic", {"pyramidkv", "adakv"} | with_files)):
         args = figure_2.parse_arguments(["--preset", "cpu", "--policy", policy])
         path, model = runs.find_model(args, tmp_path)
         _, requests = runs.make_requests(args, path, model)

@@ -15,14 +15,16 @@ from kvllm.compression.gates import Gates
 from kvllm.compression.linear_fit import LinearFit
 from kvllm.compression.mass import attention_mass
 from kvllm.compression.methods import adakv, chunkkv, kara_sharp, keydiff, linear_scorer, pyramidkv, rkv, snapkv
-from kvllm.compression.registry import METHODS
+from kvllm.compression.registry import METHODS as OWN
 from kvllm.compression.statistics import QueryStatistics
 from tests.helpers.event_checks import literal_resemblance
+from tests.helpers.example_methods import EXAMPLES
 from tests.helpers.gates import random_gates
 from tests.helpers.literal_kara import literal_token2chunk
 from tests.helpers.literal_methods import LITERALS, OPTIONS, Sequence
 
 CLOSE = {"rtol": 1e-4, "atol": 0.0, "check_dtype": False}
+METHODS = {**OWN, **EXAMPLES}
 RECENT_ROWS = 7
 CHUNK_BUDGET, MAX_CHUNK = 6, 5
 LAYER, NUM_LAYERS = 1, 4
@@ -101,14 +103,14 @@ def ages_of(keys):
 
 
 def call(name, queries, keys, heavy, *, retain, buffer, first_seed=0, **options):
-    """METHODS[name] as an engine calls it: with the query rows it asks for, and everything there is as options."""
+    """A method as an engine calls it: with the query rows it asks for, and everything there is as options."""
     rows = {"window": queries.shape[2], "buffer": buffer, "recent": RECENT_ROWS, "none": 0}[METHODS[name].spec.queries]
     places = [place_of(first_seed + i, keys.shape[2]) for i in range(len(keys))]
     starts, last_positions = zip(*places, strict=True)
     offered = {
         "chunk_budget": CHUNK_BUDGET, "max_chunk": MAX_CHUNK, "layer": LAYER, "num_layers": NUM_LAYERS,
         "seeds": range(first_seed, first_seed + len(keys)), "capacity": retain + 3, "mass": heavy,
-        "carried": None if heavy is None else heavy.clone(), "received": heavy,
+        "received": heavy,
         "fits": [fit_of(keys)],
         "starts": starts, "last_positions": last_positions, "values": values_of(keys),
         "frequencies": frequencies_of(keys), "statistics": on_device(queries, keys), "gates": gates_of(keys),
@@ -414,7 +416,7 @@ def required_options(name, heavy):
     options = {"chunk_budget": 4, "max_chunk": 5, "layer": 0, "num_layers": 2, "seeds": [0, 1], "capacity": 12}
     options |= {"mass": heavy, "query_offsets": torch.arange(heavy.shape[-1]), "starts": [0, 0]}
     options |= {"last_positions": [19, 19], "values": torch.zeros(*heavy.shape, 8), "frequencies": torch.ones(4)}
-    options |= {"statistics": statistics_of(4, 8), "carried": heavy.clone(), "received": heavy}
+    options |= {"statistics": statistics_of(4, 8), "received": heavy}
     options |= {"fits": [LinearFit()], "gates": random_gates(1, 2, 8), "observed": heavy, "ages": heavy[:, 0] + 1}
     if METHODS[name].spec.observable and not METHODS[name].spec.reselects:
         del options["observed"]  # queries are there
@@ -439,8 +441,6 @@ def test_misuse_of_single_methods_is_reported():
         METHODS["h2o"](None, keys, **sizes, mass=heavy[..., 1:])
     with pytest.raises(ValueError, match=r"received \(2, 2, 19\)"):
         METHODS["kvzip"](None, keys, **sizes, received=heavy[..., 1:])
-    with pytest.raises(ValueError, match=r"carried \(2, 2, 19\)"):
-        METHODS["gkv"](queries, keys, **sizes, carried=heavy[..., 1:])
 
 
 # Against literal references: plain loops in float64, one sequence, lists of lists
@@ -519,41 +519,6 @@ def literal_rkv(queries, keys, retain, buffer):
 def literal_redundancy(keys):
     similar = literal_resemblance(torch.tensor([keys], dtype=torch.float64), threshold=0.5, strict_public=True)
     return softmax((similar[0] / len(keys)).tolist())
-
-
-def literal_gkv(queries, keys, earlier, buffer, total):
-    """The kept offsets by head, and the scores that go with the KV pairs."""
-    kept, carried = [], []
-    for head, head_keys in enumerate(keys):
-        group, length = group_of(queries, keys, head), len(head_keys)
-        scored, tokens = length - buffer, len(group[0])
-        attention = [0.0] * scored
-        for i in range(tokens):
-            seen = head_keys[: length - tokens + i + 1]
-            of_group = [softmax(logits_of(rows[i], seen)) for rows in group]
-            for j, column in zip(range(scored), zip(*of_group, strict=True), strict=False):
-                attention[j] += max(column) / tokens
-        local = [each / max(attention) for each in attention]
-        scores = [max(0.8 * before, now) for before, now in zip(earlier[head], local, strict=False)]
-        redundancy = literal_redundancy(head_keys)[:scored]
-        final = [0.5 * scores[j] - 0.5 * redundancy[j] / max(redundancy) for j in range(scored)]
-        kept.append(best(final, total))
-        carried.append(scores + [0.0] * buffer)
-    return kept, carried
-
-
-def test_gkv_leaves_its_scores_for_the_next_compression():
-    """Each is the attention of now or what is left of the score before; the buffer has none."""
-    queries, keys, heavy = region(8, 2, 4, 2, 40, 8)
-    carried = heavy.clone()
-    for _ in range(2):
-        expected = [
-            literal_gkv(queries[i, :, -RECENT_ROWS:].tolist(), keys[i].tolist(), carried[i].tolist(), 6, 10)[1]
-            for i in range(2)
-        ]
-        METHODS["gkv"](queries[:, :, -RECENT_ROWS:], keys, retain=16, buffer=6, carried=carried)
-        torch.testing.assert_close(carried, torch.tensor(expected), **CLOSE)
-    assert (carried[..., -6:] == 0).all() and (carried[..., :-6] > 0).all()
 
 
 def literal_keydiff(keys, retain, buffer):
@@ -691,8 +656,6 @@ def literal(name, queries, keys, heavy, seed, retain, buffer, capacity):
             return literal_chunkkv(literal_snapkv_scores(queries, keys, buffer, 1), total, 10)
         case "rkv":
             return literal_rkv(queries, keys, retain, buffer)
-        case "gkv":
-            return literal_gkv(queries, keys, heavy, buffer, total)[0]
         case "keydiff":
             return literal_keydiff(keys, retain, buffer)
         case "h2o" | "kvzip":

@@ -193,8 +193,6 @@ def test_a_collective_does_not_wait_for_ever(shards) -> None:
 
 def compression_of(method: str) -> CompressionConfig:
     options: dict[str, Any] = {"method": method, "buffer": 4, "chunk_budget": 4, "query_window": 6}
-    if "sketch" in METHODS[method].arguments:
-        options["method_options"] = {"sketch": 4}  # among fewer keys than channels, all have the same leverage
     if METHODS[method].spec.refusal("periodic"):
         return CompressionConfig(policy="threshold", threshold_tokens=44, budget_tokens=25, **options)
     return paper_compression(period=8, window_blocks=3, retain_blocks=1, **options)

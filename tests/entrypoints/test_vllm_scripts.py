@@ -384,7 +384,7 @@ def test_large_numbers_are_refused_before_anything_runs() -> None:
     for field in ("chunk_budget", "max_chunk", "period", "window_blocks", "query_window"):
         with pytest.raises(ConfigError, match=f"{field}={10**30} is not allowed: at most"):
             CompressionConfig(**{field: 10**30})
-    for method, option in (("expected_attention", "future"), ("chunkkv", "chunk"), ("compactor", "sketch")):
+    for method, option in (("expected_attention", "future"), ("chunkkv", "chunk"), ("streaming", "sinks")):
         policy = {"policy": "threshold", "threshold_tokens": 64, "budget_tokens": 48}
         with pytest.raises(ConfigError, match=f"{option}.* is not allowed"):
             CompressionConfig(method=method, method_options={option: 10**30}, **policy)

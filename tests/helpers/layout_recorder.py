@@ -40,8 +40,6 @@ def compression_config(method: str, policy: str, **options: Any) -> CompressionC
         "standalone": {"window_blocks": 18, "retain_tokens": 9},
     }[policy]
     common: dict[str, Any] = {"buffer": 4, "chunk_budget": 3, "max_chunk": 5, "query_window": 6}
-    if "sketch" in METHODS[method].arguments:
-        common["method_options"] = {"sketch": 4}  # among fewer keys than channels, all have the same leverage
     return paper_compression(method=method, policy=policy, **(common | sizes | options))
 
 
@@ -389,7 +387,6 @@ class Expected:
         self.dense = assert_dense(decoder, text)
         self.length = len(self.dense.logits)
         self.masses = self._masses() if self.method.spec.observes else None
-        self.carried = torch.zeros(*text.layout.shape[:2], text.visible.shape[-1])  # by position
         self.sums = torch.zeros(*text.layout.shape[:2], self.length, dtype=torch.float64)  # of attention, by position
         self.summed = self.covered = 0  # rows that are in the sums, positions that an event has covered
 
@@ -499,8 +496,6 @@ class Expected:
                 options["fits"] = event.fits[layer : layer + 1]
             if received:
                 options["received"] = received[layer][None].float()
-            if self.method.spec.carries:
-                options["carried"] = self.carried[layer].gather(-1, region)[None].clone()
             chosen = self.method(
                 None if queries is None or self.method.spec.learns else queries[layer][None].float(),
                 keys.take_along_dim(index[..., None], 1).masked_fill(evicted_mask[..., None], torch.nan)[None].float(),
@@ -509,11 +504,6 @@ class Expected:
                 query_offsets=event.query_offsets(self.config),
                 **options,
             )
-            if self.method.spec.carries:
-                scores = options["carried"][0].gather(-1, chosen[0])
-                self.carried[layer] = torch.zeros_like(self.carried[layer]).scatter(
-                    -1, region.gather(-1, chosen[0]), scores
-                )
             kept.append(without_padding(chosen[0]))
         if self.method.spec.reselects:
             self.cover(event, kept)

@@ -219,7 +219,7 @@ def test_only_windows_that_are_learned_from_compute_their_queries(cost):
 
 
 @pytest.mark.parametrize(
-    ("method", "query_window", "at_once"), [("snapkv", 4, True), ("rkv", 4, True), ("vase", 4, False)]
+    ("method", "query_window", "at_once"), [("snapkv", 4, True), ("rkv", 4, True), ("chunkkv", 4, False)]
 )
 def test_layers_are_selected_from_at_once_by_methods_that_have_their_scores_apart(cost, method, query_window, at_once):
     compression = paper_compression(

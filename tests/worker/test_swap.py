@@ -88,7 +88,7 @@ def methods() -> list[Any]:
     for name, spec in SPECS.items():
         policies = ("threshold", "periodic", "standalone")[spec.reselects :]  # prompts here are longer than budgets
         allowed = [policy for policy in policies if not spec.refusal(policy)]
-        usual = name in ("h2o", "adakv", "gkv", "kara_sharp", "mean_attention", "snapkv", "keydiff")
+        usual = name in ("h2o", "adakv", "kara_sharp", "mean_attention", "snapkv", "keydiff")
         cases += [
             pytest.param(name, policy, marks=() if usual and policy in allowed[:2] else pytest.mark.long)
             for policy in allowed

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
+from kvllm.compression import MethodSpec, Option, register
 from kvllm.compression.mass import PLAIN_SOFTMAX, Softmax, batched_attention_mass
 from kvllm.compression.methods.token2chunk import top_indices
 from kvllm.compression.region import check_queries, everything, keeps_everything, with_buffer, with_sinks
@@ -85,3 +86,15 @@ def _lots(attention: Tensor, seeds: Sequence[int], layer: int) -> Tensor:
         raise ValueError(f"{len(seeds)} seeds for {len(attention)} sequences: give one for each")
     lots = [np.random.default_rng((seed, layer)).exponential(size=tuple(attention.shape[1:])) for seed in seeds]
     return torch.from_numpy(np.stack(lots)).to(attention)
+
+
+register(
+    MethodSpec(
+        "vase",
+        "the largest values, and a sample of what the last queries attend to",
+        "recent",
+        (Option("protected", 0.1, 0.0, 1.0), Option("sinks", 4, 0)),
+        whole_layer=True,
+    ),
+    select,
+)

@@ -13,11 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvllm.compression import MethodSpec, Option, register
 from kvllm.compression.methods.token2chunk import top_indices
 from kvllm.compression.region import everything, keeps_everything, with_buffer
 from kvllm.compression.rotation import unrotate
 
 RIDGE = 1e-2
+
+SKETCH = Option("sketch", default=48, least=1, most=1 << 12)
 
 
 def select(
@@ -79,3 +82,14 @@ def scores(keys: Tensor, layer: int, sketch: int) -> Tensor:
 def _projection(head_dim: int, sketch: int, layer: int) -> Tensor:
     """A Gaussian matrix, the same one on any device: float64 `[head_dim, sketch]`."""
     return torch.from_numpy(np.random.default_rng(layer).standard_normal((head_dim, sketch)) / math.sqrt(sketch))
+
+
+register(
+    MethodSpec(
+        "leverage",
+        "the keys that others cannot stand in for",
+        options=(SKETCH,),
+        unrotates=True,
+    ),
+    select,
+)

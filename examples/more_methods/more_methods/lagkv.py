@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvllm.compression import MethodSpec, Option, register
 from kvllm.compression.methods.token2chunk import top_indices
 from kvllm.compression.region import everything, keeps_everything, with_buffer, with_sinks
 
@@ -86,3 +87,13 @@ def _outstanding(states: Tensor, chunk: slice, reference: slice) -> Tensor:
     # A channel that is constant in the reference has no scale, and says nothing.
     relative = ((states[:, :, chunk].float() - least) / extent).masked_fill(extent == 0, 0.0)
     return relative.std(dim=-1).softmax(dim=-1)
+
+
+register(
+    MethodSpec(
+        "lagkv",
+        "what stands out against the KV pairs that follow",
+        options=(Option("lag", 128, 2), Option("sinks", 4, 0)),
+    ),
+    select,
+)

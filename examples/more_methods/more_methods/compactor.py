@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
-from kvllm.compression.methods import leverage
+from kvllm.compression import MethodSpec, Option, register
 from kvllm.compression.methods.token2chunk import top_indices
 from kvllm.compression.precision import no_tf32
 from kvllm.compression.region import check_queries, everything, keeps_everything, with_buffer, with_sinks
 from kvllm.compression.rotation import unrotate
+from more_methods import leverage
 
 KERNEL = 3
 """KV pairs that attention is averaged over."""
@@ -109,3 +110,16 @@ def attention(queries: Tensor, keys: Tensor, offsets: Sequence[int], first: int,
 def _standardized(scores: Tensor) -> Tensor:
     """`[Hkv, n]` with the mean 0 and the deviation 1 over all of it."""
     return (scores - scores.mean()) / scores.std(correction=0).clamp(min=1e-6)
+
+
+register(
+    MethodSpec(
+        "compactor",
+        "what chunks attend to in both directions, and keys of leverage",
+        "window",
+        (Option("blend", 0.35, 0.0), Option("attention_chunk", 256, 1), leverage.SKETCH, Option("sinks", 8, 0)),
+        whole_layer=True,
+        unrotates=True,
+    ),
+    select,
+)
