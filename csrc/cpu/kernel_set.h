@@ -38,7 +38,7 @@ constexpr Kernels make_kernels() {
   return {
       .element_size = sizeof(T),
       .kv = {{kv_kernels<T, PlainKV<T, Score>>()},
-             {{}, kv_kernels<T, QuantizedKV<8, 8>>(), kv_kernels<T, QuantizedKV<8, 4>>()},
+             {{}, kv_kernels<T, QuantizedKV<8, 8>>()},
              {{}, {}, kv_kernels<T, QuantizedKV<4, 4>>()},
              {{}, {}, {}, kv_kernels<T, Float8KV<T>>()},
              {{}, {}, {}, {}, kv_kernels<T, RotatedKV<4, 4>>()},

@@ -59,7 +59,6 @@ KV_FORMATS = {
     for each in (
         KVFormat("fp8_e4m3", FP8_E4M3, FP8_E4M3),
         KVFormat("int8", INT8, INT8),
-        KVFormat("int8_int4", INT8, INT4),
         KVFormat("int6_int4", INT6, INT4),
         KVFormat("int6_int4_hadamard", INT6_HADAMARD, INT4_HADAMARD),
         KVFormat("int4", INT4, INT4),

@@ -238,7 +238,7 @@ def test_ranks_have_the_same_kv_groups(shards, tmp_path: Path, groups: tuple[Lay
     assert run(shards(2)) == run([SingleRank()])
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["int8", "int8_int4", "int6_int4", "int6_int4_hadamard"])
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "int6_int4", "int6_int4_hadamard"])
 def test_ranks_quantize_alike(shards, tmp_path: Path, kv_cache_dtype: str) -> None:
     """A scale belongs to one head, so no rank needs to know of another's."""
     make_checkpoint(tmp_path, "qwen3", head_dim=32)

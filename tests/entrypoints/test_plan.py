@@ -73,7 +73,7 @@ def test_llama_3_70b(tmp_path, capsys):
     ("dtype", "key", "value"),
     [
         ("int8", 132, 132),
-        ("int8_int4", 132, 68),
+        ("int4_hadamard", 68, 68),
         ("int6_int4", 100, 68),
         ("int6_int4_hadamard", 100, 68),
         ("int4", 68, 68),

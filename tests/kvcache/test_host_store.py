@@ -15,7 +15,7 @@ SHAPES = {
     "bfloat16": CacheShape(3, 2, 24, 5, torch.bfloat16),
     "float32 with scores": CacheShape(3, 2, 24, 16, torch.float32, scored=True),
     "int8": CacheShape(3, 2, 24, 5, torch.float32, kv_format=KV_FORMATS["int8"]),
-    "int8_int4": CacheShape(3, 2, 24, 5, torch.float32, kv_format=KV_FORMATS["int8_int4"]),
+    "int4_hadamard": CacheShape(3, 2, 32, 5, torch.float32, kv_format=KV_FORMATS["int4_hadamard"]),
     "int6_int4": CacheShape(3, 2, 16, 5, torch.float32, kv_format=KV_FORMATS["int6_int4"]),
     "int6_int4_hadamard": CacheShape(2, 2, 16, 5, torch.float32, kv_format=KV_FORMATS["int6_int4_hadamard"]),
     "int4, three layers in two places": CacheShape(

@@ -167,7 +167,7 @@ def test_capacity_at_128_channels(name: str) -> None:
     plain = CacheShape(2, 4, 128, 16, torch.bfloat16)
     shape = CacheShape(2, 4, 128, 16, torch.bfloat16, kv_format=KV_FORMATS[name])
     cache = PagedKVCache(shape, 3)
-    of_format = {"int4": 3.5, "int6_int4_hadamard": 3.0, "int6_int4": 3.0, "int8_int4": 2.55}
+    of_format = {"int4": 3.5, "int4_hadamard": 3.5, "int6_int4_hadamard": 3.0, "int6_int4": 3.0}
     assert cache.data.nbytes == 3 * shape.bytes_per_block == sum(part.nbytes for part in cache.parts)
     assert plain.bytes_per_block / shape.bytes_per_block >= of_format.get(name, 1.9)
 
@@ -342,7 +342,7 @@ def test_refusals() -> None:
 
 def test_the_dtype_is_a_part_of_the_identity_of_a_block() -> None:
     hashes = []
-    for dtype in ("auto", "int8", "int8_int4", "int6_int4", "int4", "int6_int4_hadamard"):
+    for dtype in ("auto", "int8", "int6_int4", "int4", "int6_int4_hadamard", "int4_hadamard"):
         for salt in (None, "a"):
             seq = Sequence(0, "0", list(range(8)), SamplingParams(), max_length=20, origin=Origin(cache_salt=salt))
             BlockManager(4, 4, kv_cache_dtype=dtype)._extend_hashes(seq, 1)

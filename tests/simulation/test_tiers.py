@@ -149,7 +149,7 @@ def test_a_recall_scores_each_query_head(cost: CostModel) -> None:
     assert cost.recall(batch, 1, "auto") == pytest.approx(max(computed, scores) + 0.5)
 
 
-@pytest.mark.parametrize("dtype", ["auto", "int8", "int8_int4", "int6_int4", "int4", "int6_int4_hadamard"])
+@pytest.mark.parametrize("dtype", ["auto", "int8", "int6_int4", "int4", "int6_int4_hadamard"])
 @pytest.mark.parametrize("method", ["keydiff", "kara_sharp"])
 def test_blocks_and_chunks_have_the_bytes_of_the_engine(cost: CostModel, dtype: str, method: str) -> None:
     compression = paper_compression(method=method, buffer=4, recall_bound=0.1, recall_dtype=dtype)

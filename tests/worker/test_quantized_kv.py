@@ -89,7 +89,7 @@ def test_completions_of_one_prompt_copy_their_block(checkpoint: Path, name: str)
         ("keydiff", PERIODIC, "fp8_e4m3"),
         ("h2o", THRESHOLD, "int8"),
         ("adakv", THRESHOLD, "int4"),
-        ("kara_sharp", PERIODIC, "int8_int4"),
+        ("kara_sharp", PERIODIC, "int4_hadamard"),
         ("kara", PERIODIC, "int6_int4"),
         ("h2o", THRESHOLD, "int6_int4"),
         ("kara_sharp", PERIODIC, "int6_int4_hadamard"),
@@ -136,7 +136,7 @@ def test_the_pool_counts_scales(checkpoint: Path) -> None:
     sizes = {
         "int8": 2 * 36,
         "fp8_e4m3": 2 * 36,
-        "int8_int4": 36 + 20,
+        "int4_hadamard": 20 + 20,
         "int6_int4": 28 + 20,
         "int4": 2 * 20,
         "int6_int4_hadamard": 28 + 20,
@@ -164,7 +164,7 @@ def test_what_cannot_be_stored_is_refused_before_weights_are_read(checkpoint: Pa
         make_llm(tmp_path, kv_cache_dtype="int8", attention_backend="flash_attn")
     with pytest.raises(
         ConfigError,
-        match="kv_cache_dtype='int3' is not allowed: choose one of auto, bfloat16, fp8_e4m3, int8, int8_int4, "
+        match="kv_cache_dtype='int3' is not allowed: choose one of auto, bfloat16, fp8_e4m3, int8, "
         "int6_int4, int6_int4_hadamard, int4",
     ):
         make_llm(tmp_path, kv_cache_dtype="int3")

@@ -72,7 +72,7 @@ def test_residents_and_dropped_pairs_are_all_pairs(checkpoint: Path, policy: str
         assert (stats.swapped_in > 0) == (swap == "always")
 
 
-@pytest.mark.parametrize("dtype", ["auto", "int8", "int8_int4", "int6_int4", "int4", "int6_int4_hadamard"])
+@pytest.mark.parametrize("dtype", ["auto", "int8", "int6_int4", "int4", "int6_int4_hadamard"])
 def test_the_reported_bound_is_above_the_true_mass(checkpoint: Path, dtype: str, monkeypatch: Any) -> None:
     compression = recalling("threshold", recall_dtype=dtype, recall_bound=0.2, recall_chunks=1)
     llm = make_llm(checkpoint, **SMALL | {"num_gpu_blocks_override": 200, "compression": compression})

@@ -20,7 +20,7 @@ from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.compressions import paper_compression
 from tests.helpers.engines import greedy, make_llm, random_prompts, tokens
 
-DTYPES = pytest.mark.parametrize("name", ["int4", "int6_int4", "int8_int4", "fp8_e4m3"])
+DTYPES = pytest.mark.parametrize("name", ["int4", "int6_int4", "int6_int4_hadamard", "fp8_e4m3"])
 PROMPTS = random_prompts(256, (5, 33, 64))
 PERIODIC = {"policy": "periodic", "period": 8, "window_blocks": 2, "retain_blocks": 1}
 THRESHOLD = {"policy": "threshold", "threshold_tokens": 44, "budget_tokens": 25}
