@@ -15,8 +15,12 @@ def test_every_method_recomputes_the_queries_it_needs(size: int) -> None:
     options = {"buffer": 5, "query_window": 7}
     threshold = {"policy": "threshold", "threshold_tokens": 64, "budget_tokens": 32}
     for name, spec in SPECS.items():
-        config = paper_compression(method=name, **options, **(threshold if spec.refusal("periodic") else {}))
+        sizes = threshold if spec.refusal("periodic") else {}
+        source = "recomputed" if spec.observable and not spec.reselects else None
+        config = paper_compression(method=name, score_source=source, **options, **sizes)
         literal = size if spec.repeats else expected[spec.queries]
         assert query_tokens(config, size, learns=spec.learns) == literal, name
         if spec.learns:
             assert query_tokens(config, size) == 0
+        if spec.observable:
+            assert query_tokens(paper_compression(method=name), size) == 0

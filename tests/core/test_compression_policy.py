@@ -458,12 +458,14 @@ def test_an_event_goes_on_until_its_sequences_are_served() -> None:
 def test_tokens_of_a_window_are_the_queries_that_the_method_recomputes(method: str) -> None:
     """All of its tokens, if they are repeated; where few or none are needed, an eighth of its KV pairs."""
     threshold = {"policy": "threshold", "threshold_tokens": 900, "budget_tokens": 300}
-    sizes = threshold if SPECS[method].refusal("periodic") else {}
-    config = paper_compression(method=method, query_window=100, buffer=32, **sizes)
+    spec = SPECS[method]
+    sizes = threshold if spec.refusal("periodic") else {}
+    source = "recomputed" if spec.observable and not spec.reselects else None
+    config = paper_compression(method=method, score_source=source, query_window=100, buffer=32, **sizes)
     expected = {"window": 770, "recent": 100, "buffer": 97, "none": 97}
-    tokens = 770 if SPECS[method].repeats else expected[SPECS[method].queries]
-    assert window_tokens(config, 770, learns=SPECS[method].learns) == tokens
-    if SPECS[method].learns:
+    tokens = 770 if spec.repeats else expected[spec.queries]
+    assert window_tokens(config, 770, learns=spec.learns) == tokens
+    if spec.learns:
         assert window_tokens(config, 770) == expected["none"]
 
 
