@@ -71,8 +71,6 @@ class RequestMetrics:
             brought back and that were dropped again count twice.
         missing_entries: KV pairs that the sequences have computed and do not have now, or did not have at their end.
             What remains of prompts and outputs is the share that was kept.
-        divergences: of the compressions that were judged (`CompressionConfig.guard_kl`), each one's mean of
-            KL(full || compressed), in nats a token.
         missing_mass_max, missing_mass_mean: with recall, of the bounds on the share of attention that lies in dropped
             KV pairs. A step's bound is the largest of all layers and heads. None if nothing dropped was scored, and
             with data parallelism.
@@ -87,7 +85,6 @@ class RequestMetrics:
     windows_compressed: int = 0
     evicted_entries: int = 0
     missing_entries: int = 0
-    divergences: list[float] = field(default_factory=list)
     missing_mass_max: float | None = None
     missing_mass_sum: float = 0.0
     missing_mass_steps: int = 0

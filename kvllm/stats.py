@@ -16,7 +16,7 @@ MOST_STEPS = 1 << 19
 """In the timeline, or an engine that serves for weeks would fill the memory with it."""
 STEP = Packing("<II")
 """A step in the timeline: 8 bytes. A tuple in a list takes over 100, which is 60 MiB for MOST_STEPS."""
-GAUGES = ("num_running", "num_waiting", "blocks_in_use", "added_blocks", "host_blocks_in_use")
+GAUGES = ("num_running", "num_waiting", "blocks_in_use", "host_blocks_in_use")
 PEAKS = ("peak_blocks", "peak_event_bytes")
 
 
@@ -58,7 +58,6 @@ class EngineStats(Struct):
         step_tokens: how many tokens of prompts and outputs these computed.
         num_running, num_waiting: sequences now.
         blocks_in_use: blocks that sequences own now.
-        added_blocks: blocks that windows keep now beyond the configured ones, because of `guard_kl`.
         prompt_tokens: prompt tokens of sequences that were admitted.
         prefix_cache_queries: of these, tokens looked up in the prefix cache.
         prefix_cache_hits: of these, tokens found there.
@@ -74,8 +73,6 @@ class EngineStats(Struct):
         entries_evicted: KV pairs dropped, summed over sequences. A KV pair is one token's keys and
             values over all layers; where layers keep different shares, this is their mean.
         blocks_released: blocks by which block tables shrank, those of all KV groups.
-        compressions_judged: compressions whose divergence was measured.
-        divergence_sum: of these, KL(full || compressed) in nats a token, summed.
         recalled_bytes: bytes of KV pairs that came back and of those that made way, each counted once, on all ranks.
         peak_blocks: most blocks owned by sequences at once.
         step_seconds: time of all steps, from their planning to their outputs.
@@ -84,7 +81,6 @@ class EngineStats(Struct):
         recompute_seconds: time of compression events for the queries.
         score_seconds: time of compression events for scores and selection.
         compact_seconds: time of compression events for the movement of KV pairs.
-        judge_seconds: time of the predictions before and after compressions that are judged.
         stalls: how long running sequences waited for their next tokens while the engine was at work: the step that
             computed one, and others that had no room for it.
         event_stalls: those of them that ended with a step that compressed.
@@ -99,7 +95,6 @@ class EngineStats(Struct):
     num_running: int = 0
     num_waiting: int = 0
     blocks_in_use: int = 0
-    added_blocks: int = 0
     steps: int = 0
     prompt_tokens: int = 0
     prefix_cache_queries: int = 0
@@ -118,8 +113,6 @@ class EngineStats(Struct):
     windows_compressed: int = 0
     entries_evicted: int = 0
     blocks_released: int = 0
-    compressions_judged: int = 0
-    divergence_sum: float = 0.0
     recalled_bytes: int = 0
     peak_blocks: int = 0
     step_seconds: float = 0.0
@@ -128,7 +121,6 @@ class EngineStats(Struct):
     recompute_seconds: float = 0.0
     score_seconds: float = 0.0
     compact_seconds: float = 0.0
-    judge_seconds: float = 0.0
     stalls: Durations = field(default_factory=Durations)
     event_stalls: Durations = field(default_factory=Durations)
     peak_event_bytes: int = 0

@@ -60,7 +60,6 @@ PERIODIC: dict[str, Any] = {
 }
 COMPRESSIONS: dict[str, CompressionConfig] = {
     "kara, periodic": CompressionConfig(**PERIODIC),
-    "kara, every second query": CompressionConfig(**PERIODIC, query_stride=2),
     "kara, exact count": CompressionConfig(**PERIODIC, retain_tokens=17),
     "kara, pressure": structs.replace(CompressionConfig(**PERIODIC), policy="pressure"),
     **{

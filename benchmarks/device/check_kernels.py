@@ -209,21 +209,21 @@ def check_compression(target: Target, log: Log) -> None:
     ):
         title = f"{heads} on {kv_heads} heads, window {window}, head_dim {head_dim}, {name_of(dtype)}"
         shape = (heads, kv_heads, window, head_dim, dtype)
-        log.check(f"scores of every query: {title}", partial(scores, target, *shape, stride=1))
-        log.check(f"scores of every third query: {title}", partial(scores, target, *shape, stride=3))
+        log.check(f"scores by every query: {title}", partial(scores, target, *shape, num_queries=window))
+        log.check(f"scores by the buffer's queries: {title}", partial(scores, target, *shape, num_queries=window // 8))
     log.check("token2chunk", partial(chunks, target))
     for squared in (False, True):
         log.check(f"attention mass{', squared' if squared else ''}", partial(attention_mass, target, squared=squared))
 
 
 def scores(
-    target: Target, heads: int, kv_heads: int, window: int, head_dim: int, dtype: torch.dtype, *, stride: int
+    target: Target, heads: int, kv_heads: int, window: int, head_dim: int, dtype: torch.dtype, *, num_queries: int
 ) -> Figures:
     queries, keys = window_tensors(0, 2, heads, kv_heads, window, head_dim, dtype)
     buffer = window // 8
-    expected = dense_scores(queries[:, :, ::stride], keys, buffer)
+    expected = dense_scores(queries[:, :, -num_queries:], keys, buffer)
     # Query tokens as in a pass: those of a sequence one after the other, each with all of its heads.
-    rows = queries[:, :, ::stride].transpose(1, 2).contiguous().to(target.device).transpose(1, 2)
+    rows = queries[:, :, -num_queries:].transpose(1, 2).contiguous().to(target.device).transpose(1, 2)
     return within(error_of(kara.scores(rows, keys.to(target.device), buffer), expected), 1e-4)
 
 

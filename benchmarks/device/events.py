@@ -15,8 +15,6 @@ from benchmarks.device.shapes import LLAMA_8B, write_shape
 from benchmarks.device.target import Target
 from kvllm import LLM, CompressionConfig
 
-STRIDES = (1, 4, 8)
-
 
 class Setting(NamedTuple):
     """batch: sequences that decode. prompt: their tokens at the beginning. budget: most tokens of a step."""
@@ -45,16 +43,8 @@ def run(target: Target, log: Log) -> None:
     setting = target.size(PAPER, TINY)
     length = target.size(4096, 100)
     log.measure(f"a prompt of {length} tokens arrives", partial(arrival, target, setting, length))
-    spent = 0.0
-    for stride in target.size(STRIDES, STRIDES[:1]):
-        target.release_memory()
-        name = f"{setting.batch} sequences, {'every query' if stride == 1 else f'every {stride}th query'} scores"
-        if spent > log.seconds_left:
-            log.left_out(name, "there is too little time left")
-            continue
-        before = log.seconds_left
-        log.measure(name, partial(events, target, setting, stride))
-        spent = before - log.seconds_left
+    target.release_memory()
+    log.measure(f"{setting.batch} sequences", partial(events, target, setting))
 
 
 def make_llm(target: Target, setting: Setting, compression: CompressionConfig | None) -> LLM:
@@ -73,7 +63,7 @@ def make_llm(target: Target, setting: Setting, compression: CompressionConfig | 
         )
 
 
-def events(target: Target, setting: Setting, stride: int) -> Figures:
+def events(target: Target, setting: Setting) -> Figures:
     """An event goes on in the next steps if its windows exceed a step's token budget. Its cost is the time of these
     steps, less as many without one."""
     compression = CompressionConfig(
@@ -84,7 +74,6 @@ def events(target: Target, setting: Setting, stride: int) -> Figures:
         retain_tokens=setting.block_size + 1,
         buffer=setting.buffer,
         chunk_budget=setting.buffer,
-        query_stride=stride,
     )
     llm = make_llm(target, setting, compression)
     crowd, stats = Crowd(llm), llm.stats()

@@ -117,10 +117,8 @@ def time_backend(clock: Clock, shape: Shape, name: str) -> None:
         f"prompt chunk of {chunk}": [list(range(chunk))],
         f"the same behind {context}": [list(range(context, context + chunk))],
     }
-    for stride in (1, 4):  # a pass of a compression event, as large as the chunk
-        indices = list(range(context - window, context, stride))
-        count = max(1, chunk // len(indices))
-        cases[f"recompute {count} x {len(indices)} tokens at {context}"] = [indices] * count
+    count = max(1, chunk // window)  # a pass of a compression event, as large as the chunk
+    cases[f"recompute {count} x {window} tokens at {context}"] = [list(range(context - window, context))] * count
     for title, last_kv_index in cases.items():
         time_attention(clock, shape, name, f"{name}: {title}", last_kv_index, target.size(256, 16), host=True)
 
@@ -270,18 +268,16 @@ def time_compression(clock: Clock, shape: Shape) -> None:
     """Scores need one product of queries and keys; that two passes compute it twice is not in the floor."""
     target = clock.target
     windows, size, buffer = target.size((30, 768, 32), (2, 24, 4))
-    for stride in (1, 4):
-        rows = size // stride
-        title = f"{windows} windows of {size}, {'every query' if stride == 1 else f'every {stride}th query'}"
-        queries = target.randn(windows, rows, shape.heads, shape.head_dim, dtype=shape.dtype).transpose(1, 2)
-        keys = target.randn(windows, shape.kv_heads, size, shape.head_dim, dtype=shape.dtype, seed=1)
-        num_bytes = (queries.numel() + keys.numel()) * shape.dtype.itemsize
-        flops = 2 * queries.numel() * (size - buffer)
-        score = partial(kara.scores, queries, keys, buffer)
-        clock.time(f"scores: {title}", lambda call=score: [call], num_bytes, flops, host=True)
-        options: dict[str, Any] = {"retain": size // 3, "buffer": buffer, "chunk_budget": buffer, "max_chunk": 8}
-        select = partial(METHODS["kara"], queries, keys, **options)
-        clock.time(f"scores and selection: {title}", lambda call=select: [call], num_bytes, flops, host=True)
+    title = f"{windows} windows of {size}"
+    queries = target.randn(windows, size, shape.heads, shape.head_dim, dtype=shape.dtype).transpose(1, 2)
+    keys = target.randn(windows, shape.kv_heads, size, shape.head_dim, dtype=shape.dtype, seed=1)
+    num_bytes = (queries.numel() + keys.numel()) * shape.dtype.itemsize
+    flops = 2 * queries.numel() * (size - buffer)
+    score = partial(kara.scores, queries, keys, buffer)
+    clock.time(f"scores: {title}", lambda: [score], num_bytes, flops, host=True)
+    options: dict[str, Any] = {"retain": size // 3, "buffer": buffer, "chunk_budget": buffer, "max_chunk": 8}
+    select = partial(METHODS["kara"], queries, keys, **options)
+    clock.time(f"scores and selection: {title}", lambda: [select], num_bytes, flops, host=True)
 
 
 # Between the matrix products

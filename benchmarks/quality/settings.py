@@ -2,7 +2,7 @@
 
     python -m benchmarks.quality.settings
 
-The settings are window and buffer, chunk budget (alpha) and longest chunk (gamma) of Token2Chunk, and the query stride.
+The settings are window and buffer, chunk budget (alpha) and longest chunk (gamma) of Token2Chunk.
 All trials have one retention and answer the same questions. Windows and buffers change the memory too, so compare the
 KV pairs that are kept. The figures go to settings.json, a plot to settings.png.
 """
@@ -22,14 +22,12 @@ MIDDLE = {
     "buffer": compressions.BUFFER,
     "chunk_budget": 8,
     "max_chunk": 8,
-    "query_stride": 1,
 }
 VALUES = {
     "window": (192, 256, 320, 512, 768),
     "buffer": (16, 32, 64, 192),
     "chunk_budget": (0, 16, 32),
     "max_chunk": (4, 6, 12),
-    "query_stride": (2, 4, 8, 16),
 }
 
 

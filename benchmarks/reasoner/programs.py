@@ -85,15 +85,10 @@ def recap(lines: list[Line]) -> str:
     return f"note that we have {','.join(f'{line.z}{line.result}' for line in lines)}.\n"
 
 
-def draw_lines(rng: random.Random, count: int, near: int | None = None) -> tuple[dict[str, int], list[Line]]:
-    """The values of all names, the inputs first, and the lines in running order.
-
-    near: take all operands from so many last names. None: as the reasoner's programs do.
-    """
+def draw_lines(rng: random.Random, count: int) -> tuple[dict[str, int], list[Line]]:
+    """The values of all names, the inputs first, and the lines in running order."""
 
     def operand(known: list[str]) -> str:
-        if near is not None:
-            return rng.choice(known[-near:])
         return rng.choice(known[-RECENT:] if rng.random() < 0.5 else known[::KEPT])
 
     names = rng.sample(NAMES, NUM_INPUTS + count)
@@ -109,7 +104,8 @@ def draw_lines(rng: random.Random, count: int, near: int | None = None) -> tuple
 
 
 def make_program(rng: random.Random, count: int, style: str, write: Writer, retold: int = 0) -> Problem:
-    """A program of `count` lines. The prompt's first word names the style, and `write` works out a line in it.
+    """A program of `count` lines, out of order in the prompt. Its first word names the style, in which `write` works
+    out a line.
 
     retold: say the results of so many lines again behind them.
 
@@ -118,19 +114,7 @@ def make_program(rng: random.Random, count: int, style: str, write: Writer, reto
     if not 1 <= count <= MAX_LINES:
         raise ValueError(f"lines is {count}; a program has 1 to {MAX_LINES} lines, since every name is one letter")
     values, lines = draw_lines(rng, count)
-    return write_program(rng, values, lines, rng.sample([*values], NUM_ASKED), style, write, retold)
-
-
-def write_program(
-    rng: random.Random,
-    values: dict[str, int],
-    lines: list[Line],
-    asked: list[str],
-    style: str,
-    write: Writer,
-    retold: int = 0,
-) -> Problem:
-    """The problem that asks for the values of some names, with the lines of the prompt out of order."""
+    asked = rng.sample([*values], NUM_ASKED)
     inputs = ",".join(f"{name}{value}" for name, value in [*values.items()][:NUM_INPUTS])
     label = lines[-1].z
     answer = "".join(f"{name}{values[name]}" for name in asked)

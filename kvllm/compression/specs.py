@@ -54,8 +54,8 @@ class MethodSpec:
     """Facts about a method that the engine reads.
 
     name: as in `CompressionConfig(method=...)`. summary: the KV pairs that it keeps, in a few words.
-    queries: the tokens of a region whose queries it needs: "window" (all of them, or every `query_stride`-th), "buffer"
-        (the buffer's), "recent" (the last `query_window`), "none".
+    queries: the tokens of a region whose queries it needs: "window" (all of them), "buffer" (the buffer's), "recent"
+        (the last `query_window`), "none".
     options: set by users; keyword arguments of its function.
     ragged: layers or heads keep different numbers of KV pairs. That goes with policy "threshold" alone.
     observable: what its score of a KV pair adds up, over the query tokens of the window from the pair's own on: their

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Sequence
 from typing import Literal
@@ -28,7 +27,6 @@ from kvllm.kvcache.formats import KV_FORMATS
 from kvllm.kvcache.groups import KVGroup, make_groups
 
 POLICIES = ("periodic", "pressure", "standalone", "threshold")
-ORDERS = ("most_uncompressed", "queue")
 SCORE_SOURCES = ("observed", "recomputed")
 PAPER_SEQUENCES = 30
 RECALL_DTYPES = ("auto", *KV_FORMATS)
@@ -46,8 +44,7 @@ class CompressionConfig(Options, frozen=True, kw_only=True):
 
     Attributes:
         method: which KV pairs survive (`kvllm.compression.specs.SPECS`). "auto", for windows, is "mean_attention", or
-            "kara_sharp" beside options that do not go with that: `compress_prompt`, `query_stride`, `guard_kl`, recall
-            and recomputed scores.
+            "kara_sharp" beside options that do not go with that: `compress_prompt`, recall and recomputed scores.
         policy: which sequences compress and when: "periodic" (every `period` decode steps of the engine, at most
             `max_sequences` sequences), "pressure" (only while blocks are short, and only what is needed to make them
             last `period` steps more), "standalone" (each sequence whenever its tail fills a window; block_size 1) or
@@ -63,12 +60,10 @@ class CompressionConfig(Options, frozen=True, kw_only=True):
         max_chunk: longest chunk, both ends counted (gamma of Token2Chunk).
         compress_prompt: compress the prompt too, right after it is computed. By default windows leave it whole; a
             threshold means the whole cache, unless `protect_prompt` is set.
-        query_stride: recompute every `query_stride`-th query of a window (and all of the buffer) for the scores.
         query_window: the most recent queries that score, for methods which do not use all (SnapKV and its kin).
         score_source: "observed" adds scores up while sequences decode, so that an event needs no pass of the model;
             "recomputed" computes the window's queries again. None: observed, where the method only looks back
-            (`MethodSpec.observable`), `query_stride` is 1 and prompts stay whole.
-        order: of the eligible sequences, "most_uncompressed" or "queue" (oldest) first; "periodic" alone.
+            (`MethodSpec.observable`) and prompts stay whole.
         threshold_tokens: KV pairs at which "threshold" cuts a cache (the paper: 1280, at blocks of 256).
         budget_tokens: KV pairs to which "threshold" cuts a cache (the paper: 1025). A request's
             `SamplingParams.budget_tokens` comes first, and moves both by the same number of KV pairs.
@@ -80,11 +75,6 @@ class CompressionConfig(Options, frozen=True, kw_only=True):
             `retain_blocks` of each layer so that the layers lose least, as the checkpoint's `kv_layer_losses.json` has
             it (`kvllm calibrate --layer-losses`). "pyramid" lets the shares fall from layer
             to layer, as PyramidKV does.
-        guard_kl: the divergence KL(full || compressed), in nats a token, that compressions should not exceed on
-            average. A sample of windows is judged when `buffer` tokens are behind them: what follows these is predicted
-            with the cache as it was, and with what is left of it. Windows keep more blocks while the mean is above, and
-            fewer again when it is at most half. None: nothing is judged.
-        guard_every: with `guard_kl`, a sequence's first window is judged, and of its others one in so many.
         recall_period: hold what is dropped in host memory (`kv_offloading_size`), and let what queries attend come
             back: at every token whose number in the text is a multiple, dropped KV pairs change places with residents
             of compressed windows that are attended less. 1: at every token. None: by `recall_bound`, or not at all.
@@ -107,17 +97,13 @@ class CompressionConfig(Options, frozen=True, kw_only=True):
     chunk_budget: int = CHUNK_BUDGET.default
     max_chunk: int = MAX_CHUNK.default
     compress_prompt: bool = False
-    query_stride: int = 1
     query_window: int = 32
     score_source: str | None = None
-    order: str = "most_uncompressed"
     threshold_tokens: int | None = None
     budget_tokens: int | None = None
     protect_prompt: bool = False
     method_options: dict[str, int | float] = msgspec.field(default_factory=dict)
     layer_groups: tuple[LayerGroup, ...] | Literal["auto", "pyramid"] = ()
-    guard_kl: float | None = None
-    guard_every: int = 8
     recall_period: int | None = None
     recall_bound: float | None = None
     recall_chunks: int = 4
@@ -128,11 +114,10 @@ class CompressionConfig(Options, frozen=True, kw_only=True):
         known = (AUTO, *known_methods(self.method))
         require(self.method in known, "method", self.method, f"choose one of {', '.join(known)}")
         require(self.policy in POLICIES, "policy", self.policy, f"choose one of {', '.join(POLICIES)}")
-        require(self.order in ORDERS, "order", self.order, f"choose one of {', '.join(ORDERS)}")
         for field in self.__struct_fields__:
             value = getattr(self, field)
             require(not isinstance(value, int) or value <= LARGEST, field, value, f"at most {LARGEST}")
-        for field in ("period", "window_blocks", "retain_blocks", "query_stride", "query_window"):
+        for field in ("period", "window_blocks", "retain_blocks", "query_window"):
             require(getattr(self, field) >= 1, field, getattr(self, field), "at least 1")
         most = self.max_sequences
         require(most is None or most >= 1, "max_sequences", most, "at least 1, or None")
@@ -153,7 +138,6 @@ class CompressionConfig(Options, frozen=True, kw_only=True):
             needed = f"at least 1: method={self.method!r} scores with its queries"
             require(self.buffer >= 1, "buffer", self.buffer, needed)
         self._check_score_source()
-        self._check_guard()
         if self.layer_groups:
             self._check_layer_groups()
         self._check_recall()
@@ -185,22 +169,8 @@ class CompressionConfig(Options, frozen=True, kw_only=True):
         if source == "observed":
             able = ", ".join(name for name, spec in SPECS.items() if spec.observable)
             require(self.spec.observable is not None, "score_source", source, f"only with method one of {able}")
-            require(self.query_stride == 1, "score_source", source, "only with query_stride=1: all queries pass by")
             allowed = "only without compress_prompt: a cached prefix is shared, and its queries do not pass by"
             require(not self.compress_prompt, "score_source", source, allowed)
-
-    def _check_guard(self) -> None:
-        target = self.guard_kl
-        require(self.guard_every >= 1, "guard_every", self.guard_every, "at least 1")
-        if target is not None:
-            require(0 < target < math.inf, "guard_kl", target, "a number of nats above 0")
-            allowed = (
-                "only with policies that compress windows: what is kept by threshold is a fixed number of KV pairs"
-            )
-            require(self.policy != "threshold", "guard_kl", target, allowed)
-            allowed = f"not with method={self.method!r}, which chooses from all windows again"
-            require(not self.spec.reselects, "guard_kl", target, allowed)
-            require(self.buffer >= 1, "buffer", self.buffer, "at least 1 with guard_kl, which judges by its tokens")
 
     def _check_layer_groups(self) -> None:
         """Lengths of all groups differ by whole blocks, so that they come to windows and to new blocks together."""
@@ -222,7 +192,6 @@ class CompressionConfig(Options, frozen=True, kw_only=True):
         options = {
             "policy": (self.policy == "threshold", "which are for windows: a threshold cuts a cache to budget_tokens"),
             "retain_tokens": (self.retain_tokens is not None, "where retain_blocks of each group says what it keeps"),
-            "guard_kl": (self.guard_kl is not None, "because a guard changes what all layers keep"),
             "method": (self.spec.observes, "because it needs KV pairs to be in the same place in all layers"),
         }
         return {field: reason for field, (is_refused, reason) in options.items() if is_refused}
@@ -297,9 +266,8 @@ class CompressionConfig(Options, frozen=True, kw_only=True):
         """The method, also where "auto" is given."""
         if self.method != AUTO:
             return self.method
-        again = self.policy in ("periodic", "pressure") and not (self.compress_prompt or self.recalls or self.guard_kl)
-        observes = self.score_source != "recomputed" and self.query_stride == 1
-        return FROM_ALL if again and observes else BY_WINDOW
+        again = self.policy in ("periodic", "pressure") and not (self.compress_prompt or self.recalls)
+        return FROM_ALL if again and self.score_source != "recomputed" else BY_WINDOW
 
     def with_method(self) -> CompressionConfig:
         """The same with a method instead of "auto"."""
@@ -310,7 +278,7 @@ class CompressionConfig(Options, frozen=True, kw_only=True):
         """Whether scores are added up while sequences decode, so that no query is computed again."""
         if self.score_source is not None or self.spec.reselects:
             return self.score_source != "recomputed"
-        return self.spec.observable is not None and self.query_stride == 1 and not self.compress_prompt
+        return self.spec.observable is not None and not self.compress_prompt
 
     @property
     def recalls(self) -> bool:

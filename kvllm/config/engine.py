@@ -152,8 +152,6 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
             f"again: use one of {able}, or {observable} with observed scores"
         )
         require(needs_nothing, "method", compression.method, allowed)
-        allowed = "the model has layers with a sliding window: without what is behind it, no token is predicted again"
-        require(compression.guard_kl is None, "guard_kl", compression.guard_kl, f"{allowed}: leave it out")
 
     @property
     def kv_content(self) -> str:

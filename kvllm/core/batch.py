@@ -191,11 +191,8 @@ class Batch:
         else:
             self._prefill(seq, num_tokens, new_blocks)
 
-    def preempt(self, seq: Sequence, *, recompute: bool = False) -> None:
-        """Take everything from a running sequence. It comes back from the host, or is computed again from its tokens.
-
-        recompute: it has to be computed again.
-        """
+    def preempt(self, seq: Sequence) -> None:
+        """Take everything from a running sequence. It comes back from the host, or is computed again."""
         # What was planned for it in this step counts as done in its tables and lengths, but workers will not do it.
         changed = any(each.seq_id == seq.seq_id for each in (*self.plan.compressions, *self.plan.scored))
         self.plan.compressions = [job for job in self.plan.compressions if job.seq_id != seq.seq_id]
@@ -209,7 +206,7 @@ class Batch:
             self._withdraw(seq)
         else:
             self.remove(seq)
-        suspends = self.offloading is not None and not (recompute or changed) and self.offloading.suspend(seq)
+        suspends = self.offloading is not None and not changed and self.offloading.suspend(seq)
         self.blocks.release(seq)
         if not suspends:
             self.stats.tokens_recomputed += seq.logical_length

@@ -171,24 +171,16 @@ class CompressionPlanner:
         needed += sum(self.blocks.blocks_to_compact(table, *where) for table, _, *where in others)
         if needed > self.blocks.num_available:
             return False
-        judged = self.policy.is_judged(seq, region)
-        job = self._job(seq, region, blocks, self.blocks.compact(seq.block_table, first, blocks, keep), judged)
+        job = self._job(seq, region, blocks, self.blocks.compact(seq.block_table, first, blocks, keep))
         for table, own, *where in others:
             job.others.extend(self._compact(table, own, *where))
         plan.compressions.append(job)
         tail = self.policy.regions_of(seq).tail_after(seq.cached_length, region)
         seq.compacted(region, tail, self.policy.dropped(job))
-        if judged:
-            self._tokens -= 2 * self.policy.config.buffer  # which the model reads before and after
         return True
 
     def _job(
-        self,
-        seq: Sequence,
-        region: Region,
-        num_blocks: int = 0,
-        destinations: Sequences[int] = (),
-        judged: bool = False,
+        self, seq: Sequence, region: Region, num_blocks: int = 0, destinations: Sequences[int] = ()
     ) -> CompressionJob:
         """A job of the windows up to the end of a region. Those that are left to be chosen from count in the budget."""
         learns, chosen = self._learns, self._chosen(seq, region)
@@ -201,7 +193,6 @@ class CompressionPlanner:
             region.stride,
             num_blocks,
             list(destinations),
-            judged,
             learns=learns,
             chosen=chosen,
         )
@@ -260,7 +251,7 @@ class CompressionPlanner:
 
     def peak_blocks(self, seq: Sequence, total: int) -> int:
         """Most blocks that a sequence alone needs to reach `total` tokens in the layers that attend all tokens."""
-        return peak_blocks(self.config, self.policy.regions_by_group(seq, largest=True), seq.prompt_length, total)
+        return peak_blocks(self.config, self.policy.regions_by_group(seq), seq.prompt_length, total)
 
     def growth(self, seq: Sequence) -> int:
         """Blocks that a sequence will add to its tables before it has a window to compress."""

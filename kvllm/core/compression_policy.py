@@ -13,7 +13,6 @@ from kvllm.compression.queries import window_tokens, windows_beside
 from kvllm.config import CompressionConfig, EngineConfig, require
 from kvllm.core.protocol import CompressionJob
 from kvllm.core.regions import NothingDropped, Region, Regions, WholeCache, make_group_regions, make_regions
-from kvllm.core.retention_guard import RetentionGuard
 from kvllm.core.sequence import Sequence
 from kvllm.errors import RequestError
 from kvllm.kvcache.groups import UNIFORM, KVGroup, full_groups, sliding_blocks
@@ -57,7 +56,6 @@ class CompressionPolicy(ABC):
         self.group_regions = make_group_regions(config, block_size, self.groups)
         self.observes_scores = config.observes_scores
         self.regions = self.group_regions[0]
-        self.guard = RetentionGuard(config, block_size) if config.guard_kl is not None else None
         self._uncompressed = NothingDropped(block_size)
         self._of_retained: dict[int, Regions] = {}  # by KV pairs kept of a window
 
@@ -74,21 +72,15 @@ class CompressionPolicy(ABC):
             )
 
     def regions_of(self, seq: Sequence) -> Regions:
-        """The arithmetic that holds for one sequence now, in the first KV group. Others differ in what they keep."""
-        return self._regions_of(seq, self.guard and self.guard.retained)
+        """The arithmetic that holds for one sequence, in the first KV group. Others differ in what they keep."""
+        retained = seq.sampling.retain_blocks
+        if not seq.sampling.compress or retained == self.config.window_blocks:
+            return self._uncompressed
+        return self.regions if retained is None else self._retaining(retained * self.regions.block_size)
 
-    def largest_regions_of(self, seq: Sequence) -> Regions:
-        """The arithmetic that holds for one sequence while the guard lets windows keep as much as it ever may."""
-        return self._regions_of(seq, self.guard and self.guard.most)
-
-    @property
-    def largest_group_regions(self) -> list[Regions]:
-        """The same for sequences without a budget of their own, in each KV group that attends all tokens."""
-        return [self._retaining(self.guard.most)] if self.guard else self.group_regions
-
-    def regions_by_group(self, seq: Sequence, *, largest: bool = False) -> list[Regions]:
-        """The arithmetic of each KV group that attends all tokens. largest: see `largest_regions_of`."""
-        first = self.largest_regions_of(seq) if largest else self.regions_of(seq)
+    def regions_by_group(self, seq: Sequence) -> list[Regions]:
+        """The arithmetic of each KV group that attends all tokens."""
+        first = self.regions_of(seq)
         if not seq.sampling.compress or seq.sampling.retain_blocks is not None:
             return [first] * len(self.groups)  # all layers keep what the request says
         return [first, *self.group_regions[1:]]
@@ -120,19 +112,6 @@ class CompressionPolicy(ABC):
         lost += sum(layers[other.part] * job.num_windows * (other.size - other.retain) for other in job.others)
         return lost // sum(layers)
 
-    def guard_of(self, seq: Sequence) -> RetentionGuard | None:
-        """What a sequence's windows keep follows the guard, unless its request says how much that is."""
-        return self.guard if seq.sampling.retain_blocks is None else None
-
-    def _regions_of(self, seq: Sequence, guarded: int | None) -> Regions:
-        """guarded: KV pairs that the guard lets a window keep."""
-        retained = seq.sampling.retain_blocks
-        if not seq.sampling.compress or retained == self.config.window_blocks:
-            return self._uncompressed
-        if retained is not None:
-            return self._retaining(retained * self.regions.block_size)
-        return self.regions if guarded is None else self._retaining(guarded)
-
     def _retaining(self, tokens: int) -> Regions:
         if tokens not in self._of_retained:
             config = structs.replace(self.config, retain_tokens=tokens, layer_groups=())
@@ -153,31 +132,14 @@ class CompressionPolicy(ABC):
     def select(self, decoding: Sequences[Sequence], load: EngineLoad) -> list[Candidate]:
         """The jobs to run before the next step."""
 
-    def eligible(self, decoding: Sequences[Sequence], *, may_wait: bool = True) -> list[Candidate]:
-        """All sequences with something to compress, in the order given.
-
-        may_wait: leave out what is to be judged by tokens that are not there yet.
-        """
-        regions = [(seq, self._region_of(seq, may_wait)) for seq in decoding]
+    def eligible(self, decoding: Sequences[Sequence]) -> list[Candidate]:
+        """All sequences with something to compress, in the order given."""
+        regions = [(seq, self._region_of(seq)) for seq in decoding]
         return [(seq, region) for seq, region in regions if region is not None]
 
-    def _region_of(self, seq: Sequence, may_wait: bool) -> Region | None:
-        guard = self.guard_of(seq)
-        if guard is None or not guard.samples(seq):
-            return self._usual_region(seq)
-        first = self.regions_of(seq).first(seq.cached_length, seq.uncompressed_tail)
-        return first if first is None or self.is_judged(seq, first) or not may_wait else None
-
-    def _usual_region(self, seq: Sequence) -> Region | None:
+    def _region_of(self, seq: Sequence) -> Region | None:
         """The part of a sequence that the policy compresses next."""
         return self.regions_of(seq).trailing(seq.cached_length, seq.uncompressed_tail)
-
-    def _in_turn(self, jobs: list[Candidate]) -> list[Candidate]:
-        """All but the judged first windows of sequences behind the first of these. They wait for the next step, whose
-        retention follows what was found, so that a batch of another kind loses one window and not one each."""
-        first = [seq.seq_id for seq, region in jobs if not seq.compressions and self.is_judged(seq, region)]
-        later = set(first[1:])
-        return [job for job in jobs if job[0].seq_id not in later]
 
     def _windows_now(self, decoding: Sequences[Sequence], load: EngineLoad, least: int = 1) -> int:
         """Windows that a step may compress if they may wait: at least one, and `least` if the tokens suffice."""
@@ -187,30 +149,14 @@ class CompressionPolicy(ABC):
             return affordable
         return min(affordable, max(least, windows_beside(self.config, size, len(decoding))))
 
-    def is_restored(self, seq: Sequence) -> bool:
-        """Whether a sequence is to be computed again, now that windows keep more. That is cheap behind its first
-        window. It happens once at most, so that every sequence ends."""
-        guard = self.guard_of(seq)
-        if guard is None or seq.preemptions or len(seq.compressions) != 1:
-            return False
-        return seq.compressions[0].retain < guard.retained
-
-    def is_judged(self, seq: Sequence, region: Region) -> bool:
-        """Whether a compression is judged. It takes tokens behind the window, because scores have seen those in it."""
-        guard = self.guard_of(seq)
-        if guard is None or region.count > 1 or not guard.samples(seq):
-            return False
-        return seq.cached_length - region.end >= self.config.buffer
-
 
 class PeriodicPolicy(CompressionPolicy):
     """Kara's schedule (paper, section 4.3 and Alg. 1): every `period` decode steps at most `max_sequences` sequences.
 
     The first event is not before more than a window's length of steps. It takes a sequence's trailing window, as in the
     paper; where scores are observed it takes the earliest one, since these belong to windows that follow each other. Of
-    the eligible sequences those that stored most since they were last served go first (`order="most_uncompressed"`), so
-    none starves. An event with more windows than a step may compress, or in which windows wait for what is judged, goes
-    on in the following steps, so fast that it ends before the next one.
+    the eligible sequences those that stored most since they were last served go first, so none starves. An event with
+    more windows than a step may compress goes on in the following steps, so fast that it ends before the next one.
     """
 
     def __init__(self, config: CompressionConfig, block_size: int, groups: Sequences[KVGroup] = UNIFORM) -> None:
@@ -219,9 +165,9 @@ class PeriodicPolicy(CompressionPolicy):
         self._left = 0  # sequences that the present event may still serve
         self._pace = 1  # windows in a step with which it ends before the next one
 
-    def _usual_region(self, seq: Sequence) -> Region | None:
+    def _region_of(self, seq: Sequence) -> Region | None:
         if not self.observes_scores:
-            return super()._usual_region(seq)
+            return super()._region_of(seq)
         return self.regions_of(seq).first(seq.cached_length, seq.uncompressed_tail)
 
     def select(self, decoding: Sequences[Sequence], load: EngineLoad) -> list[Candidate]:
@@ -234,15 +180,13 @@ class PeriodicPolicy(CompressionPolicy):
         if not self._left:
             return []
         jobs = self.eligible(decoding)
-        if self.config.order == "most_uncompressed":
-            jobs.sort(key=lambda job: (job[0].carried_tail - job[0].uncompressed_tail, job[0].seq_id))
+        jobs.sort(key=lambda job: (job[0].carried_tail - job[0].uncompressed_tail, job[0].seq_id))
         jobs = jobs[: self._left]
         if begins:
             self._pace = -(-len(jobs) // self.config.period)
-        now = self._in_turn(jobs)
         most = self._windows_now(decoding, load, self._pace)
-        self._left = self._left - most if most < len(now) else len(jobs) - len(now)
-        return now[:most]
+        self._left = self._left - most if most < len(jobs) else 0
+        return jobs[:most]
 
 
 class StandalonePolicy(CompressionPolicy):
@@ -254,7 +198,7 @@ class StandalonePolicy(CompressionPolicy):
     at_once = True
 
     def select(self, decoding: Sequences[Sequence], load: EngineLoad) -> list[Candidate]:
-        return self._in_turn(self.eligible(decoding))
+        return self.eligible(decoding)
 
 
 class ThresholdPolicy(CompressionPolicy):
@@ -277,7 +221,7 @@ class ThresholdPolicy(CompressionPolicy):
                 f"{least}: raise budget_tokens, lower buffer" + (" or shorten the prompt" if blocks else "")
             )
 
-    def _regions_of(self, seq: Sequence, guarded: int | None) -> Regions:
+    def regions_of(self, seq: Sequence) -> Regions:
         """A budget of the request's own moves the threshold along with what is kept."""
         if not seq.sampling.compress:
             return self._uncompressed
@@ -325,21 +269,17 @@ class PressurePolicy(CompressionPolicy):
         self._unmet = False
         if needed <= 0:
             return []
-        jobs = self.eligible(decoding, may_wait=urgent <= 0)
+        jobs = self.eligible(decoding)
         jobs = [job for job in jobs if urgent > 0 or self._remaining(job[0]) > self.config.period]
         jobs.sort(key=self._order)
-        now = jobs if urgent > 0 else self._in_turn(jobs)
-        chosen = self._enough(now[: self.config.event_sequences], needed, urgent, self._windows_now(decoding, load))
-        self._unmet = self._unmet or len(now) < len(jobs)
-        return chosen
+        return self._enough(jobs[: self.config.event_sequences], needed, urgent, self._windows_now(decoding, load))
 
-    def _usual_region(self, seq: Sequence) -> Region | None:
+    def _region_of(self, seq: Sequence) -> Region | None:
         """All that is complete: while blocks lasted, more than one window of a sequence may have filled up."""
         return self.regions_of(seq).complete(seq.cached_length, seq.uncompressed_tail)
 
-    def eligible(self, decoding: Sequences[Sequence], *, may_wait: bool = True) -> list[Candidate]:
-        scored = [seq for seq in decoding if seq.is_scored] if self.observes_scores else decoding
-        return super().eligible(scored, may_wait=may_wait)
+    def eligible(self, decoding: Sequences[Sequence]) -> list[Candidate]:
+        return super().eligible([seq for seq in decoding if seq.is_scored] if self.observes_scores else decoding)
 
     def _enough(self, jobs: list[Candidate], needed: int, urgent: int, most: int) -> list[Candidate]:
         """The first windows that release `needed` blocks together, `most` of them at most; but at least those that
@@ -433,7 +373,7 @@ def blocks_alone(config: EngineConfig, regions: Sequences[Regions] | None, promp
 def longest_blocks(config: EngineConfig) -> int:
     """Blocks that a sequence of `max_model_len` needs, compressed if that is on."""
     policy = make_policy(config)
-    return blocks_alone(config, policy and policy.largest_group_regions, 1, config.max_model_len - 1)
+    return blocks_alone(config, policy and policy.group_regions, 1, config.max_model_len - 1)
 
 
 def check_pool(config: EngineConfig) -> None:
@@ -457,7 +397,7 @@ def longest_alone(config: EngineConfig, policy: CompressionPolicy | None, seq: S
     """
     if policy:
         policy.check(seq.prompt_length, seq.sampling)
-    regions = policy and policy.regions_by_group(seq, largest=True)
+    regions = policy and policy.regions_by_group(seq)
 
     def blocks(length: int) -> int:
         return blocks_alone(config, regions, seq.prompt_length, length - 1)  # the last token is never stored

@@ -199,7 +199,7 @@ class LLMEngine:
         plan = self._launched or self._launch(self.scheduler.schedule())
         self._launched = None
         self.scheduler.advance(plan)
-        planned = self._plan_ahead(plan)
+        planned = self._plan_ahead()
         waits = not self.executor.fills_pending or self.scheduler.batch.restarts_pending
         if planned and not waits:
             self._launched = self._launch(planned)
@@ -214,9 +214,9 @@ class LLMEngine:
         self.executor.launch(plan)
         return plan
 
-    def _plan_ahead(self, plan: StepPlan) -> StepPlan | None:
-        """The step behind one that is in flight, unless there will be none, or it depends on what that one finds."""
-        if not self.config.async_scheduling or self.scheduler.waits_for(plan):
+    def _plan_ahead(self) -> StepPlan | None:
+        """The step behind one that is in flight, unless there will be none, or it depends on loads."""
+        if not self.config.async_scheduling or self.scheduler.waits_for_loads:
             return None
         self.scheduler.finish_longest()
         return self.scheduler.schedule() if self.scheduler.has_unfinished else None
@@ -260,4 +260,3 @@ class LLMEngine:
         stats.recompute_seconds += seconds.recompute
         stats.score_seconds += seconds.score
         stats.compact_seconds += seconds.compact
-        stats.judge_seconds += seconds.judge

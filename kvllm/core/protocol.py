@@ -104,7 +104,6 @@ class CompressionJob(Struct, array_like=True, frozen=True):
     table by `destinations`. In place when `destinations` is a prefix of the region, else copied and the sources kept.
     Without destinations nothing survives in the region's blocks, and nothing moves.
 
-    judged: whether StepResult tells how far predictions diverge by it.
     others: the same in other parts of KV groups that attend all tokens. Where a part is missing, all survives.
     learns: whether queries are computed again for a method that learns from them.
     chosen: of the windows, the first ones, whose survivors were chosen in steps before.
@@ -118,7 +117,6 @@ class CompressionJob(Struct, array_like=True, frozen=True):
     stride: int
     region_blocks: int
     destinations: list[int]
-    judged: bool = False
     others: list[PartCompaction] = []
     learns: bool = False
     chosen: int = 0
@@ -299,14 +297,12 @@ class PromptLogprobs(Struct, array_like=True, frozen=True):
 
 
 class PhaseSeconds(Struct, array_like=True, frozen=True):
-    """A step's time: that of the model with sampling, that of the phases of a compression event, and that of judging
-    it."""
+    """A step's time: that of the model with sampling, and that of the phases of a compression event."""
 
     model: float = 0.0
     recompute: float = 0.0
     score: float = 0.0
     compact: float = 0.0
-    judge: float = 0.0
 
 
 class TransferReport(Struct, array_like=True, frozen=True):
@@ -339,8 +335,6 @@ class StepResult(Struct, array_like=True):
         chunk of as many query tokens: the queries of a layer, the gathered keys and values of as many layers as are
         selected from at once, and the offsets kept so far.
     prompts: of the sequences that asked for it, what the step has found.
-    divergences: of each judged compression, in plan order, the mean over the last tokens of its sequence of
-        KL(full || compressed), in nats, between the predictions before and after it.
     transfers: those that have ended on all ranks. A step that schedules nothing waits for its loads.
     missing_masses: of the scheduled sequences whose dropped pairs were scored.
     recalled_bytes: that pairs took which changed places with dropped ones, both ways.
@@ -350,7 +344,6 @@ class StepResult(Struct, array_like=True):
     seconds: PhaseSeconds = PhaseSeconds()
     event_bytes: int = 0
     prompts: list[PromptLogprobs] = []
-    divergences: list[float] = []
     transfers: TransferReport = TransferReport()
     missing_masses: list[MissingMass] = []
     recalled_bytes: int = 0

@@ -32,8 +32,8 @@ class Scheduler:
     `receive`: a token that is not there yet is PENDING, at the end of its sequence, until `receive` brings it.
 
     `running` is ordered by age (sequence id). Where blocks run out, the youngest sequence is preempted, of the tenant
-    that is most above what it is entitled to; the oldest always advances, unless a guard lets it be computed again,
-    which happens once. A step's cost follows the running batch, never the queue.
+    that is most above what it is entitled to; the oldest always advances. A step's cost follows the running batch,
+    never the queue.
     """
 
     def __init__(self, config: EngineConfig, stats: EngineStats) -> None:
@@ -54,7 +54,6 @@ class Scheduler:
         self._on_disk = DiskPrefixes()
         self.reset([])
         self._reset_workers = False
-        self._has_risen = False  # what windows keep, in the last step
         self._decode_steps = 0
         self._missing_blocks = 0
 
@@ -97,8 +96,6 @@ class Scheduler:
         """The next step. It may schedule nothing when a lone sequence had to be preempted; the one after will."""
         batch = self.batch
         plan = batch.begin(reset=self._reset_workers)
-        if self._has_risen:
-            self._restore_first_windows()
         budget = self.config.max_num_batched_tokens
         if self.planner:
             budget = self.planner.plan(
@@ -305,10 +302,10 @@ class Scheduler:
         if self.blocks.has_windows:
             self.blocks.release_behind(seq)
 
-    def waits_for(self, plan: StepPlan) -> bool:
-        """Whether the plan behind one that is in flight depends on what this one finds: divergences for the guard, or
-        what has come from the host meanwhile."""
-        return bool(self.batch.loading) or any(job.judged for job in plan.compressions)
+    @property
+    def waits_for_loads(self) -> bool:
+        """Whether the plan behind one that is in flight depends on what has come from the host meanwhile."""
+        return bool(self.batch.loading)
 
     def finish_longest(self) -> None:
         """Drop the sequences that end with the tokens that are still to come, as `finish` does."""
@@ -318,8 +315,6 @@ class Scheduler:
 
     def receive(self, plan: StepPlan, result: StepResult) -> list[tuple[Sequence, SampledToken]]:
         """Take the tokens of a plan behind `advance`. Those of sequences that have ended are discarded."""
-        if result.divergences:
-            self._record_divergences(plan, result.divergences)
         if result.missing_masses:
             self._record_missing_masses(result.missing_masses)
         if self.batch.offloading:
@@ -338,33 +333,11 @@ class Scheduler:
         executed = {seq.seq_id: seq for seq in self._prefilled if not seq.has_ended}
         return [(executed[each.seq_id], each) for each in result.prompts if each.seq_id in executed]
 
-    def _record_divergences(self, plan: StepPlan, divergences: list[float]) -> None:
-        """Let the guard follow what was judged. It changes what windows keep from the next step on."""
-        assert self.policy and self.policy.guard
-        running = {seq.seq_id: seq for seq in self.running}
-        judged = [job.seq_id for job in plan.compressions if job.judged]
-        for seq_id, divergence in zip(judged, divergences, strict=True):
-            if seq_id in running:  # else it was aborted while the step ran
-                running[seq_id].judged(divergence)
-        before = self.policy.guard.added_blocks
-        self.policy.guard.record(divergences)
-        self._has_risen = self.policy.guard.added_blocks > before
-        self.stats.compressions_judged += len(divergences)
-        self.stats.divergence_sum += sum(divergences)
-        self.stats.added_blocks = self.policy.guard.added_blocks
-
     def _record_missing_masses(self, masses: list[MissingMass]) -> None:
         running = {seq.seq_id: seq for seq in self.running}
         for mass in masses:
             if mass.seq_id in running:
                 running[mass.seq_id].metrics.note_missing_mass(mass.bound)
-
-    def _restore_first_windows(self) -> None:
-        """Let sequences be computed again that lost a first window while windows kept too little."""
-        assert self.policy
-        self._has_risen = False
-        for seq in [seq for seq in self.running if self.policy.is_restored(seq)]:
-            self.batch.preempt(seq, recompute=True)
 
     def last_plans(self) -> Iterator[StepPlan]:
         """Plans by which the disk gets the prefixes that the pool holds, and nobody owns."""

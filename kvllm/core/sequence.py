@@ -48,7 +48,6 @@ class Sequence:
     scored_from: the index of the first KV pair whose scores the workers add up; None: they add up none.
     compressions: the regions of the cache that were compressed, oldest first, each as it was before.
     choosing: the windows whose survivors are chosen, but have not moved, because later windows move with them.
-    divergences: of the compressions that were judged, see RequestMetrics.
     host_tables: the host blocks that hold its cache while it has none in the pool: for each of its tables as many as
         the table had. None: its cache is in the pool, or nowhere.
     has_ended: whether its request takes no more tokens of it. has_left: whether the scheduler has let it go.
@@ -62,7 +61,6 @@ class Sequence:
         "carried_tail",
         "choosing",
         "compressions",
-        "divergences",
         "evicted",
         "forks_pending",
         "has_ended",
@@ -135,7 +133,6 @@ class Sequence:
         self.preempted_length = 0  # tokens when it was preempted last
         self.windows_compressed = 0
         self.evicted = 0
-        self.divergences: list[float] = []
         self.cache_hits = 0  # tokens found in the prefix cache when the sequence was first admitted
         self.missing = 0
         self.reset()
@@ -278,11 +275,6 @@ class Sequence:
         self.choosing = None
         self.uncompressed_tail = uncompressed_tail
         self.carried_tail = uncompressed_tail
-
-    def judged(self, divergence: float) -> None:
-        """A compression was judged: its KL(full || compressed), in nats a token."""
-        self.divergences.append(divergence)
-        self.metrics.divergences.append(divergence)
 
     def fork(self, seq_id: int, index: int, seed: int) -> Sequence:
         """A sequence that shares the cached KV pairs. The caller shares the blocks."""

@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from statistics import mean
 from typing import Any, TypeVar
 
 from kvllm.errors import RequestError
@@ -122,7 +121,6 @@ class Generation:
         """What has been used so far. reasoning_tokens: None if nobody has looked for a thought."""
         prompt, output = self.prompt_tokens, self.output_tokens
         metrics = [progress.metrics for progress in self._progress]
-        divergences = [divergence for each in metrics for divergence in each.divergences]
         missing = sum(each.missing_entries for each in metrics)
         pairs = output + sum(len(p.token_ids) * q.n for p, q in zip(self.prompts, self._params, strict=True))
         usage = Usage(
@@ -135,7 +133,6 @@ class Generation:
                 sum(each.windows_compressed for each in metrics),
                 sum(each.evicted_entries for each in metrics),
                 sum(each.preemptions for each in metrics),
-                mean(divergences) if divergences else None,
             ),
         )
         if reasoning_tokens is not None:

@@ -36,14 +36,12 @@ ENGINE_COUNTERS = {
     "kvllm:windows_compressed": ("Windows compressed, summed over sequences.", "windows_compressed"),
     "kvllm:evicted_pairs": ("KV pairs dropped, summed over sequences.", "entries_evicted"),
     "kvllm:blocks_released": ("Blocks that compression returned to the pool.", "blocks_released"),
-    "kvllm:compressions_judged": ("Compressions whose divergence was measured.", "compressions_judged"),
-    "kvllm:divergence": ("KL(full || compressed) of these, in nats a token, summed.", "divergence_sum"),
 }
 STALLS = {
     "kvllm:stall_seconds": ("Time that running sequences waited for their next tokens.", "stalls"),
     "kvllm:event_stall_seconds": ("The same, of steps that compressed.", "event_stalls"),
 }
-PHASES = ("prefill", "decode", "recompute", "score", "compact", "judge")
+PHASES = ("prefill", "decode", "recompute", "score", "compact")
 
 
 class Snapshot:
@@ -77,8 +75,6 @@ class EngineCollector(Collector):
         yield self._gauge("kvllm:blocks", "KV blocks in the pool.", now.stats.num_blocks)
         yield self._gauge("kvllm:host_blocks_in_use", "KV blocks that the host holds.", now.stats.host_blocks_in_use)
         yield self._gauge("kvllm:host_blocks", "KV blocks for which the host has room.", now.stats.num_host_blocks)
-        text = "Blocks that windows keep beyond the configured ones, because of guard_kl."
-        yield self._gauge("kvllm:added_blocks", text, now.stats.added_blocks)
         for name, (text, field) in ENGINE_COUNTERS.items():
             counter = CounterMetricFamily(name, text, labels=("model_name", "engine"))
             counter.add_metric(self._labels, now.stats[field])

@@ -32,14 +32,12 @@ class CompressionUsage(Struct, omit_defaults=True):
     windows: windows compressed, summed over the completions.
     evicted_pairs: KV pairs dropped, in the same way. After a preemption, both count again what is compressed again.
     preemptions: times that a completion lost its cache and was computed again.
-    divergence: mean KL(full || compressed), in nats a token, of the compressions that were judged; None if none was.
     """
 
     kept_share: float
     windows: int
     evicted_pairs: int
     preemptions: int
-    divergence: float | None = None
 
 
 class Usage(Struct):

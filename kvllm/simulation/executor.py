@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from msgspec import Struct
 
-from kvllm.compression.queries import QueryTokens, window_tokens
+from kvllm.compression.queries import query_tokens, window_tokens
 from kvllm.config import CompressionConfig, EngineConfig, require
 from kvllm.core.executor import BlockingExecutor
 from kvllm.core.protocol import (
@@ -58,10 +58,6 @@ class SimulatedExecutor(BlockingExecutor):
         """recalled_pairs: see `simulate`."""
         self.cost = cost
         self.config = config
-        guard = config.compression and config.compression.guard_kl
-        require(
-            guard is None, "guard_kl", guard, "None in a simulation, which runs no model whose predictions to judge"
-        )
         self.compression = config.active_compression
         self.planned_ahead = config.async_scheduling
         self.seconds = SimulatedSeconds()
@@ -231,9 +227,8 @@ class SimulatedExecutor(BlockingExecutor):
                     cached = self._cached_in(job.seq_id, part)
                     moved += min(cached - start, job.region_blocks * self.config.block_size) - job.dropped
             for learns, alike in windows.items():
-                query_tokens = QueryTokens.of(compression, learns=learns)
                 for batch in self._passes(alike, compression, learns):
-                    self._select(batch, compression, query_tokens, layers, recomputes=part == 0)
+                    self._select(batch, compression, layers, learns=learns, recomputes=part == 0)
             if moved:
                 self.seconds.compact += self.cost.compact(moved, layers)
         if self.recall:
@@ -266,21 +261,22 @@ class SimulatedExecutor(BlockingExecutor):
         self,
         windows: list[Window],
         config: CompressionConfig,
-        query_tokens: QueryTokens,
         layers: int,
         *,
+        learns: bool,
         recomputes: bool,
     ) -> None:
         """Score the windows' keys in so many layers, in one pass.
 
-        recomputes: computes the windows' queries again before, which is done for all layers at once.
+        learns: as for `query_tokens`. recomputes: computes the windows' queries again before, which is done for all
+            layers at once.
         """
         recomputed = QueryBatch(sequences=len(windows))
         products = keys = 0
         for start, size in windows:
-            tokens = query_tokens.count(size)
+            tokens = query_tokens(config, size, learns=learns)
             recomputed.tokens += tokens
-            recomputed.visible += tokens * start + query_tokens.attended(size)
+            recomputed.visible += tokens * (start + size) - tokens * (tokens - 1) // 2  # each sees all up to its own
             recomputed.read += start + size
             products += tokens * (size - config.buffer)
             keys += size

@@ -163,15 +163,15 @@ class _Simulation:
             self.executor.planned_ahead = self._launched is not None
             plan = self._launched or self.scheduler.schedule()
             self.scheduler.advance(plan)
-            self._launched = self._plan_ahead(plan)
+            self._launched = self._plan_ahead()
             result = self.executor.execute(plan)
             self.now += self.executor.seconds.total - before
             self._receive(plan, result)
         return self._outcome()
 
-    def _plan_ahead(self, plan: StepPlan) -> StepPlan | None:
+    def _plan_ahead(self) -> StepPlan | None:
         """The step behind one that runs. What arrives meanwhile joins the one behind it."""
-        if not self.config.async_scheduling or self.scheduler.waits_for(plan):
+        if not self.config.async_scheduling or self.scheduler.waits_for_loads:
             return None
         self.scheduler.finish_longest()
         return self.scheduler.schedule() if self.scheduler.has_unfinished else None

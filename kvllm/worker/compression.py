@@ -13,7 +13,6 @@ from kvllm.kvcache.tiers.dropped_pairs import DroppedPairs
 from kvllm.worker.attention_state import AttentionMass, ObservingBackend, RaggedLengths
 from kvllm.worker.compressor import Compressor
 from kvllm.worker.group_tables import num_full_parts, part_of_layers
-from kvllm.worker.judge import Judge
 from kvllm.worker.observed_scores import ObservedScores
 from kvllm.worker.recall import Recall
 from kvllm.worker.selector import CompressedPart, Selector
@@ -32,7 +31,6 @@ class Compression:
     mass: AttentionMass | None = None
     observed: ObservedScores | None = None
     compressor: Compressor | None = None
-    judge: Judge | None = None
     recall: Recall | None = None
 
     @classmethod
@@ -47,11 +45,9 @@ class Compression:
         dropped: DroppedPairs | None,
     ) -> Compression:
         """select, dropped: see ModelRunner."""
-        found, compression, most_tokens = cls(backend), config.active_compression, config.max_num_batched_tokens
+        found, compression = cls(backend), config.active_compression
         if compression is None:
             return found
-        if compression.guard_kl is not None:
-            found.judge = Judge(model, operations, backend, tables[0], compression.buffer, most_tokens)
         if dropped:
             found.recall = Recall(operations, dropped, compression)
         found._add_states(compression, config, operations)
@@ -62,7 +58,7 @@ class Compression:
             found.backend,
             parts,
             compression,
-            most_tokens,
+            config.max_num_batched_tokens,
             found.ragged,
             found.mass,
             found.observed,

@@ -26,7 +26,6 @@ class Launched:
     clock: PhaseClock | None = None
     event_bytes: int = 0
     prompts: list[PromptReport] = field(default_factory=list)
-    divergences: torch.Tensor | None = None
     complete: Callable[[StepResult], None] | None = None
     batch: StepBatch | None = None
     _unknown: list[tuple[SequenceState, int, int]] = field(default_factory=list)
@@ -43,9 +42,8 @@ class Launched:
         for state, index, row in self._unknown:
             state.set_token(index, self.tokens[row].token_id)
         prompts = [prompt.wait() for prompt in self.prompts]
-        judged = [] if self.divergences is None else self.divergences.tolist()
         seconds = self.clock.seconds() if self.clock else PhaseSeconds()
-        result = StepResult(self.tokens, seconds, self.event_bytes, prompts, judged)
+        result = StepResult(self.tokens, seconds, self.event_bytes, prompts)
         if self.complete:
             self.complete(result)
         return result

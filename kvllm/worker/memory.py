@@ -151,11 +151,11 @@ def _event(config: EngineConfig, compression: CompressionConfig, learns: bool) -
     )
     first = region.start // config.block_size
     old, new = _blocks(region.end, config)[first:], _blocks(region.end - region.dropped, config)[first:]
-    judged, others = compression.guard_kl is not None, list(_other_parts(first, region, config))
+    others = list(_other_parts(first, region, config))
     yield StepPlan(
         compressions=[
             CompressionJob(
-                i, first, region.count, region.size, region.retain, region.stride, len(old), new, judged, others, learns
+                i, first, region.count, region.size, region.retain, region.stride, len(old), new, others, learns
             )
             for i in seq_ids
         ],

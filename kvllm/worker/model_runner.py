@@ -31,7 +31,6 @@ from kvllm.sampling_params import SamplingParams
 from kvllm.structured.compile import Grammars
 from kvllm.worker.attention_state import AttentionMass, RaggedLengths
 from kvllm.worker.compression import Compression
-from kvllm.worker.compressor import Compressor
 from kvllm.worker.draws import most_likely, reads_in_place
 from kvllm.worker.graph_sizes import GraphSize, GraphSizes
 from kvllm.worker.graphs import Capture, StepGraphs
@@ -111,7 +110,7 @@ class ModelRunner:
         self.residual: KVResidual | None = None
         if config.kv_residual_tokens:
             self.residual = KVResidual(cache.shape, config.kv_residual_tokens, config.max_num_seqs)
-        self.compressor, self.judge, self.recall = compression.compressor, compression.judge, compression.recall
+        self.compressor, self.recall = compression.compressor, compression.recall
         self._recalling: RecallingBackend | None = None  # in the step
         self.graphs: StepGraphs | None = None
         self._graph_sizes = GraphSizes(config.max_num_seqs)
@@ -206,9 +205,9 @@ class ModelRunner:
         for start in plan.scored:
             if self.observed:
                 self.observed.start(self.states[start.seq_id].table_slot, start.kv_index)
-        clock, event_bytes, divergences = PhaseClock(self.device), 0, None
+        clock, event_bytes = PhaseClock(self.device), 0
         if (plan.compressions or plan.choices) and self.compressor:
-            divergences = self._compress(self.compressor, plan, clock)
+            self.compressor.compress(plan.choices, plan.compressions, self.states, clock)
             event_bytes = self.compressor.selector.event_bytes
         with clock.measure("model"):
             if plan.copies:
@@ -228,7 +227,7 @@ class ModelRunner:
                     self.graphs.prepare_ahead(batch.states)
                 prompts, self._prompt_reports = self._prompt_reports, []
                 complete = partial(self._complete, plan) if self.offloader or self.recall else None
-                self._last = Launched(samples, clock, event_bytes, prompts, divergences, complete, batch)
+                self._last = Launched(samples, clock, event_bytes, prompts, complete, batch)
                 return self._last
 
         return run
@@ -287,18 +286,6 @@ class ModelRunner:
     @property
     def _slot_states(self) -> tuple[RaggedLengths | AttentionMass | ObservedScores | KVResidual | None, ...]:
         return self.ragged, self.mass, self.observed, self.residual
-
-    def _compress(self, compressor: Compressor, plan: StepPlan, clock: PhaseClock) -> torch.Tensor | None:
-        """Execute compressions. Returns the divergences of those that are judged."""
-        judged = [self.states[job.seq_id] for job in plan.compressions if job.judged]
-        if self.judge is None or not judged:
-            compressor.compress(plan.choices, plan.compressions, self.states, clock)
-            return None
-        with clock.measure("judge"):
-            full = self.judge.read(judged)
-        compressor.compress(plan.choices, plan.compressions, self.states, clock)
-        with clock.measure("judge"):
-            return self.judge.divergences(full, self.judge.read(judged))
 
     def _copy_on_write(self, copies: list[BlockCopy]) -> None:
         sources = []

@@ -23,7 +23,7 @@ from kvllm.compression.linear_fit import LinearFit
 from kvllm.compression.mass import Softmax
 from kvllm.compression.model_inputs import WithModelInputs
 from kvllm.compression.paged_keys import Keys, PagedKeys
-from kvllm.compression.queries import QueryTokens, window_tokens
+from kvllm.compression.queries import query_tokens, window_tokens
 from kvllm.compression.registry import METHODS
 from kvllm.config import CompressionConfig
 from kvllm.core.protocol import CompressionJob
@@ -114,8 +114,6 @@ class Selector:
         self.choose = self.method.choose
         self.reads_blocks = config.spec.reads_blocks and operations.reads_blocks
         self.repeats = config.spec.repeats
-        none = QueryTokens(0, 0)
-        self._query_tokens = [none if self.repeats else QueryTokens.of(config, learns=each) for each in (False, True)]
         self.fits: list[LinearFit] = []
         self.forget()
         self.options = config.options
@@ -134,7 +132,8 @@ class Selector:
         kept: list[Kept] = [[] for _ in self.parts]
         for (size, learns), group in groupby(windows, key=_kind):
             alike = list(group)
-            offsets = np.array(self._query_tokens[learns].offsets(size[0]), dtype=np.int64)
+            recomputed = 0 if self.repeats else query_tokens(self.config, size[0], learns=learns)
+            offsets = np.arange(size[0] - recomputed, size[0])
             tokens = window_tokens(self.config, size[0], learns=learns)
             windows_per_pass = max(1, self.max_num_batched_tokens // tokens)
             if self.repeats:

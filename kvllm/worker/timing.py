@@ -11,7 +11,7 @@ import torch
 
 from kvllm.core.protocol import PhaseSeconds
 
-Phase = Literal["model", "select", "score", "compact", "judge"]
+Phase = Literal["model", "select", "score", "compact"]
 """The timed phases. "score" is a part of "select", whose rest is the recomputation of queries."""
 
 
@@ -32,11 +32,11 @@ class PhaseClock:
         """The sums. Waits for what was measured last."""
         if self._spans and self._on_gpu:
             self._spans[-1][2].synchronize()
-        sums: dict[Phase, float] = {"model": 0.0, "select": 0.0, "score": 0.0, "compact": 0.0, "judge": 0.0}
+        sums: dict[Phase, float] = {"model": 0.0, "select": 0.0, "score": 0.0, "compact": 0.0}
         for phase, begin, end in self._spans:
             sums[phase] += begin.elapsed_time(end) / 1000 if self._on_gpu else end - begin
         recompute = sums["select"] - sums["score"]
-        return PhaseSeconds(sums["model"], recompute, sums["score"], sums["compact"], sums["judge"])
+        return PhaseSeconds(sums["model"], recompute, sums["score"], sums["compact"])
 
     def _now(self) -> Any:
         if not self._on_gpu:

@@ -1,4 +1,4 @@
-"""The benchmarks that compare methods and query strides, end to end on a few problems."""
+"""The benchmark that compares methods, end to end on a few problems."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import pytest
 
 from benchmarks.common import problem_sets
-from benchmarks.quality import methods, query_stride
+from benchmarks.quality import methods
 from kvllm.compression.specs import SPECS
 from kvllm.errors import ConfigError
 
@@ -22,8 +22,7 @@ def test_every_method_runs_under_every_policy_that_allows_it() -> None:
 def short_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs of two windows instead of five."""
     monkeypatch.setattr(problem_sets, "LINES", (12, 16))
-    for module in (problem_sets, query_stride):
-        monkeypatch.setattr(module, "MAX_TOKENS", 700)
+    monkeypatch.setattr(problem_sets, "MAX_TOKENS", 700)
 
 
 @pytest.mark.usefixtures("short_problems")
@@ -48,23 +47,11 @@ def test_methods(tmp_path, capsys) -> None:
     assert (tmp_path / "methods.png").stat().st_size > 1000
 
 
-@pytest.mark.usefixtures("short_problems")
-def test_query_stride(tmp_path, capsys) -> None:
-    query_stride.run_strides(
-        ["--strides", "1", "4", "--problems", "6", "--max-num-seqs", "6", "--output", str(tmp_path)]
-    )
-    written = json.loads((tmp_path / "query_stride.json").read_text())["strides"]
-    assert written["1"]["overlap"] == 1 and 0.2 < written["4"]["overlap"] < 1
-    assert all(run["measurement"]["windows_compressed"] > 0 for run in written.values())
-    assert "kept as with" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("run", "arguments", "message"),
     [
         (methods.run_methods, ["--problems", "0"], "--problems=0"),
         (methods.run_methods, ["--threads", "0"], "--threads=0"),
-        (query_stride.run_strides, ["--strides", "2", "0"], "--strides"),
     ],
 )
 def test_wrong_arguments(run, arguments: list[str], message: str) -> None:

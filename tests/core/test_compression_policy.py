@@ -90,18 +90,17 @@ def as_in_vectors(history: list, events: list) -> np.ndarray:
     return history
 
 
-@pytest.mark.parametrize(("name", "order"), [("small", "most_uncompressed"), ("small_queue", "queue")])
-def test_small_engine(load_vectors, name: str, order: str) -> None:
+def test_small_engine(load_vectors) -> None:
     vectors, _ = load_vectors("periodic_policy")
     compression = paper_compression(
-        method="kara", period=4, max_sequences=1, window_blocks=3, retain_tokens=9, buffer=2, order=order
+        method="kara", period=4, max_sequences=1, window_blocks=3, retain_tokens=9, buffer=2
     )
     events, history = run(compression, 8, [(10, 400), (3, 260), (17, 120), (0, 400)])
-    expected = vectors[f"{name}_events"]
+    expected = vectors["small_events"]
     assert events == expected[: len(events)].tolist()
     assert all(event[0] == 400 for event in expected[len(events) :])  # after the last step there is no next one
     events = expected.tolist()
-    assert (as_in_vectors(history, events) == vectors[f"{name}_hist"]).all()
+    assert (as_in_vectors(history, events) == vectors["small_hist"]).all()
 
 
 def test_paper_settings(load_vectors) -> None:
@@ -457,14 +456,16 @@ def test_an_event_goes_on_until_its_sequences_are_served() -> None:
 
 @pytest.mark.parametrize("method", SPECS)
 def test_tokens_of_a_window_are_the_queries_that_the_method_recomputes(method: str) -> None:
-    """Or all of its tokens, if they are repeated; where few or none are needed, an eighth of its KV pairs."""
+    """All of its tokens, if they are repeated; where few or none are needed, an eighth of its KV pairs."""
     threshold = {"policy": "threshold", "threshold_tokens": 900, "budget_tokens": 300}
-    sizes = threshold if SPECS[method].refusal("periodic") else {}
-    config = paper_compression(method=method, query_window=100, buffer=32, query_stride=3, **sizes)
-    expected = {"window": 32 + 246, "recent": 100, "buffer": 97, "none": 97}
-    tokens = 770 if SPECS[method].repeats else expected[SPECS[method].queries]
-    assert window_tokens(config, 770, learns=SPECS[method].learns) == tokens
-    if SPECS[method].learns:
+    spec = SPECS[method]
+    sizes = threshold if spec.refusal("periodic") else {}
+    source = "recomputed" if spec.observable and not spec.reselects else None
+    config = paper_compression(method=method, score_source=source, query_window=100, buffer=32, **sizes)
+    expected = {"window": 770, "recent": 100, "buffer": 97, "none": 97}
+    tokens = 770 if spec.repeats else expected[spec.queries]
+    assert window_tokens(config, 770, learns=spec.learns) == tokens
+    if spec.learns:
         assert window_tokens(config, 770) == expected["none"]
 
 

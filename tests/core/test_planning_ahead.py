@@ -176,9 +176,10 @@ def test_sequences_that_are_swapped_have_the_tokens_of_an_engine_that_waits(chec
         ahead = []
         plan_ahead = engine._plan_ahead
 
-        def noting(plan: StepPlan, engine: LLMEngine = engine, ahead: list = ahead, inner: Any = plan_ahead) -> Any:
-            planned = inner(plan)
-            ahead.append((planned is not None, bool(plan.loads)))
+        def noting(engine: LLMEngine = engine, ahead: list = ahead, inner: Any = plan_ahead) -> Any:
+            loads = bool(engine.scheduler.batch.plan.loads)
+            planned = inner()
+            ahead.append((planned is not None, loads))
             return planned
 
         engine._plan_ahead = noting

@@ -183,7 +183,6 @@ def configs(draw) -> EngineConfig:
         if policy != "standalone" and not compress_prompt:
             methods.append("mean_attention")
         method = draw(st.sampled_from(methods))
-        guarded = buffer and not slides and "retain_tokens" in kept and method != "mean_attention"
         compression = CompressionConfig(
             method=method,
             policy=policy,
@@ -192,8 +191,6 @@ def configs(draw) -> EngineConfig:
             window_blocks=window_blocks,
             buffer=buffer,
             compress_prompt=compress_prompt,
-            guard_kl=draw(st.sampled_from([None, 0.01])) if guarded else None,
-            guard_every=draw(st.integers(1, 3)),
             **kept,
         )
     max_num_seqs = draw(st.integers(1, 6))

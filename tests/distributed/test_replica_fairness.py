@@ -20,9 +20,7 @@ pytest.importorskip("ray", reason="needs ray: pip install ray")
 pytestmark = pytest.mark.xdist_group("ray")
 
 BLOCKS = 120
-KARA = paper_compression(
-    method="kara", period=4, window_blocks=4, retain_blocks=1, buffer=4, chunk_budget=4, guard_kl=1e6
-)
+KARA = paper_compression(method="kara", period=4, window_blocks=4, retain_blocks=1, buffer=4, chunk_budget=4)
 SHORT = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
@@ -143,14 +141,3 @@ def test_a_snapshot_tells_of_all_replicas(engine: DataParallelEngine) -> None:
     found = snapshot(engine)
     assert (found.running, found.waiting, found.rows) == (0, 0, [])
     assert found.pool.prompt == found.pool.tail == found.pool.compressed == 0 == engine.stats.blocks_in_use
-
-
-def test_what_replicas_judge_is_their_requests(engine: DataParallelEngine) -> None:
-    before = engine.stats.compressions_judged
-    outputs = [engine.add_request(str(i), {"prompt_token_ids": [5 + i] * 30}, greedy(90)) for i in range(6)]
-    while engine.has_unfinished_requests():
-        engine.step()
-    divergences = [value for output in outputs for value in output.metrics.divergences]
-    # The replicas' counts may include compressions of requests that a test before this one has aborted.
-    assert 0 < len(divergences) <= engine.stats.compressions_judged - before
-    assert all(value >= 0 for value in divergences) and engine.stats.judge_seconds > 0

@@ -92,8 +92,7 @@ class Event:
         offsets = torch.arange(self.size)
         match METHODS[config.method].spec.queries:
             case "window":
-                from_end = self.size - config.buffer - 1 - offsets  # of what is not in the buffer
-                return offsets[(from_end < 0) | (from_end % config.query_stride == 0)]
+                return offsets
             case "buffer":
                 return offsets[self.size - config.buffer :]
             case "recent":

@@ -253,7 +253,7 @@ def some_lengths(count: int, seed: int = 0) -> list[tuple[int, int]]:
         None,
         KARA,
         msgspec.structs.replace(KARA, retain_blocks=1, retain_tokens=5),
-        msgspec.structs.replace(KARA, compress_prompt=True, query_stride=2),
+        msgspec.structs.replace(KARA, compress_prompt=True),
         CompressionConfig(
             method="kara", policy="pressure", period=8, window_blocks=3, retain_blocks=1, buffer=4, chunk_budget=2
         ),

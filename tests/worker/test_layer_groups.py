@@ -136,7 +136,6 @@ def test_the_falling_line_of_pyramidkv_gives_blocks_back(checkpoint: Path) -> No
         ({"layer_groups": [LayerGroup((0,), 4)]}, "retain_blocks=4 is not allowed: between 1 and window_blocks=3"),
         ({"layer_groups": [{"layers": [0], "retained": 4}]}, "layer_groups=.*missing required field `retain_blocks`"),
         ({"layer_groups": GROUPS, "retain_tokens": 9}, "retain_tokens=9 is not allowed: not beside layer_groups"),
-        ({"layer_groups": GROUPS, "guard_kl": 0.1}, r"guard_kl=0\.1 is not allowed: not beside layer_groups"),
         ({"layer_groups": GROUPS, "method": "h2o"}, "method='h2o' is not allowed: not beside layer_groups"),
     ],
 )

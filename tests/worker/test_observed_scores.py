@@ -161,7 +161,6 @@ def test_the_pool_has_room_for_scores(checkpoint: Path) -> None:
     [
         ({"score_source": "seen"}, "score_source='seen' is not allowed: choose one of observed, recomputed"),
         ({"method": "kara", "score_source": "observed"}, "only with method one of kara_causal, kara_sharp"),
-        ({"score_source": "observed", "query_stride": 2}, "only with query_stride=1: all queries pass by"),
         ({"score_source": "observed", "compress_prompt": True}, "only without compress_prompt: a cached prefix"),
     ],
 )
@@ -174,5 +173,4 @@ def test_the_source_of_scores_where_none_is_named() -> None:
     assert sharp().observes_scores and paper_compression(method="kara_causal").observes_scores
     assert not paper_compression(method="kara").observes_scores
     assert not sharp(compress_prompt=True).observes_scores
-    assert not sharp(query_stride=2).observes_scores
     assert not sharp(score_source="recomputed").observes_scores

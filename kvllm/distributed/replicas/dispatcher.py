@@ -186,7 +186,6 @@ class Dispatcher:
                 metrics.windows_compressed += ended.windows_compressed
                 metrics.evicted_entries += ended.evicted
                 metrics.missing_entries += ended.missing
-                metrics.divergences += ended.divergences
                 metrics.num_cached_tokens = max(metrics.num_cached_tokens, ended.cache_hits)
         return received
 

@@ -41,7 +41,6 @@ class Ended(Struct, array_like=True, frozen=True):
     evicted: int
     cache_hits: int
     missing: int
-    divergences: list[float] = []
 
 
 class Sampled(Struct, array_like=True, frozen=True):

@@ -157,7 +157,6 @@ def _ended(seq: Sequence) -> Ended:
         seq.evicted,
         seq.cache_hits,
         seq.missing,
-        seq.divergences,
     )
 
 
