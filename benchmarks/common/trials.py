@@ -193,7 +193,7 @@ def run_all(
             return found
         job = Job(setting=setting, trial=trial)
         threads = {"OMP_NUM_THREADS": str(setting.threads)}
-        outcome = run_child("benchmarks.common.run_trial", trial.name, job, Outcome, threads)
+        outcome = run_child(run, job, trial.name, threads)
         with lock:
             finished(trial, outcome)
         return outcome
