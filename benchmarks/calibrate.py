@@ -296,9 +296,5 @@ def run_calibration(arguments: Sequence[str]) -> None:
         print(compare(hardware, Path(name)))
 
 
-def main() -> None:
-    command_line.run_script(run_calibration)
-
-
 if __name__ == "__main__":
-    main()
+    command_line.run_script(run_calibration)

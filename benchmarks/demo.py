@@ -255,9 +255,5 @@ def run_demo(arguments: Sequence[str]) -> None:
     print(SERVE)
 
 
-def main() -> None:
-    command_line.run_script(run_demo)
-
-
 if __name__ == "__main__":
-    main()
+    command_line.run_script(run_demo)

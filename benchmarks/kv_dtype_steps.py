@@ -182,9 +182,5 @@ def benchmark(arguments: Sequence[str]) -> None:
     write(args, provenance | {"read_bytes_per_s": bandwidth}, found)
 
 
-def main() -> None:
-    command_line.run_script(benchmark)
-
-
 if __name__ == "__main__":
-    main()
+    command_line.run_script(benchmark)

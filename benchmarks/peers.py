@@ -418,9 +418,5 @@ def benchmark(arguments: Sequence[str]) -> None:
     print(f"Written: {args.output / 'peers.json'}, {args.output / 'peers.png'}")
 
 
-def main() -> None:
-    command_line.run_script(benchmark)
-
-
 if __name__ == "__main__":
-    main()
+    command_line.run_script(benchmark)

@@ -13,17 +13,110 @@ from __future__ import annotations
 import argparse
 import random
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from benchmarks.common import command_line, machine, report, shapes
 from benchmarks.common.child import run_child
-from benchmarks.common.conversations import Conversations, Turns
+from benchmarks.common.internals import engine_of
+from kvllm import LLM, SamplingParams
 from kvllm.config import require
 from kvllm.models.config import load_model_config
+
+# One engine
+
+
+class Conversations(Struct):
+    """What an engine does.
+
+    texts: by conversation, the tokens of each turn of its user. output_len: tokens of an answer.
+    first_turn: from which on it is measured; those before are not run, and their answers are those of `answers`.
+    """
+
+    model: str
+    engine: dict[str, Any]
+    texts: list[list[list[int]]]
+    output_len: int
+    at_once: int
+    first_turn: int = 0
+    answers: list[list[list[int]]] = []
+
+
+class Turns(Struct):
+    """By turn, over all conversations: prompt tokens, those that were computed, seconds to the first token.
+
+    answers: by conversation and turn.
+    """
+
+    prompt_tokens: list[int]
+    computed_tokens: list[int]
+    host_hits: list[int]
+    first_token_seconds: list[list[float]]
+    seconds: list[float]
+    answers: list[list[list[int]]]
+
+
+def converse(job: Conversations) -> Turns:
+    """Have the conversations turn by turn."""
+    llm = LLM(job.model, **job.engine)
+    llm.generate([[1] * 64], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)  # warms up
+    histories = [_history(job, i) for i in range(len(job.texts))]
+    found = Turns([], [], [], [], [], [answers[:] for answers in job.answers] or [[] for _ in job.texts])
+    for turn in range(job.first_turn, len(job.texts[0])):
+        stats = llm.stats()
+        before = stats.prompt_tokens, stats.prefix_cache_hits, stats.prefix_host_hits
+        begin, first_tokens = time.perf_counter(), []
+        for first in range(0, len(job.texts), job.at_once):
+            group = range(first, min(first + job.at_once, len(job.texts)))
+            for i in group:
+                histories[i] += job.texts[i][turn]
+            first_tokens += _answer(llm, [histories[i] for i in group], job.output_len, found.answers, group)
+            for i in group:
+                histories[i] += found.answers[i][turn]
+        found.seconds.append(time.perf_counter() - begin)
+        prompt, hits, host = stats.prompt_tokens, stats.prefix_cache_hits, stats.prefix_host_hits
+        found.prompt_tokens.append(prompt - before[0])
+        found.computed_tokens.append(prompt - before[0] - hits + before[1])
+        found.host_hits.append(host - before[2])
+        found.first_token_seconds.append(first_tokens)
+    llm.llm_engine.close()
+    return found
+
+
+def _history(job: Conversations, i: int) -> list[int]:
+    """What a conversation's user and the model have said before the first turn that is measured."""
+    if not job.first_turn:
+        return []
+    turns = zip(job.texts[i][: job.first_turn], job.answers[i], strict=True)
+    return [token for text, answer in turns for token in (*text, *answer)]
+
+
+def _answer(
+    llm: LLM, prompts: list[list[int]], output_len: int, answers: list[list[list[int]]], group: range
+) -> list[float]:
+    """Answer prompts that come at once, and note the answers. Returns the seconds to each first token."""
+    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
+    engine = engine_of(llm)
+    outputs = [engine.add_request(str(i), prompt, params) for i, prompt in zip(group, prompts, strict=True)]
+    while engine.has_unfinished_requests():
+        engine.step()
+    seconds = []
+    for i, output in zip(group, outputs, strict=True):
+        if output.error is not None:
+            raise output.error
+        answers[i].append(list(output.outputs[0].token_ids))
+        assert output.metrics.first_token_time is not None
+        seconds.append(output.metrics.first_token_time - output.metrics.arrival_time)
+    return seconds
+
+
+# All of them
 
 NONE, HOST, DISK, RESTART = "no tier", "host", "host and disk", "after a restart"
 
@@ -69,7 +162,7 @@ def measure(args: argparse.Namespace, path: Path, disk: Path) -> dict[str, Turns
     options = {NONE: {}, HOST: host, DISK: host | {"kv_offloading_path": str(disk / "whole")}}
 
     def run(name: str, job: Conversations) -> Turns:
-        turns = run_child("benchmarks.common.run_conversations", name, job, Turns)
+        turns = run_child(converse, job, name)
         print(f"{name}: {sum(turns.computed_tokens)} prompt tokens computed", flush=True)
         return turns
 
@@ -137,9 +230,5 @@ def benchmark(arguments: Sequence[str]) -> None:
     print(f"Written: {args.output / 'prefix_tiers.json'}, {args.output / 'prefix_tiers.png'}")
 
 
-def main() -> None:
-    command_line.run_script(benchmark)
-
-
 if __name__ == "__main__":
-    main()
+    command_line.run_script(benchmark)

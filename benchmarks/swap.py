@@ -188,9 +188,5 @@ def benchmark(arguments: Sequence[str]) -> None:
     write(args, {**provenance, "ratios": ratios(runs), "modes": modes}, rows)
 
 
-def main() -> None:
-    command_line.run_script(benchmark)
-
-
 if __name__ == "__main__":
-    main()
+    command_line.run_script(benchmark)

@@ -205,9 +205,5 @@ def benchmark(arguments: Sequence[str]) -> None:
     write(args, content, of_variants, runs)
 
 
-def main() -> None:
-    command_line.run_script(benchmark)
-
-
 if __name__ == "__main__":
-    main()
+    command_line.run_script(benchmark)

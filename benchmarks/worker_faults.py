@@ -204,9 +204,5 @@ def run_faults(arguments: Sequence[str]) -> None:
         raise KvLLMError(f"{args.requests - same} requests have other tokens than in the undisturbed run")
 
 
-def main() -> None:
-    command_line.run_script(run_faults)
-
-
 if __name__ == "__main__":
-    main()
+    command_line.run_script(run_faults)

@@ -138,8 +138,8 @@ class EngineArgs:
         max_logprobs: most tokens of which a request may ask for log probabilities at each position; -1 for all.
         block_size: tokens of a KV block, 1 to 256.
         kv_cache_dtype: of keys and values in the cache: "int8", "int6_int4", "int6_int4_hadamard", "int4",
-            "int4_hadamard" or "fp8_e4m3" with a scale for each token and head, "bfloat16", or "auto" for that of activations
-            (docs/kv-cache-dtypes.md).
+            "int4_hadamard" or "fp8_e4m3" with a scale for each token and head, "bfloat16", or "auto" for that of
+            activations (docs/kv-cache-dtypes.md).
         kv_residual_tokens: the last KV pairs of each sequence, up to 512, that are attended as they were before a
             quantized cache rounded them, on a CPU.
         num_gpu_blocks_override: blocks in the KV pool (with `layer_groups`, as many bytes as these take without), or

@@ -15,7 +15,7 @@ from kvllm.config.compression import RECALL_DTYPES
 
 BLOCK_SIZE = 16
 WINDOW, BUFFER = 384, 128
-"""Kara's window and buffer in KV pairs, with which benchmarks/quality/settings.py found the most right answers."""
+"""Kara's window and buffer in KV pairs: with these most answers were right."""
 RECALL_OPTIONS = ("recall_bound", "recall_period", "recall_chunks", "recall_dtype")
 RECENT, GAP = 32, 64
 """KV pairs of the baselines: the last ones, which are always kept and whose queries score; and those between a budget
@@ -88,12 +88,6 @@ def recent_of(method: str, recent: int, kara: Iterable[int], prompts: Iterable[i
         return recent
     blocks = (-(-prompt // BLOCK_SIZE) * BLOCK_SIZE for prompt in prompts)
     return max(recent, min(n - prompt for n, prompt in zip(kara, blocks, strict=True)) // 2)
-
-
-def least_budgets(compression: CompressionConfig, prompts: Iterable[int]) -> list[int]:
-    """The smallest budget that policy="threshold" allows for a prompt of each length."""
-    protected = ((-(-prompt // BLOCK_SIZE) * BLOCK_SIZE if compression.protect_prompt else 0) for prompt in prompts)
-    return [n + compression.buffer + 1 for n in protected]
 
 
 def check_retention(option: str, text: str) -> None:

@@ -75,4 +75,4 @@ def run_all(jobs: dict[str, Job], repeats: int) -> dict[str, list[Measurement]]:
 
 def run_process(job: Job) -> Measurement:
     """Run a job in a new process of this interpreter. Raises KvLLMError if it fails."""
-    return run_child("benchmarks.common.run_job", f"variant {job.name}", job, Measurement)
+    return run_child(run, job, f"variant {job.name}")

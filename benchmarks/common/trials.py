@@ -19,7 +19,6 @@ from benchmarks.common.compressions import BLOCK_SIZE
 from benchmarks.common.progress import SECONDS_SIDE_BY_SIDE, show_progress
 from benchmarks.common.questions import Questions, QuestionSource
 from kvllm import LLM, CompressionConfig, RequestOutput, SamplingParams
-from kvllm.comparison.kv_caches import kv_cache_options
 from kvllm.engine_args import DEFAULT_MODEL
 
 FULL = "full cache"
@@ -41,13 +40,12 @@ class Trial(Struct, frozen=True, kw_only=True):
 
     budgets: KV pairs to which policy="threshold" cuts the cache of each question. retained: KV pairs that
     policy="standalone" keeps of the windows of each question. kv_offloading_size: GiB of host memory, half of it for KV
-    pairs that may come back. kv_cache_dtype: a name of `kv_cache_options`.
+    pairs that may come back.
     """
 
     name: str
     compression: CompressionConfig | None = None
     budgets: list[int] | None = None
-    kv_cache_dtype: str = "auto"
     retained: list[int] | None = None
     kv_offloading_size: float | None = None
 
@@ -133,7 +131,6 @@ def make_engine(setting: Setting, trial: Trial, questions: Questions) -> LLM:
         path_of(setting),
         dtype=setting.dtype,
         block_size=trial.block_size,
-        **kv_cache_options(trial.kv_cache_dtype)._asdict(),
         max_num_seqs=min(setting.max_num_seqs, len(questions.prompts)),
         num_gpu_blocks_override=pool_blocks(setting, trial, questions),
         compression=trial.compression,
@@ -196,7 +193,7 @@ def run_all(
             return found
         job = Job(setting=setting, trial=trial)
         threads = {"OMP_NUM_THREADS": str(setting.threads)}
-        outcome = run_child("benchmarks.common.run_trial", trial.name, job, Outcome, threads)
+        outcome = run_child(run, job, trial.name, threads)
         with lock:
             finished(trial, outcome)
         return outcome

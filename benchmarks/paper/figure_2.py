@@ -282,9 +282,5 @@ def draw_figure(arguments: Sequence[str]) -> None:
     print(f"Written: {args.output / 'figure_2.json'}, {args.output / 'figure_2.png'}")
 
 
-def main() -> None:
-    command_line.run_script(draw_figure)
-
-
 if __name__ == "__main__":
-    main()
+    command_line.run_script(draw_figure)

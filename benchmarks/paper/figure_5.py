@@ -167,9 +167,5 @@ def run_figure(arguments: Sequence[str]) -> None:
     print(f"Written: {args.output / 'figure_5.json'}, {args.output / 'figure_5.png'}")
 
 
-def main() -> None:
-    command_line.run_script(run_figure)
-
-
 if __name__ == "__main__":
-    main()
+    command_line.run_script(run_figure)

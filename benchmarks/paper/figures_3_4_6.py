@@ -240,9 +240,5 @@ def run_figures(arguments: Sequence[str]) -> None:
     print("\nWritten:", ", ".join(str(args.output / name) for name in ("figures_3_4_6.json", "figure_3.png, ...")))
 
 
-def main() -> None:
-    command_line.run_script(run_figures)
-
-
 if __name__ == "__main__":
-    main()
+    command_line.run_script(run_figures)

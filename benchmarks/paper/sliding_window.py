@@ -295,9 +295,5 @@ def _to_json(result: Result, job: Job, model: str) -> Mapping[str, Any]:
     }
 
 
-def main() -> None:
-    command_line.run_script(measure_windows)
-
-
 if __name__ == "__main__":
-    main()
+    command_line.run_script(measure_windows)

@@ -41,9 +41,5 @@ def run_table(arguments: Sequence[str]) -> None:
     accuracy.run_comparison("benchmarks.paper.table_1", arguments, args, trials_of(args))
 
 
-def main() -> None:
-    command_line.run_script(run_table)
-
-
 if __name__ == "__main__":
-    main()
+    command_line.run_script(run_table)

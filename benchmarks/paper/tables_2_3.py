@@ -1,4 +1,5 @@
-"""Throughput and latency over the number of sequences that may run at once (tables 2 and 3 of the Kara paper).
+"""Throughput and latency over the number of sequences that may run at once (tables 2 and 3 of the Kara paper), and the
+running sequences and the use of the KV pool over the steps (figures 1 and 9).
 
     python -m benchmarks.paper.tables_2_3 --model DIR --prompts math500/test.jsonl
     python -m benchmarks.paper.tables_2_3 --preset cpu
@@ -6,7 +7,8 @@
 The full cache, SnapKV by threshold, and KvLLM in its modes serve the same requests in the same KV pool. All requests
 arrive at the beginning. Every run is a process of its own, and the variants take turns. The default preset has the
 paper's settings (appendix B.1) on the shape of its model, with random weights. Prompts are random ids unless --prompts
-names a file. The figures go to tables_2_3.json, a plot to tables_2_3.png.
+names a file. The figures go to tables_2_3.json, a plot to tables_2_3.png, the steps of the first runs with the most
+sequences to figures_1_9.png. Counts repeat exactly; times do not.
 
 Throughput has two definitions here, because the paper's figures mix them: output tokens over the time of the run, and
 the mean over its steps of tokens / the step's time. The second weighs a long run's last, nearly empty steps as much as
@@ -102,6 +104,26 @@ def latency_table(titles: dict[str, str], rows: dict[str, Row]) -> str:
     )
 
 
+def pool_table(titles: dict[str, str], rows: dict[str, Row]) -> str:
+    header = ["running sequences and KV pool", "mean con-\ncurrency", "peak", "pool in\nuse, mean", "peak", "steps"]
+    firsts = {name: row.runs[0] for name, row in rows.items()}
+    return report.table(
+        [*header, "blocks\nreleased"],
+        [
+            [
+                titles[name],
+                f"{run.mean_concurrency:.1f}",
+                f"{run.peak_concurrency}",
+                f"{run.mean_blocks / run.num_blocks:.0%}",
+                f"{run.peak_blocks / run.num_blocks:.0%}",
+                f"{run.steps:,}",
+                f"{run.blocks_released:,}",
+            ]
+            for name, run in firsts.items()
+        ],
+    )
+
+
 def plot(path: Path, model: str, titles: dict[str, str], tables: dict[int, dict[str, Row]]) -> None:
     def lines(figure: str) -> dict[str, report.Line]:
         return {
@@ -155,7 +177,8 @@ def measure_tables(arguments: Sequence[str]) -> None:
             of_variants = jobs.run_all(of_number[number], args.repeats)
             limit = limit or limits.physical_limit(model, args.dtype, of_variants[args.variants[0]][0].device)
             tables[number] = rows = make_rows(of_variants, limit)
-            print(f"\n{throughput_table(titles, rows)}\n\n{latency_table(titles, rows)}", flush=True)
+            for table in (throughput_table, latency_table, pool_table):
+                print(f"\n{table(titles, rows)}", flush=True)
     print(
         f"\nMedians of {args.repeats} runs; gains are over {titles[args.variants[0]]}, of runs that follow each other."
     )
@@ -169,16 +192,21 @@ def measure_tables(arguments: Sequence[str]) -> None:
         "workload": totals,
         "physical_limit": msgspec.to_builtins(limit),
         "variants": titles,
+        "timelines": {name: row.runs[0].timeline for name, row in tables[max(tables)].items()},
         "tables": {str(number): to_json(rows, of_number[number], args.model) for number, rows in tables.items()},
     }
     report.write_json(args.output / "tables_2_3.json", content)
     plot(args.output / "tables_2_3.png", args.model, titles, tables)
-    print(f"Written: {args.output / 'tables_2_3.json'}, {args.output / 'tables_2_3.png'}")
-
-
-def main() -> None:
-    command_line.run_script(measure_tables)
+    most = max(tables)
+    firsts = {titles[name]: row.runs[0] for name, row in tables[most].items()}
+    report.plot_timelines(
+        args.output / "figures_1_9.png",
+        f"{args.model}: at most {most} sequences, {pool} blocks of {args.block_size}",
+        {title: run.timeline for title, run in firsts.items()},
+        [run.num_blocks for run in firsts.values()],
+    )
+    print(f"Written: {args.output / 'tables_2_3.json'}, {args.output / 'tables_2_3.png'}, figures_1_9.png")
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run_script(measure_tables)

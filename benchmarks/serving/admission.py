@@ -146,9 +146,5 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main() -> None:
-    command_line.run_script(sweep)
-
-
 if __name__ == "__main__":
-    main()
+    command_line.run_script(sweep)

@@ -15,27 +15,181 @@ import asyncio
 import contextlib
 import json
 import random
+import re
+import socket
+import struct
 import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import psutil
-from msgspec import Struct
+from msgspec import Struct, structs
 
-from benchmarks.common import command_line, fuzz, machine, raw_http, report
-from benchmarks.common.raw_http import close, connect, count_statuses, exchange, post
+from benchmarks.common import command_line, machine, report
 from benchmarks.common.streams import Stream, read_stream
 from kvllm.client.scrape import parse
 from kvllm.config import require
+from kvllm.serving.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from tests.helpers.server import ServerProcess
+
+# Bytes to a server and back
+
+STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
+KEY = b"sk-crowd"
+"""Of the requests that harm."""
+RESET = struct.pack("ii", 1, 0)
+"""A linger time of 0: the connection ends with a reset."""
+
+
+async def connect(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    address = urlsplit(url)
+    return await asyncio.open_connection(address.hostname, address.port)
+
+
+async def exchange(url: str, data: bytes, seconds: float) -> bytes:
+    """Send bytes, and return what came until the server closed the connection, or until so many seconds have passed."""
+    reader, writer = await connect(url)
+    content = bytearray()
+    with contextlib.suppress(TimeoutError, ConnectionError):
+        async with asyncio.timeout(seconds):
+            writer.write(data)
+            while part := await reader.read(1 << 16):
+                content += part
+    await close(writer)
+    return bytes(content)
+
+
+async def close(writer: asyncio.StreamWriter, *, reset: bool = False) -> None:
+    if reset:
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+    writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
+
+
+def post(path: str, body: bytes) -> bytes:
+    """A request whose answer ends with the connection."""
+    return head(path) + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+
+
+def head(path: str) -> bytes:
+    """The beginning of a request with a JSON body, without the body's length."""
+    fields = b"Host: x\r\nAuthorization: Bearer %s\r\nContent-Type: application/json\r\n" % KEY
+    return b"POST %s HTTP/1.1\r\n" % path.encode() + fields
+
+
+def count_statuses(statuses: Counter[str], content: bytes) -> None:
+    """Count the answers in what a server has sent; "no answer" if there is none."""
+    found = [status.decode() for status in STATUS.findall(content)]
+    statuses.update(found or ["no answer"])
+
+
+# Random requests: broken HTTP, and bodies of wrong types and absurd sizes
+
+ROUTES = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatCompletionRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+VALID: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "AB=", "max_tokens": 3},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "AB="}], "max_tokens": 3},
+    "/tokenize": {"prompt": "AB="},
+    "/detokenize": {"tokens": [3, 4]},
+}
+EXPLODING: tuple[dict[str, Any], ...] = (
+    {"structured_outputs": {"regex": "(((a?){30}){30}){30}"}},
+    {"structured_outputs": {"regex": "(a|aa|aaa)*" * 200}},
+    {"structured_outputs": {"choice": ["x" * 5000] * 200}},
+    {"structured_outputs": {"grammar": "start: " + " ".join(f"r{i}" for i in range(3000))}},
+    {"structured_outputs": {"json": {"type": "string", "pattern": "(((a?){30}){30}){30}"}}},
+    {"structured_outputs": {"json": {"type": "array", "maxItems": 10**9, "items": {"enum": list(range(5000))}}}},
+    {"structured_outputs": {"json": {"$ref": "#"}}},
+    {"response_format": {"type": "json_schema", "json_schema": {"schema": {"allOf": [{"$ref": "#"}] * 50}}}},
+)
+"""Rules whose automata, or whose compilation, grow without an end."""
+
+
+def wire(rng: random.Random) -> bytes:
+    """Bytes of a request that is broken somewhere, or of none at all."""
+    path = rng.choice(list(VALID))
+    body = json.dumps(VALID[path]).encode()
+    begin = head(path)
+    whole = begin + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    kinds = (
+        lambda: rng.randbytes(rng.randint(1, 2000)),
+        lambda: whole[: rng.randrange(len(whole))],
+        lambda: _mutated(rng, whole),
+        lambda: begin + b"Content-Length: %d\r\n\r\n" % rng.choice((0, 1, len(body) - 3, len(body) + 50)) + body,
+        lambda: begin + b"Content-Length: %s\r\n\r\n" % rng.choice((b"-1", b"x", b"9" * 30, b"1e3", b"")) + body,
+        lambda: begin + b"Content-Length: 5\r\nContent-Length: 9\r\n\r\n" + body,
+        lambda: begin + b"Transfer-Encoding: chunked\r\n\r\n" + _chunks(rng, body),
+        lambda: begin + b"Transfer-Encoding: %s\r\n\r\n" % rng.choice((b"gzip", b"x, chunked", b"chunked, x")) + body,
+        lambda: begin + b"Content-Length: 9\r\nTransfer-Encoding: chunked\r\n\r\n" + body,
+        lambda: begin + b"X: " + b"a" * rng.choice((60_000, 70_000, 400_000)) + b"\r\n\r\n",
+        lambda: begin + b"X: y\r\n" * rng.choice((1000, 30_000)) + b"\r\n",
+        lambda: b"GET /" + rng.randbytes(rng.randint(1, 300)).hex().encode() * 50 + b" HTTP/1.1\r\n\r\n",
+        lambda: (
+            b"%s / HTTP/%s\r\nHost: x\r\n\r\n" % (rng.choice((b"GET", b"PRI", b"\xff")), rng.choice((b"0.9", b"7")))
+        ),
+        lambda: begin.replace(b"\r\n", b"\n") + b"\n" + body,
+        lambda: begin + b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n" % len(body) + body,
+        lambda: b"GET / HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n" + rng.randbytes(50),
+        lambda: whole * rng.randint(2, 20),
+        lambda: b"\x16\x03\x01" + rng.randbytes(300),
+    )
+    return rng.choice(kinds)()
+
+
+def _mutated(rng: random.Random, data: bytes) -> bytes:
+    changed = bytearray(data)
+    for _ in range(rng.randint(1, 8)):
+        changed[rng.randrange(len(changed))] = rng.randrange(256)
+    return bytes(changed)
+
+
+def _chunks(rng: random.Random, body: bytes) -> bytes:
+    length = rng.choice((b"%x" % len(body), b"%x" % (len(body) + 9), b"-1", b"zz", b"f" * 40, b"0" * 5000 + b"1"))
+    return length + b"\r\n" + body + rng.choice((b"\r\n0\r\n\r\n", b"0\r\n", b"", b"\r\n1\r\n"))
+
+
+def body(rng: random.Random) -> tuple[str, bytes]:
+    """A route, and a body for it in which some fields have random values, of the right type or of wrong ones."""
+    path = rng.choice(list(ROUTES))
+    fields = [field.encode_name for field in structs.fields(ROUTES[path])]
+    content = dict(VALID[path])
+    for name in rng.sample(fields, min(len(fields), rng.choice((1, 1, 1, 2, 4)))):
+        content[name] = _value(rng, depth=3)
+    return path, json.dumps(content, ensure_ascii=rng.random() < 0.5).encode("utf-8", "surrogatepass")
+
+
+def _value(rng: random.Random, depth: int) -> Any:
+    scalars = (
+        *(None, True, False, 0, 1, -1, 2, 3, 20, 128, 1000, 2**31, 2**63, -(2**63), 10**40, 0.5, -0.0, 1e308, 1e-308),
+        *(float("nan"), float("inf"), "", "a", "auto", "none", "json_object", "text", "json_schema", "user", "system"),
+        *("\x00", "\ud800", "é" * 50, "🙂" * 9, "{{ 7*7 }}", "{% for x in range(10**9) %}{% endfor %}", "../../etc"),
+        *("a" * 20_000, "1" * 5000, "http://localhost/x", "%s%n", "'; --", "\u202e", "<|im_start|>", "(a+)+$"),
+    )
+    if depth == 0 or rng.random() < 0.6:
+        return rng.choice(scalars)
+    names = ("type", "json", "regex", "choice", "grammar", "role", "content", "function", "name", "schema", "1", "-1")
+    if rng.random() < 0.5:
+        return {rng.choice(names): _value(rng, depth - 1) for _ in range(rng.randint(0, 4))}
+    return [_value(rng, depth - 1) for _ in range(rng.choice((0, 1, 2, 5, 300 if depth == 1 else 9)))]
+
+
+# The parts
 
 FLAGS = (
     *("--block-size", "16", "--num-gpu-blocks-override", "256", "--max-model-len", "512", "--max-num-seqs", "32"),
     *("--max-num-queued-reqs", "256", "--compression", "policy=pressure,window_blocks=3,retain_blocks=2,buffer=8"),
 )
-NEIGHBOUR_KEY, CROWD_KEY = "sk-neighbour", raw_http.KEY.decode()
+NEIGHBOUR_KEY, CROWD_KEY = "sk-neighbour", KEY.decode()
 AT_ONCE = 24
 GONE = 32
 NEIGHBOUR = {
@@ -132,16 +286,16 @@ class Faults:
         if any(stream.token_ids != self._expected or not stream.is_whole for stream in streams):
             self.wrong.append("a stream of the neighbour has other tokens than without the others")
 
-    # The parts
+    # One request of a part
 
     async def broken_http(self, number: int, statuses: Counter[str]) -> None:
-        count_statuses(statuses, await exchange(self.server.url, fuzz.wire(self.rng), 1))
+        count_statuses(statuses, await exchange(self.server.url, wire(self.rng), 1))
 
     async def random_body(self, number: int, statuses: Counter[str]) -> None:
-        count_statuses(statuses, await exchange(self.server.url, post(*fuzz.body(self.rng)), 60))
+        count_statuses(statuses, await exchange(self.server.url, post(*body(self.rng)), 60))
 
     async def exploding_rule(self, number: int, statuses: Counter[str]) -> None:
-        body = {**fuzz.VALID["/v1/completions"], **fuzz.EXPLODING[number % len(fuzz.EXPLODING)]}
+        body = {**VALID["/v1/completions"], **EXPLODING[number % len(EXPLODING)]}
         data = post("/v1/completions", json.dumps(body).encode())
         count_statuses(statuses, await exchange(self.server.url, data, 60))
 
@@ -177,7 +331,7 @@ class Faults:
     async def dropped(self, number: int, statuses: Counter[str]) -> None:
         """A connection that ends before its request, within it, or before the answer."""
         _, writer = await connect(self.server.url)
-        data = post("/v1/completions", json.dumps(LONG if number % 50 == 0 else fuzz.VALID["/v1/completions"]).encode())
+        data = post("/v1/completions", json.dumps(LONG if number % 50 == 0 else VALID["/v1/completions"]).encode())
         writer.write(data[: self.rng.choice((0, 0, 20, len(data) - 5, len(data)))])
         await close(writer, reset=number % 2 == 1)
         statuses["dropped"] += 1
@@ -296,9 +450,5 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def main() -> None:
-    command_line.run_script(run)
-
-
 if __name__ == "__main__":
-    main()
+    command_line.run_script(run)

@@ -14,8 +14,11 @@ and the time around a step. They tell whether the server makes the engine's crit
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -27,17 +30,98 @@ from typing import Any
 import msgspec
 import psutil
 from msgspec import Struct
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from benchmarks.common import command_line, machine, report, shapes
-from benchmarks.common.generate_rounds import Batch, GenerateProcess
+from benchmarks.common.child import ROOT
 from benchmarks.common.streams import Stream, run_streams
-from benchmarks.common.text_tokenizer import write_tokenizer
+from kvllm import LLM, SamplingParams
 from kvllm.client.scrape import Scrape, parse
 from kvllm.config import require
 from kvllm.engine_args import DEFAULT_MODEL
 from kvllm.errors import KvLLMError
 from kvllm.models.config import load_model_config
 from tests.helpers.server import ServerProcess
+
+# LLM.generate
+
+
+class Batch(Struct):
+    """What to generate. options: of the LLM."""
+
+    model: str
+    options: dict[str, Any]
+    prompts: list[list[int]]
+    output_tokens: int
+
+
+class Round(Struct, kw_only=True):
+    """One round. seconds: of the whole batch. step_seconds, model_seconds: of all steps, and of the model in these."""
+
+    seconds: float
+    steps: int
+    step_seconds: float
+    model_seconds: float
+    token_ids: list[list[int]]
+
+
+class GenerateProcess:
+    """A process that calls `LLM.generate` on one batch again and again, whenever it is told to."""
+
+    def __init__(self, batch: Batch) -> None:
+        command = [sys.executable, "-c", "from benchmarks.serving.http_overhead import serve_rounds; serve_rounds()"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
+        self._send(msgspec.json.encode(batch))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def run(self) -> Round:
+        """One round. The first one waits until the model is loaded."""
+        self._send(b"")
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the process of LLM.generate has ended with code {self._process.wait()}")
+        return msgspec.json.decode(line, type=Round)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+
+    def _send(self, line: bytes) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + b"\n")
+        self._process.stdin.flush()
+
+
+def serve_rounds() -> None:
+    """The other end: a Batch comes first, then a line for each round."""
+    batch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Batch)
+    llm = LLM(batch.model, **batch.options)
+    for _ in sys.stdin.buffer:
+        sys.stdout.buffer.write(msgspec.json.encode(_run(llm, batch)) + b"\n")
+        sys.stdout.buffer.flush()
+
+
+def _run(llm: LLM, batch: Batch) -> Round:
+    params = SamplingParams(temperature=0, max_tokens=batch.output_tokens, ignore_eos=True)
+    stats = llm.stats()
+    steps, step_seconds, model_seconds = stats.steps, stats.step_seconds, stats.decode_seconds + stats.prefill_seconds
+    begin = time.perf_counter()
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in batch.prompts], params, use_tqdm=False)
+    return Round(
+        seconds=time.perf_counter() - begin,
+        steps=stats.steps - steps,
+        step_seconds=stats.step_seconds - step_seconds,
+        model_seconds=stats.decode_seconds + stats.prefill_seconds - model_seconds,
+        token_ids=[output.outputs[0].token_ids for output in outputs],
+    )
+
+
+# Both sides
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 32
@@ -225,6 +309,20 @@ def _model(name: str, folder: Path, args: argparse.Namespace) -> tuple[Path, dic
     return path, {**options, "load_format": "dummy"}
 
 
+def write_tokenizer(directory: Path, vocab_size: int) -> None:
+    """Write a byte-level tokenizer of up to `vocab_size` tokens, pieces of this repository's pages and sources."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
+    files = sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "kvllm").rglob("*.py")])
+    tokenizer.train([str(file) for file in files], trainer)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
 def run(arguments: Sequence[str]) -> None:
     args = parse_arguments(arguments)
     provenance = machine.provenance("benchmarks.serving.http_overhead", arguments)
@@ -261,9 +359,5 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def main() -> None:
-    command_line.run_script(run)
-
-
 if __name__ == "__main__":
-    main()
+    command_line.run_script(run)

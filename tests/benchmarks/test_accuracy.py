@@ -12,7 +12,6 @@ from benchmarks.common import answer_tables, compressions, intervals
 from benchmarks.common.questions import QuestionSource, read_records, same_answer
 from benchmarks.common.trials import FULL, Outcome
 from benchmarks.paper import figure_5, table_1
-from benchmarks.quality import kv_dtypes, settings
 from kvllm.errors import ConfigError
 
 
@@ -103,10 +102,9 @@ def test_windows_that_leave_a_budget(length: int, start: int) -> None:
 SMALL = ["--problems", "2", "--sizes", "6", "7", "--retention", "0.2"]
 
 
-def run_script(script: ModuleType, arguments: list[str], output: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict]:
+def run_script(script: ModuleType, arguments: list[str], output: Path) -> list[dict]:
     """The trials it writes, in its order."""
-    monkeypatch.setattr("sys.argv", [script.__name__, *SMALL, *arguments, "--output", str(output)])
-    script.main()
+    script.run_table([*SMALL, *arguments, "--output", str(output)])
     name = script.__name__.rpartition(".")[2]
     assert (output / f"{name}.png").stat().st_size > 1000
     trials = json.loads((output / f"{name}.json").read_text())["trials"]
@@ -114,40 +112,12 @@ def run_script(script: ModuleType, arguments: list[str], output: Path, monkeypat
 
 
 @pytest.mark.long
-def test_table_1_takes_parts_of_kara_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    *parts, full = run_script(table_1, ["--window", "96", "--buffer", "16"], tmp_path, monkeypatch)
+def test_table_1_takes_parts_of_kara_away(tmp_path: Path) -> None:
+    *parts, full = run_script(table_1, ["--window", "96", "--buffer", "16"], tmp_path)
     assert {trial["compression"]["method"] for trial in parts} == {"kara", "kara_no_bi", "kara_no_token2chunk"}
     for trial in parts:
         assert (trial["compression"]["window_blocks"], trial["compression"]["retain_tokens"]) == (96, 16 + 16)
         assert trial["windows"] > 0 and trial["kept"] < full["kept"] == 1
-
-
-@pytest.mark.long
-def test_kv_dtypes_have_equal_bytes(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Of 64 floats int8 takes 68 bytes and int4 36, for a key and a value each; kara_sharp adds a score of 4 bytes."""
-    arguments = ["--problems", "2", "--sizes", "6", "7", "--window", "64", "--buffer", "16", "--output", str(tmp_path)]
-    arguments += ["--methods", "kara_sharp", "keydiff", "--shares", "0.07", "0.2", "--kv-cache-dtypes", "int4", "int8"]
-    kv_dtypes.run_table(arguments)
-    trials = json.loads((tmp_path / "kv_dtypes.json").read_text())["trials"]
-    full, whole = trials["full cache"], trials["int4, all pairs"]
-    assert full["right"] == whole["right"] == [True, True] and full["kept"] == whole["kept"] == 1
-    # All pairs of int4 take less than 20%; the prompts of int8 and a buffer more than 7%.
-    cells = {"int4, kara_sharp 0.07", "int8, kara_sharp 0.2", "int4, keydiff 0.07", "int8, keydiff 0.2"}
-    assert trials.keys() - cells == {"full cache", "int4, all pairs", "int8, all pairs"}
-    shown = capsys.readouterr().out.partition("Bytes held at the end")[2].splitlines()
-    rows = {row[:16]: row[16:].split() for row in shown}
-    lengths = full["logical_lengths"]
-    for dtype, share, of_sharp, of_keydiff in (("int4", 0.07, 76, 72), ("int8", 0.2, 140, 136)):
-        windows, cut = trials[f"{dtype}, kara_sharp {share}"], trials[f"{dtype}, keydiff {share}"]
-        dropped = 64 - windows["compression"]["retain_tokens"]
-        assert lengths[0] - 5 * dropped == windows["cached_lengths"][0]  # whose answer is as long as the full cache's
-        held, more = ((sum(lengths) - 11 * each) * of_sharp / 512 / sum(lengths) for each in (dropped, dropped - 1))
-        assert held <= share < more
-        shown_share = f"{100 * windows['kept'] * of_sharp / 512:.1f}"
-        assert rows[f"{dtype}, kara_sharp"] == ([shown_share, "14.1"] if dtype == "int4" else ["-", shown_share])
-        budgets = [int(share * length * 512 / of_keydiff) for length in lengths]
-        assert all(n <= m < n + 64 for n, m in zip(budgets, cut["cached_lengths"], strict=True))
-    assert (tmp_path / "kv_dtypes.png").stat().st_size > 1000
 
 
 def test_others_are_compared_with_the_first_that_has_a_column() -> None:
@@ -171,18 +141,6 @@ def test_others_are_compared_with_the_first_that_has_a_column() -> None:
     rows = {row[:12].strip(): row[12:].split() for row in compared.splitlines()}
     assert rows["all bits"] == ["-"]
     assert rows["fewer bits"][:1] == ["+0.0"] and rows["least bits"][:1] == ["-100.0"]
-
-
-@pytest.mark.long
-def test_settings_change_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    arguments = ["--method", "kara_sharp", "--vary", "buffer"]
-    *varied, full = run_script(settings, arguments, tmp_path, monkeypatch)
-    compressions = [trial["compression"] for trial in varied]
-    assert {compression["method"] for compression in compressions} == {"kara_sharp"}
-    assert sorted(compression.pop("buffer") for compression in compressions) == [16, 32, 64, 128, 192]
-    assert sorted(compression.pop("retain_tokens") for compression in compressions) == [90, 103, 128, 180, 231]
-    assert all(compression == compressions[0] for compression in compressions)
-    assert full["compression"] is None and "kara_sharp: window 384, buffer 128" in capsys.readouterr().out
 
 
 def test_h2o_keeps_as_many_recent_entries_as_heavy_hitters() -> None:

@@ -1,11 +1,8 @@
-"""The scripts about needles in haystacks and the survivors of a window."""
+"""The scripts about the survivors of a window and its attention."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from fractions import Fraction
-from math import ceil
 from pathlib import Path
 
 import numpy as np
@@ -16,17 +13,13 @@ from torch import nn
 from benchmarks.common import compressions
 from benchmarks.common.questions import QuestionSource
 from benchmarks.paper import figure_7, figures_3_4_6
-from benchmarks.quality import niah
 from benchmarks.reasoner.checkpoint import save_checkpoint
-from benchmarks.reasoner.model import HIDDEN, ROPE_THETA, Reasoner
-from benchmarks.reasoner.tokenizer import EOS, TOKEN_IDS, encode
+from benchmarks.reasoner.model import ROPE_THETA, Reasoner
+from benchmarks.reasoner.tokenizer import TOKEN_IDS, encode
 from kvllm import LLM, SamplingParams
-from kvllm.comparison.teacher_forcing import TeacherForcing
 from kvllm.errors import ConfigError
-from kvllm.tokenizer import load_tokenizer
 from tests.helpers.dense_decoder import DenseDecoder
 from tests.helpers.literal_kara import literal_token2chunk
-from tests.helpers.literal_streaming import streaming_cache
 from tests.helpers.recorder import Recorder
 
 
@@ -45,106 +38,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": ROPE_THETA}  # where the dense decoder looks
     (path / "config.json").write_text(json.dumps(config))
     return path
-
-
-def write_parrot(path: Path, text: str) -> None:
-    """A reasoner that says one sentence, of words that are all different, behind its first word."""
-    chain = [*encode(text), TOKEN_IDS[EOS]]
-    assert len(set(chain)) == len(chain)
-    weight = torch.zeros(len(TOKEN_IDS), HIDDEN)
-    for i, token in enumerate(chain):
-        # The product of a word's embedding with the next one's is 1.5 times that with itself, and all others are less.
-        weight[token, [i, max(0, i - 1)]] = 3.0**i
-    model = Reasoner(len(TOKEN_IDS))  # whose layers add nothing before it is trained
-    model.embed_tokens.weight.data = weight
-    save_checkpoint(model, path)
-
-
-# Needles
-
-
-def window_evictions(prompt: int, output: int, window: int, buffer: int, retention: str, start: int) -> int:
-    """Entries that Kara drops of a text whose last token is never stored; windows may cover it from `start` on."""
-    scored, evicted, tail = window - buffer, 0, prompt - start
-    for _ in range(output - 1):
-        while tail >= window:
-            tail -= scored
-            evicted += scored - ceil(Fraction(retention) * scored)
-        tail += 1
-    return evicted
-
-
-def test_given_tokens_are_as_good_as_a_longer_prompt(checkpoint: Path) -> None:
-    token_ids = [encode("the old house sees the green dog near the "), encode("at we have 3+4, so we get ")]
-    params = [SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)] * 2
-    expected = LLM(checkpoint).generate([{"prompt_token_ids": ids} for ids in token_ids], params, use_tqdm=False)
-    prompts, forced = [ids[:5] for ids in token_ids], [ids[5:] for ids in token_ids]
-    longer = [SamplingParams(temperature=0, max_tokens=12 + len(ids), ignore_eos=True) for ids in forced]
-    outputs = TeacherForcing(LLM(checkpoint)).feed(prompts, forced, longer)
-    for output, ids, other in zip(outputs, forced, expected, strict=True):
-        assert output.outputs[0].token_ids == ids + other.outputs[0].token_ids
-
-
-def niah_arguments(path: Path, output: Path, *more: str) -> list[str]:
-    grid = ["--sentences", "6", "20", "--depths", "0", "0.5", "1", "--problems", "2", "--window", "32", "--buffer", "8"]
-    methods = ["--methods", "snapkv", "streaming", "--output", str(output)]
-    return ["--model", str(path), *grid, *methods, "--retention", "0.4", *more]
-
-
-@pytest.mark.parametrize("more", [(), ("--question-after",)])
-def test_needles(checkpoint: Path, tmp_path: Path, capsys, more: Sequence[str]) -> None:
-    """A model that knows one answer finds that needle alone; every method has the memory of Kara."""
-    tokenizer = load_tokenizer(checkpoint)
-    needles = niah.make_needles(niah.parse_arguments(niah_arguments(checkpoint, tmp_path)), tokenizer)
-    known = next(needle for needle in needles if needle.column and len(set(needle.problem.answer)) == 4)
-    (tmp_path / "parrot").mkdir()
-    write_parrot(tmp_path / "parrot", f"\n{known.problem.working}")
-    niah.run_niah(niah_arguments(tmp_path / "parrot", tmp_path, *more))
-    written = json.loads((tmp_path / "niah.json").read_text())["methods"]
-    assert list(written) == ["full cache", "kara", "snapkv", "streaming"]
-    expected = [[0.5 * ((row, column) == (known.row, known.column)) for column in range(2)] for row in range(3)]
-    for name, found in written.items():
-        assert found["cells"] == expected, name
-        assert found["accuracy"] == pytest.approx(1 / 12)
-    for i, needle in enumerate(needles):
-        output = written["kara"]["tokens"][i] + (len(needle.question) if more else 0)
-        prompt = len(needle.haystack) + (0 if more else len(needle.question))
-        logical = prompt + output - 1
-        evicted = window_evictions(prompt, output, 32, 8, "0.4", start=0)
-        assert written["full cache"]["cached_lengths"][i] == written["kara"]["logical_lengths"][i] == logical
-        assert evicted and written["kara"]["cached_lengths"][i] == logical - evicted
-        visible = streaming_cache(prompt, output, logical - evicted, gap=16, protected=0)
-        assert (
-            written["streaming"]["cached_lengths"][i]
-            == written["snapkv"]["cached_lengths"][i]
-            == len(visible[-1])
-            < logical
-        )
-    assert "8.3 [" in capsys.readouterr().out
-    assert (tmp_path / "niah.png").stat().st_size > 1000
-
-
-def test_needles_with_recall(checkpoint: Path, tmp_path: Path) -> None:
-    """What comes back changes places with what is held, so that as many pairs are held."""
-    options = ("--methods", "snapkv", "--depths", "0.5", "--sentences", "20", "--recall-period", "1")
-    niah.run_niah(niah_arguments(checkpoint, tmp_path, *options))
-    methods = json.loads((tmp_path / "niah.json").read_text())["methods"]
-    assert methods["full cache"]["recalled_bytes"] == 0
-    for method in ("kara", "snapkv"):
-        assert methods[method]["recalled_bytes"] > 0 and methods[method]["kept"] < 0.6
-
-
-def test_needles_are_where_they_should_be(checkpoint: Path) -> None:
-    arguments = ["--model", str(checkpoint), "--sentences", "10", "40", "--depths", "0", "0.3", "1", "--problems", "3"]
-    needles = niah.make_needles(niah.parse_arguments(arguments), load_tokenizer(checkpoint))
-    assert len(needles) == 2 * 3 * 3
-    for needle in needles:
-        assert needle.haystack + needle.question == encode(needle.problem.prompt)
-        before = needle.problem.prompt.partition("note that")[0]
-        assert before.count("then") == round((0, 0.3, 1)[needle.row] * (10, 40)[needle.column])
-        name = needle.problem.answer[0]
-        assert needle.question == encode(f"\n?{name}\n")
-        assert f" that {needle.problem.answer} is" in needle.problem.prompt
 
 
 # The survivors of a window
@@ -237,9 +130,6 @@ def test_stretches() -> None:
 @pytest.mark.parametrize(
     ("parse", "arguments", "message"),
     [
-        (niah.parse_arguments, ["--sentences", "1"], "--sentences"),
-        (niah.parse_arguments, ["--depths", "1.5"], "--depths"),
-        (niah.parse_arguments, ["--retention", "0"], "--retention"),
         (figure_7.parse_arguments, ["--retention", "2"], "--retention"),
     ],
 )

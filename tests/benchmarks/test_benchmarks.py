@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks import cpu_kernels, demo, throughput
-from benchmarks.common import cpu_attention, cpu_products, engines, jobs, limits, machine, report, shapes, workloads
+from benchmarks.common import engines, jobs, limits, machine, report, shapes, workloads
 from benchmarks.common.jobs import Job
 from benchmarks.common.problem_sets import ProblemSet
 from benchmarks.common.variants import parse_variant
@@ -240,10 +240,9 @@ def test_a_failed_run_is_reported_with_its_reason(tmp_path):
         (["--block-size", "16", "--variants", "vanilla", "kara:buffer=32"], "buffer=32.*lower buffer"),
     ],
 )
-def test_wrong_arguments_are_refused_before_anything_runs(arguments, message, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["throughput", *arguments])
-    with pytest.raises(SystemExit, match=message):
-        throughput.main()
+def test_wrong_arguments_are_refused_before_anything_runs(arguments, message, capsys):
+    with pytest.raises(KvLLMError, match=message):
+        throughput.benchmark(arguments)
     assert capsys.readouterr().out == ""
 
 
@@ -295,10 +294,9 @@ def test_demo_gives_all_pools_the_same_bytes(variant: str) -> None:
     assert engine["num_gpu_blocks_override"] == 9 and "kv_cache_memory_bytes" not in engine
 
 
-def test_demo_refuses_settings_that_do_not_fit_before_it_runs(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["demo", "--variants", "vanilla", "kara:buffer=32"])
-    with pytest.raises(SystemExit, match="lower buffer"):
-        demo.main()
+def test_demo_refuses_settings_that_do_not_fit_before_it_runs(capsys):
+    with pytest.raises(KvLLMError, match="lower buffer"):
+        demo.run_demo(["--variants", "vanilla", "kara:buffer=32"])
     assert capsys.readouterr().out == ""
 
 
@@ -307,10 +305,10 @@ def test_demo_refuses_settings_that_do_not_fit_before_it_runs(monkeypatch, capsy
 
 def test_cpu_kernels_reads_each_layer_of_caches_that_exceed_the_processors(monkeypatch):
     operator("paged_attention")
-    monkeypatch.setattr(cpu_attention, "CACHE_BYTES", 1 << 20)
-    case = cpu_attention.AttentionCase("50m", "bfloat16", 16, batch=2, context=96)
+    monkeypatch.setattr(cpu_kernels, "CACHE_BYTES", 1 << 20)
+    case = cpu_kernels.AttentionCase("50m", "bfloat16", 16, batch=2, context=96)
     assert case.bytes == 2 * 2 * 2 * 96 * 64 * 2  # of keys and values, sequences, heads
-    decode = cpu_attention.Decode(case)
+    decode = cpu_kernels.Decode(case)
     assert decode.cache.data.nbytes > (1 << 20) - case.bytes
     assert 0 < decode.seconds() < 1
 
@@ -319,16 +317,16 @@ def test_cpu_kernels_reads_each_layer_of_caches_that_exceed_the_processors(monke
 def small_shape(monkeypatch):
     small = {**shapes.SHAPES["50m"], "vocab_size": 1024, "hidden_size": 128, "intermediate_size": 256}
     monkeypatch.setitem(shapes.SHAPES, "small", {**small, "num_hidden_layers": 2})
-    monkeypatch.setattr(cpu_products, "SECONDS", 0.0)
+    monkeypatch.setattr(cpu_kernels, "SECONDS", 0.0)
     yield
-    cpu_products.random_weights.cache_clear()
+    cpu_kernels.random_weights.cache_clear()
 
 
-@pytest.mark.parametrize("weights", cpu_products.WEIGHTS)
+@pytest.mark.parametrize("weights", cpu_kernels.WEIGHTS)
 @pytest.mark.usefixtures("small_shape")
 def test_cpu_kernels_multiplies_all_weights_of_a_model(weights):
-    case = cpu_products.ProductCase("small", weights, rows=3)
-    products = cpu_products.Products(case)
+    case = cpu_kernels.ProductCase("small", weights, rows=3)
+    products = cpu_kernels.Products(case)
     packed = [weight for _, weight in products.weights]
     assert len(packed) == 2 * 4 + 1
     tensors = [tensor for weight in packed for tensor in (weight.packed, weight.scales) if tensor is not None]
@@ -340,7 +338,7 @@ def test_cpu_kernels_multiplies_all_weights_of_a_model(weights):
 
 
 def test_cpu_kernels_compares_products_with_the_nearer_limit(monkeypatch):
-    case = cpu_products.ProductCase("50m", "bfloat16", rows=10)
+    case = cpu_kernels.ProductCase("50m", "bfloat16", rows=10)
     machine_limits = limits.CPULimits(read_bytes_per_s=case.bytes, operations_per_s=2 * case.operations)
     monkeypatch.setattr(limits.machine, "last_level_cache", lambda: case.bytes - 1)
     assert case.figures(2.0, machine_limits)[2:] == ["50%", f"{case.operations / 2e9:.1f}", "25%", "50%"]

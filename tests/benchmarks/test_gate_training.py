@@ -11,20 +11,20 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.common.changed_attention import attend
-from benchmarks.common.gate_training import (
+from benchmarks.common.questions import QuestionSource
+from benchmarks.common.texts import Text
+from benchmarks.quality import train_gates
+from benchmarks.quality.train_gates import (
     TEMPERATURE,
     Biased,
     Gating,
     Places,
     Settings,
     Trainer,
+    attend,
     decayed,
     dropped,
 )
-from benchmarks.common.questions import QuestionSource
-from benchmarks.common.texts import Text
-from benchmarks.quality import train_gates
 from benchmarks.reasoner.tasks import make_problem
 from kvllm import LLM, ConfigError, SamplingParams
 from kvllm.compression.gates import Gates, gate_logits, gates_file

@@ -20,6 +20,7 @@ from benchmarks.peers_engines.environments import PeerFiles
 from benchmarks.peers_engines.protocol import ChildFailed, call
 from benchmarks.peers_engines.registry import ENGINES, ENVIRONMENTS, Environment
 from kvllm import LLM, SamplingParams
+from kvllm.errors import KvLLMError
 from kvllm.models.config import load_model_config
 from tests.helpers.checkpoints import make_checkpoint
 
@@ -240,10 +241,9 @@ def test_peers_writes_a_table_json_and_a_plot(tiny, tmp_path, monkeypatch, capsy
         (["--workloads", "A", "A"], "each may be given once"),
     ],
 )
-def test_wrong_arguments_are_refused_before_anything_runs(arguments, message, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr("sys.argv", ["peers", *arguments, "--environments", str(tmp_path)])
-    with pytest.raises(SystemExit, match=message):
-        peers.main()
+def test_wrong_arguments_are_refused_before_anything_runs(arguments, message, capsys, tmp_path):
+    with pytest.raises(KvLLMError, match=message):
+        peers.benchmark([*arguments, "--environments", str(tmp_path)])
     assert capsys.readouterr().out == ""
 
 

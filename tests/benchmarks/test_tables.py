@@ -14,9 +14,10 @@ import torch
 from benchmarks.common import kara_paper, limits, machine, runs
 from benchmarks.common.jobs import Job, make_engine, run, serve
 from benchmarks.common.measurement import measure
-from benchmarks.paper import figure_1_9, figure_2, sliding_window, tables_2_3
+from benchmarks.paper import figure_2, sliding_window, tables_2_3
 from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.engine_args import DEFAULT_MODEL
+from kvllm.errors import KvLLMError
 from kvllm.tokenizer import load_tokenizer
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.compressions import paper_compression
@@ -149,17 +150,18 @@ def test_tables_2_3_report_what_the_engine_counts(tiny, tmp_path, capsys):
 
     printed = capsys.readouterr().out
     content = json.loads((tmp_path / "tables_2_3.json").read_text())
-    assert (tmp_path / "tables_2_3.png").read_bytes().startswith(PNG)
+    assert all((tmp_path / f"{name}.png").read_bytes().startswith(PNG) for name in ("tables_2_3", "figures_1_9"))
     assert content["command"] in printed and content["machine"]["cores"] and content["versions"]["torch"]
     requests = requests_of(content, tiny, **LENGTHS)
     assert len({request.output_length for request in requests}) > 1
     vanilla, periodic = (content["tables"]["4"][name] for name in ("vanilla", "periodic"))
     assert periodic["compression"]["retain_tokens"] == 9 and periodic["engine"]["max_num_seqs"] == 4
-    for entry in (vanilla, periodic):
+    for name, entry in (("vanilla", vanilla), ("periodic", periodic)):
         assert entry["engine"]["num_gpu_blocks_override"] == vanilla["engine"]["num_gpu_blocks_override"]
         own = run(job_of(entry, requests))
         (reported,) = entry["runs"]
-        assert {name: reported[name] for name in COUNTS} == {name: getattr(own, name) for name in COUNTS}
+        assert {count: reported[count] for count in COUNTS} == {count: getattr(own, count) for count in COUNTS}
+        assert content["timelines"][name] == [list(step) for step in own.timeline]
         assert entry["summary"]["mean_latency"]["median"] == reported["mean_latency"] > 0
         for figure in ("output_tokens_per_s", "step_tokens_per_s"):
             assert f"{reported[figure]:,.0f}" in printed
@@ -167,20 +169,6 @@ def test_tables_2_3_report_what_the_engine_counts(tiny, tmp_path, capsys):
     gain = periodic["runs"][0]["output_tokens_per_s"] / vanilla["runs"][0]["output_tokens_per_s"]
     assert periodic["gains"]["output_tokens_per_s"]["median"] == pytest.approx(gain)
     assert f"{gain - 1:+.1%}" in printed and "+12.75%" in printed
-
-
-def test_figure_1_9_has_every_step(tiny, tmp_path, capsys):
-    chosen = ["--max-num-seqs", "4", "--variants", "vanilla", "pressure", "--pool-fraction", "0.6"]
-    figure_1_9.measure_figure(arguments_of(tiny, tmp_path, *SHORT, *chosen))
-
-    content = json.loads((tmp_path / "figure_1_9.json").read_text())
-    assert (tmp_path / "figure_1_9.png").read_bytes().startswith(PNG)
-    assert content["command"] in capsys.readouterr().out
-    requests = requests_of(content, tiny, **LENGTHS)
-    for entry in content["variants"].values():
-        own = run(job_of(entry, requests))
-        assert entry["run"]["timeline"] == [list(step) for step in own.timeline]
-    assert content["variants"]["pressure"]["run"]["windows_compressed"] > 0
 
 
 def test_memory_limit_is_the_time_to_read_weights_and_blocks(tiny):
@@ -324,7 +312,11 @@ def test_sliding_window_tables_come_from_the_engine(tiny, tmp_path, capsys):
 
 # Wrong arguments
 
-SCRIPTS = {"tables_2_3": tables_2_3, "figure_1_9": figure_1_9, "figure_2": figure_2, "sliding_window": sliding_window}
+SCRIPTS = {
+    "tables_2_3": tables_2_3.measure_tables,
+    "figure_2": figure_2.draw_figure,
+    "sliding_window": sliding_window.measure_windows,
+}
 
 
 @pytest.mark.parametrize(
@@ -339,8 +331,8 @@ SCRIPTS = {"tables_2_3": tables_2_3, "figure_1_9": figure_1_9, "figure_2": figur
         ("tables_2_3", ["--pool-fraction", "2"], "--pool-fraction=2.0"),
         ("tables_2_3", ["--num-blocks", "3"], "a request needs .* blocks of 256 tokens and the pool has 3"),
         ("tables_2_3", ["--max-num-seqs", "9999"], "max_num_batched_tokens=2048"),
-        ("figure_1_9", ["--variants", "vanilla", "vanilla"], "each may be given once"),
-        ("figure_1_9", ["--output-sigma", "-1"], "--output-sigma=-1.0 .*at least 0"),
+        ("tables_2_3", ["--variants", "vanilla", "vanilla"], "each may be given once"),
+        ("tables_2_3", ["--output-sigma", "-1"], "--output-sigma=-1.0 .*at least 0"),
         ("figure_2", ["--preset", "cpu", "--output-len", "100000"], "the longest request has 100"),
         ("figure_2", ["--preset", "cpu", "--regions", "0"], "--regions=0"),
         ("figure_2", ["--preset", "cpu", "--regions", "9999"], "--regions=9999 .*at most the shortest text"),
@@ -353,8 +345,7 @@ SCRIPTS = {"tables_2_3": tables_2_3, "figure_1_9": figure_1_9, "figure_2": figur
         ("sliding_window", ["--max-num-seqs", "0"], "max_num_seqs=0"),
     ],
 )
-def test_wrong_arguments_are_refused_before_anything_runs(script, arguments, message, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", [script, *arguments])
-    with pytest.raises(SystemExit, match=message):
-        SCRIPTS[script].main()
+def test_wrong_arguments_are_refused_before_anything_runs(script, arguments, message, capsys):
+    with pytest.raises(KvLLMError, match=message):
+        SCRIPTS[script](arguments)
     assert capsys.readouterr().out == ""
