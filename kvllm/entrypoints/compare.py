@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from kvllm.comparison.variants import Plan, Setting
 
 METHODS = ("random", "streaming", "h2o", "kara", "auto")
+DTYPES = ("auto", "int6_int4_hadamard", "int6_int4_hadamard+16")
 MOST_SEQUENCES = 32
 
 
@@ -60,8 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--methods", nargs="+", default=METHODS, metavar="NAME", help=f"default: {' '.join(METHODS)}")
     memory = "bytes held at the end of a text, as shares of the full cache (default: 0.5 0.25 0.125)"
     add("--memory", type=float, nargs="+", default=(0.5, 0.25, 0.125), metavar="X", help=memory)
-    dtypes = "of the KV cache, or one with a residual, as in int4+32 (default: auto int6_int4_hadamard)"
-    add("--kv-cache-dtypes", nargs="+", default=("auto", "int6_int4_hadamard"), metavar="NAME", help=dtypes)
+    dtypes = "of the KV cache, or one with a residual, as in int4+32 (default: " + " ".join(DTYPES) + ")"
+    add("--kv-cache-dtypes", nargs="+", default=DTYPES, metavar="NAME", help=dtypes)
     add("--needles", type=int, default=8, metavar="N", help="sentences that are to be found (default: 8; 0: none)")
     add("--dtype", default="auto", choices=CHOICES["dtype"], help="default: auto, the checkpoint's own")
     add("--seed", type=int, default=1, help="of needles, and of choices by lot (default: 1)")
