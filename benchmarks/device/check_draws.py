@@ -13,7 +13,8 @@ from benchmarks.device.log import Figures, Log, within
 from benchmarks.device.target import Target
 from kvllm import SamplingParams
 from kvllm.worker import draws
-from kvllm.worker.sampler import SampleRow, SampleRows, sample
+from kvllm.worker.sample_row import SampleRow
+from kvllm.worker.sampler import SampleRows, sample
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.7},

@@ -25,7 +25,8 @@ from kvllm.errors import ConfigError
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.kvcache.formats import KV_FORMATS, KVFormat
 from kvllm.models import elementwise
-from kvllm.worker.sampler import SampleRow, SampleRows, sample
+from kvllm.worker.sample_row import SampleRow
+from kvllm.worker.sampler import SampleRows, sample
 
 
 @dataclass(frozen=True)

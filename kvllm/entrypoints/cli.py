@@ -63,6 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
     for name, command in COMMANDS.items():
         text = command.__doc__ or ""
         command.add_arguments(subparsers.add_parser(name, help=text.splitlines()[0], description=text))
+    parser.set_defaults(of_all=parser)
     return parser
 
 

@@ -22,13 +22,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     import shtab  # comes with the extra `serve`
 
-    from kvllm.entrypoints.cli import make_parser
-
-    parser = make_parser()
-    for action in _options(parser):
+    for action in _options(args.of_all):
         if action.type is Path:
             action.complete = shtab.FILE  # pyright: ignore[reportAttributeAccessIssue]
-    print(shtab.complete(parser, args.shell))
+    print(shtab.complete(args.of_all, args.shell))
 
 
 def _options(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:

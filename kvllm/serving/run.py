@@ -20,6 +20,7 @@ import uvloop
 from kvllm.async_llm import AsyncLLM
 from kvllm.engine_args import EngineArgs
 from kvllm.errors import ConfigError, WorkerError
+from kvllm.serving import live
 from kvllm.serving.app import make_app
 from kvllm.serving.http import HttpProtocol
 from kvllm.serving.parser_choice import with_parsers
@@ -93,7 +94,7 @@ async def _serve(state: ServerState, address: Address, bound: socket.socket | No
         loop.add_signal_handler(number, shutdown.begin)
     supervisor = asyncio.create_task(EngineSupervisor(state).watch())
     supervisor.add_done_callback(lambda _: shutdown.at_once())
-    state.live.start(state)
+    live.start(state)
     await server.serve(None if bound is None else [bound])
     if supervisor.done() and not state.admission.is_draining:
         raise WorkerError("the engine has failed, and could not be started again: see the log")

@@ -15,7 +15,7 @@ from kvllm.serving.admission import Admission
 from kvllm.serving.auth import Keys
 from kvllm.serving.chat_template import ChatTemplate
 from kvllm.serving.errors import unavailable
-from kvllm.serving.live import LiveFeed
+from kvllm.serving.live_feed import LiveFeed
 from kvllm.serving.metrics import ServerMetrics, Snapshot
 from kvllm.serving.response_store import ResponseStore
 from kvllm.tokenizer import Tokenizer

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
+from kvllm.worker.sample_row import SampleRow
 from kvllm.worker.transfer import to_device
-
-if TYPE_CHECKING:
-    from kvllm.worker.sampler import SampleRow
 
 
 def restrict(logits: Tensor, rows: list[SampleRow]) -> None:

@@ -42,7 +42,8 @@ from kvllm.worker.observed_scores import ObservedScores, ScoringBackend
 from kvllm.worker.offloader import Offloader
 from kvllm.worker.prompt_logprobs import PromptReport
 from kvllm.worker.recalling_backend import RecallingBackend
-from kvllm.worker.sampler import SampleRow, Samples, sample
+from kvllm.worker.sample_row import SampleRow
+from kvllm.worker.sampler import Samples, sample
 from kvllm.worker.state import Lengths, SequenceState
 from kvllm.worker.step_batch import BatchKeeper, StepBatch, number_rows, rows_of
 from kvllm.worker.step_inputs import InputShape, StepInputs

@@ -7,7 +7,7 @@ stay as they are, whatever the queries are, and blocks of compressed windows bel
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,7 +18,6 @@ from kvllm.core.protocol import CompressionJob, MissingMass, StepPlan
 from kvllm.kvcache.ops.base import KVOperations
 from kvllm.kvcache.tiers.chunks import CHUNK, HeldPairs
 from kvllm.kvcache.tiers.dropped_pairs import DroppedPairs, read_pairs, write_pairs
-from kvllm.worker.recalling_backend import RecallGroup
 from kvllm.worker.state import BlockTables, SequenceState
 
 
@@ -36,6 +35,31 @@ class CompressedSequence:
     movable: torch.Tensor
     held: HeldPairs = field(default_factory=HeldPairs)
     is_ordered: bool = True
+
+
+@dataclass
+class RecallGroup:
+    """R sequences of a step with T query tokens each.
+
+    rows: int64 `[R, T]`, their query tokens in the batch. last_kv_index: int32 `[R, T]`, as in AttentionBatch.
+    tables: int32 `[R, blocks]`. movable: bool `[R, pairs of these blocks]`.
+    chunks: int32 `[R, C]`, of which those up to `last_dropped`, int32 `[R, T]`, are the sequence's.
+    masses: of each layer, the bounds `[R]` behind its exchanges.
+    """
+
+    seq_ids: Sequence[int]
+    sequences: Sequence[CompressedSequence]
+    rows: torch.Tensor
+    last_kv_index: torch.Tensor
+    tables: torch.Tensor
+    chunks: torch.Tensor
+    last_dropped: torch.Tensor
+    movable: torch.Tensor
+    masses: list[torch.Tensor] = field(default_factory=list)
+
+    def bounds(self) -> Iterator[tuple[int, float]]:
+        """Of each sequence, the largest bound of all layers, heads and query tokens."""
+        return zip(self.seq_ids, torch.stack(self.masses).amax(0).tolist(), strict=True)
 
 
 class Recall:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,34 +13,7 @@ from kvllm.compression.mass import Softmax
 from kvllm.compression.recall import Exchanges, exchange, upper_scores
 from kvllm.kvcache.tiers.chunks import CHUNK
 from kvllm.kvcache.tiers.dropped_pairs import read_pairs, write_pairs
-
-if TYPE_CHECKING:
-    from kvllm.worker.recall import CompressedSequence, Recall
-
-
-@dataclass
-class RecallGroup:
-    """R sequences of a step with T query tokens each.
-
-    rows: int64 `[R, T]`, their query tokens in the batch. last_kv_index: int32 `[R, T]`, as in AttentionBatch.
-    tables: int32 `[R, blocks]`. movable: bool `[R, pairs of these blocks]`.
-    chunks: int32 `[R, C]`, of which those up to `last_dropped`, int32 `[R, T]`, are the sequence's.
-    masses: of each layer, the bounds `[R]` behind its exchanges.
-    """
-
-    seq_ids: Sequence[int]
-    sequences: Sequence[CompressedSequence]
-    rows: torch.Tensor
-    last_kv_index: torch.Tensor
-    tables: torch.Tensor
-    chunks: torch.Tensor
-    last_dropped: torch.Tensor
-    movable: torch.Tensor
-    masses: list[torch.Tensor] = field(default_factory=list)
-
-    def bounds(self) -> Iterator[tuple[int, float]]:
-        """Of each sequence, the largest bound of all layers, heads and query tokens."""
-        return zip(self.seq_ids, torch.stack(self.masses).amax(0).tolist(), strict=True)
+from kvllm.worker.recall import CompressedSequence, Recall, RecallGroup
 
 
 class RecallingBackend(AttentionBackend):

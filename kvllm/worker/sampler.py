@@ -11,7 +11,6 @@ Two things make that so:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
@@ -19,11 +18,10 @@ import torch
 from torch import Tensor
 
 from kvllm.core.protocol import SampledToken
-from kvllm.sampling_params import SamplingParams
-from kvllm.structured.matcher import Matcher
 from kvllm.worker import draws
 from kvllm.worker.mask import restrict
-from kvllm.worker.penalties import Penalties, add_bias, bad_endings, forbid, penalize
+from kvllm.worker.penalties import add_bias, forbid, penalize
+from kvllm.worker.sample_row import SampleRow
 from kvllm.worker.transfer import Download, to_device
 
 # Rows are drawn in parts of this many logits: it bounds the copies alive at once, some 30 bytes per logit, or up to 8
@@ -32,59 +30,6 @@ LOGITS_AT_ONCE = 2**22
 LOGITS_AT_ONCE_IN_PLACE = 2**26
 MASK_64 = 2**64 - 1
 NOT_FINITE = "the model's logits are not finite: check its weights, or use a dtype with a wider range"
-
-
-@dataclass(slots=True)
-class SampleRow:
-    """One row of logits: what its request asks for, and the tokens known so far.
-
-    eos_token_ids: forbidden, with `params.stop_token_ids`, until `params.min_tokens` are generated.
-    matcher: of the grammar that the output follows.
-    """
-
-    params: SamplingParams
-    seed: int
-    prompt_token_ids: list[int]
-    output_token_ids: list[int]
-    eos_token_ids: tuple[int, ...] = ()
-    matcher: Matcher | None = None
-    is_penalized: bool = field(init=False)
-    is_masked: bool = field(init=False)
-    """Whether it has a mask of allowed tokens."""
-    forbids: bool = field(init=False)
-    """Whether there may be tokens that it must not have."""
-    changes_logits: bool = field(init=False)
-    reads_output: bool = field(init=False)
-    """Whether the next token depends on which ones came before, beside the logits."""
-    is_plain: bool = field(init=False)
-    """Whether the most likely token is the next one, whatever came before."""
-    _penalties: Penalties | None = None
-
-    def __post_init__(self) -> None:
-        params = self.params
-        penalties = params.repetition_penalty - 1, params.presence_penalty, params.frequency_penalty
-        self.is_penalized = any(penalties)
-        self.is_masked = params.structured_outputs is not None or params.allowed_token_ids is not None
-        self.forbids = bool(params.min_tokens or params.bad_words_token_ids)
-        self.changes_logits = self.is_penalized or self.is_masked or self.forbids or bool(params.logit_bias)
-        self.is_plain = params.greedy and not self.changes_logits
-        structured = params.structured_outputs is not None
-        self.reads_output = self.is_penalized or structured or bool(params.bad_words_token_ids)
-
-    def penalties(self) -> Penalties:
-        """With the output as it is now."""
-        if self._penalties is None:
-            self._penalties = Penalties(self.params, self.prompt_token_ids)
-        self._penalties.count(self.output_token_ids)
-        return self._penalties
-
-    def forbidden(self) -> list[set[int]]:
-        """Tokens that must not come behind the output as it is now, in sets, the more important ones first."""
-        params, output = self.params, self.output_token_ids
-        sets = [bad_endings(params.bad_words_token_ids or [], output)]
-        if len(output) < params.min_tokens:  # nothing may end the sequence
-            sets.append({*self.eos_token_ids, *(params.stop_token_ids or [])})
-        return sets
 
 
 class SampleRows:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvllm.core.protocol import CompressionJob
-from kvllm.worker.sampler import SampleRow
+from kvllm.worker.sample_row import SampleRow
 
 
 class Lengths:

@@ -22,7 +22,7 @@ from kvllm.worker.graphs import Step, StepGraphs, cuda_capture
 from kvllm.worker.inputs import InputPreparer
 from kvllm.worker.last_logits import LastLogits
 from kvllm.worker.model_runner import ModelRunner
-from kvllm.worker.sampler import SampleRow
+from kvllm.worker.sample_row import SampleRow
 from kvllm.worker.state import Lengths, PartTables, SequenceState
 from kvllm.worker.step_inputs import StepInputs
 from tests.helpers import layout_recorder

@@ -13,7 +13,7 @@ from kvllm.worker.attention_state import RaggedLengths
 from kvllm.worker.inputs import InputPreparer
 from kvllm.worker.observed_scores import NEVER, ObservedScores
 from kvllm.worker.read_batch import read_batch
-from kvllm.worker.sampler import SampleRow
+from kvllm.worker.sample_row import SampleRow
 from kvllm.worker.state import Lengths, PartTables, SequenceState
 from kvllm.worker.step_inputs import InputShape, StepInputs
 from tests.helpers.compressions import paper_compression

@@ -27,7 +27,8 @@ from kvllm.sampling_params import SamplingParams
 from kvllm.worker import model_runner, sampler
 from kvllm.worker.draws import filter_logits
 from kvllm.worker.penalties import penalize
-from kvllm.worker.sampler import SampleRow, SampleRows, uniform
+from kvllm.worker.sample_row import SampleRow
+from kvllm.worker.sampler import SampleRows, uniform
 from tests.helpers.examples import examples
 
 MASK = 2**64 - 1

@@ -7,7 +7,7 @@ import pytest
 
 from kvllm.core.protocol import Decodes, PrefillChunk, SequenceStart, StepPlan
 from kvllm.sampling_params import SamplingParams
-from kvllm.worker.sampler import SampleRow
+from kvllm.worker.sample_row import SampleRow
 from kvllm.worker.state import Lengths, SequenceState
 from kvllm.worker.step_batch import BatchKeeper
 
