@@ -70,8 +70,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     args.kv_cache_dtypes = args.kv_cache_dtypes or ["auto", "int8", "int8_int4", "int4"]
     for name in args.kv_cache_dtypes:
         check_kv_cache("--kv-cache-dtypes", name)
-    for option in ("sequences", "layers"):
-        require(getattr(args, option) >= 1, f"--{option}", getattr(args, option), "at least 1")
+    command_line.require_positive(args, "sequences", "layers")
     require(args.turns >= 2, "--turns", args.turns, "at least 2")
     require(min(args.contexts) >= 1, "--contexts", args.contexts, "at least 1 token each")
     return args
@@ -170,8 +169,7 @@ def write(args: argparse.Namespace, content: dict[str, Any], found: list[Steps])
 
 def benchmark(arguments: Sequence[str]) -> None:
     args = parse_arguments(arguments)
-    provenance = machine.provenance("benchmarks.kv_dtype_steps", arguments)
-    print(f"{provenance['command']}\n{machine.describe(provenance['machine'])}", flush=True)
+    provenance = machine.announce("benchmarks.kv_dtype_steps", arguments)
     bandwidth = machine.read_bandwidth()
     found = []
     with tempfile.TemporaryDirectory() as directory:

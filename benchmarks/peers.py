@@ -29,7 +29,6 @@ import msgspec
 from msgspec import Struct
 
 from benchmarks.common import command_line, engines, limits, machine, report, shapes, workloads
-from benchmarks.common.limits import PhysicalLimit
 from benchmarks.common.summary import spread
 from benchmarks.common.workloads import Request
 from benchmarks.peers_engines.environments import PeerFiles
@@ -108,7 +107,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     command_line.add_output_argument(parser)
     parser.set_defaults(max_model_len=None)  # the longest request
     args = parser.parse_args(arguments)
-    require(args.rounds >= 1, "--rounds", args.rounds, "at least 1")
+    command_line.require_positive(args, "rounds")
     require(args.busy_processes >= 0, "--busy-processes", args.busy_processes, "at least 0")
     require(args.timeout > 0, "--timeout", args.timeout, "above 0")
     require(0 < args.pool_fraction <= 1, "--pool-fraction", args.pool_fraction, "above 0 and at most 1")
@@ -335,26 +334,6 @@ def show(runs: Runs, failures: Mapping[str, str]) -> str:
     return "\n".join(lines)
 
 
-def show_limit(limit: PhysicalLimit, runs: Runs, alone: bool) -> str:
-    """The limit of bfloat16 weights and, for one request alone, the share that each engine reached."""
-    text = (
-        f"Weights read in a step: {limit.weight_bytes / 1e6:.0f} MB in bf16; "
-        f"memory is read at {limit.read_bytes_per_s / 1e9:.1f} GB/s.\n"
-    )
-    rate = limit.one_sequence_tokens_per_s
-    if rate is None:
-        return text + "The weights fit into the last-level cache, so reading them sets no limit."
-    text += f"So one sequence alone decodes at most {rate:.0f} tokens/s"
-    if not alone:
-        return text + "."
-    reached = (
-        f"{name} {median(run.output_tokens_per_s for run in of_engine) / rate:.0%}"
-        for name, of_engine in runs.items()
-        if ENGINES[name].weights == "bf16"
-    )
-    return f"{text}; reached, prompt included: {', '.join(reached)}."
-
-
 def content_of(requests: Sequence[Request], runs: Runs, failures: Mapping[str, str]) -> dict[str, Any]:
     """The content of the JSON for a workload."""
     return {
@@ -390,8 +369,7 @@ def benchmark(arguments: Sequence[str]) -> None:
     files = PeerFiles(args.environments)
     model = load_model_config(files.config(args.model))
     requests = make_requests(args, model)
-    provenance = machine.provenance("benchmarks.peers", arguments)
-    print(f"{provenance['command']}\n{machine.describe(provenance['machine'])}", flush=True)
+    provenance = machine.announce("benchmarks.peers", arguments)
     checkpoint = files.checkpoint(args.model)
     checkpoints, missing = prepare(files, args.engines, checkpoint, args.timeout)
     content: dict[str, Any] = {}
@@ -408,7 +386,9 @@ def benchmark(arguments: Sequence[str]) -> None:
         runs, failures = run_rounds(files, jobs, args.rounds, args.timeout, args.busy_processes)
         limit = limits.physical_limit(model, "bfloat16", "cpu")
         print(f"\n{show(runs, missing | failures)}\n")
-        print(show_limit(limit, runs, alone=len(of_workload) == 1), flush=True)
+        rates = {name: median(run.output_tokens_per_s for run in each) for name, each in runs.items()}
+        of_full_weights = {name: rate for name, rate in rates.items() if ENGINES[name].weights == "bf16"}
+        print(limits.show_weights_limit(limit, of_full_weights, alone=len(of_workload) == 1), flush=True)
         content[workload] = content_of(of_workload, runs, missing | failures)
         content[workload]["physical_limit"] = msgspec.to_builtins(limit)
         of_workloads[workload] = runs

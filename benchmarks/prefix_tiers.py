@@ -138,8 +138,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     command_line.add_output_argument(parser)
     args = parser.parse_args(arguments)
     require(args.turns >= 2, "--turns", args.turns, "at least 2, for the engine starts anew before the last")
-    for option in ("conversations", "fitting", "input_len", "output_len", "at_once"):
-        require(getattr(args, option) >= 1, f"--{option.replace('_', '-')}", getattr(args, option), "at least 1")
+    command_line.require_positive(args, "conversations", "fitting", "input_len", "output_len", "at_once")
     require(args.fitting >= args.at_once, "--fitting", args.fitting, f"at least --at-once={args.at_once}")
     return args
 
@@ -208,8 +207,7 @@ def benchmark(arguments: Sequence[str]) -> None:
     args = parse_arguments(arguments)
     with tempfile.TemporaryDirectory() as directory:
         path = shapes.named_shape(args.model, Path(directory))
-        provenance = machine.provenance("benchmarks.prefix_tiers", arguments)
-        print(f"{provenance['command']}\n{machine.describe(provenance['machine'])}")
+        provenance = machine.announce("benchmarks.prefix_tiers", arguments)
         found = measure(args, path, Path(directory) / "disk")
     same = all(turns.answers == found[NONE].answers for turns in found.values())
     print(f"\n{report.table(HEADER, [row(name, turns) for name, turns in found.items()])}\n")

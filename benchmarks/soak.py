@@ -15,19 +15,16 @@ import ctypes
 import gc
 import random
 import string
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import psutil
 import torch
 
-from benchmarks.common import machine, report
-from kvllm import LLM, CompressionConfig, KvLLMError, SamplingParams
-from kvllm.config import require
+from benchmarks.common import command_line, machine, report
+from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.engine_args import DEFAULT_MODEL
 
 BLOCK_SIZE = 16
@@ -172,10 +169,10 @@ def show(reading: Reading) -> None:
     )
 
 
-def run(arguments: Sequence[str]) -> dict[str, Any]:
+def run(arguments: Sequence[str]) -> None:
     args = parse_arguments(arguments)
     torch.set_num_threads(1)
-    provenance = machine.provenance("benchmarks.soak", arguments)
+    provenance = machine.announce("benchmarks.soak", arguments)
     engines = make_engines(args.model, random.Random(args.seed), args.requests)
     readings = soak(engines, args.steps, args.every)
     content = {
@@ -184,37 +181,23 @@ def run(arguments: Sequence[str]) -> dict[str, Any]:
         "aborted": sum(each.aborted for each in engines),
         "readings": msgspec.to_builtins(readings),
     }
-    args.output.mkdir(parents=True, exist_ok=True)
     report.write_json(args.output / "soak.json", content)
     print(f"Written: {args.output / 'soak.json'}")
-    return content
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.soak",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line.make_parser("benchmarks.soak", __doc__)
     add = parser.add_argument
     add("--model", type=Path, default=DEFAULT_MODEL, help="directory of a checkpoint (default: the package's model)")
     add("--steps", type=int, default=12000)
     add("--every", type=int, default=500, metavar="STEPS", help="between two readings")
     add("--requests", type=int, default=12, help="most unfinished requests of an engine")
     add("--seed", type=int, default=0)
-    add("--output", type=Path, default=Path("benchmark-output"), metavar="DIR")
+    command_line.add_output_argument(parser)
     args = parser.parse_args(arguments)
-    for name in ("steps", "every", "requests"):
-        require(getattr(args, name) >= 1, f"--{name}", getattr(args, name), "at least 1")
+    command_line.require_positive(args, "steps", "every", "requests")
     return args
 
 
-def main() -> None:
-    try:
-        run(sys.argv[1:])
-    except KvLLMError as error:
-        sys.exit(f"error: {error}")
-
-
 if __name__ == "__main__":
-    main()
+    command_line.run_script(run)

@@ -53,8 +53,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--repeats", type=int, default=3, help="runs of each mode, and preemptions of each length (default 3)")
     command_line.add_output_argument(parser)
     args = parser.parse_args(arguments)
-    for option in ("requests", "input_len", "output_len", "repeats"):
-        require(getattr(args, option) >= 1, f"--{option.replace('_', '-')}", getattr(args, option), "at least 1")
+    command_line.require_positive(args, "requests", "input_len", "output_len", "repeats")
     require(0 < args.pool_fraction <= 1, "--pool-fraction", args.pool_fraction, "above 0, at most 1")
     return args
 
@@ -173,8 +172,7 @@ def benchmark(arguments: Sequence[str]) -> None:
     args = parse_arguments(arguments)
     with tempfile.TemporaryDirectory() as directory:
         path = shapes.named_shape(args.model, Path(directory))
-        provenance = machine.provenance("benchmarks.swap", arguments)
-        print(f"{provenance['command']}\n{machine.describe(provenance['machine'])}")
+        provenance = machine.announce("benchmarks.swap", arguments)
         of_modes = make_jobs(args, path)
         runs = jobs.run_all(of_modes, args.repeats)
         print(f"\nMedians of {args.repeats} runs (least-most).\n\n{show(runs)}\n")

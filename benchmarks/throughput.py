@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.common import command_line, engines, jobs, limits, machine, report, shapes, workloads
+from benchmarks.common import command_line, engines, jobs, limits, report, runs, workloads
 from benchmarks.common.jobs import Job
 from benchmarks.common.measurement import Measurement
 from benchmarks.common.summary import MEMORY, SHOWN, ratios, spread, summarize
@@ -27,7 +27,7 @@ from benchmarks.common.variants import parse_variant
 from benchmarks.common.workloads import Request
 from kvllm.config import require
 from kvllm.errors import ConfigError
-from kvllm.models.config import ModelConfig, load_model_config
+from kvllm.models.config import ModelConfig
 from kvllm.tokenizer import has_tokenizer, load_tokenizer
 
 
@@ -99,9 +99,7 @@ def _check_workload(args: argparse.Namespace) -> None:
     if len(given) > 1:
         flags = ", ".join("--" + flag.replace("_", "-") for flag in given)
         raise ConfigError(f"{flags} each describe a workload: give one")
-    for flag in ("num_prompts", "input_len", "output_len", "repeats", "max_model_len"):
-        value = getattr(args, flag)
-        require(value is None or value >= 1, f"--{flag.replace('_', '-')}", value, "at least 1")
+    command_line.require_positive(args, "num_prompts", "input_len", "output_len", "repeats", "max_model_len")
     require(0 <= args.random_range_ratio < 1, "--random-range-ratio", args.random_range_ratio, "0 to below 1")
     needs_output = args.input_len is not None or args.prompts is not None
     if needs_output and args.output_len is None:
@@ -130,38 +128,19 @@ def show(summaries: dict[str, dict[str, dict[str, float]]], against: dict[str, d
     return report.table(header, rows)
 
 
-def show_limit(limit: limits.PhysicalLimit, summaries: dict[str, dict[str, dict[str, float]]], alone: bool) -> str:
-    rate = limit.one_sequence_tokens_per_s
-    read = f"memory is read at {limit.read_bytes_per_s / 1e9:.1f} GB/s"
-    text = f"Weights read in a step: {limit.weight_bytes / 1e6:.0f} MB; {read}.\n"
-    if rate is None:
-        return text + "The weights fit into the last-level cache, so reading them sets no limit."
-    text += f"So one sequence alone decodes at most {rate:.0f} tokens/s"
-    if not alone:
-        return text + "."
-    reached = (f"{name} {s['output_tokens_per_s']['median'] / rate:.0%}" for name, s in summaries.items())
-    return f"{text}; reached, prompt included: {', '.join(reached)}."
-
-
-def totals(workload: str, requests: Sequence[Request]) -> dict[str, Any]:
-    return {
-        "name": workload,
-        "requests": len(requests),
-        "prompt_tokens": sum(len(request.prompt_token_ids) for request in requests),
-        "output_tokens": sum(request.output_length for request in requests),
-    }
-
-
 def write(
-    args: argparse.Namespace, content: dict[str, Any], of_variants: dict[str, Job], runs: dict[str, list[Measurement]]
+    args: argparse.Namespace,
+    content: dict[str, Any],
+    of_variants: dict[str, Job],
+    measured: dict[str, list[Measurement]],
 ) -> None:
     """The report: `content`, and each variant with its runs; and the plot of the first runs."""
     variants = {
         name: {
             "engine": job.engine | {"model": args.model},
             "compression": msgspec.to_builtins(job.compression),
-            "summary": summarize(runs[name]),
-            "runs": msgspec.to_builtins(runs[name]),
+            "summary": summarize(measured[name]),
+            "runs": msgspec.to_builtins(measured[name]),
         }
         for name, job in of_variants.items()
     }
@@ -169,7 +148,7 @@ def write(
     report.plot_timelines(
         args.output / "throughput.png",
         f"{args.model}, workload {Path(content['workload']['name']).name}: the first run of each variant",
-        {name: measurements[0].timeline for name, measurements in runs.items()},
+        {name: measurements[0].timeline for name, measurements in measured.items()},
         [job.engine["num_gpu_blocks_override"] for job in of_variants.values()],
     )
     print(f"Written: {args.output / 'throughput.json'}, {args.output / 'throughput.png'}")
@@ -180,21 +159,18 @@ def benchmark(arguments: Sequence[str]) -> None:
     command_line.require_unique("--variants", args.variants)
     variants = [parse_variant(text) for text in args.variants]
     with tempfile.TemporaryDirectory() as directory:
-        path = Path(args.model).resolve()
-        if args.model in shapes.SHAPES:
-            path = shapes.named_shape(args.model, Path(directory))
-        model = load_model_config(path)
+        path, model = runs.find_model(args, Path(directory))
         workload, requests = make_requests(args, path, model)
         engines.check_lengths(args, model, requests)
         of_variants = {variant.name: engines.make_job(args, variant, path, model, requests) for variant in variants}
-        provenance, of_workload = machine.provenance("benchmarks.throughput", arguments), totals(workload, requests)
-        print(f"{provenance['command']}\n{machine.describe(provenance['machine'])}")
-        print("Workload {name}: {requests} requests, {prompt_tokens} + {output_tokens} tokens.".format(**of_workload))
-        runs = jobs.run_all(of_variants, args.repeats)
-    limit = limits.physical_limit(model, args.dtype, runs[variants[0].name][0].device)
-    summaries, against = {name: summarize(measurements) for name, measurements in runs.items()}, ratios(runs)
+        of_workload = runs.totals(workload, requests)
+        provenance = runs.announce("benchmarks.throughput", arguments, of_workload)
+        measured = jobs.run_all(of_variants, args.repeats)
+    limit = limits.physical_limit(model, args.dtype, measured[variants[0].name][0].device)
+    summaries, against = {name: summarize(measurements) for name, measurements in measured.items()}, ratios(measured)
     print(f"\nMedians of {args.repeats} runs (least-most); the ratio is of runs that follow each other.\n")
-    print(f"{show(summaries, against)}\n\n{show_limit(limit, summaries, alone=len(requests) == 1)}")
+    rates = {name: summary["output_tokens_per_s"]["median"] for name, summary in summaries.items()}
+    print(f"{show(summaries, against)}\n\n{limits.show_weights_limit(limit, rates, alone=len(requests) == 1)}")
     content = {
         **provenance,
         "model": {"name": args.model, **msgspec.to_builtins(model)},
@@ -202,7 +178,7 @@ def benchmark(arguments: Sequence[str]) -> None:
         "physical_limit": msgspec.to_builtins(limit),
         "ratios": against,
     }
-    write(args, content, of_variants, runs)
+    write(args, content, of_variants, measured)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,6 @@ from benchmarks.common.internals import engine_of
 from benchmarks.common.progress import show_progress
 from benchmarks.common.workloads import Request
 from kvllm import LLM, SamplingParams
-from kvllm.config import require
 from kvllm.distributed.executor import RayExecutor
 from kvllm.errors import KvLLMError
 from kvllm.outputs import RequestOutput
@@ -79,8 +78,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="seed of the requests, the ranks and the moments")
     command_line.add_output_argument(parser)
     args = parser.parse_args(arguments)
-    for name in ("faults", "requests", "input_len", "output_len"):
-        require(getattr(args, name) >= 1, f"--{name.replace('_', '-')}", getattr(args, name), "at least 1")
+    command_line.require_positive(args, "faults", "requests", "input_len", "output_len")
     return args
 
 
@@ -174,7 +172,7 @@ def write(args: argparse.Namespace, provenance: dict[str, Any], faults: list[Fau
 def run_faults(arguments: Sequence[str]) -> None:
     """Raises KvLLMError if a request has other tokens than undisturbed."""
     args = parse_arguments(arguments)
-    provenance = machine.provenance("benchmarks.worker_faults", arguments)
+    provenance = machine.announce("benchmarks.worker_faults", arguments)
     rng = random.Random(args.seed)
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(args.model)
@@ -195,8 +193,6 @@ def run_faults(arguments: Sequence[str]) -> None:
         finally:
             llm.llm_engine.close()
     same = sum(a.outputs == b.outputs for a, b in zip(expected, found, strict=True))
-    print(machine.describe(provenance["machine"]))
-    print(provenance["command"], end="\n\n")
     print(show(faults), end="\n\n")
     print(f"{same} of {args.requests} requests have the tokens of the undisturbed run")
     write(args, provenance, faults, same)

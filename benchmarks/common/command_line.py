@@ -24,6 +24,13 @@ def add_output_argument(parser: argparse.ArgumentParser, folder: str = "benchmar
     )
 
 
+def require_positive(args: argparse.Namespace, *names: str) -> None:
+    """Raises ConfigError if one of these arguments is given and below 1."""
+    for name in names:
+        value = getattr(args, name)
+        require(value is None or value >= 1, f"--{name.replace('_', '-')}", value, "at least 1")
+
+
 def require_unique(option: str, values: Iterable[object]) -> None:
     """Raises ConfigError if a value is given twice."""
     values = list(values)

@@ -6,8 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.common import engines, runs
-from benchmarks.common.command_line import require_unique
+from benchmarks.common import command_line, engines, runs
 from benchmarks.common.variants import Variant
 from kvllm.config import CompressionConfig, require
 
@@ -88,7 +87,7 @@ def add_variant_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen_variants(args: argparse.Namespace) -> dict[str, Variant]:
-    require_unique("--variants", args.variants)
+    command_line.require_unique("--variants", args.variants)
     variants = paper_variants(args.block_size)
     return {name: variants[name] for name in args.variants}
 
@@ -101,5 +100,5 @@ def parse_arguments(module: str, description: str | None, arguments: Sequence[st
     add = engines.add_engine_arguments(parser)
     add("--max-num-seqs", type=int, nargs="+", help="most running sequences; each number gets a table")
     args = runs.parse(parser, PRESETS, arguments)
-    require(args.repeats >= 1, "--repeats", args.repeats, "at least 1")
+    command_line.require_positive(args, "repeats")
     return args

@@ -3,6 +3,8 @@ product also takes the time of its arithmetic."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from msgspec import Struct
 
 from benchmarks.common import machine
@@ -77,6 +79,18 @@ def cpu_limits() -> CPULimits:
 
 def _in_cache(num_bytes: float, device: str) -> bool:
     return device == "cpu" and num_bytes <= (machine.last_level_cache() or 0)
+
+
+def show_weights_limit(limit: PhysicalLimit, tokens_per_s: Mapping[str, float], alone: bool) -> str:
+    """What reading the weights allows one sequence and, where one runs alone, the share of it that each run reached."""
+    rate = limit.one_sequence_tokens_per_s
+    read = f"memory is read at {limit.read_bytes_per_s / 1e9:.1f} GB/s"
+    text = f"Weights read in a step: {limit.weight_bytes / 1e6:.0f} MB; {read}.\n"
+    if rate is None:
+        return text + "The weights fit into the last-level cache, so reading them sets no limit."
+    text += f"So one sequence alone decodes at most {rate:.0f} tokens/s"
+    reached = ", ".join(f"{name} {each / rate:.0%}" for name, each in tokens_per_s.items())
+    return f"{text}; reached, prompt included: {reached}." if alone else f"{text}."
 
 
 def show_memory_limit(limit: PhysicalLimit) -> str:

@@ -38,6 +38,13 @@ def provenance(module: str, arguments: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def announce(module: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """Print the command and the machine. Returns the provenance for the report."""
+    found = provenance(module, arguments)
+    print(f"{found['command']}\n{describe(found['machine'])}", flush=True)
+    return found
+
+
 def machine() -> dict[str, Any]:
     """The processor, the memory and the GPUs.
 

@@ -65,9 +65,7 @@ def parse(
     preset = parser.parse_known_args(arguments)[0].preset
     parser.set_defaults(**presets[preset])
     args = parser.parse_args(arguments)
-    for name in ("num_prompts", "input_len", "output_len", "output_median", "max_output_len"):
-        value = getattr(args, name)
-        require(value is None or value >= 1, "--" + name.replace("_", "-"), value, "at least 1")
+    command_line.require_positive(args, "num_prompts", "input_len", "output_len", "output_median", "max_output_len")
     require(args.output_sigma is None or args.output_sigma >= 0, "--output-sigma", args.output_sigma, "at least 0")
     return args
 
@@ -163,8 +161,7 @@ def totals(name: str, requests: Sequence[Request]) -> dict[str, Any]:
 
 def announce(module: str, arguments: Sequence[str], requests: Mapping[str, Any]) -> dict[str, Any]:
     """Print the command, the machine and the requests. Returns the provenance for the report."""
-    provenance = machine.provenance(module, arguments)
-    print(f"{provenance['command']}\n{machine.describe(provenance['machine'])}")
+    provenance = machine.announce(module, arguments)
     print(
         "Workload: {name}: {requests} requests, {prompt_tokens} + {output_tokens} tokens, the longest output "
         "{longest_output}.".format(**requests),

@@ -233,7 +233,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--regions", type=int, default=10, help="number of equal parts of the text (default 10)")
     engines.add_engine_arguments(parser)
     args = runs.parse(parser, PRESETS, arguments)
-    require(args.regions >= 1, "--regions", args.regions, "at least 1")
+    command_line.require_positive(args, "regions")
     require(args.block_size >= 8, "--block-size", args.block_size, "at least 8: buffers are an eighth of it")
     if args.threshold is None:
         args.threshold = 5 * args.block_size

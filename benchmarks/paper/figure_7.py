@@ -27,11 +27,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from benchmarks.common import accuracy, command_line, compressions, machine, report
+from benchmarks.common import accuracy, command_line, machine, report
 from benchmarks.common.internals import executor_of, replace_executor
 from benchmarks.common.questions import QuestionSource
-from benchmarks.common.trials import REASONER
-from benchmarks.reasoner.tasks import DEFAULT_SIZE, DEFAULT_TASK, TASKS
+from benchmarks.reasoner.tasks import DEFAULT_SIZE
 from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.compression.methods import kara
 from kvllm.config import require
@@ -124,9 +123,7 @@ def observe(args: argparse.Namespace, compression: CompressionConfig) -> tuple[l
         limit=args.max_tokens,
     )
     questions = source.load()
-    llm = LLM(
-        accuracy.path_of(args), dtype=accuracy.dtype_of(args), block_size=1, max_num_seqs=1, compression=compression
-    )
+    llm = LLM(args.model, dtype=accuracy.dtype_of(args), block_size=1, max_num_seqs=1, compression=compression)
     observer = Observer(executor_of(llm))
     replace_executor(llm, observer)
     answer = llm.chat if questions.chat else llm.generate
@@ -231,12 +228,9 @@ def content(tokens: Sequence[str], window: Window) -> dict[str, Any]:
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_line.make_parser("benchmarks.paper.figure_7", __doc__)
+    accuracy.add_model_arguments(parser)
     add = parser.add_argument
-    add("--model", default=REASONER, metavar="DIR", help="a checkpoint (default: the model of the package)")
-    add("--dtype", help="default: float32 for the package's model, else the checkpoint's")
-    add("--task", choices=TASKS, default=DEFAULT_TASK, help=f"task of the reasoner (default {DEFAULT_TASK})")
     add("--size", type=int, default=DEFAULT_SIZE, help=f"size of its problem (default {DEFAULT_SIZE})")
-    add("--seed", type=int, default=1, help="seed of its problem (default 1)")
     add("--dataset", metavar="FILE", help="JSONL with 'problem' and 'answer': its first question instead")
     add("--max-tokens", type=int, default=8192, help="most tokens of an answer to --dataset (default 8192)")
     add("--event", type=int, default=1, metavar="I", help="the I-th window that is compressed (default: the first)")
@@ -247,13 +241,13 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--max-chunk", type=int, default=8, help="longest chunk (default 8)")
     command_line.add_output_argument(parser)
     args = parser.parse_args(arguments)
-    compressions.check_retention("--retention", args.retention)
+    accuracy.check_retention("--retention", args.retention)
     return args
 
 
 def run_figure(arguments: Sequence[str]) -> None:
     args = parse_arguments(arguments)
-    compression = compressions.kara(
+    compression = accuracy.kara(
         args.retention,
         window=args.window,
         buffer=args.buffer,

@@ -28,8 +28,7 @@ from torch import Tensor
 from benchmarks.common import accuracy, command_line, machine, report
 from benchmarks.common.internals import observe_projections
 from benchmarks.common.questions import QuestionSource, ReasonerQuestions
-from benchmarks.common.trials import REASONER
-from benchmarks.reasoner.tasks import DEFAULT_SIZE, DEFAULT_TASK, TASKS
+from benchmarks.reasoner.tasks import DEFAULT_SIZE
 from kvllm import LLM, SamplingParams
 from kvllm.config import require
 from kvllm.tokenizer import load_tokenizer
@@ -40,12 +39,9 @@ CAUSAL, BIDIRECTIONAL = "causal", "bidirectional"
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_line.make_parser("benchmarks.paper.figures_3_4_6", __doc__)
+    accuracy.add_model_arguments(parser)
     add = parser.add_argument
-    add("--model", default=REASONER, metavar="DIR", help="a checkpoint (default: the model of the package)")
-    add("--dtype", help="default: float32 for the package's model, else the checkpoint's")
-    add("--task", choices=TASKS, default=DEFAULT_TASK, help=f"task of the reasoner (default {DEFAULT_TASK})")
     add("--size", type=int, default=DEFAULT_SIZE, help=f"size of its problem (default {DEFAULT_SIZE})")
-    add("--seed", type=int, default=1, help="seed of its problem (default 1)")
     add("--text", type=Path, metavar="FILE", help="a text instead of a problem")
     add("--start", type=int, help="first token of the window (default: the working's first; of a text, 0)")
     add("--window", type=int, default=384, help="KV pairs of the window (default 384)")
@@ -63,7 +59,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 def read_text(args: argparse.Namespace) -> tuple[list[int], list[str], int]:
     """Token ids, their texts, and where the window begins."""
-    tokenizer = load_tokenizer(accuracy.path_of(args))
+    tokenizer = load_tokenizer(args.model)
     if args.text:
         require(args.text.is_file(), "--text", args.text, "an existing file")
         token_ids, start = tokenizer.encode(args.text.read_text()), 0
@@ -85,7 +81,7 @@ def read_text(args: argparse.Namespace) -> tuple[list[int], list[str], int]:
 def read_projections(args: argparse.Namespace, token_ids: list[int]) -> list[tuple[Tensor, Tensor]]:
     """By layer the queries `[Hq, T, d]` and keys `[Hkv, T, d]` of the text, float32, rotated."""
     llm = LLM(
-        accuracy.path_of(args),
+        args.model,
         dtype=accuracy.dtype_of(args),
         max_model_len=len(token_ids) + 1,
         max_num_seqs=1,

@@ -251,7 +251,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     command_line.require_unique("--windows", args.windows)
     for window in args.windows:
         require(window >= 1, "--windows", window, "at least 1")
-    require(args.drop_blocks >= 1, "--drop-blocks", args.drop_blocks, "at least 1")
+    command_line.require_positive(args, "drop_blocks")
     return args
 
 

@@ -302,9 +302,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     texts.check_arguments(args, SHORTEST)
     check_writable(args.model)
     require(0 < args.retention < 1, "--retention", args.retention, "between 0 and 1")
-    for name in ("delay", "steps"):
-        require(getattr(args, name) >= 1, f"--{name}", getattr(args, name), "at least 1")
-    require(args.threads is None or args.threads >= 1, "--threads", args.threads, "at least 1")
+    command_line.require_positive(args, "delay", "steps")
+    command_line.require_positive(args, "threads")
     return args
 
 

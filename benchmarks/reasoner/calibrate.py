@@ -16,7 +16,6 @@ from kvllm.calibration.files import calibrate
 from kvllm.calibration.layer_losses import Windows
 from kvllm.calibration.query_statistics import OUTLIERS
 from kvllm.comparison.texts import Text
-from kvllm.config import require
 
 
 def run_calibration(arguments: Sequence[str]) -> None:
@@ -26,7 +25,7 @@ def run_calibration(arguments: Sequence[str]) -> None:
     parser.add_argument("--layer-losses", action="store_true", help="measure what each layer loses, too")
     args = parser.parse_args(arguments)
     texts.check_arguments(args, OUTLIERS)
-    require(args.pieces >= 1, "--pieces", args.pieces, "at least 1")
+    command_line.require_positive(args, "pieces")
     pieces = [
         Text("", text.token_ids[: text.num_prompt], text.token_ids[text.num_prompt :])
         for text in islice(texts.read_texts(args, OUTLIERS), args.pieces)

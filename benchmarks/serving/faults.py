@@ -32,7 +32,6 @@ from msgspec import Struct, structs
 from benchmarks.common import command_line, machine, report
 from benchmarks.common.streams import Stream, read_stream
 from kvllm.client.scrape import parse
-from kvllm.config import require
 from kvllm.serving.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from tests.helpers.server import ServerProcess
 
@@ -412,8 +411,7 @@ def show(parts: Sequence[Part]) -> str:
 def run(arguments: Sequence[str]) -> None:
     """Run all parts. Exits with an error if anything was wrong."""
     args = parse_arguments(arguments)
-    provenance = machine.provenance("benchmarks.serving.faults", arguments)
-    print(f"{provenance['command']}\n{machine.describe(provenance['machine'])}", flush=True)
+    provenance = machine.announce("benchmarks.serving.faults", arguments)
     server = ServerProcess(*FLAGS, environment={"KVLLM_API_KEY": f"{NEIGHBOUR_KEY},{CROWD_KEY}"})
     try:
         faults = Faults(server, args.seed)
@@ -445,8 +443,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     command_line.add_output_argument(parser)
     args = parser.parse_args(arguments)
-    for name in ("requests", "rules", "slow", "connections"):
-        require(getattr(args, name) >= 1, f"--{name}", getattr(args, name), "at least 1")
+    command_line.require_positive(args, "requests", "rules", "slow", "connections")
     return args
 
 

@@ -37,7 +37,6 @@ from benchmarks.common.child import ROOT
 from benchmarks.common.streams import Stream, run_streams
 from kvllm import LLM, SamplingParams
 from kvllm.client.scrape import Scrape, parse
-from kvllm.config import require
 from kvllm.engine_args import DEFAULT_MODEL
 from kvllm.errors import KvLLMError
 from kvllm.models.config import load_model_config
@@ -325,8 +324,7 @@ def write_tokenizer(directory: Path, vocab_size: int) -> None:
 
 def run(arguments: Sequence[str]) -> None:
     args = parse_arguments(arguments)
-    provenance = machine.provenance("benchmarks.serving.http_overhead", arguments)
-    print(f"{provenance['command']}\n{machine.describe(provenance['machine'])}", flush=True)
+    provenance = machine.announce("benchmarks.serving.http_overhead", arguments)
     with tempfile.TemporaryDirectory() as folder:
         pairs = measure(args, Path(folder))
     title = f"{args.batch} streams of {PROMPT_TOKENS} + {args.output_tokens} tokens"
@@ -354,8 +352,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--patient", action="store_true", help="a client that reads each stream's first event and its end")
     command_line.add_output_argument(parser)
     args = parser.parse_args(arguments)
-    for name in ("batch", "output_tokens", "rounds"):
-        require(getattr(args, name) >= 1, f"--{name.replace('_', '-')}", getattr(args, name), "at least 1")
+    command_line.require_positive(args, "batch", "output_tokens", "rounds")
     return args
 
 

@@ -346,8 +346,7 @@ def summary(traffic: Traffic) -> str:
 def run(arguments: Sequence[str]) -> None:
     """Soak a server. Exits with an error if anything was wrong."""
     args = parse_arguments(arguments)
-    provenance = machine.provenance("benchmarks.serving.soak", arguments)
-    print(f"{provenance['command']}\n{machine.describe(provenance['machine'])}", flush=True)
+    provenance = machine.announce("benchmarks.serving.soak", arguments)
     readings, traffic = soak(args)
     print(f"\n{summary(traffic)}")
     content = {

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from benchmarks.common import answer_tables, compressions, intervals
+from benchmarks.common import accuracy, intervals
 from benchmarks.common.questions import QuestionSource, read_records, same_answer
-from benchmarks.common.trials import FULL, Outcome
-from benchmarks.paper import figure_5, table_1
+from benchmarks.paper import figure_5
 from kvllm.errors import ConfigError
 
 
@@ -37,28 +35,20 @@ def figure_5_trials(arguments: list[str], output: Path) -> dict[str, dict]:
     return json.loads((output / "figure_5.json").read_text())["trials"]
 
 
-def test_figure_5_takes_budgets_in_kv_pairs(tmp_path: Path) -> None:
-    """Windows end just below the budget if the text is as long as with the full cache, cuts just above it."""
-    trials = figure_5_trials(["--budgets", "270", "--methods", "keydiff", "--windows", "keydiff"], tmp_path)
-    full, cut, windows = (trials[name] for name in ("full cache", "keydiff 270", "keydiff, windows 270"))
-    same = [n for n in range(2) if windows["logical_lengths"][n] == full["logical_lengths"][n]]
-    assert same and all(length > 300 for length in full["logical_lengths"])
-    for n in same:
-        assert 270 - (length := full["logical_lengths"][n]) // 48 < windows["cached_lengths"][n] <= 270 < length
-    assert all(270 <= held < 270 + 64 for held in cut["cached_lengths"])
-    assert cut["cpu_seconds"] > cut["event_seconds"] > full["event_seconds"] == 0
-
-
-def test_figure_5_compresses_prompts_and_goes_on_with_what_it_has(tmp_path: Path) -> None:
-    arguments = ["--retentions", "0.2", "--unprotected", "--methods", "kara"]
+@pytest.mark.long
+def test_figure_5_takes_parts_of_kara_away_and_goes_on_with_what_it_has(tmp_path: Path) -> None:
+    """Table 1. All compress windows, with as many KV pairs."""
+    arguments = ["--retentions", "0.2", "--methods", "kara", "kara_no_bi"]
     first = figure_5_trials(arguments, tmp_path)
-    again = figure_5_trials([*arguments, "keydiff", "--resume"], tmp_path)
+    again = figure_5_trials([*arguments, "kara_no_token2chunk", "--windows", "keydiff", "--resume"], tmp_path)
     assert {name: again[name] for name in first} == first  # the seconds, too
-    kara, keydiff = again["kara 0.2"], again["keydiff 0.2"]
-    assert kara["compression"]["compress_prompt"] and not keydiff["compression"]["protect_prompt"]
-    assert kara["kept"] < 0.4  # with whole prompts 45%
-    for budget, held in zip(kara["cached_lengths"], keydiff["cached_lengths"], strict=True):
-        assert held <= budget + 64
+    full = again.pop("full cache")
+    assert {trial["compression"]["method"] for trial in again.values()} == {
+        "kara", "kara_no_bi", "kara_no_token2chunk", "keydiff",
+    }  # fmt: skip
+    for trial in again.values():
+        assert (trial["compression"]["window_blocks"], trial["compression"]["retain_tokens"]) == (64, 16 + 10)
+        assert trial["windows"] > 0 and trial["kept"] < full["kept"] == 1
 
 
 @pytest.mark.long
@@ -78,76 +68,11 @@ def test_figure_5_lets_dropped_pairs_come_back(tmp_path: Path) -> None:
         figure_5.parse_arguments(["--methods", "kara", "adakv", "--recall-bound", "0.05"])
 
 
-@pytest.mark.parametrize("length", [100, 130, 131, 500])
-@pytest.mark.parametrize("start", [0, 30])
-def test_windows_that_leave_a_budget(length: int, start: int) -> None:
-    """Windows of 40 KV pairs with a buffer of 10 are compressed before the step that finds them full."""
-
-    def held(retained: int) -> int:
-        cached, tail = length, 0
-        for _ in range(start, length - 1):
-            tail += 1
-            if tail == 40:
-                cached, tail = cached - (40 - retained), 10
-        return cached
-
-    least = held(10)
-    for budget in range(least, length + 10):
-        retained = compressions.retained_of(budget, length, start, 40, 10)
-        assert held(retained) <= budget and (retained == 40 or held(retained + 1) > budget)
-    with pytest.raises(ConfigError, match=f"at least {least} for a text of {length} tokens"):
-        compressions.retained_of(least - 1, length, start, 40, 10)
-
-
-SMALL = ["--problems", "2", "--sizes", "6", "7", "--retention", "0.2"]
-
-
-def run_script(script: ModuleType, arguments: list[str], output: Path) -> list[dict]:
-    """The trials it writes, in its order."""
-    script.run_table([*SMALL, *arguments, "--output", str(output)])
-    name = script.__name__.rpartition(".")[2]
-    assert (output / f"{name}.png").stat().st_size > 1000
-    trials = json.loads((output / f"{name}.json").read_text())["trials"]
-    return sorted(trials.values(), key=lambda trial: trial["compression"] is None)
-
-
-@pytest.mark.long
-def test_table_1_takes_parts_of_kara_away(tmp_path: Path) -> None:
-    *parts, full = run_script(table_1, ["--window", "96", "--buffer", "16"], tmp_path)
-    assert {trial["compression"]["method"] for trial in parts} == {"kara", "kara_no_bi", "kara_no_token2chunk"}
-    for trial in parts:
-        assert (trial["compression"]["window_blocks"], trial["compression"]["retain_tokens"]) == (96, 16 + 16)
-        assert trial["windows"] > 0 and trial["kept"] < full["kept"] == 1
-
-
-def test_others_are_compared_with_the_first_that_has_a_column() -> None:
-    right, wrong = (
-        Outcome(
-            right=[is_right],
-            exact=[is_right],
-            cached_lengths=[8],
-            logical_lengths=[10],
-            tokens=[4],
-            windows=1,
-            seconds=1.0,
-            cpu_seconds=1.0,
-            event_seconds=0.5,
-        )
-        for is_right in (True, False)
-    )
-    outcomes = {FULL: right, "fewer bits 0.2": right, "least bits 0.2": wrong}
-    text = answer_tables.show(["all bits", "fewer bits", "least bits"], "share", ["0.2"], outcomes)
-    compared = text.partition("Minus fewer bits, same questions, in points")[2].split("\n\n")[0]
-    rows = {row[:12].strip(): row[12:].split() for row in compared.splitlines()}
-    assert rows["all bits"] == ["-"]
-    assert rows["fewer bits"][:1] == ["+0.0"] and rows["least bits"][:1] == ["-100.0"]
-
-
 def test_h2o_keeps_as_many_recent_entries_as_heavy_hitters() -> None:
     kara, prompts = [500, 400], [100, 97]  # prompts are kept in whole blocks of 16: 112 entries
-    assert compressions.recent_of("h2o", 32, kara, prompts) == (400 - 112) // 2
-    assert compressions.recent_of("snapkv", 32, kara, prompts) == 32
-    assert compressions.recent_of("h2o", 32, [150], [100]) == 32
+    assert figure_5.recent_of("h2o", 32, kara, prompts) == (400 - 112) // 2
+    assert figure_5.recent_of("snapkv", 32, kara, prompts) == 32
+    assert figure_5.recent_of("h2o", 32, [150], [100]) == 32
 
 
 def test_differences_are_paired() -> None:
@@ -181,4 +106,4 @@ def test_wrong_questions(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="line 2 is no JSON object with"):
         read_records(tmp_path / "bad.jsonl")
     with pytest.raises(ConfigError, match="--retention='2'"):
-        compressions.check_retention("--retention", "2")
+        accuracy.check_retention("--retention", "2")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.common import compressions
+from benchmarks.common import accuracy
 from benchmarks.common.questions import QuestionSource
 from benchmarks.paper import figure_7, figures_3_4_6
 from benchmarks.reasoner.checkpoint import save_checkpoint
@@ -51,7 +51,7 @@ def test_figure_7_shows_what_is_in_the_cache(checkpoint: Path, tmp_path: Path, c
     written = json.loads((tmp_path / "figure_7.json").read_text())
 
     questions = QuestionSource(sizes=(5, 5), count=1).load()
-    llm = LLM(checkpoint, max_model_len=512, block_size=1, compression=compressions.kara("0.4", **settings))
+    llm = LLM(checkpoint, max_model_len=512, block_size=1, compression=accuracy.kara("0.4", **settings))
     llm.llm_engine.executor = recorder = Recorder(llm.llm_engine.executor.runner, llm.config)
     params = SamplingParams(temperature=0, max_tokens=questions.max_tokens[0])
     (output,) = llm.generate(questions.prompts, params, use_tqdm=False)

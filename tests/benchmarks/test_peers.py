@@ -13,8 +13,7 @@ import psutil
 import pytest
 
 from benchmarks import peers
-from benchmarks.common import workloads
-from benchmarks.common.limits import PhysicalLimit
+from benchmarks.common import limits, workloads
 from benchmarks.common.workloads import Request
 from benchmarks.peers_engines.environments import PeerFiles
 from benchmarks.peers_engines.protocol import ChildFailed, call
@@ -173,10 +172,11 @@ def test_the_table_shows_medians_and_why_an_engine_did_not_run():
 
 
 def test_the_limit_is_that_of_one_sequence():
-    limit = PhysicalLimit(weight_bytes=8e7, read_bytes_per_s=2e10, one_sequence_tokens_per_s=250)
-    alone = peers.show_limit(limit, recorded(), alone=True)
-    assert "at most 250 tokens/s; reached, prompt included: kvllm 48%, openvino 40%, vllm 32%." in alone
-    assert "reached" not in peers.show_limit(limit, recorded(), alone=False)
+    limit = limits.PhysicalLimit(weight_bytes=8e7, read_bytes_per_s=2e10, one_sequence_tokens_per_s=250)
+    rates = {"kvllm": 120, "openvino": 100}
+    alone = limits.show_weights_limit(limit, rates, alone=True)
+    assert "at most 250 tokens/s; reached, prompt included: kvllm 48%, openvino 40%." in alone
+    assert "reached" not in limits.show_weights_limit(limit, rates, alone=False)
 
 
 def test_rounds_alternate_and_a_failure_does_not_stop_the_others(tmp_path):
