@@ -178,7 +178,7 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> None:
         """End a request with `finish_reason="abort"`, which its reader gets in its last item. Unknown and finished ids
-        are ignored. A beam search ends behind its current token."""
+        are ignored. A beam search ends after its current token."""
         if request_id in self._searches:
             self._searches[request_id].abort()
         self._loop.submit(partial(self._abort, request_id))
@@ -237,7 +237,7 @@ class AsyncLLM:
             raise self.dead_error
 
     def shutdown(self) -> None:
-        """End the engine behind its current step, and its workers. Readers get an EngineDeadError. Idempotent."""
+        """End the engine after its current step, and its workers. Readers get an EngineDeadError. Idempotent."""
         if not self._is_shut_down:
             self._is_shut_down = True
             self._loop.stop()
@@ -247,7 +247,7 @@ class AsyncLLM:
     # In the engine's thread
 
     def _publish(self, outputs: Iterable[RequestOutput]) -> None:
-        """Tell readers what is new: all of them together in rounds, because many deltas one behind the other cost less
+        """Tell readers what is new: all of them together in rounds, because many deltas one after the other cost less
         than as many on their own; and at once those of whom it is the first or last news."""
         self._stats = copy(self._engine.stats)
         now = time.monotonic()
@@ -304,7 +304,7 @@ class AsyncLLM:
     async def _open(
         self, prompt: Prompt, sampling_params: SamplingParams, request_id: str, options: dict[str, Any]
     ) -> AsyncIterator[OutputStream]:
-        """The stream of a new request. One that has not ended behind it is aborted."""
+        """The stream of a new request. One that has not ended after it is aborted."""
         check_sampling(sampling_params)
         if request_id in self._streams:
             raise RequestError(f"request_id={request_id!r} is in use by an unfinished request: choose another")
@@ -314,7 +314,7 @@ class AsyncLLM:
             if sampling_params.structured_outputs is not None:  # the engine's thread then finds it compiled
                 await self.check_rule(sampling_params.structured_outputs)
             self._loop.submit(partial(self._add, stream, request_id, prompt, sampling_params, options))
-            await self.check_health()  # nobody reads orders behind a failure
+            await self.check_health()  # nobody reads orders after a failure
             yield stream
         finally:
             del self._streams[request_id]

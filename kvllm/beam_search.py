@@ -62,7 +62,7 @@ class BeamSearch:
         return not self.beams
 
     def prompts(self) -> list[list[int]]:
-        """The token ids behind which each beam's next token comes."""
+        """The token ids after which each beam's next token comes."""
         return [[*self.prompt_token_ids, *beam.token_ids] for beam in self.beams]
 
     def sampling_params(self) -> SamplingParams:
@@ -87,7 +87,7 @@ class BeamSearch:
             self.beams = []
 
     def abort(self) -> None:
-        """End the search with what it has: the beams that go on come behind the finished ones."""
+        """End the search with what it has: the beams that go on come after the finished ones."""
         self._finished += [replace(beam, finish_reason="abort") for beam in self.beams]
         del self._finished[self.params.beam_width :]
         self.beams = []
@@ -97,7 +97,7 @@ class BeamSearch:
         return [self._completion(index, beam, tokenizer) for index, beam in enumerate(self._finished)]
 
     def sequences(self, tokenizer: Tokenizer | None) -> list[BeamSearchSequence]:
-        """The same, behind the prompt."""
+        """The same, after the prompt."""
         found = []
         for beam in self._finished:
             tokens = [*self.prompt_token_ids, *beam.token_ids]

@@ -149,7 +149,7 @@ class EngineArgs:
         enforce_eager: on a GPU, launch kernels one by one, instead of replaying CUDA graphs of steps.
         enable_prefix_caching: let requests share the blocks of equal beginnings.
         disable_hybrid_kv_cache_manager: let all layers share their blocks, so that layers with a sliding window keep
-            those behind it, too.
+            those after it, too.
         tensor_parallel_size: ranks that share the model, each a process; more than one need Ray (docs/distributed.md).
         data_parallel_size: replicas that share out the requests, each with its own ranks and KV pool, on Ray.
         distributed_executor_backend: "inline" (one rank, in this process) or "ray"; default "ray" for several ranks.
@@ -158,7 +158,7 @@ class EngineArgs:
         seed: of requests that bring none. An integer of 64 bits.
         compression: how the KV cache is compressed while decoding; None for not at all.
         watermark: share of the KV pool that admission leaves free, so that running sequences can grow.
-        high_watermark: share that must be free behind a preemption, before anything is admitted again; None for none.
+        high_watermark: share that must be free after a preemption, before anything is admitted again; None for none.
         tenants: weights, guarantees and limits by the name of the tenant; others have those of `TenantConfig()`.
         kv_offloading_size: GiB of host memory for what leaves the KV pool, of all ranks of an engine together; None for
             none (docs/tiers.md).

@@ -12,7 +12,7 @@ HUGE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
 
 
 def use_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
-    """Ask for huge pages behind a contiguous tensor on the CPU, best before it is first written. Returns the tensor.
+    """Ask for huge pages after a contiguous tensor on the CPU, best before it is first written. Returns the tensor.
 
     One core reads memory at 1.2 to 1.4 times the speed when a page is 2 MiB instead of 4 KiB: the processor finds the
     address of a page less often. Linux gives huge pages only to those who ask ("madvise" in
@@ -25,7 +25,7 @@ def use_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def forget_pages(tensor: torch.Tensor) -> None:
-    """Give back the memory behind a contiguous tensor that views a file, which is read again where it is still needed.
+    """Give back the memory after a contiguous tensor that views a file, which is read again where it is still needed.
 
     A page of a file that was read counts as memory of the process. Of any other tensor, the values are lost.
     """

@@ -137,7 +137,7 @@ class MemoryPlan:
     def concurrency(self, pool_bytes: int, length: int, prompt: int, *, windows: bool = True, compressed: bool) -> int:
         """Sequences of `length` tokens that a pool of so many bytes on each rank holds at once.
 
-        windows: sliding layers give up what lies behind their window. compressed: full layers hold what compression
+        windows: sliding layers give up what lies after their window. compressed: full layers hold what compression
         leaves of a sequence, at its peak.
         """
         if windows:

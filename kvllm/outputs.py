@@ -14,7 +14,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 class Logprob:
     r"""Natural log of a token's probability before any penalty, temperature or filter; rank 1 is the most likely.
 
-    decoded_token: the token's text as it stands behind others, with its leading space, or `bytes:\xe4\xb8` for a part
+    decoded_token: the token's text as it stands after others, with its leading space, or `bytes:\xe4\xb8` for a part
         of a character. None without a tokenizer.
     """
 

@@ -36,7 +36,7 @@ class SentencePieceModel:
             raise CheckpointError(f"{file} is not a SentencePiece model: add a tokenizer.json")
         if proto.trainer_spec.model_type not in (UNIGRAM, BPE) or proto.trainer_spec.treat_whitespace_as_suffix:
             raise CheckpointError(
-                f"{file} is a SentencePiece model of words or characters, or with spaces behind words, which kvllm "
+                f"{file} is a SentencePiece model of words or characters, or with spaces after words, which kvllm "
                 "does not read: add a tokenizer.json"
             )
         self._trainer, self._normalizer = proto.trainer_spec, proto.normalizer_spec
@@ -47,10 +47,10 @@ class SentencePieceModel:
         self.special_tokens = {name: self.pieces[i] for name, i in ids.items() if 0 <= i < len(self.pieces)}
 
     def convert(self, added: dict[int, str], prefix: bool, prefix_everywhere: bool) -> Tokenizer:
-        """The tokenizer, without tokens that it puts before or behind a text.
+        """The tokenizer, without tokens that it puts before or after a text.
 
-        added: texts of tokens by their ids, behind the file's or instead of some. prefix: a text begins with a space,
-            if the file says so; prefix_everywhere: so does text behind a special token.
+        added: texts of tokens by their ids, after the file's or instead of some. prefix: a text begins with a space,
+            if the file says so; prefix_everywhere: so does text after a special token.
         """
         prefix = prefix and self._normalizer.add_dummy_prefix
         prefix_everywhere |= self._normalizer.remove_extra_whitespaces  # spaces there mean nothing

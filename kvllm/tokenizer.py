@@ -110,7 +110,7 @@ class Tokenizer:
         )
 
     def _decode_token(self, token_id: int) -> str:
-        """Text of one token as it stands behind others: a Llama-style decoder drops the space that a text begins with.
+        """Text of one token as it stands after others: a Llama-style decoder drops the space that a text begins with.
 
         Parts of a character are U+FFFD. Ids outside of the vocabulary have no text.
         """
@@ -217,7 +217,7 @@ class IncrementalDecoder:
     The pieces add up to what the tokens add to the text of the prompt: `tokenizer.decode` of the prompt and the tokens
     begins with the prompt's text, and the pieces are the rest. No piece ends inside a character. (One exception: a
     byte-fallback decoder rejects a whole run of bytes for an invalid one at its end. Text given out before it stays.)
-    New tokens are decoded behind those of the piece before, and the first ones behind the end of the prompt: decoders
+    New tokens are decoded after those of the piece before, and the first ones after the end of the prompt: decoders
     of the Llama 2 kind drop the leading space of a text, and only of a text.
 
     Args:
@@ -281,7 +281,7 @@ class IncrementalDecoder:
 
 
 def _split_characters(tokenizer: Tokenizer, token_ids: list[int]) -> tuple[list[int], list[int]]:
-    """The last tokens of a prompt whose text is whole characters, and behind them those of an incomplete character.
+    """The last tokens of a prompt whose text is whole characters, and after them those of an incomplete character.
 
     The beginning must lie between two characters as well: a byte-fallback decoder rejects a whole run of bytes for an
     invalid one.

@@ -50,7 +50,7 @@ def eos_tokens(path: Path) -> Iterator[str]:
 def _from_json(path: Path) -> PreTrainedTokenizerBase:
     """Encodes as tokenizer.json says, whatever class and settings stand beside it.
 
-    transformers would add tokens that other files name, put others before and behind a text, and split the texts of
+    transformers would add tokens that other files name, put others before and after a text, and split the texts of
     some models in another way. It does so to an empty tokenizer here.
     """
     tokenizer = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True, tokenizer_object=Backend(BPE()))
@@ -61,7 +61,7 @@ def _from_json(path: Path) -> PreTrainedTokenizerBase:
 def _from_sentencepiece(path: Path) -> PreTrainedTokenizerBase:
     """What the model does not say are settings: which tokens were added to it, and what stands around a text.
 
-    Where they are absent, too, it is as with Llama 2: a token before a text, and a space behind a special token.
+    Where they are absent, too, it is as with Llama 2: a token before a text, and a space after a special token.
     """
     settings = _json_object(path / CONFIG_FILE)
     named = {**_json_object(path / SPECIAL_TOKENS_FILE), **settings}

@@ -37,7 +37,7 @@ class ScoreWindows:
     squared: bool
 
     def before(self, offset: int) -> bool:
-        """Whether a query token `offset` pairs behind the beginning of its window takes part in the one before."""
+        """Whether a query token `offset` pairs after the beginning of its window takes part in the one before."""
         return offset < self.size - self.stride
 
 
@@ -86,7 +86,7 @@ class AttentionBatch:
         first query token attends may name any block of the cache: nothing that they hold counts.
     packed_len, head_lengths: `[S]` and `[layers, S, kv_heads]`, where heads hold different numbers of KV pairs: index e
         is evicted for head h of layer l of sequence s, not attended, if `head_lengths[l, s, h] <= e < packed_len[s]`.
-        The pairs of the query tokens lie behind.
+        The pairs of the query tokens follow.
     table_slots: `[S]`, the sequences' slots in the worker's tables, where attention is observed. Padding
         shares one that belongs to no sequence.
     mass: float32 `[layers, table slots, kv_heads, pairs]`, what a backend that `observes` adds the attention

@@ -19,7 +19,7 @@ def arguments_for(options: LayerAttention) -> dict[str, Any]:
     """What the library is told of a layer's window and soft cap, if it has any."""
     arguments = {}
     if options.window is not None:
-        arguments["window_size"] = (options.window - 1, 0)  # tokens before a query's own, and behind it
+        arguments["window_size"] = (options.window - 1, 0)  # tokens before a query's own, and after it
     if options.soft_cap is not None:
         arguments["softcap"] = options.soft_cap
     return arguments

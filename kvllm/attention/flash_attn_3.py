@@ -30,7 +30,7 @@ class FlashAttention3Backend(AttentionBackend):
     """See `registry.why_not_flash_attn_3` for what it can do.
 
     The library splits a sequence among several programs if the batch is small, so a token's bits depend on the batch.
-    It multiplies values behind the end of a sequence by zero (Dao-AILab/flash-attention#2374), so what no request has
+    It multiplies values after the end of a sequence by zero (Dao-AILab/flash-attention#2374), so what no request has
     written yet must be finite.
     """
 

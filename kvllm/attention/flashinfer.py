@@ -37,7 +37,7 @@ Kind = tuple[int, float]
 
 @dataclass(frozen=True)
 class Pages:
-    """The block tables of runs, one behind the other.
+    """The block tables of runs, one after the other.
 
     starts: int32 `[R + 1]`, on the host: run r has the blocks `indices[starts[r] : starts[r + 1]]`. indices: int32, on
     the device. last_page_len: int32 `[R]`, on the host: KV pairs in the last block of a run, at least one.
@@ -74,7 +74,7 @@ class GroupPlan:
 
 @dataclass(eq=False)
 class Planner:
-    """A wrapper of the library, which serves one plan at a time. copied: behind the copies of the last planning."""
+    """A wrapper of the library, which serves one plan at a time. copied: after the copies of the last planning."""
 
     wrapper: Any
     user: weakref.ref[GroupPlan]

@@ -46,7 +46,7 @@ class DenseModel:
         self.norms = [*(layer.input_norm for layer in self.layers), self.model.final_norm]
 
     def read(self, token_ids: Sequence[int]) -> tuple[list[LayerRun], Tensor]:
-        """What each layer has of a text, and the normalized hidden states `[T, hidden_size]` behind the last."""
+        """What each layer has of a text, and the normalized hidden states `[T, hidden_size]` after the last."""
         positions = torch.arange(len(token_ids), device=self.device)
         residual = self.model.embedding.forward(torch.tensor(token_ids, device=self.device))
         x, runs = rms_norm(residual, self.norms[0], self.model.eps), []

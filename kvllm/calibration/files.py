@@ -41,7 +41,7 @@ def calibrate(folder: Path, texts: Sequence[Text], name: str, windows: Windows |
     require(min(lengths) > OUTLIERS, "--length", min(lengths), f"more than {OUTLIERS}")
     of_losses = [text for text in texts if windows is not None and windows.starts(text)]
     least = windows.size if windows else 0
-    require(windows is None or bool(of_losses), "--length", max(lengths), f"more than {least} behind a prompt")
+    require(windows is None or bool(of_losses), "--length", max(lengths), f"more than {least} after a prompt")
     model = DenseModel(folder, max(lengths))
     shown = tqdm(texts, desc="Statistics", disable=not sys.stderr.isatty())
     statistics = query_statistics(model, ([*text.prompt, *text.output] for text in shown))

@@ -1,6 +1,6 @@
 """What a model loses when a single layer compresses: the losses of `kvllm.layer_shares`.
 
-A text is read once as it is, and once more for each layer and share. There the layer has, behind each window, only the
+A text is read once as it is, and once more for each layer and share. There the layer has, after each window, only the
 KV pairs that `kara_sharp` keeps of it, and all other layers have everything. The loss is how far the predictions go.
 
 What is as in the first reading is not computed again: the layers up to the changed one, and all tokens up to the end of
@@ -86,7 +86,7 @@ class Reading:
 def measure(
     model: DenseModel, texts: Sequence[Text], windows: Windows, sums: Sums, advance: Callable[[], object]
 ) -> None:
-    """Add to `sums` what it lacks. advance: called behind each layer of each text.
+    """Add to `sums` what it lacks. advance: called after each layer of each text.
 
     texts: with at least one window each.
     """
@@ -101,7 +101,7 @@ def measure(
 
 
 def losses(texts: Sequence[Text], windows: Windows, sums: Sums) -> list[list[float]]:
-    """For each layer the divergences at SHARES, in nats a token behind the first window."""
+    """For each layer the divergences at SHARES, in nats a token after the first window."""
     behind = (text.stored + 1 - windows.starts(text)[0] - windows.size for text in texts)
     rows = sum(min(MOST_ROWS, each) for each in behind)
     return [[sum(column) / rows for column in zip(*of_layer, strict=True)] for of_layer in zip(*sums, strict=True)]

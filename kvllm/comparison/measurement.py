@@ -44,7 +44,7 @@ class Piece(Struct, kw_only=True):
 
 
 class Needles(Struct, kw_only=True):
-    """Needles that were found: in outputs behind a prompt that is kept, and in prompts that were compressed."""
+    """Needles that were found: in outputs after a prompt that is kept, and in prompts that were compressed."""
 
     number: int
     found_in_output: int
@@ -173,7 +173,7 @@ class Bench:
 
 
 class Given(NamedTuple):
-    """A prompt, the output that is given, and tokens that are sampled behind it."""
+    """A prompt, the output that is given, and tokens that are sampled after it."""
 
     prompt: list[int]
     output: list[int]

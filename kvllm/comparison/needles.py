@@ -20,7 +20,7 @@ SPARE = 4
 
 
 class Needle(NamedTuple):
-    """Token ids of the text around a needle and of the question. depth: of the needle, 0 right behind the text's
+    """Token ids of the text around a needle and of the question. depth: of the needle, 0 right after the text's
     prompt. tokens: of the answer at most."""
 
     prompt: int

@@ -68,7 +68,7 @@ class Predictions:
 
     def __call__(self, logits: torch.Tensor, sequences: list[int], counts: list[int]) -> None:
         self.advance(len(sequences))
-        own = [row for row, i in enumerate(sequences) if i < len(self.texts)]  # what stands behind the texts is others'
+        own = [row for row, i in enumerate(sequences) if i < len(self.texts)]  # what stands after the texts is others'
         if not own:
             return
         logits = logits if len(own) == len(sequences) else logits[own]

@@ -49,7 +49,7 @@ class TeacherForcing(BlockingExecutor):
         params: Sequence[SamplingParams],
         observe: Observe | None = None,
     ) -> list[RequestOutput]:
-        """Complete prompts, where the first tokens of each output are given. The tokens behind them are sampled.
+        """Complete prompts, where the first tokens of each output are given. The tokens after them are sampled.
 
         Raises the error of the first request that has one.
         """

@@ -27,7 +27,7 @@ from kvllm.parallel import KVHeads
 @dataclass(frozen=True)
 class Gates:
     """Networks with one hidden layer of U units by layer and KV head, float32: `output silu(hidden x + hidden_bias) +
-    output_bias`, where x is the key in front of its rotation with the value behind it.
+    output_bias`, where x is the key in front of its rotation with the value after it.
 
     hidden: `[layers, Hkv, U, 2 d]`. hidden_bias, output: `[layers, Hkv, U]`. output_bias: `[layers, Hkv]`.
     """

@@ -19,7 +19,7 @@ NO_LIMIT = -1.0
 class Exchanges(NamedTuple):
     """KV pairs that change places, E of them.
 
-    bounds: float32 `[R, H]`, at least the share of attention that lies in dropped pairs behind the exchanges, of the
+    bounds: float32 `[R, H]`, at least the share of attention that lies in dropped pairs after the exchanges, of the
         query that misses most.
     row, head, arriving, leaving: int64 `[E]`, the sequence and KV head of each, its dropped pair and its resident. All
         of a row and head are different pairs. Rows ascend.

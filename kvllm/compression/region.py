@@ -37,7 +37,7 @@ def with_last(kept: Tensor, length: int, buffer: int) -> Tensor:
 def with_sinks(scores: Tensor, starts: Sequence[int], sinks: int) -> Tensor:
     """`scores [S, Hkv, n]` of a region with infinity for the first `sinks` KV pairs of a cache, the attention sinks.
 
-    starts: for each row the KV pairs of its cache in front of the region. Most windows lie behind all sinks.
+    starts: for each row the KV pairs of its cache in front of the region. Most windows lie after all sinks.
     """
     if len(starts) != len(scores):
         raise ValueError(f"{len(starts)} starts for {len(scores)} rows: give one for each")

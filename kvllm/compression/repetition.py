@@ -1,4 +1,4 @@
-"""Attention of a text that is repeated behind itself: to the KV pairs that are cached, and to the repetition so far."""
+"""Attention of a text that is repeated after itself: to the KV pairs that are cached, and to the repetition so far."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class MethodSpec:
         sequences share no prefixes.
     learns: its function keeps what it learns (`fits`), and has queries for an engine's first windows and a few of the
         later ones alone.
-    repeats: it needs the attention that the text of a region pays to its KV pairs when it is repeated behind them. That
+    repeats: it needs the attention that the text of a region pays to its KV pairs when it is repeated after them. That
         takes a pass of the model over the text.
     whole_layer: it compares the KV heads of a layer, or numbers them, so it must see all of them at once.
     unrotates: it takes the rotation off keys, for which it needs the position of each. KV pairs that were compressed

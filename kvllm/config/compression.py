@@ -246,7 +246,7 @@ class CompressionConfig(Options, frozen=True, kw_only=True):
         require(threshold >= 1, "threshold_tokens", threshold, "at least 1")
         require(1 <= budget <= threshold, "budget_tokens", budget, f"between 1 and threshold_tokens={threshold}")
         require(self.buffer <= budget, "buffer", self.buffer, f"at most budget_tokens={budget}, which it is part of")
-        behind = f"True with method={self.method!r}, whose scores begin behind the prompt"
+        behind = f"True with method={self.method!r}, whose scores begin after the prompt"
         require(self.protect_prompt or not self.spec.reselects, "protect_prompt", self.protect_prompt, behind)
         gap = threshold - self.held_tokens
         if self.spec.queries == "recent" and gap:
@@ -286,7 +286,7 @@ class CompressionConfig(Options, frozen=True, kw_only=True):
         return self.recall_period is not None or self.recall_bound is not None
 
     def recalls_in(self, logical_length: int, num_tokens: int) -> bool:
-        """Whether a step that computes `num_tokens` behind `logical_length` tokens of a text may recall something: it
+        """Whether a step that computes `num_tokens` after `logical_length` tokens of a text may recall something: it
         computes a multiple of the period. Counted in the text, so that batch mates change nothing."""
         period = self.recall_period or 1
         return (logical_length + num_tokens) // period > logical_length // period

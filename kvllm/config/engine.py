@@ -30,7 +30,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     max_num_seqs: most sequences that run at once.
     max_num_batched_tokens: most query tokens of one step: decodes, prefill chunks, what a compression recomputes.
     watermark: share of the pool that admission leaves free, so that running sequences can grow.
-    high_watermark: share of the pool that must be free behind a preemption, before anything is admitted again. None:
+    high_watermark: share of the pool that must be free after a preemption, before anything is admitted again. None:
         admission goes on at once.
     tenants: settings by the name of the tenant; others have those of `TenantConfig()`.
     kv_groups: groups of layers with tables and lifetimes of their own, from `make_groups`.

@@ -259,11 +259,11 @@ class Batch:
         return children
 
     def _lets_go(self, seq: Sequence) -> bool:
-        """Whether the workers must learn what is behind the windows of a sequence's tables."""
+        """Whether the workers must learn what follows the windows of a sequence's tables."""
         return self.blocks.has_windows and any(table.first != table.sent for table in seq.others)
 
     def _append_tables(self, seq: Sequence, num_tokens: int, reserved: int, hit: PrefixHit | None = None) -> None:
-        """Plan how a sequence's tables of groups behind the first change.
+        """Plan how a sequence's tables of groups after the first change.
 
         reserved: tokens for which tables of all tokens get blocks. hit: what the sequence starts with, if it starts.
         """

@@ -19,7 +19,7 @@ class PrefixHit(NamedTuple):
     """Cached blocks that hold the first `num_blocks` blocks of a text.
 
     full: those of the first group, if its layers attend all tokens. others: for each other group those that the next
-    token attends. host: for each of the blocks behind them that a tier below the pool has, the host block that holds
+    token attends. host: for each of the blocks after them that a tier below the pool has, the host block that holds
     it, or its digest if it is on the disk.
     """
 
@@ -158,7 +158,7 @@ class BlockManager:
         return needed
 
     def append(self, seq: Sequence, num_tokens: int) -> tuple[list[int], int | None]:
-        """Make room for `num_tokens` KV pairs behind the cached ones in the first group.
+        """Make room for `num_tokens` KV pairs after the cached ones in the first group.
 
         Returns the blocks appended to the table, and the index of a table entry that was replaced because the block
         there is shared and is about to be written (copy on write), if any.
@@ -177,7 +177,7 @@ class BlockManager:
         return new_blocks, replaced
 
     def append_table(self, table: GroupTable, length: int, num_tokens: int) -> tuple[list[int], list[int]]:
-        """Make room for `num_tokens` tokens behind the first `length` in the table of another group.
+        """Make room for `num_tokens` tokens after the first `length` in the table of another group.
 
         Returns the blocks that replaced those of the last block of the text, because these are shared and about to be
         written, and the blocks appended.
@@ -269,7 +269,7 @@ class BlockManager:
             seq.block_hashes.append(block_hash(parent, tokens))
 
     def _missing_block(self, cache: PrefixCache, hashes: list[bytes], count: int) -> int | None:
-        """The last block of a text that a group lacks of those that the token behind `count` blocks attends."""
+        """The last block of a text that a group lacks of those that the token after `count` blocks attends."""
         for group, parts in zip(self.others, self._parts, strict=True):
             first = group.first_block(count * self.block_size, self.block_size)
             for index in range(count - 1, first - 1, -1):
@@ -278,7 +278,7 @@ class BlockManager:
         return None
 
     def _window(self, cache: PrefixCache, hashes: list[bytes], count: int, other: int) -> list[int]:
-        """The blocks of another group that the token behind `count` blocks attends, all of which are cached."""
+        """The blocks of another group that the token after `count` blocks attends, all of which are cached."""
         first = self.others[other].first_block(count * self.block_size, self.block_size)
         keys = [part_hash(digest, part) for digest in hashes[first:count] for part in self._parts[other]]
         return [block for key in keys if (block := cache.find(key)) is not None]
@@ -286,7 +286,7 @@ class BlockManager:
     # Shrinking
 
     def release_behind(self, seq: Sequence) -> None:
-        """Let go of the blocks behind the windows of the next token."""
+        """Let go of the blocks after the windows of the next token."""
         for table in seq.others:
             if not table.is_full:
                 self.pool.release(table.take_behind(seq.logical_length))

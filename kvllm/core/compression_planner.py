@@ -227,7 +227,7 @@ class CompressionPlanner:
         dropped, odd = divmod(region.dropped, block_size)
         if self.policy.config.spec.keeps_end and not odd and region.count == 1:
             return first, dropped, 0  # nothing moves: the blocks at the beginning are let go
-        if odd or region.end % block_size:  # the KV pairs behind the region, or in its last block, move up
+        if odd or region.end % block_size:  # the KV pairs after the region, or in its last block, move up
             after = self.blocks.blocks_for(cached - region.dropped)
             return first, num_blocks - first, after - first
         blocks = (region.end - region.start) // block_size

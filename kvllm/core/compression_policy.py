@@ -244,7 +244,7 @@ class PressurePolicy(CompressionPolicy):
     Blocks are short when a waiting sequence lacked some, or when the running ones would use up the pool within `period`
     steps. Sequences go first whose released blocks serve longest for the query tokens that are recomputed; one that
     ends within `period` steps is left alone, unless the next step would have to preempt. The need is looked at once in
-    a period, or when a preemption is near, so that windows are scored together; and in the steps behind, until it is
+    a period, or when a preemption is near, so that windows are scored together; and in the steps after, until it is
     met. A step compresses more windows than it should only for blocks that are missing now.
 
     Where scores are added up while sequences decode, that costs nothing while there is room for all: it begins when the
@@ -360,7 +360,7 @@ def peak_blocks(config: EngineConfig, regions: Sequences[Regions] | None, prompt
 
 
 def tail_start(config: EngineConfig, prompt: int) -> int:
-    """The first KV pair of a sequence that compression may touch, behind `prompt` tokens of its prompt or at 0."""
+    """The first KV pair of a sequence that compression may touch, after `prompt` tokens of its prompt or at 0."""
     return 0 if config.compression is not None and config.compression.compress_prompt else prompt
 
 

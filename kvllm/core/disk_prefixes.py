@@ -8,7 +8,7 @@ from collections.abc import Iterable
 class DiskPrefixes:
     """Digests of the blocks that an engine may load from the disk.
 
-    It outlives failed steps, behind which workers tell again what is there: what was forgotten stays so.
+    It outlives failed steps, after which workers tell again what is there: what was forgotten stays so.
     """
 
     def __init__(self) -> None:

@@ -215,7 +215,7 @@ class LLMEngine:
         return plan
 
     def _plan_ahead(self) -> StepPlan | None:
-        """The step behind one that is in flight, unless there will be none, or it depends on loads."""
+        """The step after one that is in flight, unless there will be none, or it depends on loads."""
         if not self.config.async_scheduling or self.scheduler.waits_for_loads:
             return None
         self.scheduler.finish_longest()

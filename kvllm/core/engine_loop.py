@@ -65,7 +65,7 @@ class EngineLoop(Generic[E]):
                 raise self.failure
 
     def stop(self) -> None:
-        """End the thread behind the step that it is at. Requests stay unfinished, and orders unread."""
+        """End the thread after the step that it is at. Requests stay unfinished, and orders unread."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()

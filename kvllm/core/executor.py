@@ -12,7 +12,7 @@ class WorkersRestarted(Exception):
 
 
 class Executor(ABC):
-    """Runs plans on all ranks, one behind the other. The caller is free between `launch` and `collect`.
+    """Runs plans on all ranks, one after the other. The caller is free between `launch` and `collect`.
 
     A plan with `reset` drops the results that an exception has kept from being collected.
 
@@ -41,7 +41,7 @@ class Executor(ABC):
 
 
 class BlockingExecutor(Executor):
-    """Executes a plan while it is launched: for executors that account for each plan behind it."""
+    """Executes a plan while it is launched: for executors that account for each plan after it."""
 
     _result = StepResult()
 

@@ -1,4 +1,4 @@
-"""The block table of a sequence in a KV group beside the first: it begins behind what was dropped."""
+"""The block table of a sequence in a KV group beside the first: it begins after what was dropped."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from kvllm.kvcache.groups import KVGroup
 class GroupTable:
     """Blocks of one sequence in one group.
 
-    first: how many blocks it has less than the text. Of a group with a window these are the blocks behind it, which are
-        released; else those that compressions have saved. So behind what is dropped, block i of the text is the
+    first: how many blocks it has less than the text. Of a group with a window these are the blocks after it, which are
+        released; else those that compressions have saved. So after what is dropped, block i of the text is the
         table's block `i - first`.
     blocks: for each block of the table one for each part of the group, next to each other.
     parts: indices of these parts among those of all groups.
@@ -38,7 +38,7 @@ class GroupTable:
         return missing * len(self.parts) if missing > 0 else 0
 
     def at(self, position: int) -> slice:
-        """Where in `blocks` those are that hold a token behind what is dropped."""
+        """Where in `blocks` those are that hold a token after what is dropped."""
         index = (position // self.block_size - self.first) * len(self.parts)
         return slice(index, index + len(self.parts))
 
@@ -47,7 +47,7 @@ class GroupTable:
         return self.blocks[self.at(index * self.block_size)]
 
     def take_behind(self, length: int) -> list[int]:
-        """Remove the blocks behind the window of the next token, which is at position `length`, from a table that is
+        """Remove the blocks after the window of the next token, which is at position `length`, from a table that is
         not full."""
         first = self.group.first_block(length, self.block_size)
         if first == self.first:

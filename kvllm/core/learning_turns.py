@@ -7,7 +7,7 @@ from kvllm.compression.specs import MethodSpec
 FIRST_WINDOWS = 8
 """An engine's first windows, all of which are learned from: about enough for a map."""
 EVERY = 32
-"""One window in so many is learned from behind these, so that the map follows the texts."""
+"""One window in so many is learned from after these, so that the map follows the texts."""
 
 
 class LearningTurns:

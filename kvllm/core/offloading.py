@@ -114,7 +114,7 @@ class Offloading:
     # Back
 
     def match(self, seq: Sequence, hit: PrefixHit, limit: int) -> PrefixHit:
-        """A hit in the pool, and what the host and the disk have of the blocks behind it, of at most `limit` tokens."""
+        """A hit in the pool, and what the host and the disk have of the blocks after it, of at most `limit` tokens."""
         if self.blocks.others or not self.blocks.prefix_cache:
             return hit
         found: list[int | bytes] = []
@@ -219,7 +219,7 @@ class Offloading:
 
 
 def table_changes(seq: Sequence) -> list[TableChange]:
-    """All of a sequence's tables behind the first, for workers that have nothing of them."""
+    """All of a sequence's tables after the first, for workers that have nothing of them."""
     changes = []
     for table in seq.others:
         table.sent = table.first

@@ -85,7 +85,7 @@ class OutputStream:
                 return delta
 
     async def deliver(self, receive: Receive) -> None:
-        """Call `receive` with each delta as soon as there is one, and return behind the last one.
+        """Call `receive` with each delta as soon as there is one, and return after the last one.
 
         No task wakes up for a delta: with all that it passes on its way back to where it waits, that takes longer than
         to make the delta and to send it. Raises what the stream has failed with, or what `receive` raises.

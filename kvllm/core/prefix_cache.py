@@ -14,7 +14,7 @@ def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
 
 def root_hash(cache_salt: str | None, kv_cache_dtype: str = "auto") -> bytes:
-    """The `parent` of a sequence's first block: another one for each salt and dtype, so that nothing behind it is
+    """The `parent` of a sequence's first block: another one for each salt and dtype, so that nothing after it is
     equal."""
     root = b"" if cache_salt is None else hashlib.blake2b(cache_salt.encode(), digest_size=16).digest()
     if kv_cache_dtype == "auto":

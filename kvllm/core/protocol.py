@@ -97,10 +97,10 @@ class PartCompaction(Struct, array_like=True, frozen=True):
 
 class CompressionJob(Struct, array_like=True, frozen=True):
     """Compress `num_windows` windows of `size` KV pairs to `retain` KV pairs each. The first begins at block
-    `first_block` of a sequence's table, every other one `stride` KV pairs behind the one before. Where windows overlap
+    `first_block` of a sequence's table, every other one `stride` KV pairs after the one before. Where windows overlap
     (`stride < size`), what they share is kept or dropped as a part of the later one.
 
-    The `region_blocks` blocks from there on (the windows and, in exact mode, the tail behind them) are replaced in the
+    The `region_blocks` blocks from there on (the windows and, in exact mode, the tail after them) are replaced in the
     table by `destinations`. In place when `destinations` is a prefix of the region, else copied and the sources kept.
     Without destinations nothing survives in the region's blocks, and nothing moves.
 
@@ -203,7 +203,7 @@ class Load(Struct, array_like=True, frozen=True):
 
 
 class TableChange(Struct, array_like=True, frozen=True):
-    """A change of a sequence's table in a part of the KV groups behind the first.
+    """A change of a sequence's table in a part of the KV groups after the first.
 
     part: index among the parts of all groups.
     first: how many blocks less than the text the table has from now on (`GroupTable.first`). Where they become more,
@@ -310,7 +310,7 @@ class TransferReport(Struct, array_like=True, frozen=True):
 
     loaded, lost: numbers of loads. Each is reported once; nothing of a lost one may be used.
     num_blocks, seconds: of transfers between pool and host, both ways, that succeeded.
-    on_disk: digests of all blocks that the disk has, in the first report behind a start or a reset.
+    on_disk: digests of all blocks that the disk has, in the first report after a start or a reset.
     """
 
     loaded: list[int] = []

@@ -18,7 +18,7 @@ from kvllm.kvcache.groups import KVGroup
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """`count` windows of `size` KV pairs, the first from index `start` of the cache on, each `stride` behind the one
+    """`count` windows of `size` KV pairs, the first from index `start` of the cache on, each `stride` after the one
     before. Of each, `retain` KV pairs survive."""
 
     start: int
@@ -134,7 +134,7 @@ class Windows(Regions):
         return -(-(cached - tail) // self.block_size) * self.block_size
 
     def _count(self, cached: int, start: int) -> int:
-        """Windows that fit one behind the other into the full blocks from `start` on."""
+        """Windows that fit one after the other into the full blocks from `start` on."""
         room = cached // self.block_size * self.block_size - start
         return 0 if room < self.size else (room - self.size) // self.stride + 1
 

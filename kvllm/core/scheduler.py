@@ -304,7 +304,7 @@ class Scheduler:
 
     @property
     def waits_for_loads(self) -> bool:
-        """Whether the plan behind one that is in flight depends on what has come from the host meanwhile."""
+        """Whether the plan after one that is in flight depends on what has come from the host meanwhile."""
         return bool(self.batch.loading)
 
     def finish_longest(self) -> None:
@@ -314,7 +314,7 @@ class Scheduler:
                 self.finish(seq)
 
     def receive(self, plan: StepPlan, result: StepResult) -> list[tuple[Sequence, SampledToken]]:
-        """Take the tokens of a plan behind `advance`. Those of sequences that have ended are discarded."""
+        """Take the tokens of a plan after `advance`. Those of sequences that have ended are discarded."""
         if result.missing_masses:
             self._record_missing_masses(result.missing_masses)
         if self.batch.offloading:

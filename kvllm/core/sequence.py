@@ -260,7 +260,7 @@ class Sequence:
         self.uncompressed_tail = 0
 
     def compacted(self, region: Region, uncompressed_tail: int, dropped: int) -> None:
-        """A region of the cache was compressed; `uncompressed_tail` KV pairs were behind its last window.
+        """A region of the cache was compressed; `uncompressed_tail` KV pairs were after its last window.
 
         dropped: KV pairs, in the mean over the layers that attend all tokens.
         """

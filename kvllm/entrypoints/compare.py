@@ -6,7 +6,7 @@
 
 Engines with different methods and dtypes are given the same texts token by token, as if they had generated them, and
 their predictions are compared with those of the full cache: KL(full || variant) in nats, perplexity, and the most
-likely token. Needles, sentences that give a name a number, are hidden in the texts and asked for, behind a prompt that
+likely token. Needles, sentences that give a name a number, are hidden in the texts and asked for, after a prompt that
 is kept and in a prompt that is compressed.
 
 All variants of one --memory end a text with the same bytes, prompt included: in fewer bits more KV pairs fit, and where

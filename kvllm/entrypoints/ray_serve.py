@@ -1,4 +1,4 @@
-"""The server as a deployment of Ray Serve: replicas on several nodes behind one address.
+"""The server as a deployment of Ray Serve: replicas on several nodes after one address.
 
     pip install ".[serve]" "ray[serve]"
     serve run kvllm.entrypoints.ray_serve:build_app model=path/to/Qwen3-0.6B served_model_name=qwen

@@ -234,7 +234,7 @@ def simulate_tenants(args: argparse.Namespace, cost: CostModel) -> None:
 def show_tenants(
     title: str, outcome: Outcome, tenants: dict[str, Served], baseline: dict[str, Served] | None = None
 ) -> str:
-    """A line for each tenant; behind its p99 how much longer it is than in `baseline`."""
+    """A line for each tenant; after its p99 how much longer it is than in `baseline`."""
     heads = ("requests", "share of tokens", "first token p50, s", "p99, s", "change of p99", "preemptions")
     lines = [f"{title}: {outcome.seconds:,.0f} s, {outcome.output_tokens_per_s:,.0f} output tokens/s"]
     lines.append(f"{'':<16}" + "".join(f"{head:>20}" for head in heads))

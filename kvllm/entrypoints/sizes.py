@@ -1,6 +1,6 @@
 """Numbers with a unit on the command line: types for argparse.
 
-One letter is as in vLLM: k, m, g and t count in thousands, K, M, G and T in 1024. With a B behind it, the letter may be
+One letter is as in vLLM: k, m, g and t count in thousands, K, M, G and T in 1024. With a B after it, the letter may be
 either: GB is 10^9 bytes, GiB is 2^30.
 """
 

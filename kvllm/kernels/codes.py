@@ -57,7 +57,7 @@ def code_places(cache, blocks, slots, head, KV_HEADS: tl.constexpr, BLOCK_SIZE: 
 def load_codes(cache, codes, words, exists, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr):
     """The vectors at `codes` and `words`, float32 `[vectors, CHANNELS]`; 0 where one does not exist.
 
-    Channels behind HEAD_DIM are a number that does not matter: queries are 0 there.
+    Channels after HEAD_DIM are a number that does not matter: queries are 0 there.
     """
     word = tl.load(cache.to(tl.pointer_type(tl.uint32)) + words, mask=exists, other=0)
     if cache.dtype.element_ty == tl.uint8:

@@ -44,7 +44,7 @@ def _compact_head(
             old_slot = source * (KV_HEADS * HEAD_STRIDE) + old % BLOCK_SIZE * WIDTH
             new_slot = target * (KV_HEADS * HEAD_STRIDE) + new % BLOCK_SIZE * WIDTH
             vectors = tl.load(cache + old_slot[:, None] + column[None, :], mask=mask)
-            # One thread's new slot is another's old one: all must have read. Later tiles read only slots behind those
+            # One thread's new slot is another's old one: all must have read. Later tiles read only slots after those
             # that this one writes, because a KV pair never moves to a later slot.
             tl.debug_barrier()
             tl.store(cache + new_slot[:, None] + column[None, :], vectors, mask=mask)

@@ -1,5 +1,5 @@
 """Rotation of vectors by a Hadamard matrix, as `kvllm.kvcache.hadamard` defines it: queries in front of the kernels
-that read rotated keys, and outputs behind those that read rotated values."""
+that read rotated keys, and outputs after those that read rotated values."""
 
 # A launch takes options, and constexpr parameters numbers, of which Triton's types say nothing.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false

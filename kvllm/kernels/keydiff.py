@@ -31,7 +31,7 @@ def _unit_keys(
     exists = key < num_keys
     places, _ = kv_places(keys, keys, table, key, exists, head, num_keys, 0, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
     vectors = load_vectors(keys, places, exists, DTYPE, HEAD_DIM, CHANNELS).to(tl.float32)
-    if CHANNELS != HEAD_DIM:  # where codes of 4 bits are read, channels behind the last are not 0
+    if CHANNELS != HEAD_DIM:  # where codes of 4 bits are read, channels after the last are not 0
         vectors = tl.where((tl.arange(0, CHANNELS) < HEAD_DIM)[None, :], vectors, 0.0)
     lengths = tl.sqrt(tl.sum(vectors * vectors, 1))
     return vectors / tl.maximum(lengths, 1e-12)[:, None]

@@ -1,7 +1,7 @@
 """Tokens of rows of logits without a sort: the most likely ones, and draws among those that filters leave.
 
 Programs share out a row: each has a span of its tokens, and whatever a row's programs have found is put together by the
-launch behind. Probabilities are whole numbers, whose sums are exact, so tokens do not depend on how rows are shared
+launch after. Probabilities are whole numbers, whose sums are exact, so tokens do not depend on how rows are shared
 out.
 
 A logit is taken relative to the row's largest, and divided by the temperature: it is 0 at most. Its key is the bits of
@@ -28,9 +28,9 @@ _TILE = 1024
 # Thresholds of a pass, and the keys that it takes at a time.
 _WAYS = 16
 _SEARCH_TILE = 512
-# Passes behind the first that narrow any range of keys to a single one.
+# Passes after the first that narrow any range of keys to a single one.
 _FINE_PASSES = 8
-_END = tl.constexpr(0x7F800001)  # behind the key of an impossible token
+_END = tl.constexpr(0x7F800001)  # after the key of an impossible token
 _FILTERS = tl.constexpr(5)
 _COARSE, _COMPACT, _FINE = (tl.constexpr(kind) for kind in range(3))  # the kinds of passes
 
@@ -117,7 +117,7 @@ def _narrowed(
     SPLITS: tl.constexpr,
     WAYS: tl.constexpr,
 ):
-    """The range of keys that a pass leaves: its first key and the one behind its last; the sum of all keys before it,
+    """The range of keys that a pass leaves: its first key and the one after its last; the sum of all keys before it,
     and how much is needed. ranges, sums: those of the pass."""
     way = tl.arange(0, WAYS)
     places = (row * SPLITS + tl.arange(0, SPLITS))[:, None] * WAYS + way[None, :]
@@ -237,7 +237,7 @@ def _end_search(
     SPLITS: tl.constexpr,
     WAYS: tl.constexpr,
 ):
-    """Write a row's bound; behind a search by count also how many tokens with just that key belong to the top-k."""
+    """Write a row's bound; after a search by count also how many tokens with just that key belong to the top-k."""
     row = tl.program_id(0).to(tl.int64)
     option = tl.load(filters + row * _FILTERS + (1 if COUNTED else 2))
     if COUNTED:

@@ -6,7 +6,7 @@ block has a place for each layer that it holds: all layers of the model, or thos
 
 In a quantized cache the last dimension is the bytes of a vector with its scale, and the bytes of one head in one block
 are the codes of all its vectors, then their scales. Keys and values of different formats have different widths, and lie
-one behind the other: `[places, 1, blocks, kv_heads, block_size, width]` each.
+one after the other: `[places, 1, blocks, kv_heads, block_size, width]` each.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ def region_indices(kept: torch.Tensor, window: int, overlap: int, tail: int) -> 
         kept: int64 `[layers, windows, kv_heads, retain]`, ascending offsets within each window, buffer included.
         window: KV pairs of a window.
         overlap: KV pairs that neighbouring windows share; they are kept or dropped as a part of the later window.
-        tail: KV pairs between the last window and the end of the region; they move up behind it.
+        tail: KV pairs between the last window and the end of the region; they move up after it.
 
     Returns:
         int64 `[layers, kv_heads, kept]`, strictly ascending offsets in the region.

@@ -22,7 +22,7 @@ MOST_PADDING = 1 / 16
 class KVGroup(Struct, frozen=True):
     """Layers that attend the same tokens.
 
-    window: how many of the last tokens they attend, the query token's own included. Blocks behind it are released at
+    window: how many of the last tokens they attend, the query token's own included. Blocks after it are released at
         every step. None: all tokens, as far as no compression drops them.
     parts: indices of the layers, in parts of equal size; the last one may have fewer. `((),)`: all layers of the model.
     retain_blocks: blocks that a compression leaves them of a window. None: as many as the engine's configuration says.
@@ -38,7 +38,7 @@ class KVGroup(Struct, frozen=True):
         return sum(map(len, self.parts))
 
     def first_block(self, length: int, block_size: int) -> int:
-        """The first block that the query token at position `length`, or any behind it, attends."""
+        """The first block that the query token at position `length`, or any after it, attends."""
         if self.window is None:
             return 0
         return max(0, length + 1 - self.window) // block_size

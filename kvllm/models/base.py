@@ -149,7 +149,7 @@ class Decoder:
         """The loop over the layers.
 
         Without `visit`, keys and values are stored, and the normalized hidden states of `wanted` are returned.
-        With it, they are in the cache already, and nothing is computed behind the last layer's queries.
+        With it, they are in the cache already, and nothing is computed after the last layer's queries.
         """
         residual = self.embedding.forward(token_ids)
         x = rms_norm(residual, self.layers[0].input_norm, self.eps)

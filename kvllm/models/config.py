@@ -259,7 +259,7 @@ def _is_base_class(raw: dict[str, Any], found: list[Any], architecture: str) -> 
 def _refuse_unsupported(keys: ConfigKeys) -> None:
     """Refuse the features that no family computes. transformers reads these keys for every family."""
     if not keys.is_causal:
-        refuse("is_causal is false: tokens attend to those behind them, too")
+        refuse("is_causal is false: tokens attend to those after them, too")
     if keys.attention_chunk_size is not None and keys.attention_chunk_size < keys.max_position_embeddings:
         refuse(f"attention_chunk_size is {keys.attention_chunk_size}: tokens attend only their own chunk of the text")
     if keys.kv_sharing_modes is not None:

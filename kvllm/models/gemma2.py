@@ -48,7 +48,7 @@ class GemmaMLP(GatedMLP):
 
 
 class GemmaLayer(DecoderLayer):
-    """A layer whose parts have a norm in front of them and one behind."""
+    """A layer whose parts have a norm in front of them and one after."""
 
     def __init__(self, config: Any, *arguments: Any) -> None:
         super().__init__(config, *arguments)
@@ -75,7 +75,7 @@ def read_gemma(keys: GemmaKeys, sliding: Sequence[bool]) -> dict[str, Any]:
     if keys.hidden_activation not in (None, GELU):
         refuse(f"hidden_activation is {keys.hidden_activation!r} instead of {GELU!r}")
     if keys.use_bidirectional_attention:
-        refuse("use_bidirectional_attention is given: tokens attend to those behind them, too")
+        refuse("use_bidirectional_attention is given: tokens attend to those after them, too")
     if keys.query_pre_attn_scalar <= 0:
         raise CheckpointError(f"query_pre_attn_scalar is {keys.query_pre_attn_scalar}, but must be positive")
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):

@@ -1,4 +1,4 @@
-"""Ministral 3, text only: Mistral with YaRN, and queries that grow behind each multiple of the pretraining length."""
+"""Ministral 3, text only: Mistral with YaRN, and queries that grow after each multiple of the pretraining length."""
 
 from __future__ import annotations
 

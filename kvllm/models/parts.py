@@ -134,7 +134,7 @@ class GatedMLP:
 
 
 class DecoderLayer:
-    """One layer: attention, then the MLP, each behind a norm and added to the residual."""
+    """One layer: attention, then the MLP, each after a norm and added to the residual."""
 
     def __init__(
         self, config: ModelConfig, attention: SelfAttention, mlp: MLP, dtype: torch.dtype, device: torch.device

@@ -47,7 +47,7 @@ class Packing:
         return Packing()
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Memory of huge pages on the CPU, behind that of the call before. It takes no room until it is written."""
+        """Memory of huge pages on the CPU, after that of the call before. It takes no room until it is written."""
         num_bytes = math.prod(shape) * dtype.itemsize
         size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
         if len(self._free) < size:

@@ -87,7 +87,7 @@ def _by_method(path: str, **handlers: Handler) -> Route:
 
 
 class Gate:
-    """All that a request passes before and behind its route. Only errors leave it as answers, no exceptions."""
+    """All that a request passes before and after its route. Only errors leave it as answers, no exceptions."""
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self._app = app

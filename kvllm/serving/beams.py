@@ -34,7 +34,7 @@ def beam_search(
 ) -> list[BeamSearchParams] | None:
     """The search for each prompt of a request, None if it asks for none: the best `n` of `best_of` beams.
 
-    max_tokens: most tokens behind each prompt.
+    max_tokens: most tokens after each prompt.
 
     Raises:
         ApiError: a field cannot be obeyed, or the request asks for too much.

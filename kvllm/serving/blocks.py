@@ -1,4 +1,4 @@
-"""A message as blocks of thought, text and calls, one behind the other, as /v1/responses and /v1/messages show it."""
+"""A message as blocks of thought, text and calls, one after the other, as /v1/responses and /v1/messages show it."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class ApiError(Exception):
 
 
 class ContextTooLong(ApiError):
-    """A prompt, or what is asked for behind it, does not fit into the model's context.
+    """A prompt, or what is asked for after it, does not fit into the model's context.
 
     Clients shorten a conversation when they see the first words of the text, or the type and code, all OpenAI's.
 

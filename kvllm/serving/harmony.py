@@ -63,7 +63,7 @@ class HarmonyReader:
         return pieces
 
     def finish(self) -> list[Piece]:
-        """What was held back. The beginning of a header, or of the tag behind a call, says nothing to anybody."""
+        """What was held back. The beginning of a header, or of the tag after a call, says nothing to anybody."""
         held, self._held = self._held, ""
         is_header = self._state is State.HEADER and (held.startswith((START, CHANNEL)) or _names_function(held))
         return [] if not held or is_header or self._recipient else [self._piece(held, held)]
@@ -129,7 +129,7 @@ class HarmonyReasoningParser:
     """Splits an answer into its thoughts, which stand in the channel `analysis`, and the rest.
 
     is_open: whether the prompt has opened a thought. keeps_form: whether the rest keeps its headers, for a parser of
-    calls behind this one.
+    calls after this one.
     """
 
     def __init__(self, is_open: bool, keeps_form: bool) -> None:

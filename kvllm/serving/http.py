@@ -16,7 +16,7 @@ from kvllm.serving.errors import ApiError
 MAX_HEAD_BYTES = 64 << 10
 """Of a request's line and headers."""
 HEAD_SECONDS = 30.0
-"""Time in which the head of a request has to arrive, from the connection's start or the first byte behind an answer."""
+"""Time in which the head of a request has to arrive, from the connection's start or the first byte after an answer."""
 CYCLE = "kvllm.cycle"
 """In an ASGI scope: a weak reference to uvicorn's part of the request, which has the scope."""
 
@@ -117,7 +117,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _end_answer(self) -> None:
         """Tell the request that is being answered that its client is gone. uvicorn tells the newest one of the
-        connection alone, which may wait behind it."""
+        connection alone, which may wait after it."""
         if self._answering is not None:
             self._answering.disconnected = True
             self._answering.message_event.set()

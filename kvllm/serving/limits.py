@@ -103,7 +103,7 @@ def body_encoding(request: Request) -> str | None:
 
 def inflate(body: bytes, encoding: str) -> bytes:
     """A body without its compression. Raises ApiError for one that is broken, or too large: it is read no further."""
-    problem = "it is cut off, or there is something behind its end"
+    problem = "it is cut off, or there is something after its end"
     for wbits in ENCODINGS[encoding]:
         inflater = zlib.decompressobj(wbits)
         try:

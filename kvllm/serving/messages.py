@@ -82,7 +82,7 @@ async def create(request: Request) -> Any:
 
 
 async def count_tokens(request: Request) -> Response:
-    """The number of tokens that a conversation has behind the chat template."""
+    """The number of tokens that a conversation has after the chat template."""
     context = context_of(request)
     body = await read_json(request, count_decoder, context.state.pool)
     context.begin(body)
@@ -176,7 +176,7 @@ def _too_long(error: ContextTooLong) -> str:
 
 
 def failure_event(error: ApiError) -> bytes:
-    """The event of an error behind the beginning of a stream."""
+    """The event of an error after the beginning of a stream."""
     return named_event("error", error_body(error))
 
 

@@ -210,7 +210,7 @@ def _continue(chat: ChatCompletionRequest, body: CountTokensRequest) -> None:
     where = f"messages[{len(body.messages) - 1}]"
     if content and isinstance(content, list) and content[-1].type != "text":
         problem = f"{where} ends the conversation with a block of type {content[-1].type[:100]!r}"
-        raise bad_request(f"{problem}: an answer goes on with text only, and behind a tool_use with its result", where)
+        raise bad_request(f"{problem}: an answer goes on with text only, and after a tool_use with its result", where)
     text = text_of(chat.messages[-1]["content"])
     if not text:
         chat.messages.pop()
@@ -260,7 +260,7 @@ def _call(block: ContentBlock) -> dict[str, Any]:
 
 
 def _user(message: InputMessage, blocks: list[ContentBlock], where: str) -> list[dict[str, Any]]:
-    """The results of tools first, as the template expects them behind the calls; then the text."""
+    """The results of tools first, as the template expects them after the calls; then the text."""
     messages: list[dict[str, Any]] = []
     for index, block in enumerate(blocks):
         if block.type == "tool_result":

@@ -174,11 +174,11 @@ class ServerMetrics:
         self._first_token = self._histogram(
             "vllm:time_to_first_token_seconds", "Time to the first token.", FAST_SECONDS
         )
-        text = "Time of a token, behind the first one, over a whole request."
+        text = "Time of a token, after the first one, over a whole request."
         self._per_token = self._histogram("vllm:request_time_per_output_token_seconds", text, TOKEN_SECONDS)
         self._latency = self._histogram("vllm:e2e_request_latency_seconds", "Time of a request.", SLOW_SECONDS)
         self._queue = self._histogram("vllm:request_queue_time_seconds", "Time in the queue.", SLOW_SECONDS)
-        text = "Time behind the queue."
+        text = "Time after the queue."
         self._inference = self._histogram("vllm:request_inference_time_seconds", text, SLOW_SECONDS)
         text = "Time from the queue to the first token."
         self._prefill = self._histogram("vllm:request_prefill_time_seconds", text, SLOW_SECONDS)

@@ -124,7 +124,7 @@ def truncation(state: ServerState, request: GenerationFields) -> Truncation | No
 def max_tokens(state: ServerState, prompt: EncodedPrompt, asked: int | None, default: int | None) -> int | None:
     """Tokens that a completion may have; None for as many as fit.
 
-    asked: refused if it does not fit behind the prompt.
+    asked: refused if it does not fit after the prompt.
     default: if nothing is asked for, what fits of it; None for all that fits.
 
     Raises:
@@ -145,7 +145,7 @@ def max_tokens(state: ServerState, prompt: EncodedPrompt, asked: int | None, def
 async def drop_earliest(state: ServerState, chat: ChatCompletionRequest) -> None:
     """Leave out the earliest messages of a chat, as few as make the rest fit into the model's context.
 
-    System messages at the start stay. What is left begins with a message of the user, or else behind the last one of
+    System messages at the start stay. What is left begins with a message of the user, or else after the last one of
     them, and never with the result of a tool, whose call would be missing. Raises ApiError and RequestError.
     """
     roles = [message.get("role") for message in chat.messages]

@@ -119,7 +119,7 @@ class ReasoningParser:
         return "", held
 
     def _begin(self, text: str) -> str:
-        """The text behind the opening tag, or all of it if there is none."""
+        """The text after the opening tag, or all of it if there is none."""
         stripped = text.lstrip()
         if stripped.startswith(self._tags.start):
             self._state = State.THOUGHT
@@ -131,7 +131,7 @@ class ReasoningParser:
         return text
 
     def _think(self, text: str) -> tuple[str, str]:
-        """The thought, and the text behind its end."""
+        """The thought, and the text after its end."""
         thought, tag, rest = text.partition(self._tags.end)
         if tag:
             self._state, self._strips_answer, self.has_ended_thought = State.ANSWER, True, True

@@ -28,7 +28,7 @@ T = TypeVar("T")
 Write = Callable[[bytes], Awaitable[None] | None]
 """Sends data. What it returns must have ended before the next data are sent."""
 Source = Callable[[Write], Awaitable[None]]
-"""Writes the events of a stream, and returns behind the last one."""
+"""Writes the events of a stream, and returns after the last one."""
 
 
 class ClientGone(Exception):

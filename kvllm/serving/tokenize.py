@@ -23,7 +23,7 @@ MAX_TOKEN = 1 << 31
 
 
 async def tokenize(request: Request) -> Response:
-    """Token ids of a prompt, or of messages behind the chat template."""
+    """Token ids of a prompt, or of messages after the chat template."""
     state = context_of(request).state
     body = await read_json(request, tokenize_decoder, state.pool)
     check_model(state, body.model)

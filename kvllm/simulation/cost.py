@@ -232,7 +232,7 @@ class CostModel:
 
     def recompute(self, queries: QueryBatch) -> float:
         """A pass that recovers queries: no keys, values or logits, and only queries in the last layer (Kara paper,
-        appendix C.2). No layer has a window: behind it nothing could be recovered."""
+        appendix C.2). No layer has a window: after it nothing could be recovered."""
         layers = self.model.num_layers - 1
         layer = self._layer_attention(queries.visible, queries.read)
         layer += 2 * self._all_reduce(queries.tokens) + self.hardware.layer_seconds

@@ -202,7 +202,7 @@ class SimulatedExecutor(BlockingExecutor):
         return samples
 
     def _attend_in_groups(self, plan: StepPlan, decode: QueryBatch, prefill: QueryBatch) -> None:
-        """Add what the scheduled tokens attend in KV groups behind the first. In those with a window nothing is
+        """Add what the scheduled tokens attend in KV groups after the first. In those with a window nothing is
         compressed."""
         for seq_id, num_tokens in plan.query_tokens():
             position = self.cached[seq_id] + self.dropped.get(seq_id, 0) - num_tokens

@@ -170,7 +170,7 @@ class _Simulation:
         return self._outcome()
 
     def _plan_ahead(self) -> StepPlan | None:
-        """The step behind one that runs. What arrives meanwhile joins the one behind it."""
+        """The step after one that runs. What arrives meanwhile joins the one after it."""
         if not self.config.async_scheduling or self.scheduler.waits_for_loads:
             return None
         self.scheduler.finish_longest()

@@ -95,7 +95,7 @@ class Served(Struct, kw_only=True):
 
 
 def parse_tenants(text: str) -> list[TenantLoad]:
-    """Read `key=value,...;key=value,...`, a tenant behind each semicolon, or a file: JSON or TOML with `tenants`.
+    """Read `key=value,...;key=value,...`, a tenant after each semicolon, or a file: JSON or TOML with `tenants`.
 
     Raises ConfigError for what cannot be read, unknown fields, values that are not allowed, and names that come twice.
     """

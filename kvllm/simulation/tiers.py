@@ -21,7 +21,7 @@ class _Transfer:
 
 
 class HostLink:
-    """The transfers between pool and host, one behind the other and beside the steps, as `HostStore` makes them.
+    """The transfers between pool and host, one after the other and beside the steps, as `HostStore` makes them.
 
     block_seconds: time of a block on the link.
     """
@@ -40,7 +40,7 @@ class HostLink:
         self._loads[number] = self._transfer(num_blocks, now, 0.0)
 
     def cancel(self, numbers: Iterable[int]) -> None:
-        """Report nothing of these loads. What comes behind them on the link comes no earlier."""
+        """Report nothing of these loads. What comes after them on the link comes no earlier."""
         for number in numbers:
             self._loads.pop(number, None)
 

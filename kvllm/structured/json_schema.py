@@ -189,7 +189,7 @@ def _tidy(part: dict[str, Any]) -> None:
 
 
 def _move_names(part: dict[str, Any]) -> None:
-    """Make patterns that match known properties alone a part of these. To llguidance, one more could come behind them,
+    """Make patterns that match known properties alone a part of these. To llguidance, one more could come after them,
     and then nothing fits."""
     properties, patterns = part.get("properties"), part["patternProperties"]
     if not isinstance(properties, dict):

@@ -34,7 +34,7 @@ class Matcher:
         self._seconds = FIRST_SECONDS
 
     def allowed(self, output_token_ids: list[int]) -> np.ndarray:
-        """Whether each token of the vocabulary may come behind the output: bool [at least V].
+        """Whether each token of the vocabulary may come after the output: bool [at least V].
 
         Raises RequestError if none may, or if finding out takes too long.
         """
@@ -66,7 +66,7 @@ class Matcher:
 
 
 def first_line(error: str) -> str:
-    """The part of llguidance's error that names the cause; behind it come states of its parser."""
+    """The part of llguidance's error that names the cause; after it come states of its parser."""
     lines = error.strip().split("\n")
     # Of the forced bytes, no token has the first one: the parser then tries any token.
     if lines[0] == "NoExtensionBias" or "forced bytes: got" in lines[0]:

@@ -111,7 +111,7 @@ class AttentionMass:
     def compact(self, regions: list[tuple[int, int, int, int]], kept: list[torch.Tensor]) -> None:
         """Let the survivors of several sequences move up.
 
-        regions: for each its table slot, the start and the end of the region, and the end of what is behind, which
+        regions: for each its table slot, the start and the end of the region, and the end of what follows, which
             moves up with it. kept: offsets into the region, `[layers, kv_heads, K]`.
         """
         if self.mass.is_cuda and has_cuda_operators():

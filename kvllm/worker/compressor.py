@@ -110,7 +110,7 @@ class Compressor:
         return [list(of_part) for of_part in zip(*together, strict=True)]
 
     def _runs(self, jobs: list[CompressionJob], states: dict[int, SequenceState]) -> Iterator[tuple[int, int]]:
-        """Jobs that are moved together, part by part: the first of each run and the one behind its last.
+        """Jobs that are moved together, part by part: the first of each run and the one after its last.
 
         A job that needs fresh blocks may get those that a job before it gave back in any part, so it begins a run.
         """

@@ -28,7 +28,7 @@ class InputPreparer:
 
     A shape may have room for more sequences, of one query token each; beside chunks of prompts the first of them has
     all query tokens that fill the step up, and others have none. They store nothing, and their query tokens attend to a
-    single KV pair; where attention is added up, they share the slot behind those of all sequences.
+    single KV pair; where attention is added up, they share the slot after those of all sequences.
 
     scores: where windows are scored. scored: in how many parts they are.
     """

@@ -1,4 +1,4 @@
-"""A step that a device may still execute: its result, and its tokens for the step behind it."""
+"""A step that a device may still execute: its result, and its tokens for the step after it."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ def _blocks(num_kv_pairs: int, config: EngineConfig) -> list[int]:
 
 
 def _other_parts(first: int, region: Region, config: EngineConfig) -> Iterator[PartCompaction]:
-    """A region of a cache that was never compressed, in the parts behind the first that lose something of it."""
+    """A region of a cache that was never compressed, in the parts after the first that lose something of it."""
     parts = [group.retain_blocks for group in full_groups(config.kv_groups) for _ in group.parts]
     for part, blocks in enumerate(parts[1:], start=1):
         retain = region.retain if blocks is None else blocks * config.block_size
@@ -180,7 +180,7 @@ def _other_parts(first: int, region: Region, config: EngineConfig) -> Iterator[P
 
 
 def _other_tables(seq_id: int, computed: int, length: int, config: EngineConfig) -> Iterator[TableChange]:
-    """New tables behind the first of a sequence that grows from `computed` tokens to `length`."""
+    """New tables after the first of a sequence that grows from `computed` tokens to `length`."""
     groups = ((group, part) for group in config.kv_groups for part in group.parts)
     for index, (group, _) in enumerate(groups):
         if index or group.window is not None:

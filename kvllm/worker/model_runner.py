@@ -431,7 +431,7 @@ class ModelRunner:
         return tuple(chunks)
 
     def _report_prompts(self, plan: StepPlan, states: list[SequenceState], hidden: torch.Tensor) -> None:
-        """Report the tokens that follow those of the step in prompts. Lengths are those behind the step."""
+        """Report the tokens that follow those of the step in prompts. Lengths are those after the step."""
         begin = first_chunk = len(plan.decodes.seq_ids)
         for item, state in zip(plan.chunks, states[first_chunk:], strict=True):
             row, first = state.sample_row, state.logical_length - item.num_tokens + 1

@@ -24,7 +24,7 @@ from kvllm.worker.transfer import to_device
 
 NEVER = np.iinfo(np.int32).max
 PRIOR = 64
-"""Queries that the sum of a survivor stands for, however many it has seen, beside those of the KV pairs behind what was
+"""Queries that the sum of a survivor stands for, however many it has seen, beside those of the KV pairs after what was
 compressed. So what it was attended long ago counts no more than what it was attended since."""
 
 
@@ -44,7 +44,7 @@ class ObservedScores:
 
     window_start: int32 `[num_slots]`, on the host: the first KV pair of each sequence's earliest window; NEVER for one
         that is not scored.
-    uncompressed: int32 `[num_slots]`, on the host: the first KV pair behind all survivors, which are chosen from again.
+    uncompressed: int32 `[num_slots]`, on the host: the first KV pair after all survivors, which are chosen from again.
     """
 
     def __init__(self, cache: PagedKVCache, config: CompressionConfig, num_slots: int, max_model_len: int) -> None:
@@ -70,7 +70,7 @@ class ObservedScores:
         """The index in a part at which windows of sequences begin.
 
         longer: KV pairs that they have more there than in the first part. Parts keep different numbers of them, so
-        windows that begin behind survivors are shifted.
+        windows that begin after survivors are shifted.
         """
         starts = self.window_start[table_slots]
         return np.where(starts == NEVER, NEVER, starts + longer * (not self.reselects))
@@ -99,7 +99,7 @@ class ObservedScores:
     def compact(
         self, job: CompressionJob, state: SequenceState, kv_length: int, sources: np.ndarray, offsets: torch.Tensor
     ) -> None:
-        """Let the scores of what is behind a job's windows move with its KV pairs, and those of survivors that are
+        """Let the scores of what follows a job's windows move with its KV pairs, and those of survivors that are
         chosen from again. These become sums of as many queries.
 
         kv_length: KV pairs of the sequence in the part. sources: the region's blocks. offsets: of the survivors in the

@@ -50,7 +50,7 @@ class Offloader:
             self._saved.pop(seq_id, None)
 
     def load(self, plan: StepPlan) -> None:
-        """Begin to load, behind all in the step that still reads the blocks."""
+        """Begin to load, after all in the step that still reads the blocks."""
         for load in plan.loads:
             transfer = load.transfer
             self.store.load(load.number, transfer.host_blocks, self.cache, transfer.blocks, transfer.digests)

@@ -44,7 +44,7 @@ class RecallGroup:
     rows: int64 `[R, T]`, their query tokens in the batch. last_kv_index: int32 `[R, T]`, as in AttentionBatch.
     tables: int32 `[R, blocks]`. movable: bool `[R, pairs of these blocks]`.
     chunks: int32 `[R, C]`, of which those up to `last_dropped`, int32 `[R, T]`, are the sequence's.
-    masses: of each layer, the bounds `[R]` behind its exchanges.
+    masses: of each layer, the bounds `[R]` after its exchanges.
     """
 
     seq_ids: Sequence[int]
@@ -111,7 +111,7 @@ class Recall:
         """Hold what a compression is about to drop. Called before anything moves.
 
         kept: int64 `[layers, kv_heads, K]`, ascending offsets in the region of what stays: of its windows, and all of
-            the tail behind them.
+            the tail after them.
         """
         start = job.first_block * self.cache.shape.block_size
         tail = kept.shape[-1] - (job.span - job.dropped)
@@ -208,7 +208,7 @@ class Recall:
 
 
 def _padded(rows: Sequence[torch.Tensor], length: int) -> torch.Tensor:
-    """bool `[R, length]`, False behind the end of each row."""
+    """bool `[R, length]`, False after the end of each row."""
     padded = torch.zeros((len(rows), length), dtype=torch.bool)
     for row, values in zip(padded, rows, strict=True):
         row[: len(values)] = values

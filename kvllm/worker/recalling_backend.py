@@ -96,7 +96,7 @@ def _swap_positions(
 
 
 def _bounded(scores: torch.Tensor, softmax: Softmax) -> torch.Tensor:
-    """Scores behind the soft cap, under which -inf, where there is no pair, stays what it is."""
+    """Scores after the soft cap, under which -inf, where there is no pair, stays what it is."""
     if softmax.soft_cap is None:
         return scores
     return softmax.bounded(scores).masked_fill_(scores == -torch.inf, -torch.inf)

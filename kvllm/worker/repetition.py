@@ -1,4 +1,4 @@
-"""The pass over a text that is repeated behind its own cache, which stores nothing: what KVzip scores with.
+"""The pass over a text that is repeated after its own cache, which stores nothing: what KVzip scores with.
 
 Long texts are repeated in pieces. Each of them follows the text, and begins with a few tokens of the piece before, so
 that it is clear what goes on. What the pieces before have repeated is not there.
@@ -22,7 +22,7 @@ from kvllm.worker.transfer import to_device
 PIECE, LEAD = 2048, 8
 """Tokens that are repeated at once, and tokens in front of them that are repeated with them (KVzip, section 3.3)."""
 LEAST_PIECE = 256
-"""Tokens of a piece, if there are fewer positions behind the text. It then takes the last positions that there are."""
+"""Tokens of a piece, if there are fewer positions after the text. It then takes the last positions that there are."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def repeat(model: Any, state: SequenceState, text: tuple[int, int], attention: R
 
 
 def pieces(begin: int, end: int, room: int) -> Iterator[tuple[int, int]]:
-    """Where the pieces of a text begin and end. room: positions behind it."""
+    """Where the pieces of a text begin and end. room: positions after it."""
     size = min(PIECE, max(room - LEAD, LEAST_PIECE))
     for first in range(begin, end, size):
         yield max(begin, first - LEAD), min(end, first + size)

@@ -54,7 +54,7 @@ class SampleRow:
         return self._penalties
 
     def forbidden(self) -> list[set[int]]:
-        """Tokens that must not come behind the output as it is now, in sets, the more important ones first."""
+        """Tokens that must not come after the output as it is now, in sets, the more important ones first."""
         params, output = self.params, self.output_token_ids
         sets = [bad_endings(params.bad_words_token_ids or [], output)]
         if len(output) < params.min_tokens:  # nothing may end the sequence

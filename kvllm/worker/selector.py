@@ -232,7 +232,7 @@ class Selector:
         device = self.cache.data.device
         table_slots = [state.table_slot for state in states]
         dropped = part.tables.lengths.logical[table_slots] - part.tables.kv_lengths(table_slots)
-        index = positions - dropped[:, None]  # such a KV pair lies behind everything that was dropped
+        index = positions - dropped[:, None]  # such a KV pair lies after everything that was dropped
         batch = read_batch(part.tables, table_slots, index, device)
         if self.ragged:
             batch = replace(batch, **self.ragged.of(table_slots))

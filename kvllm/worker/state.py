@@ -109,7 +109,7 @@ class BlockTables:
         self.num_appends += 1
 
     def replace(self, table_slot: int, first: int, count: int, blocks: list[int]) -> None:
-        """Blocks `first .. first + count` become `blocks` (not more); what is behind them moves up."""
+        """Blocks `first .. first + count` become `blocks` (not more); what follows them moves up."""
         table = self.table[table_slot]
         behind = table[first + count : self.num_blocks[table_slot]].copy()
         table[first : first + len(blocks)] = blocks

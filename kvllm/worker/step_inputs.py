@@ -40,7 +40,7 @@ class InputShape(NamedTuple):
         return max(end for *_, end in self.layout())
 
     def layout(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...], int, int]]:
-        """Name, type and size of every tensor, its first byte and the one behind its last. Of those that are in
+        """Name, type and size of every tensor, its first byte and the one after its last. Of those that are in
         `OF_PARTS`, each row begins at a multiple of ALIGNMENT."""
         begin = 0
         for name, dtype, size in self._tensors():
@@ -132,7 +132,7 @@ class StepInputs:
         return copy
 
     def take(self, others: StepInputs) -> None:
-        """Become copies of inputs on the host whose block tables may have fewer columns. What the columns behind them
+        """Become copies of inputs on the host whose block tables may have fewer columns. What the columns after them
         hold stays. Nobody waits for that."""
         self.on_host = others
         [begin] = [begin for name, _, _, begin, _ in self.shape.layout() if name == "block_tables_0"]

@@ -26,7 +26,7 @@ class _Step:
 
 
 class StepThread:
-    """Runs plans one behind the other.
+    """Runs plans one after the other.
 
     From the end of a pass to the beginning of the next nothing is computed, so as little as possible happens there:
 

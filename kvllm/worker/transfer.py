@@ -15,7 +15,7 @@ def to_device(values: Any, device: torch.device, dtype: torch.dtype | None = Non
         values = np.ascontiguousarray(values)  # torch would keep the order of its memory
     tensor = torch.tensor(values, dtype=dtype)
     if on_gpu:
-        tensor = tensor.pin_memory()  # behind the copy: torch.tensor() pins no memory for NumPy arrays
+        tensor = tensor.pin_memory()  # after the copy: torch.tensor() pins no memory for NumPy arrays
     return tensor.to(device, non_blocking=on_gpu)
 
 

@@ -1,6 +1,6 @@
 """KVzip (Kim et al., arXiv 2505.23416): keep what the model attends to when it repeats the text.
 
-The text is given to the model once more, behind what is cached of it, and the score of a KV pair is the highest
+The text is given to the model once more, after what is cached of it, and the score of a KV pair is the highest
 attention that it receives there. So no question needs to be known: what the text can be written from again is enough
 to answer any. The paper asks for the repetition in words, and keeps more in some heads than in others. Here the tokens
 alone follow, and all heads keep equally many.

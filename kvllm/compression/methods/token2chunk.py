@@ -19,7 +19,7 @@ def top_indices(scores: Tensor, k: int) -> Tensor:
 
 
 def choose(scores: Tensor, *, retain: int, buffer: int, chunk_budget: int = 0, max_chunk: int = 3) -> Tensor:
-    """The KV pairs of regions to keep: `expand`, and the buffer behind them.
+    """The KV pairs of regions to keep: `expand`, and the buffer after them.
 
     Args:
         scores: `[S, Hkv, C - buffer]`, floating point and finite.

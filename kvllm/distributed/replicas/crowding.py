@@ -42,7 +42,7 @@ class Crowding:
 
     @staticmethod
     def _ahead(placed: Counter[tuple[str, int]], seq: Sequence) -> int:
-        """Sequences of the same tenant in a replica that do not come behind `seq`."""
+        """Sequences of the same tenant in a replica that do not come after `seq`."""
         return sum(
             count for (name, priority), count in placed.items() if name == seq.tenant and priority <= seq.priority
         )

@@ -65,7 +65,7 @@ class Dispatcher:
             self._unsent[replica].pop(seq.seq_id, None)
             self.router.finish(replica, 1 + seq.forks_pending)
             self.crowding.remove(replica, seq)
-            if not self._placed[replica]:  # behind an abort it is not asked for a report
+            if not self._placed[replica]:  # after an abort it is not asked for a report
                 self.router.report(replica, self.num_blocks[replica])
 
     @property

@@ -32,7 +32,7 @@ class Snapshots:
         self._of_replica[replica] = _empty(self._of_replica[replica].pool.total)
 
     def rest(self, replica: int) -> None:
-        """A replica has lost its last sequences to an abort, behind which it reports nothing."""
+        """A replica has lost its last sequences to an abort, after which it reports nothing."""
         known = self._of_replica[replica]
         if known.running or known.waiting:
             self._of_replica[replica] = _at_rest(known.pool)

@@ -58,7 +58,7 @@ class KVOperations(ABC):
 
         Returns:
             float32 `[S, kv_heads, T * group, n * block_size]`, the heads of a query token beside each other, -inf
-            behind what it sees.
+            after what it sees.
         """
         heads = self.cache.shape.num_kv_heads
         of_heads = queries.float().unflatten(2, (heads, -1)).transpose(1, 2).flatten(2, 3)

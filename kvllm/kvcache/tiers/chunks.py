@@ -46,7 +46,7 @@ class HeldPairs:
     is_complete: bool = True
 
     def add(self, count: int, pool: ChunkPool) -> bool:
-        """Take room for more pairs, behind those that are there. False if there is none: these are lost."""
+        """Take room for more pairs, after those that are there. False if there is none: these are lost."""
         missing = -(-(self.count + count) // CHUNK) - len(self.chunks)
         if missing > pool.num_free:
             self.is_complete = False

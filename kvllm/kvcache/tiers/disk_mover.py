@@ -40,7 +40,7 @@ class DiskMover:
         self._waiting.append((self._queue.submit(write), len(chosen) * self.layout.record_bytes))
 
     def get(self, cache: PagedKVCache, blocks: list[int], digests: list[bytes]) -> Ticket:
-        """Read records into blocks of a cache, behind what was launched on the device so far."""
+        """Read records into blocks of a cache, after what was launched on the device so far."""
         launched = torch.cuda.Event() if self._stream else None
         if launched:
             launched.record()

@@ -35,7 +35,7 @@ class HostStore:
     """A rank's part of the blocks in host memory. Who holds what is the caller's business: it names host blocks, from
     0 to `num_blocks - 1`, as it names those of the pool.
 
-    Blocks go both ways in the order of the calls, beside the steps: `store` takes a copy on the device, behind which
+    Blocks go both ways in the order of the calls, beside the steps: `store` takes a copy on the device, after which
     the blocks may be written over at once, and the rest happens on a thread (CPU) or a stream (CUDA, pinned memory).
     So a host block may be read by a `load` and written by a `store` after it. `load` may not be given blocks that
     others still read or write, nor may these be used before the load is reported.

@@ -34,7 +34,7 @@ class Ticket(ABC):
 
 
 class TransferQueue(ABC):
-    """Runs jobs one after the other, each behind what was launched on the device before it was submitted."""
+    """Runs jobs one after the other, each after what was launched on the device before it was submitted."""
 
     @abstractmethod
     def submit(self, job: Job) -> Ticket: ...

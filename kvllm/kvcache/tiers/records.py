@@ -1,4 +1,4 @@
-"""Blocks of a paged cache as records, one behind the other, as tiers below the pool hold them."""
+"""Blocks of a paged cache as records, one after the other, as tiers below the pool hold them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The forms of DeepSeek: the name behind a tag, and JSON arguments, which V3 and R1 put into a fence."""
+"""The forms of DeepSeek: the name after a tag, and JSON arguments, which V3 and R1 put into a fence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls in JSON: objects with a name and arguments, and arguments behind a head that has the name."""
+"""Calls in JSON: objects with a name and arguments, and arguments after a head that has the name."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class ObjectReader:
         return True
 
     def _read_head(self) -> str:
-        """The text behind the head, once it is complete."""
+        """The text after the head, once it is complete."""
         head = HEAD.match(self.raw[:LONGEST_HEAD])
         if head is None or not self._set_name(decoded(head[1])):
             return ""
@@ -94,7 +94,7 @@ class ObjectReader:
 
 
 class HeadedReader:
-    """Reads a head that has the name, and the arguments in braces behind it.
+    """Reads a head that has the name, and the arguments in braces after it.
 
     head: matches all in front of the braces; its group is the name. stops: tags that a head does not have, such as that
     of the next call.
@@ -177,7 +177,7 @@ class ObjectScanner:
         return len(text)
 
     def _cannot_be(self, character: str) -> bool:
-        """Whether a character outside of strings is none of JSON, such as that of a tag behind an unfinished object."""
+        """Whether a character outside of strings is none of JSON, such as that of a tag after an unfinished object."""
         return character in "<`" or (self._depth == 0 and character not in " \t\r\n{")
 
     def _read(self, character: str) -> None:

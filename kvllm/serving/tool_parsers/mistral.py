@@ -32,7 +32,7 @@ class MistralParser(TaggedParser):
 
 
 class ListedReader:
-    """Reads the first call behind the tag, of either form."""
+    """Reads the first call after the tag, of either form."""
 
     def __init__(self) -> None:
         self._space = ""  # and the bracket of a list

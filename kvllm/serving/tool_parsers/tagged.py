@@ -70,7 +70,7 @@ class TaggedParser(ToolParser):
 
     @abstractmethod
     def _reader(self, start: str) -> CallReader:
-        """A reader of the call behind a tag."""
+        """A reader of the call after a tag."""
 
     def _find(self, text: str) -> tuple[int, str | None]:
         """Where a call, or a tag that is dropped, may begin in the text, and its tag.
