@@ -52,7 +52,7 @@ class Steps(Struct):
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_line.make_parser("benchmarks.kv_dtype_steps", __doc__)
     add = parser.add_argument
-    dtypes = "default: auto int8 int8_int4 int4; int4+32 has a residual of 32 tokens"
+    dtypes = "default: auto int8 int6_int4_hadamard int4_hadamard; int4_hadamard+32 has a residual of 32 tokens"
     add("--kv-cache-dtypes", nargs="+", metavar="D", help=dtypes)
     add(
         "--contexts",
@@ -67,7 +67,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     command_line.add_output_argument(parser)
     args = parser.parse_args(arguments)
-    args.kv_cache_dtypes = args.kv_cache_dtypes or ["auto", "int8", "int8_int4", "int4"]
+    args.kv_cache_dtypes = args.kv_cache_dtypes or ["auto", "int8", "int6_int4_hadamard", "int4_hadamard"]
     for name in args.kv_cache_dtypes:
         check_kv_cache("--kv-cache-dtypes", name)
     command_line.require_positive(args, "sequences", "layers")

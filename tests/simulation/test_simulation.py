@@ -152,8 +152,8 @@ def test_weights_and_pool_fill_the_memory(cost):
 
 def test_a_simulated_pool_counts_scales(model):
     model = msgspec.structs.replace(model, head_dim=8)
-    plain, quantized = (CostModel(HARDWARE, model, "float32", kv_cache_dtype=dtype) for dtype in ("auto", "int6_int4"))
-    shape = CacheShape(1, plain.kv_heads, model.head_dim, 4, torch.float32, kv_format=KV_FORMATS["int6_int4"])
+    plain, quantized = (CostModel(HARDWARE, model, "float32", kv_cache_dtype=dtype) for dtype in ("auto", "int4"))
+    shape = CacheShape(1, plain.kv_heads, model.head_dim, 4, torch.float32, kv_format=KV_FORMATS["int4"])
     assert 4 * quantized.kv_pair_bytes == shape.bytes_per_block < 4 * plain.kv_pair_bytes
     assert quantized.pool_blocks(4, 0.9) > plain.pool_blocks(4, 0.9)
     assert quantized.compact(100, layers=2) < plain.compact(100, layers=2)
