@@ -13,8 +13,6 @@ from kvllm import CompressionConfig
 from kvllm.config import require
 from kvllm.engine_args import DEFAULT_MODEL
 
-SIZES = (44, 48)
-"""Fewest and most lines of the programs. 48 lines is the longest program."""
 WINDOW, BUFFER = 384, 128
 """Kara's window and buffer in KV pairs: with these most answers were right."""
 

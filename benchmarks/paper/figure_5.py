@@ -26,16 +26,18 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
+from math import sqrt
 from pathlib import Path
-from statistics import mean
+from statistics import NormalDist, mean
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from matplotlib.figure import Figure
 from msgspec import Struct, structs
+from scipy.stats import binomtest
 
-from benchmarks.common import accuracy, command_line, intervals, machine, report
+from benchmarks.common import accuracy, command_line, machine, report
 from benchmarks.common.child import run_child
 from benchmarks.common.progress import SECONDS_SIDE_BY_SIDE, show_progress
 from benchmarks.common.questions import Questions, QuestionSource
@@ -46,6 +48,8 @@ from kvllm.config.compression import RECALL_DTYPES
 from kvllm.engine_args import DEFAULT_MODEL
 
 FULL = "full cache"
+SIZES = (44, 48)
+"""Fewest and most lines of the programs. 48 lines is the longest program."""
 BLOCK_SIZE = 16
 RECENT, GAP = 32, 64
 """KV pairs of the baselines: the last ones, which are always kept and whose queries score; and those between a budget
@@ -66,9 +70,9 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_line.make_parser("benchmarks.paper.figure_5", __doc__)
     accuracy.add_model_arguments(parser)
     add = parser.add_argument
-    low, high = accuracy.SIZES
+    low, high = SIZES
     sizes = f"sizes of its problems (default {low} to {high})"
-    add("--sizes", type=int, nargs=2, metavar=("MIN", "MAX"), default=accuracy.SIZES, help=sizes)
+    add("--sizes", type=int, nargs=2, metavar=("MIN", "MAX"), default=SIZES, help=sizes)
     add("--dataset", metavar="FILE", help="JSONL with 'problem' and 'answer', instead of the reasoner's problems")
     add("--max-tokens", type=int, default=8192, help="most tokens of an answer to --dataset (default 8192)")
     add("--problems", type=int, default=300, help="number of questions (default 300)")
@@ -285,12 +289,12 @@ class Log:
             self.known = {trial["fingerprint"]: msgspec.convert(trial, Outcome) for trial in trials}
 
     def __call__(self, trial: Trial, outcome: Outcome) -> None:
-        print(f"  {trial.name}: {intervals.percent(outcome.right)} % right, {outcome.seconds:.0f} s", flush=True)
+        print(f"  {trial.name}: {percent(outcome.right)} % right, {outcome.seconds:.0f} s", flush=True)
         self.content["trials"][trial.name] = {
             "fingerprint": fingerprint(self.setting, trial),
             "compression": msgspec.to_builtins(trial.compression),
             "accuracy": mean(outcome.right),
-            "interval": intervals.interval(sum(outcome.right), len(outcome.right)),
+            "interval": interval(sum(outcome.right), len(outcome.right)),
             "exact_workings": mean(outcome.exact),
             "kept": outcome.kept,
             **msgspec.to_builtins(outcome),
@@ -374,6 +378,49 @@ def recent_of(method: str, recent: int, budgets: Iterable[int], prompts: Iterabl
     return max(recent, min(n - prompt for n, prompt in zip(budgets, blocks, strict=True)) // 2)
 
 
+# Confidence intervals
+
+CONFIDENCE = 0.95
+
+
+def interval(successes: int, trials: int) -> tuple[float, float]:
+    """Wilson's confidence interval of a proportion."""
+    found = binomtest(successes, trials).proportion_ci(CONFIDENCE, method="wilson")
+    return found.low, found.high
+
+
+def percent(right: Sequence[bool]) -> str:
+    """The share of right answers in percent, with its interval."""
+    low, high = interval(sum(right), len(right))
+    return f"{100 * mean(right):.1f} [{100 * low:.0f}, {100 * high:.0f}]"
+
+
+class Difference(Struct, frozen=True):
+    """The difference of two trials in right answers to the same questions.
+
+    mean, half_width: the first trial minus the second, with its confidence interval. p_value: the probability that
+    equal methods differ as much (McNemar's exact test).
+    """
+
+    mean: float
+    half_width: float
+    p_value: float
+
+    @property
+    def text(self) -> str:
+        return f"{100 * self.mean:+.1f} ± {100 * self.half_width:.1f}"
+
+
+def paired_difference(first: Sequence[bool], second: Sequence[bool]) -> Difference:
+    differences = [int(a) - int(b) for a, b in zip(first, second, strict=True)]
+    n, average = len(differences), mean(differences)
+    variance = sum((d - average) ** 2 for d in differences) / max(1, n - 1)
+    half_width = NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * sqrt(variance / n)
+    wins, losses = differences.count(1), differences.count(-1)
+    p_value = float(binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0
+    return Difference(average, half_width, p_value)
+
+
 # Tables and the plot
 
 
@@ -386,12 +433,12 @@ def show(labels: Sequence[str], retentions: Sequence[str], outcomes: Mapping[str
         return report.table(["", *(f"retention {each}" for each in retentions)], rows)
 
     def minus(outcome: Outcome, other: Outcome) -> str:
-        difference = intervals.paired_difference(outcome.right, other.right)
+        difference = paired_difference(outcome.right, other.right)
         return f"{difference.text} (p {difference.p_value:.1g})"
 
     parts = [
-        f"Right answers in % with {intervals.CONFIDENCE:.0%} intervals, {len(full.right)} questions; full cache "
-        f"{intervals.percent(full.right)}\n{table(lambda outcome, _: intervals.percent(outcome.right))}",
+        f"Right answers in % with {CONFIDENCE:.0%} intervals, {len(full.right)} questions; full cache "
+        f"{percent(full.right)}\n{table(lambda outcome, _: percent(outcome.right))}",
         "Minus the full cache, same questions, in points (p: McNemar's exact test)\n"
         + table(lambda outcome, _: minus(outcome, full)),
         f"Minus {first}, same questions, in points\n"
@@ -411,7 +458,7 @@ def plot(path: Path, labels: Sequence[str], retentions: Sequence[str], outcomes:
     for index, label in enumerate(labels):
         right = [outcomes[f"{label} {retention}"].right for retention in retentions]
         y = [100 * mean(each) for each in right]
-        bounds = [intervals.interval(sum(each), len(each)) for each in right]
+        bounds = [interval(sum(each), len(each)) for each in right]
         lows, highs = (
             [abs(100 * end - value) for end, value in zip(ends, y, strict=True)] for ends in zip(*bounds, strict=True)
         )

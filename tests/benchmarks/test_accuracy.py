@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.common import accuracy, intervals
+from benchmarks.common import accuracy
 from benchmarks.common.questions import QuestionSource, read_records, same_answer
 from benchmarks.paper import figure_5
 from kvllm.errors import ConfigError
@@ -77,10 +77,10 @@ def test_h2o_keeps_as_many_recent_entries_as_heavy_hitters() -> None:
 
 def test_differences_are_paired() -> None:
     first, second = [True] * 8 + [False] * 2, [True] * 2 + [False] * 6 + [True, False]
-    difference = intervals.paired_difference(first, second)
+    difference = figure_5.paired_difference(first, second)
     assert difference.mean == pytest.approx(0.5)
     assert difference.p_value == pytest.approx(2 * (1 + 7) / 2**7)  # one loss in seven that differ
-    low, high = intervals.interval(10, 10)
+    low, high = figure_5.interval(10, 10)
     assert (low, high) == (pytest.approx(10 / (10 + 1.959964**2)), 1)
 
 

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 from benchmarks import cpu_kernels, demo, throughput
 from benchmarks.common import engines, jobs, limits, machine, report, shapes, workloads
 from benchmarks.common.jobs import Job
-from benchmarks.common.problem_sets import ProblemSet
 from benchmarks.common.variants import parse_variant
 from benchmarks.common.workloads import Request
 from benchmarks.reasoner.tokenizer import encode
@@ -268,7 +267,7 @@ def test_demo_solves_problems_in_a_small_pool(tmp_path, capsys):
     assert all(f"  {name}: 6 of 6 requests, " in progress for name in ("vanilla", kara))  # stderr is no terminal
     content = json.loads((tmp_path / "demo.json").read_text())
     assert (tmp_path / "demo.png").read_bytes().startswith(PNG)
-    problems = ProblemSet(6, 16, seed=1).problems
+    problems = demo.ProblemSet(6, 16, seed=1).problems
     assert content["problems"]["prompt_tokens"] == sum(len(encode(problem.prompt)) for problem in problems)
     assert problems[0].working.splitlines()[-1] in printed
     full, compressed = content["runs"].values()
@@ -286,7 +285,7 @@ def test_demo_solves_problems_in_a_small_pool(tmp_path, capsys):
 @pytest.mark.parametrize("variant", ["vanilla", "vanilla:kv_cache_dtype=int4", "auto:window_blocks=16,retain_blocks=8"])
 def test_demo_gives_all_pools_the_same_bytes(variant: str) -> None:
     """A block of bfloat16 has 4 layers, 2 heads, 16 slots, keys and values, 64 channels of 2 bytes."""
-    problem_set = ProblemSet(6, 16, seed=1)
+    problem_set = demo.ProblemSet(6, 16, seed=1)
     engine = problem_set.engine(parse_variant(variant))
     assert engine["kv_cache_memory_bytes"] == problem_set.wanted(16) // 4 * 4 * 2 * 16 * 2 * 64 * 2
     assert "num_gpu_blocks_override" not in engine
