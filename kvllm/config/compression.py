@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
@@ -26,7 +26,15 @@ from kvllm.errors import ConfigError
 from kvllm.kvcache.formats import KV_FORMATS
 from kvllm.kvcache.groups import KVGroup, make_groups
 
-POLICIES = ("periodic", "pressure", "standalone", "threshold")
+WINDOW_OPTIONS = ("window_blocks", "retain_blocks", "retain_tokens", "compress_prompt")
+POLICY_OPTIONS = {
+    "periodic": ("period", *WINDOW_OPTIONS),
+    "pressure": ("period", *WINDOW_OPTIONS),
+    "standalone": WINDOW_OPTIONS,
+    "threshold": ("threshold_tokens", "budget_tokens", "protect_prompt"),
+}
+"""The options that not all policies read."""
+POLICIES = tuple(POLICY_OPTIONS)
 SCORE_SOURCES = ("observed", "recomputed")
 PAPER_SEQUENCES = 30
 RECALL_DTYPES = ("auto", *KV_FORMATS)
@@ -141,13 +149,23 @@ class CompressionConfig(Options, frozen=True, kw_only=True):
         if self.layer_groups:
             self._check_layer_groups()
         self._check_recall()
+        self._check_unused()
         if self.policy == "threshold":
             self._check_threshold()
-        else:
-            for field in ("threshold_tokens", "budget_tokens"):
-                require(getattr(self, field) is None, field, getattr(self, field), 'only with policy="threshold"')
-            allowed = 'only with policy="threshold": windows leave the prompt whole unless compress_prompt is set'
-            require(not self.protect_prompt, "protect_prompt", self.protect_prompt, allowed)
+
+    def _check_unused(self) -> None:
+        """Refuse options that say nothing under the policy, or without recall."""
+        options = [name for policy, names in POLICY_OPTIONS.items() if policy != self.policy for name in names]
+        own = POLICY_OPTIONS[self.policy]
+        allowed = f"policy={self.policy!r} has {', '.join(own)} of the options that not all policies have"
+        self._refuse_set((name for name in options if name not in own), allowed)
+        if not self.recalls:
+            self._refuse_set(("recall_chunks", "recall_dtype"), "only with recall_period or recall_bound")
+
+    def _refuse_set(self, names: Iterable[str], allowed: str) -> None:
+        defaults = {field.name: field.default for field in msgspec.structs.fields(self)}
+        for name in names:
+            require(getattr(self, name) == defaults[name], name, getattr(self, name), allowed)
 
     def _check_options(self) -> None:
         for option in TOKEN2CHUNK:

@@ -515,8 +515,14 @@ def test_peak_without_compression() -> None:
         ({"buffer": -1}, "buffer=-1"),
         ({"query_window": 0}, "query_window=0 is not allowed: at least 1"),
         ({"method": "kara_no_bi", "buffer": 0}, "buffer=0 is not allowed: at least 1: method='kara_no_bi' scores with"),
-        ({"threshold_tokens": 9}, 'threshold_tokens=9 is not allowed: only with policy="threshold"'),
-        ({"policy": "pressure", "budget_tokens": 9}, 'budget_tokens=9 is not allowed: only with policy="threshold"'),
+        ({"threshold_tokens": 9}, "threshold_tokens=9 is not allowed: policy='periodic' has period, window_blocks, "),
+        ({"policy": "pressure", "budget_tokens": 9}, "budget_tokens=9 is not allowed: policy='pressure' has period, "),
+        ({"policy": "standalone", "period": 9}, "period=9 is not allowed: policy='standalone' has window_blocks, "),
+        (
+            {"method": "keydiff", "policy": "threshold", "threshold_tokens": 9, "budget_tokens": 9, "window_blocks": 9},
+            "window_blocks=9 is not allowed: policy='threshold' has threshold_tokens, budget_tokens, protect_prompt of",
+        ),
+        ({"recall_dtype": "int8"}, "recall_dtype='int8' is not allowed: only with recall_period or recall_bound"),
         (
             {"method": "adakv"},
             "method='adakv' is not allowed: it keeps more .*use policy=\"threshold\", not 'periodic'",

@@ -186,7 +186,7 @@ def configs(draw) -> EngineConfig:
         compression = CompressionConfig(
             method=method,
             policy=policy,
-            period=draw(st.integers(1, 6)),
+            **({} if policy == "standalone" else {"period": draw(st.integers(1, 6))}),
             max_sequences=draw(st.integers(1, 3)),
             window_blocks=window_blocks,
             buffer=buffer,

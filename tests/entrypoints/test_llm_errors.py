@@ -208,8 +208,8 @@ def test_budgets_of_requests(
 )
 def test_retained_blocks_of_requests(path: Path, options: dict | None, retained: int, message: str) -> None:
     """A number of blocks that no window of the engine can keep is refused, one beside it served."""
-    windows = {"method": "keydiff", "window_blocks": 3, "retain_blocks": 2, "buffer": 20}
-    compression = None if options is None else paper_compression(**(windows | options))
+    windows = {"window_blocks": 3, "retain_blocks": 2} if options == {} else {}
+    compression = None if options is None else paper_compression(method="keydiff", buffer=20, **windows, **options)
     llm = LLM(path, block_size=16, num_gpu_blocks_override=40, max_model_len=200, compression=compression)
     bad = SamplingParams(max_tokens=3, retain_blocks=retained)
     good = SamplingParams(max_tokens=3, ignore_eos=True, compress=False)

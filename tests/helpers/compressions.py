@@ -11,4 +11,7 @@ PAPER: dict[str, Any] = {"policy": "periodic", "window_blocks": 3, "buffer": 32}
 
 def paper_compression(**options: Any) -> CompressionConfig:
     """With the policy, windows and buffer of Kara's paper, unless others are given."""
-    return CompressionConfig(**PAPER | options)
+    paper = PAPER | options
+    if paper["policy"] == "threshold" and "window_blocks" not in options:
+        del paper["window_blocks"]
+    return CompressionConfig(**paper)

@@ -235,8 +235,9 @@ def test_what_recall_scores_is_what_the_engine_scores(
 
     monkeypatch.setattr(Recall, "groups", observing)
     monkeypatch.setattr(CostModel, "recall", noting)
-    given = {"method": "keydiff", "window_blocks": 3, "retain_blocks": 1, "buffer": 4, "recall_dtype": "int8"}
-    compression = paper_compression(**given | RECALLING[policy], recall_period=period)
+    given = {"method": "keydiff", "buffer": 4, "recall_dtype": "int8"}
+    windows = {} if policy == "threshold" else {"window_blocks": 3, "retain_blocks": 1}
+    compression = paper_compression(**given | windows | RECALLING[policy], recall_period=period)
     llm = run_engine(checkpoint, compression=compression, swap=swap, num_gpu_blocks_override=POOL // 2)
     recalls = sum(count for count, *_ in real)
     shape, heads = llm.cache_shape, llm.cache_shape.num_layers * llm.cache_shape.num_kv_heads
