@@ -50,9 +50,10 @@ void check_batch(const AttentionShape& shape, const AttentionBatch& batch) {
 
 // Positions follow each other within a sequence, and what a query token attends as it was is in the cache, too.
 void check_residual(const AttentionShape& shape, const AttentionBatch& batch) {
-  STD_TORCH_CHECK(batch.sliding_window == kNoWindow && shape.format.values != VectorFormat::kPlain,
-                  "a residual goes with codes, and not with a sliding window");
   const Residual& residual = batch.residual;
+  STD_TORCH_CHECK(shape.format.values != VectorFormat::kPlain, "a residual goes with codes");
+  STD_TORCH_CHECK(residual.size <= batch.sliding_window, "a residual of ", residual.size,
+                  " KV pairs is longer than a sliding window of ", batch.sliding_window);
   for (int64_t s = 0; s < batch.num_sequences; ++s) {
     const int64_t begin = batch.query_start_loc[s];
     for (int64_t token = begin; token < batch.query_start_loc[s + 1]; ++token) {
@@ -205,7 +206,6 @@ struct Run {
     QueryTile tile;
     tile.count = 0;
     tile.group = shape.group();
-    tile.window = plan.batch.sliding_window;
     tile.soft_cap = layer.soft_cap;
     tile.sinks = layer.sinks == nullptr ? nullptr : layer.sinks + task.kv_head * shape.group();
     keep_scores(plan, task, kept_scores, tile);
@@ -215,8 +215,9 @@ struct Run {
         const int64_t output = (token * shape.query_heads + head) * shape.head_dim;
         tile.queries[tile.count] = static_cast<const char*>(layer.queries) + query * shape.element_size;
         tile.outputs[tile.count] = static_cast<char*>(layer.outputs) + output * shape.element_size;
-        tile.last[tile.count] =
-            plan.batch.last_kv_index[token] - num_evicted - plan.residual.held(task.sequence, token);
+        const int own = plan.batch.last_kv_index[token] - num_evicted;
+        tile.first[tile.count] = own + 1 - plan.batch.sliding_window;
+        tile.last[tile.count] = own - plan.residual.held(task.sequence, token);
         ++tile.count;
       }
     }
@@ -228,9 +229,9 @@ struct Run {
     const ResidualPlan& residual = plan.residual;
     const int base = residual[task.sequence].base, group = plan.shape.group();
     QueryTile tile = cached;
-    tile.window = plan.batch.residual.size;
     for (int i = 0; i < tile.count; ++i) {
       tile.last[i] = residual.index(task.sequence, task.first_token + i / group) - base;
+      tile.first[i] = tile.last[i] + 1 - plan.batch.residual.size;
     }
     if (tile.kept_scores != nullptr) {  // those of the pairs that are attended here, which are the last ones
       const int before = std::max(0, cached.last[0] + 1 - cached.kept_begin);

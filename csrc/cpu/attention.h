@@ -46,7 +46,7 @@ struct AttentionBatch {
   const int32_t* packed_len;       // [num_sequences]; null: all heads hold the same KV pairs
   ScoreWindows windows;            // none beside packed_len
   int sliding_window = kNoWindow;  // KV pairs that a query token attends at most; neither beside packed_len nor windows
-  Residual residual{};             // not beside a sliding window
+  Residual residual{};             // at most as long as a sliding window
 };
 
 struct AttentionLayer {

@@ -446,7 +446,7 @@ struct TileAttention {
     if (tile.kept_scores != nullptr) keep_scores<kRows>(first, pairs, scores);
     for (int r = 0; r < kRows; ++r) {
       valid[r] = minimum(pairs.count, tile.last[first + r] + 1 - pairs.start);
-      begin[r] = maximum(0, oldest(first + r) - pairs.start);
+      begin[r] = maximum(0, tile.first[first + r] - pairs.start);
       if (begin[r] >= valid[r]) continue;
       softmax(scores + r * kTilePairs, begin[r], valid[r], head_dim, result.max[first + r], result.sum[first + r],
               sums + r * head_dim);
@@ -470,9 +470,6 @@ struct TileAttention {
     }
   }
 
-  // The first KV pair that a query attends, or a number below 0.
-  int oldest(int query) const { return tile.last[query] + 1 - tile.window; }
-
   // `next` is the tile to prefetch, or null.
   void attend_tile(const TilePairs<KV>& pairs, const TilePairs<KV>* next, const PartialSoftmax& result) const {
     products.pack(pairs);
@@ -481,7 +478,7 @@ struct TileAttention {
     int first = 0;
     while (tile.last[first] < pairs.start) ++first;
     int end = tile.count;
-    while (end > first && oldest(end - 1) >= pairs.start + pairs.count) --end;
+    while (end > first && tile.first[end - 1] >= pairs.start + pairs.count) --end;
     for (int i = first; i < end; i += kRowBlock, next = nullptr) {
       switch (minimum(kRowBlock, end - i)) {
         case 4: attend_queries<4>(i, pairs, parameters, next, result); break;

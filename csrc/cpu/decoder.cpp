@@ -540,12 +540,12 @@ Tensor run_decoder(const Tensor& tensor, const Tensor& residual, const Tensor& p
   if (scores) cached.scores = scores->mutable_data_ptr<float>();
   if (kv_residual) {
     STD_TORCH_CHECK(residual_slots && residual_first, "kv_residual needs residual_slots and residual_first");
-    STD_TORCH_CHECK(parts.size() == 1, "kv_residual goes with one part, not ", parts.size());
     STD_TORCH_CHECK(kv_residual->dim() == 6, "kv_residual has ", kv_residual->dim(), " dimensions, not 6");
     check_size(*kv_residual, "kv_residual", 0, static_cast<int64_t>(decoder.layers.size()));
-    AttentionBatch& batch = parts[0].batch;
-    batch.residual = residual_tables(*kv_residual, positions, *residual_slots, *residual_first, rows,
-                                     batch.num_sequences, decoder.kv_heads, decoder.head_dim, decoder.dtype);
+    const Residual of_all = residual_tables(*kv_residual, positions, *residual_slots, *residual_first, rows,
+                                            parts[0].batch.num_sequences, decoder.kv_heads, decoder.head_dim,
+                                            decoder.dtype);
+    for (Part& part : parts) part.batch.residual = of_all;
     cached.residual = KVResidual(kv_residual);
   }
   LayerPlans plans(shape, parts, of.tables);

@@ -103,14 +103,13 @@ struct PairRange {
 // A window that is longer than any sequence.
 constexpr int kNoWindow = 1 << 30;
 
-// Queries of that sequence and head. Query i attends `window` KV pairs up to last[i], or as many as there are; `last`
-// does not decrease. Scores are bounded by `soft_cap`, unless it is 0. Query i has a learned score sinks[i % group] in
+// Queries of that sequence and head. Query i attends the KV pairs first[i] .. last[i], which do not decrease; first[i] may
+// be below 0. Scores are bounded by `soft_cap`, unless it is 0. Query i has a learned score sinks[i % group] in
 // its softmax, unless `sinks` is null. Their scores of the pairs from `kept_begin` on are kept in rows of `kept_stride`
 // floats, unless `kept_scores` is null.
 struct QueryTile {
   int count;
   int group;
-  int window;
   float soft_cap;
   const float* sinks;
   float* kept_scores;
@@ -118,6 +117,7 @@ struct QueryTile {
   int kept_stride;
   const void* queries[kMaxQueries];
   void* outputs[kMaxQueries];
+  int first[kMaxQueries];
   int last[kMaxQueries];
 };
 

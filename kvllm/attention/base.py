@@ -96,7 +96,7 @@ class AttentionBatch:
     scored_chunks: sequences that a backend which `scores_windows` leaves to others: those with several query tokens.
     residual: the last KV pairs of the sequences before they were rounded, which are attended in place of those in the
         cache: by a query token its own and those right before it. `run` adds the pairs of the step's tokens. For the
-        backends that the registry says read it, and not beside layers with a window.
+        backends that the registry says read it, and at most as many as a layer's window has.
     on_host: the same rows in the host's memory, so that a backend that plans there need not wait for the device.
     recording: of a batch whose tensors a graph reads in each of its replays.
     """
@@ -118,7 +118,9 @@ class AttentionBatch:
     @property
     def of_window(self) -> AttentionBatch:
         """The batch for layers with a window: none of their KV pairs was evicted, and none is scored."""
-        return AttentionBatch(self.query_start_loc, self.last_kv_index, self.block_tables, on_host=self.on_host)
+        return AttentionBatch(
+            self.query_start_loc, self.last_kv_index, self.block_tables, residual=self.residual, on_host=self.on_host
+        )
 
 
 class AttentionBackend(ABC):

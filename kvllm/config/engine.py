@@ -116,9 +116,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
             return
         allowed = f"with a kv_cache_dtype that rounds KV pairs, one of {', '.join(KV_FORMATS)}"
         require(self.kv_cache_dtype in KV_FORMATS, field, value, allowed)
-        uniform = len(self.kv_groups) == 1 and self.kv_groups[0].window is None
-        allowed = "only where all layers share their blocks, not beside layers with a sliding window or layer_groups"
-        require(uniform and not (compression and compression.layer_groups), field, value, allowed)
+        shortest = min((group.window for group in self.kv_groups if group.window is not None), default=value)
+        require(value <= shortest, field, value, f"at most the model's sliding window of {shortest} tokens")
         if compression is not None:
             require(not compression.recalls, field, value, "not beside recall_period or recall_bound: leave one out")
             allowed = f"at most the compression's buffer={compression.buffer}, which nothing drops: raise that"

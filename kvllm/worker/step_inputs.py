@@ -154,7 +154,7 @@ class StepInputs:
         """Those of all parts. What methods keep beside the cache stands beside the first alone.
 
         windows: those that are scored in the first parts. chunks: of each of these, what others score; none given:
-            there are none. residual: of the step; all layers are in one part.
+            there are none. residual: of the step.
         """
         return [
             AttentionBatch(

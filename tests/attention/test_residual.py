@@ -116,6 +116,13 @@ def test_matches_dense_with_a_soft_cap_and_sinks() -> None:
     torch.testing.assert_close(held.run().double(), held.dense(), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("size, window", [(32, 33), (32, 48), (48, 48), (64, 520)])
+def test_matches_dense_in_a_sliding_window(size: int, window: int) -> None:
+    held = hold(size, kv_cache_dtype="int4")
+    held.case = replace(held.case, options=LayerAttention(window=window))
+    torch.testing.assert_close(held.run().double(), held.dense(), atol=1e-4, rtol=1e-4)
+
+
 def test_what_is_held_matters() -> None:
     """Rounding to 4 bits is plain to see, and a residual of all tokens undoes it."""
     case = make_case([list(range(48))], kv_cache_dtype="int4")
@@ -184,7 +191,7 @@ def test_other_backends_say_that_they_do_not_read_it() -> None:
         ({"residual_slots": torch.tensor([3], dtype=torch.int32)}, "slot 3 of sequence 0 is none of 3"),
         ({"new_keys": torch.zeros(2, 1, 32)}, "new_keys"),
         ({"positions": None}, "kv_residual needs residual_slots, residual_first, positions"),
-        ({"sliding_window": 4}, "not with a sliding window"),
+        ({"sliding_window": 3}, "a residual of 4 KV pairs is longer than a sliding window of 3"),
     ],
 )
 def test_the_operator_checks_its_arguments(change: dict, message: str) -> None:

@@ -19,6 +19,7 @@ from kvllm.worker.state import SequenceState
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.compressions import paper_compression
 from tests.helpers.engines import greedy, make_llm, random_prompts, tokens
+from tests.helpers.families import FAMILIES
 
 DTYPES = pytest.mark.parametrize("name", ["int4", "int6_int4", "int6_int4_hadamard", "fp8_e4m3"])
 PROMPTS = random_prompts(256, (5, 33, 64))
@@ -184,10 +185,47 @@ def test_what_does_not_go_together_is_refused(checkpoint: Path, options: dict[st
         make(checkpoint, **options)
 
 
-def test_a_model_with_sliding_windows_is_refused(tmp_path: Path) -> None:
+def test_a_residual_longer_than_a_sliding_window_is_refused(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "mistral", sliding_window=16)
-    with pytest.raises(ConfigError, match="not beside layers with a sliding window"):
-        LLM(tmp_path, kv_cache_dtype="int4", kv_residual_tokens=6, max_model_len=64)
+    with pytest.raises(ConfigError, match="kv_residual_tokens=17 is not allowed: at most the model's sliding window"):
+        LLM(tmp_path, kv_cache_dtype="int4", kv_residual_tokens=17, max_model_len=64)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt-oss", "mistral-window"])
+def test_a_residual_as_long_as_a_sliding_window_undoes_its_rounding(tmp_path: Path, name: str) -> None:
+    """In layers that attend all tokens, a residual of all of a text does."""
+    make_checkpoint(tmp_path, **FAMILIES[name] | {"head_dim": 32, "sliding_window": 64})
+    options: dict[str, Any] = {"max_model_len": 64, "enable_prefix_caching": False}
+    prompts = random_prompts(256, (5, 33))
+    expected = tokens(make_llm(tmp_path, **options), prompts, greedy(24))
+    assert tokens(make(tmp_path, held=64, **options), prompts, greedy(24)) == expected
+
+
+@pytest.mark.parametrize("name, blocks", [("gemma3", 40), ("gpt-oss", 24), ("mistral-window", 12)])
+def test_chunks_and_preemption_do_not_change_tokens_beside_sliding_windows(
+    tmp_path: Path, name: str, blocks: int
+) -> None:
+    make_checkpoint(tmp_path, **FAMILIES[name] | {"head_dim": 32})
+    options: dict[str, Any] = {"max_model_len": 96, "enable_prefix_caching": False}
+    expected = tokens(make(tmp_path, **options), PROMPTS, greedy(24))
+    small = make(tmp_path, **options, num_gpu_blocks_override=blocks, max_num_batched_tokens=16, max_num_seqs=8)
+    assert tokens(small, PROMPTS, greedy(24)) == expected
+    assert small.stats().preemptions > 0 or name != "gemma3"  # of which all layers but one hold 7 tokens
+
+
+def test_layers_with_shares_of_their_own_have_a_residual(checkpoint: Path) -> None:
+    """What is recent is the same in all of them: chunks and preemption do not change a token."""
+    groups = ({"layers": [0], "retain_blocks": 1}, {"layers": [1], "retain_blocks": 2})
+    compression = paper_compression(method="keydiff", buffer=6, **PERIODIC | {"window_blocks": 3}, layer_groups=groups)
+    options: dict[str, Any] = {"block_size": 8, "compression": compression, "enable_prefix_caching": False}
+    found = []
+    for compiled in (True, False):
+        llm = make(checkpoint, **options)
+        if not compiled:
+            runner_of(llm).model._compiled = None
+        found.append(tokens(llm, PROMPTS, greedy(60)))
+        assert llm.stats().entries_evicted > 0
+    assert found[0] == found[1] != tokens(make(checkpoint, held=0, **options), PROMPTS, greedy(60))
 
 
 def test_logprobs_of_a_prompt_are_those_of_its_steps(checkpoint: Path) -> None:
