@@ -25,11 +25,9 @@ from kvllm.serving import (
     page_files,
     responses_route,
     stored_responses,
-    tokenize,
 )
-from kvllm.serving.context import RequestContext
+from kvllm.serving.context import RequestContext, clean_request_id
 from kvllm.serving.errors import ApiError, as_api_error
-from kvllm.serving.request_id import clean_request_id
 from kvllm.serving.sse import ClientGone
 from kvllm.serving.state import ServerState
 
@@ -55,8 +53,8 @@ def make_app(state: ServerState) -> ASGIApp:
         Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
         Route("/v1/models", information.list_models),
         Route("/v1/models/{id:path}", information.get_model),
-        Route("/tokenize", tokenize.tokenize, methods=["POST"]),
-        Route("/detokenize", tokenize.detokenize, methods=["POST"]),
+        Route("/tokenize", information.tokenize, methods=["POST"]),
+        Route("/detokenize", information.detokenize, methods=["POST"]),
         Route("/health", information.health),
         Route("/ping", information.health, methods=["GET", "POST"]),
         Route("/version", information.version),
@@ -102,7 +100,7 @@ class Gate:
         path = get_route_path(scope)  # the router's own view: what needs no key is what it takes for such a route
         headers = dict(scope["headers"])
         request_id = clean_request_id(headers.get(b"x-request-id", b"").decode("latin-1"))
-        context = RequestContext(self._state, request_id, "")
+        context = RequestContext(self._state, request_id)
         scope["kvllm"] = context
         scope["app"] = self  # lets the router raise what it cannot route
         answer = Answer(send, context)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
 from itertools import takewhile
 from operator import methodcaller
 
@@ -20,7 +19,7 @@ from kvllm.serving.errors import unavailable
 from kvllm.serving.live_feed import PERIOD_SECONDS, LiveFeed, Tick
 from kvllm.serving.live_sample import Sample, make_sample
 from kvllm.serving.live_warnings import WINDOW_SECONDS, find_warnings
-from kvllm.serving.sse import event
+from kvllm.serving.sse import Write, event, write_out
 from kvllm.serving.state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -63,7 +62,7 @@ def start(state: ServerState) -> None:
     state.live.collector = state.live.collector or asyncio.create_task(_collect(state))
 
 
-async def events(state: ServerState, key: str) -> AsyncGenerator[bytes, None]:
+async def write_events(state: ServerState, key: str, write: Write) -> None:
     """The stream of one viewer, whose key has the name `key`. A slow one misses ticks. Raises ApiError."""
     feed = state.live
     if feed.viewers >= MOST_VIEWERS:
@@ -71,10 +70,11 @@ async def events(state: ServerState, key: str) -> AsyncGenerator[bytes, None]:
     feed.viewers += 1
     start(state)  # where the application runs in another server than ours
     try:
-        yield event(msgspec.json.encode(Start(make_info(state, key), Sample.__struct_fields__, list(feed.history))))
+        first = Start(make_info(state, key), Sample.__struct_fields__, list(feed.history))
+        await write_out(write, event(msgspec.json.encode(first)))
         while not (state.admission.is_draining and state.admission.in_flight == 0):
             await feed.ticked.wait()
-            yield feed.event
+            await write_out(write, feed.event)
     finally:
         feed.viewers -= 1
 

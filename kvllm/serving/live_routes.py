@@ -16,7 +16,7 @@ from kvllm.core.spans import Span, kept_spans
 from kvllm.serving import live
 from kvllm.serving.context import context_of
 from kvllm.serving.errors import ApiError
-from kvllm.serving.sse import EventStream, from_generator
+from kvllm.serving.sse import EventStream
 from kvllm.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class _Sequence(Struct):
 async def events(request: Request) -> EventStream:
     """Samples as they are taken; the first event has those of the last 15 minutes."""
     context = context_of(request)
-    return EventStream(from_generator(live.events(context.state, context.tenant)))
+    return EventStream(partial(live.write_events, context.state, context.tenant))
 
 
 async def open_request(request: Request) -> Response:

@@ -6,12 +6,12 @@ import asyncio
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from kvllm.serving.errors import ContextTooLong, bad_request
+from kvllm.serving.errors import ContextTooLong, bad_request, check_count
 from kvllm.serving.generation import EncodedPrompt
-from kvllm.serving.limits import MAX_PROMPTS, check_count
 from kvllm.serving.protocol import ChatCompletionRequest, CompletionRequest, GenerationFields, TokenizeRequest
 from kvllm.serving.state import ServerState
 
+MAX_PROMPTS = 1024
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 T = TypeVar("T", str, list[int])
 LONG_TEXT = 4096

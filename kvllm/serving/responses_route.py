@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
+from collections.abc import Awaitable, Iterator
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 from starlette.requests import Request
-from starlette.responses import Response
 
+from kvllm.outputs import CompletionOutput
 from kvllm.serving.blocks import Block, BlockStep, BlockWriter
+from kvllm.serving.bodies import read_json
 from kvllm.serving.chat import ChatAnswer, prepare
 from kvllm.serving.context import RequestContext, context_of
-from kvllm.serving.limits import read_json
+from kvllm.serving.message_parser import MessagePart
 from kvllm.serving.prompts import drop_earliest
 from kvllm.serving.response_store import StoredResponse
 from kvllm.serving.responses_protocol import (
@@ -28,7 +28,7 @@ from kvllm.serving.responses_protocol import (
     custom_input,
     decoder,
 )
-from kvllm.serving.sse import EventStream, from_generator, named_event, until_disconnected
+from kvllm.serving.sse import Write, named_event, respond, write_out
 from kvllm.serving.stored_responses import earlier_items, listed_items, without_references
 
 ID_PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc", "custom": "ctc"}
@@ -74,9 +74,7 @@ async def create(request: Request) -> Any:
     if body.truncation == "auto":
         await drop_earliest(context.state, chat)
     answer = ResponsesAnswer(await prepare(context, chat), context, body, items)
-    if body.stream:
-        return EventStream(from_generator(answer.events()), done=b"")
-    return Response(await until_disconnected(request, answer.complete()), media_type="application/json")
+    return await respond(request, answer, body.stream, done=b"")
 
 
 class ResponsesAnswer:
@@ -119,39 +117,41 @@ class ResponsesAnswer:
 
     async def complete(self) -> bytes:
         """The whole answer, as JSON."""
-        async for _ in self._steps():
-            pass
+
+        def receive(part: MessagePart, completion: CompletionOutput) -> None:
+            self._push(part, completion)
+
+        await self._chat.deliver(receive)
+        self._writer.finish()
         return self._keep(self._finished())
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """The events of a stream."""
-        begun = False
-        async with aclosing(self._steps()) as steps:
-            async for step in steps:
-                if not begun:  # the engine has taken the request: a refusal would have a status of its own
-                    begun = True
-                    for event in self._begin():
-                        yield event
-                for name, fields in self._of_step(step):
-                    yield self._event(name, **fields)
-        if not begun:
-            for event in self._begin():
-                yield event
+    async def stream(self, write: Write) -> None:
+        """Write the events of a stream. They begin once the engine has taken the request: a refusal has a status of
+        its own."""
+
+        def receive(part: MessagePart, completion: CompletionOutput) -> Awaitable[None] | None:
+            data = self._events(self._push(part, completion))
+            return write(data) if data else None
+
+        await self._chat.deliver(receive)
+        data = self._events(self._writer.finish()) if self._number else self._begin()
         response = self._finished()
-        yield self._event(f"response.{response.status}", response=msgspec.Raw(self._keep(response)))
+        data += self._event(f"response.{response.status}", response=msgspec.Raw(self._keep(response)))
+        await write_out(write, data)
 
-    def _begin(self) -> list[bytes]:
-        return [self._event(f"response.{state}", response=self._response) for state in ("created", "in_progress")]
+    def _begin(self) -> bytes:
+        states = ("created", "in_progress")
+        return b"".join(self._event(f"response.{state}", response=self._response) for state in states)
 
-    async def _steps(self) -> AsyncGenerator[BlockStep, None]:
-        async with aclosing(self._chat.parts()) as parts:
-            async for part, completion in parts:
-                logprobs = self._chat.logprobs(completion)
-                for step in self._writer.push(part, logprobs.content if logprobs else ()):
-                    yield step
-                self._finish_reason = self._chat.finish_reason(completion) or self._finish_reason
-        for step in self._writer.finish():
-            yield step
+    def _push(self, part: MessagePart, completion: CompletionOutput) -> list[BlockStep]:
+        logprobs = self._chat.logprobs(completion)
+        self._finish_reason = self._chat.finish_reason(completion) or self._finish_reason
+        return self._writer.push(part, logprobs.content if logprobs else ())
+
+    def _events(self, steps: list[BlockStep]) -> bytes:
+        data = self._begin() if steps and not self._number else b""
+        events = (self._event(name, **fields) for step in steps for name, fields in self._of_step(step))
+        return data + b"".join(events)
 
     def _finished(self) -> ResponsesResponse:
         """The response as it is at its end."""

@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from kvllm.serving import messages_protocol, protocol, responses_protocol
-from kvllm.serving.decoding import decode_fields
+from kvllm.serving.bodies import decode_fields
 from kvllm.serving.protocol import ChatCompletionRequest
 from tests.helpers.server import ServerProcess
 
