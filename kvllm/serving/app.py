@@ -23,7 +23,7 @@ from kvllm.serving import (
     live_routes,
     messages,
     page_files,
-    responses_route,
+    responses,
     stored_responses,
 )
 from kvllm.serving.context import RequestContext, clean_request_id
@@ -45,7 +45,7 @@ def make_app(state: ServerState) -> ASGIApp:
     routes = [
         Route("/v1/completions", completions.create, methods=["POST"]),
         Route("/v1/chat/completions", chat.create, methods=["POST"]),
-        Route("/v1/responses", responses_route.create, methods=["POST"]),
+        Route("/v1/responses", responses.create, methods=["POST"]),
         _by_method("/v1/responses/{id}", GET=stored_responses.retrieve, DELETE=stored_responses.delete),
         Route("/v1/responses/{id}/input_items", stored_responses.input_items, methods=["GET"]),
         Route("/v1/responses/{id}/cancel", stored_responses.cancel, methods=["POST"]),

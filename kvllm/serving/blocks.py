@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from msgspec import UNSET
 
 from kvllm.serving.message_parser import MessagePart
-from kvllm.serving.responses import TokenLogprob
+from kvllm.serving.protocol import TokenLogprob
 
 Kind = Literal["reasoning", "text", "call"]
 

@@ -18,11 +18,11 @@ from kvllm.serving.generation import EncodedPrompt, Generation
 from kvllm.serving.logprobs import Position, chat_logprobs, prompt_logprobs, token_names
 from kvllm.serving.message_parser import MessagePart
 from kvllm.serving.prompts import chat_prompt, max_tokens, truncation
-from kvllm.serving.protocol import ChatCompletionRequest
-from kvllm.serving.responses import (
+from kvllm.serving.protocol import (
     ChatChoice,
     ChatChunkChoice,
     ChatCompletionChunk,
+    ChatCompletionRequest,
     ChatCompletionResponse,
     ChatLogprobs,
     Message,

@@ -17,8 +17,13 @@ from kvllm.serving.errors import bad_request
 from kvllm.serving.generation import EncodedPrompt, Generation
 from kvllm.serving.logprobs import LogprobLister, Position, prompt_logprobs, token_names
 from kvllm.serving.prompts import completion_prompts, max_tokens
-from kvllm.serving.protocol import CompletionRequest
-from kvllm.serving.responses import CompletionChoice, CompletionChunk, CompletionLogprobs, CompletionResponse
+from kvllm.serving.protocol import (
+    CompletionChoice,
+    CompletionChunk,
+    CompletionLogprobs,
+    CompletionRequest,
+    CompletionResponse,
+)
 from kvllm.serving.sampling import check_generation, num_logprobs, streamed_usage
 from kvllm.serving.sse import Write, event, respond, write_out
 

@@ -12,7 +12,7 @@ from typing import Any
 from kvllm.errors import RequestError
 from kvllm.outputs import RequestMetrics, RequestOutput
 from kvllm.serving.context import RequestContext
-from kvllm.serving.responses import CompletionTokensDetails, CompressionUsage, PromptTokensDetails, Usage
+from kvllm.serving.protocol import CompletionTokensDetails, CompressionUsage, PromptTokensDetails, Usage
 from kvllm.serving.sampling import GenerationRequest, beam_search, check_logprobs, sampling_params
 
 Receive = Callable[[int, RequestOutput], Awaitable[None] | None]

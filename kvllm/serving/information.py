@@ -18,9 +18,15 @@ from kvllm.serving.context import check_model, context_of
 from kvllm.serving.errors import ContextTooLong, bad_request
 from kvllm.serving.openapi import document
 from kvllm.serving.prompts import chat_prompt, encode
-from kvllm.serving.protocol import DetokenizeRequest, TokenizeRequest
-from kvllm.serving.responses import DetokenizeResponse, Model, ModelList, TokenizeResponse
-from kvllm.serving.sampling import check_fields
+from kvllm.serving.protocol import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    Model,
+    ModelList,
+    TokenizeRequest,
+    TokenizeResponse,
+    check_fields,
+)
 from kvllm.serving.state import ServerState
 
 tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)

@@ -6,8 +6,7 @@ import codecs
 from typing import Any
 
 from kvllm.outputs import Logprob
-from kvllm.serving.protocol import GenerationFields
-from kvllm.serving.responses import CompletionLogprobs, TokenLogprob, TopLogprob
+from kvllm.serving.protocol import CompletionLogprobs, GenerationFields, TokenLogprob, TopLogprob
 from kvllm.serving.state import ServerState
 from kvllm.tokenizer import Tokenizer
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvllm.serving.harmony import HarmonyReasoningParser
+from kvllm.serving.protocol import ChatToolCall
 from kvllm.serving.reasoning import ReasoningParser
 from kvllm.serving.tool_parsers import ToolParser
-from kvllm.serving.tools import ChatToolCall
 
 AnyReasoningParser = ReasoningParser | HarmonyReasoningParser
 

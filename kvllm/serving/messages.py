@@ -20,7 +20,7 @@ from kvllm.serving.errors import ApiError, ContextTooLong
 from kvllm.serving.message_parser import MessagePart
 from kvllm.serving.messages_protocol import INVALID_JSON, chat_of, count_decoder, messages_decoder
 from kvllm.serving.prompts import chat_prompt
-from kvllm.serving.responses import Usage
+from kvllm.serving.protocol import Usage
 from kvllm.serving.sse import Write, named_event, respond, write_out
 from kvllm.serving.tool_choice import tool_choice
 from kvllm.serving.tool_parsers.json_calls import clean

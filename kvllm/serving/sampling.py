@@ -7,7 +7,7 @@ from typing import Any
 
 from kvllm.sampling_params import BeamSearchParams, SamplingParams
 from kvllm.serving.errors import bad_request, check_count
-from kvllm.serving.protocol import REFUSED, ChatCompletionRequest, CompletionRequest, Refusals, StreamOptions
+from kvllm.serving.protocol import ChatCompletionRequest, CompletionRequest, StreamOptions, check_fields
 from kvllm.serving.state import ServerOptions
 
 MAX_N = 128
@@ -59,15 +59,6 @@ NOT_WITH_BEAMS: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
 }
 """Fields that a search cannot obey, and their values that ask for nothing. Those of sampling mean nothing to it."""
-
-
-def check_fields(request: Any, refused: Refusals = REFUSED) -> None:
-    """Raises ApiError for a known field that asks for what cannot be done."""
-    for field in type(request).__struct_fields__:
-        if field in refused and (value := getattr(request, field)) is not None:
-            neutral, instead = refused[field]
-            if value not in neutral:
-                raise bad_request(f"{field} is not supported: {instead}", field)
 
 
 def check_generation(request: GenerationRequest) -> None:

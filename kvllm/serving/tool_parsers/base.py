@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvllm.chat_messages import FunctionDefinition
-from kvllm.serving.tools import ChatFunctionCall, ChatToolCall
+from kvllm.serving.protocol import ChatFunctionCall, ChatToolCall
 
 
 @dataclass(frozen=True)
