@@ -22,7 +22,6 @@ from kvllm.serving import (
     information,
     live_routes,
     messages,
-    page_files,
     responses,
     stored_responses,
 )
@@ -63,8 +62,8 @@ def make_app(state: ServerState) -> ASGIApp:
         Route("/openapi.json", information.openapi),
         Route("/live/events", live_routes.events),
         _by_method("/live/requests/{id}", GET=live_routes.open_request, DELETE=live_routes.cancel_request),
-        Route("/", page_files.index),
-        Route("/page/{name}", page_files.file),
+        Route("/", live_routes.file),
+        Route("/page/{name}", live_routes.file),
     ]
     if state.options.enable_tokenizer_info_endpoint:
         routes.append(Route("/tokenizer_info", information.tokenizer_info))
