@@ -29,8 +29,9 @@ SMALL_BODY_BYTES = 16 << 10
 """A body up to this size is parsed on the event loop: a thread would take longer to wake up."""
 MAX_WHOLE_FLOATS = 64
 """Numbers of a body, or lists of them, that may be written as 10.0 for 10: each takes another look at all fields."""
-ENCODINGS = {"gzip": (31,), "x-gzip": (31,), "deflate": (zlib.MAX_WBITS, -zlib.MAX_WBITS)}
-"""Compressed bodies, and zlib's names of their formats: some clients send deflate without the header of zlib."""
+PLAIN = "identity"
+ENCODINGS = {PLAIN: (), "gzip": (31,), "x-gzip": (31,), "deflate": (zlib.MAX_WBITS, -zlib.MAX_WBITS)}
+"""Ways to send a body, and zlib's names of their formats: some clients send deflate without the header of zlib."""
 
 # A string that never ends reaches to the end of the body: if it matched nothing, the search would take squared time.
 STRINGS = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
@@ -46,13 +47,6 @@ def json_response(body: Any) -> Response:
     """body: of an answer; bytes are JSON already."""
     content = body if isinstance(body, bytes) else msgspec.json.encode(body)
     return Response(content, media_type="application/json")
-
-
-def check_type(request: Request) -> None:
-    """Raises ApiError for other types than JSON: any page that a browser shows may send those to this machine."""
-    given = request.headers.get("content-type", "")
-    if given.partition(";")[0].strip().lower() != "application/json":
-        raise ApiError(415, "the body must be JSON: send the header 'Content-Type: application/json'")
 
 
 async def read_body(request: Request) -> bytes:
@@ -79,25 +73,18 @@ async def read_body(request: Request) -> bytes:
 async def read_json(request: Request, decoder: msgspec.json.Decoder[T], pool: ThreadPoolExecutor) -> T:
     """The body of a request as `decoder` reads it; in a thread of `pool`, if it is big or compressed.
 
-    Raises ApiError.
+    Raises ApiError; also for other types than JSON: any page that a browser shows may send those to this machine.
     """
-    check_type(request)
-    encoding = body_encoding(request)
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(415, "the body must be JSON: send the header 'Content-Type: application/json'")
+    encoding = request.headers.get("content-encoding", "").strip().lower() or PLAIN
+    if encoding not in ENCODINGS:
+        problem = f"Content-Encoding {encoding[:100]!r} is not known: send gzip, deflate or none"
+        raise ApiError(415, problem, headers={"Accept-Encoding": "gzip, deflate"})
     body = await read_body(request)
-    if encoding is None and len(body) <= SMALL_BODY_BYTES:
+    if encoding == PLAIN and len(body) <= SMALL_BODY_BYTES:
         return decode(body, decoder)
     return await asyncio.get_running_loop().run_in_executor(pool, decode, body, decoder, encoding)
-
-
-def body_encoding(request: Request) -> str | None:
-    """How a body is compressed, None for not at all. Raises ApiError for a way that is not known here."""
-    given = request.headers.get("content-encoding", "").strip().lower()
-    if given in ("", "identity"):
-        return None
-    if given not in ENCODINGS:
-        problem = f"Content-Encoding {given[:100]!r} is not known: send gzip, deflate or none"
-        raise ApiError(415, problem, headers={"Accept-Encoding": "gzip, deflate"})
-    return given
 
 
 def inflate(body: bytes, encoding: str) -> bytes:
@@ -117,12 +104,12 @@ def inflate(body: bytes, encoding: str) -> bytes:
     raise bad_request(f"the body is not valid {encoding}: {problem}")
 
 
-def decode(body: bytes, decoder: msgspec.json.Decoder[T], encoding: str | None = None) -> T:
+def decode(body: bytes, decoder: msgspec.json.Decoder[T], encoding: str = PLAIN) -> T:
     """Raises ApiError for what is no JSON, is nested too deeply or has fields of wrong types.
 
     encoding: how the body is compressed, out of ENCODINGS.
     """
-    if encoding is not None:
+    if encoding != PLAIN:
         body = inflate(body, encoding)
     body = body.removeprefix(codecs.BOM_UTF8)
     check_depth(body)

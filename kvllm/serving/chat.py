@@ -10,9 +10,8 @@ from msgspec import UNSET
 from starlette.requests import Request
 
 from kvllm.outputs import CompletionOutput, RequestOutput
-from kvllm.serving.bodies import read_json
 from kvllm.serving.chat_format import ChatFormat, continued_text
-from kvllm.serving.context import RequestContext, context_of
+from kvllm.serving.context import RequestContext, read_request
 from kvllm.serving.errors import bad_request
 from kvllm.serving.generation import EncodedPrompt, Generation
 from kvllm.serving.logprobs import Position, chat_logprobs, prompt_logprobs, token_names
@@ -38,14 +37,12 @@ decoder = msgspec.json.Decoder(ChatCompletionRequest)
 
 async def create(request: Request) -> Any:
     """Answer a conversation: at once, or as a stream of events."""
-    context = context_of(request)
-    body = await read_json(request, decoder, context.state.pool)
+    context, body = await read_request(request, decoder)
     return await respond(request, await prepare(context, body), body.stream)
 
 
 async def prepare(context: RequestContext, body: ChatCompletionRequest) -> ChatAnswer:
     """Check a request, and make its prompt. Raises ApiError, RequestError and ConfigError."""
-    context.begin(body)
     check_generation(body)
     state = context.state
     tools = tool_choice(body, state.options)

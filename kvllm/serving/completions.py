@@ -10,9 +10,8 @@ from msgspec import UNSET
 from starlette.requests import Request
 
 from kvllm.outputs import CompletionOutput, RequestOutput
-from kvllm.serving.bodies import read_json
 from kvllm.serving.constraint import constraint
-from kvllm.serving.context import RequestContext, context_of
+from kvllm.serving.context import RequestContext, read_request
 from kvllm.serving.errors import bad_request
 from kvllm.serving.generation import EncodedPrompt, Generation
 from kvllm.serving.logprobs import LogprobLister, Position, prompt_logprobs, token_names
@@ -34,9 +33,7 @@ decoder = msgspec.json.Decoder(CompletionRequest)
 
 async def create(request: Request) -> Any:
     """Complete prompts: at once, or as a stream of events."""
-    context = context_of(request)
-    body = await read_json(request, decoder, context.state.pool)
-    context.begin(body)
+    context, body = await read_request(request, decoder)
     check_generation(body)
     answer = CompletionAnswer(context, body, await completion_prompts(context.state, body))
     return await respond(request, answer, body.stream)

@@ -6,10 +6,12 @@ import re
 import time
 import uuid
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 from starlette.requests import Request
 
+from kvllm.serving.bodies import read_json
 from kvllm.serving.errors import ApiError
 from kvllm.serving.state import ServerState
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from kvllm.serving.generation import Generation
 
 MAX_ID_LENGTH = 64
+T = TypeVar("T")
 UNSAFE = re.compile(r"[^A-Za-z0-9._:-]")
 
 
@@ -29,12 +32,6 @@ class RequestContext:
     tenant: str = ""
     generation: Generation | None = None
 
-    def begin(self, body: Any) -> None:
-        """Take the id that a body gives, and check its model. Raises ApiError."""
-        if getattr(body, "request_id", None):
-            self.request_id = clean_request_id(body.request_id)
-        check_model(self.state, body.model)
-
     def head(self, prefix: str, body: Any) -> dict[str, Any]:
         """The fields that an answer, and each chunk of a stream, begins with."""
         model = body.model or self.state.model_name
@@ -43,6 +40,16 @@ class RequestContext:
 
 def context_of(request: Request) -> RequestContext:
     return request.scope["kvllm"]
+
+
+async def read_request(request: Request, decoder: msgspec.json.Decoder[T]) -> tuple[RequestContext, T]:
+    """The request and its body, which may give an id, and names a model that is served here. Raises ApiError."""
+    context = context_of(request)
+    body: Any = await read_json(request, decoder, context.state.pool)
+    if getattr(body, "request_id", None):
+        context.request_id = clean_request_id(body.request_id)
+    check_model(context.state, body.model)
+    return context, body
 
 
 def clean_request_id(given: str) -> str:

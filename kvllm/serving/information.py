@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import kvllm
-from kvllm.serving.bodies import json_response, read_json
-from kvllm.serving.context import check_model, context_of
+from kvllm.serving.bodies import json_response
+from kvllm.serving.context import check_model, context_of, read_request
 from kvllm.serving.errors import ContextTooLong, bad_request
 from kvllm.serving.openapi import document
 from kvllm.serving.prompts import chat_prompt, encode
@@ -66,9 +66,8 @@ async def load(request: Request) -> Response:
 
 async def tokenize(request: Request) -> Response:
     """Token ids of a prompt, or of messages after the chat template."""
-    state = context_of(request).state
-    body = await read_json(request, tokenize_decoder, state.pool)
-    check_model(state, body.model)
+    context, body = await read_request(request, tokenize_decoder)
+    state = context.state
     check_fields(body)
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("give one of prompt and messages", "prompt")
@@ -83,9 +82,8 @@ async def tokenize(request: Request) -> Response:
 
 async def detokenize(request: Request) -> Response:
     """The text of token ids."""
-    state = context_of(request).state
-    body = await read_json(request, detokenize_decoder, state.pool)
-    check_model(state, body.model)
+    context, body = await read_request(request, detokenize_decoder)
+    state = context.state
     if len(body.tokens) > state.max_model_len:
         raise ContextTooLong(f"you gave {len(body.tokens)} tokens", len(body.tokens), state.max_model_len)
     if outside := [token for token in body.tokens if not 0 <= token < MAX_TOKEN]:

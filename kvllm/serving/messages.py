@@ -13,9 +13,9 @@ from starlette.responses import Response
 
 from kvllm.outputs import CompletionOutput
 from kvllm.serving.blocks import Block, BlockStep, BlockWriter
-from kvllm.serving.bodies import json_response, read_json
+from kvllm.serving.bodies import json_response
 from kvllm.serving.chat import ChatAnswer, prepare
-from kvllm.serving.context import context_of
+from kvllm.serving.context import read_request
 from kvllm.serving.errors import ApiError, ContextTooLong
 from kvllm.serving.message_parser import MessagePart
 from kvllm.serving.messages_protocol import INVALID_JSON, chat_of, count_decoder, messages_decoder
@@ -72,17 +72,14 @@ class MessagesError(Struct, kw_only=True):
 
 async def create(request: Request) -> Any:
     """Answer a conversation: at once, or as a stream of events."""
-    context = context_of(request)
-    body = await read_json(request, messages_decoder, context.state.pool)
+    context, body = await read_request(request, messages_decoder)
     answer = MessagesAnswer(await prepare(context, chat_of(body)), f"msg_{context.request_id}", body.model)
     return await respond(request, answer, body.stream, done=b"", failure=failure_event)
 
 
 async def count_tokens(request: Request) -> Response:
     """The number of tokens that a conversation has after the chat template."""
-    context = context_of(request)
-    body = await read_json(request, count_decoder, context.state.pool)
-    context.begin(body)
+    context, body = await read_request(request, count_decoder)
     chat = chat_of(body)
     tool_choice(chat, context.state.options)
     prompt = await chat_prompt(context.state, chat, chat.messages)

@@ -12,9 +12,8 @@ from starlette.requests import Request
 
 from kvllm.outputs import CompletionOutput
 from kvllm.serving.blocks import Block, BlockStep, BlockWriter
-from kvllm.serving.bodies import read_json
 from kvllm.serving.chat import ChatAnswer, prepare
-from kvllm.serving.context import RequestContext, context_of
+from kvllm.serving.context import RequestContext, read_request
 from kvllm.serving.message_parser import MessagePart
 from kvllm.serving.prompts import drop_earliest
 from kvllm.serving.responses_protocol import (
@@ -65,8 +64,7 @@ class ResponsesResponse(Struct, kw_only=True):
 
 async def create(request: Request) -> Any:
     """Answer: at once, or as a stream of events."""
-    context = context_of(request)
-    body = await read_json(request, decoder, context.state.pool)
+    context, body = await read_request(request, decoder)
     earlier = await earlier_items(context, body)
     body.input = items = await without_references(context, body)
     chat = chat_of(body, earlier)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec import structs
+
 from kvllm.sampling_params import BeamSearchParams, SamplingParams
 from kvllm.serving.errors import bad_request, check_count
 from kvllm.serving.protocol import ChatCompletionRequest, CompletionRequest, StreamOptions, check_fields
@@ -21,26 +23,9 @@ MAX_LOGPROBS = 1 << 22
 MAX_BAD_WORDS = 256
 MAX_STOP_TOKEN_IDS = 1024
 GenerationRequest = CompletionRequest | ChatCompletionRequest
-SAME_NAME = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "min_tokens",
-    "ignore_eos",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "skip_special_tokens",
-    "include_stop_str_in_output",
-    "allowed_token_ids",
-    "bad_words",
-    "prompt_logprobs",
-)
+COMPUTED = ("max_tokens", "logprobs", "structured_outputs", "truncate_prompt_tokens")
+SAME_NAME = (set(SamplingParams.__struct_fields__) & set(CompletionRequest.__struct_fields__)).difference(COMPUTED)
+"""The engine's options that are a request's fields as they are."""
 NOT_WITH_BEAMS: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,),
     "prompt_logprobs": (),
@@ -129,14 +114,13 @@ def sampling_params(
     Raises:
         ConfigError: a value is not allowed.
     """
-    given: dict[str, Any] = {name: value for name in SAME_NAME if (value := getattr(request, name)) is not None}
-    if request.logit_bias:
-        given["logit_bias"] = request.logit_bias
-    for name in ("compress", "retain_blocks", "budget_tokens"):
-        if request.compression is not None and (value := getattr(request.compression, name)) is not None:
-            given[name] = value
-    own = {name: value for name, value in own.items() if value is not None}
-    options: dict[str, Any] = model_defaults | given | own | {"max_tokens": max_tokens}
+    given = {name: getattr(request, name) for name in SAME_NAME}
+    if request.compression is not None:
+        given |= structs.asdict(request.compression)
+    options: dict[str, Any] = dict(model_defaults)
+    for fields in (given, own):
+        options |= {name: value for name, value in fields.items() if value is not None}
+    options["max_tokens"] = max_tokens
     return SamplingParams(**options)
 
 
