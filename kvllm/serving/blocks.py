@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from msgspec import UNSET
 
-from kvllm.serving.message_parser import MessagePart
+from kvllm.serving.chat_format import MessagePart
 from kvllm.serving.protocol import TokenLogprob
 
 Kind = Literal["reasoning", "text", "call"]

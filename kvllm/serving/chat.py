@@ -10,12 +10,11 @@ from msgspec import UNSET
 from starlette.requests import Request
 
 from kvllm.outputs import CompletionOutput, RequestOutput
-from kvllm.serving.chat_format import ChatFormat, continued_text
+from kvllm.serving.chat_format import ChatFormat, MessagePart, continued_text
 from kvllm.serving.context import RequestContext, read_request
 from kvllm.serving.errors import bad_request
 from kvllm.serving.generation import EncodedPrompt, Generation
-from kvllm.serving.logprobs import Position, chat_logprobs, prompt_logprobs, token_names
-from kvllm.serving.message_parser import MessagePart
+from kvllm.serving.logprobs import Position, TokenNames, chat_logprobs, prompt_logprobs
 from kvllm.serving.prompts import chat_prompt, max_tokens, truncation
 from kvllm.serving.protocol import (
     ChatChoice,
@@ -68,7 +67,7 @@ class ChatAnswer:
         self._prompt = prompt
         self._head = context.head("chatcmpl", body)
         self._most = num_logprobs(body, state.llm.config.max_logprobs)
-        self._names = token_names(state, body)
+        self._names = TokenNames(state, body)
         self._options = state.options
         number = max_tokens(state, prompt, body.max_tokens, state.sampling_defaults.get("max_tokens"))
         self._generation = Generation(context, body, [prompt], [number], logprobs=self._most, **chat_format.sampling())

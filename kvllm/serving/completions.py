@@ -14,7 +14,7 @@ from kvllm.serving.constraint import constraint
 from kvllm.serving.context import RequestContext, read_request
 from kvllm.serving.errors import bad_request
 from kvllm.serving.generation import EncodedPrompt, Generation
-from kvllm.serving.logprobs import LogprobLister, Position, prompt_logprobs, token_names
+from kvllm.serving.logprobs import LogprobLister, Position, TokenNames, prompt_logprobs
 from kvllm.serving.prompts import completion_prompts, max_tokens
 from kvllm.serving.protocol import (
     CompletionChoice,
@@ -49,7 +49,7 @@ class CompletionAnswer:
         self._head = context.head("cmpl", body)
         self._n = body.n or 1
         self._most = num_logprobs(body, state.llm.config.max_logprobs)
-        self._names = token_names(state, body)
+        self._names = TokenNames(state, body)
         if len(prompts) * self._n > MAX_CHOICES:
             raise bad_request(f"{len(prompts)} prompts with n={self._n} are more than {MAX_CHOICES} completions", "n")
         asked = [max_tokens(state, prompt, body.max_tokens, DEFAULT_MAX_TOKENS) for prompt in prompts]

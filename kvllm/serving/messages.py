@@ -15,9 +15,9 @@ from kvllm.outputs import CompletionOutput
 from kvllm.serving.blocks import Block, BlockStep, BlockWriter
 from kvllm.serving.bodies import json_response
 from kvllm.serving.chat import ChatAnswer, prepare
+from kvllm.serving.chat_format import MessagePart
 from kvllm.serving.context import read_request
 from kvllm.serving.errors import ApiError, ContextTooLong
-from kvllm.serving.message_parser import MessagePart
 from kvllm.serving.messages_protocol import INVALID_JSON, chat_of, count_decoder, messages_decoder
 from kvllm.serving.prompts import chat_prompt
 from kvllm.serving.protocol import Usage

@@ -196,9 +196,7 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     messages: list[RawMessage]
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template: Annotated[
-        Any, Refused("the server's operator chooses it: start the server with --chat-template FILE")
-    ] = None
+    chat_template: Annotated[Any, OPERATORS_CHOICE] = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     tools: list[RawTool] | None = None
@@ -231,9 +229,7 @@ class TokenizeRequest(Struct, kw_only=True):
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template: Annotated[
-        Any, Refused("the server's operator chooses it: start the server with --chat-template FILE")
-    ] = None
+    chat_template: Annotated[Any, OPERATORS_CHOICE] = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[RawTool] | None = None
 

@@ -13,8 +13,8 @@ from starlette.requests import Request
 from kvllm.outputs import CompletionOutput
 from kvllm.serving.blocks import Block, BlockStep, BlockWriter
 from kvllm.serving.chat import ChatAnswer, prepare
+from kvllm.serving.chat_format import MessagePart
 from kvllm.serving.context import RequestContext, read_request
-from kvllm.serving.message_parser import MessagePart
 from kvllm.serving.prompts import drop_earliest
 from kvllm.serving.responses_protocol import (
     InputItem,

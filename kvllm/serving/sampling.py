@@ -24,6 +24,7 @@ MAX_BAD_WORDS = 256
 MAX_STOP_TOKEN_IDS = 1024
 GenerationRequest = CompletionRequest | ChatCompletionRequest
 COMPUTED = ("max_tokens", "logprobs", "structured_outputs", "truncate_prompt_tokens")
+"""Options that follow from several fields."""
 SAME_NAME = (set(SamplingParams.__struct_fields__) & set(CompletionRequest.__struct_fields__)).difference(COMPUTED)
 """The engine's options that are a request's fields as they are."""
 NOT_WITH_BEAMS: dict[str, tuple[Any, ...]] = {
