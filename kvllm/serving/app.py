@@ -22,14 +22,11 @@ from kvllm.serving import (
     information,
     live_routes,
     messages,
-    page_files,
-    responses_route,
+    responses,
     stored_responses,
-    tokenize,
 )
-from kvllm.serving.context import RequestContext
+from kvllm.serving.context import RequestContext, clean_request_id
 from kvllm.serving.errors import ApiError, as_api_error
-from kvllm.serving.request_id import clean_request_id
 from kvllm.serving.sse import ClientGone
 from kvllm.serving.state import ServerState
 
@@ -47,7 +44,7 @@ def make_app(state: ServerState) -> ASGIApp:
     routes = [
         Route("/v1/completions", completions.create, methods=["POST"]),
         Route("/v1/chat/completions", chat.create, methods=["POST"]),
-        Route("/v1/responses", responses_route.create, methods=["POST"]),
+        Route("/v1/responses", responses.create, methods=["POST"]),
         _by_method("/v1/responses/{id}", GET=stored_responses.retrieve, DELETE=stored_responses.delete),
         Route("/v1/responses/{id}/input_items", stored_responses.input_items, methods=["GET"]),
         Route("/v1/responses/{id}/cancel", stored_responses.cancel, methods=["POST"]),
@@ -55,8 +52,8 @@ def make_app(state: ServerState) -> ASGIApp:
         Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
         Route("/v1/models", information.list_models),
         Route("/v1/models/{id:path}", information.get_model),
-        Route("/tokenize", tokenize.tokenize, methods=["POST"]),
-        Route("/detokenize", tokenize.detokenize, methods=["POST"]),
+        Route("/tokenize", information.tokenize, methods=["POST"]),
+        Route("/detokenize", information.detokenize, methods=["POST"]),
         Route("/health", information.health),
         Route("/ping", information.health, methods=["GET", "POST"]),
         Route("/version", information.version),
@@ -65,8 +62,8 @@ def make_app(state: ServerState) -> ASGIApp:
         Route("/openapi.json", information.openapi),
         Route("/live/events", live_routes.events),
         _by_method("/live/requests/{id}", GET=live_routes.open_request, DELETE=live_routes.cancel_request),
-        Route("/", page_files.index),
-        Route("/page/{name}", page_files.file),
+        Route("/", live_routes.file),
+        Route("/page/{name}", live_routes.file),
     ]
     if state.options.enable_tokenizer_info_endpoint:
         routes.append(Route("/tokenizer_info", information.tokenizer_info))
@@ -102,7 +99,7 @@ class Gate:
         path = get_route_path(scope)  # the router's own view: what needs no key is what it takes for such a route
         headers = dict(scope["headers"])
         request_id = clean_request_id(headers.get(b"x-request-id", b"").decode("latin-1"))
-        context = RequestContext(self._state, request_id, "")
+        context = RequestContext(self._state, request_id)
         scope["kvllm"] = context
         scope["app"] = self  # lets the router raise what it cannot route
         answer = Answer(send, context)

@@ -42,12 +42,7 @@ class KeyEntry(Struct, forbid_unknown_fields=True):
     def tenant(self) -> TenantConfig:
         """What the owner may have of the engine. Raises ConfigError."""
         try:
-            return TenantConfig(
-                weight=self.weight,
-                guaranteed_share=self.guaranteed_share,
-                max_priority=self.max_priority,
-                cached_share=self.cached_share,
-            )
+            return TenantConfig(**{name: getattr(self, name) for name in self.__struct_fields__[2:]})
         except ConfigError as error:
             raise ConfigError(f"the API key named {self.name!r}: {error}") from None
 

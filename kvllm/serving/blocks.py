@@ -10,8 +10,8 @@ from typing import Literal, NamedTuple
 
 from msgspec import UNSET
 
-from kvllm.serving.message_parser import MessagePart
-from kvllm.serving.responses import TokenLogprob
+from kvllm.serving.chat_format import MessagePart
+from kvllm.serving.protocol import TokenLogprob
 
 Kind = Literal["reasoning", "text", "call"]
 

@@ -2,39 +2,33 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncGenerator, Awaitable
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 from msgspec import UNSET
 from starlette.requests import Request
-from starlette.responses import Response
 
 from kvllm.outputs import CompletionOutput, RequestOutput
-from kvllm.serving.beams import beam_search
-from kvllm.serving.chat_format import ChatFormat, continued_text
-from kvllm.serving.context import RequestContext, context_of
+from kvllm.serving.chat_format import ChatFormat, MessagePart, continued_text
+from kvllm.serving.context import RequestContext, read_request
 from kvllm.serving.errors import bad_request
 from kvllm.serving.generation import EncodedPrompt, Generation
-from kvllm.serving.limits import read_json
-from kvllm.serving.logprobs import chat_logprobs, prompt_logprobs, token_names
-from kvllm.serving.message_parser import MessagePart
+from kvllm.serving.logprobs import Position, TokenNames, chat_logprobs, prompt_logprobs
 from kvllm.serving.prompts import chat_prompt, max_tokens, truncation
-from kvllm.serving.protocol import ChatCompletionRequest
-from kvllm.serving.responses import (
+from kvllm.serving.protocol import (
     ChatChoice,
     ChatChunkChoice,
     ChatCompletionChunk,
+    ChatCompletionRequest,
     ChatCompletionResponse,
     ChatLogprobs,
     Message,
     MessageDelta,
     Usage,
 )
-from kvllm.serving.sampling import check_generation, num_logprobs, sampling_params, streamed_usage
-from kvllm.serving.sse import EventStream, Write, event, until_disconnected
+from kvllm.serving.sampling import check_generation, num_logprobs, streamed_usage
+from kvllm.serving.sse import Write, event, respond, write_out
 from kvllm.serving.tool_choice import tool_choice, with_usable_schemas
 
 decoder = msgspec.json.Decoder(ChatCompletionRequest)
@@ -42,18 +36,12 @@ decoder = msgspec.json.Decoder(ChatCompletionRequest)
 
 async def create(request: Request) -> Any:
     """Answer a conversation: at once, or as a stream of events."""
-    context = context_of(request)
-    body = await read_json(request, decoder, context.state.pool)
-    answer = await prepare(context, body)
-    if body.stream:
-        return EventStream(answer.stream)
-    response = await until_disconnected(request, answer.complete())
-    return Response(msgspec.json.encode(response), media_type="application/json")
+    context, body = await read_request(request, decoder)
+    return await respond(request, await prepare(context, body), body.stream)
 
 
 async def prepare(context: RequestContext, body: ChatCompletionRequest) -> ChatAnswer:
     """Check a request, and make its prompt. Raises ApiError, RequestError and ConfigError."""
-    context.begin(body)
     check_generation(body)
     state = context.state
     tools = tool_choice(body, state.options)
@@ -77,43 +65,41 @@ class ChatAnswer:
         self._parsers = [chat_format.parser() for _ in range(body.n or 1)]
         self._body = body
         self._prompt = prompt
-        self._id = f"chatcmpl-{context.request_id}"
-        self._model = body.model or state.model_name
-        self._created = int(time.time())
+        self._head = context.head("chatcmpl", body)
         self._most = num_logprobs(body, state.llm.config.max_logprobs)
-        self._names = token_names(state, body)
+        self._names = TokenNames(state, body)
         self._options = state.options
         number = max_tokens(state, prompt, body.max_tokens, state.sampling_defaults.get("max_tokens"))
-        params = sampling_params(body, number, state.sampling_defaults, logprobs=self._most, **chat_format.sampling())
-        beams = beam_search(body, [number or state.max_model_len])
-        self._generation = Generation(state, context.origin(body), [prompt], [params], beams)
-        context.generation = self._generation
+        self._generation = Generation(context, body, [prompt], [number], logprobs=self._most, **chat_format.sampling())
 
     async def complete(self) -> ChatCompletionResponse:
         """The whole answer."""
         choices = [self._empty(index) for index in range(self._body.n or 1)]
-        of_prompt = None
-        async for _, output in self._generation.outputs():
+        of_prompt: list[Position] | None = None
+
+        def receive(_: int, output: RequestOutput) -> None:
+            nonlocal of_prompt
             of_prompt = of_prompt or output.prompt_logprobs
             for completion in output.outputs:
                 self._extend(choices[completion.index], completion)
+
+        await self._generation.deliver(receive)
         for choice in choices:
             _leave_out_what_is_empty(choice.message)
-        response = ChatCompletionResponse(
-            id=self._id, created=self._created, model=self._model, choices=choices, usage=self.usage()
-        )
+        response = ChatCompletionResponse(**self._head, choices=choices, usage=self.usage())
         if self._body.prompt_logprobs is not None and of_prompt is not None:
             response.prompt_logprobs = prompt_logprobs(of_prompt)
         if self._body.return_token_ids:
             response.prompt_token_ids = self._prompt.token_ids
         return response
 
-    async def parts(self) -> AsyncGenerator[tuple[MessagePart, CompletionOutput], None]:
-        """What is new of the message, piece by piece, and of the completion that it comes from."""
-        async with aclosing(self._generation.outputs()) as outputs:
-            async for _, output in outputs:
-                for completion in output.outputs:
-                    yield self._parse(completion), completion
+    async def deliver(self, receive: Callable[[MessagePart, CompletionOutput], Awaitable[None] | None]) -> None:
+        """Call `receive` with what is new of the only choice: of its message, and the completion that it comes from."""
+
+        def parse(_: int, output: RequestOutput) -> Awaitable[None] | None:
+            return receive(self._parse(output.outputs[0]), output.outputs[0]) if output.outputs else None
+
+        await self._generation.deliver(parse)
 
     async def stream(self, write: Write) -> None:
         """Write the chunks of a stream: the role first, then what the model writes."""
@@ -128,14 +114,11 @@ class ChatAnswer:
             return write(data) if data else None
 
         await self._generation.deliver(receive)
-        if include_usage and (sending := write(self._chunk([], self.usage()))) is not None:
-            await sending
+        if include_usage:
+            await write_out(write, self._chunk([], self.usage()))
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: Any, **first: Any) -> bytes:
-        chunk = ChatCompletionChunk(
-            id=self._id, created=self._created, model=self._model, choices=choices, usage=usage, **first
-        )
-        return event(msgspec.json.encode(chunk))
+        return event(msgspec.json.encode(ChatCompletionChunk(**self._head, choices=choices, usage=usage, **first)))
 
     def _first_chunk(self, choice: ChatChunkChoice, usage: Any) -> bytes:
         usage = usage.before_output() if usage else usage

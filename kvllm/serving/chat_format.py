@@ -1,19 +1,89 @@
-"""The form of a chat's answer: whether it may have a thought, calls of tools, and a rule to obey."""
+"""The form of a chat's answer: its thought, text and calls of tools, piece by piece, and the rule that it obeys."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvllm.chat_messages import text_of
 from kvllm.serving.constraint import behind_thought, constraint
 from kvllm.serving.harmony import HarmonyReasoningParser
-from kvllm.serving.message_parser import AnyReasoningParser, MessageParser, MessagePart
-from kvllm.serving.protocol import ChatCompletionRequest
-from kvllm.serving.reasoning import HARMONY, ReasoningParser, ThoughtTags, is_thought_open, thought_tags
+from kvllm.serving.protocol import ChatCompletionRequest, ChatToolCall
+from kvllm.serving.reasoning import HARMONY, ReasoningParser, is_thought_open, thought_tags
 from kvllm.serving.state import ServerState
 from kvllm.serving.tool_choice import ToolChoice
 from kvllm.serving.tool_parsers import ToolParser
 from kvllm.serving.tool_parsers.openai import OpenAIParser
+
+AnyReasoningParser = ReasoningParser | HarmonyReasoningParser
+
+
+@dataclass(slots=True)
+class MessagePart:
+    """What is new of a message."""
+
+    reasoning: str = ""
+    content: str = ""
+    tool_calls: list[ChatToolCall] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.reasoning or self.content or self.tool_calls)
+
+    def __add__(self, other: MessagePart) -> MessagePart:
+        calls = self.tool_calls + other.tool_calls
+        return MessagePart(self.reasoning + other.reasoning, self.content + other.content, calls)
+
+
+class MessageParser:
+    """Parses one choice.
+
+    reasoning, tools: None where the text has no thought, or no calls.
+    end_token_id: of the token that ends a thought, if it is one token.
+    """
+
+    def __init__(
+        self, reasoning: AnyReasoningParser | None, tools: ToolParser | None, end_token_id: int | None
+    ) -> None:
+        self._reasoning = reasoning
+        self._tools = tools
+        self._end_token_id = end_token_id
+        self.reasoning_tokens = 0
+        """Tokens of the thought, its tags among them."""
+
+    @property
+    def has_calls(self) -> bool:
+        return self._tools is not None and self._tools.num_calls > 0
+
+    def push(self, text: str, token_ids: list[int]) -> MessagePart:
+        """What a piece of text adds. token_ids: those that made it."""
+        if self._reasoning is None:
+            return self._answer("", text)
+        had_answer = self._reasoning.in_answer
+        thought, answer = self._reasoning.push(text)
+        if not had_answer:
+            self._count(self._reasoning, token_ids)
+        return self._answer(thought, answer)
+
+    def finish(self) -> MessagePart:
+        """What was held back until the end."""
+        thought, answer = self._reasoning.finish() if self._reasoning else ("", "")
+        part = self._answer(thought, answer)
+        return part + MessagePart("", *self._tools.finish()) if self._tools else part
+
+    def _count(self, reasoning: AnyReasoningParser, token_ids: list[int]) -> None:
+        """Count the tokens up to the end of the thought. The last piece may have some of the answer, too."""
+        if reasoning.in_answer and not reasoning.has_ended_thought:
+            self.reasoning_tokens = 0  # there was none
+        elif reasoning.in_answer and self._end_token_id in token_ids:
+            self.reasoning_tokens += token_ids.index(self._end_token_id) + 1
+        else:
+            self.reasoning_tokens += len(token_ids)
+
+    def _answer(self, thought: str, text: str) -> MessagePart:
+        if self._tools is None:
+            return MessagePart(thought, text)
+        content, calls = self._tools.push(text)
+        return MessagePart(thought, content, calls)
 
 
 class ChatFormat:
@@ -36,10 +106,15 @@ class ChatFormat:
 
     def parser(self) -> MessageParser:
         """A parser for one choice."""
-        if self.tags is None:
-            return MessageParser(None, self._tool_parser())
-        end = self._tokenizer.added_token_ids.get(self.tags.end)
-        return MessageParser(self._reasoning_parser(self.tags), self._tool_parser(), end)
+        tools, tags = self._tools, self.tags
+        calls = tools.parser(tools.functions) if tools.may_call else None
+        if tags is None:
+            return MessageParser(None, calls, None)
+        if tags is HARMONY:
+            thought = HarmonyReasoningParser(self._is_open, tools.may_call and tools.parser is OpenAIParser)
+        else:
+            thought = ReasoningParser(tags, self._is_open)
+        return MessageParser(thought, calls, self._tokenizer.added_token_ids.get(tags.end))
 
     def sampling(self) -> dict[str, Any]:
         """Options of the engine."""
@@ -57,14 +132,6 @@ class ChatFormat:
         if not self._tools.several:
             part.tool_calls = [call for call in part.tool_calls if call.index == 0]
         return part
-
-    def _tool_parser(self) -> ToolParser | None:
-        return self._tools.parser(self._tools.functions) if self._tools.may_call else None
-
-    def _reasoning_parser(self, tags: ThoughtTags) -> AnyReasoningParser:
-        if tags is HARMONY:
-            return HarmonyReasoningParser(self._is_open, self._tools.may_call and self._tools.parser is OpenAIParser)
-        return ReasoningParser(tags, self._is_open)
 
 
 def continued_text(body: ChatCompletionRequest) -> str:

@@ -2,45 +2,41 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable
 from typing import Any
 
 import msgspec
 from msgspec import UNSET
 from starlette.requests import Request
-from starlette.responses import Response
 
 from kvllm.outputs import CompletionOutput, RequestOutput
-from kvllm.serving.beams import beam_search
 from kvllm.serving.constraint import constraint
-from kvllm.serving.context import RequestContext, context_of
+from kvllm.serving.context import RequestContext, read_request
 from kvllm.serving.errors import bad_request
 from kvllm.serving.generation import EncodedPrompt, Generation
-from kvllm.serving.limits import MAX_CHOICES, read_json
-from kvllm.serving.logprobs import LogprobLister, Position, prompt_logprobs, token_names
+from kvllm.serving.logprobs import LogprobLister, Position, TokenNames, prompt_logprobs
 from kvllm.serving.prompts import completion_prompts, max_tokens
-from kvllm.serving.protocol import CompletionRequest
-from kvllm.serving.responses import CompletionChoice, CompletionChunk, CompletionLogprobs, CompletionResponse
-from kvllm.serving.sampling import check_generation, num_logprobs, sampling_params, streamed_usage
-from kvllm.serving.sse import EventStream, Write, event, until_disconnected
+from kvllm.serving.protocol import (
+    CompletionChoice,
+    CompletionChunk,
+    CompletionLogprobs,
+    CompletionRequest,
+    CompletionResponse,
+)
+from kvllm.serving.sampling import check_generation, num_logprobs, streamed_usage
+from kvllm.serving.sse import Write, event, respond, write_out
 
 DEFAULT_MAX_TOKENS = 16
+MAX_CHOICES = 4096
 decoder = msgspec.json.Decoder(CompletionRequest)
 
 
 async def create(request: Request) -> Any:
     """Complete prompts: at once, or as a stream of events."""
-    context = context_of(request)
-    body = await read_json(request, decoder, context.state.pool)
-    context.begin(body)
+    context, body = await read_request(request, decoder)
     check_generation(body)
-    prompts = await completion_prompts(context.state, body)
-    answer = CompletionAnswer(context, body, prompts)
-    if body.stream:
-        return EventStream(answer.stream)
-    response = await until_disconnected(request, answer.complete())
-    return Response(msgspec.json.encode(response), media_type="application/json")
+    answer = CompletionAnswer(context, body, await completion_prompts(context.state, body))
+    return await respond(request, answer, body.stream)
 
 
 class CompletionAnswer:
@@ -50,14 +46,10 @@ class CompletionAnswer:
         state = context.state
         self._body = body
         self._options = state.options
-        self._head: dict[str, Any] = {
-            "id": f"cmpl-{context.request_id}",
-            "created": int(time.time()),
-            "model": body.model or state.model_name,
-        }
+        self._head = context.head("cmpl", body)
         self._n = body.n or 1
         self._most = num_logprobs(body, state.llm.config.max_logprobs)
-        self._names = token_names(state, body)
+        self._names = TokenNames(state, body)
         if len(prompts) * self._n > MAX_CHOICES:
             raise bad_request(f"{len(prompts)} prompts with n={self._n} are more than {MAX_CHOICES} completions", "n")
         asked = [max_tokens(state, prompt, body.max_tokens, DEFAULT_MAX_TOKENS) for prompt in prompts]
@@ -67,10 +59,7 @@ class CompletionAnswer:
         if body.max_tokens == 0 and of_prompt is None:
             of_prompt = 0  # an engine that generates nothing has to compute something
         own = {"logprobs": self._most, "prompt_logprobs": of_prompt, "structured_outputs": constraint(body)}
-        params = [sampling_params(body, number, state.sampling_defaults, **own) for number in asked]
-        lengths = [state.max_model_len if number is None else number for number in asked]
-        self._generation = Generation(state, context.origin(body), prompts, params, beam_search(body, lengths))
-        context.generation = self._generation
+        self._generation = Generation(context, body, prompts, asked, **own)
         count = len(prompts) * self._n
         self._listers = [LogprobLister(self._names, self._most or 0) for _ in range(count)]
         self._has_prompt = [False] * count
@@ -78,9 +67,12 @@ class CompletionAnswer:
     async def complete(self) -> CompletionResponse:
         """The whole answer."""
         choices = [self._empty(index) for index in range(len(self._has_prompt))]
-        async for number, output in self._generation.outputs():
+
+        def receive(number: int, output: RequestOutput) -> None:
             for piece in self._pieces(number, output):
                 _extend(choices[piece.index], piece)
+
+        await self._generation.deliver(receive)
         return CompletionResponse(**self._head, choices=choices, usage=self._generation.usage())
 
     async def stream(self, write: Write) -> None:
@@ -92,8 +84,8 @@ class CompletionAnswer:
             return write(b"".join(self._chunk([piece], usage) for piece in self._pieces(number, output)))
 
         await self._generation.deliver(receive)
-        if include_usage and (sending := write(self._chunk([], self._generation.usage()))) is not None:
-            await sending
+        if include_usage:
+            await write_out(write, self._chunk([], self._generation.usage()))
 
     def _chunk(self, choices: list[CompletionChoice], usage: Any) -> bytes:
         return event(msgspec.json.encode(CompletionChunk(**self._head, choices=choices, usage=usage)))

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import re
+import time
+import uuid
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 from starlette.requests import Request
 
+from kvllm.serving.bodies import read_json
 from kvllm.serving.errors import ApiError
-from kvllm.serving.generation import Origin
-from kvllm.serving.request_id import clean_request_id
 from kvllm.serving.state import ServerState
 
 if TYPE_CHECKING:
     from kvllm.serving.generation import Generation
+
+MAX_ID_LENGTH = 64
+T = TypeVar("T")
+UNSAFE = re.compile(r"[^A-Za-z0-9._:-]")
 
 
 @dataclass(slots=True)
@@ -22,23 +29,32 @@ class RequestContext:
 
     state: ServerState
     request_id: str
-    tenant: str
+    tenant: str = ""
     generation: Generation | None = None
 
-    def begin(self, body: Any) -> None:
-        """Take the id that a body gives, and check its model. Raises ApiError."""
-        if getattr(body, "request_id", None):
-            self.request_id = clean_request_id(body.request_id)
-        check_model(self.state, body.model)
-
-    def origin(self, body: Any) -> Origin:
-        """Prefixes are shared within a key alone; a salt parts them further."""
-        salt = f"{self.tenant}\0{body.cache_salt or ''}" if self.tenant or body.cache_salt else None
-        return Origin(self.request_id, self.tenant, body.priority or 0, salt)
+    def head(self, prefix: str, body: Any) -> dict[str, Any]:
+        """The fields that an answer, and each chunk of a stream, begins with."""
+        model = body.model or self.state.model_name
+        return {"id": f"{prefix}-{self.request_id}", "created": int(time.time()), "model": model}
 
 
 def context_of(request: Request) -> RequestContext:
     return request.scope["kvllm"]
+
+
+async def read_request(request: Request, decoder: msgspec.json.Decoder[T]) -> tuple[RequestContext, T]:
+    """The request and its body, which may give an id, and names a model that is served here. Raises ApiError."""
+    context = context_of(request)
+    body: Any = await read_json(request, decoder, context.state.pool)
+    if getattr(body, "request_id", None):
+        context.request_id = clean_request_id(body.request_id)
+    check_model(context.state, body.model)
+    return context, body
+
+
+def clean_request_id(given: str) -> str:
+    """The id that a client gave, cut and without what is unsafe in logs and headers; a new one if nothing is left."""
+    return UNSAFE.sub("", given)[:MAX_ID_LENGTH] or uuid.uuid4().hex
 
 
 def check_model(state: ServerState, name: str | None) -> None:

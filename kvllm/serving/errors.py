@@ -83,6 +83,12 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, param=param)
 
 
+def check_count(field: str, count: int, most: int) -> None:
+    """Raises ApiError if a list, or a number of things to make, is too long."""
+    if count > most:
+        raise bad_request(f"{field} has {count} items: at most {most} are allowed", field)
+
+
 def unavailable(message: str, retry_after: int = 1) -> ApiError:
     """retry_after: seconds after which a client may try again."""
     return ApiError(503, message, headers={"Retry-After": str(retry_after)})

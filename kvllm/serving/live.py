@@ -5,27 +5,81 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
-from itertools import takewhile
+from collections import deque
+from itertools import repeat, takewhile
 from operator import methodcaller
+from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 from msgspec import Struct
 
-from kvllm.async_llm import AsyncLLM
 from kvllm.config import CompressionConfig
-from kvllm.core.snapshot import EngineSnapshot
+from kvllm.core.snapshot import EngineSnapshot, SequenceRow
 from kvllm.errors import EngineDeadError
 from kvllm.serving.errors import unavailable
-from kvllm.serving.live_feed import PERIOD_SECONDS, LiveFeed, Tick
-from kvllm.serving.live_sample import Sample, make_sample
 from kvllm.serving.live_warnings import WINDOW_SECONDS, find_warnings
-from kvllm.serving.sse import event
-from kvllm.serving.state import ServerState
+from kvllm.serving.sse import Write, event, write_out
+
+if TYPE_CHECKING:
+    from kvllm.serving.state import ServerState
 
 logger = logging.getLogger(__name__)
 
+PERIOD_SECONDS = 0.5
+HISTORY = int(15 * 60 / PERIOD_SECONDS)
 MOST_VIEWERS = 64
+Percentiles = tuple[float | None, float | None]
+PERIODS = 20
+MOST_HELD = 100_000
+"""Of a period that is still open: where nobody looks at the live page, it may never end."""
+MOST_VALUES = 500
+"""Of a period that count: each k-th one where there are more, for percentiles of a few thousand are as good."""
+
+
+class Sample(Struct, array_like=True, frozen=True):
+    """Seconds are rounded to 0.1 ms. Counters are those since the engine started: they fall when it starts again.
+
+    time: seconds since 1970.
+    prompt ... without_compression: blocks, see `kvllm.core.snapshot.PoolUse`; `prompt` has those of sliding groups.
+    running, waiting: sequences.
+    steps ... evicted: counters, see `kvllm.stats.EngineStats`.
+    model_seconds ... compact_seconds: counters of a step's phases.
+    first_p50 ... gap_p99: seconds to the first token, and between tokens; None if there were none of late.
+    """
+
+    time: float
+    prompt: int
+    compressed: int
+    tail: int
+    reusable: int
+    free: int
+    without_compression: int
+    running: int
+    waiting: int
+    steps: int
+    output_tokens: int
+    preemptions: int
+    tokens_recomputed: int
+    windows: int
+    evicted: int
+    model_seconds: float
+    recompute_seconds: float
+    score_seconds: float
+    compact_seconds: float
+    first_p50: float | None
+    first_p99: float | None
+    gap_p50: float | None
+    gap_p99: float | None
+
+
+class Tick(Struct, tag="tick"):
+    """Each later event. waiting_for: see EngineSnapshot."""
+
+    sample: Sample
+    requests: list[SequenceRow]
+    waiting_for: str
+    warnings: list[str]
 
 
 class Info(Struct):
@@ -58,12 +112,58 @@ class Start(Struct, tag="start"):
     history: list[Sample]
 
 
+class Latencies:
+    """Seconds, of the last PERIODS periods. All is used on the event loop."""
+
+    def __init__(self) -> None:
+        self._current: deque[float] = deque(maxlen=MOST_HELD)
+        self._periods: deque[np.ndarray] = deque(maxlen=PERIODS)
+
+    def add(self, seconds: float, number: int = 1) -> None:
+        """Count a time `number` times."""
+        self._current.extend(repeat(seconds, number))
+
+    def end_period(self) -> Percentiles:
+        """The median and the 99th percentile, None if there is no value; then a new period begins."""
+        current = np.fromiter(self._current, np.float64, len(self._current))
+        self._periods.append(current[:: len(current) // MOST_VALUES + 1])
+        self._current.clear()
+        values = np.concatenate(self._periods)
+        if not len(values):
+            return None, None
+        median, slow = np.percentile(values, (50, 99))
+        return round(float(median), 5), round(float(slow), 5)
+
+
+class LiveFeed:
+    """The samples, and what wakes the viewers. All is used on the event loop.
+
+    first_tokens: seconds from requests to their first tokens. gaps: seconds between tokens.
+    """
+
+    def __init__(self) -> None:
+        self.history: deque[Sample] = deque(maxlen=HISTORY)
+        self.first_tokens, self.gaps = Latencies(), Latencies()
+        self.viewers = 0
+        self.collector: asyncio.Task[None] | None = None
+        self.event = b""
+        self.ticked = asyncio.Event()
+
+    def send(self, tick: Tick) -> None:
+        """Wake the viewers that wait now."""
+        if not self.viewers:
+            return
+        self.event = event(msgspec.json.encode(tick))
+        self.ticked.set()
+        self.ticked = asyncio.Event()
+
+
 def start(state: ServerState) -> None:
     """Take samples from now on, as long as the event loop runs. Only the first call does something."""
     state.live.collector = state.live.collector or asyncio.create_task(_collect(state))
 
 
-async def events(state: ServerState, key: str) -> AsyncGenerator[bytes, None]:
+async def write_events(state: ServerState, key: str, write: Write) -> None:
     """The stream of one viewer, whose key has the name `key`. A slow one misses ticks. Raises ApiError."""
     feed = state.live
     if feed.viewers >= MOST_VIEWERS:
@@ -71,10 +171,11 @@ async def events(state: ServerState, key: str) -> AsyncGenerator[bytes, None]:
     feed.viewers += 1
     start(state)  # where the application runs in another server than ours
     try:
-        yield event(msgspec.json.encode(Start(make_info(state, key), Sample.__struct_fields__, list(feed.history))))
+        first = Start(make_info(state, key), Sample.__struct_fields__, list(feed.history))
+        await write_out(write, event(msgspec.json.encode(first)))
         while not (state.admission.is_draining and state.admission.in_flight == 0):
             await feed.ticked.wait()
-            yield feed.event
+            await write_out(write, feed.event)
     finally:
         feed.viewers -= 1
 
@@ -83,9 +184,11 @@ async def _collect(state: ServerState) -> None:
     while True:
         begin = time.monotonic()
         try:
-            _publish(state, await _snapshot(state.llm))
+            _publish(state, await state.llm.inspect(methodcaller("snapshot", time.monotonic())))
         except EngineDeadError:
-            _publish_failure(state.live)
+            if state.live.history:
+                warning = "The engine has failed and is being started again: requests get status 503 meanwhile."
+                state.live.send(Tick(state.live.history[-1], [], "", [warning]))
         except Exception:
             logger.exception("a sample for the live page could not be taken")
         await asyncio.sleep(max(0.0, begin + PERIOD_SECONDS - time.monotonic()))
@@ -104,14 +207,32 @@ def _publish(state: ServerState, snapshot: EngineSnapshot) -> None:
     feed.send(Tick(sample, snapshot.rows, snapshot.waiting_for, warnings))
 
 
-def _publish_failure(feed: LiveFeed) -> None:
-    if feed.history:
-        warning = "The engine has failed and is being started again: requests get status 503 meanwhile."
-        feed.send(Tick(feed.history[-1], [], "", [warning]))
-
-
-async def _snapshot(llm: AsyncLLM) -> EngineSnapshot:
-    return await llm.inspect(methodcaller("snapshot", time.monotonic()))
+def make_sample(time: float, snapshot: EngineSnapshot, first: Percentiles, gap: Percentiles) -> Sample:
+    """first, gap: median and 99th percentile."""
+    pool, stats = snapshot.pool, snapshot.stats
+    return Sample(
+        round(time, 2),
+        pool.prompt + pool.sliding,
+        pool.compressed,
+        pool.tail,
+        pool.reusable,
+        pool.free,
+        pool.without_compression,
+        snapshot.running,
+        snapshot.waiting,
+        stats.steps,
+        stats.output_tokens,
+        stats.preemptions,
+        stats.tokens_recomputed,
+        stats.windows_compressed,
+        stats.entries_evicted,
+        round(stats.prefill_seconds + stats.decode_seconds, 4),
+        round(stats.recompute_seconds, 4),
+        round(stats.score_seconds, 4),
+        round(stats.compact_seconds, 4),
+        *first,
+        *gap,
+    )
 
 
 def make_info(state: ServerState, key: str) -> Info:

@@ -1,9 +1,10 @@
-"""The routes behind the live page: its stream of samples, and one request to look into or to cancel."""
+"""Routes of the live page: its files, its stream of samples, and one request to look into or to cancel."""
 
 from __future__ import annotations
 
 import asyncio
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -16,12 +17,25 @@ from kvllm.core.spans import Span, kept_spans
 from kvllm.serving import live
 from kvllm.serving.context import context_of
 from kvllm.serving.errors import ApiError
-from kvllm.serving.sse import EventStream, from_generator
+from kvllm.serving.sse import EventStream
 from kvllm.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from kvllm.engine_builder import Engine
 
+FOLDER = Path(__file__).parent / "page"
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+"""No script, style, host or frame but the page's own; text that became markup would run nothing."""
 MOST_TEXT_TOKENS = 4000
 """Of a prompt and of an output, the last tokens whose text is shown."""
 
@@ -64,40 +78,49 @@ class _Sequence(Struct):
     compressions: list[Region]
 
 
+@cache
+def _files() -> dict[str, bytes]:
+    """The content of each file by its name: no path of a request reaches the file system."""
+    return {path.name: path.read_bytes() for path in FOLDER.iterdir() if path.suffix in TYPES}
+
+
+async def file(request: Request) -> Response:
+    """The page itself, or a script, style or picture of it. They hold no data, so they need no key. Raises ApiError."""
+    name = request.path_params.get("name", "index.html")
+    if (content := _files().get(name)) is None:
+        raise ApiError(404, "the page has no such file")
+    return Response(content, headers=HEADERS, media_type=TYPES[Path(name).suffix])
+
+
 async def events(request: Request) -> EventStream:
     """Samples as they are taken; the first event has those of the last 15 minutes."""
     context = context_of(request)
-    return EventStream(from_generator(live.events(context.state, context.tenant)))
+    return EventStream(partial(live.write_events, context.state, context.tenant))
 
 
 async def open_request(request: Request) -> Response:
     """What is left of each window of a request's KV pairs, and its text for its owner."""
-    context, request_id = context_of(request), request.path_params["id"]
-    state = context.state
-    sequences = await _find(request, request_id)
-    is_own = _is_own(request, sequences)
-    tokenizer = state.llm.tokenizer if is_own else None
-    work = partial(_detail, request_id, is_own, sequences, tokenizer)
+    state, request_id = context_of(request).state, request.path_params["id"]
+    sequences, is_own = await _find(request)
+    work = partial(_detail, request_id, is_own, sequences, state.llm.tokenizer if is_own else None)
     body = await asyncio.get_running_loop().run_in_executor(state.pool, work)
     return Response(body, media_type="application/json", headers={"Cache-Control": "no-store"})
 
 
 async def cancel_request(request: Request) -> Response:
     """End a request; its client gets what there is, with `finish_reason="abort"`. One that has ended stays as it is."""
-    context, request_id = context_of(request), request.path_params["id"]
-    sequences = await _find(request, request_id)
-    if sequences and not _is_own(request, sequences):
+    sequences, is_own = await _find(request)
+    if sequences and not is_own:
         raise ApiError(403, "the request belongs to another key: only that one may cancel it")
-    await context.state.llm.abort(request_id)
+    await context_of(request).state.llm.abort(request.path_params["id"])
     return Response(status_code=204)
 
 
-async def _find(request: Request, request_id: str) -> list[_Sequence]:
-    return await context_of(request).state.llm.inspect(partial(_read, request_id))
-
-
-def _is_own(request: Request, sequences: list[_Sequence]) -> bool:
-    return bool(sequences) and sequences[0].tenant == context_of(request).tenant
+async def _find(request: Request) -> tuple[list[_Sequence], bool]:
+    """The unfinished sequences of the request that is looked into, and whether they are of the viewer's own key."""
+    context = context_of(request)
+    sequences = await context.state.llm.inspect(partial(_read, request.path_params["id"]))
+    return sequences, bool(sequences) and sequences[0].tenant == context.tenant
 
 
 def _read(request_id: str, engine: Engine) -> list[_Sequence]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from kvllm.serving.live_sample import Sample
+if TYPE_CHECKING:
+    from kvllm.serving.live import Sample
 
 WINDOW_SECONDS = 60.0
 MANY_PREEMPTIONS = 3

@@ -6,21 +6,21 @@ import codecs
 from typing import Any
 
 from kvllm.outputs import Logprob
-from kvllm.serving.protocol import GenerationFields
-from kvllm.serving.responses import CompletionLogprobs, TokenLogprob, TopLogprob
+from kvllm.serving.protocol import CompletionLogprobs, GenerationFields, TokenLogprob, TopLogprob
 from kvllm.serving.state import ServerState
-from kvllm.tokenizer import Tokenizer
 
 Position = dict[int, Logprob] | None
 """The tokens that are reported at a position; None for the first one of a prompt, which nothing predicts."""
 
 
 class TokenNames:
-    """Texts of tokens. as_ids: "token_id:7" instead, for clients that count on different texts of different tokens."""
+    """Texts of tokens, as a request, or else the server's operator, wants them: "token_id:7" for clients that count on
+    different texts of different tokens."""
 
-    def __init__(self, tokenizer: Tokenizer | None, as_ids: bool) -> None:
-        self._tokenizer = tokenizer
-        self._as_ids = as_ids
+    def __init__(self, state: ServerState, request: GenerationFields) -> None:
+        asked = request.return_tokens_as_token_ids
+        self._as_ids = state.options.return_tokens_as_token_ids if asked is None else asked
+        self._tokenizer = state.llm.tokenizer
 
     def __call__(self, token_id: int) -> str:
         if self._as_ids or self._tokenizer is None:
@@ -34,13 +34,6 @@ class TokenNames:
     def text(self, token_ids: list[int]) -> str:
         """The text of a prompt that came as token ids."""
         return "" if self._tokenizer is None else self._tokenizer.decode(token_ids)
-
-
-def token_names(state: ServerState, request: GenerationFields) -> TokenNames:
-    """The texts of tokens as a request, or else the server's operator, wants them."""
-    asked = request.return_tokens_as_token_ids
-    as_ids = state.options.return_tokens_as_token_ids if asked is None else asked
-    return TokenNames(state.llm.tokenizer, as_ids)
 
 
 class LogprobLister:

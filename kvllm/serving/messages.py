@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import Awaitable
 from typing import Any
 
 import msgspec
@@ -14,14 +13,15 @@ from starlette.responses import Response
 
 from kvllm.outputs import CompletionOutput
 from kvllm.serving.blocks import Block, BlockStep, BlockWriter
+from kvllm.serving.bodies import json_response
 from kvllm.serving.chat import ChatAnswer, prepare
-from kvllm.serving.context import context_of
+from kvllm.serving.chat_format import MessagePart
+from kvllm.serving.context import read_request
 from kvllm.serving.errors import ApiError, ContextTooLong
-from kvllm.serving.limits import read_json
 from kvllm.serving.messages_protocol import INVALID_JSON, chat_of, count_decoder, messages_decoder
 from kvllm.serving.prompts import chat_prompt
-from kvllm.serving.responses import Usage
-from kvllm.serving.sse import EventStream, from_generator, named_event, until_disconnected
+from kvllm.serving.protocol import Usage
+from kvllm.serving.sse import Write, named_event, respond, write_out
 from kvllm.serving.tool_choice import tool_choice
 from kvllm.serving.tool_parsers.json_calls import clean
 
@@ -72,24 +72,18 @@ class MessagesError(Struct, kw_only=True):
 
 async def create(request: Request) -> Any:
     """Answer a conversation: at once, or as a stream of events."""
-    context = context_of(request)
-    body = await read_json(request, messages_decoder, context.state.pool)
+    context, body = await read_request(request, messages_decoder)
     answer = MessagesAnswer(await prepare(context, chat_of(body)), f"msg_{context.request_id}", body.model)
-    if body.stream:
-        return EventStream(from_generator(answer.events()), done=b"", failure=failure_event)
-    response = await until_disconnected(request, answer.complete())
-    return Response(msgspec.json.encode(response), media_type="application/json")
+    return await respond(request, answer, body.stream, done=b"", failure=failure_event)
 
 
 async def count_tokens(request: Request) -> Response:
     """The number of tokens that a conversation has after the chat template."""
-    context = context_of(request)
-    body = await read_json(request, count_decoder, context.state.pool)
-    context.begin(body)
+    context, body = await read_request(request, count_decoder)
     chat = chat_of(body)
     tool_choice(chat, context.state.options)
     prompt = await chat_prompt(context.state, chat, chat.messages)
-    return Response(msgspec.json.encode(TokenCount(len(prompt.token_ids))), media_type="application/json")
+    return json_response(TokenCount(len(prompt.token_ids)))
 
 
 class MessagesAnswer:
@@ -104,30 +98,35 @@ class MessagesAnswer:
 
     async def complete(self) -> MessagesResponse:
         """The whole answer."""
-        async with aclosing(self._chat.parts()) as parts:
-            async for part, completion in parts:
-                self._writer.push(part)
-                self._note_end(completion)
+
+        def receive(part: MessagePart, completion: CompletionOutput) -> None:
+            self._writer.push(part)
+            self._note_end(completion)
+
+        await self._chat.deliver(receive)
         content = [_content(block) for block in self._writer.blocks]
         return self._message(content, self._chat.usage())
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """The events of a stream."""
+    async def stream(self, write: Write) -> None:
+        """Write the events of a stream."""
         begun = False
-        async with aclosing(self._chat.parts()) as parts:
-            async for part, completion in parts:
-                if not begun:
-                    begun = True
-                    yield _event("message_start", message=self._message([], self._chat.usage().before_output()))
-                for step in self._writer.push(part):
-                    yield _block_event(step)
-                self._note_end(completion)
-        for step in self._writer.finish():
-            yield _block_event(step)
+
+        def receive(part: MessagePart, completion: CompletionOutput) -> Awaitable[None] | None:
+            nonlocal begun
+            data = b""
+            if not begun:
+                begun = True
+                data = _event("message_start", message=self._message([], self._chat.usage().before_output()))
+            data += b"".join(map(_block_event, self._writer.push(part)))
+            self._note_end(completion)
+            return write(data) if data else None
+
+        await self._chat.deliver(receive)
         reason, sequence = self._end
         usage = _usage(self._chat.usage())
-        yield _event("message_delta", delta={"stop_reason": reason, "stop_sequence": sequence}, usage=usage)
-        yield _event("message_stop")
+        end = [*map(_block_event, self._writer.finish())]
+        end.append(_event("message_delta", delta={"stop_reason": reason, "stop_sequence": sequence}, usage=usage))
+        await write_out(write, b"".join([*end, _event("message_stop")]))
 
     def _message(self, content: list[dict[str, Any]], usage: Usage) -> MessagesResponse:
         reason, sequence = self._end

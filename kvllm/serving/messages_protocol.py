@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Struct
@@ -15,16 +15,17 @@ from kvllm.serving.protocol import (
     FunctionName,
     JsonSchema,
     NamedToolChoice,
-    Refusals,
+    Refused,
     ResponseFormat,
+    check_fields,
 )
-from kvllm.serving.sampling import check_fields
 
 INVALID_JSON = "INVALID_JSON"
 """The only key of an input that stands for arguments which are no JSON of an object; its value is their text."""
 
 ERROR = "Error: "
 """In front of the result of a tool that has failed."""
+BILLED_HERE = {"type": "billing_policy"}
 KEEP_ALL = tuple({"edits": [{"type": "clear_thinking_20251015", "keep": keep}]} for keep in ("all", {"type": "all"}))
 """Edits of a conversation that leave it as it is."""
 
@@ -61,8 +62,8 @@ class MessagesTool(Struct, kw_only=True):
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
     type: str | None = None
-    defer_loading: Any = None
-    allowed_callers: Any = None
+    defer_loading: Annotated[Any, Refused("the model sees all tools that are given", False)] = None
+    allowed_callers: Annotated[Any, Refused("the model itself calls tools", ["direct"])] = None
 
 
 class MessagesToolChoice(Struct, kw_only=True):
@@ -92,7 +93,7 @@ class OutputConfig(Struct, kw_only=True):
 
     effort: str | None = None
     format: OutputFormat | None = None
-    task_budget: Any = None
+    task_budget: Annotated[Any, Refused("use max_tokens")] = None
 
 
 class CountTokensRequest(Struct, kw_only=True):
@@ -107,18 +108,21 @@ class CountTokensRequest(Struct, kw_only=True):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
 
-    # Fields below are known, and are refused unless they ask for nothing (`REFUSED`).
-    mcp_servers: Any = None
-    context_management: Any = None
-    compaction: Any = None
-    billing_policy: Any = None
-    speed: Any = None
-    container: Any = None
-    diagnostics: Any = None
-    fallbacks: Any = None
-    fallback_credit_token: Any = None
-    inference_geo: Any = None
-    thread: Any = None
+    mcp_servers: Annotated[Any, Refused("the server reaches no other host: call the tools yourself", [])] = None
+    context_management: Annotated[
+        Any, Refused("send the messages that the model is to see", {}, {"edits": []}, *KEEP_ALL)
+    ] = None
+    compaction: Annotated[Any, Refused("ask for a summary in a message")] = None
+    billing_policy: Annotated[Any, Refused("nothing is billed", BILLED_HERE, BILLED_HERE | {"bill_to": "self"})] = None
+    speed: Annotated[Any, Refused("the server has one speed", "standard")] = None
+    container: Annotated[Any, Refused("the server runs no code")] = None
+    diagnostics: Annotated[
+        Any, Refused("usage.cache_read_input_tokens says what was cached", {}, {"previous_message_id": None})
+    ] = None
+    fallbacks: Annotated[Any, Refused("the server has one model", [], "default")] = None
+    fallback_credit_token: Annotated[Any, Refused("the server has given none")] = None
+    inference_geo: Annotated[Any, Refused("it is where the server runs", "global")] = None
+    thread: Annotated[Any, Refused("nothing is stored: send the whole conversation as messages")] = None
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
@@ -137,31 +141,9 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     compression: CompressionOptions | None = None
 
 
-REFUSED: Refusals = {
-    "mcp_servers": (([],), "the server reaches no other host: call the tools yourself"),
-    "context_management": (({}, {"edits": []}, *KEEP_ALL), "send the messages that the model is to see"),
-    "compaction": ((), "ask for a summary in a message"),
-    "billing_policy": (
-        ({"type": "billing_policy"}, {"type": "billing_policy", "bill_to": "self"}),
-        "nothing is billed",
-    ),
-    "speed": (("standard",), "the server has one speed"),
-    "container": ((), "the server runs no code"),
-    "diagnostics": (({}, {"previous_message_id": None}), "usage.cache_read_input_tokens says what was cached"),
-    "fallbacks": (([], "default"), "the server has one model"),
-    "fallback_credit_token": ((), "the server has given none"),
-    "inference_geo": (("global",), "it is where the server runs"),
-    "thread": ((), "nothing is stored: send the whole conversation as messages"),
-    "task_budget": ((), "use max_tokens"),
-    "defer_loading": ((False,), "the model sees all tools that are given"),
-    "allowed_callers": ((["direct"],), "the model itself calls tools"),
-}
-"""As that of the other routes: values that ask for nothing, and what to do instead."""
-
-
 def chat_of(body: CountTokensRequest) -> ChatCompletionRequest:
     """The chat that a request is. Raises ApiError for what a chat has not."""
-    check_fields(body, REFUSED)
+    check_fields(body)
     chat = ChatCompletionRequest(model=body.model, messages=_messages(body), tools=_tools(body))
     _set_format(chat, body)
     _continue(chat, body)
@@ -190,7 +172,7 @@ def _set_thinking(chat: ChatCompletionRequest, thinking: Thinking) -> None:
 def _set_format(chat: ChatCompletionRequest, body: CountTokensRequest) -> None:
     """The effort, and the schema that the text obeys."""
     config = body.output_config or OutputConfig()
-    check_fields(config, REFUSED)
+    check_fields(config)
     chat.reasoning_effort = config.effort
     wanted = config.format or body.output_format
     if wanted is None:
@@ -299,7 +281,7 @@ def _tools(body: CountTokensRequest) -> list[dict[str, Any]] | None:
     """Tools of chats, their keys in the order that models know."""
     tools = []
     for tool in body.tools or ():
-        check_fields(tool, REFUSED)
+        check_fields(tool)
         if tool.type not in (None, "custom"):
             raise bad_request(f"a tool of type {tool.type[:100]!r} is not supported: tools of your own are", "tools")
         tools.append(function_tool(tool.name, tool.description, tool.input_schema, tool.strict))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvllm.durations import Durations
 from kvllm.outputs import RequestMetrics
 from kvllm.sampling_params import SamplingParams
 from kvllm.stats import STEP_TOKENS, EngineStats
@@ -41,79 +41,85 @@ STALLS = {
     "kvllm:stall_seconds": ("Time that running sequences waited for their next tokens.", "stalls"),
     "kvllm:event_stall_seconds": ("The same, of steps that compressed.", "event_stalls"),
 }
+PROMPT_COUNTERS = {
+    "vllm:prompt_tokens": "Prompt tokens of requests that ended.",
+    "vllm:prefix_cache_queries": "Prompt tokens looked up.",
+    "vllm:prefix_cache_hits": "Prompt tokens found in the prefix cache.",
+}
+HISTOGRAMS = {
+    "time_to_first_token_seconds": ("Time to the first token.", FAST_SECONDS),
+    "request_time_per_output_token_seconds": (
+        "Time of a token, after the first one, over a whole request.",
+        TOKEN_SECONDS,
+    ),
+    "e2e_request_latency_seconds": ("Time of a request.", SLOW_SECONDS),
+    "request_queue_time_seconds": ("Time in the queue.", SLOW_SECONDS),
+    "request_inference_time_seconds": ("Time after the queue.", SLOW_SECONDS),
+    "request_prefill_time_seconds": ("Time from the queue to the first token.", SLOW_SECONDS),
+    "request_decode_time_seconds": ("Behind the first token.", SLOW_SECONDS),
+    "request_prompt_tokens": ("Prompt tokens of a request.", TOKENS),
+    "request_generation_tokens": ("Generated tokens of a request.", TOKENS),
+    "request_params_n": ("n of a request.", COUNTS),
+    "request_params_max_tokens": ("max_tokens of a request.", TOKENS),
+    "request_num_preemptions": ("Preemptions of a request.", PREEMPTIONS),
+}
 PHASES = ("prefill", "decode", "recompute", "score", "compact")
-
-
-class Snapshot:
-    """What a scrape reads: counters of the engine, completions that have not ended, sequences and blocks of a step."""
-
-    def __init__(self, stats: EngineStats, in_flight: int) -> None:
-        self.stats = stats
-        self.in_flight = in_flight
-        last_step = next(iter(stats.timeline_since(stats.steps - 1)), (0, 0)) if in_flight else (0, 0)
-        self.running = min(last_step[0], in_flight)
-        self.blocks = last_step[1]
+LABELS = ("model_name", "engine")
+Read = Callable[[], tuple[EngineStats, int]]
+"""Gives the engine's counters, and how many completions have not ended."""
+Family = TypeVar("Family", GaugeMetricFamily, CounterMetricFamily)
 
 
 class EngineCollector(Collector):
     """Makes metrics of the engine's own counters when they are asked for."""
 
-    def __init__(self, model_name: str, snapshot: Callable[[], Snapshot], rejections: dict[str, int]) -> None:
+    def __init__(self, model_name: str, read: Read, rejections: dict[str, int]) -> None:
         self._labels = (model_name, "0")
-        self._snapshot = snapshot
+        self._read = read
         self._rejections = rejections
 
     def collect(self) -> Iterator[Metric]:
-        now = self._snapshot()
-        yield self._gauge("vllm:num_requests_running", "Sequences of the last step.", now.running)
-        waiting = now.in_flight - now.running
+        stats, in_flight = self._read()
+        running, blocks = next(iter(stats.timeline_since(stats.steps - 1)), (0, 0)) if in_flight else (0, 0)
+        running = min(running, in_flight)
+        waiting = in_flight - running
+        yield self._gauge("vllm:num_requests_running", "Sequences of the last step.", running)
         yield self._gauge("vllm:num_requests_waiting", "Completions that are in no step yet.", waiting)
-        yield self._waiting_by_reason(waiting)
-        usage = now.blocks / now.stats.num_blocks
-        yield self._gauge("vllm:kv_cache_usage_perc", "Share of the KV blocks in use: 1 is all.", usage)
-        yield self._gauge("kvllm:blocks_in_use", "KV blocks that sequences own.", now.blocks)
-        yield self._gauge("kvllm:blocks", "KV blocks in the pool.", now.stats.num_blocks)
-        yield self._gauge("kvllm:host_blocks_in_use", "KV blocks that the host holds.", now.stats.host_blocks_in_use)
-        yield self._gauge("kvllm:host_blocks", "KV blocks for which the host has room.", now.stats.num_host_blocks)
+        text = "The same, by what they wait for."  # vLLM's reasons: nothing here is deferred for anything but room
+        by_reason = {"capacity": waiting, "deferred": 0}
+        yield self._by("reason", GaugeMetricFamily, "vllm:num_requests_waiting_by_reason", text, by_reason)
+        text = "Share of the KV blocks in use: 1 is all."
+        yield self._gauge("vllm:kv_cache_usage_perc", text, blocks / stats.num_blocks)
+        yield self._gauge("kvllm:blocks_in_use", "KV blocks that sequences own.", blocks)
+        yield self._gauge("kvllm:blocks", "KV blocks in the pool.", stats.num_blocks)
+        yield self._gauge("kvllm:host_blocks_in_use", "KV blocks that the host holds.", stats.host_blocks_in_use)
+        yield self._gauge("kvllm:host_blocks", "KV blocks for which the host has room.", stats.num_host_blocks)
         for name, (text, field) in ENGINE_COUNTERS.items():
-            counter = CounterMetricFamily(name, text, labels=("model_name", "engine"))
-            counter.add_metric(self._labels, now.stats[field])
-            yield counter
-        seconds = CounterMetricFamily("kvllm:phase_seconds", "Time of steps.", labels=("model_name", "engine", "phase"))
-        for phase in PHASES:
-            seconds.add_metric((*self._labels, phase), now.stats[f"{phase}_seconds"])
-        yield seconds
+            yield _counter(name, text, self._labels, stats[field])
+        phases = {phase: stats[f"{phase}_seconds"] for phase in PHASES}
+        yield self._by("phase", CounterMetricFamily, "kvllm:phase_seconds", "Time of steps.", phases)
         for name, (text, field) in STALLS.items():
-            yield self._stalls(name, text, now.stats[field])
-        steps, text = now.stats.step_tokens, "Tokens of a step."
+            durations = stats[field]  # with every bound at which the buckets have doubled
+            buckets = [(str(bound), float(count)) for bound, count in durations.cumulative()]
+            histogram = HistogramMetricFamily(name, text, labels=LABELS)
+            histogram.add_metric(self._labels, [*buckets, ("+Inf", float(sum(durations.counts)))], durations.total)
+            yield histogram
+        steps, text = stats.step_tokens, "Tokens of a step."
         yield _histogram("vllm:iteration_tokens_total", text, self._labels, STEP_TOKENS, steps.counts, steps.total)
         text = "Requests refused because the server was busy or about to stop."
-        rejections = CounterMetricFamily("vllm:admission_rejections", text, labels=("model_name", "engine", "reason"))
-        for reason, count in self._rejections.items():
-            rejections.add_metric((*self._labels, reason), count)
-        yield rejections
-
-    def _waiting_by_reason(self, waiting: int) -> GaugeMetricFamily:
-        """With vLLM's reasons. Nothing here is deferred for anything but room."""
-        names = ("model_name", "engine", "reason")
-        gauge = GaugeMetricFamily(
-            "vllm:num_requests_waiting_by_reason", "The same, by what they wait for.", labels=names
-        )
-        gauge.add_metric((*self._labels, "capacity"), waiting)
-        gauge.add_metric((*self._labels, "deferred"), 0)
-        return gauge
-
-    def _stalls(self, name: str, text: str, durations: Durations) -> HistogramMetricFamily:
-        """With every bound at which the buckets have doubled."""
-        histogram = HistogramMetricFamily(name, text, labels=("model_name", "engine"))
-        buckets = [(str(bound), float(count)) for bound, count in durations.cumulative()]
-        histogram.add_metric(self._labels, [*buckets, ("+Inf", float(sum(durations.counts)))], durations.total)
-        return histogram
+        yield self._by("reason", CounterMetricFamily, "vllm:admission_rejections", text, self._rejections)
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
-        gauge = GaugeMetricFamily(name, text, labels=("model_name", "engine"))
+        gauge = GaugeMetricFamily(name, text, labels=LABELS)
         gauge.add_metric(self._labels, value)
         return gauge
+
+    def _by(self, label: str, family: type[Family], name: str, text: str, values: Mapping[str, float]) -> Family:
+        """A value for each value of one more label."""
+        metric = family(name, text, labels=(*LABELS, label))
+        for each, value in values.items():
+            metric.add_metric((*self._labels, each), value)
+        return metric
 
 
 class TokenCollector(Collector):
@@ -137,20 +143,23 @@ class TokenCollector(Collector):
             self._counts[bisect_left(TOKEN_SECONDS, (seconds or 0.0) / gaps)] += gaps
 
     def collect(self) -> Iterator[Metric]:
-        names = ("model_name", "engine")
-        tokens = CounterMetricFamily("vllm:generation_tokens", "Tokens generated.", labels=names)
-        tokens.add_metric(self._labels, self._tokens)
-        yield tokens
+        yield _counter("vllm:generation_tokens", "Tokens generated.", self._labels, self._tokens)
         text = "Time between tokens of a completion."
         name = "vllm:inter_token_latency_seconds"
         yield _histogram(name, text, self._labels, TOKEN_SECONDS, self._counts, self._seconds)
+
+
+def _counter(name: str, text: str, labels: tuple[str, str], value: float) -> CounterMetricFamily:
+    counter = CounterMetricFamily(name, text, labels=LABELS)
+    counter.add_metric(labels, value)
+    return counter
 
 
 def _histogram(
     name: str, text: str, labels: tuple[str, str], bounds: Sequence[float], counts: list[int], total: float
 ) -> HistogramMetricFamily:
     """counts: of the values up to each bound, and of those above the last one."""
-    histogram = HistogramMetricFamily(name, text, labels=("model_name", "engine"))
+    histogram = HistogramMetricFamily(name, text, labels=LABELS)
     names = (*map(str, map(float, bounds)), "+Inf")
     histogram.add_metric(labels, list(zip(names, map(float, accumulate(counts)), strict=True)), total)
     return histogram
@@ -159,41 +168,25 @@ def _histogram(
 class ServerMetrics:
     """Metrics that the server counts itself, of requests as they go."""
 
-    def __init__(
-        self, model_name: str, snapshot: Callable[[], Snapshot], rejections: dict[str, int], cache: dict[str, str]
-    ) -> None:
-        """cache: the settings of the KV cache, as labels."""
-        self._registry = CollectorRegistry()
+    def __init__(self, model_name: str, read: Read, rejections: dict[str, int], cache: dict[str, str]) -> None:
+        """read: see Read. cache: the settings of the KV cache, as labels."""
+        self._registry = registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": "0"}
-        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of requests that ended.")
-        self._cache_queries = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up.")
-        self._cache_hits = self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.")
-        self._success = Counter(
-            "vllm:request_success", "Completions ended.", (*self._labels, "finished_reason"), registry=self._registry
-        )
-        self._first_token = self._histogram(
-            "vllm:time_to_first_token_seconds", "Time to the first token.", FAST_SECONDS
-        )
-        text = "Time of a token, after the first one, over a whole request."
-        self._per_token = self._histogram("vllm:request_time_per_output_token_seconds", text, TOKEN_SECONDS)
-        self._latency = self._histogram("vllm:e2e_request_latency_seconds", "Time of a request.", SLOW_SECONDS)
-        self._queue = self._histogram("vllm:request_queue_time_seconds", "Time in the queue.", SLOW_SECONDS)
-        text = "Time after the queue."
-        self._inference = self._histogram("vllm:request_inference_time_seconds", text, SLOW_SECONDS)
-        text = "Time from the queue to the first token."
-        self._prefill = self._histogram("vllm:request_prefill_time_seconds", text, SLOW_SECONDS)
-        self._decode = self._histogram("vllm:request_decode_time_seconds", "Behind the first token.", SLOW_SECONDS)
-        self._of_prompt = self._histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
-        self._of_output = self._histogram("vllm:request_generation_tokens", "Generated tokens of a request.", TOKENS)
-        self._params_n = self._histogram("vllm:request_params_n", "n of a request.", COUNTS)
-        self._params_max = self._histogram("vllm:request_params_max_tokens", "max_tokens of a request.", TOKENS)
-        text = "Preemptions of a request."
-        self._preemptions = self._histogram("vllm:request_num_preemptions", text, PREEMPTIONS)
-        info = Gauge("vllm:cache_config_info", "Settings of the KV cache.", ("engine", *cache), registry=self._registry)
+        counters = [Counter(name, text, LABELS, registry=registry) for name, text in PROMPT_COUNTERS.items()]
+        self._prompt_tokens, self._cache_queries, self._cache_hits = (each.labels(**self._labels) for each in counters)
+        labels = (*LABELS, "finished_reason")
+        self._success = Counter("vllm:request_success", "Completions ended.", labels, registry=registry)
+        self._observe = {
+            name: Histogram(f"vllm:{name}", text, LABELS, registry=registry, buckets=buckets)
+            .labels(**self._labels)
+            .observe
+            for name, (text, buckets) in HISTOGRAMS.items()
+        }
+        info = Gauge("vllm:cache_config_info", "Settings of the KV cache.", ("engine", *cache), registry=registry)
         info.labels(engine="0", **cache).set(1)
-        self._registry.register(EngineCollector(model_name, snapshot, rejections))
+        registry.register(EngineCollector(model_name, read, rejections))
         tokens = TokenCollector(model_name)
-        self._registry.register(tokens)
+        registry.register(tokens)
         self.count_tokens = tokens.count
 
     def count_finish(self, reason: str) -> None:
@@ -208,15 +201,16 @@ class ServerMetrics:
         self, metrics: RequestMetrics, prompt_tokens: int, output_tokens: int, params: SamplingParams
     ) -> None:
         """A prompt has all its completions."""
+        observe = self._observe
         self._prompt_tokens.inc(prompt_tokens)
         self._cache_queries.inc(prompt_tokens)
         self._cache_hits.inc(metrics.num_cached_tokens)
-        self._of_prompt.observe(prompt_tokens)
-        self._of_output.observe(output_tokens)
-        self._preemptions.observe(metrics.preemptions)
-        self._params_n.observe(params.n)
+        observe["request_prompt_tokens"](prompt_tokens)
+        observe["request_generation_tokens"](output_tokens)
+        observe["request_num_preemptions"](metrics.preemptions)
+        observe["request_params_n"](params.n)
         if params.max_tokens is not None:
-            self._params_max.observe(params.max_tokens)
+            observe["request_params_max_tokens"](params.max_tokens)
         self._count_times(metrics, output_tokens, params)
 
     def text(self) -> bytes:
@@ -224,25 +218,19 @@ class ServerMetrics:
         return generate_latest(self._registry)
 
     def _count_times(self, metrics: RequestMetrics, output_tokens: int, params: SamplingParams) -> None:
+        observe = self._observe
         arrival, first, end = metrics.arrival_time, metrics.first_token_time, metrics.finished_time
         if end is None:
             return
-        self._latency.observe(end - arrival)
+        observe["e2e_request_latency_seconds"](end - arrival)
         if first is None:
             return
-        self._first_token.observe(first - arrival)
-        self._decode.observe(end - first)
+        observe["time_to_first_token_seconds"](first - arrival)
+        observe["request_decode_time_seconds"](end - first)
         if output_tokens > params.n:
-            self._per_token.observe((end - first) * params.n / (output_tokens - params.n))
+            observe["request_time_per_output_token_seconds"]((end - first) * params.n / (output_tokens - params.n))
         scheduled = metrics.scheduled_time
         if scheduled is not None:
-            self._queue.observe(scheduled - arrival)
-            self._inference.observe(end - scheduled)
-            self._prefill.observe(first - scheduled)
-
-    def _counter(self, name: str, text: str) -> Counter:
-        return Counter(name, text, tuple(self._labels), registry=self._registry).labels(**self._labels)
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        metric = Histogram(name, text, tuple(self._labels), registry=self._registry, buckets=buckets)
-        return metric.labels(**self._labels)
+            observe["request_queue_time_seconds"](scheduled - arrival)
+            observe["request_inference_time_seconds"](end - scheduled)
+            observe["request_prefill_time_seconds"](first - scheduled)

@@ -15,29 +15,28 @@ from kvllm.serving import (
     protocol,
     responses,
     responses_protocol,
-    responses_route,
     stored_responses,
 )
 from kvllm.serving.protocol import REFERENCE
 
 Route = tuple[str, str, type | None, type | None, str]
 ROUTES: tuple[Route, ...] = (
-    ("post", "/v1/completions", protocol.CompletionRequest, responses.CompletionResponse, "Complete prompts."),
+    ("post", "/v1/completions", protocol.CompletionRequest, protocol.CompletionResponse, "Complete prompts."),
     (
         "post",
         "/v1/chat/completions",
         protocol.ChatCompletionRequest,
-        responses.ChatCompletionResponse,
+        protocol.ChatCompletionResponse,
         "Answer a conversation.",
     ),
     (
         "post",
         "/v1/responses",
         responses_protocol.ResponsesRequest,
-        responses_route.ResponsesResponse,
+        responses.ResponsesResponse,
         "Answer a conversation, in the form of OpenAI's newer API.",
     ),
-    ("get", "/v1/responses/{id}", None, responses_route.ResponsesResponse, "A response that is kept."),
+    ("get", "/v1/responses/{id}", None, responses.ResponsesResponse, "A response that is kept."),
     ("delete", "/v1/responses/{id}", None, stored_responses.DeletedResponse, "Keep a response no longer."),
     ("get", "/v1/responses/{id}/input_items", None, stored_responses.ItemList, "The items of a response's request."),
     ("post", "/v1/responses/{id}/cancel", None, None, "Refused: no response runs in the background."),
@@ -55,10 +54,10 @@ ROUTES: tuple[Route, ...] = (
         messages.TokenCount,
         "Count the tokens of such a conversation.",
     ),
-    ("get", "/v1/models", None, responses.ModelList, "The names under which the model is served."),
-    ("get", "/v1/models/{id}", None, responses.Model, "One of these names."),
-    ("post", "/tokenize", protocol.TokenizeRequest, responses.TokenizeResponse, "Token ids of a prompt."),
-    ("post", "/detokenize", protocol.DetokenizeRequest, responses.DetokenizeResponse, "The text of token ids."),
+    ("get", "/v1/models", None, protocol.ModelList, "The names under which the model is served."),
+    ("get", "/v1/models/{id}", None, protocol.Model, "One of these names."),
+    ("post", "/tokenize", protocol.TokenizeRequest, protocol.TokenizeResponse, "Token ids of a prompt."),
+    ("post", "/detokenize", protocol.DetokenizeRequest, protocol.DetokenizeResponse, "The text of token ids."),
     ("get", "/tokenizer_info", None, None, "The tokenizer's configuration, if a flag of the server allows it."),
     ("get", "/health", None, None, "Status 200 if requests are taken, else 503."),
     ("get", "/ping", None, None, "As /health."),
@@ -69,9 +68,9 @@ ROUTES: tuple[Route, ...] = (
 )
 """Method, path, types of the body and of the answer, and what it does."""
 STREAMED = (
-    responses.CompletionResponse,
-    responses.ChatCompletionResponse,
-    responses_route.ResponsesResponse,
+    protocol.CompletionResponse,
+    protocol.ChatCompletionResponse,
+    responses.ResponsesResponse,
     messages.MessagesResponse,
 )
 """Answers that may come as a stream of events."""
@@ -90,7 +89,7 @@ REFUSALS = {
 def document(root_path: str = "", *, tokenizer_info: bool = False) -> bytes:
     """The JSON text. root_path: where a proxy has the server. tokenizer_info: whether that route is there."""
     types = {kind for route in ROUTES for kind in route[2:4] if kind is not None} | {
-        responses.ErrorResponse,
+        protocol.ErrorResponse,
         messages.MessagesError,
         ChatMessage,
         Tool,
@@ -119,7 +118,7 @@ def _operation(method: str, path: str, body: type | None, answer: type | None, t
     good: dict[str, Any] = {"description": "Success."}
     if answer is not None:
         good["content"] = _content(answer)
-    error = messages.MessagesError if path.startswith(messages.PATH) else responses.ErrorResponse
+    error = messages.MessagesError if path.startswith(messages.PATH) else protocol.ErrorResponse
     refusals = {status: {"description": text, "content": _content(error)} for status, text in REFUSALS.items()}
     operation: dict[str, Any] = {"summary": text, "responses": {"200": good} | refusals}
     operation["operationId"] = f"{method}{path.replace('/', '_').replace('{', '').replace('}', '')}"

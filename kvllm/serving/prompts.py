@@ -6,12 +6,12 @@ import asyncio
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from kvllm.serving.errors import ContextTooLong, bad_request
+from kvllm.serving.errors import ContextTooLong, bad_request, check_count
 from kvllm.serving.generation import EncodedPrompt
-from kvllm.serving.limits import MAX_PROMPTS, check_count
 from kvllm.serving.protocol import ChatCompletionRequest, CompletionRequest, GenerationFields, TokenizeRequest
 from kvllm.serving.state import ServerState
 
+MAX_PROMPTS = 1024
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 T = TypeVar("T", str, list[int])
 LONG_TEXT = 4096
@@ -43,13 +43,7 @@ async def completion_prompts(state: ServerState, request: CompletionRequest) -> 
         raise bad_request("prompt mixes texts and token ids: give a list of texts, or of lists of ids", "prompt")
     check_count("prompt", len(prompts), MAX_PROMPTS)
     special, kept = request.add_special_tokens is not False, truncation(state, request)
-    encoded = []
-    for prompt in prompts:
-        if isinstance(prompt, str):
-            encoded.append(await encode(state, prompt, special, kept))
-        else:
-            encoded.append(EncodedPrompt(_cut(state, prompt, kept)))
-    return encoded
+    return [await encode(state, prompt, special, kept) for prompt in prompts]
 
 
 async def chat_prompt(
@@ -89,24 +83,30 @@ def effort_options(effort: str | None) -> dict[str, Any]:
     return {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
 
 
-async def encode(state: ServerState, text: str, special: bool, kept: Truncation | None = None) -> EncodedPrompt:
-    """The token ids of a text, in a thread if it is long.
+async def encode(
+    state: ServerState, prompt: str | list[int], special: bool, kept: Truncation | None = None
+) -> EncodedPrompt:
+    """The token ids of a prompt, in a thread if its text is long.
 
     kept: what a longer prompt is cut to; None refuses what is longer than the model allows.
     """
-    most = state.max_model_len if kept is None else kept.tokens
-    if len(text) > most * state.longest_token:
-        if kept is None:
-            tokens = -(-len(text) // state.longest_token)
-            problem = f"your prompt has {len(text)} characters, which are at least {tokens} tokens"
-            raise ContextTooLong(problem, tokens, state.max_model_len)
-        text = kept.cut(text, state.longest_token)
-    encoding = partial(state.tokenizer.encode, text, add_special_tokens=special)
-    if len(text) > LONG_TEXT:
-        token_ids = await asyncio.get_running_loop().run_in_executor(state.pool, encoding)
+    longest = state.max_model_len
+    if isinstance(prompt, str):
+        if len(prompt) > (longest if kept is None else kept.tokens) * state.longest_token:
+            if kept is None:
+                tokens = -(-len(prompt) // state.longest_token)
+                problem = f"your prompt has {len(prompt)} characters, which are at least {tokens} tokens"
+                raise ContextTooLong(problem, tokens, longest)
+            prompt = kept.cut(prompt, state.longest_token)
+        encoding = partial(state.tokenizer.encode, prompt, add_special_tokens=special)
+        is_long = len(prompt) > LONG_TEXT
+        token_ids = await asyncio.get_running_loop().run_in_executor(state.pool, encoding) if is_long else encoding()
     else:
-        token_ids = encoding()
-    return EncodedPrompt(_cut(state, token_ids, kept), text)
+        token_ids = prompt
+    if kept is None and len(token_ids) > longest:
+        raise ContextTooLong(f"your prompt has {len(token_ids)} tokens", len(token_ids), longest)
+    text = prompt if isinstance(prompt, str) else None
+    return EncodedPrompt(token_ids if kept is None else kept.cut(token_ids), text)
 
 
 def truncation(state: ServerState, request: GenerationFields) -> Truncation | None:
@@ -167,9 +167,3 @@ async def drop_earliest(state: ServerState, chat: ChatCompletionRequest) -> None
         middle = (low + high) // 2
         low, high = (low, middle) if await fits(starts[middle]) else (middle + 1, high)
     del chat.messages[first : starts[low]]
-
-
-def _cut(state: ServerState, token_ids: list[int], kept: Truncation | None) -> list[int]:
-    if kept is None and len(token_ids) > state.max_model_len:
-        raise ContextTooLong(f"your prompt has {len(token_ids)} tokens", len(token_ids), state.max_model_len)
-    return token_ids if kept is None else kept.cut(token_ids)

@@ -1,16 +1,51 @@
-"""Requests as clients send them. Names and defaults are those of OpenAI and vLLM; null is as good as absent."""
+"""Requests and answers of the routes that OpenAI and vLLM share, with their names and defaults.
+
+In a request, null is as good as absent. Fields of an answer that are always null stand for what this server has not:
+clients of vLLM look for them.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from functools import cache
+from typing import Annotated, Any, Literal, get_type_hints
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec.structs import replace
+
+from kvllm.serving.errors import bad_request
 
 REFERENCE = "#/components/schemas/{name}"
 """Where the schema of a type is in /openapi.json."""
 RawMessage = Annotated[dict[str, Any], Meta(extra_json_schema={"$ref": REFERENCE.format(name="ChatMessage")})]
 RawTool = Annotated[dict[str, Any], Meta(extra_json_schema={"$ref": REFERENCE.format(name="Tool")})]
 """What the chat template gets: all keys, in the client's order. `kvllm.chat_messages` checks them."""
+
+
+class Refused:
+    """Marks a field that is known and cannot be obeyed. instead: what to do. neutral: values that ask for nothing."""
+
+    def __init__(self, instead: str, *neutral: Any) -> None:
+        self.instead = instead
+        self.neutral = neutral
+
+
+OPERATORS_CHOICE = Refused("the server's operator chooses it: start the server with --chat-template FILE")
+
+
+@cache
+def refused_fields(kind: type[Struct]) -> dict[str, Refused]:
+    """The fields of a request that are marked so."""
+    hints = get_type_hints(kind, include_extras=True)
+    marks = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
+    return {name: each for name, found in marks.items() for each in found if isinstance(each, Refused)}
+
+
+def check_fields(request: Struct) -> None:
+    """Raises ApiError for a known field that asks for what cannot be done."""
+    for field, refused in refused_fields(type(request)).items():
+        value = getattr(request, field)
+        if value is not None and value not in refused.neutral:
+            raise bad_request(f"{field} is not supported: {refused.instead}", field)
 
 
 class StreamOptions(Struct, kw_only=True):
@@ -102,14 +137,17 @@ class SamplingFields(Struct, kw_only=True):
     compression: CompressionOptions | None = None
     structured_outputs: dict[str, Any] | None = None
 
-    # Fields below are known, and are refused unless they ask for nothing (`REFUSED`).
-    spaces_between_special_tokens: Any = None
-    thinking_token_budget: Any = None
-    logits_processors: Any = None
-    kv_transfer_params: Any = None
-    vllm_xargs: Any = None
-    repetition_detection: Any = None
-    logprob_token_ids: Any = None
+    spaces_between_special_tokens: Annotated[Any, Refused("text is what the tokenizer makes of the tokens", True)] = (
+        None
+    )
+    thinking_token_budget: Annotated[Any, Refused("use max_tokens")] = None
+    logits_processors: Annotated[Any, Refused("no code of a request is run", [])] = None
+    kv_transfer_params: Annotated[Any, Refused("KV pairs stay in their engine", {})] = None
+    vllm_xargs: Annotated[Any, Refused("there are no such arguments", {})] = None
+    repetition_detection: Annotated[
+        Any, Refused("use repetition_penalty, frequency_penalty or presence_penalty", {})
+    ] = None
+    logprob_token_ids: Annotated[Any, Refused("use logprobs", [])] = None
 
 
 class GenerationFields(SamplingFields, kw_only=True):
@@ -131,11 +169,10 @@ class GenerationFields(SamplingFields, kw_only=True):
     best_of: int | None = None
     length_penalty: float | None = None
 
-    # Refused, too.
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
+    guided_json: Annotated[Any, Refused('use structured_outputs: {"json": ...}')] = None
+    guided_regex: Annotated[Any, Refused('use structured_outputs: {"regex": ...}')] = None
+    guided_choice: Annotated[Any, Refused('use structured_outputs: {"choice": ...}')] = None
+    guided_grammar: Annotated[Any, Refused('use structured_outputs: {"grammar": ...}')] = None
 
 
 class CompletionRequest(GenerationFields, kw_only=True):
@@ -149,8 +186,8 @@ class CompletionRequest(GenerationFields, kw_only=True):
     echo: bool | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    suffix: Any = None
-    prompt_embeds: Any = None
+    suffix: Annotated[Any, Refused("the models complete text at its end only", "")] = None
+    prompt_embeds: Annotated[Any, Refused("prompts are text or token ids")] = None
 
 
 class ChatCompletionRequest(GenerationFields, kw_only=True):
@@ -159,12 +196,12 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     messages: list[RawMessage]
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template: Any = None
+    chat_template: Annotated[Any, OPERATORS_CHOICE] = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     tools: list[RawTool] | None = None
-    mm_processor_kwargs: Any = None
-    media_io_kwargs: Any = None
+    mm_processor_kwargs: Annotated[Any, Refused("messages are text", {})] = None
+    media_io_kwargs: Annotated[Any, Refused("messages are text", {})] = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -173,12 +210,12 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
     reasoning_effort: str | None = None
-    functions: Any = None
-    function_call: Any = None
-    modalities: Any = None
-    audio: Any = None
-    web_search_options: Any = None
-    moderation: Any = None
+    functions: Annotated[Any, Refused("use tools", [])] = None
+    function_call: Annotated[Any, Refused("use tool_choice", "none", "auto")] = None
+    modalities: Annotated[Any, Refused("messages are text", ["text"])] = None
+    audio: Annotated[Any, Refused("messages are text")] = None
+    web_search_options: Annotated[Any, Refused("the server reaches no other host")] = None
+    moderation: Annotated[Any, Refused("the server has no model for it")] = None
     prompt_logprobs: int | None = None
 
 
@@ -192,7 +229,7 @@ class TokenizeRequest(Struct, kw_only=True):
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template: Any = None
+    chat_template: Annotated[Any, OPERATORS_CHOICE] = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[RawTool] | None = None
 
@@ -204,29 +241,251 @@ class DetokenizeRequest(Struct, kw_only=True):
     model: str | None = None
 
 
-Refusals = dict[str, tuple[tuple[Any, ...], str]]
-REFUSED: Refusals = {
-    "suffix": (("",), "the models complete text at its end only"),
-    "prompt_embeds": ((), "prompts are text or token ids"),
-    "spaces_between_special_tokens": ((True,), "text is what the tokenizer makes of the tokens"),
-    "thinking_token_budget": ((), "use max_tokens"),
-    "logits_processors": (([],), "no code of a request is run"),
-    "kv_transfer_params": (({},), "KV pairs stay in their engine"),
-    "vllm_xargs": (({},), "there are no such arguments"),
-    "guided_json": ((), 'use structured_outputs: {"json": ...}'),
-    "guided_regex": ((), 'use structured_outputs: {"regex": ...}'),
-    "guided_choice": ((), 'use structured_outputs: {"choice": ...}'),
-    "guided_grammar": ((), 'use structured_outputs: {"grammar": ...}'),
-    "repetition_detection": (({},), "use repetition_penalty, frequency_penalty or presence_penalty"),
-    "logprob_token_ids": (([],), "use logprobs"),
-    "chat_template": ((), "the server's operator chooses it: start the server with --chat-template FILE"),
-    "functions": (([],), "use tools"),
-    "function_call": (("none", "auto"), "use tool_choice"),
-    "mm_processor_kwargs": (({},), "messages are text"),
-    "media_io_kwargs": (({},), "messages are text"),
-    "modalities": ((["text"],), "messages are text"),
-    "audio": ((), "messages are text"),
-    "web_search_options": ((), "the server reaches no other host"),
-    "moderation": ((), "the server has no model for it"),
-}
-"""Fields that cannot be obeyed: values that ask for nothing, and what to do instead."""
+class PromptTokensDetails(Struct):
+    """cached_tokens: prompt tokens that came from the prefix cache."""
+
+    cached_tokens: int
+
+
+class CompletionTokensDetails(Struct):
+    """reasoning_tokens: output tokens that belong to the thought."""
+
+    reasoning_tokens: int
+
+
+class CompressionUsage(Struct, omit_defaults=True):
+    """What compression did to the request's KV cache.
+
+    kept_share: of the KV pairs of prompt and output, the share that was not dropped.
+    windows: windows compressed, summed over the completions.
+    evicted_pairs: KV pairs dropped, in the same way. After a preemption, both count again what is compressed again.
+    preemptions: times that a completion lost its cache and was computed again.
+    """
+
+    kept_share: float
+    windows: int
+    evicted_pairs: int
+    preemptions: int
+
+
+class Usage(Struct):
+    """Tokens of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    kvllm: CompressionUsage
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+
+    def before_output(self) -> Usage:
+        """What it was before the first token of output: a stream's first chunk tells this."""
+        thought = CompletionTokensDetails(0) if self.completion_tokens_details else UNSET
+        return replace(self, completion_tokens=0, total_tokens=self.prompt_tokens, completion_tokens_details=thought)
+
+
+class CompletionLogprobs(Struct):
+    """One item for each token; the log probability of a prompt's first token is null."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class CompletionChoice(Struct, kw_only=True):
+    """A completion, or what is new of it in a chunk."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+    prompt_token_ids: list[int] | None = None
+    routed_experts: None = None
+
+
+class CompletionChunk(Struct, kw_only=True):
+    """A chunk of the stream of /v1/completions."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    object: str = "text_completion"
+    usage: Usage | UnsetType | None = UNSET
+
+
+class CompletionResponse(CompletionChunk, kw_only=True):
+    """Answer of /v1/completions."""
+
+    service_tier: None = None
+    system_fingerprint: None = None
+    kv_transfer_params: None = None
+    ec_transfer_params: None = None
+    metrics: None = None
+
+
+class TopLogprob(Struct):
+    """bytes: of the token's text in UTF-8."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    """A token of the answer, and the most likely ones at its position."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct):
+    """One item for each token."""
+
+    content: list[TokenLogprob]
+
+
+class ChatFunctionCall(Struct, kw_only=True):
+    """A function's name, and its arguments as JSON text; or what is new of these."""
+
+    name: str | UnsetType = UNSET
+    arguments: str = ""
+
+
+class ChatToolCall(Struct, kw_only=True):
+    """A call, or what is new of one. index: its number among the message's calls, in a stream."""
+
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: ChatFunctionCall
+
+
+class Message(Struct, kw_only=True):
+    """The assistant's message. Without calls it has no `tool_calls`."""
+
+    role: str
+    content: str | None
+    refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ChatToolCall] | UnsetType = UNSET
+
+
+class MessageDelta(Struct, kw_only=True):
+    """What is new of the assistant's message in a chunk."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ChatToolCall] | UnsetType = UNSET
+
+
+class ChatChoice(Struct, kw_only=True):
+    """An answer of the assistant."""
+
+    index: int
+    message: Message
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    routed_experts: None = None
+
+
+class ChatChunkChoice(Struct, kw_only=True):
+    """What is new of an answer."""
+
+    index: int
+    delta: MessageDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: list[int] | None = None
+
+
+class ChatCompletionResponse(Struct, kw_only=True):
+    """Answer of /v1/chat/completions."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    object: str = "chat.completion"
+    service_tier: None = None
+    system_fingerprint: None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_text: None = None
+    kv_transfer_params: None = None
+    ec_transfer_params: None = None
+    metrics: None = None
+
+
+class ChatCompletionChunk(Struct, kw_only=True):
+    """A chunk of the stream of /v1/chat/completions. prompt_token_ids: in the first one of each choice."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    object: str = "chat.completion.chunk"
+    usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
+
+
+class TokenizeResponse(Struct):
+    """Answer of /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeResponse(Struct):
+    """Answer of /detokenize."""
+
+    prompt: str
+
+
+class Model(Struct, kw_only=True):
+    """A name under which the model is served."""
+
+    id: str
+    created: int
+    root: str
+    max_model_len: int
+    object: str = "model"
+    owned_by: str = "kvllm"
+    parent: str | None = None
+
+
+class ModelList(Struct, kw_only=True):
+    """Answer of /v1/models."""
+
+    data: list[Model]
+    object: str = "list"
+
+
+class ErrorDetail(Struct):
+    """What is wrong. param: the field, if it is one. code: the HTTP status, or OpenAI's name of the error."""
+
+    message: str
+    type: str
+    param: str | None
+    code: int | str
+
+
+class ErrorResponse(Struct):
+    """Every answer that is an error."""
+
+    error: ErrorDetail

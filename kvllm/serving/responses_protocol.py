@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Struct
@@ -16,11 +16,11 @@ from kvllm.serving.protocol import (
     FunctionName,
     JsonSchema,
     NamedToolChoice,
-    Refusals,
+    Refused,
     ResponseFormat,
     SamplingFields,
+    check_fields,
 )
-from kvllm.serving.sampling import check_fields
 from kvllm.serving.tool_choice import check_allowed
 from kvllm.serving.tool_parsers.json_calls import UNFINISHED_ESCAPE, clean, decoded
 
@@ -68,8 +68,8 @@ class ResponsesTool(Struct, kw_only=True):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     format: dict[str, Any] | None = None
-    defer_loading: Any = None
-    allowed_callers: Any = None
+    defer_loading: Annotated[Any, Refused("the model sees all tools that are given", False)] = None
+    allowed_callers: Annotated[Any, Refused("the model itself calls tools", ["direct"])] = None
 
 
 class ResponsesToolChoice(Struct, kw_only=True, omit_defaults=True):
@@ -86,7 +86,7 @@ class Reasoning(Struct, kw_only=True):
 
     effort: str | None = None
     summary: str | None = None
-    mode: Any = None
+    mode: Annotated[Any, Refused("use reasoning.effort", "standard")] = None
 
 
 class TextFormat(Struct, kw_only=True):
@@ -123,19 +123,21 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     truncation: str | None = None
     include: list[str] | None = None
     top_logprobs: int | None = None
-    conversation: Any = None
-    background: Any = None
-    background_options: Any = None
-    prompt: Any = None
-    context_management: Any = None
-    moderation: Any = None
-    image: Any = None
-    access_programs: Any = None
+    conversation: Annotated[Any, Refused("use previous_response_id, or send the whole conversation as input")] = None
+    background: Annotated[Any, Refused("leave it out, and read the answer as a stream", False)] = None
+    background_options: Annotated[Any, Refused("nothing runs in the background", {})] = None
+    prompt: Annotated[Any, Refused("there are no stored prompts: give instructions and input")] = None
+    context_management: Annotated[Any, Refused("use truncation, or send the items that the model is to see", [])] = None
+    moderation: Annotated[Any, Refused("the server has no model for it")] = None
+    image: Annotated[Any, Refused("messages are text", {})] = None
+    access_programs: Annotated[Any, Refused("there are none", [], {})] = None
 
     chat_template_kwargs: dict[str, Any] | None = None
     include_reasoning: bool | None = None
-    enable_response_messages: Any = None
-    previous_input_messages: Any = None
+    enable_response_messages: Annotated[
+        Any, Refused("use /tokenize for the prompt, and return_token_ids of chats", False)
+    ] = None
+    previous_input_messages: Annotated[Any, Refused("send them as input", [])] = None
 
 
 SAME_NAME = (
@@ -144,29 +146,13 @@ SAME_NAME = (
     "chat_template_kwargs",
     "include_reasoning",
 )
-REFUSED: Refusals = {
-    "conversation": ((), "use previous_response_id, or send the whole conversation as input"),
-    "background": ((False,), "leave it out, and read the answer as a stream"),
-    "prompt": ((), "there are no stored prompts: give instructions and input"),
-    "background_options": (({},), "nothing runs in the background"),
-    "context_management": (([],), "use truncation, or send the items that the model is to see"),
-    "moderation": ((), "the server has no model for it"),
-    "image": (({},), "messages are text"),
-    "access_programs": (([], {}), "there are none"),
-    "enable_response_messages": ((False,), "use /tokenize for the prompt, and return_token_ids of chats"),
-    "previous_input_messages": (([],), "send them as input"),
-    "mode": (("standard",), "use reasoning.effort"),
-    "defer_loading": ((False,), "the model sees all tools that are given"),
-    "allowed_callers": ((["direct"],), "the model itself calls tools"),
-}
-"""As that of the other routes: values that ask for nothing, and what to do instead."""
 decoder = msgspec.json.Decoder(ResponsesRequest)
 
 
 def chat_of(body: ResponsesRequest, earlier: Sequence[InputItem] = ()) -> ChatCompletionRequest:
     """The chat that a request is. earlier: items before its input. Raises ApiError for what a chat has not."""
-    check_fields(body, REFUSED)
-    check_fields(body.reasoning or Reasoning(), REFUSED)
+    check_fields(body)
+    check_fields(body.reasoning or Reasoning())
     shows_logprobs = LOGPROBS in (body.include or ())
     if body.top_logprobs and not shows_logprobs:
         raise bad_request(f"top_logprobs needs {LOGPROBS!r} in include", "top_logprobs")
@@ -237,7 +223,7 @@ def _tools(given: list[ResponsesTool]) -> list[dict[str, Any]] | None:
     """Tools of chats, their keys in the order that models know. A custom tool is a function of one text."""
     tools = []
     for tool in given:
-        check_fields(tool, REFUSED)
+        check_fields(tool)
         if tool.type not in TOOL_TYPES:
             problem = "functions and custom tools are"
             raise bad_request(f"a tool of type {tool.type[:100]!r} is not supported: {problem}", "tools")

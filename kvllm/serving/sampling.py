@@ -5,51 +5,46 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvllm.sampling_params import SamplingParams
-from kvllm.serving.errors import bad_request
-from kvllm.serving.limits import (
-    MAX_BAD_WORDS,
-    MAX_LOGIT_BIAS,
-    MAX_LOGPROBS,
-    MAX_N,
-    MAX_STOP_CHARACTERS,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
-    check_count,
-)
-from kvllm.serving.protocol import REFUSED, ChatCompletionRequest, CompletionRequest, Refusals, StreamOptions
+from msgspec import structs
+
+from kvllm.sampling_params import BeamSearchParams, SamplingParams
+from kvllm.serving.errors import bad_request, check_count
+from kvllm.serving.protocol import ChatCompletionRequest, CompletionRequest, StreamOptions, check_fields
 from kvllm.serving.state import ServerOptions
 
+MAX_N = 128
+MAX_BEAMS = 128
+"""Of all prompts of a request."""
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARACTERS = 1024
+MAX_LOGIT_BIAS = 1024
+MAX_LOGPROBS = 1 << 22
+"""Log probabilities that an answer may come to have. Each takes up to 0.4 KB until the answer is sent."""
+MAX_BAD_WORDS = 256
+MAX_STOP_TOKEN_IDS = 1024
 GenerationRequest = CompletionRequest | ChatCompletionRequest
-SAME_NAME = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "min_tokens",
-    "ignore_eos",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "skip_special_tokens",
-    "include_stop_str_in_output",
-    "allowed_token_ids",
-    "bad_words",
-    "prompt_logprobs",
-)
-
-
-def check_fields(request: Any, refused: Refusals = REFUSED) -> None:
-    """Raises ApiError for a known field that asks for what cannot be done."""
-    for field in type(request).__struct_fields__:
-        if field in refused and (value := getattr(request, field)) is not None:
-            neutral, instead = refused[field]
-            if value not in neutral:
-                raise bad_request(f"{field} is not supported: {instead}", field)
+COMPUTED = ("max_tokens", "logprobs", "structured_outputs", "truncate_prompt_tokens")
+"""Options that follow from several fields."""
+SAME_NAME = (set(SamplingParams.__struct_fields__) & set(CompletionRequest.__struct_fields__)).difference(COMPUTED)
+"""The engine's options that are a request's fields as they are."""
+NOT_WITH_BEAMS: dict[str, tuple[Any, ...]] = {
+    "logprobs": (False,),
+    "prompt_logprobs": (),
+    "stop": ([], ""),
+    "stop_token_ids": ([],),
+    "min_tokens": (0,),
+    "logit_bias": ({},),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "skip_special_tokens": (True,),
+    "compression": (),
+    "structured_outputs": ({},),
+    "tools": ([],),
+}
+"""Fields that a search cannot obey, and their values that ask for nothing. Those of sampling mean nothing to it."""
 
 
 def check_generation(request: GenerationRequest) -> None:
@@ -120,12 +115,46 @@ def sampling_params(
     Raises:
         ConfigError: a value is not allowed.
     """
-    given: dict[str, Any] = {name: value for name in SAME_NAME if (value := getattr(request, name)) is not None}
-    if request.logit_bias:
-        given["logit_bias"] = request.logit_bias
-    for name in ("compress", "retain_blocks", "budget_tokens"):
-        if request.compression is not None and (value := getattr(request.compression, name)) is not None:
-            given[name] = value
-    own = {name: value for name, value in own.items() if value is not None}
-    options: dict[str, Any] = model_defaults | given | own | {"max_tokens": max_tokens}
+    given = {name: getattr(request, name) for name in SAME_NAME}
+    if request.compression is not None:
+        given |= structs.asdict(request.compression)
+    options: dict[str, Any] = dict(model_defaults)
+    for fields in (given, own):
+        options |= {name: value for name, value in fields.items() if value is not None}
+    options["max_tokens"] = max_tokens
     return SamplingParams(**options)
+
+
+def beam_search(body: GenerationRequest, max_tokens: list[int]) -> list[BeamSearchParams] | None:
+    """The search for each prompt of a request, None if it asks for none: the best `n` of `best_of` beams.
+
+    max_tokens: most tokens after each prompt.
+
+    Raises:
+        ApiError: a field cannot be obeyed, or the request asks for too much.
+        ConfigError: a value is not allowed.
+    """
+    n = body.n or 1
+    width = body.best_of if body.best_of is not None else n
+    if not body.use_beam_search:
+        if width not in (1, n):
+            raise bad_request(f"best_of={width} needs use_beam_search: true; without it, use n", "best_of")
+        if body.length_penalty not in (None, 1):
+            raise bad_request("length_penalty needs use_beam_search: true", "length_penalty")
+        return None
+    for field, neutral in NOT_WITH_BEAMS.items():
+        value = getattr(body, field, None)
+        if value is not None and value not in neutral:
+            raise bad_request(f"{field} is not supported with use_beam_search", field)
+    if body.response_format is not None and body.response_format.type != "text":
+        raise bad_request("response_format is not supported with use_beam_search", "response_format")
+    if width < n:
+        raise bad_request(f"best_of={width} is not allowed with n={n}: at least n", "best_of")
+    if width * len(max_tokens) > MAX_BEAMS:
+        count = f"{len(max_tokens)} prompts with {width} beams each"
+        raise bad_request(f"{count} are more than {MAX_BEAMS} beams", "best_of" if body.best_of else "n")
+    if min(max_tokens) < 1:
+        raise bad_request("max_tokens=0 is not allowed with use_beam_search: at least 1", "max_tokens")
+    penalty = 1.0 if body.length_penalty is None else body.length_penalty
+    options: Any = {"beam_width": width, "length_penalty": penalty, "ignore_eos": bool(body.ignore_eos)}
+    return [BeamSearchParams(max_tokens=most, **options) for most in max_tokens]

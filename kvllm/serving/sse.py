@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
-from typing import TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from kvllm.serving.bodies import json_response
 from kvllm.serving.errors import ApiError, as_api_error
 from kvllm.serving.http import BodyWriter, body_writer
 
@@ -31,6 +32,14 @@ Source = Callable[[Write], Awaitable[None]]
 """Writes the events of a stream, and returns after the last one."""
 
 
+class Answer(Protocol):
+    """What a route answers: a body of JSON, or the events of a stream."""
+
+    async def complete(self) -> Any: ...
+
+    async def stream(self, write: Write) -> None: ...
+
+
 class ClientGone(Exception):
     """The client has closed its connection."""
 
@@ -45,9 +54,13 @@ def event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
-async def until_disconnected(request: Request, work: Awaitable[T]) -> T:
+def error_event(error: ApiError) -> bytes:
+    return event(error.body())
+
+
+async def until_disconnected(receive: Receive, work: Awaitable[T]) -> T:
     """The result of `work`, which is cancelled when the client goes away. Raises ClientGone."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request.receive))
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -55,19 +68,28 @@ async def until_disconnected(request: Request, work: Awaitable[T]) -> T:
         raise ClientGone
     finally:
         gone.cancel()
-        await _cancel(task)
+        if not task.done():
+            task.cancel()
+            await asyncio.wait((task,))  # until it has cleaned up
 
 
-def from_generator(events: AsyncGenerator[bytes, None]) -> Source:
-    """The events of a generator, which is closed in any case."""
+async def respond(
+    request: Request,
+    answer: Answer,
+    streams: bool | None,
+    done: bytes = DONE,
+    failure: Callable[[ApiError], bytes] = error_event,
+) -> Response | EventStream:
+    """The answer at once, or as a stream of events. done, failure: see EventStream."""
+    if streams:
+        return EventStream(answer.stream, done, failure)
+    return json_response(await until_disconnected(request.receive, answer.complete()))
 
-    async def source(write: Write) -> None:
-        async with aclosing(events):
-            async for data in events:
-                if (sending := write(data)) is not None:
-                    await sending
 
-    return source
+async def write_out(write: Write, data: bytes) -> None:
+    """Write, and wait until more may follow."""
+    if (sending := write(data)) is not None:
+        await sending
 
 
 class EventStream:
@@ -83,7 +105,7 @@ class EventStream:
         self,
         source: Source,
         done: bytes = DONE,
-        failure: Callable[[ApiError], bytes] = lambda error: event(error.body()),
+        failure: Callable[[ApiError], bytes] = error_event,
     ) -> None:
         self._source = source
         self._done = done
@@ -94,22 +116,11 @@ class EventStream:
         self._is_silent = True  # since the last look of `_break_silence`
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        task = asyncio.current_task()
-        assert task is not None
         self._scope, self._asgi_send = scope, send
-        gone, silence = asyncio.ensure_future(_disconnected(receive)), asyncio.ensure_future(self._break_silence())
-        end_task = lambda _: task.cancel()  # noqa: E731
-        gone.add_done_callback(end_task)
+        silence = asyncio.ensure_future(self._break_silence())
         try:
-            await self._send_events()
-        except asyncio.CancelledError:
-            if not gone.done():
-                raise
-            task.uncancel()
-            raise ClientGone from None
+            await until_disconnected(receive, self._send_events())
         finally:
-            gone.remove_done_callback(end_task)
-            gone.cancel()
             silence.cancel()
 
     async def _send_events(self) -> None:
@@ -155,10 +166,3 @@ class EventStream:
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _cancel(task: asyncio.Future) -> None:
-    """Cancel a task and wait until it has cleaned up."""
-    if not task.done():
-        task.cancel()
-        await asyncio.wait((task,))

@@ -15,8 +15,8 @@ from kvllm.serving.admission import Admission
 from kvllm.serving.auth import Keys
 from kvllm.serving.chat_template import ChatTemplate
 from kvllm.serving.errors import unavailable
-from kvllm.serving.live_feed import LiveFeed
-from kvllm.serving.metrics import ServerMetrics, Snapshot
+from kvllm.serving.live import LiveFeed
+from kvllm.serving.metrics import ServerMetrics
 from kvllm.serving.response_store import ResponseStore
 from kvllm.tokenizer import Tokenizer
 
@@ -94,13 +94,13 @@ class ServerState:
         self.chat_template = ChatTemplate(llm.tokenizer, options.chat_template, self.pool)
         self.sampling_defaults = args.sampling_defaults
         self.longest_token = _longest_token(llm.tokenizer)
-        snapshot = lambda: Snapshot(self.llm.stats(), self.admission.in_flight)  # noqa: E731
+        read = lambda: (self.llm.stats(), self.admission.in_flight)  # noqa: E731
         cache = {
             "block_size": str(llm.config.block_size),
             "num_gpu_blocks": str(llm.config.num_blocks),
             "enable_prefix_caching": str(llm.config.enable_prefix_caching),
         }
-        self.metrics = ServerMetrics(self.model_name, snapshot, self.admission.rejections, cache)
+        self.metrics = ServerMetrics(self.model_name, read, self.admission.rejections, cache)
 
     @property
     def model_name(self) -> str:

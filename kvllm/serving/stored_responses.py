@@ -11,9 +11,9 @@ from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvllm.serving.bodies import SMALL_BODY_BYTES, json_response
 from kvllm.serving.context import RequestContext, context_of
 from kvllm.serving.errors import bad_request
-from kvllm.serving.limits import SMALL_BODY_BYTES
 from kvllm.serving.response_store import StoredResponse
 from kvllm.serving.responses_protocol import InputItem, ResponsesRequest, is_reference
 
@@ -53,14 +53,14 @@ async def retrieve(request: Request) -> Response:
     """A response as it was at its end."""
     if request.query_params.get("stream", "false") != "false":
         raise bad_request("stream is not supported: a response that is kept has ended", "stream")
-    return Response(_named(request).body, media_type="application/json")
+    return json_response(_named(request).body)
 
 
 async def delete(request: Request) -> Response:
     """Keep a response no longer."""
     context, name = context_of(request), request.path_params["id"]
     context.state.responses.delete(context.tenant, name)
-    return Response(msgspec.json.encode(DeletedResponse(id=name)), media_type="application/json")
+    return json_response(DeletedResponse(id=name))
 
 
 async def cancel(request: Request) -> Response:
@@ -88,8 +88,7 @@ async def input_items(request: Request) -> Response:
         items = items[ids.index(after) + 1 :]
     page = items[: int(limit)]
     ends = (page[0]["id"], page[-1]["id"]) if page else (None, None)
-    answer = ItemList(data=page, first_id=ends[0], last_id=ends[1], has_more=len(items) > len(page))
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+    return json_response(ItemList(data=page, first_id=ends[0], last_id=ends[1], has_more=len(items) > len(page)))
 
 
 async def earlier_items(context: RequestContext, body: ResponsesRequest) -> list[InputItem]:

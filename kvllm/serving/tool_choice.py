@@ -14,8 +14,7 @@ from msgspec import structs
 
 from kvllm.chat_messages import FunctionDefinition, functions_of
 from kvllm.errors import RequestError
-from kvllm.serving.errors import bad_request
-from kvllm.serving.limits import MAX_TOOLS, check_count
+from kvllm.serving.errors import bad_request, check_count
 from kvllm.serving.protocol import AllowedTools, ChatCompletionRequest, NamedToolChoice
 from kvllm.serving.state import ServerOptions
 from kvllm.serving.tool_parsers import HermesParser, ToolParser, tool_parser
@@ -26,6 +25,7 @@ from kvllm.structured_outputs import StructuredOutputsParams
 logger = logging.getLogger(__name__)
 Check = Callable[[StructuredOutputsParams], Awaitable[None]]
 """Raises RequestError for a rule that cannot be obeyed."""
+MAX_TOOLS = 128
 MAX_SECONDS = 5.0
 """Time to look for the tools whose schemas cannot be compiled. One that explodes takes a second or two."""
 TokenIdOf = Callable[[str], int | None]

@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from kvllm.serving import messages_protocol, protocol, responses_protocol
-from kvllm.serving.decoding import decode_fields
+from kvllm.serving.bodies import decode_fields
 from kvllm.serving.protocol import ChatCompletionRequest
 from tests.helpers.server import ServerProcess
 
@@ -132,20 +132,12 @@ def test_fields_that_cannot_be_obeyed(parrot_server: ServerProcess, fields: dict
 
 
 CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
-BODIES: dict[str, tuple[type[msgspec.Struct], dict[str, Any], dict[str, Any]]] = {
-    CHAT: (protocol.ChatCompletionRequest, {"messages": QUESTION}, protocol.REFUSED),
-    TEXT: (protocol.CompletionRequest, {"prompt": "a"}, protocol.REFUSED),
-    RESPONSES: (responses_protocol.ResponsesRequest, {"input": "a"}, responses_protocol.REFUSED),
-    MESSAGES: (
-        messages_protocol.MessagesRequest,
-        {"model": "parrot", "messages": QUESTION, "max_tokens": 4},
-        messages_protocol.REFUSED,
-    ),
-    "/v1/messages/count_tokens": (
-        messages_protocol.CountTokensRequest,
-        {"model": "parrot", "messages": QUESTION},
-        messages_protocol.REFUSED,
-    ),
+BODIES: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
+    CHAT: (protocol.ChatCompletionRequest, {"messages": QUESTION}),
+    TEXT: (protocol.CompletionRequest, {"prompt": "a"}),
+    RESPONSES: (responses_protocol.ResponsesRequest, {"input": "a"}),
+    MESSAGES: (messages_protocol.MessagesRequest, {"model": "parrot", "messages": QUESTION, "max_tokens": 4}),
+    "/v1/messages/count_tokens": (messages_protocol.CountTokensRequest, {"model": "parrot", "messages": QUESTION}),
 }
 PUBLISHED = [
     (CHAT, openai.types.chat.completion_create_params.CompletionCreateParamsStreaming),
@@ -201,8 +193,8 @@ def fields_without_effect() -> set[str]:
 @pytest.mark.parametrize(("path", "name"), PUBLISHED_FIELDS)
 def test_published_fields(parrot_server: ServerProcess, path: str, name: str) -> None:
     """A field that a client may send is of a type that is checked, is refused by its name, or has no effect."""
-    kind, body, refused = BODIES[path]
-    if name in refused:
+    kind, body = BODIES[path]
+    if name in protocol.refused_fields(kind):
         status, answer = parrot_server.json(path, body | {name: "x"})
         assert status == 400 and f"{name} is not supported" in answer["error"]["message"], answer
         return

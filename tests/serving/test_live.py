@@ -5,8 +5,7 @@ from __future__ import annotations
 from msgspec import structs
 
 from kvllm.core.snapshot import EngineSnapshot, PoolUse
-from kvllm.serving.latencies import MOST_VALUES, PERIODS, Latencies
-from kvllm.serving.live_sample import Sample, make_sample
+from kvllm.serving.live import MOST_VALUES, PERIODS, Latencies, Sample, make_sample
 from kvllm.serving.live_warnings import find_warnings
 from kvllm.stats import EngineStats
 

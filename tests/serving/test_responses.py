@@ -13,8 +13,8 @@ import pydantic
 import pytest
 
 from kvllm.serving import response_store
+from kvllm.serving.bodies import SMALL_BODY_BYTES
 from kvllm.serving.errors import ApiError
-from kvllm.serving.limits import SMALL_BODY_BYTES
 from kvllm.serving.response_store import ResponseStore, StoredResponse
 from kvllm.serving.responses_protocol import CUSTOM_PARAMETERS, LOGPROBS, ResponsesRequest, chat_of, custom_input
 from tests.helpers.parrot_chat import TOOLS

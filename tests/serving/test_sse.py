@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
 
 from kvllm.errors import RequestError
 from kvllm.serving import sse
-from kvllm.serving.sse import ClientGone, EventStream, from_generator
+from kvllm.serving.sse import ClientGone, EventStream, Write, write_out
 
 
 class Connection:
@@ -37,14 +36,14 @@ def test_a_silent_stream_sends_comments(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(sse, "KEEP_ALIVE_SECONDS", 0.05)
     monkeypatch.setattr(sse, "FIRST_EVENT_SECONDS", 0.05)
 
-    async def events() -> AsyncGenerator[bytes, None]:
+    async def events(write: Write) -> None:
         await asyncio.sleep(0.4)
-        yield b"data: 1\n\n"
-        yield b"data: 2\n\n"
+        await write_out(write, b"data: 1\n\n")
+        await write_out(write, b"data: 2\n\n")
 
     async def run() -> Connection:
         connection = Connection()
-        task = asyncio.ensure_future(EventStream(from_generator(events()))({}, connection.receive, connection.send))
+        task = asyncio.ensure_future(EventStream(events)({}, connection.receive, connection.send))
         await asyncio.sleep(0.25)
         assert connection.sent[0]["status"] == 200 and set(connection.body.split(b"\n\n")) == {b": keep-alive", b""}
         await task
@@ -59,14 +58,14 @@ def test_a_silent_stream_sends_comments(monkeypatch: pytest.MonkeyPatch) -> None
 def test_errors(events_before: int) -> None:
     """An error before the headers is raised; a later one is an event."""
 
-    async def events() -> AsyncGenerator[bytes, None]:
+    async def events(write: Write) -> None:
         for _ in range(events_before):
-            yield b"data: 1\n\n"
+            await write_out(write, b"data: 1\n\n")
         raise RequestError("no room")
 
     async def run() -> Connection:
         connection = Connection()
-        await EventStream(from_generator(events()))({}, connection.receive, connection.send)
+        await EventStream(events)({}, connection.receive, connection.send)
         return connection
 
     if events_before == 0:
@@ -77,19 +76,19 @@ def test_errors(events_before: int) -> None:
     assert b'"message":"no room"' in error and b'"code":400' in error and done == b"data: [DONE]"
 
 
-def test_a_client_that_goes_closes_the_generator() -> None:
+def test_a_client_that_goes_cancels_the_source() -> None:
     closed: list[bool] = []
 
-    async def events() -> AsyncGenerator[bytes, None]:
+    async def events(write: Write) -> None:
         try:
-            yield b"data: 1\n\n"
+            await write_out(write, b"data: 1\n\n")
             await asyncio.Event().wait()
         finally:
             closed.append(True)
 
     async def run() -> None:
         connection = Connection()
-        task = asyncio.ensure_future(EventStream(from_generator(events()))({}, connection.receive, connection.send))
+        task = asyncio.ensure_future(EventStream(events)({}, connection.receive, connection.send))
         while not connection.body:
             await asyncio.sleep(0.01)
         connection.gone.set()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 
-from kvllm.serving.tool_parsers.base import CallForm
+from kvllm.serving.tool_parsers.base import CallForm, TaggedParser
 from kvllm.serving.tool_parsers.json_calls import HeadedReader
-from kvllm.serving.tool_parsers.tagged import TaggedParser
 
 FIRST, LAST = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 START, SEP, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
+from kvllm.serving.tool_parsers.base import TaggedParser
 from kvllm.serving.tool_parsers.json_calls import HeadedReader
 from kvllm.serving.tool_parsers.literals import Dialect, LiteralReader
-from kvllm.serving.tool_parsers.tagged import TaggedParser
 
 HEAD = re.compile(r"\s*(?:call)?:\s*([^\s{}]+)\s*")
 """Gemma 4 leaves out the word now and then."""
@@ -39,14 +39,11 @@ class GemmaReader(HeadedReader):
     """quote: the tag around texts. stops: the tags around calls."""
 
     def __init__(self, quote: str, stops: tuple[str, ...]) -> None:
-        self._literal = LiteralReader(Dialect((quote,), False, WORD))
         super().__init__(HEAD, stops)
-
-    def _arguments_reader(self) -> LiteralReader:
-        return self._literal
+        self._literal = LiteralReader(Dialect((quote,), False, WORD))
 
     def _read_arguments(self, text: str) -> int:
         used = self._literal.push(text)
         self._new_arguments += self._literal.take()
-        self.is_broken = self._literal.is_broken
+        self.is_complete, self.is_broken = self._literal.is_complete, self._literal.is_broken
         return used

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from kvllm.serving.tool_parsers.base import CallForm
+from kvllm.serving.tool_parsers.base import CallForm, TaggedParser
 from kvllm.serving.tool_parsers.json_calls import ObjectReader
-from kvllm.serving.tool_parsers.tagged import TaggedParser
 
 START, END = "<tool_call>", "</tool_call>"
 

@@ -8,6 +8,7 @@ from collections.abc import Container
 from typing import Any
 
 from kvllm.serving.tags import LONGEST_HEAD, first_tag
+from kvllm.serving.tool_parsers.base import CallReader
 
 # The beginning of a call as models write it. From there on its arguments stream; any other order waits for its end.
 NAME = (
@@ -20,28 +21,17 @@ STRING = re.compile(r'(?:[^"\\]|\\.)*', re.DOTALL)
 UNFINISHED_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\(?:u[0-9a-fA-F]{0,3})?\Z")
 
 
-class ObjectReader:
+class ObjectReader(CallReader):
     """Reads the JSON object of one call, with its arguments as an object, or as a string that has the object.
 
     names: those that a call may have; None for any.
     """
 
     def __init__(self, names: Container[str] | None = None) -> None:
-        self.raw = ""
-        self.name: str | None = None
+        super().__init__()
         self._names = names
         self._object = ObjectScanner()
         self._arguments: ObjectScanner | None = None
-        self._new_arguments = ""
-        self._is_none = False  # an object that is no call
-
-    @property
-    def is_complete(self) -> bool:
-        return self._object.is_complete and not self._is_none
-
-    @property
-    def is_broken(self) -> bool:
-        return self._object.is_broken or self._is_none
 
     def push(self, text: str) -> int:
         used = self._object.push(text)
@@ -51,13 +41,10 @@ class ObjectReader:
             new = self._read_head()
         if self._arguments is not None:
             self._new_arguments += new[: self._arguments.push(new)]
-        elif self._object.is_complete:
-            self._read_whole()
+        is_call = self._arguments is not None or not self._object.is_complete or self._read_whole()
+        self.is_complete = self._object.is_complete and is_call
+        self.is_broken = self._object.is_broken or not is_call
         return used
-
-    def take_arguments(self) -> str:
-        new, self._new_arguments = self._new_arguments, ""
-        return new
 
     def finish(self) -> None:
         """Arguments in a string are given as far as it goes."""
@@ -81,19 +68,20 @@ class ObjectReader:
         self._arguments = ObjectScanner()
         return self.raw[head.end() :]
 
-    def _read_whole(self) -> None:
+    def _read_whole(self) -> bool:
+        """Whether the object, which is complete, is a call."""
         call = decoded(self.raw)
         if not isinstance(call, dict) or not self._set_name(call.get("name")):
-            self._is_none = True
-            return
+            return False
         arguments = call.get("arguments", call.get("parameters"))
         if isinstance(arguments, str):  # some models write the JSON as a string
             self._new_arguments = clean(arguments)
         else:
             self._new_arguments = clean(json.dumps({} if arguments is None else arguments, ensure_ascii=False))
+        return True
 
 
-class HeadedReader:
+class HeadedReader(CallReader):
     """Reads a head that has the name, and the arguments in braces after it.
 
     head: matches all in front of the braces; its group is the name. stops: tags that a head does not have, such as that
@@ -101,17 +89,10 @@ class HeadedReader:
     """
 
     def __init__(self, head: re.Pattern[str], stops: tuple[str, ...]) -> None:
-        self.raw = ""
-        self.name: str | None = None
-        self.is_broken = False
+        super().__init__()
         self._head = head
         self._ends = ("{", *stops)
-        self._arguments = self._arguments_reader()
-        self._new_arguments = ""
-
-    @property
-    def is_complete(self) -> bool:
-        return self._arguments.is_complete
+        self._arguments = ObjectScanner()
 
     def push(self, text: str) -> int:
         used = 0
@@ -120,16 +101,6 @@ class HeadedReader:
             if self.name is None:
                 return used
         return used + self._read_arguments(text[used:])
-
-    def take_arguments(self) -> str:
-        new, self._new_arguments = self._new_arguments, ""
-        return new
-
-    def finish(self) -> None:
-        pass
-
-    def _arguments_reader(self) -> Any:
-        return ObjectScanner()
 
     def _read_head(self, text: str) -> int:
         place, end = first_tag(text, self._ends)
@@ -145,7 +116,7 @@ class HeadedReader:
     def _read_arguments(self, text: str) -> int:
         used = self._arguments.push(text)
         self._new_arguments += text[:used]
-        self.is_broken = self._arguments.is_broken
+        self.is_complete, self.is_broken = self._arguments.is_complete, self._arguments.is_broken
         return used
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 
 from kvllm.serving.tags import LONGEST_HEAD, first_tag
-from kvllm.serving.tool_parsers.base import CallForm
+from kvllm.serving.tool_parsers.base import CallForm, TaggedParser
 from kvllm.serving.tool_parsers.json_calls import ObjectReader
-from kvllm.serving.tool_parsers.tagged import TaggedParser
 
 TAG = "<|python_tag|>"
 KEYS = ("name", "type", "parameters", "arguments")

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from kvllm.serving.tool_parsers.base import CallForm
+from kvllm.serving.tool_parsers.base import CallForm, CallReader, TaggedParser
 from kvllm.serving.tool_parsers.json_calls import HeadedReader, ObjectReader
-from kvllm.serving.tool_parsers.tagged import CallReader, TaggedParser
 
 START, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 HEAD = re.compile(r"\s*([\w.\-]+)\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\]\s*)?")
@@ -31,28 +30,13 @@ class MistralParser(TaggedParser):
         return ListedReader() if start == START else ObjectReader()
 
 
-class ListedReader:
+class ListedReader(CallReader):
     """Reads the first call after the tag, of either form."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._space = ""  # and the bracket of a list
         self._call: CallReader | None = None
-
-    @property
-    def raw(self) -> str:
-        return self._space + (self._call.raw if self._call else "")
-
-    @property
-    def name(self) -> str | None:
-        return self._call.name if self._call else None
-
-    @property
-    def is_complete(self) -> bool:
-        return self._call is not None and self._call.is_complete
-
-    @property
-    def is_broken(self) -> bool:
-        return self._call is not None and self._call.is_broken
 
     def push(self, text: str) -> int:
         used = 0
@@ -63,11 +47,18 @@ class ListedReader:
             else:
                 is_object = "[" in self._space or text[used] == "{"
                 self._call = ObjectReader() if is_object else HeadedReader(HEAD, (START,))
-        return used + (self._call.push(text[used:]) if self._call else 0)
-
-    def take_arguments(self) -> str:
-        return self._call.take_arguments() if self._call else ""
+        self.raw = self._space
+        if self._call is not None:
+            used += self._call.push(text[used:])
+            self._show(self._call)
+        return used
 
     def finish(self) -> None:
-        if self._call:
+        if self._call is not None:
             self._call.finish()
+            self._show(self._call)
+
+    def _show(self, call: CallReader) -> None:
+        self.raw, self.name = self._space + call.raw, call.name
+        self.is_complete, self.is_broken = call.is_complete, call.is_broken
+        self._new_arguments += call.take_arguments()

@@ -6,8 +6,8 @@ import re
 from collections.abc import Container
 
 from kvllm.serving.tags import LONGEST_HEAD, first_tag
+from kvllm.serving.tool_parsers.base import CallReader, TaggedParser
 from kvllm.serving.tool_parsers.literals import PYTHON, LiteralReader
-from kvllm.serving.tool_parsers.tagged import TaggedParser
 
 START, END = "<|python_start|>", "<|python_end|>"
 NAME = r"\s*([A-Za-z_][\w.\-]*)"
@@ -39,19 +39,13 @@ class PythonicParser(TaggedParser):
         return place, tag
 
 
-class PythonicReader:
+class PythonicReader(CallReader):
     """Reads one call. names: those that it may have, or none for any."""
 
     def __init__(self, names: Container[str]) -> None:
-        self.raw = ""
-        self.name: str | None = None
-        self.is_broken = False
+        super().__init__()
         self._names = names
         self._arguments = LiteralReader(PYTHON)
-
-    @property
-    def is_complete(self) -> bool:
-        return self._arguments.is_complete
 
     def push(self, text: str) -> int:
         used = 0
@@ -62,14 +56,9 @@ class PythonicReader:
                 return 0
             self.name, used = head[1], head.end() - 1
         used += self._arguments.push(text[used:])
-        self.is_broken = self._arguments.is_broken
+        self._new_arguments += self._arguments.take()
+        self.is_complete, self.is_broken = self._arguments.is_complete, self._arguments.is_broken
         return used
-
-    def take_arguments(self) -> str:
-        return self._arguments.take()
-
-    def finish(self) -> None:
-        pass
 
 
 def _may_be(name: str, names: Container[str]) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvllm.chat_messages import FunctionDefinition
 from kvllm.serving.tags import LONGEST_HEAD, first_tag
-from kvllm.serving.tool_parsers.tagged import TaggedParser
+from kvllm.serving.tool_parsers.base import CallReader, TaggedParser
 
 START, END = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
@@ -34,22 +34,19 @@ class Qwen3CoderParser(TaggedParser):
         return FunctionReader(start == FUNCTION, self.functions)
 
 
-class FunctionReader:
+class FunctionReader(CallReader):
     """Reads one call.
 
     is_open: whether `<function=` was read. A text streams; a value of another type waits for its end.
     """
 
     def __init__(self, is_open: bool, functions: Mapping[str, FunctionDefinition]) -> None:
-        self.raw = ""
-        self.name: str | None = None
-        self.is_complete = self.is_broken = False
+        super().__init__()
         self._is_open = is_open
         self._functions = functions
         self._types: set[str] | None = None  # of the parameter that is being read
         self._begins = False  # nothing of its value was read
         self._is_first = True
-        self._new_arguments = ""
 
     def push(self, text: str) -> int:
         place = 0
@@ -58,13 +55,6 @@ class FunctionReader:
                 break
             place += used
         return place
-
-    def take_arguments(self) -> str:
-        new, self._new_arguments = self._new_arguments, ""
-        return new
-
-    def finish(self) -> None:
-        pass
 
     def _step(self, text: str) -> int | None:
         """Read the next tag or value. Returns the number of characters, None if more are needed, or if it is broken."""

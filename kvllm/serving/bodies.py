@@ -1,4 +1,4 @@
-"""Bounds on what a client may send, checked before the work that they bound."""
+"""Bodies of JSON: those of requests, read and decoded within bounds, and those of answers."""
 
 from __future__ import annotations
 
@@ -8,52 +8,45 @@ import logging
 import re
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 
-from kvllm.serving.decoding import decode_fields
 from kvllm.serving.errors import ApiError, bad_request
 
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 << 20
+CLOSE = {"Connection": "close"}
 BODY_SECONDS = 60.0
 """Time in which a body has to arrive."""
 MAX_JSON_DEPTH = 64
 MAX_JSON_CONTAINERS = 100_000
 """Lists and objects in a body: an empty one takes 2 bytes of a body and over 60 of memory."""
-MAX_N = 128
-MAX_PROMPTS = 1024
-MAX_CHOICES = 4096
-MAX_BEAMS = 128
-"""Of all prompts of a request."""
-MAX_STOP_STRINGS = 64
-MAX_STOP_CHARACTERS = 1024
-MAX_LOGIT_BIAS = 1024
-MAX_LOGPROBS = 1 << 22
-"""Log probabilities that an answer may come to have. Each takes up to 0.4 KB until the answer is sent."""
-MAX_BAD_WORDS = 256
-MAX_TOOLS = 128
-MAX_STOP_TOKEN_IDS = 1024
 SMALL_BODY_BYTES = 16 << 10
 """A body up to this size is parsed on the event loop: a thread would take longer to wake up."""
-ENCODINGS = {"gzip": (31,), "x-gzip": (31,), "deflate": (zlib.MAX_WBITS, -zlib.MAX_WBITS)}
-"""Compressed bodies, and zlib's names of their formats: some clients send deflate without the header of zlib."""
+MAX_WHOLE_FLOATS = 64
+"""Numbers of a body, or lists of them, that may be written as 10.0 for 10: each takes another look at all fields."""
+PLAIN = "identity"
+ENCODINGS = {PLAIN: (), "gzip": (31,), "x-gzip": (31,), "deflate": (zlib.MAX_WBITS, -zlib.MAX_WBITS)}
+"""Ways to send a body, and zlib's names of their formats: some clients send deflate without the header of zlib."""
 
 # A string that never ends reaches to the end of the body: if it matched nothing, the search would take squared time.
 STRINGS = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 BRACKETS = re.compile(rb"[\[\]{}]")
+FLOAT = re.compile(r"got `float` - at `\$(.*)`$")
+KEY = re.compile(r" - at `key` in `\$(.*)`$")
+STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
 PATH = re.compile(r" - at `\$\.?(.*)`$")
 T = TypeVar("T")
 
 
-def check_type(request: Request) -> None:
-    """Raises ApiError for other types than JSON: any page that a browser shows may send those to this machine."""
-    given = request.headers.get("content-type", "")
-    if given.partition(";")[0].strip().lower() != "application/json":
-        raise ApiError(415, "the body must be JSON: send the header 'Content-Type: application/json'")
+def json_response(body: Any) -> Response:
+    """body: of an answer; bytes are JSON already."""
+    content = body if isinstance(body, bytes) else msgspec.json.encode(body)
+    return Response(content, media_type="application/json")
 
 
 async def read_body(request: Request) -> bytes:
@@ -80,25 +73,18 @@ async def read_body(request: Request) -> bytes:
 async def read_json(request: Request, decoder: msgspec.json.Decoder[T], pool: ThreadPoolExecutor) -> T:
     """The body of a request as `decoder` reads it; in a thread of `pool`, if it is big or compressed.
 
-    Raises ApiError.
+    Raises ApiError; also for other types than JSON: any page that a browser shows may send those to this machine.
     """
-    check_type(request)
-    encoding = body_encoding(request)
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(415, "the body must be JSON: send the header 'Content-Type: application/json'")
+    encoding = request.headers.get("content-encoding", "").strip().lower() or PLAIN
+    if encoding not in ENCODINGS:
+        problem = f"Content-Encoding {encoding[:100]!r} is not known: send gzip, deflate or none"
+        raise ApiError(415, problem, headers={"Accept-Encoding": "gzip, deflate"})
     body = await read_body(request)
-    if encoding is None and len(body) <= SMALL_BODY_BYTES:
+    if encoding == PLAIN and len(body) <= SMALL_BODY_BYTES:
         return decode(body, decoder)
     return await asyncio.get_running_loop().run_in_executor(pool, decode, body, decoder, encoding)
-
-
-def body_encoding(request: Request) -> str | None:
-    """How a body is compressed, None for not at all. Raises ApiError for a way that is not known here."""
-    given = request.headers.get("content-encoding", "").strip().lower()
-    if given in ("", "identity"):
-        return None
-    if given not in ENCODINGS:
-        problem = f"Content-Encoding {given[:100]!r} is not known: send gzip, deflate or none"
-        raise ApiError(415, problem, headers={"Accept-Encoding": "gzip, deflate"})
-    return given
 
 
 def inflate(body: bytes, encoding: str) -> bytes:
@@ -118,12 +104,12 @@ def inflate(body: bytes, encoding: str) -> bytes:
     raise bad_request(f"the body is not valid {encoding}: {problem}")
 
 
-def decode(body: bytes, decoder: msgspec.json.Decoder[T], encoding: str | None = None) -> T:
+def decode(body: bytes, decoder: msgspec.json.Decoder[T], encoding: str = PLAIN) -> T:
     """Raises ApiError for what is no JSON, is nested too deeply or has fields of wrong types.
 
     encoding: how the body is compressed, out of ENCODINGS.
     """
-    if encoding is not None:
+    if encoding != PLAIN:
         body = inflate(body, encoding)
     body = body.removeprefix(codecs.BOM_UTF8)
     check_depth(body)
@@ -138,6 +124,27 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[T], encoding: str | None =
         raise bad_request(text, found[1] if found else None) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise bad_request(f"the body is not valid JSON: {error}") from None
+
+
+def decode_fields(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+    """Also from clients whose language has one type of numbers, and which write 10.0 for 10.
+
+    Raises msgspec.DecodeError, of which a ValidationError names the place, and UnicodeDecodeError.
+    """
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        if not (FLOAT.search(str(error)) or KEY.search(str(error))):
+            raise
+        fields, wrong = msgspec.json.decode(body), error
+    for _ in range(MAX_WHOLE_FLOATS):
+        if not _make_whole(fields, str(wrong)):
+            break
+        try:
+            return msgspec.convert(fields, decoder.type, str_keys=True)
+        except msgspec.ValidationError as error:
+            wrong = error
+    raise _with_key(fields, wrong)
 
 
 def check_depth(body: bytes) -> None:
@@ -155,15 +162,6 @@ def check_depth(body: bytes) -> None:
             raise bad_request(f"the body nests lists and objects deeper than {MAX_JSON_DEPTH}: flatten it")
 
 
-def check_count(field: str, count: int, most: int) -> None:
-    """Raises ApiError if a list, or a number of things to make, is too long."""
-    if count > most:
-        raise bad_request(f"{field} has {count} items: at most {most} are allowed", field)
-
-
-CLOSE = {"Connection": "close"}
-
-
 def _log_unknown_fields(body: bytes, kind: type) -> None:
     """Name what a body has and the server does not know: as in vLLM, it is ignored."""
     unknown = sorted(set(msgspec.json.decode(body)) - {field.name for field in msgspec.structs.fields(kind)})
@@ -173,3 +171,46 @@ def _log_unknown_fields(body: bytes, kind: type) -> None:
 
 def _too_large() -> ApiError:
     return ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes: send less at a time", headers=CLOSE)
+
+
+def _make_whole(fields: Any, error: str) -> bool:
+    """Make the number that an error names an integer, with all of its list. Returns whether it has no fraction."""
+    found = FLOAT.search(error)
+    steps = _steps(found[1]) if found else []
+    number = _at(fields, steps)
+    if not isinstance(number, float) or not number.is_integer():
+        return False
+    while isinstance(_at(fields, steps[:-1]), list):
+        steps.pop()
+    if steps:
+        _at(fields, steps[:-1])[steps[-1]] = _whole(_at(fields, steps))
+    return bool(steps)
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_whole(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _with_key(fields: Any, error: msgspec.ValidationError) -> msgspec.ValidationError:
+    """The error, with the key that is no number if it is about one."""
+    found = KEY.search(str(error))
+    for key in _at(fields, _steps(found[1])) if found else ():
+        try:
+            msgspec.convert({key: None}, dict[int, None], str_keys=True)
+        except msgspec.ValidationError:
+            return msgspec.ValidationError(
+                f"The key {key[:100]!r} is no whole number - at `${found[1] if found else ''}`"
+            )
+    return error
+
+
+def _steps(path: str) -> list[str | int]:
+    return [name or int(index) for name, index in STEP.findall(path)]
+
+
+def _at(fields: Any, steps: list[str | int]) -> Any:
+    for step in steps:
+        fields = fields[step]
+    return fields
