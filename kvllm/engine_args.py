@@ -26,6 +26,7 @@ from kvllm.config import (
     without_refused,
 )
 from kvllm.errors import ConfigError
+from kvllm.files.hub import Snapshot, hub_id, open_snapshot
 from kvllm.generation_config import named_eos_tokens, sampling_defaults
 from kvllm.kvcache.groups import UNIFORM, KVGroup, block_layers
 from kvllm.layer_shares import resolve
@@ -89,7 +90,7 @@ REFUSED: Refused = {
     "kv_transfer_config": ((), "KV pairs stay in their engine: kv_offloading_size moves them to the host"),
     "disable_log_stats": ((True, False), "statistics are never logged: LLM.stats() has them"),
     "disable_custom_all_reduce": ((True, False), "ranks of a node share memory in any case"),
-    "download_dir": ((), "nothing is downloaded: give the directory of a checkpoint"),
+    "download_dir": ((), "downloads lie in the cache of huggingface_hub: set HF_HOME, or HF_HUB_CACHE"),
     "served_model_name": ((), "a server has it: kvllm serve --served-model-name"),
 }
 """Options of vLLM that an engine has not: the values that change nothing, and why others are refused."""
@@ -119,10 +120,11 @@ class EngineArgs:
     """Options of an engine.
 
     Args:
-        model: directory of a Hugging Face checkpoint (config.json, safetensors, tokenizer). Default: the small
+        model: directory of a Hugging Face checkpoint (config.json, safetensors, tokenizer), or the id of a model on a
+            hub, ORG/NAME, with ORG/NAME:Q4_K_M for one of its GGUF files, which is downloaded. Default: the small
             reasoning model that comes with the package.
         tokenizer: directory of the tokenizer, if it is not the checkpoint's.
-        revision: of a model on a hub. A directory has none, so this changes nothing.
+        revision: branch, tag or commit of a model on a hub. A directory has none, so this changes nothing there.
         hf_overrides: keys of config.json with other values than there.
         generation_config: where defaults of sampling come from: "auto" for the checkpoint's generation_config.json,
             "vllm" for those of SamplingParams, or the directory of another such file.
@@ -245,9 +247,31 @@ class EngineArgs:
         several = self.tensor_parallel_size > 1 or self.data_parallel_size > 1
         return self.distributed_executor_backend == "ray" or several
 
+    @cached_property
+    def snapshot(self) -> Snapshot | None:
+        """Of a hub's model, which is looked up once; None for a directory. Raises CheckpointError."""
+        asked = hub_id(self.model)
+        return None if asked is None else open_snapshot(asked, self.revision, self._memory)
+
     @property
     def path(self) -> Path:
-        return Path(self.model)
+        """The checkpoint's directory, or its file. That of a hub's model may lack the weights until `fetch_weights`."""
+        return Path(self.model) if self.snapshot is None else self.snapshot.path
+
+    @property
+    def name(self) -> str:
+        """The model's, for people."""
+        return Path(self.model).name
+
+    def fetch_weights(self) -> None:
+        """Download the weights that are to be read, if they are on a hub. Raises CheckpointError."""
+        if self.snapshot is not None and self.load_format != "dummy":
+            self.snapshot.fetch_weights()
+
+    @property
+    def commit(self) -> str | None:
+        """`revision`, as the commit that a hub's model has there: with it, the hub is not asked again."""
+        return self.revision if self.snapshot is None else self.snapshot.commit
 
     @property
     def tokenizer_path(self) -> Path:
@@ -338,6 +362,16 @@ class EngineArgs:
             swap=self.swap,
         )
 
+    def _memory(self) -> int:
+        """Bytes of the memory for weights, of all ranks together."""
+        import torch
+
+        from kvllm.worker.host_memory import total_memory
+
+        if self.device != "cpu" and torch.cuda.is_available():
+            return torch.cuda.mem_get_info()[1] * self.tensor_parallel_size
+        return total_memory()
+
     def _step_tokens(self, max_model_len: int) -> int:
         """Most tokens of one step."""
         most = self.max_num_batched_tokens
@@ -349,7 +383,7 @@ class EngineArgs:
         return given.with_method() if isinstance(given, CompressionConfig) else given
 
     def _check_types(self) -> None:
-        require(isinstance(self.model, str | Path), "model", self.model, "the directory of a checkpoint")
+        require(isinstance(self.model, str | Path), "model", self.model, "the directory of a checkpoint, or an id")
         hints = get_type_hints(type(self))
         for field in fields(self)[1:]:
             value = getattr(self, field.name)

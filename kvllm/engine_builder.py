@@ -62,6 +62,7 @@ def build_engine(args: EngineArgs) -> Engine:
     config, shape = args.engine_config, cache_shape(args)
     state_bytes, held_bytes = method_state_bytes(config, shape), residual_bytes(config, shape)
     tokenizer = _tokenizer(args)
+    args.fetch_weights()
     with ExitStack() as started:  # ended here unless all goes well
         workers = _start_workers(args) if args.uses_ray else None
         if workers:
@@ -124,7 +125,7 @@ def _settings(
     args: EngineArgs, config: EngineConfig, tokenizer: Tokenizer | None, utilization: float | None
 ) -> RunnerSettings:
     return RunnerSettings(
-        str(args.path.resolve()),
+        str(args.path.absolute()),  # links stay: in a hub's cache, they alone have the names of files
         _with_eos_tokens(args.model_config, tokenizer),
         config,
         _dtype(args),
@@ -133,7 +134,7 @@ def _settings(
         args.enforce_eager,
         utilization,
         args.quantization,
-        str(args.tokenizer_path.resolve()),
+        str(args.tokenizer_path.absolute()),
     )
 
 
@@ -282,7 +283,7 @@ def _log(args: EngineArgs, settings: RunnerSettings, engine: Engine, device: str
     config, num_ranks = engine.config, args.tensor_parallel_size * args.data_parallel_size
     logger.info(
         "%s (%s, %s) on %s%s; attention backend %s; KV pool of %d blocks of %d tokens%s, %s MiB%s; %s",
-        args.path.name,
+        args.name,
         settings.model.architecture,
         settings.dtype,
         device,

@@ -12,7 +12,8 @@ class ConfigError(KvLLMError, ValueError):
 
 
 class CheckpointError(KvLLMError, ValueError):
-    """The model directory is missing, incomplete, of an unknown architecture, or does not fit its own config."""
+    """The model is missing, cannot be downloaded, incomplete, of an unknown architecture, or does not fit its
+    config."""
 
 
 class RequestError(KvLLMError, ValueError):

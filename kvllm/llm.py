@@ -49,8 +49,8 @@ def _with_options_of(args: Callable[P, Any]) -> Callable[[Callable[..., None]], 
 class LLM:
     """A model with its KV pool, for batches of prompts.
 
-    Its options are those of `kvllm.engine_args.EngineArgs`, which describes each of them: the directory of a checkpoint
-    first, all others by keyword.
+    Its options are those of `kvllm.engine_args.EngineArgs`, which describes each of them: the directory of a
+    checkpoint, or the id of a model on a hub, first, all others by keyword.
 
     Raises:
         ConfigError, CheckpointError: before any weights are read, wherever that can be known.
@@ -72,7 +72,9 @@ class LLM:
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
         """Build the engine that these options describe."""
-        return cls(**{field.name: getattr(engine_args, field.name) for field in fields(engine_args)})
+        options: dict[str, Any] = {field.name: getattr(engine_args, field.name) for field in fields(engine_args)}
+        options["revision"] = engine_args.commit
+        return cls(**options)
 
     def generate(
         self,

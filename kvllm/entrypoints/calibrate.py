@@ -20,12 +20,13 @@ from pathlib import Path
 
 from kvllm.config import require
 from kvllm.engine_args import EngineArgs
-from kvllm.entrypoints.model_argument import add_model_argument
+from kvllm.entrypoints.model_argument import add_model_argument, add_revision_argument
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add_model_argument(parser, "directory of a checkpoint, where the files are written")
+    add_model_argument(parser, "directory of a checkpoint, where the files are written, or the id of a hub's model")
+    add_revision_argument(parser)
     shipped = "texts, as many pieces of each (default: a manual and source code that come with Python)"
     add("--text", type=Path, nargs="+", metavar="FILE", help=shipped)
     add("--pieces", type=int, default=8, metavar="N", help="pieces of all texts together (default: 8)")
@@ -44,8 +45,9 @@ def run(args: argparse.Namespace) -> None:
     shortest = OUTLIERS if windows is None else windows.size
     require(args.length > shortest, "--length", args.length, f"more than {shortest}")
     require(args.model is not None, "MODEL", args.model, "the directory of a checkpoint, where files can be written")
-    model = EngineArgs(args.model, max_model_len=args.length)
+    model = EngineArgs(args.model, revision=args.revision, max_model_len=args.length)
     _ = model.model_config  # which checks the length
+    model.fetch_weights()
     sources = shipped_texts() if args.text is None else read_files(args.text)
     texts = cut_texts(sources, Cut(args.pieces, args.length, prompt_tokens=0), load_tokenizer(str(model.path)))
     for path in calibrate(model.path, texts, ", ".join(sources), windows):

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from kvllm.config import require
 from kvllm.engine_args import DEFAULT_MODEL, EngineArgs
 from kvllm.entrypoints.engine_flags import CHOICES
-from kvllm.entrypoints.model_argument import add_model_argument
+from kvllm.entrypoints.model_argument import add_model_argument, add_revision_argument
 from kvllm.log import warnings_only
 
 if TYPE_CHECKING:
@@ -48,7 +48,8 @@ MOST_SEQUENCES = 32
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add_model_argument(parser, "directory of a checkpoint")
+    add_model_argument(parser, "directory of a checkpoint, or the id ORG/NAME of a model on a hub")
+    add_revision_argument(parser)
     texts = parser.add_mutually_exclusive_group()
     shipped = "texts, each a kind of its own (default: a manual and source code that come with Python)"
     texts.add_argument("--text", type=Path, nargs="+", metavar="FILE", help=shipped)
@@ -78,11 +79,12 @@ def run(args: argparse.Namespace) -> None:
     from kvllm.tokenizer import load_tokenizer
 
     check_arguments(args)
-    model = EngineArgs(args.model or DEFAULT_MODEL, dtype=args.dtype, max_model_len=args.length)
+    model = EngineArgs(args.model or DEFAULT_MODEL, revision=args.revision, dtype=args.dtype, max_model_len=args.length)
     name, _ = str(model.model), model.model_config  # which checks the length
+    model.fetch_weights()
     tokenizer = load_tokenizer(model.path)
-    directory = args.output or Path(f"compare-{model.path.name}")
-    setting = make_setting(args, name)
+    directory = args.output or Path(f"compare-{model.name}")
+    setting = make_setting(args, str(model.path))
     methods = [resolved(method) for method in args.methods]
     record = open_record(args, setting, directory)
     needles = hide(record.texts, args.needles, tokenizer, args.seed)

@@ -21,6 +21,11 @@ def add_model_argument(
     parser.add_argument("--model", *also, dest="model", help="the same", **options)
 
 
+def add_revision_argument(parser: argparse.ArgumentParser) -> None:
+    help = "branch, tag or commit of a model on a hub (default: main)"
+    parser.add_argument("--revision", metavar="NAME", help=help)
+
+
 class _Once(argparse.Action):
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
         known = getattr(namespace, self.dest, None)

@@ -3,6 +3,7 @@
 Without MODEL, the small reasoning model that comes with the package is served.
 
     kvllm serve
+    kvllm serve Qwen/Qwen3-0.6B
     kvllm serve path/to/Qwen3-0.6B --port 8080 --kv-cache-memory-bytes 2G
     kvllm serve path/to/Qwen3-0.6B --compression method=kara_sharp,policy=pressure
     KVLLM_API_KEY=secret kvllm serve path/to/Qwen3-0.6B --host 0.0.0.0
@@ -48,7 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    _ = engine_args_from(args).sampling_defaults  # what is wrong is told before anything is imported
+    engine_args = engine_args_from(args)
+    _ = engine_args.sampling_defaults  # what is wrong is told before anything is imported
+    args.revision = engine_args.commit
     from kvllm.serving.run import Address, serve
 
     serve(*read_options(args), Address(args.host, args.port, args.uds, _tls(args)))

@@ -23,8 +23,9 @@ from kvllm.config import (
     make_kv_groups,
 )
 from kvllm.config.engine import SWAP_MODES
+from kvllm.engine_args import EngineArgs
 from kvllm.entrypoints.engine_flags import CHOICES, SETTINGS, parse_compression
-from kvllm.entrypoints.model_argument import add_model_argument
+from kvllm.entrypoints.model_argument import add_model_argument, add_revision_argument
 from kvllm.entrypoints.sizes import GIB, parse_gib
 from kvllm.errors import CheckpointError, ConfigError
 from kvllm.kvcache.formats import KV_CACHE_DTYPES, KV_FORMATS
@@ -74,15 +75,18 @@ OF_TIERS: tuple[tuple[str, str, Callable[[Outcome], float]], ...] = (
 
 def add_checkpoint_argument(parser: argparse.ArgumentParser) -> None:
     """The model of commands that read no weights."""
-    text = "a checkpoint, or its config.json alone"
-    add_model_argument(parser, text, metavar="DIR|FILE", type=Path, also=["--model-config"])
+    text = "a checkpoint, its config.json alone, or the id ORG/NAME of a model on a hub"
+    add_model_argument(parser, text, metavar="DIR|FILE|ID", also=["--model-config"])
+    add_revision_argument(parser)
 
 
 def given_checkpoint(args: argparse.Namespace) -> Path:
-    """Raises ConfigError where there is none."""
+    """Its path. Raises ConfigError where there is none, and CheckpointError for a hub's that cannot be had."""
     if args.model is None:
         raise ConfigError(f"kvllm {args.command} needs a model: give a checkpoint's directory, or its config.json")
-    return args.model
+    model = EngineArgs(args.model, revision=args.revision)
+    args.revision = model.commit  # so that a hub is asked once
+    return model.path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -180,7 +184,8 @@ def make_config(
 ) -> EngineConfig:
     """The simulated engine."""
     windows = bounding(cost.model.windows, max_model_len)
-    folder = args.model if args.model.is_dir() else args.model.parent
+    path = given_checkpoint(args)
+    folder = path if path.is_dir() else path.parent
     if compression is not None:
         compression = resolve(compression, folder, windows, args.block_size)
     groups = make_kv_groups(windows, compression)
@@ -272,7 +277,7 @@ def describe(args: argparse.Namespace, cost: CostModel, config: EngineConfig, wo
     of_layers = "" if layers == cost.model.num_layers else f" in {layers} of {cost.model.num_layers} layers"
     gib = tokens * cost.kv_pair_bytes * layers / GIB
     return (
-        f"{args.model.name} on {cost.hardware.name}, tensor parallel {cost.devices}: weights "
+        f"{Path(args.model).name} on {cost.hardware.name}, tensor parallel {cost.devices}: weights "
         f"{cost.weight_bytes / GIB:.1f} GiB and KV pool {gib:.1f} GiB a device\n"
         f"KV pool: {config.num_blocks:,} blocks of {config.block_size} = {tokens:,} tokens{of_layers}; "
         f"at most {config.max_num_seqs} sequences at once\n"

@@ -163,7 +163,10 @@ def load_model_config(path: Path, overrides: dict[str, Any] | None = None) -> Mo
     be, or asks for a feature that kvllm does not compute.
     """
     if not path.is_dir():
-        raise CheckpointError(f"{path} is not a directory: give the directory of a checkpoint in Hugging Face format")
+        raise CheckpointError(
+            f"{path} is not a directory: give the directory of a checkpoint in Hugging Face format, or the id ORG/NAME "
+            "of a model on a hub"
+        )
     file = path / "config.json"
     if not file.is_file():
         raise CheckpointError(f"{path} has no config.json: give the directory of a checkpoint in Hugging Face format")

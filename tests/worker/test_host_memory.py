@@ -11,7 +11,7 @@ import pytest
 from kvllm import stats
 from kvllm.stats import EngineStats
 from kvllm.worker import host_memory
-from kvllm.worker.host_memory import _left_in_groups, available_memory
+from kvllm.worker.host_memory import _left_in_groups, available_memory, total_memory
 
 MIB = 1 << 20
 
@@ -56,9 +56,16 @@ def test_version_1(tmp_path: Path) -> None:
 
 def test_no_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(_left_in_groups(tmp_path / "mount", tmp_path / "own")) == []
-    assert 0 < available_memory() <= psutil.virtual_memory().total
+    assert 0 < available_memory() <= total_memory() <= psutil.virtual_memory().total
     monkeypatch.setattr(host_memory, "CGROUPS", tmp_path / "mount")
-    assert 0 < available_memory() <= psutil.virtual_memory().total
+    assert 0 < available_memory() <= psutil.virtual_memory().total == total_memory()
+
+
+def test_a_limit_is_all_that_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is in use."""
+    monkeypatch.setattr(host_memory, "CGROUPS", tmp_path)
+    group(tmp_path, version_2(512 * MIB, 500 * MIB, 0))
+    assert total_memory() == 512 * MIB
 
 
 def test_the_timeline_forgets_old_steps(monkeypatch: pytest.MonkeyPatch) -> None:
