@@ -28,7 +28,7 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -132,7 +132,7 @@ PATIENT_BYTES = 64 << 10
 
 
 class Stream(asyncio.Protocol):
-    """Keeps all that comes of one completion, until the connection ends. first, last: times of events."""
+    """Keeps all that comes of one completion, until the connection ends. first: when its first event came."""
 
     def __init__(self, request: bytes, is_patient: bool) -> None:
         self.request = request
@@ -142,9 +142,8 @@ class Stream(asyncio.Protocol):
         self.ended = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
         self.socket = transport.get_extra_info("socket")
-        transport.write(self.request)
+        cast(asyncio.Transport, transport).write(self.request)  # uvloop's is no subclass
 
     def data_received(self, data: bytes) -> None:
         if self.first == self.begin and b"data: " in data:
