@@ -21,9 +21,8 @@ import msgspec
 import torch
 from msgspec import Struct
 
-from benchmarks.common import command_line, machine, report, workloads
+from benchmarks.common import command_line, machine, report, summary, workloads
 from benchmarks.common.measurement import Measurement, measure
-from benchmarks.common.summary import ratios, spread, summarize
 from benchmarks.common.variants import Variant, parse_variant
 from benchmarks.reasoner.problems import Problem, grade
 from benchmarks.reasoner.tasks import make_problem
@@ -109,9 +108,7 @@ class ProblemSet:
         """Solve the problems in a fresh engine, and show the progress."""
         llm = LLM(compression=variant.compression, **self.engine(variant))
         sampling_params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
-        outputs, measurement = measure(
-            llm, [problem.prompt for problem in self.problems], sampling_params, variant.name
-        )
+        outputs, measurement = measure(llm, [problem.prompt for problem in self.problems], sampling_params)
         texts = [output.outputs[0].text for output in outputs]
         grades = [grade(problem, text) for problem, text in zip(self.problems, texts, strict=True)]
         return Run(measurement, texts, grades)
@@ -143,6 +140,7 @@ The same model behind an OpenAI API, at http://127.0.0.1:8000 (docs/serving.md):
       -d '{"prompt": "words: d3,f9,Y0,x9\\n#>d+f=k\\nk>k-Y=Q\\nQ>?Q,k,f\\n", "temperature": 0, "max_tokens": 400}'"""
 SHORT_PROBLEMS, SHORT_MAX_NUM_SEQS = 16, 16
 SAMPLES = 3
+VERDICTS = {(True, True): "right, every line exact", (True, False): "right", (False, False): "wrong"}
 QUIET = 0.1
 """Cores that other processes may use in a run whose times can be compared."""
 
@@ -174,64 +172,45 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.problems is None:
         args.problems = SHORT_PROBLEMS if args.short else PROBLEMS
-    for option in ("problems", "repeats"):
-        if (number := getattr(args, option)) < 1:
-            parser.error(f"--{option} {number}: at least 1")
+    command_line.require_positive(args, "problems", "repeats")
     return args
 
 
 def describe(variant: Variant) -> str:
     """The settings of a variant in one line."""
-    compression, name = variant.compression, _one_line(variant.name)
-    dtype = f"; KV pairs in {variant.engine['kv_cache_dtype']}" if "kv_cache_dtype" in variant.engine else ""
-    if compression is None:
-        return f"{name}: no compression{dtype}"
-    kept = (
-        f"{compression.retain_blocks} kept"
-        if compression.retain_tokens is None
-        else f"{compression.retain_tokens} tokens kept"
-    )
-    return (
-        f"{name}: {compression.method}, {compression.policy}, period {compression.period}; windows of "
-        f"{compression.window_blocks} blocks, {kept}; buffer {compression.buffer}, chunk budget "
-        f"{compression.chunk_budget}; prompts {'compressed too' if compression.compress_prompt else 'kept whole'}"
-        f"{dtype}"
-    )
+    compression, parts = variant.compression, [f"{key}={value}" for key, value in variant.engine.items()]
+    if compression is not None:
+        defaults = msgspec.to_builtins(CompressionConfig(method=compression.method))
+        given = msgspec.to_builtins(compression).items()
+        parts = [compression.method, *(f"{key}={value}" for key, value in given if defaults[key] != value), *parts]
+    return f"{_one_line(variant.name)}: {', '.join(parts) or 'no compression'}"
+
+
+COUNTS = ("output_tokens", "steps", "peak_concurrency", "preemptions", "compression_events", "windows_compressed")
+COUNTS += ("blocks_released",)
+TIMES = {"output_tokens_per_s": "{:,.0f}", "seconds": "{:.1f}", "other_load": "{:.1f}"}
 
 
 def show(runs: Runs) -> str:
     """A table with a column for each variant. Answers and counts are of its first run, times of all of them."""
     firsts = [first for first, *_ in runs.values()]
-    summaries = [summarize([run.measurement for run in of_variant]) for of_variant in runs.values()]
-
-    def cells(title: str, show_one: Any) -> list[str]:
-        return [title, *(show_one(run) for run in firsts)]
-
-    def count(title: str, field: str) -> list[str]:
-        return cells(title, lambda run: f"{getattr(run.measurement, field):,}")
-
-    def times(title: str, field: str, shape: str) -> list[str]:
-        return [title, *(spread(summary[field], shape) for summary in summaries)]
-
+    measured = [run.measurement for run in firsts]
+    summaries = [summary.summarize([run.measurement for run in of_variant]) for of_variant in runs.values()]
     rows = [
-        cells("exact workings", lambda run: _share(run.exact, run)),
-        cells("right answers", lambda run: _share(run.right, run)),
-        count("output tokens", "output_tokens"),
-        times("output tokens/s", "output_tokens_per_s", "{:,.0f}"),
-        times("time, s", "seconds", "{:.1f}"),
-        times("cores busy with other work", "other_load", "{:.1f}"),
-        count("steps", "steps"),
-        cells("mean concurrency", lambda run: f"{run.measurement.mean_concurrency:.1f}"),
-        count("peak concurrency", "peak_concurrency"),
-        count("preemptions", "preemptions"),
-        cells("KV of a running sequence, mean", lambda run: report.mib(_kv_of_a_sequence(run.measurement))),
-        cells("KV pool", lambda run: report.mib(run.measurement.num_blocks * run.measurement.block_bytes)),
-        cells("KV in use, peak", lambda run: report.mib(run.measurement.peak_kv_bytes)),
-        cells("KV in use, mean", lambda run: report.mib(run.measurement.mean_blocks * run.measurement.block_bytes)),
-        count("compression events", "compression_events"),
-        count("windows compressed", "windows_compressed"),
-        count("blocks released", "blocks_released"),
+        ["exact workings", *(_share(run.exact, run) for run in firsts)],
+        ["right answers", *(_share(run.right, run) for run in firsts)],
+        ["mean concurrency", *(f"{m.mean_concurrency:.1f}" for m in measured)],
     ]
+    for name, shape in TIMES.items():
+        rows.append([summary.SHOWN[name][0], *(summary.show_spread(each[name], shape) for each in summaries)])
+    rows += [[name.replace("_", " "), *(f"{getattr(m, name):,}" for m in measured)] for name in COUNTS]
+    kv = {
+        "KV of a running sequence, mean": [m.mean_blocks / m.mean_concurrency * m.block_bytes for m in measured],
+        "KV pool": [m.num_blocks * m.block_bytes for m in measured],
+        "KV in use, peak": [m.peak_kv_bytes for m in measured],
+        "KV in use, mean": [m.mean_blocks * m.block_bytes for m in measured],
+    }
+    rows += [[title, *map(report.mib, values)] for title, values in kv.items()]
     return report.table(["", *runs], rows)
 
 
@@ -240,20 +219,15 @@ def _share(number: int, run: Run) -> str:
     return f"{number} of {total} ({number / total:.1%})"
 
 
-def _kv_of_a_sequence(measurement: Measurement) -> float:
-    return measurement.mean_blocks / measurement.mean_concurrency * measurement.block_bytes
-
-
 def compare(runs: Runs) -> str:
     """The ratios of each variant to the first one, in a line of each."""
-    speed = ratios({name: [run.measurement for run in of_variant] for name, of_variant in runs.items()})
+    speed = summary.ratios({name: [run.measurement for run in of_variant] for name, of_variant in runs.items()})
     (first, (base, *_)), *others = runs.items()
     lines = []
     for name, (run, *_) in others:
         of_base, of_run = base.measurement, run.measurement
         lines.append(
-            f"{_one_line(name)} against {_one_line(first)}: "
-            f"{spread(speed[name], '{:.2f}')}x tokens/s, "
+            f"{_one_line(name)} against {_one_line(first)}: {summary.show_spread(speed[name], '{:.2f}')}x tokens/s, "
             f"{of_run.steps / of_base.steps:.2f}x steps, "
             f"{of_run.mean_concurrency / of_base.mean_concurrency:.2f}x concurrency, "
             f"{of_run.preemptions - of_base.preemptions:+d} preemptions, {run.right - base.right:+d} right answers"
@@ -280,18 +254,8 @@ def samples(problems: list[Problem], runs: Runs) -> str:
         width = max(len(_one_line(name)) for name in firsts)
         for name, run in firsts.items():
             ending = "".join(run.texts[i].splitlines()[-1:])
-            lines.append(f"  {_one_line(name):{width}}  ...  {ending}  -> {_verdict(problems[i], run.texts[i])}")
+            lines.append(f"  {_one_line(name):{width}}  ...  {ending}  -> {VERDICTS[run.grades[i]]}")
     return "\n".join(lines)
-
-
-def _verdict(problem: Problem, text: str) -> str:
-    right, exact = grade(problem, text)
-    if exact:
-        return "right, every line exact"
-    pairs = zip(problem.working.splitlines(), text.splitlines(), strict=False)
-    slip = next((number for number, (expected, line) in enumerate(pairs, start=1) if expected != line), None)
-    where = "it ends too early" if slip is None else f"line {slip} of the working is the first that differs"
-    return f"{'right' if right else 'wrong'}, {where}"
 
 
 def _one_line(name: str) -> str:
@@ -306,39 +270,32 @@ def choose_variants(texts: Sequence[str] | None) -> list[Variant]:
     return [parse_variant(text) for text in texts]
 
 
-def report_of(problem_set: ProblemSet, seed: int, variants: Sequence[Variant], runs: Runs) -> dict[str, Any]:
+def report_of(problem_set: ProblemSet, variants: Sequence[Variant], runs: Runs) -> dict[str, Any]:
     """The report's part about problems and runs."""
-    return {
-        "problems": {
-            "number": len(problem_set.problems),
-            "seed": seed,
-            "prompt_tokens": sum(problem_set.prompt_tokens),
-            "working_tokens": sum(problem_set.working_tokens),
-            "wanted_blocks": problem_set.wanted(BLOCK_SIZE),
-        },
-        "runs": {
-            _one_line(variant.name): {
-                "engine": problem_set.engine(variant),
-                "compression": msgspec.to_builtins(variant.compression),
-                "exact_workings": runs[variant.name][0].exact,
-                "right_answers": runs[variant.name][0].right,
-                "measurements": [msgspec.to_builtins(run.measurement) for run in runs[variant.name]],
-            }
-            for variant in variants
-        },
+    problems = {
+        "number": len(problem_set.problems),
+        "prompt_tokens": sum(problem_set.prompt_tokens),
+        "working_tokens": sum(problem_set.working_tokens),
+        "wanted_blocks": problem_set.wanted(BLOCK_SIZE),
     }
+    of_variants = {
+        _one_line(variant.name): {
+            "engine": problem_set.engine(variant),
+            "compression": msgspec.to_builtins(variant.compression),
+            "exact_workings": runs[variant.name][0].exact,
+            "right_answers": runs[variant.name][0].right,
+            "measurements": [msgspec.to_builtins(run.measurement) for run in runs[variant.name]],
+        }
+        for variant in variants
+    }
+    return {"problems": problems, "runs": of_variants}
 
 
-def write(folder: Path, content: dict[str, Any], runs: Runs) -> None:
+def plot(path: Path, num_problems: int, runs: Runs) -> None:
     firsts = {name: first.measurement for name, (first, *_) in runs.items()}
-    report.write_json(folder / "demo.json", content)
-    report.plot_timelines(
-        folder / "demo.png",
-        f"{content['problems']['number']} programs in a KV pool of {POOL_FRACTION:.0%} of the demand",
-        {name: measurement.timeline for name, measurement in firsts.items()},
-        [measurement.num_blocks for measurement in firsts.values()],
-    )
-    print(f"Written: {folder / 'demo.json'}, {folder / 'demo.png'}")
+    title = f"{num_problems} programs in a KV pool of {POOL_FRACTION:.0%} of the demand"
+    timelines = {name: measurement.timeline for name, measurement in firsts.items()}
+    report.plot_timelines(path, title, timelines, [measurement.num_blocks for measurement in firsts.values()])
 
 
 def run_demo(arguments: Sequence[str]) -> None:
@@ -362,8 +319,9 @@ def run_demo(arguments: Sequence[str]) -> None:
     print(f"\n{show(runs)}\n\n{compare(runs)}")
     print(f"\n{samples(problem_set.problems, runs)}\n")
     print(remark(runs))
-    write(args.output, provenance | report_of(problem_set, args.seed, variants, runs), runs)
-    print(SERVE)
+    report.write_json(args.output / "demo.json", provenance | report_of(problem_set, variants, runs))
+    plot(args.output / "demo.png", args.problems, runs)
+    print(f"Written: {args.output / 'demo.json'}, {args.output / 'demo.png'}\n{SERVE}")
 
 
 if __name__ == "__main__":

@@ -5,8 +5,7 @@
 The model has layers of the shape of Qwen3-0.6B and random weights. For each dtype an engine holds the same sequences,
 and the engines take turns with a few steps each, so that all of them meet the machine in the same state. The table has
 the median of a step, the median of the ratios to the first dtype in the same turns with their quartiles, and the time
-in which memory would give the bytes of the weights and of all KV pairs once. The figures go to kv_dtype_steps.json, a
-plot to kv_dtype_steps.png.
+in which memory would give the bytes of the weights and of all KV pairs once. The figures go to kv_dtype_steps.json.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
 
 from msgspec import Struct, to_builtins
 
@@ -29,7 +27,6 @@ from benchmarks.common.shapes import SHAPES
 from kvllm import LLM, SamplingParams
 from kvllm.comparison.kv_caches import check_kv_cache, kv_cache_options
 from kvllm.config import require
-from kvllm.core.engine import LLMEngine
 from kvllm.models.config import load_model_config
 
 STEPS = 5
@@ -54,13 +51,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     dtypes = "default: auto int8 int6_int4_hadamard int4_hadamard; int4_hadamard+32 has a residual of 32 tokens"
     add("--kv-cache-dtypes", nargs="+", metavar="D", help=dtypes)
-    add(
-        "--contexts",
-        type=int,
-        nargs="+",
-        default=[128, 512, 4096],
-        help="tokens of a prompt (default 128 512 4096)",
-    )
+    prompt = "tokens of a prompt (default 128 512 4096)"
+    add("--contexts", type=int, nargs="+", default=[128, 512, 4096], help=prompt)
     add("--sequences", type=int, default=8, help="that decode together (default 8)")
     add("--layers", type=int, default=4, help="default 4")
     add("--turns", type=int, default=30, help=f"of {STEPS} steps for each dtype (default 30)")
@@ -74,12 +66,6 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     require(args.turns >= 2, "--turns", args.turns, "at least 2")
     require(min(args.contexts) >= 1, "--contexts", args.contexts, "at least 1 token each")
     return args
-
-
-def write_model(args: argparse.Namespace, directory: Path) -> Path:
-    shape = SHAPES["0.6b"] | {"num_hidden_layers": args.layers, "vocab_size": VOCABULARY}
-    (directory / "config.json").write_text(json.dumps(shape))
-    return directory
 
 
 def make_engine(args: argparse.Namespace, path: Path, kv_cache_dtype: str, context: int) -> LLM:
@@ -112,7 +98,7 @@ def measure(args: argparse.Namespace, path: Path, context: int) -> list[Steps]:
     times: dict[str, list[float]] = {dtype: [] for dtype in engines}
     for turn in range(1 + args.turns):
         for dtype, llm in engines.items():
-            milliseconds = time_steps(engine_of(llm))
+            milliseconds = time_steps(llm)
             if turn:  # the first one warms up
                 times[dtype].append(milliseconds)
     first = times[args.kv_cache_dtypes[0]]
@@ -130,11 +116,11 @@ def measure(args: argparse.Namespace, path: Path, context: int) -> list[Steps]:
     return found
 
 
-def time_steps(engine: LLMEngine) -> float:
+def time_steps(llm: LLM) -> float:
     """Milliseconds of a step, the mean of a few."""
     begin = time.perf_counter()
     for _ in range(STEPS):
-        engine.step()
+        llm.llm_engine.step()
     return (time.perf_counter() - begin) / STEPS * 1000
 
 
@@ -142,29 +128,12 @@ def show(found: list[Steps], read_bytes_per_s: float) -> str:
     rows = []
     for each in found:
         low, _, high = quantiles(each.speedups, n=4)
-        rows.append(
-            [
-                f"{each.context:,}",
-                each.kv_cache_dtype,
-                f"{median(each.step_ms):.2f}",
-                f"{median(each.speedups):.2f} ({low:.2f} to {high:.2f})",
-                f"{1000 * each.read_bytes / read_bytes_per_s:.2f}",
-            ]
-        )
+        speedup = f"{median(each.speedups):.2f} ({low:.2f} to {high:.2f})"
+        times = (median(each.step_ms), 1000 * each.read_bytes / read_bytes_per_s)
+        step, memory = (f"{milliseconds:.2f}" for milliseconds in times)
+        rows.append([f"{each.context:,}", each.kv_cache_dtype, step, speedup, memory])
     header = ["context", "KV cache", "step, ms", f"times as fast as\n{found[0].kv_cache_dtype}", "memory alone, ms"]
     return report.table(header, rows)
-
-
-def write(args: argparse.Namespace, content: dict[str, Any], found: list[Steps]) -> None:
-    report.write_json(args.output / "kv_dtype_steps.json", content | {"steps": to_builtins(found)})
-    lines = {}
-    for dtype in args.kv_cache_dtypes:
-        own = [each for each in found if each.kv_cache_dtype == dtype]
-        lines[dtype] = [each.context for each in own], [median(each.speedups) for each in own]
-    title = f"Decode steps of {args.sequences} sequences, {args.layers} layers"
-    speed = f"times as fast as {args.kv_cache_dtypes[0]}"
-    report.plot_lines(args.output / "kv_dtype_steps.png", title, "tokens of a sequence", {speed: lines})
-    print(f"Written: {args.output / 'kv_dtype_steps.json'}, {args.output / 'kv_dtype_steps.png'}")
 
 
 def benchmark(arguments: Sequence[str]) -> None:
@@ -173,11 +142,13 @@ def benchmark(arguments: Sequence[str]) -> None:
     bandwidth = machine.read_bandwidth()
     found = []
     with tempfile.TemporaryDirectory() as directory:
-        path = write_model(args, Path(directory))
+        shape = SHAPES["0.6b"] | {"num_hidden_layers": args.layers, "vocab_size": VOCABULARY}
+        Path(directory, "config.json").write_text(json.dumps(shape))
         for context in args.contexts:
-            found += measure(args, path, context)
+            found += measure(args, Path(directory), context)
     print(f"\nMemory is read at {bandwidth / 1e9:.1f} GB/s.\n\n{show(found, bandwidth)}")
-    write(args, provenance | {"read_bytes_per_s": bandwidth}, found)
+    content = {"read_bytes_per_s": bandwidth, "steps": to_builtins(found)}
+    report.write_json(args.output / "kv_dtype_steps.json", provenance | content)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ llama.cpp is compiled). An engine that cannot be installed or does not run on th
 engines get the same token ids and generate the same number of tokens, greedily. With `--pool-fraction` the KV cache is
 smaller than the demand: engines let requests wait, preempt them, or drop KV pairs. Every run is a process of its own.
 The engines take turns, in the opposite order in every other round, and ratios are taken within a round. The figures go
-to peers.json, a plot to peers.png.
+to peers.json.
 
 `--busy-processes` adds a run of each engine beside processes that compute without end, and the share of its speed that
 it keeps there.
@@ -29,7 +29,7 @@ import msgspec
 from msgspec import Struct
 
 from benchmarks.common import command_line, engines, limits, machine, report, shapes, workloads
-from benchmarks.common.summary import spread
+from benchmarks.common.summary import Spread, show_spread, spread_of
 from benchmarks.common.workloads import Request
 from benchmarks.peers_engines.environments import PeerFiles
 from benchmarks.peers_engines.protocol import ChildFailed, Job, call
@@ -64,8 +64,6 @@ class Run(Struct):
 
 Runs = dict[str, list[Run]]
 """By the name of the engine, a run of each round."""
-Spread = dict[str, float]
-"""Median, least and most."""
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -73,37 +71,18 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     names = ", ".join(shapes.SHAPES)
     add = parser.add_argument
     add("--model", default="50m", help=f"directory of a checkpoint, or a shape with random weights: {names}")
-    add(
-        "--workloads",
-        nargs="+",
-        choices=tuple(workloads.WORKLOADS),
-        help="A: 16 short requests; B: one; C: 8 long ones; C512: half as long (default A B C, or C512 if not 50m)",
-    )
+    named = "A: 16 short requests; B: one; C: 8 long ones; C512: half as long (default A B C, or C512 if not 50m)"
+    add("--workloads", nargs="+", choices=tuple(workloads.WORKLOADS), help=named)
     add("--engines", nargs="+", choices=tuple(ENGINES), metavar="NAME", help=", ".join(ENGINES))
-    add(
-        "--pool-fraction",
-        type=float,
-        default=1.0,
-        metavar="SHARE",
-        help="KV blocks over those that all requests fill at their ends (default 1)",
-    )
+    pool = "KV blocks over those that all requests fill at their ends (default 1)"
+    add("--pool-fraction", type=float, default=1.0, metavar="SHARE", help=pool)
     add("--rounds", type=int, default=3, help="runs of each engine (default 3)")
     add("--seed", type=int, default=0)
-    add(
-        "--busy-processes",
-        type=int,
-        default=0,
-        metavar="N",
-        help="every run is followed by another one beside N processes that compute without end (default 0)",
-    )
+    busy = "every run is followed by another one beside N processes that compute without end (default 0)"
+    add("--busy-processes", type=int, default=0, metavar="N", help=busy)
     add("--timeout", type=float, default=1800, help="seconds that a run or a conversion may take (default 1800)")
-    add(
-        "--environments",
-        type=Path,
-        default=Path(".venv-peers"),
-        metavar="DIR",
-        help="folder of the environments and of converted checkpoints, kept for later runs (default .venv-peers)",
-    )
+    folder = "folder of the environments and of converted checkpoints, kept for later runs (default .venv-peers)"
+    add("--environments", type=Path, default=Path(".venv-peers"), metavar="DIR", help=folder)
     command_line.add_output_argument(parser)
     parser.set_defaults(max_model_len=None)  # the longest request
     args = parser.parse_args(arguments)
@@ -236,10 +215,6 @@ def run_rounds(
 # Figures
 
 
-def spread_of(values: Sequence[float]) -> Spread:
-    return {"median": median(values), "min": min(values), "max": max(values)}
-
-
 def kvllm_of(name: str, runs: Runs) -> str | None:
     """KvLLM with the weights' format of an engine, dropping KV pairs if it does; None if it has no runs."""
     engine = ENGINES[name]
@@ -247,40 +222,21 @@ def kvllm_of(name: str, runs: Runs) -> str | None:
     return next((n for n in alike if ENGINES[n].evicts == engine.evicts), None)
 
 
+def ratio(first: Sequence[Run], second: Sequence[Run]) -> Spread:
+    """Of tokens per second, within a round."""
+    return spread_of([a.output_tokens_per_s / b.output_tokens_per_s for a, b in zip(first, second, strict=True)])
+
+
 def ratios(runs: Runs) -> dict[str, Spread]:
-    """KvLLM / peer of the same weights, in tokens per second, within a round; by the name of the peer."""
-    result = {}
-    for name, of_peer in runs.items():
-        kvllm = kvllm_of(name, runs)
-        if kvllm is not None and not ENGINES[name].is_kvllm:
-            pairs = zip(runs[kvllm], of_peer, strict=True)
-            result[name] = spread_of([a.output_tokens_per_s / b.output_tokens_per_s for a, b in pairs])
-    return result
-
-
-def best_ratios(runs: Runs) -> dict[str, Spread]:
-    """KvLLM / the fastest peer of the round with the same weights' format, by the name of KvLLM's variant."""
-    result = {}
-    for name in (name for name in runs if ENGINES[name].is_kvllm):
-        weights = ENGINES[name].weights
-        peers = [runs[n] for n in runs if ENGINES[n].weights == weights and not ENGINES[n].is_kvllm]
-        if peers:
-            rounds = zip(*peers, strict=True)
-            fastest = [max(run.output_tokens_per_s for run in runs_of_round) for runs_of_round in rounds]
-            pairs = zip(runs[name], fastest, strict=True)
-            result[name] = spread_of([run.output_tokens_per_s / most for run, most in pairs])
-    return result
+    """KvLLM / peer of the same weights, by the name of the peer."""
+    peers = {name: kvllm_of(name, runs) for name in runs if not ENGINES[name].is_kvllm}
+    return {name: ratio(runs[kvllm], runs[name]) for name, kvllm in peers.items() if kvllm is not None}
 
 
 def eviction_ratios(runs: Runs) -> dict[str, Spread]:
-    """KvLLM that drops KV pairs / KvLLM that drops none, in tokens per second, within a round."""
-    if "kvllm" not in runs:
-        return {}
-    result = {}
-    for name in (name for name in runs if ENGINES[name].is_kvllm and ENGINES[name].evicts):
-        pairs = zip(runs[name], runs["kvllm"], strict=True)
-        result[name] = spread_of([a.output_tokens_per_s / b.output_tokens_per_s for a, b in pairs])
-    return result
+    """KvLLM that drops KV pairs / KvLLM that drops none."""
+    dropping = [name for name in runs if ENGINES[name].is_kvllm and ENGINES[name].evicts]
+    return {name: ratio(runs[name], runs["kvllm"]) for name in dropping if "kvllm" in runs}
 
 
 def kept_shares(runs: Runs) -> dict[str, Spread]:
@@ -299,37 +255,24 @@ def same_first_tokens(run: Run, kvllm: Run) -> str:
 
 def show(runs: Runs, failures: Mapping[str, str]) -> str:
     """A line for each engine with medians (least-most), and one for each engine that did not run."""
-    header = [
-        "engine",
-        "weights",
-        "KV",
-        "output tokens/s",
-        "KvLLM / it",
-        "other work,\ncores",
-        "start to first\ntoken, s",
-        "memory beyond\nweights, KV, MiB",
-        "first tokens\nas KvLLM's",
-    ]
+    header = ["engine", "weights", "KV", "output tokens/s", "KvLLM / it", "other work,\ncores"]
+    header += ["start to first\ntoken, s", "memory beyond\nweights, KV, MiB", "first tokens\nas KvLLM's"]
     against, rows = ratios(runs), []
     for name, of_engine in runs.items():
         kvllm = kvllm_of(name, runs)
-        rows.append(
-            [
-                name,
-                ENGINES[name].weights,
-                of_engine[0].kv,
-                spread(spread_of([run.output_tokens_per_s for run in of_engine]), "{:.1f}"),
-                spread(against[name], "{:.2f}") if name in against else "",
-                spread(spread_of([run.other_load for run in of_engine]), "{:.1f}"),
-                spread(spread_of([run.start_seconds for run in of_engine]), "{:.1f}"),
-                spread(spread_of([run.overhead_bytes / report.MIB for run in of_engine]), "{:.0f}"),
-                "" if kvllm is None else same_first_tokens(of_engine[0], runs[kvllm][0]),
-            ]
+        figures = (
+            ("{:.1f}", [run.output_tokens_per_s for run in of_engine]),
+            ("{:.1f}", [run.other_load for run in of_engine]),
+            ("{:.1f}", [run.start_seconds for run in of_engine]),
+            ("{:.0f}", [run.overhead_bytes / report.MIB for run in of_engine]),
         )
+        rate, *others = (show_spread(spread_of(values), shape) for shape, values in figures)
+        ratio = show_spread(against[name], "{:.2f}") if name in against else ""
+        same = "" if kvllm is None else same_first_tokens(of_engine[0], runs[kvllm][0])
+        rows.append([name, ENGINES[name].weights, of_engine[0].kv, rate, ratio, *others, same])
     lines = [report.table(header, rows)]
-    lines += [f"{name} / best peer: {spread(s, '{:.2f}')}" for name, s in best_ratios(runs).items()]
-    lines += [f"{name} / kvllm: {spread(s, '{:.2f}')}" for name, s in eviction_ratios(runs).items()]
-    lines += [f"{name} beside busy processes: {spread(s, '{:.0%}')}" for name, s in kept_shares(runs).items()]
+    lines += [f"{name} / kvllm: {show_spread(s, '{:.2f}')}" for name, s in eviction_ratios(runs).items()]
+    lines += [f"{name} beside busy processes: {show_spread(s, '{:.0%}')}" for name, s in kept_shares(runs).items()]
     lines += [f"{name} did not run: {reason}" for name, reason in failures.items()]
     return "\n".join(lines)
 
@@ -341,27 +284,11 @@ def content_of(requests: Sequence[Request], runs: Runs, failures: Mapping[str, s
         "prompt_tokens": sum(len(request.prompt_token_ids) for request in requests),
         "output_tokens": sum(request.output_length for request in requests),
         "ratios": ratios(runs),
-        "best_ratios": best_ratios(runs),
         "eviction_ratios": eviction_ratios(runs),
         "kept_beside_work": kept_shares(runs),
         "failures": failures,
-        "engines": {
-            name: {"weights": ENGINES[name].weights, "runs": msgspec.to_builtins(of_engine)}
-            for name, of_engine in runs.items()
-        },
+        "engines": {name: msgspec.to_builtins(of_engine) for name, of_engine in runs.items()},
     }
-
-
-def plot(path: Path, title: str, of_workloads: Mapping[str, Runs]) -> None:
-    panels = {
-        f"workload {workload}": {
-            f"{name} ({ENGINES[name].weights})": [run.output_tokens_per_s for run in of_engine]
-            for name, of_engine in runs.items()
-        }
-        for workload, runs in of_workloads.items()
-    }
-    kvllm = [f"{name} ({engine.weights})" for name, engine in ENGINES.items() if engine.is_kvllm]
-    report.plot_bars(path, title, "output tokens/s, median and range", panels, highlighted=kvllm)
 
 
 def benchmark(arguments: Sequence[str]) -> None:
@@ -372,30 +299,26 @@ def benchmark(arguments: Sequence[str]) -> None:
     provenance = machine.announce("benchmarks.peers", arguments)
     checkpoint = files.checkpoint(args.model)
     checkpoints, missing = prepare(files, args.engines, checkpoint, args.timeout)
+    limit = limits.physical_limit(model, "bfloat16", "cpu")
     content: dict[str, Any] = {}
-    of_workloads: dict[str, Runs] = {}
     for workload, of_workload in requests.items():
         tokens = sum(request.output_length for request in of_workload)
-        print(f"\nWorkload {workload}: {len(of_workload)} requests, {tokens} output tokens.", flush=True)
-        if args.pool_fraction < 1:
-            print(f"The pool has {args.pool_fraction:.0%} of the KV blocks that all of them fill.", flush=True)
+        share = f"{args.pool_fraction:.0%} of the KV blocks that all of them fill"
+        print(f"\nWorkload {workload}: {len(of_workload)} requests, {tokens} output tokens, {share}.", flush=True)
         jobs = {
             name: make_job(name, checkpoint, path, model, of_workload, args.pool_fraction)
             for name, path in checkpoints.items()
         }
         runs, failures = run_rounds(files, jobs, args.rounds, args.timeout, args.busy_processes)
-        limit = limits.physical_limit(model, "bfloat16", "cpu")
         print(f"\n{show(runs, missing | failures)}\n")
         rates = {name: median(run.output_tokens_per_s for run in each) for name, each in runs.items()}
         of_full_weights = {name: rate for name, rate in rates.items() if ENGINES[name].weights == "bf16"}
         print(limits.show_weights_limit(limit, of_full_weights, alone=len(of_workload) == 1), flush=True)
         content[workload] = content_of(of_workload, runs, missing | failures)
-        content[workload]["physical_limit"] = msgspec.to_builtins(limit)
-        of_workloads[workload] = runs
         of_model = {"name": args.model, **msgspec.to_builtins(model)}
-        report.write_json(args.output / "peers.json", {**provenance, "model": of_model, "workloads": content})
-    plot(args.output / "peers.png", f"{args.model}, random prompts, greedy", of_workloads)
-    print(f"Written: {args.output / 'peers.json'}, {args.output / 'peers.png'}")
+        of_all = {"model": of_model, "physical_limit": msgspec.to_builtins(limit), "workloads": content}
+        report.write_json(args.output / "peers.json", provenance | of_all)
+    print(f"Written: {args.output / 'peers.json'}")
 
 
 if __name__ == "__main__":

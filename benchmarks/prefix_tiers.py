@@ -5,7 +5,7 @@
 All conversations take turns: every prompt is the whole conversation so far, and when its next one comes, the pool has
 long evicted it. Three engines have the same pool: without a tier, with host memory, and with host memory and a disk.
 A fourth one ends before the last turn, and a new one finds its disk and goes on. Each is a process of its own.
-The figures go to prefix_tiers.json and prefix_tiers.png.
+The figures go to prefix_tiers.json.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ import random
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from benchmarks.common import command_line, machine, report, shapes
 from benchmarks.common.child import run_child
-from benchmarks.common.internals import engine_of
 from kvllm import LLM, SamplingParams
 from kvllm.config import require
 from kvllm.models.config import load_model_config
@@ -35,8 +34,8 @@ from kvllm.models.config import load_model_config
 class Conversations(Struct):
     """What an engine does.
 
-    texts: by conversation, the tokens of each turn of its user. output_len: tokens of an answer.
-    first_turn: from which on it is measured; those before are not run, and their answers are those of `answers`.
+    texts: by conversation, the tokens of each turn of its user. output_len: tokens of an answer. answers: those of the
+    turns that are not run again, by conversation; the turns behind them are measured.
     """
 
     model: str
@@ -44,8 +43,7 @@ class Conversations(Struct):
     texts: list[list[list[int]]]
     output_len: int
     at_once: int
-    first_turn: int = 0
-    answers: list[list[list[int]]] = []
+    answers: list[list[list[int]]]
 
 
 class Turns(Struct):
@@ -56,7 +54,6 @@ class Turns(Struct):
 
     prompt_tokens: list[int]
     computed_tokens: list[int]
-    host_hits: list[int]
     first_token_seconds: list[list[float]]
     seconds: list[float]
     answers: list[list[list[int]]]
@@ -66,54 +63,32 @@ def converse(job: Conversations) -> Turns:
     """Have the conversations turn by turn."""
     llm = LLM(job.model, **job.engine)
     llm.generate([[1] * 64], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)  # warms up
-    histories = [_history(job, i) for i in range(len(job.texts))]
-    found = Turns([], [], [], [], [], [answers[:] for answers in job.answers] or [[] for _ in job.texts])
-    for turn in range(job.first_turn, len(job.texts[0])):
-        stats = llm.stats()
-        before = stats.prompt_tokens, stats.prefix_cache_hits, stats.prefix_host_hits
-        begin, first_tokens = time.perf_counter(), []
+    params = SamplingParams(temperature=0, max_tokens=job.output_len, ignore_eos=True)
+    found, stats = Turns([], [], [], [], [answers[:] for answers in job.answers]), llm.stats()
+    for _ in range(len(job.answers[0]), len(job.texts[0])):
+        prompt_tokens, hits, begin = stats.prompt_tokens, stats.prefix_cache_hits, time.perf_counter()
+        first_tokens = []
         for first in range(0, len(job.texts), job.at_once):
             group = range(first, min(first + job.at_once, len(job.texts)))
-            for i in group:
-                histories[i] += job.texts[i][turn]
-            first_tokens += _answer(llm, [histories[i] for i in group], job.output_len, found.answers, group)
-            for i in group:
-                histories[i] += found.answers[i][turn]
+            prompts = [history(job.texts[i], found.answers[i]) for i in group]
+            for i, output in zip(group, llm.generate(prompts, params, use_tqdm=False), strict=True):
+                if output.error is not None:
+                    raise output.error
+                found.answers[i].append(list(output.outputs[0].token_ids))
+                assert output.metrics.first_token_time is not None  # it has tokens
+                first_tokens.append(output.metrics.first_token_time - output.metrics.arrival_time)
         found.seconds.append(time.perf_counter() - begin)
-        prompt, hits, host = stats.prompt_tokens, stats.prefix_cache_hits, stats.prefix_host_hits
-        found.prompt_tokens.append(prompt - before[0])
-        found.computed_tokens.append(prompt - before[0] - hits + before[1])
-        found.host_hits.append(host - before[2])
+        found.prompt_tokens.append(stats.prompt_tokens - prompt_tokens)
+        found.computed_tokens.append(found.prompt_tokens[-1] - stats.prefix_cache_hits + hits)
         found.first_token_seconds.append(first_tokens)
     llm.llm_engine.close()
     return found
 
 
-def _history(job: Conversations, i: int) -> list[int]:
-    """What a conversation's user and the model have said before the first turn that is measured."""
-    if not job.first_turn:
-        return []
-    turns = zip(job.texts[i][: job.first_turn], job.answers[i], strict=True)
+def history(texts: list[list[int]], answers: list[list[int]]) -> list[int]:
+    """What has been said, and the next text."""
+    turns = zip(texts, [*answers, []], strict=False)
     return [token for text, answer in turns for token in (*text, *answer)]
-
-
-def _answer(
-    llm: LLM, prompts: list[list[int]], output_len: int, answers: list[list[list[int]]], group: range
-) -> list[float]:
-    """Answer prompts that come at once, and note the answers. Returns the seconds to each first token."""
-    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
-    engine = engine_of(llm)
-    outputs = [engine.add_request(str(i), prompt, params) for i, prompt in zip(group, prompts, strict=True)]
-    while engine.has_unfinished_requests():
-        engine.step()
-    seconds = []
-    for i, output in zip(group, outputs, strict=True):
-        if output.error is not None:
-            raise output.error
-        answers[i].append(list(output.outputs[0].token_ids))
-        assert output.metrics.first_token_time is not None
-        seconds.append(output.metrics.first_token_time - output.metrics.arrival_time)
-    return seconds
 
 
 # All of them
@@ -144,9 +119,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace, path: Path, disk: Path) -> dict[str, Turns]:
-    rng, vocab_size = random.Random(args.seed), load_model_config(path).vocab_size
-    turns = [[args.input_len] * args.turns] * args.conversations
-    texts = [[rng.choices(range(vocab_size), k=length) for length in lengths] for lengths in turns]
+    rng, vocabulary = random.Random(args.seed), range(load_model_config(path).vocab_size)
+    texts = [[rng.choices(vocabulary, k=args.input_len) for _ in range(args.turns)] for _ in range(args.conversations)]
     longest = args.turns * (args.input_len + args.output_len)
     engine = {
         "load_format": "dummy",
@@ -157,50 +131,34 @@ def measure(args: argparse.Namespace, path: Path, disk: Path) -> dict[str, Turns
         "max_model_len": longest,
         "num_gpu_blocks_override": args.fitting * -(-longest // args.block_size),
     }
-    host = {"kv_offloading_size": args.offloading_size}
-    options = {NONE: {}, HOST: host, DISK: host | {"kv_offloading_path": str(disk / "whole")}}
 
-    def run(name: str, job: Conversations) -> Turns:
+    def run(name: str, texts: list[list[list[int]]], answers: list[list[list[int]]], **more: Any) -> Turns:
+        job = Conversations(str(path), engine | more, texts, args.output_len, args.at_once, answers)
         turns = run_child(converse, job, name)
         print(f"{name}: {sum(turns.computed_tokens)} prompt tokens computed", flush=True)
         return turns
 
+    size, none = args.offloading_size, [[] for _ in texts]
     found = {
-        name: run(name, Conversations(str(path), engine | more, texts, args.output_len, args.at_once))
-        for name, more in options.items()
+        NONE: run(NONE, texts, none),
+        HOST: run(HOST, texts, none, kv_offloading_size=size),
+        DISK: run(DISK, texts, none, kv_offloading_size=size, kv_offloading_path=str(disk / "whole")),
     }
-    engine |= host | {"kv_offloading_path": str(disk / "restarted")}
-    before = Conversations(str(path), engine, [text[:-1] for text in texts], args.output_len, args.at_once)
-    answers = run("before a restart", before).answers
-    last = Conversations(str(path), engine, texts, args.output_len, args.at_once, args.turns - 1, answers)
-    return found | {RESTART: run(RESTART, last)}
+    tiers = {"kv_offloading_size": size, "kv_offloading_path": str(disk / "restarted")}
+    answers = run("before a restart", [text[:-1] for text in texts], none, **tiers).answers
+    return found | {RESTART: run(RESTART, texts, answers, **tiers)}
 
 
-def row(name: str, turns: Turns) -> list[str]:
-    times = [seconds for of_turn in turns.first_token_seconds for seconds in of_turn]
-    last = turns.first_token_seconds[-1]
-    return [
-        name,
-        str(sum(turns.prompt_tokens)),
-        str(sum(turns.computed_tokens)),
-        str(turns.computed_tokens[-1]),
-        f"{1000 * median(times):.0f}",
-        f"{1000 * median(last):.0f}",
-        f"{1000 * sorted(last)[int(0.99 * (len(last) - 1))]:.0f}",
-        f"{turns.seconds[-1]:.1f}",
-    ]
-
-
-HEADER = [
-    "",
-    "prompt\ntokens",
-    "computed",
-    "computed,\nlast turn",
-    "TTFT,\nmedian, ms",
-    "last turn",
-    "p99",
-    "last turn, s",
-]
+def show(found: dict[str, Turns]) -> str:
+    header = ["", "prompt\ntokens", "computed", "computed,\nlast turn", "TTFT,\nmedian, ms", "last turn", "p99"]
+    rows = []
+    for name, turns in found.items():
+        last = turns.first_token_seconds[-1]
+        counts = (sum(turns.prompt_tokens), sum(turns.computed_tokens), turns.computed_tokens[-1])
+        times = (median(chain(*turns.first_token_seconds)), median(last), sorted(last)[int(0.99 * (len(last) - 1))])
+        cells = [*map(str, counts), *(f"{1000 * seconds:.0f}" for seconds in times), f"{turns.seconds[-1]:.1f}"]
+        rows.append([name, *cells])
+    return report.table([*header, "last turn, s"], rows)
 
 
 def benchmark(arguments: Sequence[str]) -> None:
@@ -210,22 +168,9 @@ def benchmark(arguments: Sequence[str]) -> None:
         provenance = machine.announce("benchmarks.prefix_tiers", arguments)
         found = measure(args, path, Path(directory) / "disk")
     same = all(turns.answers == found[NONE].answers for turns in found.values())
-    print(f"\n{report.table(HEADER, [row(name, turns) for name, turns in found.items()])}\n")
-    print("All answers are equal." if same else "ANSWERS DIFFER.")
-    builtins = {name: msgspec.to_builtins(turns) for name, turns in found.items()}
-    for turns in builtins.values():
-        del turns["answers"]
-    report.write_json(args.output / "prefix_tiers.json", {**provenance, "answers_equal": same, "engines": builtins})
-    x = list(range(1, args.turns + 1))
-    lines = {
-        "prompt tokens computed": {n: (x[-len(t.seconds) :], t.computed_tokens) for n, t in found.items()},
-        "median TTFT, ms": {
-            n: (x[-len(t.seconds) :], [1000 * median(each) for each in t.first_token_seconds]) for n, t in found.items()
-        },
-    }
-    title = f"{args.model}: {args.conversations} conversations, a pool for {args.fitting}"
-    report.plot_lines(args.output / "prefix_tiers.png", title, "turn", lines)
-    print(f"Written: {args.output / 'prefix_tiers.json'}, {args.output / 'prefix_tiers.png'}")
+    print(f"\n{show(found)}\n\n{'All answers are equal.' if same else 'ANSWERS DIFFER.'}")
+    of_engines = {name: structs.asdict(structs.replace(turns, answers=[])) for name, turns in found.items()}
+    report.write_json(args.output / "prefix_tiers.json", {**provenance, "answers_equal": same, "engines": of_engines})
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 
 First the same requests, all at once in a small KV pool, with `swap` "never", "always" and "auto": each run is a process
 of its own, and the modes take turns. Then one sequence of each length that is preempted both ways: the time until its
-next token, and the speed of a link at which both would take equally long. The figures go to swap.json and swap.png.
+next token, and the speed of a link at which both would take equally long. The figures go to swap.json.
 """
 
 from __future__ import annotations
@@ -20,14 +20,11 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.common import command_line, jobs, machine, report, shapes, workloads
+from benchmarks.common import command_line, jobs, machine, report, shapes, summary, workloads
 from benchmarks.common.internals import engine_of
 from benchmarks.common.jobs import Job
-from benchmarks.common.measurement import Measurement
-from benchmarks.common.summary import SHOWN, ratios, spread, summarize
 from kvllm import LLM, SamplingParams
 from kvllm.config import require
-from kvllm.core.engine import LLMEngine
 from kvllm.models.config import load_model_config
 
 MODES = ("never", "always", "auto")
@@ -43,9 +40,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--input-len", type=int, default=512, help="tokens of a prompt (default 512)")
     add("--output-len", type=int, default=1024, help="tokens generated for it (default 1024)")
     add("--pool-fraction", type=float, default=0.25, help="share of the blocks that all would fill (default 0.25)")
-    add(
-        "--lengths", type=int, nargs="*", default=[32, 128, 512, 2048], help="of the sequences that are preempted alone"
-    )
+    lengths = "of the sequences that are preempted alone"
+    add("--lengths", type=int, nargs="*", default=[32, 128, 512, 2048], help=lengths)
     add("--offloading-size", type=float, default=2.0, help="GiB of host memory (default 2)")
     add("--block-size", type=int, default=16)
     add("--max-num-batched-tokens", type=int, default=512)
@@ -85,18 +81,6 @@ def make_jobs(args: argparse.Namespace, path: Path) -> dict[str, Job]:
     }
 
 
-def show(runs: dict[str, list[Measurement]]) -> str:
-    summaries = [summarize(measurements) for measurements in runs.values()]
-    rows = [[title, *(spread(summary[name], shape) for summary in summaries)] for name, (title, shape) in rows_of()]
-    against = ratios(runs)
-    rows.append(["tokens/s, ratio", "1", *(spread(ratio, "{:.2f}") for ratio in against.values())])
-    return report.table(["", *runs], rows)
-
-
-def rows_of() -> list[tuple[str, tuple[str, str]]]:
-    return [(name, SHOWN[name]) for name in FIGURES]
-
-
 # A sequence alone
 
 
@@ -105,19 +89,16 @@ def time_to_return(llm: LLM, length: int, seed: int) -> float:
     engine = engine_of(llm)
     prompt = random.Random(seed).choices(range(llm.model_config.vocab_size), k=length - 4)
     output = engine.add_request("0", prompt, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
-    completion = output.outputs[0]
-    _step_until(engine, lambda: len(completion.token_ids) == 4)
+    token_ids = output.outputs[0].token_ids
+    while len(token_ids) < 4:
+        engine.step()
     engine.scheduler.batch.preempt(engine.scheduler.running[0])
     begin = time.perf_counter()
-    _step_until(engine, lambda: len(completion.token_ids) == 5)
+    while len(token_ids) < 5:
+        engine.step()
     seconds = time.perf_counter() - begin
     engine.abort("0")
     return seconds
-
-
-def _step_until(engine: LLMEngine, done: Any) -> None:
-    while not done():
-        engine.step()
 
 
 def sweep(args: argparse.Namespace, path: Path) -> list[dict[str, float]]:
@@ -156,34 +137,18 @@ def show_sweep(rows: list[dict[str, float]]) -> str:
     return report.table(header, cells)
 
 
-def write(args: argparse.Namespace, content: dict[str, Any], rows: list[dict[str, float]]) -> None:
-    report.write_json(args.output / "swap.json", content | {"alone": rows})
-    tokens = [row["tokens"] for row in rows]
-    lines = {
-        "computed again": (tokens, [row["again_ms"] for row in rows]),
-        "swapped": (tokens, [row["swapped_ms"] for row in rows]),
-    }
-    title = f"{args.model}: a preempted sequence until its next token"
-    report.plot_lines(args.output / "swap.png", title, "tokens of the sequence", {"milliseconds": lines})
-    print(f"Written: {args.output / 'swap.json'}, {args.output / 'swap.png'}")
-
-
 def benchmark(arguments: Sequence[str]) -> None:
     args = parse_arguments(arguments)
     with tempfile.TemporaryDirectory() as directory:
         path = shapes.named_shape(args.model, Path(directory))
         provenance = machine.announce("benchmarks.swap", arguments)
-        of_modes = make_jobs(args, path)
-        runs = jobs.run_all(of_modes, args.repeats)
-        print(f"\nMedians of {args.repeats} runs (least-most).\n\n{show(runs)}\n")
-        rows = sweep(args, path)
-    if rows:
-        print(f"One sequence, medians of {args.repeats}.\n\n{show_sweep(rows)}\n")
-    modes = {
-        mode: {"engine": of_modes[mode].engine, "summary": summarize(each), "runs": msgspec.to_builtins(each)}
-        for mode, each in runs.items()
-    }
-    write(args, {**provenance, "ratios": ratios(runs), "modes": modes}, rows)
+        runs = jobs.run_all(make_jobs(args, path), args.repeats)
+        print(f"\nMedians of {args.repeats} runs (least-most).\n\n{summary.show(runs, FIGURES)}\n")
+        alone = sweep(args, path)
+    if alone:
+        print(f"One sequence, medians of {args.repeats}.\n\n{show_sweep(alone)}\n")
+    content = {"ratios": summary.ratios(runs), "runs": msgspec.to_builtins(runs), "alone": alone}
+    report.write_json(args.output / "swap.json", provenance | content)
 
 
 if __name__ == "__main__":

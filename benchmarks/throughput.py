@@ -5,7 +5,7 @@
 
 Every run is a process of its own, and the variants take turns. The script compares medians over the repeats. Outputs
 have fixed lengths (greedy, end of sequence ignored), so all variants generate the same number of tokens. The figures go
-to throughput.json, a plot of the first repeat to throughput.png.
+to throughput.json.
 """
 
 from __future__ import annotations
@@ -15,14 +15,11 @@ import random
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from statistics import median
 
 import msgspec
 
-from benchmarks.common import command_line, engines, jobs, limits, report, runs, workloads
-from benchmarks.common.jobs import Job
-from benchmarks.common.measurement import Measurement
-from benchmarks.common.summary import MEMORY, SHOWN, ratios, spread, summarize
+from benchmarks.common import command_line, engines, jobs, limits, report, runs, summary, workloads
 from benchmarks.common.variants import parse_variant
 from benchmarks.common.workloads import Request
 from kvllm.config import require
@@ -36,11 +33,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     engines.add_model_arguments(parser)
 
     add = parser.add_argument_group("workload (default: --workload A)").add_argument
-    add(
-        "--workload",
-        choices=tuple(workloads.WORKLOADS),
-        help="16 short requests, 1 request, 8 long ones (C512: half as long)",
-    )
+    named = "16 short requests, 1 request, 8 long ones (C512: half as long)"
+    add("--workload", choices=tuple(workloads.WORKLOADS), help=named)
     add("--num-prompts", type=int, help="requests of random ids or of a file (default 100)")
     add("--input-len", type=int, help="tokens of a random prompt")
     add("--output-len", type=int, help="tokens generated for a random prompt or one from --prompts")
@@ -55,12 +49,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--max-num-seqs", type=int, default=256)
 
     add = parser.add_argument_group("runs").add_argument
-    add(
-        "--variants",
-        nargs="+",
-        default=["vanilla", "auto"],
-        help="vanilla, auto, kara:policy=periodic,window_blocks=3, ...",
-    )
+    names = "vanilla, auto, kara:policy=periodic,window_blocks=3, ..."
+    add("--variants", nargs="+", default=["vanilla", "auto"], help=names)
     add("--repeats", type=int, default=3, help="runs of each variant (default 3)")
     command_line.add_output_argument(parser)
     return parser.parse_args(arguments)
@@ -110,48 +100,7 @@ def _check_workload(args: argparse.Namespace) -> None:
         raise ConfigError("--num-prompts goes with --input-len, --prompts or --trace: other workloads have their own")
 
 
-# The report
-
-
-def show(summaries: dict[str, dict[str, dict[str, float]]], against: dict[str, dict[str, float]]) -> str:
-    """Medians over the repeats (least-most), with a column for each variant."""
-    header = ["", *(name.replace(":", ":\n").replace(",", ",\n") for name in summaries)]
-    rows = [
-        [title, *(spread(summary[name], shape) for summary in summaries.values())]
-        for name, (title, shape) in SHOWN.items()
-    ]
-    for name, title in MEMORY.items():
-        cells = [{k: v / report.MIB for k, v in summary[name].items()} for summary in summaries.values()]
-        rows.append([title, *(spread(cell, "{:.1f}") for cell in cells)])
-    if against:
-        rows.append(["tokens/s, ratio", "1", *(spread(ratio, "{:.2f}") for ratio in against.values())])
-    return report.table(header, rows)
-
-
-def write(
-    args: argparse.Namespace,
-    content: dict[str, Any],
-    of_variants: dict[str, Job],
-    measured: dict[str, list[Measurement]],
-) -> None:
-    """The report: `content`, and each variant with its runs; and the plot of the first runs."""
-    variants = {
-        name: {
-            "engine": job.engine | {"model": args.model},
-            "compression": msgspec.to_builtins(job.compression),
-            "summary": summarize(measured[name]),
-            "runs": msgspec.to_builtins(measured[name]),
-        }
-        for name, job in of_variants.items()
-    }
-    report.write_json(args.output / "throughput.json", content | {"variants": variants})
-    report.plot_timelines(
-        args.output / "throughput.png",
-        f"{args.model}, workload {Path(content['workload']['name']).name}: the first run of each variant",
-        {name: measurements[0].timeline for name, measurements in measured.items()},
-        [job.engine["num_gpu_blocks_override"] for job in of_variants.values()],
-    )
-    print(f"Written: {args.output / 'throughput.json'}, {args.output / 'throughput.png'}")
+# The whole
 
 
 def benchmark(arguments: Sequence[str]) -> None:
@@ -167,18 +116,19 @@ def benchmark(arguments: Sequence[str]) -> None:
         provenance = runs.announce("benchmarks.throughput", arguments, of_workload)
         measured = jobs.run_all(of_variants, args.repeats)
     limit = limits.physical_limit(model, args.dtype, measured[variants[0].name][0].device)
-    summaries, against = {name: summarize(measurements) for name, measurements in measured.items()}, ratios(measured)
     print(f"\nMedians of {args.repeats} runs (least-most); the ratio is of runs that follow each other.\n")
-    rates = {name: summary["output_tokens_per_s"]["median"] for name, summary in summaries.items()}
-    print(f"{show(summaries, against)}\n\n{limits.show_weights_limit(limit, rates, alone=len(requests) == 1)}")
+    rates = {name: median(run.output_tokens_per_s for run in each) for name, each in measured.items()}
+    print(f"{summary.show(measured)}\n\n{limits.show_weights_limit(limit, rates, alone=len(requests) == 1)}")
     content = {
         **provenance,
         "model": {"name": args.model, **msgspec.to_builtins(model)},
         "workload": of_workload,
         "physical_limit": msgspec.to_builtins(limit),
-        "ratios": against,
+        "ratios": summary.ratios(measured),
+        "variants": {name: runs.entry(job, args.model, measured[name]) for name, job in of_variants.items()},
     }
-    write(args, content, of_variants, measured)
+    report.write_json(args.output / "throughput.json", content)
+    print(f"Written: {args.output / 'throughput.json'}")
 
 
 if __name__ == "__main__":

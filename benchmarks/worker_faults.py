@@ -6,8 +6,7 @@
 The requests run twice on Ray: undisturbed, and with a signal to one rank at random moments of decoding. The signal is
 SIGKILL or, with --stop, SIGSTOP. Half of the requests are greedy, half are sampled. All must end with the tokens of the
 undisturbed run, or the script fails. Times count from the signal: until the fault is noticed, until new workers have
-the model, until the next token. The figures go to worker_faults.json, a plot to worker_faults.png (with --stop,
-worker_faults_stop).
+the model, until the next token. The figures go to worker_faults.json.
 """
 
 from __future__ import annotations
@@ -22,13 +21,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from msgspec import Struct, structs
+from msgspec import Struct, to_builtins
 
 from benchmarks.common import command_line, machine, report, shapes, workloads
 from benchmarks.common.internals import engine_of
-from benchmarks.common.progress import show_progress
 from benchmarks.common.workloads import Request
 from kvllm import LLM, SamplingParams
 from kvllm.distributed.executor import RayExecutor
@@ -152,23 +149,6 @@ def show(faults: list[Fault]) -> str:
     return report.table(["fault", "rank", "after\ntokens", *(f"{title}\nafter s" for title in TIMES.values())], rows)
 
 
-def write(args: argparse.Namespace, provenance: dict[str, Any], faults: list[Fault], same: int) -> None:
-    name = "worker_faults_stop" if args.stop else "worker_faults"
-    content = {
-        **provenance,
-        "requests": args.requests,
-        "requests_with_the_same_tokens": same,
-        "faults": [structs.asdict(fault) for fault in faults],
-        "median": {each: median(getattr(fault, each) for fault in faults) for each in TIMES},
-    }
-    report.write_json(args.output / f"{name}.json", content)
-    numbers = range(1, len(faults) + 1)
-    lines = {title: (numbers, [getattr(fault, each) for fault in faults]) for each, title in TIMES.items()}
-    done = "stopped" if args.stop else "killed"
-    title = f"A rank {done}, {args.tensor_parallel_size} ranks, {args.requests} requests"
-    report.plot_lines(args.output / f"{name}.png", title, "fault", {"seconds after the signal": lines})
-
-
 def run_faults(arguments: Sequence[str]) -> None:
     """Raises KvLLMError if a request has other tokens than undisturbed."""
     args = parse_arguments(arguments)
@@ -185,17 +165,14 @@ def run_faults(arguments: Sequence[str]) -> None:
             moments = sorted(rng.uniform(0, LAST_FAULT) for _ in range(args.faults))
             tokens = args.requests * args.output_len
             faults = [Fault(rng.randrange(args.tensor_parallel_size), int(at * tokens)) for at in moments]
-            with show_progress(llm, "undisturbed", args.requests):
-                expected = run_undisturbed(llm, requests)
-            number = signal.SIGSTOP if args.stop else signal.SIGKILL
-            with show_progress(llm, f"{args.faults} faults", args.requests):
-                found = run_disturbed(llm, requests, faults, number, rng)
+            expected = run_undisturbed(llm, requests)
+            found = run_disturbed(llm, requests, faults, signal.SIGSTOP if args.stop else signal.SIGKILL, rng)
         finally:
             llm.llm_engine.close()
     same = sum(a.outputs == b.outputs for a, b in zip(expected, found, strict=True))
-    print(show(faults), end="\n\n")
-    print(f"{same} of {args.requests} requests have the tokens of the undisturbed run")
-    write(args, provenance, faults, same)
+    print(f"{show(faults)}\n\n{same} of {args.requests} requests have the tokens of the undisturbed run")
+    content = {"requests_with_the_same_tokens": same, "faults": to_builtins(faults)}
+    report.write_json(args.output / "worker_faults.json", provenance | content)
     if same < args.requests:
         raise KvLLMError(f"{args.requests - same} requests have other tokens than in the undisturbed run")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # threads of several processes on the s
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -29,15 +29,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if find_spec("hypothesis"):  # where device_check.sh runs, it may be absent
-        from hypothesis import settings
-
-        settings.register_profile("default", max_examples=20, deadline=None)
-        settings.register_profile("long", max_examples=100, deadline=None)
-        settings.load_profile("long" if config.getoption("long") else "default")
+    settings.register_profile("default", max_examples=20, deadline=None)
+    settings.register_profile("long", max_examples=100, deadline=None)
+    settings.load_profile("long" if config.getoption("long") else "default")
 
 
-SLOWEST = ("test_triton_compilation", "test_triton", "test_device_check", "test_cuda_path", "test_triton_quantized")
+SLOWEST = ("test_triton_compilation", "test_triton", "test_cuda_path", "test_triton_quantized")
 """Files with a minute's work that cannot be shared out: they begin first, so that no process is left alone with one."""
 
 

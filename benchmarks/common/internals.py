@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any
-
-from torch import Tensor
-
 from kvllm import LLM
 from kvllm.core.engine import LLMEngine
 from kvllm.core.executor import Executor
@@ -40,28 +34,3 @@ def runner_of(llm: LLM) -> ModelRunner:
 def replace_executor(llm: LLM, executor: Executor) -> None:
     """Let the engine send its plans to another executor, which may pass them on."""
     engine_of(llm).executor = executor
-
-
-class ObservedAttention:
-    """The attention part of a layer, whose projections are shown to a function on the way."""
-
-    def __init__(self, attention: Any, observe: Callable[[Tensor, Tensor, Tensor], None]) -> None:
-        self.attention = attention
-        self.observe = observe
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.attention, name)
-
-    def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        queries, keys, values = self.attention.project(x, positions)
-        self.observe(queries, keys, positions)
-        return queries, keys, values
-
-
-def observe_projections(llm: LLM, observe: Callable[[int, Tensor, Tensor, Tensor], None]) -> None:
-    """Call `observe` with the index of each layer, its rotated queries `[T, Hq, d]` and keys `[T, Hkv, d]`, and the
-    positions `[T]`, in every pass of the model."""
-    model = runner_of(llm).model
-    for index, layer in enumerate(model.layers):
-        layer.attention = ObservedAttention(layer.attention, partial(observe, index))
-    model.compile()  # it has other parts now, so its layers run one by one

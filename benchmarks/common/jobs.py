@@ -33,14 +33,14 @@ def run(job: Job) -> Measurement:
     """Load the model, warm up on prompts of the same lengths with other tokens, and measure."""
     llm = make_engine(job)
     _warm_up(llm, job.requests[: llm.config.max_num_seqs])
-    return serve(llm, job.requests, job.name)[1]
+    return serve(llm, job.requests)[1]
 
 
-def serve(llm: LLM, requests: Sequence[Request], title: str = "") -> tuple[list[RequestOutput], Measurement]:
-    """Generate greedily, as many tokens as each request allows, and measure. A run with a title shows progress."""
+def serve(llm: LLM, requests: Sequence[Request]) -> tuple[list[RequestOutput], Measurement]:
+    """Generate greedily, as many tokens as each request allows, and measure."""
     prompts = [{"prompt_token_ids": request.prompt_token_ids} for request in requests]
     params = [SamplingParams(temperature=0, max_tokens=r.output_length, ignore_eos=True) for r in requests]
-    outputs, measurement = measure(llm, prompts, params, title)
+    outputs, measurement = measure(llm, prompts, params)
     generated = [len(output.outputs[0].token_ids) for output in outputs]
     if generated != [request.output_length for request in requests]:
         raise RuntimeError(f"requests did not generate the tokens they were asked for: {generated}")

@@ -1,5 +1,4 @@
-"""The physical limits: a decoding step takes at least the time to read the weights, and the KV cache, once; a matrix
-product also takes the time of its arithmetic."""
+"""The physical limit: a decoding step takes at least the time to read the weights, and the KV cache, once."""
 
 from __future__ import annotations
 
@@ -52,29 +51,6 @@ def memory_limit(limit: PhysicalLimit, run: Measurement) -> float | None:
     if _in_cache(step, run.device):
         return None
     return run.output_tokens * limit.read_bytes_per_s / (run.steps * step)
-
-
-class CPULimits(Struct, frozen=True):
-    """The most that this machine's processor does: bytes/s read from memory, and multiplications and additions per
-    second in matrix products."""
-
-    read_bytes_per_s: float
-    operations_per_s: float
-
-    def in_cache(self, num_bytes: float) -> bool:
-        """Whether bytes fit into the last-level cache, so that memory does not limit how fast they are read again."""
-        return _in_cache(num_bytes, "cpu")
-
-    def better(self, other: CPULimits) -> CPULimits:
-        """The higher of each rate: work of other processes only lowers them."""
-        return CPULimits(
-            max(self.read_bytes_per_s, other.read_bytes_per_s), max(self.operations_per_s, other.operations_per_s)
-        )
-
-
-def cpu_limits() -> CPULimits:
-    """Measures both, with torch's threads."""
-    return CPULimits(machine.read_bandwidth(repeats=40), machine.multiply_rate())
 
 
 def _in_cache(num_bytes: float, device: str) -> bool:

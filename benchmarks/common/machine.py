@@ -9,7 +9,7 @@ import os
 import platform
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ import torch
 
 import kvllm
 from kvllm.memory_pages import use_huge_pages
-from kvllm.models.weights import LinearWeight, Packing
 
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 PROBE_BYTES = 512 << 20
@@ -91,41 +90,6 @@ def read_bandwidth(device: str = "cpu", repeats: int = 10) -> float:
         array.sum().item()  # waits for the device
         best = min(best, time.perf_counter() - begin)
     return array.nbytes / best
-
-
-def multiply_rate(seconds: float = 0.4) -> float:
-    """The best rate, in multiplications and additions per second, at which torch's threads together multiply matrices.
-
-    The clock under such load, and the products that a core begins in a cycle, cannot be read from the system. Products
-    whose operands stay in the caches are the densest arithmetic that can be measured, so they stand for the limit. The
-    best counts: of square matrices of three sizes, of PyTorch's and KvLLM's products, and of float32 and, where the
-    processor multiplies it, bfloat16.
-
-    seconds: for which each of them is repeated.
-    """
-    bfloat16 = {"avx512_bf16", "amx_bf16"} & set(machine()["instructions"])
-    dtypes = [torch.float32, torch.bfloat16] if bfloat16 else [torch.float32]
-    rates = (_multiply_rate(size, dtype, seconds) for size in (256, 512, 1024) for dtype in dtypes)
-    return max(rates)
-
-
-def _multiply_rate(size: int, dtype: torch.dtype, seconds: float) -> float:
-    x, matrix = torch.rand(2, size, size).to(dtype)
-    weight = LinearWeight.pack(matrix, Packing())
-    calls = (lambda: weight.multiply(x), lambda: torch.mm(x, matrix))
-    return 2 * size**3 / min(_fastest(call, seconds) for call in calls)
-
-
-def _fastest(call: Callable[[], object], seconds: float) -> float:
-    """Seconds of the fastest of the calls that fit in a time."""
-    best, now = float("inf"), time.perf_counter()
-    end = now + seconds
-    while now < end:
-        begin = time.perf_counter()
-        call()
-        now = time.perf_counter()
-        best = min(best, now - begin)
-    return best
 
 
 def cpu_seconds_of_others() -> float:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from math import ceil
 from statistics import mean
 from typing import Any
@@ -15,10 +15,8 @@ from msgspec import Struct
 
 from benchmarks.common import machine
 from benchmarks.common.internals import runner_of
-from benchmarks.common.progress import Step, show_progress, wrapped_step
 from kvllm import LLM, RequestOutput, SamplingParams
 from kvllm.durations import Durations
-from kvllm.stats import EngineStats
 
 
 class Measurement(Struct, kw_only=True):
@@ -92,9 +90,9 @@ COUNTERS = (
 
 
 def measure(
-    llm: LLM, prompts: Sequence[Any], sampling_params: SamplingParams | Sequence[SamplingParams], title: str = ""
+    llm: LLM, prompts: Sequence[Any], sampling_params: SamplingParams | Sequence[SamplingParams]
 ) -> tuple[list[RequestOutput], Measurement]:
-    """Time `llm.generate`. A run with a title shows its progress.
+    """Time `llm.generate`.
 
     Raises the error of the first request that could not be served.
     """
@@ -102,11 +100,9 @@ def measure(
     before = {name: stats[name] for name in COUNTERS}
     stats.stalls, stats.event_stalls = Durations(), Durations()  # in a warm-up, kernels may be compiled
     steps_before = stats.steps
-    rates: list[float] = []
-    bar = bool(title) and sys.stderr.isatty()
-    with show_progress(llm, "" if bar else title, len(prompts)), wrapped_step(llm, partial(_timed, stats, rates)):
+    with _rates_of_steps(llm) as rates:
         others_before, begin = machine.cpu_seconds_of_others(), time.perf_counter()
-        outputs = llm.generate(prompts, sampling_params, use_tqdm=bar)
+        outputs = llm.generate(prompts, sampling_params, use_tqdm=sys.stderr.isatty())
         seconds = time.perf_counter() - begin
         others = machine.cpu_seconds_of_others() - others_before
     for output in outputs:
@@ -151,8 +147,11 @@ def _latency(output: RequestOutput) -> float:
     return output.metrics.finished_time - output.metrics.arrival_time
 
 
-def _timed(stats: EngineStats, rates: list[float], step: Step) -> Step:
-    """A step that appends its rate, in tokens sampled per second. For `wrapped_step`."""
+@contextmanager
+def _rates_of_steps(llm: LLM) -> Iterator[list[float]]:
+    """Tokens sampled per second, of each step of the engine while the block runs."""
+    engine, stats, rates = llm.llm_engine, llm.stats(), list[float]()
+    step = engine.step
 
     def timed() -> list[RequestOutput]:
         steps, tokens, begin = stats.steps, stats.output_tokens, time.perf_counter()
@@ -161,4 +160,8 @@ def _timed(stats: EngineStats, rates: list[float], step: Step) -> Step:
             rates.append((stats.output_tokens - tokens) / (time.perf_counter() - begin))
         return outputs
 
-    return timed
+    engine.step = timed
+    try:
+        yield rates
+    finally:
+        del engine.step  # the method of the class is back

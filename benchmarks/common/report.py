@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -44,7 +44,7 @@ def plot_timelines(
     """
     figure = Figure(figsize=(9, 6), layout="constrained")
     running, used = figure.subplots(2, sharex=True)
-    for (name, timeline), pool, colour in zip(timelines.items(), pools, _colours(len(timelines)), strict=True):
+    for (name, timeline), pool, colour in zip(timelines.items(), pools, cycle(COLOURS), strict=False):
         label = name.replace("\n", " ")
         running.plot([step[0] for step in timeline], color=colour, linewidth=1.2, label=label)
         used.plot([100 * step[1] / pool for step in timeline], color=colour, linewidth=1.2)
@@ -88,39 +88,3 @@ def plot_lines(path: Path, title: str, xlabel: str, panels: Mapping[str, Mapping
     names = [label.replace("\n", " ") for label in handles]
     figure.legend(handles.values(), names, loc="outside lower center", ncols=min(3, len(names)), frameon=False)
     save(path, figure)
-
-
-def plot_bars(
-    path: Path,
-    title: str,
-    xlabel: str,
-    panels: Mapping[str, Mapping[str, Sequence[float]]],
-    highlighted: Collection[str] = (),
-) -> None:
-    """Draw horizontal bars as long as medians, with lines from the least to the most.
-
-    panels: by their titles, the values by the labels of the bars. highlighted: labels of the bars in another colour.
-    """
-    bars = sum(map(len, panels.values()))
-    figure = Figure(figsize=(9, 0.3 * bars + 0.7 * len(panels) + 0.6), layout="constrained")
-    ratios = [max(1, len(values)) for values in panels.values()]
-    all_axes = figure.subplots(len(panels), squeeze=False, height_ratios=ratios)[:, 0]
-    for axes, (name, values) in zip(all_axes, panels.items(), strict=True):
-        middles = [median(each) for each in values.values()]
-        colours = [COLOURS[1] if label in highlighted else COLOURS[0] for label in values]
-        errors = [
-            [middle - min(each) for middle, each in zip(middles, values.values(), strict=True)],
-            [max(each) - middle for middle, each in zip(middles, values.values(), strict=True)],
-        ]
-        axes.barh(list(values), middles, xerr=errors, color=colours, height=0.7)
-        axes.invert_yaxis()
-        axes.set_title(name, loc="left", fontsize="medium")
-        axes.grid(alpha=0.3, axis="x")
-        axes.spines[["top", "right"]].set_visible(False)
-    all_axes[-1].set_xlabel(xlabel)
-    figure.suptitle(title)
-    save(path, figure)
-
-
-def _colours(count: int) -> list[str]:
-    return [COLOURS[i % len(COLOURS)] for i in range(count)]

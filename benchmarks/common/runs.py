@@ -15,8 +15,12 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
+import msgspec
+
 from benchmarks.common import command_line, engines, machine, shapes, workloads
 from benchmarks.common.jobs import Job
+from benchmarks.common.measurement import Measurement
+from benchmarks.common.summary import summarize
 from benchmarks.common.variants import Variant
 from benchmarks.common.workloads import Request
 from benchmarks.reasoner.tasks import make_problem
@@ -156,6 +160,16 @@ def totals(name: str, requests: Sequence[Request]) -> dict[str, Any]:
         "output_tokens": sum(lengths),
         "output_length_deciles": quantiles(lengths, n=10, method="inclusive") if len(lengths) > 1 else lengths,
         "longest_output": lengths[-1],
+    }
+
+
+def entry(job: Job, model: str, measured: Sequence[Measurement]) -> dict[str, Any]:
+    """The entry of a report about a variant."""
+    return {
+        "engine": job.engine | {"model": model},
+        "compression": msgspec.to_builtins(job.compression),
+        "summary": summarize(measured),
+        "runs": msgspec.to_builtins(measured),
     }
 
 

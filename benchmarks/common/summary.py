@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from statistics import median
 
+from benchmarks.common import report
 from benchmarks.common.measurement import Measurement
 
 SHOWN = {
@@ -32,35 +34,46 @@ SHOWN = {
     "compression_events": ("compression events", "{:.0f}"),
     "windows_compressed": ("windows compressed", "{:.0f}"),
     "blocks_released": ("blocks released", "{:.0f}"),
+    "peak_kv_bytes": ("peak KV in use, MiB", "{:.1f}"),
+    "method_state_bytes": ("state of the method beside it, MiB", "{:.1f}"),
+    "peak_event_bytes": ("peak of a compression event, MiB", "{:.1f}"),
+    "peak_memory_bytes": ("peak process memory, MiB", "{:.1f}"),
 }
-MEMORY = {
-    "peak_kv_bytes": "peak KV in use, MiB",
-    "method_state_bytes": "state of the method beside it, MiB",
-    "peak_event_bytes": "peak of a compression event, MiB",
-    "peak_memory_bytes": "peak process memory, MiB",
-}
+Spread = dict[str, float]
+"""Median, least and most."""
 
 
-def summarize(runs: list[Measurement]) -> dict[str, dict[str, float]]:
-    """Median, least and most of each figure over the repeats."""
-    summary = {}
-    for name in (*SHOWN, *MEMORY):
-        values = [getattr(run, name) for run in runs]
-        summary[name] = {"median": median(values), "min": min(values), "max": max(values)}
-    return summary
+def spread_of(values: Sequence[float]) -> Spread:
+    return {"median": median(values), "min": min(values), "max": max(values)}
 
 
-def ratios(runs: dict[str, list[Measurement]], figure: str = "output_tokens_per_s") -> dict[str, dict[str, float]]:
-    """The ratio of a figure to the first variant's, within each repeat: its median, least and most."""
+def summarize(runs: Sequence[Measurement]) -> dict[str, Spread]:
+    """Each figure over the repeats."""
+    return {name: spread_of([getattr(run, name) for run in runs]) for name in SHOWN}
+
+
+def ratios(runs: dict[str, list[Measurement]], figure: str = "output_tokens_per_s") -> dict[str, Spread]:
+    """The ratio of a figure to the first variant's, within each repeat."""
     first, *others = runs
-    result = {}
-    for name in others:
-        pairs = [getattr(b, figure) / getattr(a, figure) for a, b in zip(runs[first], runs[name], strict=True)]
-        result[name] = {"median": median(pairs), "min": min(pairs), "max": max(pairs)}
-    return result
+    return {
+        name: spread_of([getattr(b, figure) / getattr(a, figure) for a, b in zip(runs[first], runs[name], strict=True)])
+        for name in others
+    }
 
 
-def spread(values: dict[str, float], shape: str) -> str:
+def show_spread(values: Spread, shape: str) -> str:
     """The median, with the least and the most behind it if they differ."""
     middle, least, most = (shape.format(values[key]) for key in ("median", "min", "max"))
     return middle if least == most else f"{middle} ({least}-{most})"
+
+
+def show(runs: dict[str, list[Measurement]], figures: Iterable[str] = SHOWN) -> str:
+    """A table of some figures with a column for each variant, and the ratios of tokens per second."""
+    summaries = [summarize(of_variant) for of_variant in runs.values()]
+    rows = []
+    for name in figures:
+        (title, shape), unit = SHOWN[name], report.MIB if name.endswith("_bytes") else 1
+        cells = [{key: value / unit for key, value in summary[name].items()} for summary in summaries]
+        rows.append([title, *(show_spread(cell, shape) for cell in cells)])
+    rows.append(["tokens/s, ratio", "1", *(show_spread(ratio, "{:.2f}") for ratio in ratios(runs).values())])
+    return report.table(["", *(name.replace(":", ":\n").replace(",", ",\n") for name in runs)], rows)

@@ -42,20 +42,8 @@ OWN, PERIODIC, THRESHOLD = "own", "periodic", "threshold"
 METHODS = tuple(SPECS)
 BY_WINDOWS = tuple(name for name, spec in SPECS.items() if name.startswith("kara") or spec.refusal("threshold"))
 PRESETS: dict[str, runs.Preset] = {
-    "paper": {
-        "model": "8b",
-        "num_prompts": 4,
-        "input_len": 128,
-        "output_len": 8192,
-        "block_size": 256,
-    },
-    "cpu": {
-        "model": runs.REASONER,
-        "num_prompts": 2,
-        "input_len": 64,
-        "output_len": 512,
-        "block_size": 32,
-    },
+    "paper": {"model": "8b", "num_prompts": 4, "input_len": 128, "output_len": 8192, "block_size": 256},
+    "cpu": {"model": runs.REASONER, "num_prompts": 2, "input_len": 64, "output_len": 512, "block_size": 32},
 }
 
 
@@ -165,7 +153,7 @@ def follow(job: Job, regions: int) -> dict[str, Any]:
     llm = make_engine(job)
     tracker = PositionTracker(executor_of(llm))
     replace_executor(llm, tracker)
-    _, measurement = serve(llm, job.requests, job.name)
+    _, measurement = serve(llm, job.requests)
     counts, sizes = zip(
         *(survivors_of_regions(p, tracker.length(seq_id), regions) for seq_id, p in tracker.positions.items()),
         strict=True,
@@ -183,22 +171,14 @@ def follow(job: Job, regions: int) -> dict[str, Any]:
     }
 
 
-def table(results: dict[str, dict[str, Any]], figure: str, title: str) -> str:
+def table(results: dict[str, dict[str, Any]], figure: str, total: str, title: str) -> str:
     regions = len(next(iter(results.values()))[figure])
     header = [title, *(f"{100 * i // regions}-\n{100 * (i + 1) // regions}%" for i in range(regions)), "all", "events"]
-    total = {"survivors": "kept_of_all", "lost": "lost_of_all"}[figure]
-    return report.table(
-        header,
-        [
-            [
-                name,
-                *(f"{value:.0%}" for value in result[figure]),
-                f"{result[total]:.1%}",
-                f"{result['events_per_sequence']:.1f}",
-            ]
-            for name, result in results.items()
-        ],
-    )
+    rows = []
+    for name, result in results.items():
+        shares = [f"{value:.0%}" for value in result[figure]]
+        rows.append([name, *shares, f"{result[total]:.1%}", f"{result['events_per_sequence']:.1f}"])
+    return report.table(header, rows)
 
 
 def plot(path: Path, title: str, results: dict[str, dict[str, Any]]) -> None:
@@ -215,19 +195,10 @@ def plot(path: Path, title: str, results: dict[str, dict[str, Any]]) -> None:
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = runs.make_parser("benchmarks.paper.figure_2", __doc__, PRESETS)
     add = parser.add_argument
-    add(
-        "--methods",
-        nargs="+",
-        choices=METHODS,
-        metavar="M",
-        help=f"default: all that --policy allows and that need no statistics, of {', '.join(METHODS)}",
-    )
-    add(
-        "--policy",
-        choices=(OWN, PERIODIC, THRESHOLD),
-        default=OWN,
-        help="own: periodic for Kara, its ablations and others that need it, else threshold",
-    )
+    allowed = f"default: all that --policy allows and that need no statistics, of {', '.join(METHODS)}"
+    add("--methods", nargs="+", choices=METHODS, metavar="M", help=allowed)
+    own = "own: periodic for Kara, its ablations and others that need it, else threshold"
+    add("--policy", choices=(OWN, PERIODIC, THRESHOLD), default=OWN, help=own)
     add("--threshold", type=int, help="KV pairs at which a whole cache is compressed (default: 5 blocks)")
     add("--budget", type=int, help="KV pairs that are left then (default: 4 blocks and one KV pair)")
     add("--regions", type=int, default=10, help="number of equal parts of the text (default 10)")
@@ -256,8 +227,8 @@ def draw_figure(arguments: Sequence[str]) -> None:
         for name, job in jobs.items():
             results[name] = follow(job, args.regions)
             print(f"{name}: {results[name]['events_per_sequence']:.1f} compressions of a sequence", flush=True)
-    print(f"\n{table(results, 'survivors', 'KV pairs that survive')}\n")
-    print(table(results, "lost", "layers and heads without any"))
+    print(f"\n{table(results, 'survivors', 'kept_of_all', 'KV pairs that survive')}\n")
+    print(table(results, "lost", "lost_of_all", "layers and heads without any"))
     print(f"\nPublished ({kara_paper.PAPER}): a figure, whose numbers are not known.")
     print(
         "The limit: the settings fix the share that is kept of all regions, so a method keeps more of one region only "
@@ -269,11 +240,7 @@ def draw_figure(arguments: Sequence[str]) -> None:
         "model": {"name": args.model, **msgspec.to_builtins(model)},
         "workload": totals,
         "methods": {
-            name: {
-                "engine": jobs[name].engine | {"model": args.model},
-                "compression": msgspec.to_builtins(jobs[name].compression),
-                **result,
-            }
+            name: {"compression": msgspec.to_builtins(jobs[name].compression), **result}
             for name, result in results.items()
         },
     }

@@ -39,7 +39,6 @@ from scipy.stats import binomtest
 
 from benchmarks.common import accuracy, command_line, machine, report
 from benchmarks.common.child import run_child
-from benchmarks.common.progress import SECONDS_SIDE_BY_SIDE, show_progress
 from benchmarks.common.questions import Questions, QuestionSource
 from kvllm import LLM, CompressionConfig, RequestOutput, SamplingParams
 from kvllm.compression.specs import SPECS
@@ -262,8 +261,7 @@ def answer(llm: LLM, trial: Trial, questions: Questions) -> list[RequestOutput]:
     limits = zip(questions.max_tokens, trial.budgets or [None] * len(questions.prompts), strict=True)
     params = [SamplingParams(temperature=0, max_tokens=tokens, budget_tokens=budget) for tokens, budget in limits]
     generate = llm.chat if questions.chat else llm.generate
-    with show_progress(llm, trial.name, len(questions.prompts), SECONDS_SIDE_BY_SIDE):
-        outputs = generate(questions.prompts, params, use_tqdm=False)
+    outputs = generate(questions.prompts, params, use_tqdm=False)
     for output in outputs:
         if output.error is not None:
             raise output.error

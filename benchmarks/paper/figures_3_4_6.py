@@ -26,14 +26,12 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from benchmarks.common import accuracy, command_line, machine, report
-from benchmarks.common.internals import observe_projections
 from benchmarks.common.questions import QuestionSource, ReasonerQuestions
 from benchmarks.reasoner.tasks import DEFAULT_SIZE
-from kvllm import LLM, SamplingParams
+from kvllm.calibration.dense import DenseModel
 from kvllm.config import require
 from kvllm.tokenizer import load_tokenizer
 
-BLOCK_SIZE = 16
 CAUSAL, BIDIRECTIONAL = "causal", "bidirectional"
 
 
@@ -75,31 +73,6 @@ def read_text(args: argparse.Namespace) -> tuple[list[int], list[str], int]:
 
 
 # Attention
-
-
-@torch.inference_mode()
-def read_projections(args: argparse.Namespace, token_ids: list[int]) -> list[tuple[Tensor, Tensor]]:
-    """By layer the queries `[Hq, T, d]` and keys `[Hkv, T, d]` of the text, float32, rotated."""
-    llm = LLM(
-        args.model,
-        dtype=accuracy.dtype_of(args),
-        max_model_len=len(token_ids) + 1,
-        max_num_seqs=1,
-        block_size=BLOCK_SIZE,
-        num_gpu_blocks_override=-(-(len(token_ids) + 1) // BLOCK_SIZE) + 1,
-        enforce_eager=True,
-    )
-    found: dict[int, list[tuple[Tensor, Tensor]]] = {}
-
-    def observe(layer: int, queries: Tensor, keys: Tensor, _: Tensor) -> None:
-        found.setdefault(layer, []).append((queries.float().cpu(), keys.float().cpu()))
-
-    observe_projections(llm, observe)
-    output = llm.generate({"prompt_token_ids": token_ids}, SamplingParams(max_tokens=1), use_tqdm=False)[0]
-    if output.error is not None:
-        raise output.error
-    by_layer = [zip(*chunks, strict=True) for _, chunks in sorted(found.items())]
-    return [tuple(torch.cat(part).transpose(0, 1) for part in parts) for parts in by_layer]  # pyright: ignore
 
 
 def attention(queries: Tensor, keys: Tensor, first_query: int | None = None) -> Tensor:
@@ -216,8 +189,12 @@ def run_figures(arguments: Sequence[str]) -> None:
     args = parse_arguments(arguments)
     provenance = machine.provenance("benchmarks.paper.figures_3_4_6", arguments)
     token_ids, tokens, start = read_text(args)
-    projections = read_projections(args, token_ids)
-    layers = [Layer(queries, keys, start, args.window, args.buffer) for queries, keys in projections]
+    with torch.inference_mode():
+        read, _ = DenseModel(args.model, len(token_ids)).read(token_ids)
+        layers = [
+            Layer(run.queries.cpu().transpose(0, 1), run.keys.cpu().transpose(0, 1), start, args.window, args.buffer)
+            for run in read
+        ]
     index, head, token = choose(args, layers)
     rows = [layer.compare(args.retention) for layer in layers]
     place = f"layer {index}, KV head {head}"

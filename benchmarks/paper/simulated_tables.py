@@ -15,7 +15,7 @@ drops comes back. How many KV pairs do so is an assumption (`--recalled-pairs`).
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,61 +90,60 @@ def run(args: argparse.Namespace, cost: CostModel, num_seqs: int, variant: Varia
     return simulate(config, cost, lengths, [0.0] * len(lengths), recalled_pairs=args.recalled_pairs)
 
 
-def throughput_rows(runs: dict[str, Outcome]) -> list[list[str]]:
-    full = runs["full cache"]
-    return [
-        [
-            name,
-            f"{run.output_tokens_per_s:,.0f}",
-            f"{run.output_tokens_per_s / full.output_tokens_per_s - 1:+.1%}",
-            PUBLISHED.get(name, ""),
-            f"{run.mean_concurrency:.0f}",
-            f"{run.preemptions:,}",
-            f"{run.windows_compressed:,}",
-        ]
-        for name, run in runs.items()
-    ]
-
-
-def latency_rows(runs: dict[str, Outcome]) -> list[list[str]]:
-    return [
-        [
-            name,
-            f"{run.mean_latency:,.1f}",
-            f"{run.mean_first_token:,.1f}",
-            f"{1e3 * (run.mean_latency - run.mean_first_token) * run.requests / run.output_tokens:.1f}",
-            *(f"{1e3 * seconds:,.1f}" for seconds in msgspec.structs.astuple(run.inter_token)),
-            *(f"{seconds:,.1f}" for seconds in msgspec.to_builtins(run.phases).values()),
-        ]
-        for name, run in runs.items()
-    ]
-
-
-def tier_rows(runs: dict[str, Outcome]) -> list[list[str]]:
-    return [
-        [
-            name,
-            f"{run.tokens_recomputed:,}",
-            f"{run.swapped_out:,}",
-            *(f"{each / report.GIB:,.1f}" for each in (run.stored_bytes, run.loaded_bytes, run.recalled_bytes)),
-            f"{run.lost_pairs:,}",
-            f"{run.host_bytes / report.GIB:,.1f}",
-        ]
-        for name, run in runs.items()
-    ]
+# By table: the title of a column, and the cell of a run.
+Columns = dict[str, Callable[[Outcome], str]]
+THROUGHPUT: Columns = {
+    "mean con-\ncurrency": lambda run: f"{run.mean_concurrency:.0f}",
+    "preemp-\ntions": lambda run: f"{run.preemptions:,}",
+    "windows": lambda run: f"{run.windows_compressed:,}",
+}
+LATENCY: Columns = {
+    "mean, s": lambda run: f"{run.mean_latency:,.1f}",
+    "to first\ntoken, s": lambda run: f"{run.mean_first_token:,.1f}",
+    "ms a\ntoken": lambda run: (
+        f"{1e3 * (run.mean_latency - run.mean_first_token) * run.requests / run.output_tokens:.1f}"
+    ),
+    "p50 be-\ntween two": lambda run: f"{1e3 * msgspec.structs.astuple(run.inter_token)[0]:,.1f}",
+    "p99": lambda run: f"{1e3 * msgspec.structs.astuple(run.inter_token)[1]:,.1f}",
+    "max": lambda run: f"{1e3 * msgspec.structs.astuple(run.inter_token)[2]:,.1f}",
+    "decode, s": lambda run: f"{run.phases.decode:,.1f}",
+    "prefill, s": lambda run: f"{run.phases.prefill:,.1f}",
+    "recompute, s": lambda run: f"{run.phases.recompute:,.1f}",
+    "score, s": lambda run: f"{run.phases.score:,.1f}",
+    "compact, s": lambda run: f"{run.phases.compact:,.1f}",
+    "recall, s": lambda run: f"{run.phases.recall:,.1f}",
+    "transfer, s": lambda run: f"{run.phases.transfer:,.1f}",
+}
+HOST: Columns = {
+    "tokens com-\nputed again": lambda run: f"{run.tokens_recomputed:,}",
+    "swapped\nout": lambda run: f"{run.swapped_out:,}",
+    "stored,\nGiB": lambda run: f"{run.stored_bytes / report.GIB:,.1f}",
+    "loaded,\nGiB": lambda run: f"{run.loaded_bytes / report.GIB:,.1f}",
+    "exchanged,\nGiB": lambda run: f"{run.recalled_bytes / report.GIB:,.1f}",
+    "pairs with-\nout room": lambda run: f"{run.lost_pairs:,}",
+    "host memory,\npeak, GiB": lambda run: f"{run.host_bytes / report.GIB:,.1f}",
+}
 
 
 def show(num_seqs: int, runs: dict[str, Outcome]) -> str:
-    throughput = ["throughput", "output\ntokens/s", "gain", "paper", "mean con-\ncurrency", "preemp-\ntions", "windows"]
-    latency = ["latency", "mean, s", "to first\ntoken, s", "ms a\ntoken", "p50 be-\ntween two", "p99", "max"]
-    latency += ["decode, s", "prefill, s"]
-    latency += ["recompute, s", "score, s", "compact, s", "recall, s", "transfer, s"]
-    tiers = ["tiers", "tokens com-\nputed again", "swapped\nout", "stored,\nGiB", "loaded,\nGiB", "exchanged,\nGiB"]
-    tiers += ["pairs with-\nout room", "host memory,\npeak, GiB"]
-    tables = [report.table(throughput, throughput_rows(runs)), report.table(latency, latency_rows(runs))]
+    full = runs["full cache"].output_tokens_per_s
+    rates = [
+        [name, f"{run.output_tokens_per_s:,.0f}", f"{run.output_tokens_per_s / full - 1:+.1%}", PUBLISHED.get(name, "")]
+        for name, run in runs.items()
+    ]
+    names = [[name] for name in runs]
+    tables = [table(["throughput", "output\ntokens/s", "gain", "paper"], rates, THROUGHPUT, runs)]
+    tables.append(table(["latency"], names, LATENCY, runs))
     if any(run.host_bytes for run in runs.values()):
-        tables.append(report.table(tiers, tier_rows(runs)))
+        tables.append(table(["tiers"], names, HOST, runs))
     return "\n\n".join([f"At most {num_seqs} sequences at once", *tables]) + "\n"
+
+
+def table(header: list[str], begins: list[list[str]], columns: Columns, runs: dict[str, Outcome]) -> str:
+    """Rows that begin with some cells, and have one for each column."""
+    cells = [[cell(run) for cell in columns.values()] for run in runs.values()]
+    rows = [[*begin, *of_run] for begin, of_run in zip(begins, cells, strict=True)]
+    return report.table([*header, *columns], rows)
 
 
 def tables(arguments: Sequence[str]) -> None:

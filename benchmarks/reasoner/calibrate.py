@@ -8,29 +8,51 @@ Windows begin behind the prompts, and problems that are too short for one tell n
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
-from itertools import islice
+from pathlib import Path
 
-from benchmarks.common import command_line, texts
+from benchmarks.common import command_line
+from benchmarks.reasoner.problems import Problem
+from benchmarks.reasoner.tasks import OF_PACKAGE, TASKS, make_problem
+from benchmarks.reasoner.tokenizer import encode
 from kvllm.calibration.files import calibrate
 from kvllm.calibration.layer_losses import Windows
-from kvllm.calibration.query_statistics import OUTLIERS
 from kvllm.comparison.texts import Text
+from kvllm.engine_args import DEFAULT_MODEL
+
+SEED = 7
+"""Of the problems: other ones than those that the scripts about answers ask."""
+SMALLEST = 1 / 3
+"""Of a task's largest size."""
+
+
+def draw_problem(task: str | None, seed: int, index: int) -> Problem:
+    """task: None stands for all that the package's model has learned, in turn."""
+    name = task or OF_PACKAGE[index % len(OF_PACKAGE)]
+    rng, largest = random.Random(f"calibration/{seed}/{index}"), TASKS[name].largest
+    smallest = max(TASKS[name].smallest, round(SMALLEST * largest))
+    return make_problem(rng, rng.randint(smallest, largest), name)
 
 
 def run_calibration(arguments: Sequence[str]) -> None:
     parser = command_line.make_parser("benchmarks.reasoner.calibrate", __doc__)
-    texts.add_arguments(parser)
-    parser.add_argument("--pieces", type=int, default=64, metavar="N", help="most pieces (default 64)")
-    parser.add_argument("--layer-losses", action="store_true", help="measure what each layer loses, too")
+    add = parser.add_argument
+    add("--model", type=Path, default=DEFAULT_MODEL, metavar="DIR", help="default: the model of the package")
+    add("--task", choices=TASKS, help="problems of one task (default: of all that the package's model knows, in turn)")
+    add("--seed", type=int, default=SEED, help=f"seed of problems (default {SEED})")
+    add("--length", type=int, default=2048, metavar="N", help="most tokens of a text (default 2048)")
+    add("--pieces", type=int, default=64, metavar="N", help="problems (default 64)")
+    add("--layer-losses", action="store_true", help="measure what each layer loses, too")
     args = parser.parse_args(arguments)
-    texts.check_arguments(args, OUTLIERS)
-    command_line.require_positive(args, "pieces")
-    pieces = [
-        Text("", text.token_ids[: text.num_prompt], text.token_ids[text.num_prompt :])
-        for text in islice(texts.read_texts(args, OUTLIERS), args.pieces)
-    ]
-    for path in calibrate(args.model, pieces, texts.describe(args), Windows() if args.layer_losses else None):
+    command_line.require_positive(args, "pieces", "length")
+    problems = [draw_problem(args.task, args.seed, index) for index in range(args.pieces)]
+    texts = []
+    for problem in problems:
+        prompt = encode(problem.prompt)[: args.length]
+        texts.append(Text("", prompt, encode(problem.working)[: args.length - len(prompt)]))
+    name = f"problems of the reasoner: {args.task or 'all tasks'}"
+    for path in calibrate(args.model, texts, name, Windows() if args.layer_losses else None):
         print(f"Written: {path}")
 
 

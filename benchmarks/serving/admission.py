@@ -14,9 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-from msgspec import Struct
-
 from benchmarks.common import command_line, machine, report
 from kvllm.config import CompressionConfig, EngineConfig
 from kvllm.entrypoints.simulate import read_model_config
@@ -32,21 +29,8 @@ VARIANTS: dict[str, CompressionConfig | None] = {
 BLOCK_SIZE = 16
 
 
-class Row(Struct, kw_only=True):
-    """One run. first_token: mean seconds to a request's first token. recomputed: share of computed tokens that had been
-    computed before a preemption."""
-
-    variant: str
-    low: float
-    high: float | None
-    output_tokens_per_s: float
-    preemptions: int
-    recomputed: float
-    mean_concurrency: float
-    first_token: float
-
-
-def run(args: argparse.Namespace, cost: CostModel, variant: str, low: float, high: float | None) -> Row:
+def run(args: argparse.Namespace, cost: CostModel, variant: str, low: float, high: float | None) -> dict[str, Any]:
+    """first_token: mean seconds to a request's first token. recomputed: share of the computed tokens."""
     workload = SyntheticWorkload(
         num_requests=args.requests, input_len=args.input_len, output_len=args.output_len, range_ratio=0.5
     )
@@ -62,71 +46,39 @@ def run(args: argparse.Namespace, cost: CostModel, variant: str, low: float, hig
     )
     outcome = simulate(config, cost, lengths, arrival_times(len(lengths), args.rate))
     computed = outcome.prompt_tokens + outcome.output_tokens + outcome.tokens_recomputed
-    return Row(
-        variant=variant,
-        low=low,
-        high=high,
-        output_tokens_per_s=outcome.output_tokens_per_s,
-        preemptions=outcome.preemptions,
-        recomputed=outcome.tokens_recomputed / computed,
-        mean_concurrency=outcome.mean_concurrency,
-        first_token=outcome.mean_first_token,
-    )
+    return {
+        "variant": variant,
+        "low": low,
+        "high": high,
+        "output_tokens_per_s": outcome.output_tokens_per_s,
+        "preemptions": outcome.preemptions,
+        "recomputed": outcome.tokens_recomputed / computed,
+        "mean_concurrency": outcome.mean_concurrency,
+        "first_token": outcome.mean_first_token,
+    }
 
 
-def show(rows: Sequence[Row]) -> str:
+def show(rows: Sequence[dict[str, Any]]) -> str:
     header = ["cache", "low", "high", "output\ntokens/s", "preemp-\ntions", "computed\nagain", "mean con-\ncurrency"]
+    shapes = ("{}", "{:.0%}", "{:.0%}", "{:,.0f}", "{:,}", "{:.1%}", "{:.0f}", "{:.1f}")
     cells = [
-        [
-            row.variant,
-            f"{row.low:.0%}",
-            "-" if row.high is None else f"{row.high:.0%}",
-            f"{row.output_tokens_per_s:,.0f}",
-            f"{row.preemptions:,}",
-            f"{row.recomputed:.1%}",
-            f"{row.mean_concurrency:.0f}",
-            f"{row.first_token:.1f}",
-        ]
+        ["-" if value is None else shape.format(value) for shape, value in zip(shapes, row.values(), strict=True)]
         for row in rows
     ]
     return report.table([*header, "first\ntoken, s"], cells)
 
 
-def plot(path: Path, title: str, rows: Sequence[Row]) -> None:
-    """Lines over the low watermark, one for each high watermark."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(f"{row.variant}, high {'-' if row.high is None else f'{row.high:.0%}'}", []).append(row)
-
-    def lines(field: str) -> dict[str, report.Line]:
-        return {
-            name: ([100 * row.low for row in group], [getattr(row, field) for row in group])
-            for name, group in groups.items()
-        }
-
-    panels = {
-        "output tokens/s": lines("output_tokens_per_s"),
-        "preemptions": lines("preemptions"),
-        "first token, s": lines("first_token"),
-    }
-    report.plot_lines(path, title, "low watermark (% of the pool)", panels)
-
-
 def sweep(arguments: Sequence[str]) -> None:
     args = parse_arguments(arguments)
     cost = CostModel(load_hardware(args.hardware), read_model_config(args.model_config), "bfloat16")
-    title = (
-        f"{args.model_config.stem} on {cost.hardware.name}: {args.requests} requests of {args.input_len} + "
-        f"{args.output_len} tokens, {args.num_blocks:,} blocks of {BLOCK_SIZE}"
-    )
     pairs = [(low, high) for high in (None, *args.high) for low in args.low if high is None or low <= high]
     rows = [run(args, cost, variant, low, high) for variant in VARIANTS for low, high in pairs]
-    print(f"{title}\n\n{show(rows)}")
-    content: dict[str, Any] = {"rows": msgspec.to_builtins(rows)}
+    print(
+        f"{args.model_config.stem} on {cost.hardware.name}: {args.requests} requests of {args.input_len} + "
+        f"{args.output_len} tokens, {args.num_blocks:,} blocks of {BLOCK_SIZE}\n\n{show(rows)}"
+    )
     provenance = machine.provenance("benchmarks.serving.admission", arguments)
-    report.write_json(args.output / "admission.json", {**provenance, **content})
-    plot(args.output / "admission.png", title, rows)
-    print(f"\nWritten: {args.output / 'admission.json'}, {args.output / 'admission.png'}")
+    report.write_json(args.output / "admission.json", {**provenance, "rows": rows})
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:

@@ -14,27 +14,31 @@ and the time around a step. They tell whether the server makes the engine's crit
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, cast
+from urllib.parse import urlsplit
 
 import msgspec
 import psutil
+import uvloop
 from msgspec import Struct
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from benchmarks.common import command_line, machine, report, shapes
 from benchmarks.common.child import ROOT
-from benchmarks.common.streams import Stream, run_streams
 from kvllm import LLM, SamplingParams
 from kvllm.client.scrape import Scrape, parse
 from kvllm.engine_args import DEFAULT_MODEL
@@ -120,6 +124,63 @@ def _run(llm: LLM, batch: Batch) -> Round:
     )
 
 
+# A client that does next to nothing while streams run: it shares the server's processors
+
+DONE = b"data: [DONE]"
+PATIENT_BYTES = 64 << 10
+"""Those that a patient client lets pile up in its socket; the kernel takes half of the buffer at most."""
+
+
+class Stream(asyncio.Protocol):
+    """Keeps all that comes of one completion, until the connection ends. first: when its first event came."""
+
+    def __init__(self, request: bytes, is_patient: bool) -> None:
+        self.request = request
+        self.is_patient = is_patient
+        self.content = bytearray()
+        self.begin = self.first = time.perf_counter()
+        self.ended = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.socket = transport.get_extra_info("socket")
+        cast(asyncio.Transport, transport).write(self.request)  # uvloop's is no subclass
+
+    def data_received(self, data: bytes) -> None:
+        if self.first == self.begin and b"data: " in data:
+            self.first = time.perf_counter()
+            if self.is_patient:
+                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, PATIENT_BYTES)
+        self.content += data
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.ended.set_result(None)
+
+    def deltas(self) -> list[list[int]]:
+        """The tokens of each event that has some. Raises KvLLMError if the stream was cut off."""
+        *events, last = [line for line in self.content.splitlines() if line.startswith(b"data: ")] or [b""]
+        if last != DONE:
+            raise KvLLMError("a stream has ended without [DONE]")
+        chunks = [msgspec.json.decode(line.removeprefix(b"data: ")) for line in events]
+        return [c["token_ids"] for chunk in chunks for c in chunk.get("choices", ()) if c["token_ids"]]
+
+
+async def run_streams(url: str, prompts: list[list[int]], output_tokens: int, is_patient: bool) -> list[Stream]:
+    """Send completions all at once, and wait for their ends."""
+    address, loop, streams = urlsplit(url), asyncio.get_running_loop(), []
+    assert address.hostname and address.port
+    options = {"max_tokens": output_tokens, "temperature": 0, "ignore_eos": True}
+    for prompt in prompts:
+        body = msgspec.json.encode({"prompt": prompt, **options, "stream": True, "return_token_ids": True})
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        )
+        make = partial(Stream, head.encode() + body, is_patient)
+        streams.append((await loop.create_connection(make, address.hostname, address.port))[1])
+    await asyncio.gather(*(stream.ended for stream in streams))
+    return streams
+
+
 # Both sides
 
 BLOCK_SIZE = 16
@@ -141,11 +202,10 @@ class Run(Struct, kw_only=True):
 
 
 class HttpRun(Run, kw_only=True):
-    """first_token, last_first_token: median and longest time from a request to its first event, in seconds. deltas:
-    events with tokens, of a token. client_cpu: the client's processor time for a token, in seconds."""
+    """first_token: median time from a request to its first event, in seconds. deltas: events with tokens, of a token.
+    client_cpu: the client's processor time for a token, in seconds."""
 
     first_token: float
-    last_first_token: float
     deltas: float
     client_cpu: float
 
@@ -203,31 +263,26 @@ class Sides:
         return Run(tokens_per_s=sum(map(len, found.token_ids)) / found.seconds, **times), found.token_ids
 
     def _http(self) -> tuple[HttpRun, list[list[int]]]:
-        common = {"max_tokens": self._output_tokens, "temperature": 0, "ignore_eos": True}
-        before, cpu_before = self._scrape(), sum(psutil.Process().cpu_times()[:2])
-        bodies = [{"prompt": prompt, **common} for prompt in self._prompts]
-        seconds, streams = run_streams(self._server.url, bodies, self._is_patient)
-        cpu, after = sum(psutil.Process().cpu_times()[:2]) - cpu_before, self._scrape()
-        return _http_run(seconds, streams, before, after, cpu), [stream.token_ids for stream in streams]
+        before, cpu_before, begin = self._scrape(), sum(psutil.Process().cpu_times()[:2]), time.perf_counter()
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            running = run_streams(self._server.url, self._prompts, self._output_tokens, self._is_patient)
+            streams = runner.run(running)
+        seconds, cpu = time.perf_counter() - begin, sum(psutil.Process().cpu_times()[:2]) - cpu_before
+        after, deltas = self._scrape(), [stream.deltas() for stream in streams]
+        token_ids = [[token_id for delta in of_stream for token_id in delta] for of_stream in deltas]
+        tokens = sum(map(len, token_ids))
+        steps, step_seconds, phase_seconds = (after.values[name] - before.values[name] for name in COUNTERS)
+        run = HttpRun(
+            tokens_per_s=tokens / seconds,
+            **_times(seconds, steps, step_seconds, phase_seconds),
+            first_token=median(stream.first - stream.begin for stream in streams),
+            deltas=sum(map(len, deltas)) / tokens,
+            client_cpu=cpu / tokens,
+        )
+        return run, token_ids
 
     def _scrape(self) -> Scrape:
         return parse(self._server.request("/metrics")[2].decode())
-
-
-def _http_run(seconds: float, streams: Sequence[Stream], before: Scrape, after: Scrape, cpu: float) -> HttpRun:
-    if not all(stream.is_whole for stream in streams):
-        raise KvLLMError("a stream has ended without [DONE]")
-    tokens = sum(len(stream.token_ids) for stream in streams)
-    steps, step_seconds, phase_seconds = (after.values[name] - before.values[name] for name in COUNTERS)
-    firsts = [stream.first_seconds for stream in streams]
-    return HttpRun(
-        tokens_per_s=tokens / seconds,
-        **_times(seconds, steps, step_seconds, phase_seconds),
-        first_token=median(firsts),
-        last_first_token=max(firsts),
-        deltas=sum(stream.deltas for stream in streams) / tokens,
-        client_cpu=cpu / tokens,
-    )
 
 
 def _times(seconds: float, steps: float, step_seconds: float, model_seconds: float) -> dict[str, float]:
@@ -243,40 +298,27 @@ def _cpu_seconds(pids: Sequence[int]) -> float:
 
 
 def show(pairs: Sequence[Pair]) -> str:
-    """A table with the medians of each model, and the least and the most of the ratios."""
-    header = ["model", "side", "tokens/s", "step, ms", "model\nin it, ms", "around\nit, ms", "first\ntoken, ms"]
-    rows = []
+    """Medians of each model and side, and how much of the speed is left."""
+    header = ["model", "side", "tokens/s", "step, ms", "model\nin it, ms", "around\nit, ms"]
+    rows, lines = [], []
     for name in dict.fromkeys(pair.model for pair in pairs):
         of_model = [pair for pair in pairs if pair.model == name]
-        for side in ("generate", "http"):
+        for title, side in (("LLM.generate", "generate"), ("kvllm serve", "http")):
             runs: list[Run] = [getattr(pair, side) for pair in of_model]
-            middle = {field: median(getattr(run, field) for run in runs) for field in Run.__struct_fields__}
-            firsts = [run.first_token for run in runs if isinstance(run, HttpRun)]
-            rows.append(
-                [
-                    name,
-                    {"generate": "LLM.generate", "http": "kvllm serve"}[side],
-                    f"{middle['tokens_per_s']:,.0f}",
-                    *(f"{1e3 * middle[field]:.2f}" for field in ("step", "model", "around")),
-                    f"{1e3 * median(firsts):.0f}" if firsts else "",
-                ]
-            )
-    return report.table(header, rows)
-
-
-def describe(pairs: Sequence[Pair]) -> str:
-    """A line for each model: how much of the speed is left."""
-    lines = []
-    for name in dict.fromkeys(pair.model for pair in pairs):
-        of_model = [pair for pair in pairs if pair.model == name]
+            times = [
+                f"{1e3 * median(getattr(run, field) for run in runs):.2f}" for field in ("step", "model", "around")
+            ]
+            rows.append([name, title, f"{median(run.tokens_per_s for run in runs):,.0f}", *times])
         ratios = [pair.ratio for pair in of_model]
-        deltas, cpu = (median(getattr(p.http, field) for p in of_model) for field in ("deltas", "client_cpu"))
+        first, deltas, cpu = (
+            median(getattr(p.http, field) for p in of_model) for field in ("first_token", "deltas", "client_cpu")
+        )
         lines.append(
             f"{name}: {median(ratios):.3f} of LLM.generate ({min(ratios):.3f} to {max(ratios):.3f}, {len(ratios)} "
-            f"rounds); {deltas:.2f} events a token; client {1e6 * cpu:.1f} us a token; other processes kept "
-            f"{median(pair.other_load for pair in of_model):.2f} cores busy"
+            f"rounds); first token after {1e3 * first:.0f} ms, {deltas:.2f} events a token; client {1e6 * cpu:.1f} us "
+            f"a token; other processes kept {median(pair.other_load for pair in of_model):.2f} cores busy"
         )
-    return "\n".join(lines)
+    return "\n".join([report.table(header, rows), "", *lines])
 
 
 def measure(args: argparse.Namespace, folder: Path) -> list[Pair]:
@@ -328,18 +370,9 @@ def run(arguments: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         pairs = measure(args, Path(folder))
     title = f"{args.batch} streams of {PROMPT_TOKENS} + {args.output_tokens} tokens"
-    print(f"\n{title}\n\n{show(pairs)}\n\n{describe(pairs)}")
+    print(f"\n{title}\n\n{show(pairs)}")
     content = [{**msgspec.to_builtins(pair), "ratio": pair.ratio} for pair in pairs]
     report.write_json(args.output / "http_overhead.json", {**provenance, "pairs": content})
-    panels = {
-        name: {
-            "LLM.generate": [pair.generate.tokens_per_s for pair in pairs if pair.model == name],
-            "kvllm serve": [pair.http.tokens_per_s for pair in pairs if pair.model == name],
-        }
-        for name in args.models
-    }
-    report.plot_bars(args.output / "http_overhead.png", title, "tokens/s", panels, highlighted=("kvllm serve",))
-    print(f"\nWritten: {args.output / 'http_overhead.json'}, {args.output / 'http_overhead.png'}")
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:

@@ -1,7 +1,7 @@
 """Trained gates: a small network of each KV head that judges a KV pair by what the cache has of it, from a file beside
 the checkpoint.
 
-`python -m benchmarks.quality.train_gates` trains the gates of a method and writes the file. A gate reads the key in
+`kvllm calibrate --gates` trains the gates of a method and writes the file. A gate reads the key in
 front of its rotation and the value, so nothing is stored beside KV pairs, and no pass of the model is run.
 """
 
@@ -103,10 +103,7 @@ def read_gates(folder: Path, method: str, model: ModelConfig, heads: KVHeads, de
     Raises CheckpointError if the checkpoint's folder has no such file, or one that is damaged or not of this model.
     """
     path = folder / gates_file(method)
-    command = (
-        f"`python -m benchmarks.quality.train_gates --method {method} --model {folder} --text FILE` "
-        "in a clone of the repository"
-    )
+    command = f"`kvllm calibrate {folder} --gates {method}`"
     if not path.is_file():
         raise CheckpointError(f"{folder} has no {path.name}, which method={method!r} needs: train it with {command}")
     try:

@@ -9,7 +9,7 @@ from benchmarks.serving.admission import sweep
 from kvllm.engine_args import DEFAULT_MODEL
 
 
-def test_every_pair_of_watermarks_gets_a_row_a_figure_and_a_point(tmp_path: Path, capsys) -> None:
+def test_every_pair_of_watermarks_gets_a_row(tmp_path: Path, capsys) -> None:
     model = ["--model-config", str(DEFAULT_MODEL / "config.json"), "--output", str(tmp_path)]
     load = ["--requests", "24", "--input-len", "40", "--output-len", "100", "--num-blocks", "60"]
     sweep([*model, *load, "--max-num-seqs", "16", "--low", "0", "0.2", "--high", "0.1"])
@@ -20,4 +20,3 @@ def test_every_pair_of_watermarks_gets_a_row_a_figure_and_a_point(tmp_path: Path
     assert careless > closed > 0 and careless > careful
     printed = capsys.readouterr().out
     assert all(f"{row['output_tokens_per_s']:,.0f}" in printed for row in rows)
-    assert (tmp_path / "admission.png").stat().st_size > 1000

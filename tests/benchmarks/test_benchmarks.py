@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import random
-import time
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks import cpu_kernels, demo, throughput
-from benchmarks.common import engines, jobs, limits, machine, report, shapes, workloads
+from benchmarks import demo, throughput
+from benchmarks.common import engines, jobs, limits, report, shapes, workloads
 from benchmarks.common.jobs import Job
 from benchmarks.common.variants import parse_variant
 from benchmarks.common.workloads import Request
 from benchmarks.reasoner.tokenizer import encode
 from kvllm import CompressionConfig
-from kvllm._extension import operator
 from kvllm.engine_args import EngineArgs
 from kvllm.engine_builder import cache_shape
 from kvllm.errors import ConfigError, KvLLMError
@@ -181,11 +179,8 @@ def test_throughput_runs_variants_side_by_side(tiny, tmp_path, capfd):
     arguments += ["--random-range-ratio", "0.2", "--block-size", "4", "--pool-fraction", "0.5", "--repeats", "1"]
     throughput.benchmark([*arguments, "--variants", "vanilla", KARA, ROOMY, "--output", str(tmp_path)])
 
-    printed, progress = capfd.readouterr()
-    names = ("vanilla", KARA, ROOMY)
-    assert all(f"  {name}: 6 of 6 requests, " in progress for name in names)  # of processes of their own
+    printed = capfd.readouterr().out
     content = json.loads((tmp_path / "throughput.json").read_text())
-    assert (tmp_path / "throughput.png").read_bytes().startswith(PNG)
     assert content["command"] in printed and "--pool-fraction 0.5" in content["command"]
     assert content["machine"]["cores"] >= 1 and content["versions"]["torch"]
     assert content["workload"]["requests"] == 6
@@ -263,8 +258,7 @@ def test_demo_solves_problems_in_a_small_pool(tmp_path, capsys):
         ["--short", "--problems", "6", "--repeats", "2", "--variants", "vanilla", kara, "--output", str(tmp_path)]
     )
 
-    printed, progress = capsys.readouterr()
-    assert all(f"  {name}: 6 of 6 requests, " in progress for name in ("vanilla", kara))  # stderr is no terminal
+    printed = capsys.readouterr().out
     content = json.loads((tmp_path / "demo.json").read_text())
     assert (tmp_path / "demo.png").read_bytes().startswith(PNG)
     problems = demo.ProblemSet(6, 16, seed=1).problems
@@ -297,65 +291,3 @@ def test_demo_refuses_settings_that_do_not_fit_before_it_runs(capsys):
     with pytest.raises(KvLLMError, match="lower buffer"):
         demo.run_demo(["--variants", "vanilla", "kara:buffer=32"])
     assert capsys.readouterr().out == ""
-
-
-# The CPU operators
-
-
-def test_cpu_kernels_reads_each_layer_of_caches_that_exceed_the_processors(monkeypatch):
-    operator("paged_attention")
-    monkeypatch.setattr(cpu_kernels, "CACHE_BYTES", 1 << 20)
-    case = cpu_kernels.AttentionCase("50m", "bfloat16", 16, batch=2, context=96)
-    assert case.bytes == 2 * 2 * 2 * 96 * 64 * 2  # of keys and values, sequences, heads
-    decode = cpu_kernels.Decode(case)
-    assert decode.cache.data.nbytes > (1 << 20) - case.bytes
-    assert 0 < decode.seconds() < 1
-
-
-@pytest.fixture
-def small_shape(monkeypatch):
-    small = {**shapes.SHAPES["50m"], "vocab_size": 1024, "hidden_size": 128, "intermediate_size": 256}
-    monkeypatch.setitem(shapes.SHAPES, "small", {**small, "num_hidden_layers": 2})
-    monkeypatch.setattr(cpu_kernels, "SECONDS", 0.0)
-    yield
-    cpu_kernels.random_weights.cache_clear()
-
-
-@pytest.mark.parametrize("weights", cpu_kernels.WEIGHTS)
-@pytest.mark.usefixtures("small_shape")
-def test_cpu_kernels_multiplies_all_weights_of_a_model(weights):
-    case = cpu_kernels.ProductCase("small", weights, rows=3)
-    products = cpu_kernels.Products(case)
-    packed = [weight for _, weight in products.weights]
-    assert len(packed) == 2 * 4 + 1
-    tensors = [tensor for weight in packed for tensor in (weight.packed, weight.scales) if tensor is not None]
-    assert case.bytes == sum(tensor.nbytes for tensor in tensors)
-    assert case.operations == 2 * 3 * sum(weight.out_features * weight.in_features for weight in packed)
-    layers = 2 * ((512 + 2 * 128) * 128 + 128 * 512 + 3 * 128 * 256)
-    assert case.operations == 2 * 3 * (layers + 1024 * 128)
-    assert 0 < products.seconds() < 1
-
-
-def test_cpu_kernels_compares_products_with_the_nearer_limit(monkeypatch):
-    case = cpu_kernels.ProductCase("50m", "bfloat16", rows=10)
-    machine_limits = limits.CPULimits(read_bytes_per_s=case.bytes, operations_per_s=2 * case.operations)
-    monkeypatch.setattr(limits.machine, "last_level_cache", lambda: case.bytes - 1)
-    assert case.figures(2.0, machine_limits)[2:] == ["50%", f"{case.operations / 2e9:.1f}", "25%", "50%"]
-    monkeypatch.setattr(limits.machine, "last_level_cache", lambda: case.bytes)
-    assert case.figures(2.0, machine_limits)[2:] == ["in cache", f"{case.operations / 2e9:.1f}", "25%", "25%"]
-
-
-def test_cpu_kernels_prints_a_table_of_each_kind(monkeypatch, capsys):
-    monkeypatch.setattr(cpu_kernels, "cpu_limits", lambda: limits.CPULimits(1e10, 1e11))
-    arguments = "--shapes 50m --dtypes bfloat16 --block-sizes 16 --batches 1 --contexts 64 --weights int8 --rows 1"
-    cpu_kernels.main([*arguments.split(), "--rounds", "1", "--threads", str(torch.get_num_threads())])
-    printed = capsys.readouterr().out
-    assert "10.0 GB/s from memory, and compute 100 GFLOP/s" in printed
-    assert "\n50m bfloat16, blocks of 16 " in printed and "\n50m int8, 41 MB " in printed
-
-
-def test_the_arithmetic_limit_is_that_of_products_in_the_caches():
-    x = torch.rand(512, 512)
-    begin = time.perf_counter()
-    torch.mm(x, x)
-    assert machine.multiply_rate(0.02) > 0.9 * 2 * 512**3 / (time.perf_counter() - begin)

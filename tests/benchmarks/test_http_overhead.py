@@ -20,6 +20,5 @@ def test_both_sides_are_measured_on_the_same_tokens(tmp_path: Path, capsys: pyte
         for side in (pair["generate"], pair["http"]):
             assert side["step"] > side["model"] > 0 and side["around"] > 0 and side["tokens_per_s"] > 0
         assert pair["ratio"] == pair["http"]["tokens_per_s"] / pair["generate"]["tokens_per_s"]
-        assert 0 < pair["http"]["deltas"] <= 1 and pair["http"]["first_token"] <= pair["http"]["last_first_token"]
+        assert 0 < pair["http"]["deltas"] <= 1 and pair["http"]["first_token"] > 0
     assert "kvllm serve" in capsys.readouterr().out
-    assert (tmp_path / "http_overhead.png").stat().st_size > 1000

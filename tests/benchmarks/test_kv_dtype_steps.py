@@ -23,7 +23,6 @@ def test_dtypes_take_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert full["read_bytes"] - int8["read_bytes"] == pairs * 2 * (256 - 132)
     assert longer["read_bytes"] - full["read_bytes"] == 2 * 8 * 15 * 512
     assert full["speedups"] == [1, 1] and len(int8["speedups"]) == len(int8["step_ms"]) == 2
-    assert (tmp_path / "kv_dtype_steps.png").read_bytes().startswith(b"\x89PNG")
     assert "memory alone, ms" in capsys.readouterr().out
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LIBRARIES = ("common", "device", "peers_engines", "reasoner")
+LIBRARIES = ("common", "peers_engines", "reasoner")
 """The folders that hold libraries. They may hold scripts, too; all other modules are scripts."""
 
 
@@ -52,8 +52,3 @@ def test_all_modules_outside_of_the_libraries_are_scripts() -> None:
     others = [name for name in MODULES if name.split(".")[1] not in LIBRARIES]
     assert "benchmarks.demo" in others and "benchmarks.paper.figure_5" in others
     assert [name for name in others if not is_script(MODULES[name])] == []
-
-
-@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("benchmarks.common.")])
-def test_common_libraries_do_not_depend_on_one_device_check(name: str) -> None:
-    assert not any(imported.startswith("benchmarks.device") for imported in imports(MODULES[name]))

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from benchmarks.common import kara_paper, limits, machine, runs
-from benchmarks.common.jobs import Job, make_engine, run, serve
+from benchmarks.common.jobs import Job, run
 from benchmarks.common.measurement import measure
-from benchmarks.paper import figure_2, sliding_window, tables_2_3
+from benchmarks.paper import figure_2, tables_2_3
 from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.engine_args import DEFAULT_MODEL
 from kvllm.errors import KvLLMError
@@ -268,54 +268,11 @@ def test_figure_2_takes_all_methods_that_a_policy_allows(tmp_path):
         assert set(figure_2.METHODS) - set(jobs) == left_out
 
 
-# The sliding window
-
-
-def test_agreement_counts_equal_tokens_and_first_differences():
-    full = [[1, 2, 3, 4], [5, 6], [7, 8, 9, 9]]
-    assert sliding_window.agreement(full, full) == sliding_window.Agreement(1.0, 1.0, None)
-    other = [[1, 2, 0, 4], [5, 6], [0, 0, 9, 9]]
-    assert sliding_window.agreement(other, full) == sliding_window.Agreement(
-        pytest.approx(0.7), pytest.approx(1 / 3), 1.0
-    )
-
-
-def test_sliding_window_tables_come_from_the_engine(tiny, tmp_path, capsys):
-    chosen = ["--num-prompts", "5", "--output-len", "60", "--windows", "24", "80", "--max-num-seqs", "4"]
-    sliding_window.measure_windows(arguments_of(tiny, tmp_path, *chosen, "--num-blocks", "20"))
-
-    printed = capsys.readouterr().out
-    content = json.loads((tmp_path / "sliding_window.json").read_text())
-    assert (tmp_path / "sliding_window.png").read_bytes().startswith(PNG)
-    assert content["command"] in printed
-    requests = requests_of(content, tiny, num_prompts=5, input_len=20, output_len=60)
-    full, narrow, wide = content["results"]
-    tokens = {}
-    for entry in (full, narrow, wide):
-        outputs, own = serve(make_engine(job_of(entry, requests)), requests)
-        tokens[entry["window"]] = [output.outputs[0].token_ids for output in outputs]
-        for name in (*COUNTS, "mean_blocks", "peak_blocks", "entries_evicted"):
-            assert entry["ample"][name] == getattr(own, name), name
-        assert entry["ample"]["preemptions"] == 0 and entry["small"]["num_blocks"] == 20
-    # 79 entries fill 10 blocks; 32 are cut to 24, so that 4 blocks are the most.
-    assert (full["sequence_blocks"], narrow["sequence_blocks"], wide["sequence_blocks"]) == (10, 4, 10)
-    assert full["small"]["preemptions"] > 0 == narrow["small"]["preemptions"]
-    assert narrow["small"]["peak_concurrency"] == 4 > full["small"]["mean_concurrency"]
-    assert narrow["ample"]["entries_evicted"] == 5 * 6 * 8 and wide["ample"]["entries_evicted"] == 0
-    assert wide["agreement"] == {"equal_tokens": 1, "identical": 1, "first_difference": None}
-    pairs = [
-        (a, b) for one, other in zip(tokens[24], tokens[None], strict=True) for a, b in zip(one, other, strict=True)
-    ]
-    assert narrow["agreement"]["equal_tokens"] == pytest.approx(sum(a == b for a, b in pairs) / len(pairs))
-    assert f"{1 - narrow['ample']['mean_blocks'] / full['ample']['mean_blocks']:.1%}" in printed
-
-
 # Wrong arguments
 
 SCRIPTS = {
     "tables_2_3": tables_2_3.measure_tables,
     "figure_2": figure_2.draw_figure,
-    "sliding_window": sliding_window.measure_windows,
 }
 
 
@@ -339,10 +296,6 @@ SCRIPTS = {
         ("figure_2", ["--preset", "cpu", "--methods", "adakv", "--policy", "periodic"], 'use policy="threshold"'),
         ("figure_2", ["--preset", "cpu", "--methods", "kara", "--policy", "threshold"], "query of every KV pair"),
         ("figure_2", ["--preset", "cpu", "--budget", "9999"], "budget_tokens=9999"),
-        ("sliding_window", ["--windows", "64", "64"], "each may be given once"),
-        ("sliding_window", ["--windows", "0"], "--windows=0"),
-        ("sliding_window", ["--drop-blocks", "0"], "--drop-blocks=0"),
-        ("sliding_window", ["--max-num-seqs", "0"], "max_num_seqs=0"),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_runs(script, arguments, message, capsys):

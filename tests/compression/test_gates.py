@@ -48,7 +48,7 @@ def test_a_checkpoint_without_gates_of_the_method_is_refused(checkpoint: Path, m
         return str(error.value)
 
     file, other = checkpoint / gates_file(method), checkpoint / gates_file(METHODS[1 - METHODS.index(method)])
-    command = f"python -m benchmarks.quality.train_gates --method {method} --model {checkpoint} --text FILE"
+    command = f"kvllm calibrate {checkpoint} --gates {method}"
     write_gates(checkpoint, method, random_gates(LAYERS, KV_HEADS, WIDTH), {})
     file.rename(other)
     assert f"has no {file.name}, which method={method!r} needs" in refusal() and command in refusal()

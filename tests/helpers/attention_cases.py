@@ -92,6 +92,15 @@ class Case:
         backend = self.backend(name)
         return backend.run(0, self.queries, backend.plan(self.batch), self.sinks)
 
+    def to(self, device: str) -> Case:
+        """The case with a cache, queries and a batch that are on a device; keys and values stay."""
+        cache = PagedKVCache(self.cache.shape, self.cache.num_blocks, device)
+        cache.data.view(torch.uint8).copy_(self.cache.data.view(torch.uint8))
+        cache.scores = None if self.cache.scores is None else self.cache.scores.to(device, copy=True)
+        tensors = {name: value for name, value in vars(self.batch).items() if isinstance(value, torch.Tensor)}
+        batch = replace(self.batch, **{name: value.to(device) for name, value in tensors.items()})
+        return replace(self, cache=cache, queries=self.queries.to(device), batch=batch)
+
     def rows(self, sequence: int) -> slice:
         return slice(*self.batch.query_start_loc[sequence : sequence + 2].tolist())
 

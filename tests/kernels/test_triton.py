@@ -639,11 +639,7 @@ def test_attention_mass_on_a_device(dtype: torch.dtype, head_dim: int, group: in
     rows = [[1100], list(range(300)), [0], list(range(40, 59))]
     case = attention_cases.make_case(rows, head_dim=head_dim, group=group, dtype=dtype)
     mass = torch.zeros(1, 4, attention_cases.KV_HEADS, 1200, device="cuda")
-    cache = PagedKVCache(case.cache.shape, case.cache.num_blocks, "cuda")
-    cache.data.copy_(case.cache.data)
-    tensors = {name: getattr(case.batch, name).cuda() for name in ("query_start_loc", "last_kv_index", "block_tables")}
-    on_device = replace(case, cache=cache, queries=case.queries.cuda(), batch=replace(case.batch, **tensors))
-    run_observed(on_device, mass, [3, 0, 1, 2])
+    run_observed(case.to("cuda"), mass, [3, 0, 1, 2])
     for sequence, row in enumerate([3, 0, 1, 2]):
         expected = dense_mass(case, sequence)
         found = mass[0, row, :, : expected.shape[1]].cpu().double()

@@ -29,9 +29,9 @@ from tests.helpers import layout_recorder
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.compressions import paper_compression
 from tests.helpers.dense_decoder import DenseDecoder
+from tests.helpers.devices import DEVICES
 from tests.helpers.engines import greedy, random_prompts, random_token_ids
 
-DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 LENGTHS = (1, 2, 7, 16, 17, 40, 33, 5, 3, 20, 11)
 
 

@@ -1,26 +1,18 @@
 """Gates of a trained compression method (`dms`, `trimkv`), trained to a share of the KV pairs: a file beside the
 checkpoint.
 
-    python -m benchmarks.quality.train_gates --method dms --model DIR --text FILE
-    python -m benchmarks.quality.train_gates --method trimkv --model benchmarks/reasoner/earlier --task program
-
 The weights of the model stay as they are. Each step reads one text twice: with the whole cache, and with attention
 changed by the gates. The loss is how much the predictions differ, and what gates keep too much. The gates belong to one
 checkpoint; they serve other shares of the KV pairs, too, because the engine keeps those that are judged best.
 
-Texts are as for `benchmarks.reasoner.calibrate`. The prompts of `--task` stay whole, as in an engine by default. The
-file is kv_gates_METHOD.safetensors. It takes 4 bytes for each of `32 (2 d + 2) + 1` numbers of a KV head: 9 MiB for
-32 layers of 8 KV heads with 128 channels. Memory is that of the attention of a text in all layers at once.
+Memory is that of the attention of a text in all layers at once.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import islice
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
@@ -31,9 +23,8 @@ from torch.nn.functional import cross_entropy, kl_div, logsigmoid
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 from transformers.masking_utils import eager_mask
 
-from benchmarks.common import command_line, texts
-from benchmarks.common.texts import Text
 from kvllm.calibration.files import check_writable
+from kvllm.comparison.texts import Text
 from kvllm.compression.gates import Gates, gate_inputs, write_gates
 from kvllm.config import require
 from kvllm.models.config import load_model_config
@@ -144,10 +135,10 @@ class Places:
     it is judged; those of prompts stay."""
 
     def __init__(self, text: Text) -> None:
-        self.num_prompt = text.num_prompt
-        self.tokens = torch.arange(len(text.token_ids))
+        self.num_prompt = len(text.prompt)
+        self.tokens = torch.arange(len(text.prompt) + len(text.output))
         self.back = (self.tokens[:, None] - self.tokens).clamp(min=0)
-        self.can_go = self.tokens >= text.num_prompt
+        self.can_go = self.tokens >= self.num_prompt
 
 
 def dropped(logits: Tensor, places: Places, delay: int, target: float, noise: Tensor) -> Biased:
@@ -243,7 +234,7 @@ class Trainer:
 
     def loss(self, text: Text, target: float) -> tuple[Tensor, Step]:
         """The loss of the gates on a text, with a gradient. target: share of the KV pairs."""
-        ids, places = torch.tensor([text.token_ids]), Places(text)
+        ids, places = tokens_of(text), Places(text)
 
         def bias(layer: int, keys: Tensor, values: Tensor) -> Biased:
             logits = self.logits(layer, keys, values)
@@ -280,8 +271,15 @@ class Trainer:
             return Biased(torch.zeros(0), torch.zeros(0))
 
         with torch.no_grad():
-            self.model(torch.tensor([text.token_ids]), use_cache=False, change=Gating(observe))
+            self.model(tokens_of(text), use_cache=False, change=Gating(observe))
 
+
+def tokens_of(text: Text) -> Tensor:
+    """int64 `[1, T]`."""
+    return torch.tensor([[*text.prompt, *text.output]])
+
+
+# The whole
 
 SHORTEST = 4
 """Texts have more tokens."""
@@ -289,42 +287,27 @@ SHOWN = 25
 """Steps of a line of the progress."""
 
 
-def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = command_line.make_parser("benchmarks.quality.train_gates", __doc__)
-    add = parser.add_argument
-    add("--method", choices=BIASES, required=True)
-    texts.add_arguments(parser)
-    add("--retention", type=float, default=0.2, metavar="R", help="share of the KV pairs to train for (default 0.2)")
-    add("--delay", type=int, default=Settings.delay, metavar="N", help="last KV pairs, which stay (default 128)")
-    add("--steps", type=int, default=Settings.steps, metavar="N", help=f"texts to read (default {Settings.steps})")
-    add("--threads", type=int, metavar="N", help="default: those of torch")
-    args = parser.parse_args(arguments)
-    texts.check_arguments(args, SHORTEST)
-    check_writable(args.model)
-    require(0 < args.retention < 1, "--retention", args.retention, "between 0 and 1")
-    command_line.require_positive(args, "delay", "steps")
-    command_line.require_positive(args, "threads")
-    return args
+def train_gates(folder: Path, texts: Sequence[Text], name: str, settings: Settings) -> Path:
+    """Train the gates of a checkpoint on texts in turn, and print how it goes. Returns the path of the file.
 
-
-def run_training(arguments: Sequence[str]) -> None:
-    args = parse_arguments(arguments)
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    found = list(islice(texts.read_texts(args, SHORTEST), args.steps))
-    settings = Settings(args.method, args.retention, args.delay, args.steps)
-    trainer = Trainer(args.model, settings, max(len(text.token_ids) for text in found))
-    begin, recent = time.perf_counter(), list[Step]()
-    for number, step in enumerate(trainer.train(found), start=1):
+    name: of the texts, for the file. Raises ConfigError before the work if a setting or the texts do not fit, or the
+    folder cannot be written.
+    """
+    require(0 < settings.retention < 1, "--retention", settings.retention, "between 0 and 1")
+    require(settings.delay >= 1, "--delay", settings.delay, "at least 1")
+    require(settings.steps >= 1, "--steps", settings.steps, "at least 1")
+    lengths = [text.stored + 1 for text in texts]
+    require(min(lengths) > SHORTEST, "--length", min(lengths), f"more than {SHORTEST}")
+    check_writable(folder)
+    trainer, recent = Trainer(folder, settings, max(lengths)), list[Step]()
+    for number, step in enumerate(trainer.train(texts), start=1):
         recent.append(step)
-        if number % SHOWN == 0 or number == args.steps:
+        if number % SHOWN == 0 or number == settings.steps:
             print(f"step {number}: {describe(recent)}", flush=True)
             recent = []
-    num_tokens = sum(len(found[step % len(found)].token_ids) for step in range(args.steps))
-    metadata = {"text": texts.describe(args), "tokens": str(num_tokens), "retention": str(args.retention)}
-    written = write_gates(args.model, args.method, trainer.trained(), metadata)
-    minutes = (time.perf_counter() - begin) / 60
-    print(f"Written: {written}, from {args.steps} steps over {num_tokens:,} tokens in {minutes:.1f} minutes")
+    num_tokens = sum(lengths[step % len(texts)] for step in range(settings.steps))
+    metadata = {"text": name, "tokens": str(num_tokens), "retention": str(settings.retention)}
+    return write_gates(folder, settings.method, trainer.trained(), metadata)
 
 
 def describe(steps: Sequence[Step]) -> str:
@@ -333,7 +316,3 @@ def describe(steps: Sequence[Step]) -> str:
         f"loss {of_steps.loss:.4f}, divergence {of_steps.divergence:.4f}, "
         f"{of_steps.kept:.1%} kept, target {of_steps.target:.1%}"
     )
-
-
-if __name__ == "__main__":
-    command_line.run_script(run_training)

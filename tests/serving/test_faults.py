@@ -1,16 +1,13 @@
-"""A server under requests that no client should send, and the harm that they do to a well-behaved neighbour.
+"""A server under requests that no client should send, and what they do to a well-behaved neighbour: nothing.
 
-    python -m benchmarks.serving.faults
-
-Parts: broken HTTP; bodies whose fields have random values; rules of structured outputs that explode; readers that do
-not read; writers that send a byte now and then; connections that are opened and dropped. A neighbour with a key of its
-own streams the same completion all the time. Right is: no status of 500 or above but 503, the neighbour's tokens as
-they are without the others, no exception in the log, and an engine at rest, with no file left open, at the end.
+Broken HTTP, bodies whose fields have random values, rules of structured outputs that explode, readers that do not read,
+and connections that are dropped. A neighbour with a key of its own asks for the same completion all the time. Right is:
+no status of 500 or above but 503, the neighbour's text as it is without the others, no exception in the log, and an
+engine at rest, with no file left open, at the end.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -18,19 +15,16 @@ import random
 import re
 import socket
 import struct
-import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
-import msgspec
 import psutil
-from msgspec import Struct, structs
+import pytest
+from msgspec import structs
 
-from benchmarks.common import command_line, machine, report
-from benchmarks.common.streams import Stream, read_stream
 from kvllm.client.scrape import parse
 from kvllm.serving.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from tests.helpers.server import ServerProcess
@@ -200,46 +194,20 @@ NEIGHBOUR = {
 }
 LONG = {"prompt": "A", "max_tokens": 400, "n": 2, "logprobs": 10, "stream": True, "ignore_eos": True}
 REST_SECONDS = 60.0
-WRITER_SECONDS = 60.0
-"""Time in which the server must have closed the connection of a slow writer."""
 
-
-class Part(Struct, kw_only=True):
-    """One part of the run. statuses: answers by status. resident, files: of the server, behind it.
-
-    neighbours: streams of the neighbour meanwhile. first_token, whole: the longest of them, in seconds.
-    """
-
-    name: str
-    requests: int
-    seconds: float
-    statuses: dict[str, int]
-    neighbours: int
-    first_token: float
-    whole: float
-    resident: int
-    files: int
+One = Callable[[int, Counter[str]], Awaitable[None]]
+"""Sends the request of a number, and counts its status."""
 
 
 class Faults:
-    """Runs parts against one server, and remembers what was wrong."""
+    """Runs parts against one server."""
 
-    def __init__(self, server: ServerProcess, seed: int) -> None:
+    def __init__(self, server: ServerProcess) -> None:
         self.server = server
-        self.rng = random.Random(seed)
-        self.parts: list[Part] = []
-        self.wrong: list[str] = []
-        self._expected: list[int] = []
+        self.rng = random.Random(0)
 
-    async def begin(self) -> None:
-        """Find the neighbour's tokens, with nobody beside it."""
-        self._expected = (await read_stream(self.server.url, NEIGHBOUR, NEIGHBOUR_KEY)).token_ids
-        await self.run("nothing beside it", 3, lambda number, statuses: asyncio.sleep(1), at_once=1)
-
-    async def run(
-        self, name: str, count: int, one: Callable[[int, Counter[str]], Awaitable[None]], at_once: int = AT_ONCE
-    ) -> None:
-        """Call `one` so many times, some at once, beside the neighbour. It gets its number, and counts its statuses."""
+    async def run(self, count: int, one: One, at_once: int = AT_ONCE) -> Counter[str]:
+        """Call `one` so many times, some at once, beside the neighbour."""
         statuses: Counter[str] = Counter()
         numbers = iter(range(count))
 
@@ -247,45 +215,33 @@ class Faults:
             for number in numbers:
                 await one(number, statuses)
 
-        begin = time.monotonic()
-        async with self._neighbour() as streams:
+        async with self._neighbour():
             await asyncio.gather(*(work() for _ in range(min(at_once, count))))
-        process = psutil.Process(self.server.process.pid)
-        part = Part(
-            name=name,
-            requests=count,
-            seconds=time.monotonic() - begin,
-            statuses=dict(sorted(statuses.items())),
-            neighbours=len(streams),
-            first_token=max(stream.first_seconds for stream in streams),
-            whole=max(stream.seconds for stream in streams),
-            resident=process.memory_info().rss,
-            files=process.num_fds(),
-        )
-        self.parts.append(part)
-        self.wrong += [f"{name}: status {status}" for status in statuses if status[0] == "5" and status != "503"]
-        print(f"{name}: {part.seconds:.0f} s, {part.statuses}", flush=True)
+        assert not {status for status in statuses if status[0] == "5" and status != "503"}
+        return statuses
 
     @contextlib.asynccontextmanager
-    async def _neighbour(self) -> AsyncIterator[list[Stream]]:
-        """Streams of the neighbour, one after the other, until the block ends."""
-        streams: list[Stream] = []
-        ended = False
+    async def _neighbour(self) -> AsyncIterator[None]:
+        """Completions of the neighbour, one after the other, until the block ends."""
+        expected, found, ended = await self._completion(), [], False
 
-        async def stream() -> None:
-            while not ended or not streams:
-                streams.append(await read_stream(self.server.url, NEIGHBOUR, NEIGHBOUR_KEY))
+        async def complete() -> None:
+            while not ended:
+                found.append(await self._completion())
 
-        task = asyncio.create_task(stream())
+        task = asyncio.create_task(complete())
         try:
-            yield streams
+            yield
         finally:
             ended = True
             await task
-        if any(stream.token_ids != self._expected or not stream.is_whole for stream in streams):
-            self.wrong.append("a stream of the neighbour has other tokens than without the others")
+        assert set(found) == {expected}
 
-    # One request of a part
+    async def _completion(self) -> str:
+        headers = {"Authorization": f"Bearer {NEIGHBOUR_KEY}"}
+        status, answer = await asyncio.to_thread(self.server.json, "/v1/completions", NEIGHBOUR, headers)
+        assert status == 200, answer
+        return answer["choices"][0]["text"]
 
     async def broken_http(self, number: int, statuses: Counter[str]) -> None:
         count_statuses(statuses, await exchange(self.server.url, wire(self.rng), 1))
@@ -311,22 +267,6 @@ class Faults:
         statuses["200, whole" if content.rstrip(b"0\r\n").endswith(b"[DONE]") else f"ended with {content[-40:]}"] += 1
         await close(writer)
 
-    async def slow_writer(self, number: int, statuses: Counter[str]) -> None:
-        """A byte of the headers now and then, until the server closes the connection."""
-        reader, writer = await connect(self.server.url)
-        writer.write(b"GET /version HTTP/1.1\r\nHost: x\r\nX-Header: ")
-        end = time.monotonic() + WRITER_SECONDS
-        with contextlib.suppress(ConnectionError):
-            while not reader.at_eof() and time.monotonic() < end:
-                writer.write(b"a")
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(reader.read(100), 1)
-        closed = time.monotonic() < end
-        statuses["closed by the server" if closed else "still open"] += 1
-        if not closed:
-            self.wrong.append(f"a connection without a whole head was open for {WRITER_SECONDS:.0f} s")
-        await close(writer)
-
     async def dropped(self, number: int, statuses: Counter[str]) -> None:
         """A connection that ends before its request, within it, or before the answer."""
         _, writer = await connect(self.server.url)
@@ -335,117 +275,60 @@ class Faults:
         await close(writer, reset=number % 2 == 1)
         statuses["dropped"] += 1
 
-    async def clients_gone(self) -> float:
-        """Seconds until the engine is idle and has its blocks back, once the clients of many streams have gone."""
+    async def clients_gone(self) -> None:
+        """The clients of many streams go, and the engine gives their blocks back."""
         data = post("/v1/completions", json.dumps({**LONG, "n": 1}).encode())
         connections = [await connect(self.server.url) for _ in range(GONE)]
         for _, writer in connections:
             writer.write(data)
         await asyncio.gather(*(reader.readuntil(b"data: ") for reader, _ in connections))
-        begin = time.monotonic()
         for _, writer in connections:
             writer.close()
-        while await asyncio.to_thread(self._in_engine) != (0, 0):
-            await asyncio.sleep(0.01)
-        return time.monotonic() - begin
+        await asyncio.to_thread(self.wait_for_rest)
 
-    def _in_engine(self) -> tuple[float, float]:
-        """Running sequences, and blocks in use."""
-        headers = {"Authorization": f"Bearer {CROWD_KEY}"}
-        values = parse(self.server.request("/metrics", headers=headers)[2].decode()).values
-        return values["vllm:num_requests_running"], values["kvllm:blocks_in_use"]
-
-    def check_rest(self) -> None:
-        """Remember if the engine does not come to rest, or if files stay open."""
-        end = time.monotonic() + REST_SECONDS
+    def wait_for_rest(self) -> None:
+        """Until no sequence runs and no block is in use. Raises TimeoutError."""
+        headers, end = {"Authorization": f"Bearer {CROWD_KEY}"}, time.monotonic() + REST_SECONDS
         while True:
-            left = (*self._in_engine(), psutil.Process(self.server.process.pid).num_fds() - self.parts[0].files)
-            if left[:2] == (0, 0) and left[2] <= 4:
+            values = parse(self.server.request("/metrics", headers=headers)[2].decode()).values
+            left = values["vllm:num_requests_running"], values["kvllm:blocks_in_use"]
+            if left == (0, 0):
                 return
             if time.monotonic() > end:
-                self.wrong.append(f"left at the end: sequences, blocks in use, and files more than before: {left}")
-                return
-            time.sleep(0.2)
+                raise TimeoutError(f"sequences and blocks in use that are left: {left}")
+            time.sleep(0.05)
+
+    @property
+    def files(self) -> int:
+        """Open file descriptors of the server."""
+        return psutil.Process(self.server.process.pid).num_fds()
 
 
-async def run_parts(faults: Faults, args: argparse.Namespace) -> list[float]:
-    """All parts; a tenth of the random requests comes first, as a warm-up for the memory. Returns the seconds until the
-    engine is idle behind clients that have gone, three times."""
-    await faults.begin()
-    half, warm_up = args.requests // 2, max(1, args.requests // 20)
-    await faults.run("broken HTTP, warm-up", warm_up, faults.broken_http)
-    await faults.run("random bodies, warm-up", warm_up, faults.random_body)
-    await faults.run("broken HTTP", half, faults.broken_http)
-    await faults.run("random bodies", half, faults.random_body)
-    await faults.run("exploding rules", args.rules, faults.exploding_rule, at_once=4)
-    await faults.run("slow readers", args.slow, faults.slow_reader, at_once=args.slow)
-    if args.writers:
-        await faults.run("slow writers", args.writers, faults.slow_writer, at_once=args.writers)
-    await faults.run("dropped connections", args.connections, faults.dropped, at_once=100)
-    return [await faults.clients_gone() for _ in range(3)]
-
-
-def show(parts: Sequence[Part]) -> str:
-    header = ["part", "number", "s", "neighbour's\nstreams", "first\ntoken, s", "whole\nstream, s", "resident", "files"]
-    rows = [
-        [
-            part.name,
-            f"{part.requests:,}",
-            f"{part.seconds:.0f}",
-            str(part.neighbours),
-            f"{part.first_token:.2f}",
-            f"{part.whole:.2f}",
-            report.mib(part.resident),
-            str(part.files),
-        ]
-        for part in parts
-    ]
-    statuses = [
-        f"{part.name}: " + ", ".join(f"{status} {count:,}" for status, count in part.statuses.items())
-        for part in parts
-        if part.statuses
-    ]
-    return "\n".join([report.table(header, rows), "", *statuses])
-
-
-def run(arguments: Sequence[str]) -> None:
-    """Run all parts. Exits with an error if anything was wrong."""
-    args = parse_arguments(arguments)
-    provenance = machine.announce("benchmarks.serving.faults", arguments)
+@pytest.fixture
+def faults() -> Iterator[Faults]:
     server = ServerProcess(*FLAGS, environment={"KVLLM_API_KEY": f"{NEIGHBOUR_KEY},{CROWD_KEY}"})
     try:
-        faults = Faults(server, args.seed)
-        idle = asyncio.run(run_parts(faults, args))
-        faults.check_rest()
-        faults.wrong += [f"the log has an error: {found}" for found in server.tracebacks]
+        yield Faults(server)
+        assert server.tracebacks == []
     finally:
         code = server.stop()
-    if code != 0:
-        faults.wrong.append(f"the server has ended with code {code}")
-    wrong = "\n".join(faults.wrong[:20]) or "nothing was wrong"
-    gone = ", ".join(f"{seconds:.2f}" for seconds in idle)
-    print(f"\n{show(faults.parts)}\n\n{GONE} clients gone: the engine is idle after {gone} s\n{wrong}")
-    content = {"parts": msgspec.to_builtins(faults.parts), "idle_seconds": idle, "wrong": faults.wrong}
-    report.write_json(args.output / "faults.json", {**provenance, **content})
-    print(f"\nWritten: {args.output / 'faults.json'}")
-    if faults.wrong:
-        sys.exit(1)
+    assert code == 0
 
 
-def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = command_line.make_parser("benchmarks.serving.faults", __doc__)
-    add = parser.add_argument
-    add("--requests", type=int, default=10_000, help="half of them broken HTTP, half random bodies (default 10000)")
-    add("--rules", type=int, default=24, help="exploding rules (default 24)")
-    add("--slow", type=int, default=50, help="slow readers (default 50)")
-    add("--writers", type=int, default=200, help="slow writers: over 30 s, if there are any (default 200)")
-    add("--connections", type=int, default=10_000, help="connections that are dropped (default 10000)")
-    add("--seed", type=int, default=0)
-    command_line.add_output_argument(parser)
-    args = parser.parse_args(arguments)
-    command_line.require_positive(args, "requests", "rules", "slow", "connections")
-    return args
+def test_no_fault_of_a_client_harms_the_server_or_its_neighbour(faults: Faults) -> None:
+    async def all_parts() -> None:
+        await faults.run(1, lambda number, statuses: asyncio.sleep(1))
+        files = faults.files
+        assert (await faults.run(165, faults.broken_http))["400"] > 20
+        assert (await faults.run(165, faults.random_body))["400"] > 75
+        assert await faults.run(8, faults.exploding_rule, at_once=4) == {"400": 8}
+        assert set(await faults.run(4, faults.slow_reader)) == {"200, whole", "client gone"}
+        await faults.run(200, faults.dropped, at_once=100)
+        for _ in range(3):
+            await faults.clients_gone()
+        end = time.monotonic() + REST_SECONDS
+        while faults.files > files + 4 and time.monotonic() < end:
+            await asyncio.sleep(0.2)
+        assert faults.files <= files + 4
 
-
-if __name__ == "__main__":
-    command_line.run_script(run)
+    asyncio.run(all_parts())

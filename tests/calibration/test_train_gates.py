@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.common.questions import QuestionSource
-from benchmarks.common.texts import Text
-from benchmarks.quality import train_gates
-from benchmarks.quality.train_gates import (
+from benchmarks.reasoner.tasks import make_problem
+from kvllm import LLM, ConfigError, SamplingParams
+from kvllm.calibration.train_gates import (
     TEMPERATURE,
     Biased,
     Gating,
@@ -24,11 +23,13 @@ from benchmarks.quality.train_gates import (
     attend,
     decayed,
     dropped,
+    tokens_of,
+    train_gates,
 )
-from benchmarks.reasoner.tasks import make_problem
-from kvllm import LLM, ConfigError, SamplingParams
+from kvllm.comparison.texts import Text
 from kvllm.compression.gates import Gates, gate_logits, gates_file
 from kvllm.engine_args import DEFAULT_MODEL
+from kvllm.entrypoints import cli
 from kvllm.tokenizer import load_tokenizer
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.compressions import paper_compression
@@ -48,7 +49,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def text() -> Text:
-    return Text(random_token_ids(LENGTH)[0], PROMPT)
+    token_ids = random_token_ids(LENGTH)[0]
+    return Text("random", token_ids[:PROMPT], token_ids[PROMPT:])
 
 
 def logits_of(seed: int) -> torch.Tensor:
@@ -111,10 +113,10 @@ def test_a_biased_pass_is_that_without_the_dropped_pairs(checkpoint: Path, text:
     for layer, of_layer in enumerate(logits):
         gone = (of_layer[0] < 0)[:, None] & (places.back > DELAY) & (torch.arange(LENGTH) >= PROMPT)
         visible[layer] &= ~gone
-    ids = torch.tensor([text.token_ids])
+    ids = tokens_of(text)
     for gating, seen in ((Gating(bias), visible), (None, torch.ones_like(visible).tril())):
         found = trainer.model(ids, use_cache=False, change=gating).logits[0].double()
-        torch.testing.assert_close(found, decoder.forward(text.token_ids, seen).logits, rtol=0, atol=1e-3)
+        torch.testing.assert_close(found, decoder.forward([*text.prompt, *text.output], seen).logits, rtol=0, atol=1e-3)
 
 
 def test_a_factor_multiplies_the_logits_of_attention(checkpoint: Path) -> None:
@@ -141,9 +143,9 @@ def test_gates_learn_which_pairs_may_go(method: str) -> None:
     """Of a program of four lines: what is kept falls towards the target, and DMS predicts better than with as many KV
     pairs by lot."""
     encode, problem = load_tokenizer(DEFAULT_MODEL).encode, make_problem(random.Random(0), 4)
-    text = Text(encode(problem.prompt + problem.working), len(encode(problem.prompt)))
+    text = Text("problem", encode(problem.prompt), encode(problem.working))
     settings = Settings(method, TARGET, 16, steps=40, learning_rate=0.03)
-    trainer = Trainer(Path(DEFAULT_MODEL), settings, len(text.token_ids))
+    trainer = Trainer(Path(DEFAULT_MODEL), settings, text.stored + 1)
     before, steps = trainer.loss(text, TARGET)[1], [*trainer.train([text])]
     assert len(steps) == 40 and steps[0].target == 1 and steps[-1].target == TARGET
     found = [trainer.loss(text, TARGET)[1] for _ in range(4)]
@@ -174,35 +176,34 @@ def test_written_gates_say_of_cached_pairs_what_the_trained_ones_say(checkpoint:
         torch.testing.assert_close(found, trainer.logits(layer, keys, values), rtol=1e-3, atol=1e-3)
 
 
-# The script
+# The command
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_script_writes_beside_the_checkpoint(tmp_path: Path, method: str, capsys: pytest.CaptureFixture) -> None:
+def test_the_command_writes_beside_the_checkpoint(tmp_path: Path, method: str, capsys: pytest.CaptureFixture) -> None:
     for file in Path(DEFAULT_MODEL).iterdir():
         (tmp_path / file.name).symlink_to(file)
-    (tmp_path / "text").write_text(QuestionSource(sizes=(6, 6), count=1).load().problems[0].working)
-    options = ["--method", method, "--model", str(tmp_path), "--length", "40"]
-    arguments = [*options, "--text", str(tmp_path / "text")]
-    train_gates.run_training([*arguments, "--steps", "3"])
+    (tmp_path / "text").write_text(make_problem(random.Random(0), 6).working)
+    options = ["calibrate", str(tmp_path), "--gates", method, "--text", str(tmp_path / "text")]
+    options += ["--pieces", "2", "--length", "40", "--steps", "3"]
+    cli.main(options)
     out = capsys.readouterr().out
-    assert "step 3: loss" in out and str(tmp_path / gates_file(method)) in out and "from 3 steps" in out
+    assert "step 3: loss" in out and f"Written: {tmp_path / gates_file(method)}, from 80 tokens" in out
     compression = paper_compression(method=method, period=8, window_blocks=3, buffer=4)
     llm = LLM(tmp_path, block_size=16, num_gpu_blocks_override=40, compression=compression)
     llm.generate("a", SamplingParams(max_tokens=120, ignore_eos=True), use_tqdm=False)
     assert llm.stats().windows_compressed > 0
-    train_gates.run_training([*options, "--task", "program", "--steps", "1"])
     for wrong, message in (
-        (options, "--text=None is not allowed: a file"),
-        ([*arguments, "--task", "program"], "is not allowed: without --task"),
-        ([*arguments, "--retention", "1"], "--retention=1.0 is not allowed: between 0 and 1"),
-        ([*arguments, "--delay", "0"], "--delay=0 is not allowed: at least 1"),
-        ([*arguments, "--length", "4"], "--length=4 is not allowed: more than 4"),
+        (["--retention", "1"], "--retention=1.0 is not allowed: between 0 and 1"),
+        (["--delay", "0"], "--delay=0 is not allowed: at least 1"),
+        (["--length", "4"], "--length=4 is not allowed: more than 4"),
+        (["--layer-losses"], "not allowed with argument"),
     ):
-        with pytest.raises(ConfigError, match=message):
-            train_gates.run_training(wrong)
+        with pytest.raises(SystemExit):
+            cli.main([*options, *wrong])
+        assert message in capsys.readouterr().err
 
 
-def test_a_folder_that_cannot_be_written_is_known_before_the_work() -> None:
+def test_a_folder_that_cannot_be_written_is_known_before_the_work(text: Text) -> None:
     with pytest.raises(ConfigError, match="--model='/proc'.* a folder in which a file can be written"):
-        train_gates.parse_arguments(["--method", "dms", "--model", "/proc", "--task", "program"])
+        train_gates(Path("/proc"), [text], "random", Settings("dms", TARGET))

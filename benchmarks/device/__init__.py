@@ -1,1 +1,0 @@
-"""Checks and measurements on a GPU, one subject in each file. `benchmarks.device_check` runs them."""

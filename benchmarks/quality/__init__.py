@@ -1,1 +1,0 @@
-"""Scripts that measure how compression changes answers and predictions."""
