@@ -31,9 +31,9 @@ def graph_memory(target: Target) -> Figures:
     runner = runner_of(make_llm(target))
     expected = measure_graphs(runner, NUM_BLOCKS)
     free = [free_bytes(target)]
-    runner.use_graphs(cuda_capture(), NUM_BLOCKS, largest_alone=True)
+    runner.forward_pass.use_graphs(cuda_capture(), NUM_BLOCKS, largest_alone=True)
     free.append(free_bytes(target))
-    graphs = runner.graphs
+    graphs = runner.forward_pass.graphs
     assert graphs is not None  # they were turned on
     others = graphs.sizes.all()[1:]
     for sizes in (others[:1], others[1:]):
