@@ -27,14 +27,13 @@ from kvllm.worker.build import (
     RunnerSettings,
     available_memory,
     check_runner,
-    host_block_bytes,
-    host_chunk_bytes,
     make_grammars,
     make_runner,
-    method_state_bytes,
     rank_cache_shape,
-    residual_bytes,
 )
+from kvllm.worker.features import bytes_beside_pool
+from kvllm.worker.features.offloading import host_block_bytes
+from kvllm.worker.features.recall import host_chunk_bytes
 from kvllm.worker.inline import make_executor
 from kvllm.worker.threads import set_up_threads
 
@@ -60,7 +59,7 @@ def build_engine(args: EngineArgs) -> Engine:
     """
     set_up_threads()
     config, shape = args.engine_config, cache_shape(args)
-    state_bytes, held_bytes = method_state_bytes(config, shape), residual_bytes(config, shape)
+    beside = bytes_beside_pool(config, shape)
     tokenizer = _tokenizer(args)
     args.fetch_weights()
     with ExitStack() as started:  # ended here unless all goes well
@@ -84,7 +83,7 @@ def build_engine(args: EngineArgs) -> Engine:
         measures = device == "cuda" and args.num_gpu_blocks_override is None and args.kv_cache_memory_bytes is None
         if not measures:
             free = workers.available_memory if workers else available_memory(device, 1)
-            num_blocks = _num_blocks(args, config.num_blocks, shape.bytes_per_block, state_bytes + held_bytes, free)
+            num_blocks = _num_blocks(args, config.num_blocks, shape.bytes_per_block, sum(beside.values()), free)
             config = structs.replace(config, num_blocks=num_blocks)
         num_host_blocks, num_host_chunks = _host_room(args, config, shape)
         config = structs.replace(
@@ -104,8 +103,8 @@ def build_engine(args: EngineArgs) -> Engine:
             engine.step()  # by which it learns what is on the disk
         engine.stats.block_bytes = shape.bytes_per_block
         engine.stats.num_host_blocks = config.num_host_blocks * args.data_parallel_size
-        engine.stats.method_state_bytes = state_bytes * args.data_parallel_size
-        engine.stats.kv_residual_bytes = held_bytes * args.data_parallel_size
+        for field, size in beside.items():
+            setattr(engine.stats, field, size * args.data_parallel_size)
         _log(args, settings, engine, device, loaded)
         started.pop_all()
     return engine

@@ -20,7 +20,7 @@ from kvllm.config import CompressionConfig, bounding
 from kvllm.kvcache.cache import CacheShape
 from kvllm.llm import LLM
 from kvllm.sampling_params import SamplingParams
-from kvllm.worker.build import method_state_bytes, residual_bytes
+from kvllm.worker.features import bytes_beside_pool
 
 Advance = Callable[[int], object]
 """Is told how many tokens were predicted."""
@@ -239,7 +239,7 @@ def _shares(llm: LLM, pieces: Sequence[Piece]) -> tuple[float, float]:
     windows = bounding(model.windows, config.max_model_len)
     held = sum(_layer_pairs(windows, piece.pairs, piece.all_pairs) for piece in pieces)
     all_pairs = sum(_layer_pairs(windows, piece.all_pairs, piece.all_pairs) for piece in pieces)
-    beside = (method_state_bytes(config, shape) + residual_bytes(config, shape)) / config.max_num_seqs * len(pieces)
+    beside = sum(bytes_beside_pool(config, shape).values()) / config.max_num_seqs * len(pieces)
     pair_bytes = 2 * shape.dtype.itemsize * shape.head_dim * shape.num_kv_heads
     return held / all_pairs, (held * _held_bytes(shape) + beside) / (all_pairs * pair_bytes)
 

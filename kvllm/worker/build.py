@@ -12,21 +12,16 @@ from msgspec import Struct
 from kvllm.attention.base import AttentionBackend
 from kvllm.attention.registry import Case, explain, make_backend
 from kvllm.compression.gates import read_gates
-from kvllm.compression.linear_fit import LinearFit
-from kvllm.compression.methods.linear_scorer import num_features
 from kvllm.compression.model_inputs import WithModelInputs
 from kvllm.compression.registry import METHODS
 from kvllm.compression.sharded_method import ShardedMethod
 from kvllm.compression.statistics import read_statistics
 from kvllm.config import EngineConfig
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
-from kvllm.kvcache.formats import KV_FORMATS, KVFormat, kv_format_of, require_head_dim
+from kvllm.kvcache.formats import KV_FORMATS, kv_format_of, require_head_dim
 from kvllm.kvcache.groups import layer_parts
-from kvllm.kvcache.residual import KVResidual
 from kvllm.kvcache.tiers.disk import DiskStore
-from kvllm.kvcache.tiers.dropped_pairs import DroppedPairs
 from kvllm.kvcache.tiers.host import HostStore
-from kvllm.kvcache.tiers.records import RecordLayout
 from kvllm.models.base import Decoder
 from kvllm.models.config import QUANTIZATIONS, ModelConfig
 from kvllm.models.loader import load_model, random_model
@@ -36,7 +31,6 @@ from kvllm.structured.compile import Grammars
 from kvllm.structured.vocabulary import Vocabulary, read_vocabulary
 from kvllm.tokenizer import load_tokenizer
 from kvllm.worker import host_memory
-from kvllm.worker.attention_state import AttentionMass
 from kvllm.worker.graphs import cuda_capture
 from kvllm.worker.memory import enough_memory, fitting_blocks, run_heaviest_steps
 from kvllm.worker.model_runner import ModelRunner
@@ -90,7 +84,7 @@ def _warnings(settings: RunnerSettings, runner: ModelRunner, chosen: str) -> Ite
             f"attention_backend='auto' leaves {chosen}, which is too slow to serve with: change what rules the others "
             "out, or give attention_backend='reference' if it is meant"
         )
-    if runner.device.type == "cuda" and not settings.enforce_eager and runner.graphs is None:
+    if runner.device.type == "cuda" and not settings.enforce_eager and runner.forward_pass.graphs is None:
         yield (
             f"the attention backend {runner.backend.name} cannot be captured in CUDA graphs, so decode steps are "
             "launched kernel by kernel, which is slower: attention_backend='triton' can be captured"
@@ -124,36 +118,6 @@ def rank_cache_shape(model: ModelConfig, dtype: str, engine: EngineConfig, num_r
     )
 
 
-def host_block_bytes(engine: EngineConfig, shape: CacheShape) -> int:
-    """Bytes that a block of a rank's pool takes on the host."""
-    return RecordLayout(shape, KV_FORMATS.get(engine.kv_offload_dtype)).record_bytes
-
-
-def method_state_bytes(engine: EngineConfig, shape: CacheShape) -> int:
-    """Bytes that the compression method keeps beside the cache of a rank."""
-    if engine.active_compression and engine.active_compression.spec.learns:
-        return shape.num_layers * LinearFit.bytes_for(shape.num_kv_heads, num_features(shape.head_dim))
-    if not engine.observes_attention:
-        return 0
-    return AttentionMass.bytes_for(shape, engine.max_num_seqs, engine.max_model_len)
-
-
-def residual_bytes(engine: EngineConfig, shape: CacheShape) -> int:
-    """Bytes of recent KV pairs that a rank holds beside a quantized cache."""
-    return KVResidual.bytes_for(shape, engine.kv_residual_tokens, engine.max_num_seqs)
-
-
-def host_chunk_bytes(engine: EngineConfig, shape: CacheShape) -> int:
-    """Bytes that a chunk of what compressions drop takes on the host."""
-    return DroppedPairs.chunk_bytes(shape, _recall_format(engine, shape))
-
-
-def _recall_format(engine: EngineConfig, shape: CacheShape) -> KVFormat | None:
-    """The format of dropped pairs; None for that of activations."""
-    assert engine.active_compression
-    return KV_FORMATS.get(engine.active_compression.recall_dtype, shape.kv_format)
-
-
 def make_runner(settings: RunnerSettings, shard: Shard, device: torch.device) -> ModelRunner:
     """Load a rank's shard of the model, and allocate its part of the KV pool. All ranks do it together.
 
@@ -176,7 +140,7 @@ def make_runner(settings: RunnerSettings, shard: Shard, device: torch.device) ->
         run_heaviest_steps(runner, engine)  # no request shall wait until kernels are compiled
     if with_graphs:
         with enough_memory("what CUDA graphs need", "set enforce_eager=True, give the KV pool less"):
-            runner.use_graphs(cuda_capture(), num_blocks)
+            runner.forward_pass.use_graphs(cuda_capture(), num_blocks)
     return runner
 
 
@@ -219,7 +183,6 @@ def _runner(
     engine = settings.engine
     return ModelRunner(
         model,
-        backend.cache,
         backend,
         engine,
         settings.model.eos_token_ids,
@@ -227,15 +190,7 @@ def _runner(
         samples=shard.rank == 0,
         grammars=make_grammars(settings),
         store=store,
-        dropped=_dropped_pairs(engine, backend.cache.shape) if store else None,
     )
-
-
-def _dropped_pairs(engine: EngineConfig, shape: CacheShape) -> DroppedPairs | None:
-    """Room for what compressions drop, if it may come back."""
-    if not engine.num_host_chunks:
-        return None
-    return DroppedPairs(shape, _recall_format(engine, shape), engine.num_host_chunks)
 
 
 def _host_store(settings: RunnerSettings, shard: Shard, device: torch.device) -> HostStore | None:

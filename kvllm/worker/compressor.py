@@ -6,55 +6,41 @@ So it is where there are too many windows of a sequence for one step: what is ch
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
+from kvllm.compression.model_inputs import WithModelInputs
 from kvllm.core.protocol import CompressionJob
 from kvllm.kvcache.compaction import pad, region_indices
-from kvllm.kvcache.ops.base import KVOperations
-from kvllm.worker.attention_state import AttentionMass, RaggedLengths
-from kvllm.worker.observed_scores import ObservedScores
-from kvllm.worker.recall import Recall
-from kvllm.worker.selector import CompressedPart, Kept, Selector
-from kvllm.worker.state import BlockTables, SequenceState
+from kvllm.worker.features.base import WorkerParts
+from kvllm.worker.group_tables import num_full_parts, part_of_layers
+from kvllm.worker.selector import Kept, Selector
+from kvllm.worker.state import SequenceState
 from kvllm.worker.timing import PhaseClock
 from kvllm.worker.transfer import to_device
+from kvllm.worker.windows import CompressedPart, Move
 
 
 class Compressor:
-    """Executes the compression jobs of a plan.
+    """Executes the compression jobs of a plan. What features keep of KV pairs moves with these.
 
-    ragged, mass, observed: state that some methods keep beside the cache. recall: holds what is dropped, where there is
-    one part.
+    parts: those of KV groups that attend all tokens; nothing of others is compressed.
     """
 
-    def __init__(
-        self,
-        selector: Selector,
-        operations: KVOperations,
-        ragged: RaggedLengths | None = None,
-        mass: AttentionMass | None = None,
-        observed: ObservedScores | None = None,
-        recall: Recall | None = None,
-    ) -> None:
-        self.selector = selector
-        self.parts = selector.parts
-        self.operations = operations
-        self.ragged = ragged
-        self.mass = mass
-        self.observed = observed
-        self.recall = recall
-        self.block_size = operations.cache.shape.block_size
-        self._held: dict[int, list[Kept]] = {}  # by sequence, for each step and part, of one job
-
-    def forget(self, seq_ids: Iterable[int]) -> None:
-        """Drop what is held of sequences."""
-        for seq_id in seq_ids:
-            self._held.pop(seq_id, None)
+    def __init__(self, worker: WorkerParts, select: WithModelInputs | None) -> None:
+        self.operations = worker.operations
+        self.features = worker.features
+        self.block_size = worker.shape.block_size
+        part_of = part_of_layers(worker.config, worker.shape.num_layers)
+        self.parts = [
+            CompressedPart(part, worker.tables.parts[part], [layer for layer, of in enumerate(part_of) if of == part])
+            for part in range(num_full_parts(worker.config))
+        ]
+        self.selector = Selector(worker, self.parts, select)
 
     def compress(
         self,
@@ -68,9 +54,9 @@ class Compressor:
         choices: of which survivors are selected and held, and nothing more.
         """
         moving = [job for job in jobs if job.destinations]
-        if self.recall:
+        for feature in self.features:
             for job in moving:
-                self.recall.before(job, self._region_blocks(self.parts[0].tables, job, states[job.seq_id]))
+                feature.before_choice(job, self.parts[0].region_blocks(job, states[job.seq_id]))
         with clock.measure("select"):
             kept = self._select(choices, moving, states, clock)
         with clock.measure("compact"):
@@ -82,8 +68,8 @@ class Compressor:
                 for part in self.parts:
                     if own := job.of_part(part.index):
                         part.tables.compact(state.table_slot, own)
-                if self.observed:
-                    self.observed.advance(state.table_slot, job)
+                for feature in self.features:
+                    feature.compacted(job, state)
                 state.lengths.cached[state.table_slot] -= job.dropped
 
     def _select(
@@ -99,13 +85,13 @@ class Compressor:
         selected = self.selector.survivors([*choices, *moving], states, clock)
         of_jobs = list(zip(*selected, strict=True))
         for job, found in zip(choices, of_jobs, strict=False):
-            if not job.chosen:
-                self._held.pop(job.seq_id, None)
-            self._held.setdefault(job.seq_id, []).append(list(found))
+            before = states[job.seq_id].chosen if job.chosen else []
+            states[job.seq_id].chosen = [*before, list(found)]
         together = []
         for job, found in zip(moving, of_jobs[len(choices) :], strict=True):
-            held = self._held.pop(job.seq_id, []) if job.chosen else []
-            steps = zip(*held, found, strict=True)  # by part
+            before = states[job.seq_id].chosen if job.chosen else []
+            states[job.seq_id].chosen = []
+            steps = zip(*before, found, strict=True)  # by part
             together.append([None if of_part[0] is None else torch.cat(of_part, dim=1) for of_part in steps])
         return [list(of_part) for of_part in zip(*together, strict=True)]
 
@@ -135,41 +121,27 @@ class Compressor:
 
         kept: of each job `[layers, windows, kv_heads, retain]`, None where all survives.
         """
-        moves = [(own, of_job) for job, of_job in zip(jobs, kept, strict=True) if (own := job.of_part(part.index))]
-        indices, sources, regions = [], [], []
-        for job, of_job in moves:
-            assert of_job is not None
-            state = states[job.seq_id]
-            start = job.first_block * self.block_size
-            cached = int(part.tables.kv_lengths([state.table_slot])[0])
-            region_end = min(cached, start + job.region_blocks * self.block_size)
-            tail = region_end - start - job.span
-            indices.append(region_indices(of_job, job.size, job.size - job.stride, tail))
-            sources.append(self._region_blocks(part.tables, job, state))
-            if self.recall:
-                self.recall.take(job, state, sources[-1], indices[-1])
-            regions.append((state.table_slot, start, region_end, cached))
+        moves = [
+            self._move(part, own, states[job.seq_id], of_job)
+            for job, of_job in zip(jobs, kept, strict=True)
+            if of_job is not None and (own := job.of_part(part.index))
+        ]
         if not moves:
             return
-        if self.ragged:
-            counts = torch.stack([(of_job[:, 0] >= 0).sum(-1) for _, of_job in moves if of_job is not None], dim=1)
-            table_slots, starts, *_ = zip(*regions, strict=True)
-            self.ragged.set(list(table_slots), list(starts), counts, [job.retain for job, _ in moves])
-        if self.mass:
-            self.mass.compact(regions, indices)
-        if self.observed:
-            for (job, _), blocks, offsets, region in zip(moves, sources, indices, regions, strict=True):
-                *_, cached = region
-                self.observed.compact(job, states[job.seq_id], cached, blocks, offsets)
+        for feature in self.features:
+            feature.move(moves)
         self.operations.compact(
-            pad(indices),
-            self._stack(sources),
-            self._stack([job.destinations for job, _ in moves]),
+            pad([move.kept for move in moves]),
+            self._stack([move.blocks for move in moves]),
+            self._stack([move.job.destinations for move in moves]),
         )
 
-    @staticmethod
-    def _region_blocks(tables: BlockTables, job: CompressionJob, state: SequenceState) -> np.ndarray:
-        return tables.table[state.table_slot, job.first_block : job.first_block + job.region_blocks]
+    def _move(self, part: CompressedPart, job: CompressionJob, state: SequenceState, chosen: torch.Tensor) -> Move:
+        start = job.first_block * self.block_size
+        cached = int(part.tables.kv_lengths([state.table_slot])[0])
+        end = min(cached, start + job.region_blocks * self.block_size)
+        kept = region_indices(chosen, job.size, job.size - job.stride, end - start - job.span)
+        return Move(job, state, start, end, cached, part.region_blocks(job, state), chosen, kept)
 
     def _stack(self, regions: list[Any]) -> torch.Tensor:
         """Lists of block ids -> int64 `[S, longest]`, padded at the end by each list's last block."""

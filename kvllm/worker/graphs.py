@@ -11,7 +11,7 @@ other needs nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -36,9 +36,8 @@ class StepGraphs:
 
     compute: inputs on the device -> logits of each sequence's last token. It must read nothing back to the host.
     capture: `cuda_capture()`; where there are no graphs, anything that keeps the step.
-    inputs: prepares the inputs of other steps, too. max_blocks: of one sequence in the first part of the KV groups.
-    others: columns of the block tables of the other parts, for the largest of the sizes. full_parts: the first parts,
-        in which tables are as wide as the batch needs.
+    inputs: prepares the inputs of other steps, too. widths: columns of the block tables of each part of the KV groups,
+        for the largest of the sizes. full_parts: the first parts, in which tables are as wide as the batch needs.
     before_replay: called with the inputs of a step once they are in the memory that its graph reads.
     """
 
@@ -48,15 +47,14 @@ class StepGraphs:
         capture: Capture,
         inputs: InputPreparer,
         sizes: GraphSizes,
-        max_blocks: int,
-        others: tuple[int, ...] = (),
+        widths: Sequence[int],
         full_parts: int = 1,
         before_replay: Callable[[StepInputs], None] | None = None,
     ) -> None:
         self.inputs = inputs
         self.sizes = sizes
         self._full_parts = full_parts
-        self._max_blocks, self._others = max_blocks, others
+        self._widths = widths
         self._compute = compute
         self._capture = capture
         self._before_replay = before_replay
@@ -98,22 +96,11 @@ class StepGraphs:
     def capture(self, sizes: Iterable[GraphSize]) -> None:
         """Capture the graphs of some sizes ahead of time: no step then waits for that. Nothing is stored meanwhile."""
         for size in sizes:
-            self._static.zero_()
-            inputs = self._inputs_of(size)
-            for part in inputs.parts:
-                part.slot_mapping.fill_(-1)
-                if part.window_start is not None:
-                    part.window_start.fill_(torch.iinfo(torch.int32).max)
-            if inputs.shape.is_decode:
-                inputs.query_start_loc.copy_(torch.arange(len(inputs.query_start_loc)))
-            else:
-                inputs.query_start_loc[1:] = size.num_query_tokens
-            if inputs.table_slots is not None:
-                inputs.table_slots.fill_(self.inputs.tables.table.shape[1])
+            self._inputs_of(size).clear()
             self._step(size)
 
     def _widest(self, size: GraphSize) -> InputShape:
-        return self.inputs.shape(*size, self._max_blocks, *self._others)
+        return self.inputs.shape(*size, *self._widths)
 
     def _shape_of(self, states: list[SequenceState], num_tokens: list[int], size: GraphSize) -> InputShape:
         """With tables for the longest sequence, and as seldom as possible another one than in the step before."""
@@ -123,9 +110,8 @@ class StepGraphs:
         ends = tables.kv_lengths(table_slots)[:full] if full else tables.lengths.cached[table_slots]
         last = int((ends + num_tokens).max()) - 1
         width = max(-(-LEAST_KV_PAIRS // block_size), 1 << (last // block_size).bit_length())
-        width = min(width, self._max_blocks)
         num_equal = max(1, full)
-        return self.inputs.shape(*size, *[width] * num_equal, *self._others[num_equal - 1 :])
+        return self.inputs.shape(*size, *[min(width, self._widths[0])] * num_equal, *self._widths[num_equal:])
 
     def _inputs_of(self, size: GraphSize) -> StepInputs:
         """Those that the graph of a size reads."""

@@ -41,11 +41,11 @@ class InlineExecutor(Executor):
         return decode_result(encode(self._in_flight.popleft()()))
 
     def close(self) -> None:
-        """Let what goes to a disk arrive there. Memory goes with the object."""
+        """Return when the worker needs no time any more. Memory goes with the object."""
         if self._thread:
             self._thread.close()
-        if self.runner.offloader:
-            self.runner.offloader.close()
+        for feature in self.runner.features:
+            feature.close()
 
 
 def make_executor(runner: ModelRunner, *, async_scheduling: bool) -> InlineExecutor:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from kvllm.worker.attention_state import RaggedLengths
-from kvllm.worker.observed_scores import NEVER, ObservedScores
+from kvllm.worker.features.base import StepFeature
 from kvllm.worker.state import PartTables, SequenceState
-from kvllm.worker.step_inputs import InputShape, StepInputs
+from kvllm.worker.step_inputs import InputShape, StepInputs, write, write_rows
 
 
 class InputPreparer:
@@ -28,26 +28,14 @@ class InputPreparer:
 
     A shape may have room for more sequences, of one query token each; beside chunks of prompts the first of them has
     all query tokens that fill the step up, and others have none. They store nothing, and their query tokens attend to a
-    single KV pair; where attention is added up, they share the slot after those of all sequences.
-
-    scores: where windows are scored. scored: in how many parts they are.
+    single KV pair; tensors of features have their padding there.
     """
 
-    def __init__(
-        self,
-        tables: PartTables,
-        ragged: RaggedLengths | None,
-        observed: bool,
-        device: torch.device,
-        scores: ObservedScores | None = None,
-        scored: int = 1,
-    ) -> None:
+    def __init__(self, tables: PartTables, device: torch.device, features: Sequence[StepFeature] = ()) -> None:
         self.tables = tables
-        self.ragged = ragged
-        self.observed = observed
         self.device = device
-        self.scores = scores
-        self.scored = scored
+        self._features = [feature for feature in features if feature.tensors]
+        self._tensors = tuple(tensor for feature in self._features for tensor in feature.tensors)
         self.clear()
 
     def clear(self) -> None:
@@ -57,9 +45,7 @@ class InputPreparer:
 
     def shape(self, num_query_tokens: int, num_seqs: int, *num_blocks: int) -> InputShape:
         """num_blocks: columns of the block tables of each part."""
-        heads = self.ragged.heads if self.ragged else None
-        scored = 0 if self.scores is None else self.scored
-        return InputShape(num_query_tokens, num_seqs, num_blocks, heads, self.observed, scored)
+        return InputShape(num_query_tokens, num_seqs, num_blocks, self._tensors)
 
     def prepare(self, states: list[SequenceState], num_tokens: list[int], shape: InputShape) -> StepInputs:
         """Inputs of the step that computes the next `num_tokens[i]` tokens of each sequence, which have their blocks.
@@ -72,8 +58,9 @@ class InputPreparer:
             inputs = self._begin(states, num_tokens, shape)
         inputs.add_new_blocks(self.tables)
         inputs.write_slots(self.tables)
-        if self.scores:
-            inputs.write_window_starts(self.scores)
+        for feature in self._features:
+            feature.write(inputs.tensors, inputs.table_slots, inputs.kv_lengths, is_new=inputs.is_new)
+        inputs.is_new = False
         self._rooms.append(self._rooms.pop(0))
         return inputs.tensors
 
@@ -87,7 +74,7 @@ class InputPreparer:
             room.inputs.go_on(self.tables)
         else:
             tensors = room.of(shape, pinned=self.device.type == "cuda")
-            room.inputs = _PartialInputs.of(states, num_tokens, tensors, self.tables, self.ragged)
+            room.inputs = _PartialInputs.of(states, num_tokens, tensors, self.tables)
         return room.inputs
 
 
@@ -119,7 +106,7 @@ class _PartialInputs:
     table_slots, cached_lengths: `[S]`, of the sequences; token_slots, `[T]`, of the query tokens. Of each part of the
     KV groups: num_blocks and kv_lengths, `[parts, S]`, in the tables of the sequences; num_replacements and
     num_appends, of the tables; kv_index, `[parts, T]`, where in its sequence's table the KV pair of each query token
-    will be.
+    will be. is_new: whether features have not written theirs.
     """
 
     states: list[SequenceState]
@@ -133,14 +120,11 @@ class _PartialInputs:
     kv_lengths: np.ndarray
     kv_index: np.ndarray
     tensors: StepInputs
+    is_new: bool = True
 
     @staticmethod
     def of(
-        states: list[SequenceState],
-        num_tokens: list[int],
-        tensors: StepInputs,
-        tables: PartTables,
-        ragged: RaggedLengths | None,
+        states: list[SequenceState], num_tokens: list[int], tensors: StepInputs, tables: PartTables
     ) -> _PartialInputs:
         starts = np.concatenate([[0], np.cumsum(num_tokens)])
         offset = np.arange(starts[-1]) - np.repeat(starts[:-1], num_tokens)
@@ -150,19 +134,14 @@ class _PartialInputs:
         kv_lengths = tables.kv_lengths(table_slots)
         kv_index = np.repeat(kv_lengths, num_tokens, axis=1) + offset
         spare = tensors.shape.num_seqs - len(states)
-        _write(tensors.array("positions"), np.repeat(logical_lengths, num_tokens) + offset)
-        _write_rows(tensors.array("last_kv_index"), kv_index)
+        write(tensors.array("positions"), np.repeat(logical_lengths, num_tokens) + offset)
+        write_rows(tensors.array("last_kv_index"), kv_index)
         for index, (part, num_blocks) in enumerate(zip(tables.parts, tensors.shape.num_blocks, strict=True)):
-            _write(tensors.array(f"block_tables_{index}"), part.table[table_slots, :num_blocks])
+            write(tensors.array(f"block_tables_{index}"), part.table[table_slots, :num_blocks])
         ends = (
             starts[-1] + 1 + np.arange(spare) if tensors.shape.is_decode else [tensors.shape.num_query_tokens] * spare
         )
-        _write(tensors.array("query_start_loc"), np.concatenate([starts, ends]))
-        if ragged:
-            _write(tensors.array("packed_len"), ragged.packed_len[table_slots])
-            _write(tensors.array("head_lengths").swapaxes(0, 1), ragged.head_lengths[:, table_slots].swapaxes(0, 1))
-        if tensors.table_slots is not None:
-            _write(tensors.array("table_slots"), table_slots, spare=tables.table.shape[1])
+        write(tensors.array("query_start_loc"), np.concatenate([starts, ends]))
         return _PartialInputs(
             states,
             num_tokens,
@@ -199,8 +178,8 @@ class _PartialInputs:
         lengths = tables.lengths
         self.cached_lengths = lengths.cached[self.table_slots]
         self.kv_lengths = self.kv_index = tables.kv_lengths(self.table_slots)
-        _write(self.tensors.array("positions"), lengths.logical[self.table_slots])
-        _write_rows(self.tensors.array("last_kv_index"), self.kv_index)
+        write(self.tensors.array("positions"), lengths.logical[self.table_slots])
+        write_rows(self.tensors.array("last_kv_index"), self.kv_index)
 
     def add_new_blocks(self, tables: PartTables) -> None:
         """Tables that have grown since they were written."""
@@ -216,25 +195,4 @@ class _PartialInputs:
 
     def write_slots(self, tables: PartTables) -> None:
         """Where the KV pairs of the tokens are stored."""
-        _write_rows(self.tensors.array("slot_mapping"), tables.slot_mapping(self.token_slots, self.kv_index), spare=-1)
-
-    def write_window_starts(self, scores: ObservedScores) -> None:
-        """Where windows begin that are scored."""
-        array = self.tensors.array("window_start")
-        longer = self.kv_lengths[: len(array)] - self.kv_lengths[0]
-        _write_rows(array, scores.window_starts(self.table_slots, longer), spare=NEVER)
-
-
-def _write(array: np.ndarray, values: list[int] | np.ndarray, *, spare: int = 0) -> None:
-    """`values`, then `spare`, along the first dimension."""
-    array[: len(values)] = values
-    if len(values) < len(array):
-        array[len(values) :] = spare
-
-
-def _write_rows(array: np.ndarray, values: np.ndarray, *, spare: int = 0) -> None:
-    """Rows of `values`, each followed by `spare`."""
-    count = values.shape[1]
-    array[:, :count] = values
-    if count < array.shape[1]:
-        array[:, count:] = spare
+        write_rows(self.tensors.array("slot_mapping"), tables.slot_mapping(self.token_slots, self.kv_index), padding=-1)

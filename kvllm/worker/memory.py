@@ -82,13 +82,14 @@ def measure_graphs(probe: ModelRunner, num_blocks: int) -> int:
     seen from outside: torch knows its kernels' memory, but not what the driver keeps of a graph.
     """
     before = _free_bytes(probe)
-    probe.use_graphs(cuda_capture(), num_blocks, largest_alone=True)
-    if probe.graphs is None:
+    forward_pass = probe.forward_pass
+    forward_pass.use_graphs(cuda_capture(), num_blocks, largest_alone=True)
+    if forward_pass.graphs is None:
         return 0
-    between, others = _free_bytes(probe), probe.graphs.sizes.all()[1:]
-    probe.graphs.capture(others[:1])
+    between, others = _free_bytes(probe), forward_pass.graphs.sizes.all()[1:]
+    forward_pass.graphs.capture(others[:1])
     first, second = before - between, between - _free_bytes(probe)
-    probe.graphs = None
+    forward_pass.graphs = None
     torch.cuda.empty_cache()
     return max(first, 0) + len(others) * max(second, DRIVER_PIECE)
 
@@ -108,10 +109,8 @@ def run_heaviest_steps(runner: ModelRunner, config: EngineConfig) -> None:
         tensor[:, :, 0] = 0
     tokens, seqs = config.max_num_batched_tokens, config.max_num_seqs
     with enough_memory(f"a step of max_num_batched_tokens={tokens} and max_num_seqs={seqs}", "lower these"):
-        for plan in (*_prefill(config), *_events(config)):
+        for plan in (*_prefill(config), *_events(config), StepPlan(reset=True)):  # zeros teach nothing
             runner.execute(plan)
-    if runner.compressor:
-        runner.compressor.selector.forget()  # zeros teach nothing
 
 
 def _prefill(config: EngineConfig) -> Iterator[StepPlan]:

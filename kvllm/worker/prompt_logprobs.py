@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from kvllm.core.protocol import PromptLogprobs
+from kvllm.core.protocol import PromptLogprobs, SequenceStart, StepPlan
+from kvllm.models.base import Decoder
 from kvllm.worker.sampler import LOGITS_AT_ONCE, read_report, report
+from kvllm.worker.state import SequenceState
 from kvllm.worker.transfer import Download, to_device
 
 
@@ -25,23 +25,61 @@ class PromptReport:
         token_ids: list[int],
         count: int,
         hidden: Tensor,
-        logits_of: Callable[[Tensor], Tensor],
-        vocab_size: int,
+        model: Decoder,
     ) -> None:
         """
         token_ids: those at positions `first`, `first + 1`, ... of the prompt.
         count: how many of the most likely tokens to report at each position.
         hidden: [len(token_ids), hidden_size], of the position before each of them.
-        logits_of: hidden states [r, hidden_size] -> logits [r, vocab_size], of which every rank computes a part.
+        model: every rank computes a part of its logits.
         """
         self._seq_id, self._first, self._token_ids, self._count = seq_id, first, token_ids, count
         chosen = to_device(token_ids, hidden.device)
-        rows_at_once = max(1, LOGITS_AT_ONCE // vocab_size)
+        rows_at_once = max(1, LOGITS_AT_ONCE // model.embedding.vocab_size)
         parts = zip(hidden.split(rows_at_once), chosen.split(rows_at_once), strict=True)
-        self._download = Download(torch.cat([report(logits_of(rows), ids, count).flatten() for rows, ids in parts]))
+        self._download = Download(torch.cat([report(model.logits(rows), ids, count).flatten() for rows, ids in parts]))
 
     def wait(self) -> PromptLogprobs:
         """Waits for the copy."""
         values = iter(self._download.wait().tolist())
         tokens = [read_report(token_id, self._count, values) for token_id in self._token_ids]
         return PromptLogprobs(self._seq_id, self._first, tokens)
+
+
+class PromptReports:
+    """The reports of a step, and the sequences whose prompts are not reported to the end (`pending`)."""
+
+    def __init__(self, model: Decoder, *, samples: bool) -> None:
+        self.pending: set[int] = set()
+        self._model = model
+        self._samples = samples
+        self._found: list[PromptReport] = []
+
+    def clear(self) -> None:
+        self.pending.clear()
+        self._found = []
+
+    def start(self, start: SequenceStart) -> None:
+        """Report a prompt that is asked for, and was not reported before its sequence was preempted."""
+        if start.sampling.prompt_logprobs is not None and len(start.token_ids) == start.prompt_length:
+            self.pending.add(start.seq_id)
+
+    def add(self, plan: StepPlan, states: list[SequenceState], hidden: Tensor) -> None:
+        """Report the tokens that follow those of the step in prompts. Lengths are those after the step."""
+        begin = first_chunk = len(plan.decodes.seq_ids)
+        for item, state in zip(plan.chunks, states[first_chunk:], strict=True):
+            row, first = state.sample_row, state.logical_length - item.num_tokens + 1
+            following = row.prompt_token_ids[first : first + item.num_tokens]
+            if item.seq_id in self.pending and following:
+                count, of_chunk = row.params.prompt_logprobs or 0, hidden[begin : begin + len(following)]
+                report = PromptReport(item.seq_id, first, following, count, of_chunk, self._model)
+                if self._samples:
+                    self._found.append(report)
+            if len(following) < item.num_tokens:
+                self.pending.discard(item.seq_id)
+            begin += item.num_tokens
+
+    def take(self) -> list[PromptReport]:
+        """Those of the step."""
+        found, self._found = self._found, []
+        return found

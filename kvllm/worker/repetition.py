@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ import torch
 from kvllm.compression.mass import Softmax
 from kvllm.compression.repetition import attention, attention_received
 from kvllm.kvcache.ops.base import KVOperations
+from kvllm.models.base import Decoder
 from kvllm.worker.state import SequenceState
 from kvllm.worker.transfer import to_device
 
@@ -76,7 +76,7 @@ class RepeatedText:
         return found.transpose(0, 1).to(queries.dtype).contiguous()
 
 
-def repeat(model: Any, state: SequenceState, text: tuple[int, int], attention: RepeatedText) -> None:
+def repeat(model: Decoder, state: SequenceState, text: tuple[int, int], attention: RepeatedText) -> None:
     """Give the tokens of a sequence from position `text[0]` to the one in front of `text[1]` to the model once more."""
     cos_sin = model.layers[0].attention.cos_sin
     length, num_positions = state.logical_length, len(cos_sin)

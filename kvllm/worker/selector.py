@@ -10,67 +10,32 @@ So is the choice from scores, where a method has these apart.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
 import torch
 
-from kvllm.attention.base import AttentionBackend
 from kvllm.attention.context import AttentionContext, PartedAttention
-from kvllm.compression.linear_fit import LinearFit
 from kvllm.compression.mass import Softmax
 from kvllm.compression.model_inputs import WithModelInputs
 from kvllm.compression.paged_keys import Keys, PagedKeys
 from kvllm.compression.queries import query_tokens, window_tokens
 from kvllm.compression.registry import METHODS
-from kvllm.config import CompressionConfig
 from kvllm.core.protocol import CompressionJob
-from kvllm.kvcache.ops.base import KVOperations
-from kvllm.worker.attention_state import AttentionMass, RaggedLengths
-from kvllm.worker.observed_scores import ObservedScores
+from kvllm.worker.features.base import WorkerParts
 from kvllm.worker.read_batch import read_batch
 from kvllm.worker.repetition import CachedPart, RepeatedText, repeat
-from kvllm.worker.state import BlockTables, SequenceState
+from kvllm.worker.state import SequenceState
 from kvllm.worker.timing import PhaseClock
 from kvllm.worker.transfer import to_device
+from kvllm.worker.windows import CompressedPart, PartWindows, Window, Windows
 
 MAX_GATHERED_BYTES = 64 << 20
 """Keys and values of several layers that are gathered at once; scoring takes a few times as much."""
 MAX_SCORE_BYTES = 16 << 20
 """Scores of layers that wait to be chosen from together; choosing takes a few times as much."""
-
-
-@dataclass(frozen=True)
-class CompressedPart:
-    """The part of a KV group whose layers attend all tokens: its block tables, and its layers, as they lie in a block.
-
-    index: among the parts of all groups.
-    """
-
-    index: int
-    tables: BlockTables
-    layers: Sequence[int]
-
-
-@dataclass(frozen=True)
-class Window:
-    """One window of a job in one part: `size` KV pairs from index `start` of the cache on, to be cut to `retain`.
-
-    position: of the first of them in the text. learns: whether queries are computed again to learn from them.
-    """
-
-    state: SequenceState
-    start: int
-    size: int
-    retain: int
-    position: int
-    learns: bool
-
-
-Windows = tuple[Window | None, ...]
-"""One window in each part; None where all of it survives."""
 
 Kept = list[torch.Tensor | None]
 """Offsets that survive, for each of some windows or jobs; None where all do."""
@@ -80,49 +45,31 @@ class Selector:
     """Chooses what survives in the windows of compression jobs.
 
     parts: those of KV groups that attend all tokens; nothing of others is compressed.
-    ragged, mass, observed: state that some methods keep beside the cache. select: called in place of the method itself.
+    select: called in place of the method itself.
     event_bytes: the most bytes that tensors of one choice took at once.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        operations: KVOperations,
-        backend: AttentionBackend,
-        parts: Sequence[CompressedPart],
-        config: CompressionConfig,
-        max_num_batched_tokens: int,
-        ragged: RaggedLengths | None = None,
-        mass: AttentionMass | None = None,
-        observed: ObservedScores | None = None,
-        select: WithModelInputs | None = None,
-    ) -> None:
-        self.model = model
-        self.operations = operations
-        self.cache = operations.cache
-        self.backend = backend
+    def __init__(self, worker: WorkerParts, parts: Sequence[CompressedPart], select: WithModelInputs | None) -> None:
+        config = worker.config.active_compression
+        assert config is not None
+        self.model = worker.model
+        self.operations = worker.operations
+        self.cache = worker.operations.cache
+        self.backend = worker.backend
+        self.features = worker.features
         self.parts = parts
         self.part_of = {layer: number for number, part in enumerate(parts) for layer in part.layers}
         self.config = config
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.ragged = ragged
-        self.mass = mass
-        self.observed = observed
+        self.max_num_batched_tokens = worker.config.max_num_batched_tokens
         self.method = METHODS[config.method]
         self.select = select or self.method
         self.score: Callable[..., torch.Tensor] = (select or self.method).score
         self.choose = self.method.choose
-        self.reads_blocks = config.spec.reads_blocks and operations.reads_blocks
+        self.reads_blocks = config.spec.reads_blocks and worker.operations.reads_blocks
         self.repeats = config.spec.repeats
-        self.fits: list[LinearFit] = []
-        self.forget()
         self.options = config.options
         self.block_size = self.cache.shape.block_size
         self.event_bytes = 0
-
-    def forget(self) -> None:
-        """Learn from the beginning, as every rank does when one of them begins again."""
-        self.fits = [LinearFit() for _ in range(self.cache.shape.num_layers)] if self.config.spec.learns else []
 
     def survivors(self, jobs: list[CompressionJob], states: dict[int, SequenceState], clock: PhaseClock) -> list[Kept]:
         """For each part, and there for each job, the offsets that its windows keep which were not chosen from before:
@@ -234,27 +181,26 @@ class Selector:
         dropped = part.tables.lengths.logical[table_slots] - part.tables.kv_lengths(table_slots)
         index = positions - dropped[:, None]  # such a KV pair lies after everything that was dropped
         batch = read_batch(part.tables, table_slots, index, device)
-        if self.ragged:
-            batch = replace(batch, **self.ragged.of(table_slots))
+        for feature in self.features:
+            if fields := feature.read_fields(table_slots):
+                batch = replace(batch, **fields)
         return AttentionContext(self.backend, self.operations, self.backend.plan(batch), slot_mapping=None)
 
 
 class _Pass:
     """One pass over windows of one size: what is scored with, and what has been chosen so far.
 
-    size: of each window. offsets: of its query tokens. Lists are of parts.
+    offsets: of the query tokens of each window. Lists are of parts.
     """
 
     def __init__(
         self, selector: Selector, windows: list[Windows], size: int, offsets: np.ndarray, clock: PhaseClock
     ) -> None:
         self.selector = selector
-        self.size = size
         self.clock = clock
         self.num_windows, self.num_queries = len(windows), len(offsets)
-        self.windows = [[each for each in of_part if each] for of_part in zip(*windows, strict=True)]
-        pairs = zip(selector.parts, self.windows, strict=True)
-        self.tables = [self._window_tables(part, of_part) for part, of_part in pairs]
+        pairs = zip(selector.parts, zip(*windows, strict=True), strict=True)
+        self.windows = [self._of_part(part, [each for each in of_part if each], size) for part, of_part in pairs]
         self.shared = {
             "buffer": selector.config.buffer,
             "num_layers": selector.cache.shape.num_layers,
@@ -275,13 +221,11 @@ class _Pass:
 
     def select(self, number: int, layers: Sequence[int], queries: torch.Tensor | None) -> None:
         """Let the method choose in layers of a part."""
-        windows, selector = self.windows[number], self.selector
+        windows, selector = self.windows[number].windows, self.selector
         if not windows:
             return
         with self.clock.measure("score"):
             inputs = self._inputs(number, layers)
-            if selector.fits:
-                inputs["fits"] = [selector.fits[layer] for layer in layers]
             if self.received:
                 inputs["received"] = torch.stack([self.received[layer] for layer in layers])
             retain = self._mean_retained(windows[0].retain)
@@ -300,7 +244,7 @@ class _Pass:
 
     def _score(self, number: int, layer: int, queries: torch.Tensor) -> None:
         """Score a layer, to be chosen from with others."""
-        if not self.windows[number]:
+        if not self.windows[number].windows:
             return
         scores, selector = self._waiting[number], self.selector
         with self.clock.measure("score"):
@@ -316,7 +260,7 @@ class _Pass:
         if not scores:
             return
         with self.clock.measure("score"):
-            retain = self.windows[number][0].retain
+            retain = self.windows[number].windows[0].retain
             chosen = selector.choose(torch.cat(scores), retain=retain, **selector.options, **self.shared)
             self._keep(number, chosen, len(scores))
         self._count_bytes()
@@ -324,7 +268,7 @@ class _Pass:
 
     def _keep(self, number: int, chosen: torch.Tensor, num_layers: int) -> None:
         # Layers and heads may keep fewer than there is room for.
-        windows = self.windows[number]
+        windows = self.windows[number].windows
         chosen = torch.nn.functional.pad(chosen, (0, windows[0].retain - chosen.shape[-1]), value=-1)
         self._chosen[number].append(chosen.unflatten(0, (num_layers, len(windows))))
 
@@ -335,65 +279,43 @@ class _Pass:
     def _mean_retained(self, retain: int) -> int:
         """KV pairs that heads keep on average, where `retain` is what they have room for."""
         config = self.selector.config
-        if not self.selector.ragged or config.budget_tokens is None:
+        if not config.spec.ragged or config.budget_tokens is None:
             return retain
         return retain - (config.held_tokens - config.budget_tokens)
 
     def _inputs(self, number: int, layers: Sequence[int]) -> dict[str, Any]:
         """Keys, and the inputs among `kvllm.compression.registry.INPUTS`. Those that layers do not share have a row for
         each window in the first layer, then in the next."""
-        selector, windows, tables = self.selector, self.windows[number], self.tables[number]
-        table_slots, starts = _places(windows)
+        selector, windows = self.selector, self.windows[number]
         inputs: dict[str, Any] = self.shared | {
             "layers": layers,
             "layer": layers[0],
             "softmax": selector.softmax(layers[0]),
-            "keys": self._keys(layers, tables),
-            "seeds": [_seed(window) for window in windows] * len(layers),
-            "starts": starts * len(layers),
-            "last_positions": [window.position + self.size - 1 for window in windows] * len(layers),
+            "keys": self._keys(layers, windows),
+            "seeds": [window.seed for window in windows.windows] * len(layers),
+            "starts": windows.starts * len(layers),
+            "last_positions": [each.position + windows.size - 1 for each in windows.windows] * len(layers),
         }
         if "values" in selector.method.arguments:
-            inputs["values"] = selector.operations.gather_values(layers, tables, self.size)
-        if selector.ragged:
-            inputs["capacity"] = windows[0].retain
-            inputs["evicted_mask"] = selector.ragged.evicted_mask(layers[0], table_slots, starts, self.size)
-        if selector.mass:
-            inputs["mass"] = selector.mass.gather(layers[0], table_slots, starts, self.size)
-        if selector.observed:
-            num_scored = self.size - selector.config.buffer
-            inputs["observed"] = selector.operations.gather_scores(layers, tables, num_scored)
-            if selector.observed.reselects:
-                inputs["ages"] = self._ages(selector.observed, number).repeat(len(layers), 1)
+            inputs["values"] = selector.operations.gather_values(layers, windows.tables, windows.size)
+        for feature in selector.features:
+            inputs |= feature.method_inputs(layers, windows)
         return inputs
 
-    def _ages(self, observed: ObservedScores, number: int) -> torch.Tensor:
-        """How many queries the scores of the windows in a part add up: float32 `[windows, size]`."""
-        windows, tables = self.windows[number], self.selector.parts[number].tables
-        kv_lengths = tables.kv_lengths([window.state.table_slot for window in windows]).tolist()
-        of_windows = zip(windows, kv_lengths, strict=True)
-        ages = [observed.ages(window.state, length, self.size) for window, length in of_windows]
-        return to_device(np.stack(ages), self.selector.cache.data.device)
-
-    def _keys(self, layers: Sequence[int], tables: torch.Tensor) -> Keys:
+    def _keys(self, layers: Sequence[int], windows: PartWindows) -> Keys:
         operations, shape = self.selector.operations, self.selector.cache.shape
         if not self.selector.reads_blocks:
-            return operations.gather_keys(layers, tables, self.size)
+            return operations.gather_keys(layers, windows.tables, windows.size)
         blocks = [operations.keys[layer] for layer in layers]
-        return PagedKeys(blocks, tables, self.size, shape.head_dim, shape.dtype, rotated=shape.rotated)
+        return PagedKeys(blocks, windows.tables, windows.size, shape.head_dim, shape.dtype, rotated=shape.rotated)
 
-    def _window_tables(self, part: CompressedPart, windows: list[Window]) -> torch.Tensor:
-        """Block ids of the windows in a part: int32 `[windows, blocks]`."""
+    def _of_part(self, part: CompressedPart, windows: list[Window], size: int) -> PartWindows:
         block_size = self.selector.block_size
         first = np.array([window.start // block_size for window in windows], dtype=np.int64)[:, None]
-        blocks = first + np.arange(-(-self.size // block_size))
+        blocks = first + np.arange(-(-size // block_size))
         tables = part.tables.table[[window.state.table_slot for window in windows]]
-        return to_device(np.take_along_axis(tables, blocks, axis=1), self.selector.cache.data.device)
-
-
-def _places(windows: list[Window]) -> tuple[list[int], list[int]]:
-    """Table slots of the windows' sequences, and where the windows begin."""
-    return [window.state.table_slot for window in windows], [window.start for window in windows]
+        of_windows = to_device(np.take_along_axis(tables, blocks, axis=1), self.selector.cache.data.device)
+        return PartWindows(part, windows, size, of_windows)
 
 
 def _kind(windows: Windows) -> tuple[tuple[int, ...], bool]:
@@ -411,8 +333,3 @@ def _by_job(kept: Kept, jobs: list[CompressionJob]) -> Kept:
         windows = [window for window in kept[end - job.num_choices : end] if window is not None]
         found.append(torch.stack(windows, dim=1) if windows else None)
     return found
-
-
-def _seed(window: Window) -> int:
-    """A number that depends on the sequence and the window's position alone, whatever else is in the batch."""
-    return (window.state.sample_row.seed ^ (window.position * 0x9E3779B97F4A7C15)) & (2**63 - 1)

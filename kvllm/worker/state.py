@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from kvllm.core.protocol import CompressionJob
 from kvllm.worker.sample_row import SampleRow
@@ -36,6 +37,8 @@ class SequenceState:
     """table_slot: where its block tables and lengths lie.
 
     sampled_row: of the samples of the step that sampled for it last, which are those of its last token.
+    chosen: the survivors that steps before have chosen for a compression that goes on: of each step and part, offsets
+        `[layers, windows, kv_heads, retain]`, None where all survives.
     """
 
     token_ids: list[int]
@@ -43,6 +46,7 @@ class SequenceState:
     lengths: Lengths
     sample_row: SampleRow
     sampled_row: int = 0
+    chosen: list[list[torch.Tensor | None]] = field(default_factory=list)
 
     def set_token(self, index: int, token_id: int) -> None:
         """Put a token of the output in place of PENDING."""

@@ -2,33 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from math import prod
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 
-from kvllm.attention.base import AttentionBatch, HostRows, Recording, ScoredChunk, ScoreWindows
-from kvllm.kvcache.residual import ResidualStep
+from kvllm.attention.base import AttentionBatch, HostRows, Recording
 
 ALIGNMENT = 64
 """Bytes. Triton compiles its kernels anew for pointers that are aligned otherwise."""
-OF_PARTS = ("slot_mapping", "last_kv_index", "window_start")
+OF_PARTS = ("slot_mapping", "last_kv_index")
 """Tensors with a row for each part of the KV groups."""
 
 
+class StepTensor(NamedTuple):
+    """An int32 tensor `[*before, S, *after]` of a feature, which attention gets as the field of its name in the
+    AttentionBatch of the first part; or one with a row for each of the first `parts`, which get these.
+
+    padding: for what fills up a batch.
+    """
+
+    name: str
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+    padding: int = 0
+    parts: int = 0
+
+    def of_part(self, inputs: StepInputs, part: int) -> torch.Tensor | None:
+        """None: it does not stand beside this part."""
+        tensor = cast(torch.Tensor, getattr(inputs, self.name))
+        return None if part >= max(1, self.parts) else tensor[part] if self.parts else tensor
+
+
 class InputShape(NamedTuple):
-    """num_blocks: columns of the block tables of each part of the KV groups. heads: layers and KV heads, where these
-    hold different numbers of KV pairs. observed: whether attention is added up. scored: in how many parts windows are
-    scored, the first ones."""
+    """num_blocks: columns of the block tables of each part of the KV groups. tensors: those of features."""
 
     num_query_tokens: int
     num_seqs: int
     num_blocks: tuple[int, ...]
-    heads: tuple[int, int] | None = None
-    observed: bool = False
-    scored: int = 0
+    tensors: tuple[StepTensor, ...] = ()
 
     @property
     def is_decode(self) -> bool:
@@ -39,12 +53,16 @@ class InputShape(NamedTuple):
     def num_bytes(self) -> int:
         return max(end for *_, end in self.layout())
 
+    @property
+    def of_parts(self) -> set[str]:
+        """Tensors with a row for each part of the KV groups, which begins at a multiple of ALIGNMENT."""
+        return {*OF_PARTS, *(tensor.name for tensor in self.tensors if tensor.parts)}
+
     def layout(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...], int, int]]:
-        """Name, type and size of every tensor, its first byte and the one after its last. Of those that are in
-        `OF_PARTS`, each row begins at a multiple of ALIGNMENT."""
-        begin = 0
+        """Name, type and size of every tensor, its first byte and the one after its last."""
+        begin, of_parts = 0, self.of_parts
         for name, dtype, size in self._tensors():
-            rows, sizes = (size[0], size[1:]) if name in OF_PARTS else (1, size)
+            rows, sizes = (size[0], size[1:]) if name in of_parts else (1, size)
             end = begin + rows * _aligned(dtype.itemsize * prod(sizes))
             yield name, dtype, size, begin, end
             begin = end
@@ -56,14 +74,9 @@ class InputShape(NamedTuple):
         yield "query_start_loc", torch.int32, (self.num_seqs + 1,)
         yield "slot_mapping", torch.int64, (parts, self.num_query_tokens)
         yield "last_kv_index", torch.int32, (parts, self.num_query_tokens)
-        if self.heads:
-            layers, kv_heads = self.heads
-            yield "packed_len", torch.int32, (self.num_seqs,)
-            yield "head_lengths", torch.int32, (layers, self.num_seqs, kv_heads)
-        if self.observed:
-            yield "table_slots", torch.int32, (self.num_seqs,)
-        if self.scored:
-            yield "window_start", torch.int32, (self.scored, self.num_seqs)
+        for tensor in self.tensors:
+            rows = (tensor.parts,) if tensor.parts else ()
+            yield tensor.name, torch.int32, (*rows, *tensor.before, self.num_seqs, *tensor.after)
         for part, num_blocks in enumerate(self.num_blocks):  # these last: see StepInputs.take
             yield f"block_tables_{part}", torch.int32, (self.num_seqs, num_blocks)
 
@@ -78,13 +91,12 @@ class PartInputs(NamedTuple):
     slot_mapping: torch.Tensor
     last_kv_index: torch.Tensor
     block_tables: torch.Tensor
-    window_start: torch.Tensor | None = None
 
 
 class StepInputs:
     """Views of `memory`, uint8: token ids and positions, int64 `[num_query_tokens]`; and the tensors of an
-    AttentionBatch, with a row for each part of the KV groups in `slot_mapping` (int64 `[parts, num_query_tokens]`),
-    `last_kv_index` and `window_start`. `parts` has these row by row.
+    AttentionBatch, with a row for each part of the KV groups in `slot_mapping` (int64 `[parts, num_query_tokens]`) and
+    `last_kv_index`. `parts` has these row by row. Features' tensors have their names.
 
     on_host: for a copy on a device, the inputs that it is of. recordings: one for each part, where a graph reads them.
     """
@@ -94,20 +106,17 @@ class StepInputs:
     slot_mapping: torch.Tensor
     query_start_loc: torch.Tensor
     last_kv_index: torch.Tensor
-    packed_len: torch.Tensor | None = None
-    head_lengths: torch.Tensor | None = None
-    table_slots: torch.Tensor | None = None
-    window_start: torch.Tensor | None = None
 
     def __init__(self, shape: InputShape, memory: torch.Tensor) -> None:
         self.shape = shape
         self.on_host: StepInputs | None = None
         self.recordings: list[Recording | None] = [None] * len(shape.num_blocks)
         self.memory = memory[: shape.num_bytes]
+        of_parts = shape.of_parts
         for name, dtype, size, begin, end in shape.layout():
-            sizes = size[1:] if name in OF_PARTS else size
-            rows = memory[begin:end].view(dtype).view(size[0] if name in OF_PARTS else 1, -1)[:, : prod(sizes)]
-            setattr(self, name, rows if name in OF_PARTS else rows[0].view(size))
+            sizes = size[1:] if name in of_parts else size
+            rows = memory[begin:end].view(dtype).view(size[0] if name in of_parts else 1, -1)[:, : prod(sizes)]
+            setattr(self, name, rows if name in of_parts else rows[0].view(size))
         self.parts = [self._part(index) for index in range(len(shape.num_blocks))]
         self._arrays: dict[str, np.ndarray] = {}
 
@@ -119,9 +128,18 @@ class StepInputs:
 
     def write_tokens(self, token_ids: np.ndarray) -> None:
         """The query tokens of the step, int64; fewer than there is room for are filled up."""
-        array = self.array("token_ids")
-        array[: len(token_ids)] = token_ids
-        array[len(token_ids) :] = 0
+        write(self.array("token_ids"), token_ids)
+
+    def clear(self) -> None:
+        """Become the inputs of a step without sequences: nothing is stored."""
+        self.memory.zero_()
+        self.slot_mapping.fill_(-1)
+        for tensor in self.shape.tensors:
+            getattr(self, tensor.name).fill_(tensor.padding)
+        if self.shape.is_decode:
+            self.query_start_loc.copy_(torch.arange(len(self.query_start_loc)))
+        else:
+            self.query_start_loc[1:] = self.shape.num_query_tokens
 
     def to(self, device: torch.device) -> StepInputs:
         """A copy that nobody waits for; on the CPU these inputs themselves."""
@@ -142,39 +160,44 @@ class StepInputs:
 
     def _part(self, index: int) -> PartInputs:
         block_tables = cast(torch.Tensor, getattr(self, f"block_tables_{index}"))
-        window_start = self.window_start[index] if self.window_start is not None and index < self.shape.scored else None
-        return PartInputs(self.slot_mapping[index], self.last_kv_index[index], block_tables, window_start)
+        return PartInputs(self.slot_mapping[index], self.last_kv_index[index], block_tables)
 
-    def batches(
-        self,
-        windows: ScoreWindows | None = None,
-        chunks: Sequence[tuple[ScoredChunk, ...]] = (),
-        residual: ResidualStep | None = None,
-    ) -> list[AttentionBatch]:
-        """Those of all parts. What methods keep beside the cache stands beside the first alone.
+    def fields(self) -> list[dict[str, Any]]:
+        """Those of the AttentionBatch of each part that are here."""
+        found = []
+        for index, part in enumerate(self.parts):
+            fields: dict[str, Any] = {
+                "query_start_loc": self.query_start_loc,
+                "last_kv_index": part.last_kv_index,
+                "block_tables": part.block_tables,
+                "on_host": self._rows_on_host(index),
+                "recording": self.recordings[index],
+            }
+            for tensor in self.shape.tensors:
+                fields[tensor.name] = tensor.of_part(self, index)
+            found.append(fields)
+        return found
 
-        windows: those that are scored in the first parts. chunks: of each of these, what others score; none given:
-            there are none. residual: of the step.
-        """
-        return [
-            AttentionBatch(
-                self.query_start_loc,
-                part.last_kv_index,
-                part.block_tables,
-                None if index else self.packed_len,
-                None if index else self.head_lengths,
-                None if index else self.table_slots,
-                window_start=part.window_start,
-                windows=windows if part.window_start is not None else None,
-                scored_chunks=chunks[index] if index < len(chunks) else (),
-                residual=residual,
-                on_host=self._rows_on_host(index),
-                recording=self.recordings[index],
-            )
-            for index, part in enumerate(self.parts)
-        ]
+    def batches(self) -> list[AttentionBatch]:
+        """Those of all parts, without what features add to them."""
+        return [AttentionBatch(**fields) for fields in self.fields()]
 
     def _rows_on_host(self, part: int) -> HostRows | None:
         if self.on_host is None:
             return None
         return HostRows(self.on_host.array("query_start_loc"), self.on_host.array("last_kv_index")[part])
+
+
+def write(array: np.ndarray, values: list[int] | np.ndarray, *, padding: int = 0) -> None:
+    """`values`, then `padding`, along the first dimension."""
+    array[: len(values)] = values
+    if len(values) < len(array):
+        array[len(values) :] = padding
+
+
+def write_rows(array: np.ndarray, values: np.ndarray, *, padding: int = 0) -> None:
+    """Rows of `values`, each followed by `padding`."""
+    count = values.shape[1]
+    array[:, :count] = values
+    if count < array.shape[1]:
+        array[:, count:] = padding

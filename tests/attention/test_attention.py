@@ -13,7 +13,7 @@ from kvllm.attention.registry import make_backend
 from kvllm.errors import ConfigError
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.kvcache.ops.registry import make_operations
-from kvllm.worker.observed_scores import ScoringBackend
+from kvllm.worker.features.observed_scores import ScoringBackend
 from tests.helpers import attention_cases
 from tests.helpers.attention_cases import (
     EDGES,

@@ -245,8 +245,8 @@ def record(runner: ModelRunner, library: type[Wrapper]) -> list[int]:
 
         return replay
 
-    runner.use_graphs(capture, runner.cache.num_blocks)
-    assert runner.graphs
+    runner.forward_pass.use_graphs(capture, runner.cache.num_blocks)
+    assert runner.forward_pass.graphs
     return replayed
 
 

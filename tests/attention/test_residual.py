@@ -15,7 +15,7 @@ from kvllm.attention.registry import make_backend
 from kvllm.errors import ConfigError
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.kvcache.formats import KV_FORMATS
-from kvllm.kvcache.residual import KVResidual
+from kvllm.worker.features.residual import KVResidual
 from tests.helpers.attention_cases import KV_HEADS, Case, dense_attention, dense_scores, make_case, make_scored_case
 
 FORMATS = pytest.mark.parametrize("name", list(KV_FORMATS))
@@ -38,7 +38,7 @@ class Held:
         self.residual = KVResidual(case.cache.shape, size, count + 2)
         self.residual.pairs.fill_(torch.nan)
         for sequence, pairs in enumerate(case.originals):
-            self.residual.start(int(self.slots[sequence]), found[sequence])
+            self.residual.first[int(self.slots[sequence])] = found[sequence]
             own = int(case.batch.last_kv_index[case.rows(sequence).start])
             for index in range(max(0, own - size, found[sequence] - dropped[sequence]), own):
                 row = (index + dropped[sequence]) % size

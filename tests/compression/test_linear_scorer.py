@@ -11,9 +11,11 @@ import torch
 
 from kvllm.compression.linear_fit import FORGET, RIDGE, LinearFit
 from kvllm.compression.methods import kara_sharp, keydiff, linear_scorer
+from kvllm.worker.features.linear_fits import LinearFits
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.compressions import paper_compression
 from tests.helpers.engines import greedy, make_llm, random_prompts, random_token_ids, tokens
+from tests.helpers.features import feature_of
 from tests.helpers.literal_kara import literal_token2chunk
 from tests.helpers.literal_methods import best, halves, pairs
 
@@ -167,7 +169,7 @@ def test_queries_are_computed_again_for_the_first_windows_and_one_in_32(
     )
     tokens(llm, random_prompts(256, (3, 17, 30)), greedy(120))
     assert 8 < llm.stats().windows_compressed < 8 + 31 and sum(passes) == 8
-    assert [fit.windows for fit in runner.compressor.selector.fits] == [8] * 3
+    assert [fit.windows for fit in feature_of(runner, LinearFits).fits] == [8] * 3
     while llm.stats().windows_compressed < 80:
         tokens(llm, random_prompts(256, (3, 17)), greedy(120))
     seen = sum(passes)

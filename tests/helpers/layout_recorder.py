@@ -19,10 +19,12 @@ from kvllm.compression.registry import METHODS
 from kvllm.compression.statistics import QueryStatistics
 from kvllm.core.executor import BlockingExecutor
 from kvllm.core.protocol import BlockCopy, CompressionJob, SequenceStart, StepPlan, StepResult
-from kvllm.worker.observed_scores import PRIOR
+from kvllm.worker.features.attention_mass import AttentionMass
+from kvllm.worker.features.observed_scores import PRIOR
 from kvllm.worker.repetition import pieces
 from tests.helpers.compressions import paper_compression
 from tests.helpers.dense_decoder import DenseDecoder, attention_probabilities
+from tests.helpers.features import feature_of
 from tests.helpers.plans import Scheduled, scheduled_in
 from tests.helpers.recorder import assert_dense, block_table_of, kv_pairs_in, kv_pairs_of, poison
 from tests.helpers.transformers_decoder import TransformersDecoder
@@ -314,7 +316,7 @@ class Recorder(BlockingExecutor):
         if not self.config.observes_attention:
             return
         for seq_id, text in self.alive.items():
-            mass = self.runner.mass.mass[:, self.runner.states[seq_id].table_slot]
+            mass = feature_of(self.runner, AttentionMass).mass[:, self.runner.states[seq_id].table_slot]
             entries = text.layout.shape[-1]
             assert not mass[..., entries:].any()
             self.masses.append(MassRecord(text, text.length, text.layout, mass[..., :entries].clone()))

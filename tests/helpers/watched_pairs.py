@@ -10,9 +10,10 @@ import torch
 from kvllm import LLM
 from kvllm.kvcache.tiers.chunks import CHUNK
 from kvllm.kvcache.tiers.dropped_pairs import read_pairs
+from kvllm.worker.features.recall import CompressedSequence, Recall
 from kvllm.worker.inline import InlineExecutor
 from kvllm.worker.model_runner import ModelRunner
-from kvllm.worker.recall import CompressedSequence, Recall
+from tests.helpers.features import feature_of
 
 
 def runner_of(llm: LLM) -> ModelRunner:
@@ -21,9 +22,7 @@ def runner_of(llm: LLM) -> ModelRunner:
 
 
 def recall_of(llm: LLM) -> Recall:
-    recall = runner_of(llm).recall
-    assert recall
-    return recall
+    return feature_of(runner_of(llm), Recall)
 
 
 class Watch:
@@ -36,7 +35,8 @@ class Watch:
         self.llm = llm
         self.runner = runner_of(llm)
         self.pairs: dict[tuple[int, int, int], set[bytes]] = defaultdict(set)
-        self._take, self.runner.recall.take = self.runner.recall.take, self._take_ordered
+        self.recall = recall_of(llm)
+        self._take, self.recall.take = self.recall.take, self._take_ordered
         self.runner.model._compiled = None  # which calls no `project`
         for index, layer in enumerate(self.runner.model.layers):
             self._record(index, layer.attention)
@@ -55,7 +55,7 @@ class Watch:
 
     def _take_ordered(self, job: Any, state: Any, blocks: Any, kept: torch.Tensor) -> None:
         """A compression finds its region in the order of positions."""
-        sequence = self.runner.recall.sequences.get(job.seq_id)
+        sequence = self.recall.sequences.get(job.seq_id)
         if sequence:
             of_region = sequence.positions[..., job.first_block * self.runner.block_size :]
             assert (of_region.diff(dim=-1) > 0).all()
@@ -63,7 +63,7 @@ class Watch:
 
     def check(self) -> None:
         """Residents and dropped pairs of a running sequence are all its pairs, each once, as they were computed."""
-        recall = self.runner.recall
+        recall = self.recall
         owned = [chunk for sequence in recall.sequences.values() for chunk in sequence.held.chunks]
         assert len(set(owned)) == len(owned)
         layers, _, heads, _ = recall.dropped.positions.shape

@@ -18,7 +18,7 @@ from kvllm._extension import has_cuda_operators, operator
 from kvllm.kvcache.cache import CacheShape
 from kvllm.kvcache.compaction import pad
 from kvllm.kvcache.ops.plain import TorchOperations
-from kvllm.worker.attention_state import AttentionMass
+from kvllm.worker.features.attention_mass import AttentionMass
 from tests.helpers.caches import literal_compaction, random_cache, random_kept
 from tests.helpers.tensors import bits_of
 

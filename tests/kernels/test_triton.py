@@ -32,7 +32,7 @@ from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.kvcache.ops.base import KVOperations
 from kvllm.kvcache.ops.plain import TorchOperations
 from kvllm.models import elementwise as torch_forms
-from kvllm.worker.attention_state import AttentionMass
+from kvllm.worker.features.attention_mass import AttentionMass
 from tests.helpers import attention_cases
 from tests.helpers.caches import literal_compaction, random_cache, random_kept
 from tests.helpers.checkpoints import make_checkpoint
@@ -565,14 +565,15 @@ def generate_tokens(
     )
     runner = llm.llm_engine.executor.runner
     if recorded:
-        runner.use_graphs(lambda step: step, runner.cache.num_blocks)
+        runner.forward_pass.use_graphs(lambda step: step, runner.cache.num_blocks)
     if in_blocks:
         assert runner.compressor
         runner.compressor.selector.reads_blocks = True
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     found = llm.generate([list(range(5, 45)), list(range(7, 20)), [9, 8]], params, use_tqdm=False)
-    assert llm.stats().compression_events > 0 and bool(runner.graphs) == recorded
-    return [request.outputs[0].token_ids for request in found], runner.mass
+    assert llm.stats().compression_events > 0 and bool(runner.forward_pass.graphs) == recorded
+    mass = next((feature for feature in runner.features if isinstance(feature, AttentionMass)), None)
+    return [request.outputs[0].token_ids for request in found], mass
 
 
 @check

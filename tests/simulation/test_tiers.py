@@ -20,10 +20,10 @@ from kvllm.simulation.executor import SimulatedExecutor
 from kvllm.simulation.hardware import Hardware
 from kvllm.simulation.simulate import Outcome, simulate
 from kvllm.simulation.tiers import HostLink
-from kvllm.worker.build import host_block_bytes, host_chunk_bytes, rank_cache_shape
+from kvllm.worker.build import rank_cache_shape
+from kvllm.worker.features.offloading import Offloader, host_block_bytes
+from kvllm.worker.features.recall import Recall, host_chunk_bytes
 from kvllm.worker.model_runner import ModelRunner
-from kvllm.worker.offloader import Offloader
-from kvllm.worker.recall import Recall
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.compressions import paper_compression
 

@@ -92,7 +92,7 @@ class Run:
     ) -> None:
         self.cache = PagedKVCache(shape, config.num_blocks)
         attention = make_backend(backend, self.cache, model.num_query_heads, shape.head_dim**-0.5)
-        self.recorder = Recorder(ModelRunner(model, self.cache, attention, config), config)
+        self.recorder = Recorder(ModelRunner(model, attention, config), config)
         self.scheduler = Scheduler(config, EngineStats(num_blocks=config.num_blocks))
         self.forced = iter(forced)
         sampling = SamplingParams(temperature=0)

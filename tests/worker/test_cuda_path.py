@@ -23,6 +23,7 @@ from kvllm import LLM, SamplingParams
 from kvllm.core.protocol import StepPlan, StepResult
 from kvllm.outputs import RequestOutput
 from kvllm.worker import draws, graph_sizes, sampler
+from kvllm.worker.features.ragged_lengths import RaggedLengths
 from kvllm.worker.memory import measure_graphs
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.compressions import paper_compression
@@ -103,13 +104,14 @@ def watched(device: Device, llm: LLM, *, greedy: bool) -> Iterator[None]:
     graph, with chunks of prompts or without, events or not, unless it has too many tokens. The graph has found the most
     likely ones."""
     executor = llm.llm_engine.executor
+    is_ragged = any(isinstance(feature, RaggedLengths) for feature in executor.runner.features)
     launch, collect = executor.launch, executor.collect
 
     def watched_launch(plan: StepPlan) -> None:
         device.waits, device.downloads, device.replays = [], 0, 0
         before = choose.call_count
         launch(plan)
-        expected = [COUNTS_OF_HEADS] if plan.compressions and executor.runner.ragged else []
+        expected = [COUNTS_OF_HEADS] if plan.compressions and is_ragged else []
         sampled = any(item.samples for item in scheduled_in(plan))
         assert (device.waits, device.downloads) == (expected, sampled + len(expected))
         total = sum(num_tokens for _, num_tokens in plan.query_tokens())
@@ -137,7 +139,7 @@ def check_case(path: Path, options: dict[str, Any], requested: list[SamplingPara
     with stand_in() as device, chunk_tokens:
         on_device = make_llm(path, "cuda", **options)
         runner = on_device.llm_engine.executor.runner
-        assert runner.device.type == "cuda" and runner.graphs
+        assert runner.device.type == "cuda" and runner.forward_pass.graphs
         assert on_device.config.async_scheduling
         with watched(device, on_device, greedy=all(each.greedy for each in requested)):
             found = run(on_device, requested, on_device.llm_engine.step)
@@ -171,7 +173,7 @@ def measured_graphs(path: Path) -> list[Any]:
 
         with patch.object(torch.cuda, "mem_get_info", mem_get_info):
             estimate = measure_graphs(runner, 12)
-        return [estimate // MIB, len(device.graphs), runner.graphs is None]
+        return [estimate // MIB, len(device.graphs), runner.forward_pass.graphs is None]
 
 
 @pytest.fixture(scope="module")

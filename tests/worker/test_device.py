@@ -55,9 +55,10 @@ def test_without_a_gpu_everything_is_on_the_cpu(checkpoint: Path) -> None:
 @pytest.mark.gpu
 def test_with_a_gpu_everything_is_on_it_cuda(checkpoint: Path) -> None:
     runner = LLM(checkpoint, num_gpu_blocks_override=4).llm_engine.executor.runner
-    assert runner.device.type == "cuda" and runner.backend.name == "triton" and runner.graphs
+    assert runner.device.type == "cuda" and runner.backend.name == "triton" and runner.forward_pass.graphs
     assert LLM(checkpoint, num_gpu_blocks_override=4, device="cpu").llm_engine.executor.runner.device.type == "cpu"
-    assert not LLM(checkpoint, num_gpu_blocks_override=4, enforce_eager=True).llm_engine.executor.runner.graphs
+    eager = LLM(checkpoint, num_gpu_blocks_override=4, enforce_eager=True).llm_engine.executor.runner
+    assert not eager.forward_pass.graphs
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from kvllm.compression.specs import SPECS
 from kvllm.config import LayerGroup
 from kvllm.kvcache.formats import KV_FORMATS
 from kvllm.worker import graphs
+from kvllm.worker.features.attention_mass import AttentionMass
 from kvllm.worker.graph_sizes import GraphSize, GraphSizes
 from kvllm.worker.graphs import Step, StepGraphs, cuda_capture
 from kvllm.worker.inputs import InputPreparer
@@ -31,6 +32,7 @@ from tests.helpers.compressions import paper_compression
 from tests.helpers.dense_decoder import DenseDecoder
 from tests.helpers.devices import DEVICES
 from tests.helpers.engines import greedy, random_prompts, random_token_ids
+from tests.helpers.features import feature_of
 
 LENGTHS = (1, 2, 7, 16, 17, 40, 33, 5, 3, 20, 11)
 
@@ -66,10 +68,11 @@ class Recordings:
 
             return replay
 
-        self.runner.use_graphs(counting, self.runner.cache.num_blocks)
-        if self.runner.graphs:
-            self._begin, self.runner.inputs._begin = self.runner.inputs._begin, self._counting_begin
-            self._prepare, self.runner.graphs.prepare = self.runner.graphs.prepare, self._counting_prepare
+        self.runner.forward_pass.use_graphs(counting, self.runner.cache.num_blocks)
+        inputs, graphs = self.runner.forward_pass.inputs, self.runner.forward_pass.graphs
+        if graphs:
+            self._begin, inputs._begin = inputs._begin, self._counting_begin
+            self._prepare, graphs.prepare = graphs.prepare, self._counting_prepare
             self._preparing = False
 
     def _counting_prepare(self, *args: Any) -> StepInputs:
@@ -112,7 +115,9 @@ def test_batches_of_every_size(checkpoint: Path, device: str, options: dict) -> 
     params = [greedy(20 + 9 * i) for i in range(len(LENGTHS))]  # they end one after the other
     _, recordings = assert_same_tokens(checkpoint, device, params, **options)
     assert recordings.replayed > 60
-    assert recordings.recorded == len(recordings.runner.graphs.sizes.all())  # none while requests were served
+    assert recordings.recorded == len(
+        recordings.runner.forward_pass.graphs.sizes.all()
+    )  # none while requests were served
 
 
 @DEVICES
@@ -148,10 +153,12 @@ def test_compression_events_between_recorded_steps(checkpoint: Path, device: str
         options |= {"block_size": 16, "num_gpu_blocks_override": 40}
     llm, recordings = assert_same_tokens(checkpoint, device, greedy(60), **options)
     assert llm.stats().compression_events > 10
-    if recordings.runner.graphs:
+    if recordings.runner.forward_pass.graphs:
         assert recordings.replayed > llm.stats().compression_events
     else:
-        assert device == "cpu" and recordings.runner.mass  # attention that is observed is read by the host
+        assert device == "cpu" and feature_of(
+            recordings.runner, AttentionMass
+        )  # attention that is observed is read by the host
 
 
 @pytest.fixture(scope="module")
@@ -204,8 +211,8 @@ def test_a_recording_scores_nothing(checkpoint: Path) -> None:
         step()  # as a capture does, to compile what it holds
         return step
 
-    runner.use_graphs(record, runner.cache.num_blocks)
-    assert runner.graphs and (scores == 7.0).all()
+    runner.forward_pass.use_graphs(record, runner.cache.num_blocks)
+    assert runner.forward_pass.graphs and (scores == 7.0).all()
 
 
 @pytest.mark.parametrize("method", ["kara", "pyramidkv", "adakv"])
@@ -257,7 +264,7 @@ def test_recording_writes_nothing(checkpoint: Path, device: str) -> None:
         step()
         return step
 
-    runner.use_graphs(cuda_capture() if device == "cuda" else run_once, runner.cache.num_blocks)
+    runner.forward_pass.use_graphs(cuda_capture() if device == "cuda" else run_once, runner.cache.num_blocks)
     assert (runner.cache.data == 3).all()
 
 
@@ -332,8 +339,8 @@ def test_a_graph_reads_tables_of_every_width() -> None:
         read.append(inputs.parts[0].block_tables.clone())
         return LastLogits(inputs.token_ids[:, None].float())
 
-    inputs = InputPreparer(tables, None, False, torch.device("cpu"))
-    recorded = StepGraphs(compute, lambda step: step, inputs, GraphSizes(3), 40)
+    inputs = InputPreparer(tables, torch.device("cpu"))
+    recorded = StepGraphs(compute, lambda step: step, inputs, GraphSizes(3), [40])
     for length, width in ((600, 40), (20, 2), (100, 8)):
         states = [SequenceState([5] * 601, slot, lengths, SampleRow(params, 0, [], [])) for slot in (2, 0)]
         for slot in (2, 0):

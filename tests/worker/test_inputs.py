@@ -7,11 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvllm.attention.registry import make_backend
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
+from kvllm.kvcache.ops.registry import make_operations
 from kvllm.sampling_params import SamplingParams
-from kvllm.worker.attention_state import RaggedLengths
+from kvllm.worker.features.attention_mass import AttentionMass
+from kvllm.worker.features.observed_scores import NEVER, ObservedScores
+from kvllm.worker.features.ragged_lengths import RaggedLengths
 from kvllm.worker.inputs import InputPreparer
-from kvllm.worker.observed_scores import NEVER, ObservedScores
 from kvllm.worker.read_batch import read_batch
 from kvllm.worker.sample_row import SampleRow
 from kvllm.worker.state import Lengths, PartTables, SequenceState
@@ -30,17 +33,19 @@ class Worker:
         self.lengths = Lengths(MAX_SEQS)
         self.parts = PartTables(self.lengths, [MAX_BLOCKS, MAX_BLOCKS], BLOCK_SIZE)
         self.tables, self.sliding = self.parts.parts
-        self.ragged = RaggedLengths(CacheShape(2, 3, 8, BLOCK_SIZE, torch.float32), MAX_SEQS, CPU)
+        shape = CacheShape(2, 3, 8, BLOCK_SIZE, torch.float32)
+        self.ragged, self.mass = RaggedLengths(shape, MAX_SEQS, CPU), AttentionMass(shape, MAX_SEQS, 1, CPU)
         scored = PagedKVCache(CacheShape(2, 3, 8, BLOCK_SIZE, torch.float32, scored=True), 1)
         windows = paper_compression(method="kara_sharp", buffer=1)
-        self.scores = ObservedScores(scored, windows, MAX_SEQS, MAX_BLOCKS * BLOCK_SIZE)
+        backend, length = make_backend("reference", scored, 3, 1.0), MAX_BLOCKS * BLOCK_SIZE
+        self.scores = ObservedScores(make_operations(scored), backend, [self.tables], windows, MAX_SEQS, length)
         self.ahead, self.usual = self.preparer(), self.preparer()
         self.states: list[SequenceState] = []
         self.next_block = 0
 
     def preparer(self) -> InputPreparer:
         """One that has prepared nothing yet, and so writes all anew."""
-        return InputPreparer(self.parts, self.ragged, True, CPU, self.scores)
+        return InputPreparer(self.parts, CPU, [self.ragged, self.mass, self.scores])
 
     def start(self, length: int) -> None:
         tokens = list(range(100 * len(self.states), 100 * len(self.states) + length))
@@ -111,7 +116,7 @@ def test_what_was_prepared_before_never_shows(events: list[tuple[str, int]]) -> 
                 worker.grow(state, 2)
                 worker.lengths.cached[state.table_slot] += 1
             case "scores are added up":
-                worker.scores.start(state.table_slot, state.cached_length)
+                worker.scores.observe(state.table_slot, state.cached_length)
             case "a compression" if state.cached_length > 2 * BLOCK_SIZE:
                 worker.compress(state)
             case "a slide":
@@ -142,7 +147,7 @@ def test_inputs_written_out() -> None:
     worker.sliding.append(first.table_slot, [8, 3])
     worker.lengths.start(first.table_slot, 9, 5)  # four pairs are gone
     worker.ragged.set([first.table_slot], [1], torch.tensor([[[3, 0, 1]], [[2, 2, 3]]]), [3])
-    worker.scores.start(first.table_slot, 4)
+    worker.scores.observe(first.table_slot, 4)
     worker.tables.append(second.table_slot, [2])
     worker.sliding.append(second.table_slot, [1])
     worker.lengths.start(second.table_slot, 0, 0)

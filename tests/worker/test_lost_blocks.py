@@ -16,10 +16,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from kvllm import RequestOutput, SamplingParams
 from kvllm.core.engine import LLMEngine
+from kvllm.worker.features.offloading import Offloader
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.compressions import paper_compression
 from tests.helpers.engines import make_llm, random_token_ids, tokens
 from tests.helpers.examples import examples
+from tests.helpers.features import feature_of
 from tests.helpers.watched_pairs import Watch, recall_of, runner_of
 
 PROMPTS = random_token_ids(3, 17, 40, 63, 30, 9)
@@ -57,9 +59,7 @@ class Losing:
         self.engine = self.llm.llm_engine
         self.watch = Watch(self.llm)
         self.num_free = recall_of(self.llm).dropped.chunks.num_free
-        offloader = runner_of(self.llm).offloader
-        assert offloader
-        self.store = offloader.store
+        self.store = feature_of(runner_of(self.llm), Offloader).store
         self.expected = expected
         self.begin(0.0, 0)
 

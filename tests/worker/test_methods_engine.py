@@ -19,10 +19,12 @@ from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.compression.registry import METHODS
 from kvllm.compression.specs import SPECS
 from kvllm.errors import ConfigError
+from kvllm.worker.features.attention_mass import AttentionMass
 from tests.helpers.checkpoints import add_method_files, make_checkpoint
 from tests.helpers.dense_decoder import DenseDecoder
 from tests.helpers.engines import random_token_ids
 from tests.helpers.examples import examples
+from tests.helpers.features import feature_of
 from tests.helpers.layout_recorder import (
     BLOCK_SIZE,
     MAX_MODEL_LEN,
@@ -464,7 +466,7 @@ def test_mass_counts_as_memory_of_the_cache(checkpoint: Path) -> None:
         llm = with_memory(method, state + 31 * block - 1)
         assert (llm.config.num_blocks, llm.stats().method_state_bytes) == (30, state)
     runner = with_memory("h2o", mass + 30 * block).llm_engine.executor.runner
-    assert runner.mass.mass.numel() * 4 == mass
+    assert feature_of(runner, AttentionMass).mass.numel() * 4 == mass
     with pytest.raises(ConfigError, match=f"kv_cache_memory_bytes={mass} .*beside {mass} bytes for the method"):
         with_memory("h2o", mass)
 

@@ -147,7 +147,9 @@ def test_a_damaged_file_leads_to_computing_again(
 SCRIPT = """
 import json, os, resource, signal, sys
 from tests.worker.test_prefix_tiers import HOST, PROMPTS
+from kvllm.worker.features.offloading import Offloader
 from tests.helpers.engines import greedy, make_llm, tokens
+from tests.helpers.features import feature_of
 path, directory, way = sys.argv[1:]
 llm = make_llm(path, **HOST, kv_offloading_path=directory)
 if way == "full":
@@ -158,7 +160,7 @@ if way == "full":
     print(json.dumps(found))
 else:
     if way == "killed":
-        llm.llm_engine.executor.runner.offloader.store.disk.wait()
+        feature_of(llm.llm_engine.executor.runner, Offloader).store.disk.wait()
     os.kill(os.getpid(), signal.SIGKILL)
 """
 

@@ -128,7 +128,7 @@ def runner_of(llm: LLM) -> ModelRunner:
 
 def round_what_is_stored(llm: LLM, name: str) -> None:
     runner = runner_of(llm)
-    runner.operations = RoundingOperations(runner.cache, name)
+    runner.operations = runner.forward_pass.operations = RoundingOperations(runner.cache, name)
 
 
 def test_the_pool_counts_scales(checkpoint: Path) -> None:

@@ -13,6 +13,7 @@ from kvllm.core.engine import LLMEngine
 from kvllm.core.prefix_cache import root_hash
 from kvllm.errors import ConfigError
 from kvllm.kvcache.quantize import CODECS
+from kvllm.worker.features.residual import KVResidual
 from kvllm.worker.inline import InlineExecutor
 from kvllm.worker.model_runner import ModelRunner
 from kvllm.worker.state import SequenceState
@@ -20,6 +21,7 @@ from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.compressions import paper_compression
 from tests.helpers.engines import greedy, make_llm, random_prompts, tokens
 from tests.helpers.families import FAMILIES
+from tests.helpers.features import feature_of
 
 DTYPES = pytest.mark.parametrize("name", ["int4", "int6_int4", "int6_int4_hadamard", "fp8_e4m3"])
 PROMPTS = random_prompts(256, (5, 33, 64))
@@ -135,7 +137,7 @@ def test_a_compression_drops_nothing_that_is_held(checkpoint: Path, policy: dict
 
 
 def assert_held_pairs_are_cached(runner: ModelRunner, state: SequenceState) -> None:
-    assert runner.residual is not None
+    residual = feature_of(runner, KVResidual)
     slot, length = state.table_slot, state.cached_length
     rows = torch.arange(state.logical_length - 6, state.logical_length) % 6
     tables = runner.tables[0].table[slot, : runner.tables[0].num_blocks[slot]]
@@ -146,7 +148,7 @@ def assert_held_pairs_are_cached(runner: ModelRunner, state: SequenceState) -> N
             runner.operations.gather_values([layer], blocks, length),
         )
         for plane, cached in enumerate(gathered):
-            held = runner.residual.pairs[layer, plane, slot][rows].transpose(0, 1)
+            held = residual.pairs[layer, plane, slot][rows].transpose(0, 1)
             codec = CODECS["int4"]
             assert torch.equal(codec.dequantize(*codec.quantize(held)), cached[0, :, -6:])
 

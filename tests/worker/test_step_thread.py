@@ -31,7 +31,8 @@ class Observed:
         self.results: list[Future[Any]] = []
         self.noted: list[tuple[str, int]] = []
         self._in_pass, self._may_go_on = threading.Semaphore(0), threading.Semaphore(0)
-        forward, prepare, write_tokens = runner.model.forward, runner.inputs.prepare, StepInputs.write_tokens
+        inputs = runner.forward_pass.inputs
+        forward, prepare, write_tokens = runner.model.forward, inputs.prepare, StepInputs.write_tokens
 
         def gated(*arguments: Any) -> Any:
             self._note("pass")
@@ -49,7 +50,7 @@ class Observed:
             write_tokens(inputs, *arguments)
 
         patches.setattr(runner.model, "forward", gated)
-        patches.setattr(runner.inputs, "prepare", noted_prepare)
+        patches.setattr(inputs, "prepare", noted_prepare)
         patches.setattr(StepInputs, "write_tokens", noted_write)
 
     def _note(self, event: str) -> None:

@@ -10,9 +10,11 @@ import pytest
 from kvllm import LLM, CompressionConfig, ConfigError, SamplingParams
 from kvllm.compression.specs import SPECS
 from kvllm.config import LayerGroup
+from kvllm.worker.features.offloading import Offloader
 from tests.helpers.checkpoints import add_method_files, make_checkpoint
 from tests.helpers.dense_decoder import DenseDecoder
 from tests.helpers.engines import greedy, make_llm, random_prompts, random_token_ids, tokens
+from tests.helpers.features import feature_of
 from tests.helpers.layout_recorder import assert_as_expected, compression_config, run
 from tests.helpers.layout_recorder import make_llm as make_recorded
 from tests.worker import test_layer_groups as shares
@@ -153,7 +155,7 @@ def test_a_host_without_room_leads_to_computing_again(checkpoint: Path) -> None:
 def test_lost_blocks_are_computed_again(checkpoint: Path, ahead: bool) -> None:
     expected = tokens(make_llm(checkpoint, **SMALL | {"num_gpu_blocks_override": 400}), PROMPTS, greedy(60))
     llm = make_llm(checkpoint, **SMALL, **HOST, async_scheduling=ahead)
-    store = llm.llm_engine.executor.runner.offloader.store
+    store = feature_of(llm.llm_engine.executor.runner, Offloader).store
     engine = llm.llm_engine
     outputs = [engine.add_request(str(i), prompt, greedy(60)) for i, prompt in enumerate(PROMPTS)]
     while engine.has_unfinished_requests():

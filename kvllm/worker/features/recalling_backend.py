@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,7 +13,9 @@ from kvllm.compression.mass import Softmax
 from kvllm.compression.recall import Exchanges, exchange, upper_scores
 from kvllm.kvcache.tiers.chunks import CHUNK
 from kvllm.kvcache.tiers.dropped_pairs import read_pairs, write_pairs
-from kvllm.worker.recall import CompressedSequence, Recall, RecallGroup
+
+if TYPE_CHECKING:
+    from kvllm.worker.features.recall import CompressedSequence, Recall, RecallGroup
 
 
 class RecallingBackend(AttentionBackend):

@@ -1,14 +1,10 @@
-"""State that some compression methods keep beside the cache: lengths for each layer and head, and attention mass.
-
-Both are tables with a slot for each running sequence, like the block tables. An engine whose method needs none has
-none.
-"""
+"""The attention that KV pairs have received so far (H2O)."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -16,84 +12,55 @@ import torch
 from kvllm._extension import has_cuda_operators, operator
 from kvllm.attention.base import AttentionBackend, AttentionBatch
 from kvllm.compression.mass import Softmax, batched_attention_mass
+from kvllm.config import EngineConfig
+from kvllm.core.protocol import SequenceStart
 from kvllm.kvcache.cache import CacheShape
 from kvllm.kvcache.compaction import pad
 from kvllm.kvcache.ops.base import KVOperations
+from kvllm.worker.features.base import PassAttention, StepFeature, WorkerParts
+from kvllm.worker.step_inputs import StepInputs, StepTensor, write
 from kvllm.worker.transfer import to_device
+from kvllm.worker.windows import Move, PartWindows
 
 
-class RaggedLengths:
-    """KV pairs that a layer's head keeps of the first `packed_len` of a sequence's cache (PyramidKV, AdaKV).
-
-    Heads share block tables, so one that keeps fewer than others has slots without a pair: index e is evicted for head
-    h of layer l if `head_lengths[l, h] <= e < packed_len`. From `packed_len` on, all heads have their pairs.
-
-    packed_len: int32 `[num_slots]`; head_lengths: int32 `[layers, num_slots, kv_heads]`. On the host.
-    """
-
-    def __init__(self, shape: CacheShape, num_slots: int, device: torch.device) -> None:
-        self.device = device
-        self.packed_len = np.zeros(num_slots, dtype=np.int32)
-        self.head_lengths = np.zeros((shape.num_layers, num_slots, shape.num_kv_heads), dtype=np.int32)
-
-    @property
-    def heads(self) -> tuple[int, int]:
-        """Layers, and KV heads of each."""
-        return self.head_lengths.shape[0], self.head_lengths.shape[2]
-
-    def clear(self, table_slot: int) -> None:
-        self.packed_len[table_slot] = 0
-
-    def save(self, table_slot: int) -> tuple[int, np.ndarray]:
-        """All that is known of a sequence, for `restore`."""
-        return int(self.packed_len[table_slot]), self.head_lengths[:, table_slot].copy()
-
-    def restore(self, table_slot: int, saved: tuple[int, np.ndarray]) -> None:
-        self.packed_len[table_slot], self.head_lengths[:, table_slot] = saved
-
-    def set(self, table_slots: list[int], starts: list[int], kept: torch.Tensor, retain: list[int]) -> None:
-        """Note that heads keep `kept` of the KV pairs from `starts` on, in room for `retain`.
-
-        kept: int64 `[layers, S, kv_heads]`.
-        """
-        self.packed_len[table_slots] = np.add(starts, retain)
-        self.head_lengths[:, table_slots] = np.array(starts)[:, None] + kept.cpu().numpy()
-
-    def of(self, table_slots: list[int]) -> dict[str, torch.Tensor]:
-        """The fields of an AttentionBatch for the sequences in `table_slots`."""
-        return {
-            "packed_len": to_device(self.packed_len[table_slots], self.device),
-            "head_lengths": to_device(self.head_lengths[:, table_slots], self.device),
-        }
-
-    def evicted_mask(self, layer: int, table_slots: list[int], starts: list[int], size: int) -> torch.Tensor:
-        """bool `[S, kv_heads, size]`, over as many indices of each sequence's cache, from `starts` on."""
-        index = np.array(starts)[:, None, None] + np.arange(size)
-        behind_head = index >= self.head_lengths[layer, table_slots][:, :, None]
-        return to_device(behind_head & (index < self.packed_len[table_slots][:, None, None]), self.device)
-
-
-class AttentionMass:
+class AttentionMass(StepFeature):
     """The attention that each cached KV pair has received from all queries so far (H2O). It moves with the pair.
 
     mass: float32 `[layers, num_slots + 1, kv_heads, max_pairs]`. The last slot is for what fills up a batch.
+    observing: around an attention backend that does not add it up.
     """
 
     def __init__(self, shape: CacheShape, num_slots: int, max_pairs: int, device: torch.device) -> None:
         self.mass = torch.zeros(shape.num_layers, num_slots + 1, shape.num_kv_heads, max_pairs, device=device)
 
-    @staticmethod
-    def bytes_for(shape: CacheShape, num_slots: int, max_pairs: int) -> int:
-        return shape.num_layers * (num_slots + 1) * shape.num_kv_heads * max_pairs * 4
+        self.observing: ObservingBackend | None = None
+        self.tensors = (StepTensor("table_slots", padding=num_slots),)
 
-    def clear(self, table_slot: int) -> None:
+    @classmethod
+    def make(cls, worker: WorkerParts) -> Self | None:
+        config, backend = worker.config, worker.backend
+        if not config.observes_attention:
+            return None
+        feature = cls(worker.shape, config.max_num_seqs, config.max_model_len, worker.device)
+        if not backend.observes:
+            feature.observing = ObservingBackend(backend, worker.operations, feature)
+            feature.captures = False
+        return feature
+
+    @classmethod
+    def num_bytes(cls, config: EngineConfig, shape: CacheShape) -> dict[str, int]:
+        if not config.observes_attention:
+            return {}
+        pairs = (config.max_num_seqs + 1) * config.max_model_len
+        return {"method_state_bytes": shape.num_layers * shape.num_kv_heads * pairs * 4}
+
+    def start(self, table_slot: int, start: SequenceStart) -> None:
         self.mass[:, table_slot] = 0
 
-    def copy(self, source: int, table_slot: int) -> None:
-        self.mass[:, table_slot] = self.mass[:, source]
+    def fork(self, parent: int, child: int) -> None:
+        self.mass[:, child] = self.mass[:, parent]
 
     def save(self, table_slot: int) -> torch.Tensor:
-        """All that is known of a sequence, for `restore`."""
         return self.mass[:, table_slot].cpu().clone()
 
     def restore(self, table_slot: int, saved: torch.Tensor) -> None:
@@ -103,10 +70,27 @@ class AttentionMass:
         """mass: float32 `[kv_heads, n]`, of a sequence's first n pairs."""
         self.mass[layer, table_slot, :, : mass.shape[1]] += mass
 
+    def write(self, inputs: StepInputs, table_slots: np.ndarray, kv_lengths: np.ndarray, *, is_new: bool) -> None:
+        if is_new:
+            write(inputs.array("table_slots"), table_slots, padding=self.tensors[0].padding)
+
+    def attend(self, attention: PassAttention) -> None:
+        if self.observing:
+            attention.backend = self.observing
+        else:
+            attention.fields[0]["mass"] = self.mass
+
+    def method_inputs(self, layers: Sequence[int], windows: PartWindows) -> dict[str, Any]:
+        return {"mass": self.gather(layers[0], windows.table_slots, windows.starts, windows.size)}
+
     def gather(self, layer: int, table_slots: list[int], starts: list[int], size: int) -> torch.Tensor:
         """`[S, kv_heads, size]`, of each sequence from index `starts` on."""
         places = zip(table_slots, starts, strict=True)
         return torch.stack([self.mass[layer, slot, :, start : start + size] for slot, start in places])
+
+    def move(self, moves: Sequence[Move]) -> None:
+        regions = [(move.state.table_slot, move.start, move.end, move.cached) for move in moves]
+        self.compact(regions, [move.kept for move in moves])
 
     def compact(self, regions: list[tuple[int, int, int, int]], kept: list[torch.Tensor]) -> None:
         """Let the survivors of several sequences move up.
@@ -127,7 +111,7 @@ class AttentionMass:
 
 
 class ObservingBackend(AttentionBackend):
-    """A backend whose attention mass is added up: by itself, or by a second product of queries and keys."""
+    """A backend whose attention mass is added up by a second product of queries and keys."""
 
     name = "observing"
 
@@ -136,13 +120,9 @@ class ObservingBackend(AttentionBackend):
         self.backend = backend
         self.operations = operations
         self.mass = mass
-        self.capturable = backend.capturable and backend.observes
-        self.captures_chunks = backend.captures_chunks and backend.observes
 
     def plan(self, batch: AttentionBatch) -> Any:
         assert batch.table_slots is not None
-        if self.backend.observes:
-            return self.backend.plan(replace(batch, mass=self.mass.mass)), batch, []
         starts, last_kv_index = batch.query_start_loc.tolist(), batch.last_kv_index.long()
         lengths = (last_kv_index + 1).tolist()
         sequences = [

@@ -6,8 +6,9 @@ output is scored, whose blocks no other sequence scores in: what it shares with 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -15,12 +16,16 @@ import torch
 from kvllm.attention.base import AttentionBackend, AttentionBatch, ScoredChunk, ScoreWindows
 from kvllm.compression.mass import Softmax, batched_attention_mass
 from kvllm.config import CompressionConfig
-from kvllm.core.protocol import CompressionJob
+from kvllm.core.protocol import CompressionJob, SequenceStart, StepPlan
 from kvllm.core.regions import Windows, make_regions
-from kvllm.kvcache.cache import PagedKVCache
 from kvllm.kvcache.ops.base import KVOperations
-from kvllm.worker.state import SequenceState
+from kvllm.worker.features.base import Attend, PassAttention, StepFeature, WorkerParts
+from kvllm.worker.group_tables import num_full_parts
+from kvllm.worker.state import BlockTables, SequenceState
+from kvllm.worker.step_batch import StepBatch
+from kvllm.worker.step_inputs import StepInputs, StepTensor, write_rows
 from kvllm.worker.transfer import to_device
+from kvllm.worker.windows import Move, PartWindows
 
 NEVER = np.iinfo(np.int32).max
 PRIOR = 64
@@ -39,25 +44,56 @@ def score_windows(config: CompressionConfig, block_size: int, max_model_len: int
     return ScoreWindows(regions.size, regions.stride, regions.size - config.buffer, squared)
 
 
-class ObservedScores:
+class ObservedScores(StepFeature):
     """Where the scored windows of each running sequence begin, and their scores in a cache.
 
     window_start: int32 `[num_slots]`, on the host: the first KV pair of each sequence's earliest window; NEVER for one
         that is not scored.
     uncompressed: int32 `[num_slots]`, on the host: the first KV pair after all survivors, which are chosen from again.
+    tables: of the first parts, those whose layers attend all tokens.
     """
 
-    def __init__(self, cache: PagedKVCache, config: CompressionConfig, num_slots: int, max_model_len: int) -> None:
-        assert cache.scores is not None
-        self.scores = cache.scores
-        self.block_size = cache.shape.block_size
+    def __init__(
+        self,
+        operations: KVOperations,
+        backend: AttentionBackend,
+        tables: Sequence[BlockTables],
+        config: CompressionConfig,
+        num_slots: int,
+        max_model_len: int,
+    ) -> None:
+        assert operations.cache.scores is not None
+        self.operations = operations
+        self.backend = backend
+        self.tables = tables
+        self.tensors = (StepTensor("window_start", padding=NEVER, parts=len(tables)),)
+        self.captures = backend.scores_windows
+        self.scores = operations.cache.scores
+        self.block_size = operations.cache.shape.block_size
+        self.num_unscored = config.buffer
         self.reselects = config.spec.reselects
         self.windows = score_windows(config, self.block_size, max_model_len)
         self.window_start = np.full(num_slots, NEVER, dtype=np.int32)
         self.uncompressed = np.full(num_slots, NEVER, dtype=np.int32)
 
-    def clear(self, table_slot: int) -> None:
+    @classmethod
+    def make(cls, worker: WorkerParts) -> Self | None:
+        config, compression = worker.config, worker.config.active_compression
+        if compression is None or not compression.observes_scores:
+            return None
+        tables, sizes = worker.tables.parts[: num_full_parts(config)], (config.max_num_seqs, config.max_model_len)
+        return cls(worker.operations, worker.backend, tables, compression, *sizes)
+
+    def start(self, table_slot: int, start: SequenceStart) -> None:
         self.window_start[table_slot] = NEVER
+
+    def before_compression(self, plan: StepPlan, states: Mapping[int, SequenceState]) -> None:
+        for start in plan.scored:
+            self.observe(states[start.seq_id].table_slot, start.kv_index)
+
+    def observe(self, table_slot: int, kv_index: int) -> None:
+        """Windows from KV pair `kv_index` on are scored."""
+        self.window_start[table_slot] = self.uncompressed[table_slot] = kv_index
 
     def save(self, table_slot: int) -> tuple[int, int]:
         """Where a sequence's windows begin, for `restore`. Its scores move with its blocks."""
@@ -75,10 +111,6 @@ class ObservedScores:
         starts = self.window_start[table_slots]
         return np.where(starts == NEVER, NEVER, starts + longer * (not self.reselects))
 
-    def start(self, table_slot: int, kv_index: int) -> None:
-        """Windows from KV pair `kv_index` on are scored."""
-        self.window_start[table_slot] = self.uncompressed[table_slot] = kv_index
-
     def ages(self, state: SequenceState, kv_length: int, size: int) -> np.ndarray:
         """Queries whose attention to each of a sequence's first `size` scored KV pairs is added up: float32 `[size]`.
 
@@ -89,22 +121,33 @@ class ObservedScores:
         is_survivor = index < kv_length - uncovered
         return np.where(is_survivor, PRIOR + uncovered, kv_length - index).astype(np.float32)
 
-    def advance(self, table_slot: int, job: CompressionJob) -> None:
-        """A job's windows are compressed: the next ones begin at the first whole block of what is left uncompressed."""
+    def method_inputs(self, layers: Sequence[int], windows: PartWindows) -> dict[str, Any]:
+        num_scored = windows.size - self.num_unscored
+        found: dict[str, Any] = {"observed": self.operations.gather_scores(layers, windows.tables, num_scored)}
+        if self.reselects:
+            kv_lengths = windows.part.tables.kv_lengths(windows.table_slots).tolist()
+            pairs = zip(windows.windows, kv_lengths, strict=True)
+            ages = np.stack([self.ages(window.state, length, windows.size) for window, length in pairs])
+            found["ages"] = to_device(ages, self.scores.device).repeat(len(layers), 1)
+        return found
+
+    def compacted(self, job: CompressionJob, state: SequenceState) -> None:
+        """The next windows begin at the first whole block of what is left uncompressed."""
+        table_slot = state.table_slot
         end = job.first_block * self.block_size + job.num_windows * job.stride - job.dropped
         self.uncompressed[table_slot] = end
         if not self.reselects:
             self.window_start[table_slot] = -(-end // self.block_size) * self.block_size
 
-    def compact(
+    def move(self, moves: Sequence[Move]) -> None:
+        for move in moves:
+            self._move(move.job, move.state, move.cached, move.blocks, move.kept)
+
+    def _move(
         self, job: CompressionJob, state: SequenceState, kv_length: int, sources: np.ndarray, offsets: torch.Tensor
     ) -> None:
         """Let the scores of what follows a job's windows move with its KV pairs, and those of survivors that are
-        chosen from again. These become sums of as many queries.
-
-        kv_length: KV pairs of the sequence in the part. sources: the region's blocks. offsets: of the survivors in the
-        region, int64 `[layers, kv_heads, kept]`.
-        """
+        chosen from again. These become sums of as many queries."""
         if offsets.shape[-1] == job.num_windows * job.retain and job.stride == job.size and not self.reselects:
             return  # nothing uncompressed has moved inside a block
         device = self.scores.device
@@ -118,6 +161,38 @@ class ObservedScores:
             behind = kv_length - job.first_block * self.block_size - job.size
             moved[..., : job.retain] *= (PRIOR + behind) / ages[offsets[..., : job.retain]]
         self.scores[layer, destination[index // self.block_size], head, index % self.block_size] = moved
+
+    def write(self, inputs: StepInputs, table_slots: np.ndarray, kv_lengths: np.ndarray, *, is_new: bool) -> None:
+        longer = kv_lengths[: len(self.tables)] - kv_lengths[0]
+        write_rows(inputs.array("window_start"), self.window_starts(table_slots, longer), padding=NEVER)
+
+    def attend(self, attention: PassAttention) -> None:
+        for fields in attention.fields[: len(self.tables)]:
+            fields["windows"] = self.windows
+
+    def before_pass(self, plan: StepPlan, batch: StepBatch) -> Attend | None:
+        """Query tokens whose scores the attention backend does not add up get them in another way."""
+        if self.backend.scores_windows and max(batch.num_tokens) == 1:
+            return None
+        chunks = [self._chunks(batch, tables) for tables in self.tables]
+        return partial(self._add_scores, chunks) if any(chunks) else None
+
+    def _chunks(self, batch: StepBatch, tables: BlockTables) -> tuple[ScoredChunk, ...]:
+        """Of one part."""
+        chunks, begin = [], 0
+        lengths = tables.kv_lengths(batch.table_slots).tolist()
+        for i, (state, count, length) in enumerate(zip(batch.states, batch.num_tokens, lengths, strict=True)):
+            start = int(self.window_starts(state.table_slot, length - state.cached_length))
+            if start < length + count and (count > 1 or not self.backend.scores_windows):
+                chunks.append(ScoredChunk(i, begin, begin + count, length, start))
+            begin += count
+        return tuple(chunks)
+
+    def _add_scores(self, chunks: list[tuple[ScoredChunk, ...]], attention: PassAttention) -> None:
+        """chunks: of each part."""
+        attention.backend = ScoringBackend(attention.backend, self.operations)
+        for fields, of_part in zip(attention.fields, chunks, strict=False):
+            fields["scored_chunks"] = of_part
 
 
 class ScoringBackend(AttentionBackend):

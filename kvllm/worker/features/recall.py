@@ -7,18 +7,26 @@ stay as they are, whatever the queries are, and blocks of compressed windows bel
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Self
 
 import numpy as np
 import torch
 
-from kvllm.config import CompressionConfig
-from kvllm.core.protocol import CompressionJob, MissingMass, StepPlan
+from kvllm.config import CompressionConfig, EngineConfig
+from kvllm.core.protocol import CompressionJob, MissingMass, StepPlan, StepResult
+from kvllm.kvcache.cache import CacheShape
+from kvllm.kvcache.formats import KV_FORMATS, KVFormat
 from kvllm.kvcache.ops.base import KVOperations
 from kvllm.kvcache.tiers.chunks import CHUNK, HeldPairs
 from kvllm.kvcache.tiers.dropped_pairs import DroppedPairs, read_pairs, write_pairs
+from kvllm.worker.features.base import Attend, PassAttention, StepFeature, WorkerParts
+from kvllm.worker.features.recalling_backend import RecallingBackend
 from kvllm.worker.state import BlockTables, SequenceState
+from kvllm.worker.step_batch import StepBatch
+from kvllm.worker.windows import Move
 
 
 @dataclass(slots=True)
@@ -62,15 +70,24 @@ class RecallGroup:
         return zip(self.seq_ids, torch.stack(self.masses).amax(0).tolist(), strict=True)
 
 
-class Recall:
+class Recall(StepFeature):
     """Takes what a compression drops, and names what takes part in the exchanges of a step.
 
     sequences: those that were compressed, by id. exchanged_bytes: that exchanges have moved, both ways, in this step.
     """
 
-    def __init__(self, operations: KVOperations, dropped: DroppedPairs, config: CompressionConfig) -> None:
+    overlaps = False
+
+    def __init__(
+        self,
+        operations: KVOperations,
+        tables: BlockTables,
+        dropped: DroppedPairs,
+        config: CompressionConfig,
+    ) -> None:
         self.operations = operations
         self.cache = operations.cache
+        self.tables = tables
         self.dropped = dropped
         self.config = config
         self.sequences: dict[int, CompressedSequence] = {}
@@ -78,23 +95,33 @@ class Recall:
         self._incomplete: list[int] = []
         self.exchanged_bytes = 0
 
+    @classmethod
+    def make(cls, worker: WorkerParts) -> Self | None:
+        config, compression = worker.config, worker.config.active_compression
+        if compression is None or worker.store is None or not config.num_host_chunks:
+            return None
+        dropped = DroppedPairs(worker.shape, _kv_format(config, worker.shape), config.num_host_chunks)
+        return cls(worker.operations, worker.tables.parts[0], dropped, compression)
+
+    def before_plan(self, plan: StepPlan, states: Mapping[int, SequenceState]) -> None:
+        """What suspended sequences have dropped waits for them."""
+        for seq_id in {*plan.dropped_seq_ids}.difference(plan.suspended).union(plan.forgotten):
+            self.release(seq_id)
+
     def release(self, seq_id: int) -> None:
         """Give up what a sequence has dropped, if it has."""
         if sequence := self.sequences.pop(seq_id, None):
             self.dropped.chunks.release(sequence.held.chunks)
 
-    def clear(self) -> None:
+    def reset(self) -> None:
         for seq_id in list(self.sequences):
             self.release(seq_id)
         self._groups, self._incomplete = [], []
 
     # Compressions
 
-    def before(self, job: CompressionJob, blocks: np.ndarray) -> None:
-        """Bring the pairs of a region into the order of their positions, since methods and movements rely on it.
-
-        blocks: ids of the region's blocks.
-        """
+    def before_choice(self, job: CompressionJob, blocks: np.ndarray) -> None:
+        """Bring the pairs of a region into the order of their positions, since methods and movements rely on it."""
         sequence, start = self.sequences.get(job.seq_id), job.first_block * self.cache.shape.block_size
         if sequence is None or sequence.is_ordered or sequence.positions.shape[-1] <= start:
             return
@@ -107,12 +134,12 @@ class Recall:
         sequence.positions[..., start:] = of_region.gather(-1, order)
         sequence.is_ordered = True
 
-    def take(self, job: CompressionJob, state: SequenceState, blocks: np.ndarray, kept: torch.Tensor) -> None:
-        """Hold what a compression is about to drop. Called before anything moves.
+    def move(self, moves: Sequence[Move]) -> None:
+        for move in moves:
+            self.take(move.job, move.state, move.blocks, move.kept)
 
-        kept: int64 `[layers, kv_heads, K]`, ascending offsets in the region of what stays: of its windows, and all of
-            the tail after them.
-        """
+    def take(self, job: CompressionJob, state: SequenceState, blocks: np.ndarray, kept: torch.Tensor) -> None:
+        """Hold what a compression is about to drop."""
         start = job.first_block * self.cache.shape.block_size
         tail = kept.shape[-1] - (job.span - job.dropped)
         size = job.span + tail
@@ -160,7 +187,18 @@ class Recall:
 
     # Steps
 
-    def groups(self, plan: StepPlan, states: Sequence[SequenceState], tables: BlockTables) -> list[RecallGroup]:
+    def before_pass(self, plan: StepPlan, batch: StepBatch) -> Attend | None:
+        groups = self.groups(plan, batch.states)
+        return partial(self._attend, groups) if groups else None
+
+    def _attend(self, groups: list[RecallGroup], attention: PassAttention) -> None:
+        attention.backend = RecallingBackend(attention.backend, self, groups)
+
+    def after_pass(self, plan: StepPlan, result: StepResult) -> None:
+        if plan.num_seqs:
+            result.missing_masses, result.recalled_bytes = self.missing_masses(), self.exchanged_bytes
+
+    def groups(self, plan: StepPlan, states: Sequence[SequenceState]) -> list[RecallGroup]:
         """The sequences of a step that may recall something: one group for each number of query tokens."""
         members: dict[int, list[tuple[int, int, SequenceState]]] = {}
         self._incomplete, self.exchanged_bytes = [], 0
@@ -172,14 +210,13 @@ class Recall:
             if sequence and sequence.held.chunks and self.config.recalls_in(state.logical_length, num_tokens):
                 members.setdefault(num_tokens, []).append((begin, seq_id, state))
             begin += num_tokens
-        self._groups = [self._group(num_tokens, rows, tables) for num_tokens, rows in members.items()]
+        self._groups = [self._group(num_tokens, rows) for num_tokens, rows in members.items()]
         return self._groups
 
-    def _group(
-        self, num_tokens: int, members: list[tuple[int, int, SequenceState]], tables: BlockTables
-    ) -> RecallGroup:
+    def _group(self, num_tokens: int, members: list[tuple[int, int, SequenceState]]) -> RecallGroup:
         """members: of each sequence its first query token in the batch, its id and state."""
         begins, seq_ids, states = zip(*members, strict=True)
+        tables = self.tables
         sequences = [self.sequences[seq_id] for seq_id in seq_ids]
         index = torch.arange(num_tokens)
         last = torch.tensor([state.cached_length for state in states], dtype=torch.int32)[:, None] + index.int()
@@ -213,3 +250,14 @@ def _padded(rows: Sequence[torch.Tensor], length: int) -> torch.Tensor:
     for row, values in zip(padded, rows, strict=True):
         row[: len(values)] = values
     return padded
+
+
+def host_chunk_bytes(config: EngineConfig, shape: CacheShape) -> int:
+    """Bytes that a chunk of what compressions drop takes on the host."""
+    return DroppedPairs.chunk_bytes(shape, _kv_format(config, shape))
+
+
+def _kv_format(config: EngineConfig, shape: CacheShape) -> KVFormat | None:
+    """The format of dropped pairs; None for that of activations."""
+    assert config.active_compression
+    return KV_FORMATS.get(config.active_compression.recall_dtype, shape.kv_format)

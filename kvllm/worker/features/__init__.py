@@ -1,0 +1,41 @@
+"""What keeps state beside the KV pool, one file each. A worker has those that its options ask for."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from kvllm.config import EngineConfig
+from kvllm.kvcache.cache import CacheShape
+from kvllm.worker.features.attention_mass import AttentionMass
+from kvllm.worker.features.base import StepFeature, WorkerParts
+from kvllm.worker.features.linear_fits import LinearFits
+from kvllm.worker.features.observed_scores import ObservedScores
+from kvllm.worker.features.offloading import Offloader
+from kvllm.worker.features.ragged_lengths import RaggedLengths
+from kvllm.worker.features.recall import Recall
+from kvllm.worker.features.residual import KVResidual
+
+KINDS: tuple[type[StepFeature], ...] = (
+    RaggedLengths,
+    AttentionMass,
+    LinearFits,
+    KVResidual,
+    Recall,
+    ObservedScores,  # after all that is nearer to attention
+    Offloader,  # after all that it saves
+)
+
+
+def add_features(worker: WorkerParts) -> None:
+    """Make those that a worker's options ask for."""
+    for kind in KINDS:
+        if feature := kind.make(worker):
+            worker.features.append(feature)
+
+
+def bytes_beside_pool(config: EngineConfig, shape: CacheShape) -> dict[str, int]:
+    """Memory of a rank for all of them, by the field of EngineStats that counts it."""
+    found = Counter[str]()
+    for kind in KINDS:
+        found.update(kind.num_bytes(config, shape))
+    return dict(found)
