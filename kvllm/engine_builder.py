@@ -124,7 +124,7 @@ def _settings(
     args: EngineArgs, config: EngineConfig, tokenizer: Tokenizer | None, utilization: float | None
 ) -> RunnerSettings:
     return RunnerSettings(
-        str(args.path.resolve()),
+        str(args.path.absolute()),
         _with_eos_tokens(args.model_config, tokenizer),
         config,
         _dtype(args),
@@ -133,7 +133,7 @@ def _settings(
         args.enforce_eager,
         utilization,
         args.quantization,
-        str(args.tokenizer_path.resolve()),
+        str(args.tokenizer_path.absolute()),
     )
 
 

@@ -27,6 +27,8 @@ from kvllm.entrypoints.engine_flags import CHOICES, SETTINGS, parse_compression
 from kvllm.entrypoints.model_argument import add_model_argument
 from kvllm.entrypoints.sizes import GIB, parse_gib
 from kvllm.errors import CheckpointError, ConfigError
+from kvllm.files.checkpoint import checkpoint_folder
+from kvllm.files.gguf.paths import is_gguf
 from kvllm.kvcache.formats import KV_CACHE_DTYPES, KV_FORMATS
 from kvllm.kvcache.groups import block_layers
 from kvllm.layer_shares import resolve
@@ -74,7 +76,7 @@ OF_TIERS: tuple[tuple[str, str, Callable[[Outcome], float]], ...] = (
 
 def add_checkpoint_argument(parser: argparse.ArgumentParser) -> None:
     """The model of commands that read no weights."""
-    text = "a checkpoint, or its config.json alone"
+    text = "a checkpoint, a GGUF file, or config.json alone"
     add_model_argument(parser, text, metavar="DIR|FILE", type=Path, also=["--model-config"])
 
 
@@ -180,7 +182,7 @@ def make_config(
 ) -> EngineConfig:
     """The simulated engine."""
     windows = bounding(cost.model.windows, max_model_len)
-    folder = args.model if args.model.is_dir() else args.model.parent
+    folder = checkpoint_folder(args.model)
     if compression is not None:
         compression = resolve(compression, folder, windows, args.block_size)
     groups = make_kv_groups(windows, compression)
@@ -247,8 +249,8 @@ def show_tenants(
 
 
 def read_model_config(path: Path) -> ModelConfig:
-    """Read a checkpoint's directory, or its config.json under any name."""
-    if path.is_dir():
+    """Read a checkpoint's directory, a GGUF file's header, or a config.json under any name."""
+    if path.is_dir() or is_gguf(path):
         return load_model_config(path)
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist: give the config.json of a checkpoint, or its directory")
