@@ -34,7 +34,8 @@ class Partial(Struct):
 def calibrate(path: Path, texts: Sequence[Text], name: str, windows: Windows | None = None) -> list[Path]:
     """Write the statistics of a checkpoint's queries on texts, and with `windows` what its layers lose.
 
-    path: of the checkpoint. name: of the texts, for the files. Texts without a window tell no losses. Returns the paths of the files.
+    path: of the checkpoint. name: of the texts, for the files. Texts without a window tell no losses. Returns the paths
+    of the files.
     Raises ConfigError before the work if texts are too short, or the folder cannot be written.
     """
     folder = checkpoint_folder(path)

@@ -194,7 +194,7 @@ def test_other_architectures_and_types_are_refused_by_name(tmp_path: Path) -> No
     assert struct.unpack_from("<I", data, at) == (Type.Q8_0,)
     path.write_bytes(data[:at] + struct.pack("<I", Type.F64) + data[at + 4 :])
     with pytest.raises(
-        CheckpointError, match=r"blk.0.ffn_up.weight is of type F64; kvllm reads F32, F16, .* MXFP4: use another file"
+        CheckpointError, match=r"blk.0.ffn_up.weight is of type F64; kvllm reads F32, .* MXFP4: use another"
     ):
         load_model_config(path)
 
@@ -211,7 +211,5 @@ def test_tensors_that_do_not_fit(tmp_path: Path) -> None:
     make(path, "qwen3")
     data = path.read_bytes()
     path.write_bytes(data.replace(b"blk.1.ffn_up.weight", b"blk.1.ffn_xp.weight"))
-    with pytest.raises(
-        CheckpointError, match=r"does not fit its model.gguf: it lacks model.layers.1.mlp.up_proj.weight"
-    ):
+    with pytest.raises(CheckpointError, match=r"not fit its model.gguf: it lacks model.layers.1.mlp.up_proj.weight"):
         load(path)

@@ -43,8 +43,8 @@ class Architecture:
     config: makes the keys of `config.json`. names: beside those of LAYER.
     norm_offset: what llama.cpp's converter has added to the weights of norms.
     permuted: it has put the two halves of each head of queries and keys between each other, as its RoPE wants them.
-    experts: the name of a matrix of one expert, by that of the tensor of all. stacked: all experts have one tensor here,
-        too, of several tensors there.
+    experts: the name of a matrix of one expert, by that of the tensor of all.
+    stacked: all experts have one tensor here, too, of several tensors there.
     """
 
     config: Callable[[config.Metadata], dict[str, Any]]
