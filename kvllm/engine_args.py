@@ -26,6 +26,7 @@ from kvllm.config import (
     without_refused,
 )
 from kvllm.errors import ConfigError
+from kvllm.files.checkpoint import checkpoint_folder
 from kvllm.files.hub import Snapshot, hub_id, open_snapshot
 from kvllm.generation_config import named_eos_tokens, sampling_defaults
 from kvllm.kvcache.groups import UNIFORM, KVGroup, block_layers
@@ -317,7 +318,7 @@ class EngineArgs:
         if not self.disable_hybrid_kv_cache_manager:
             windows = bounding(self.model_config.windows, length)
             if compression is not None:
-                compression = resolve(compression, self.path, windows, self.block_size)
+                compression = resolve(compression, checkpoint_folder(self.path), windows, self.block_size)
             groups = make_kv_groups(windows, compression)
         most = (group.most_blocks(length, self.block_size, self._step_tokens(length)) for group in groups)
         config = self._engine_config(self.max_num_seqs * sum(most), length, groups)

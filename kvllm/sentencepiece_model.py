@@ -1,4 +1,5 @@
-"""A SentencePiece model (`tokenizer.model`) as a tokenizer of the tokenizers library, which encodes the same.
+"""A SentencePiece model (`tokenizer.model`, or as GGUF files have it) as a tokenizer of the tokenizers library, which
+encodes the same.
 
 transformers converts such a file by the class that the checkpoint names, and then ignores what the file says about
 spaces. Here the file decides.
@@ -7,6 +8,7 @@ spaces. Here the file decides.
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,30 +23,57 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 """Numbers of sentencepiece_model.proto."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class SentencePieceModel:
     """What the file says.
 
-    pieces: the tokens' texts, by their ids. special_tokens: "bos_token", "eos_token" and "unk_token", where there are.
+    pieces, types, scores: of the tokens, by their ids. special_tokens: "bos_token", "eos_token" and "unk_token", where
+    there are. unigram: not BPE. unknown: the token in the place of what has none. byte_fallback: its bytes have.
+    prefix: a text begins with a space. trims: spaces around a text, and several in a row, mean nothing.
+    right_stripped: special tokens that take the spaces after them, too.
     """
 
-    def __init__(self, file: Path) -> None:
+    pieces: list[str]
+    types: list[int]
+    scores: list[float]
+    special_tokens: dict[str, str]
+    unigram: bool = False
+    unknown: int = 0
+    byte_fallback: bool = False
+    prefix: bool = True
+    trims: bool = False
+    charsmap: bytes = b""
+    right_stripped: frozenset[str] = frozenset()
+
+    @classmethod
+    def read(cls, file: Path) -> SentencePieceModel:
+        """Raises CheckpointError for what is no such file, or is not read."""
         messages: Any = import_protobuf()
         proto = messages.ModelProto()
         with suppress(Exception):  # a DecodeError, whose class depends on the version of protobuf
             proto.ParseFromString(file.read_bytes())
         if not proto.pieces:
             raise CheckpointError(f"{file} is not a SentencePiece model: add a tokenizer.json")
-        if proto.trainer_spec.model_type not in (UNIGRAM, BPE) or proto.trainer_spec.treat_whitespace_as_suffix:
+        trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
+        if trainer.model_type not in (UNIGRAM, BPE) or trainer.treat_whitespace_as_suffix:
             raise CheckpointError(
                 f"{file} is a SentencePiece model of words or characters, or with spaces after words, which kvllm "
                 "does not read: add a tokenizer.json"
             )
-        self._trainer, self._normalizer = proto.trainer_spec, proto.normalizer_spec
-        self._types = [piece.type for piece in proto.pieces]
-        self._scores = [piece.score for piece in proto.pieces]
-        self.pieces = [piece.piece for piece in proto.pieces]
-        ids = {"bos_token": self._trainer.bos_id, "eos_token": self._trainer.eos_id, "unk_token": self._trainer.unk_id}
-        self.special_tokens = {name: self.pieces[i] for name, i in ids.items() if 0 <= i < len(self.pieces)}
+        pieces = [piece.piece for piece in proto.pieces]
+        ids = {"bos_token": trainer.bos_id, "eos_token": trainer.eos_id, "unk_token": trainer.unk_id}
+        return cls(
+            pieces=pieces,
+            types=[piece.type for piece in proto.pieces],
+            scores=[piece.score for piece in proto.pieces],
+            special_tokens={name: pieces[i] for name, i in ids.items() if 0 <= i < len(pieces)},
+            unigram=trainer.model_type == UNIGRAM,
+            unknown=trainer.unk_id,
+            byte_fallback=trainer.byte_fallback,
+            prefix=normalizer.add_dummy_prefix,
+            trims=normalizer.remove_extra_whitespaces,
+            charsmap=normalizer.precompiled_charsmap,
+        )
 
     def convert(self, added: dict[int, str], prefix: bool, prefix_everywhere: bool) -> Tokenizer:
         """The tokenizer, without tokens that it puts before or after a text.
@@ -52,8 +81,8 @@ class SentencePieceModel:
         added: texts of tokens by their ids, after the file's or instead of some. prefix: a text begins with a space,
             if the file says so; prefix_everywhere: so does text after a special token.
         """
-        prefix = prefix and self._normalizer.add_dummy_prefix
-        prefix_everywhere |= self._normalizer.remove_extra_whitespaces  # spaces there mean nothing
+        prefix = prefix and self.prefix
+        prefix_everywhere |= self.trims  # spaces there mean nothing
         pieces = self._pieces(added)
         tokenizer = Tokenizer(self._model(pieces))
         steps = self._normalizers()
@@ -71,8 +100,13 @@ class SentencePieceModel:
         # Spaces are among a text's symbols only once it is normalized, and a prefix would change the symbols, too.
         tokenizer.add_tokens(
             [
-                AddedToken(piece, normalized=kind == USER_DEFINED and not prefix, special=kind == CONTROL)
-                for piece, kind in zip(pieces, self._types, strict=False)
+                AddedToken(
+                    piece,
+                    normalized=kind == USER_DEFINED and not prefix,
+                    special=kind == CONTROL,
+                    rstrip=piece in self.right_stripped,
+                )
+                for piece, kind in zip(pieces, self.types, strict=False)
                 if kind in (CONTROL, USER_DEFINED)
             ]
         )
@@ -84,16 +118,16 @@ class SentencePieceModel:
         return [known.get(token_id, f"<unused_{token_id}>") for token_id in range(count)]
 
     def _model(self, pieces: list[str]) -> Any:
-        fallback, unknown = self._trainer.byte_fallback, self._trainer.unk_id
-        normal = [kind == NORMAL for kind in self._types] + [False] * (len(pieces) - len(self._types))
-        if self._trainer.model_type == UNIGRAM:
+        fallback, unknown = self.byte_fallback, self.unknown
+        normal = [kind == NORMAL for kind in self.types] + [False] * (len(pieces) - len(self.types))
+        if self.unigram:
             # The others are no pieces of a text, so it is better to take their characters, such as the six of "<0x0A>".
-            worst = 6 * min(self._scores) - 100
-            scores = [self._scores[i] if is_normal else worst for i, is_normal in enumerate(normal)]
+            worst = 6 * min(self.scores) - 100
+            scores = [self.scores[i] if is_normal else worst for i, is_normal in enumerate(normal)]
             return models.Unigram(list(zip(pieces, scores, strict=True)), unknown, fallback)
         vocab = {piece: token_id for token_id, piece in enumerate(pieces)}
         scores = [
-            (piece, score) for piece, score, is_normal in zip(pieces, self._scores, normal, strict=False) if is_normal
+            (piece, score) for piece, score, is_normal in zip(pieces, self.scores, normal, strict=False) if is_normal
         ]
         others = {piece for piece, is_normal in zip(pieces, normal, strict=True) if not is_normal}
         merges = generate_merges(vocab, scores, others)
@@ -101,8 +135,8 @@ class SentencePieceModel:
 
     def _normalizers(self) -> list[Any]:
         steps: list[Any] = []
-        if self._normalizer.precompiled_charsmap:
-            steps.append(normalizers.Precompiled(self._normalizer.precompiled_charsmap))
-        if self._normalizer.remove_extra_whitespaces:
+        if self.charsmap:
+            steps.append(normalizers.Precompiled(self.charsmap))
+        if self.trims:
             steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
         return steps

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvllm.errors import CheckpointError, RequestError
+from kvllm.files.checkpoint import open_checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# One of these must be there, complete. Without its vocabulary, transformers builds a tokenizer without words.
-VOCABULARIES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 REPLACEMENT = "\ufffd"
 # Tokens that begin so have a leading space: SentencePiece's mark, and the byte of a space.
 SENTENCEPIECE_SPACES = ("\u2581", "<0x20>")
@@ -27,28 +26,19 @@ PROMPT_CONTEXT = 12
 
 
 def has_tokenizer(path: str | Path) -> bool:
-    """Whether the checkpoint directory has a tokenizer's vocabulary. Without one, prompts can still be token ids."""
-    return any(all((Path(path) / name).is_file() for name in names) for names in VOCABULARIES)
+    """Whether the checkpoint has a tokenizer's vocabulary. Without one, prompts can still be token ids."""
+    return open_checkpoint(path).has_tokenizer()
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load the tokenizer of a local checkpoint. Nothing is downloaded, and no code from the checkpoint is run.
 
     Raises:
-        CheckpointError: the directory or the tokenizer's files are missing or cannot be read.
+        CheckpointError: the checkpoint or the tokenizer's files are missing or cannot be read.
     """
-    path = Path(path)
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is not a directory: give the directory of a checkpoint")
-    if not has_tokenizer(path):
-        allowed = ", or ".join(" with ".join(names) for names in VOCABULARIES)
-        raise CheckpointError(
-            f"{path} has no tokenizer: {allowed} is needed. Add the files, or give prompts as token ids"
-        )
+    checkpoint = open_checkpoint(path)
     try:
-        from kvllm.tokenizer_files import eos_tokens, read_tokenizer  # with transformers, which takes a second
-
-        return Tokenizer(read_tokenizer(path), eos_tokens(path))
+        return Tokenizer(checkpoint.read_tokenizer(), checkpoint.eos_tokens())
     except CheckpointError:
         raise
     except Exception as error:  # tokenizers raises bare Exception for a broken tokenizer.json

@@ -65,7 +65,7 @@ def _from_sentencepiece(path: Path) -> PreTrainedTokenizerBase:
     """
     settings = _json_object(path / CONFIG_FILE)
     named = {**_json_object(path / SPECIAL_TOKENS_FILE), **settings}
-    model = SentencePieceModel(path / SENTENCEPIECE_FILE)
+    model = SentencePieceModel.read(path / SENTENCEPIECE_FILE)
     prefix, everywhere = (settings.get(name) is not False for name in ("add_prefix_space", "legacy"))
     return ConvertedTokenizer.from_pretrained(
         path,

@@ -18,6 +18,7 @@ from kvllm.comparison.record import hash_of, model_files, write_json
 from kvllm.comparison.texts import Text
 from kvllm.compression.statistics import write_statistics
 from kvllm.config import require
+from kvllm.files.checkpoint import checkpoint_folder
 from kvllm.layer_shares import LAYER_LOSSES_FILE, LayerLosses, convex
 
 PARTIAL_FILE = "kv_layer_losses.partial.json"
@@ -30,19 +31,21 @@ class Partial(Struct):
     sums: Sums
 
 
-def calibrate(folder: Path, texts: Sequence[Text], name: str, windows: Windows | None = None) -> list[Path]:
+def calibrate(path: Path, texts: Sequence[Text], name: str, windows: Windows | None = None) -> list[Path]:
     """Write the statistics of a checkpoint's queries on texts, and with `windows` what its layers lose.
 
-    name: of the texts, for the files. Texts without a window tell no losses. Returns the paths of the files.
+    path: of the checkpoint. name: of the texts, for the files. Texts without a window tell no losses. Returns the paths
+    of the files.
     Raises ConfigError before the work if texts are too short, or the folder cannot be written.
     """
+    folder = checkpoint_folder(path)
     check_writable(folder)
     lengths = [text.stored + 1 for text in texts]
     require(min(lengths) > OUTLIERS, "--length", min(lengths), f"more than {OUTLIERS}")
     of_losses = [text for text in texts if windows is not None and windows.starts(text)]
     least = windows.size if windows else 0
     require(windows is None or bool(of_losses), "--length", max(lengths), f"more than {least} after a prompt")
-    model = DenseModel(folder, max(lengths))
+    model = DenseModel(path, max(lengths))
     shown = tqdm(texts, desc="Statistics", disable=not sys.stderr.isatty())
     statistics = query_statistics(model, ([*text.prompt, *text.output] for text in shown))
     written = [write_statistics(folder, statistics, {"text": name, "tokens": str(sum(lengths))})]

@@ -18,6 +18,7 @@ from kvllm.comparison.figures import Figures
 from kvllm.comparison.measurement import Result
 from kvllm.comparison.texts import Text
 from kvllm.errors import ConfigError
+from kvllm.files.checkpoint import checkpoint_folder
 from kvllm.processor import cpu_name
 
 FILE = "compare.json"
@@ -71,9 +72,11 @@ def hash_of(*parts: Any) -> str:
     return hashlib.sha256(msgspec.json.encode((__version__, *parts), order="deterministic")).hexdigest()[:16]
 
 
-def model_files(folder: Path) -> list[tuple[str, int, int]]:
-    """The files of a checkpoint, told apart by their sizes and times."""
-    files = (file for file in sorted(folder.iterdir()) if file.is_file() and not file.name.startswith("."))
+def model_files(path: Path) -> list[tuple[str, int, int]]:
+    """The files of a checkpoint and those beside it, told apart by their sizes and times."""
+    files = (
+        file for file in sorted(checkpoint_folder(path).iterdir()) if file.is_file() and not file.name.startswith(".")
+    )
     return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 

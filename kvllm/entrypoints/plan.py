@@ -1,4 +1,5 @@
-"""Tell how much memory a model and its KV cache take, and how many sequences fit, from config.json alone.
+"""Tell how much memory a model and its KV cache take, and how many sequences fit, from config.json or a GGUF file's
+header alone.
 
     kvllm plan config.json --gpu-memory 80GB --tensor-parallel-size 2 --max-model-len 32768 \\
         --compression policy=pressure,window_blocks=3,retain_blocks=1
@@ -17,6 +18,7 @@ from kvllm.config import EngineConfig, bounding, make_kv_groups, require
 from kvllm.entrypoints.engine_flags import CHOICES, SETTINGS, parse_compression
 from kvllm.entrypoints.simulate import add_checkpoint_argument, given_checkpoint, read_model_config
 from kvllm.entrypoints.sizes import GIB, parse_bytes
+from kvllm.files.checkpoint import checkpoint_folder
 from kvllm.kvcache.formats import KV_CACHE_DTYPES
 from kvllm.layer_shares import resolve
 from kvllm.simulation.cost import resolve_dtype
@@ -53,10 +55,9 @@ def run(args: argparse.Namespace) -> None:
     model = read_model_config(path)
     longest = args.max_model_len or model.max_position_embeddings
     windows = bounding(model.windows, longest)
-    folder = path if path.is_dir() else path.parent
     compression = parse_compression(args.compression)
     if compression is not None:
-        compression = resolve(compression, folder, windows, args.block_size)
+        compression = resolve(compression, checkpoint_folder(path), windows, args.block_size)
     config = EngineConfig(
         num_blocks=1,
         max_model_len=longest,

@@ -28,6 +28,8 @@ from kvllm.entrypoints.engine_flags import CHOICES, SETTINGS, parse_compression
 from kvllm.entrypoints.model_argument import add_model_argument, add_revision_argument
 from kvllm.entrypoints.sizes import GIB, parse_gib
 from kvllm.errors import CheckpointError, ConfigError
+from kvllm.files.checkpoint import checkpoint_folder
+from kvllm.files.gguf.paths import is_gguf
 from kvllm.kvcache.formats import KV_CACHE_DTYPES, KV_FORMATS
 from kvllm.kvcache.groups import block_layers
 from kvllm.layer_shares import resolve
@@ -75,7 +77,7 @@ OF_TIERS: tuple[tuple[str, str, Callable[[Outcome], float]], ...] = (
 
 def add_checkpoint_argument(parser: argparse.ArgumentParser) -> None:
     """The model of commands that read no weights."""
-    text = "a checkpoint, its config.json alone, or the id ORG/NAME of a model on a hub"
+    text = "a checkpoint, a GGUF file, config.json alone, or the id ORG/NAME of a model on a hub"
     add_model_argument(parser, text, metavar="DIR|FILE|ID", also=["--model-config"])
     add_revision_argument(parser)
 
@@ -184,8 +186,7 @@ def make_config(
 ) -> EngineConfig:
     """The simulated engine."""
     windows = bounding(cost.model.windows, max_model_len)
-    path = given_checkpoint(args)
-    folder = path if path.is_dir() else path.parent
+    folder = checkpoint_folder(given_checkpoint(args))
     if compression is not None:
         compression = resolve(compression, folder, windows, args.block_size)
     groups = make_kv_groups(windows, compression)
@@ -252,8 +253,8 @@ def show_tenants(
 
 
 def read_model_config(path: Path) -> ModelConfig:
-    """Read a checkpoint's directory, or its config.json under any name."""
-    if path.is_dir():
+    """Read a checkpoint's directory, a GGUF file's header, or a config.json under any name."""
+    if path.is_dir() or is_gguf(path):
         return load_model_config(path)
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist: give the config.json of a checkpoint, or its directory")

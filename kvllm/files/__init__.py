@@ -1,1 +1,1 @@
-"""Where the files of a model come from."""
+"""Where models come from: the files of a checkpoint, whatever their format, as one interface."""

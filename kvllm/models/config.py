@@ -7,12 +7,13 @@ that runs with one feature ignored gives fluent nonsense. Sizes are checked befo
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn
 
 import msgspec
 
 from kvllm.attention.layer import LayerAttention
 from kvllm.errors import CheckpointError
+from kvllm.files.checkpoint import open_checkpoint
 from kvllm.models import MODELS, model_family, what_is_not_computed
 from kvllm.models.mixture import Experts
 from kvllm.models.rope import Rope, TopKeys, read_rope
@@ -36,8 +37,6 @@ LARGEST = {
 MOST_WEIGHTS = 1 << 42
 MOST_KV_NUMBERS = 1 << 22
 """Numbers in the KV pairs of one token, of all layers together. Published models have up to 1.3 million."""
-
-T = TypeVar("T")
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,44 +154,28 @@ class _GenerationConfig(msgspec.Struct):
 
 
 def load_model_config(path: Path, overrides: dict[str, Any] | None = None) -> ModelConfig:
-    """Read `config.json` and, if there is one, `generation_config.json` of the model directory `path`.
+    """The config of the checkpoint `path`, and tokens that its `generation_config.json` names, if there is one.
 
     overrides: keys with other values than `config.json` has.
 
     Raises CheckpointError if the directory or `config.json` is missing, a file is malformed or has sizes that cannot
     be, or asks for a feature that kvllm does not compute.
     """
-    if not path.is_dir():
-        raise CheckpointError(
-            f"{path} is not a directory: give the directory of a checkpoint in Hugging Face format, or the id ORG/NAME "
-            "of a model on a hub"
-        )
-    file = path / "config.json"
-    if not file.is_file():
-        raise CheckpointError(f"{path} has no config.json: give the directory of a checkpoint in Hugging Face format")
-    raw = _read(file, dict[str, Any]) | (overrides or {})
-    generation_file = path / "generation_config.json"
-    generation = _read(generation_file, _GenerationConfig) if generation_file.is_file() else _GenerationConfig()
+    checkpoint = open_checkpoint(path)
+    raw = checkpoint.config() | (overrides or {})
+    try:
+        generation = msgspec.convert(checkpoint.generation_config(), _GenerationConfig)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"{path / 'generation_config.json'}: {error}") from error
     try:
         return _model_config(raw, generation)
     except (CheckpointError, msgspec.ValidationError) as error:
-        raise CheckpointError(f"{file}: {error}") from error
+        raise CheckpointError(f"{checkpoint.config_file}: {error}") from error
 
 
 def refuse(what: str, advice: str = "use another checkpoint") -> NoReturn:
     """Raise CheckpointError for `what` a checkpoint asks for."""
     raise CheckpointError(f"{what}, which kvllm does not support: {advice}")
-
-
-def _read(file: Path, kind: type[T]) -> T:
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=kind)
-    except msgspec.ValidationError as error:
-        raise CheckpointError(f"{file}: {error}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{file} is not valid JSON ({error}): download it again") from error
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
 
 
 def _model_config(raw: dict[str, Any], generation: _GenerationConfig) -> ModelConfig:

@@ -1,4 +1,4 @@
-"""Fills a model with the weights of a checkpoint in safetensors format, or with random ones.
+"""Fills a model with the weights of a checkpoint, or with random ones.
 
 Every tensor's name, dtype and shape is checked from the files' headers before the model is allocated. A rank reads its
 own part of each tensor, some rows at a time, and packs them at once, so that no second copy of the weights is held.
@@ -7,19 +7,14 @@ own part of each tensor, some rows at a time, and packs them at once, so that no
 from __future__ import annotations
 
 import math
-import os
-import re
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
-from pathlib import Path, PurePosixPath
-from typing import Any
+from pathlib import Path
 
-import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
 
 from kvllm.errors import CheckpointError, ConfigError
-from kvllm.memory_pages import forget_pages
+from kvllm.files.checkpoint import CheckpointTensor, open_checkpoint
+from kvllm.files.directory import some
 from kvllm.models import model_family
 from kvllm.models.base import Decoder
 from kvllm.models.config import ModelConfig
@@ -30,14 +25,11 @@ from kvllm.models.weight_format import WeightFormat
 from kvllm.models.weights import Packing, strips
 from kvllm.parallel import Shard
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-SHARD_FILE = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 READABLE_DTYPES = ("BF16", "F16", "F32", "F64")
 EMBEDDING, HEAD, BASE = "model.embed_tokens.weight", "lm_head.weight", "model."
 
-Tensors = dict[str, tuple[Path, Any]]
-"""Every tensor of a checkpoint by name: its file, and a view of it that reads what is sliced."""
+Tensors = dict[str, CheckpointTensor]
+"""Every tensor of a checkpoint by name."""
 
 
 def load_model(
@@ -49,18 +41,18 @@ def load_model(
     max_model_len: int,
     bits: int | None = None,
 ) -> Decoder:
-    """The model of the directory `path`, converted to `dtype`, or with weights of 8 or 4 `bits`.
+    """The model of the checkpoint `path`, converted to `dtype`, or with weights of 8 or 4 `bits`.
 
-    Raises CheckpointError if there are no safetensors files, one lies outside of `path` or cannot be read, or they hold
+    Raises CheckpointError if there are no files of weights, one lies outside of `path` or cannot be read, or they hold
     other tensors than `config` implies; ConfigError if the ranks cannot share the model out equally.
     """
-    files = _find_files(path)
-    with ExitStack() as stack:
-        found = _tensors([(file, stack.enter_context(_open(file))) for file in files])
+    checkpoint = open_checkpoint(path)
+    with checkpoint.open_tensors() as opened:
+        found = _of_whole_model(opened)
         without_memory = _empty_model(config, shard, dtype, torch.device("meta"), max_model_len=1)
         stored = _stored(without_memory.weights(), config)
         found = _without_zero_biases(found, stored)
-        _check(stored, found, config.tie_word_embeddings)
+        _check(stored, found, config.tie_word_embeddings, checkpoint.config_file.name)
         if config.tie_word_embeddings and HEAD in found:
             _check_tied_head(without_memory.weights()[EMBEDDING], found, dtype)
         model = _empty_model(config, shard, dtype, device, max_model_len)
@@ -69,7 +61,7 @@ def load_model(
             if config.weight_format and weight.is_quantized(config.weight_format):
                 _read_quantized(name, weight, config.weight_format, found)
                 continue
-            for first, rows in _strips(found[name][1], weight):
+            for first, rows in _strips(found[name], weight):
                 weight.write(first, rows)
     model.compile()
     return model
@@ -126,70 +118,8 @@ def _empty_model(
     return model_family(config.architecture).build(config, shard, dtype, device, max_model_len)
 
 
-class _Index(msgspec.Struct):
-    weight_map: dict[str, str]
-
-
-def _find_files(path: Path) -> list[Path]:
-    if (path / SINGLE_FILE).is_file():
-        return [path / SINGLE_FILE]
-    indexed = (path / INDEX_FILE).is_file()
-    if names := _indexed_files(path / INDEX_FILE) if indexed else _numbered_files(path):
-        absent = [name for name in names if not os.path.isfile(path / name)]
-        if absent:
-            source = f"{INDEX_FILE} names files that are absent" if indexed else "shards of the weights are absent"
-            raise CheckpointError(f"{path}: {source}, {_some(absent)}: download them")
-        return [path / name for name in names]
-    pickled = sorted(file.name for suffix in ("bin", "pt", "pth") for file in path.glob(f"*.{suffix}"))
-    if pickled:
-        raise CheckpointError(
-            f"{path} has its weights in {_some(pickled)} only. kvllm never loads weights from pickle, which can run "
-            "any code: convert them to safetensors (load with transformers, then save_pretrained)"
-        )
-    raise CheckpointError(
-        f"{path} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE} nor model-00001-of-....safetensors"
-    )
-
-
-def _numbered_files(path: Path) -> list[str]:
-    """All shards of a checkpoint without an index, by the number of them that stands in the name of each."""
-    found = [match for name in sorted(os.listdir(path)) if (match := SHARD_FILE.fullmatch(name))]
-    totals = {match[2] for match in found}
-    if len(totals) > 1:
-        names = [match[0] for match in found]
-        raise CheckpointError(f"{path} has shards of several checkpoints, {_some(names)}: remove those of the others")
-    return [f"model-{number:05}-of-{total}.safetensors" for total in totals for number in range(1, int(total) + 1)]
-
-
-def _indexed_files(file: Path) -> list[str]:
-    """The files that an index names, relative to its folder. They may be links, as in the Hugging Face hub's cache."""
-    try:
-        names = sorted(set(msgspec.json.decode(file.read_bytes(), type=_Index).weight_map.values()))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{file} is not an index of safetensors files: {error}") from error
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
-    outside = [name for name in names if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts]
-    if outside:
-        raise CheckpointError(
-            f"{file} names files outside of the checkpoint's folder, {_some(outside)}: use a checkpoint from a source "
-            "that you trust, or put the files into the folder and their names alone into the index"
-        )
-    return names
-
-
-def _open(file: Path) -> Any:
-    try:
-        return safe_open(file, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{file} cannot be read ({error}): it is damaged or incomplete, download it again"
-        ) from error
-
-
-def _tensors(files: list[tuple[Path, Any]]) -> Tensors:
+def _of_whole_model(found: Tensors) -> Tensors:
     """All tensors by the names that they have in a whole model. Those saved from its base class lack the prefix."""
-    found = {name: (file, opened.get_slice(name)) for file, opened in files for name in sorted(opened.keys())}
     if any(name.startswith(BASE) for name in found):
         return found
     return {name if name == HEAD else BASE + name: tensor for name, tensor in found.items()}
@@ -206,27 +136,27 @@ def _stored(weights: dict[str, Weight], config: ModelConfig) -> dict[str, Stored
     return stored
 
 
-def _check(stored: dict[str, Stored], found: Tensors, tied: bool) -> None:
-    """Raise CheckpointError unless the tensors are those of the model."""
-    _check_names(stored, found, tied)
+def _check(stored: dict[str, Stored], found: Tensors, tied: bool, config: str) -> None:
+    """Raise CheckpointError unless the tensors are those of the model. config: the name of its file."""
+    _check_names(stored, found, tied, config)
     for name, tensor in stored.items():
-        _check_tensor(name, *found[name], tensor)
+        _check_tensor(name, found[name], tensor, config)
     if tied and HEAD in found:
-        _check_tensor(HEAD, *found[HEAD], stored[EMBEDDING])
+        _check_tensor(HEAD, found[HEAD], stored[EMBEDDING], config)
 
 
 def _check_tied_head(embedding: Weight, found: Tensors, dtype: torch.dtype) -> None:
     """Raise CheckpointError unless the head that a file has is the embedding, which the model computes with."""
-    (file, head), (_, own) = found[HEAD], found[EMBEDDING]
+    head, own = found[HEAD], found[EMBEDDING]
     for (_, rows), (_, expected) in zip(_strips(head, embedding), _strips(own, embedding), strict=True):
         if not torch.equal(rows.to(dtype), expected.to(dtype)):
             raise CheckpointError(
-                f"{file}: {HEAD} differs from {EMBEDDING}, but config.json says that they are one: set "
+                f"{head.file}: {HEAD} differs from {EMBEDDING}, but config.json says that they are one: set "
                 "tie_word_embeddings to false in it"
             )
 
 
-def _check_names(stored: Iterable[str], found: Iterable[str], tied: bool) -> None:
+def _check_names(stored: Iterable[str], found: Iterable[str], tied: bool, config: str) -> None:
     def ignored(name: str) -> bool:
         return name.endswith("rotary_emb.inv_freq") or (tied and name == HEAD)
 
@@ -234,8 +164,8 @@ def _check_names(stored: Iterable[str], found: Iterable[str], tied: bool) -> Non
     missing = [name for name in stored if name not in found]
     unexpected = [name for name in found if name not in expected and not ignored(name)]
     if missing or unexpected:
-        parts = [f"{text} {_some(names)}" for text, names in (("lacks", missing), ("has unknown", unexpected)) if names]
-        raise CheckpointError(f"the checkpoint does not fit its config.json: it {' and '.join(parts)}")
+        parts = [f"{text} {some(names)}" for text, names in (("lacks", missing), ("has unknown", unexpected)) if names]
+        raise CheckpointError(f"the checkpoint does not fit its {config}: it {' and '.join(parts)}")
 
 
 def _without_zero_biases(found: Tensors, stored: Iterable[str]) -> Tensors:
@@ -244,18 +174,17 @@ def _without_zero_biases(found: Tensors, stored: Iterable[str]) -> Tensors:
 
     def is_zero_bias(name: str) -> bool:
         module, _, part = name.rpartition(".")
-        return part == "bias" and name not in stored and module in modules and not found[name][1][...].float().any()
+        return part == "bias" and name not in stored and module in modules and not found[name].read().float().any()
 
     return {name: tensor for name, tensor in found.items() if not is_zero_bias(name)}
 
 
-def _check_tensor(name: str, file: Path, found: Any, stored: Stored) -> None:
-    shape = tuple(found.get_shape())
-    if shape not in stored.shapes:
-        raise CheckpointError(f"{file}: {name} has shape {shape}, but config.json implies {stored.shapes[0]}")
-    if found.get_dtype() not in stored.dtypes:
+def _check_tensor(name: str, found: CheckpointTensor, stored: Stored, config: str) -> None:
+    if found.shape not in stored.shapes:
+        raise CheckpointError(f"{found.file}: {name} has shape {found.shape}, but {config} implies {stored.shapes[0]}")
+    if found.dtype not in stored.dtypes:
         raise CheckpointError(
-            f"{file}: {name} has dtype {found.get_dtype()}; kvllm reads {', '.join(stored.dtypes)}: use a checkpoint "
+            f"{found.file}: {name} has dtype {found.dtype}; kvllm reads {', '.join(stored.dtypes)}: use a checkpoint "
             "that has it so"
         )
 
@@ -267,7 +196,7 @@ def _module(name: str) -> str:
 def _read_quantized(name: str, weight: Weight, form: WeightFormat, found: Tensors) -> None:
     """Write this rank's part of a matrix, some rows at a time."""
     module = _module(name)
-    tensors = {each: found[each][1][...] for each in stored_tensors(form, module, weight.shape)}
+    tensors = {each: found[each].read() for each in stored_tensors(form, module, weight.shape)}
     columns = slice(0, weight.shape[1])
     if weight.dim:
         columns = slice(weight.start, weight.start + weight.target.shape[1])
@@ -285,21 +214,13 @@ def _read_quantized(name: str, weight: Weight, form: WeightFormat, found: Tensor
             else:
                 assert isinstance(rows, slice)
                 weight.write_part(first, read_integers(form, tensors, module, rows, columns))
-    for tensor in tensors.values():
-        forget_pages(tensor)
+    for each in tensors:
+        found[each].forget()
 
 
-def _strips(source: Any, weight: Weight) -> Iterator[tuple[int, torch.Tensor]]:
+def _strips(source: CheckpointTensor, weight: Weight) -> Iterator[tuple[int, torch.Tensor]]:
     """The rows of a tensor in a file that this rank holds, some at a time: the first one's index among them, and the
     rows."""
-    mapped = source[:]  # reads nothing yet
     for first, last in weight.strips():
-        rows = weight.rows(first, last)
-        yield first, mapped[rows]
-        forget_pages(mapped if isinstance(rows, torch.Tensor) else mapped[: rows.stop])
-
-
-def _some(names: list[str]) -> str:
-    """The first few of many names."""
-    rest = len(names) - 5
-    return ", ".join(names[:5]) + (f" and {rest} more" if rest > 0 else "")
+        yield first, source.read(weight.rows(first, last))
+        source.forget()

@@ -17,6 +17,7 @@ from kvllm.compression.registry import METHODS
 from kvllm.compression.sharded_method import ShardedMethod
 from kvllm.compression.statistics import read_statistics
 from kvllm.config import EngineConfig
+from kvllm.files.checkpoint import checkpoint_folder, open_checkpoint
 from kvllm.kvcache.cache import CacheShape, PagedKVCache
 from kvllm.kvcache.formats import KV_FORMATS, kv_format_of, require_head_dim
 from kvllm.kvcache.groups import layer_parts
@@ -43,7 +44,7 @@ class RunnerSettings(Struct, frozen=True):
     """Options that a rank loads its shard with. load_format, enforce_eager, quantization: see EngineArgs.
 
     gpu_memory_utilization: if set, `engine.num_blocks` is the most that is of use, and the pool gets as many as fit.
-    tokenizer_path: its directory; "" for that of the checkpoint.
+    path: of the checkpoint. tokenizer_path: of one with the tokenizer; "" for the same.
     """
 
     path: str
@@ -210,7 +211,7 @@ def fingerprint(settings: RunnerSettings) -> str:
     """A name for all that the bytes of a cached block depend on, beside its tokens: the checkpoint and how it is
     computed. Files of weights are told apart by their names, sizes and times."""
     engine, path = settings.engine, Path(settings.path)
-    files = sorted(path.glob("*.safetensors")) if settings.load_format != "dummy" else []
+    files = open_checkpoint(path).weight_files() if settings.load_format != "dummy" else []
     parts = [
         settings.model,
         [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files],
@@ -228,10 +229,11 @@ def _method(settings: RunnerSettings, shard: Shard, device: torch.device) -> Wit
     if compression is None:
         return None
     held, method, statistics, gates = kv_heads(model.num_kv_heads, shard), METHODS[compression.method], None, None
+    folder = checkpoint_folder(Path(settings.path))
     if method.spec.calibrated:
-        statistics = read_statistics(Path(settings.path), model, held, device)
+        statistics = read_statistics(folder, model, held, device)
     if method.spec.gated:
-        gates = read_gates(Path(settings.path), compression.method, model, held, device)
+        gates = read_gates(folder, compression.method, model, held, device)
     sharded = ShardedMethod(compression.method, held, shard) if shard.world_size > 1 else method
     frequencies = rotary_frequencies(model, settings.engine.max_model_len)
     return WithModelInputs(sharded, frequencies.to(device), statistics, gates)

@@ -1,0 +1,107 @@
+"""Tensors of a GGUF file: the blocks of numbers as they lie in the file, and what they mean."""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, dequantize
+
+from kvllm.errors import CheckpointError
+from kvllm.files.gguf.header import TensorInfo
+from kvllm.memory_pages import forget_pages
+
+TYPES = (
+    *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"),
+    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"),
+)
+"""The types that are read."""
+
+
+@dataclass(frozen=True)
+class GGUFTensor:
+    """As `CheckpointTensor`, and its blocks. What is read is float32.
+
+    blocks: uint8 `[*shape[:-1], bytes of a row]`, a view of the file.
+    order: int64 `[shape[0]]`, the row of the file that each row is, if not its own.
+    offset: what the file has added to the values.
+    """
+
+    file: Path
+    type: GGMLQuantizationType
+    shape: tuple[int, ...]
+    blocks: torch.Tensor
+    order: torch.Tensor | None = None
+    offset: float = 0.0
+
+    dtype = "F32"
+
+    @classmethod
+    def view(
+        cls, info: TensorInfo, data: torch.Tensor, order: torch.Tensor | None = None, offset: float = 0.0
+    ) -> GGUFTensor:
+        """The tensor in the bytes of its whole file."""
+        blocks = data[info.start : info.start + info.num_bytes].view(*info.shape[:-1], -1)
+        return cls(info.file, info.type, info.shape, blocks, order, offset)
+
+    def read(self, rows: slice | torch.Tensor | None = None) -> torch.Tensor:
+        rows = slice(None) if rows is None else rows
+        if self.order is not None:
+            rows = self.order[rows]
+        if len(self.shape) == 1:  # one row of blocks
+            return self._numbers(self.blocks)[rows]
+        return self._numbers(self.blocks[rows])
+
+    def _numbers(self, blocks: torch.Tensor) -> torch.Tensor:
+        raw = blocks.contiguous().numpy()
+        with np.errstate(all="ignore"):  # a scale that is no number makes such weights
+            numbers = torch.from_numpy(dequantize(raw.reshape(-1, raw.shape[-1]), self.type))
+        numbers = numbers - self.offset if self.offset else numbers
+        return numbers.view(*raw.shape[:-1], -1)
+
+    def forget(self) -> None:
+        forget_pages(self.blocks)
+
+    def expert(self, index: int) -> GGUFTensor:
+        """One matrix of those of all experts."""
+        return GGUFTensor(self.file, self.type, self.shape[1:], self.blocks[index])
+
+
+@dataclass(frozen=True)
+class ExpertStack:
+    """As `CheckpointTensor`: projections of all experts as gpt-oss has them, `[experts, in_features, out_features]`, or
+    their biases `[experts, out_features]`. Where there are several, their outputs alternate."""
+
+    parts: tuple[GGUFTensor, ...]
+
+    dtype = "F32"
+
+    @property
+    def file(self) -> Path:
+        return self.parts[0].file
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        experts, out_features, *in_features = self.parts[0].shape
+        return (experts, *in_features, out_features * len(self.parts))
+
+    def read(self, rows: slice | torch.Tensor | None = None) -> torch.Tensor:
+        found = torch.stack([part.read(rows) for part in self.parts], 2).flatten(1, 2)
+        return found if found.dim() == 2 else found.transpose(1, 2)
+
+    def forget(self) -> None:
+        for part in self.parts:
+            part.forget()
+
+
+def map_file(file: Path) -> torch.Tensor:
+    """All bytes of a file, of which nothing is read yet: uint8. Raises CheckpointError."""
+    try:
+        with file.open("rb") as opened:
+            # A private copy, to which nothing is written: torch warns about memory that cannot be.
+            return torch.frombuffer(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from None

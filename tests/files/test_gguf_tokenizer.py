@@ -1,0 +1,228 @@
+"""Tokenizers from the metadata of GGUF files, against those that the metadata was made from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import pytest
+import sentencepiece
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerBase
+
+from kvllm.errors import CheckpointError
+from kvllm.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
+from tests.helpers.tokenizers import CHAT_TEMPLATE, TEXTS, byte_level
+
+SPLIT = (
+    *(
+        "def f(x):\n    return x**2  # 1234 56789\r\n\n\n\tend",
+        "I'LL don't WE'VE 3½ x², $12.50/month!!! ...  ",
+        "中文字 日本語。ABC1",
+    ),
+    *(
+        "<|im_start|>user\n hi <|im_end|>\n<think>",
+        " a",
+        "  ",
+        "",
+        "e\u0301 é \u00a0 \u3000 end",
+        "HTTPServer/camelCase\n/path",
+    ),
+)
+
+
+def write(path: Path, change: Callable[[gguf.GGUFWriter], None], architecture: str = "llama") -> Path:
+    """A file without weights."""
+    writer = gguf.GGUFWriter(path, architecture)
+    change(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def byte_level_metadata(theirs: Tokenizer, pre: str) -> Callable[[gguf.GGUFWriter], None]:
+    """As llama.cpp's converter writes it."""
+    hf: PreTrainedTokenizerBase = theirs.hf
+    added = hf.added_tokens_decoder
+    model = json.loads(hf.backend_tokenizer.to_str())["model"]
+    tokens = [hf.convert_ids_to_tokens(i) for i in range(len(hf))]
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre)
+        writer.add_token_list(tokens)
+        kinds = [
+            gguf.TokenType.NORMAL
+            if i not in added
+            else gguf.TokenType.CONTROL
+            if added[i].special
+            else gguf.TokenType.USER_DEFINED
+            for i in range(len(hf))
+        ]
+        writer.add_token_types(kinds)
+        writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]])
+        for name, add in (("bos", writer.add_bos_token_id), ("eos", writer.add_eos_token_id)):
+            if (token := getattr(hf, f"{name}_token")) is not None:
+                add(hf.convert_tokens_to_ids(token))
+        if hf.chat_template is not None:
+            writer.add_chat_template(hf.chat_template)
+
+    return change
+
+
+def assert_same(ours: Tokenizer, theirs: Tokenizer, texts: tuple[str, ...]) -> None:
+    for text in texts:
+        token_ids = theirs.encode(text)
+        assert ours.encode(text) == token_ids, text
+        assert ours.encode(text, add_special_tokens=False) == theirs.encode(text, add_special_tokens=False)
+        assert ours.decode(token_ids) == theirs.decode(token_ids)
+        assert ours.decode(token_ids, skip_special_tokens=True) == theirs.decode(token_ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("kind", ["chat", "plain"])
+def test_byte_level(tmp_path: Path, kind: str) -> None:
+    theirs = byte_level(kind)
+    ours = load_tokenizer(write(tmp_path / "model.gguf", byte_level_metadata(theirs, "gpt-2")))
+    ours.hf.backend_tokenizer.pre_tokenizer = theirs.hf.backend_tokenizer.pre_tokenizer  # the helper has its own
+    assert_same(ours, theirs, TEXTS + SPLIT)
+    assert ours.special_token_ids == theirs.special_token_ids and ours.added_token_ids == theirs.added_token_ids
+    assert set(theirs.eos_token_ids) <= set(ours.eos_token_ids)
+    assert ours.hf.chat_template == theirs.hf.chat_template
+
+
+def test_chats_and_the_tokens_that_end_a_turn(tmp_path: Path) -> None:
+    theirs = byte_level("chat")
+    ours = load_tokenizer(write(tmp_path / "model.gguf", byte_level_metadata(theirs, "qwen2")))
+    messages = [{"role": "user", "content": "hi"}]
+    assert ours.hf.chat_template == CHAT_TEMPLATE
+    assert ours.apply_chat_template(messages) == theirs.apply_chat_template(messages)
+    ends = [ours.decode([token_id]) for token_id in ours.eos_token_ids]
+    assert sorted(ends) == ["<|end|>", "<|im_end|>"]
+
+
+def words(tokenizer: Tokenizer, text: str) -> list[str]:
+    backend: Backend = tokenizer.hf.backend_tokenizer
+    assert backend.pre_tokenizer is not None
+    return [text[begin:end] for _, (begin, end) in backend.pre_tokenizer.pre_tokenize_str(text)]
+
+
+@pytest.mark.parametrize(
+    ("pre", "expected"),
+    [
+        ("gpt-2", ["x", " =", " ", " 2024", "!", "\n", "\n", "I", "'", "LL", " don", "'t"]),
+        ("smollm", ["x", " =", "  ", "2", "0", "2", "4", "!", "\n", "\n", "I", "'", "LL", " don", "'t"]),
+        ("qwen2", ["x", " =", " ", " ", "2", "0", "2", "4", "!\n\n", "I", "'LL", " don", "'t"]),
+        ("llama-bpe", ["x", " =", " ", " ", "202", "4", "!\n\n", "I", "'LL", " don", "'t"]),
+        ("tekken", ["x", " =", " ", " ", "2", "0", "2", "4", "!\n\n", "I", "'LL", " don", "'t"]),
+        ("gpt-4o", ["x", " =", " ", " ", "202", "4", "!\n\n", "I'LL", " don't"]),
+    ],
+)
+def test_words_of_each_way_to_split(tmp_path: Path, pre: str, expected: list[str]) -> None:
+    ours = load_tokenizer(write(tmp_path / "model.gguf", byte_level_metadata(byte_level("chat"), pre)))
+    assert words(ours, "x =  2024!\n\nI'LL don't") == expected
+
+
+def test_a_token_before_texts_of_llama_3_and_words_that_are_tokens(tmp_path: Path) -> None:
+    """Its vocabulary has words that no merges make. What the file says about the token counts more."""
+    metadata = byte_level_metadata(byte_level("bos"), "llama-bpe")
+    ours = load_tokenizer(write(tmp_path / "model.gguf", metadata))
+    begin = byte_level("bos").encode("")
+    assert len(begin) == 1 and ours.encode("the dog")[:1] == begin
+
+    def without(writer: gguf.GGUFWriter) -> None:
+        metadata(writer)
+        writer.add_add_bos_token(False)
+
+    assert load_tokenizer(write(tmp_path / "other.gguf", without)).encode("the dog") == ours.encode("the dog")[1:]
+
+
+def train(folder: Path, prefix: bool, symbols: list[str]) -> sentencepiece.SentencePieceProcessor:
+    (folder / "text").write_text("\n".join(TEXTS * 20))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(folder / "text"),
+        model_prefix=str(folder / "model"),
+        model_type="bpe",
+        vocab_size=500,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=prefix,
+        user_defined_symbols=symbols,
+        minloglevel=2,
+    )
+    return sentencepiece.SentencePieceProcessor(model_file=str(folder / "model.model"))
+
+
+def sentencepiece_metadata(
+    pieces: sentencepiece.SentencePieceProcessor, prefix: bool, symbols: list[str]
+) -> Callable[[gguf.GGUFWriter], None]:
+    """As llama.cpp's converter writes it, with the spaces of symbols as they are."""
+    names = [pieces.id_to_piece(i) for i in range(pieces.vocab_size())]
+
+    def kind(i: int) -> gguf.TokenType:
+        if names[i] in symbols:
+            return gguf.TokenType.USER_DEFINED
+        if pieces.is_control(i):
+            return gguf.TokenType.CONTROL
+        if pieces.is_unknown(i):
+            return gguf.TokenType.UNKNOWN
+        return gguf.TokenType.BYTE if pieces.is_byte(i) else gguf.TokenType.NORMAL
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list([name.replace("▁", " ") if name in symbols else name for name in names])
+        writer.add_token_scores([pieces.get_score(i) for i in range(len(names))])
+        writer.add_token_types([kind(i) for i in range(len(names))])
+        writer.add_bos_token_id(pieces.bos_id())
+        writer.add_eos_token_id(pieces.eos_id())
+        writer.add_unk_token_id(pieces.unk_id())
+        writer.add_add_space_prefix(prefix)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("prefix", "symbols"), [(True, []), (False, ["<think>", "▁▁", "▁▁▁▁"])], ids=["llama", "gemma"]
+)
+def test_sentencepiece(tmp_path: Path, prefix: bool, symbols: list[str]) -> None:
+    """Against the library itself. Symbols have runs of spaces, as Gemma's, and the longest one counts."""
+    pieces = train(tmp_path, prefix, symbols)
+    ours = load_tokenizer(write(tmp_path / "model.gguf", sentencepiece_metadata(pieces, prefix, symbols)))
+    for text in (*TEXTS, "a  b   c       d", "x<think> y", " leading", "ünïcødé ½ 🙂", "  <think>  <think>"):
+        assert ours.encode(text) == [pieces.bos_id(), *pieces.encode(text)], text
+        assert ours.decode(pieces.encode(text)) == text
+    assert ours.eos_token_ids == (pieces.eos_id(),)
+    assert all((pieces.piece_to_id(symbol) in pieces.encode("      <think>")) for symbol in symbols)
+
+
+def test_phi_3_strips_spaces_after_special_tokens(tmp_path: Path) -> None:
+    symbols = ["<think>"]
+    metadata = sentencepiece_metadata(train(tmp_path, True, symbols), True, symbols)
+    files = [write(tmp_path / f"{name}.gguf", metadata, name) for name in ("llama", "phi3")]
+    plain, phi3 = (load_tokenizer(file).encode("<think>\n\ndog") for file in files)
+    assert len(phi3) < len(plain) and phi3[:2] == plain[:2]
+
+
+def test_what_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
+    metadata = byte_level_metadata(byte_level("chat"), "deepseek-llm")
+    with pytest.raises(CheckpointError, match=r"way to split texts 'deepseek-llm' \(tokenizer.ggml.pre\): kvllm knows"):
+        load_tokenizer(write(tmp_path / "model.gguf", metadata))
+
+    def unigram(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("t5")
+        writer.add_token_list(["a"])
+        writer.add_token_types([1])
+
+    with pytest.raises(CheckpointError, match=r"unsupported tokenizer 't5' \(tokenizer.ggml.model\): kvllm reads gpt2"):
+        load_tokenizer(write(tmp_path / "unigram.gguf", unigram))
+
+
+def test_a_file_without_a_tokenizer(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", lambda writer: None)
+    assert not has_tokenizer(path)
+    with pytest.raises(CheckpointError, match="model.gguf has no tokenizer: give prompts as token ids, or tokenizer="):
+        load_tokenizer(path)
