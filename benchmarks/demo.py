@@ -150,13 +150,16 @@ Runs = Mapping[str, Sequence[Run]]
 """The runs of each variant."""
 
 SHARP = msgspec.structs.replace(KARA, method="kara_sharp")
-CALIBRATED = msgspec.structs.replace(KARA, method="expected_attention_calibrated", layer_groups="auto")
+CALIBRATED = CompressionConfig(
+    method="expected_attention_calibrated", policy=KARA.policy, buffer=KARA.buffer, layer_groups="auto"
+)
+QUARTER = msgspec.structs.replace(CALIBRATED, policy=msgspec.structs.replace(KARA.policy, retain_blocks=4))
 VARIANTS = (
     Variant("full cache"),
     Variant("Kara, keeps\n1/2", KARA),
     Variant("kara_sharp,\nkeeps 1/2", SHARP),
     Variant("calibrated,\nkeeps 1/2", CALIBRATED),
-    Variant("calibrated,\nkeeps 1/4", msgspec.structs.replace(CALIBRATED, retain_blocks=4)),
+    Variant("calibrated,\nkeeps 1/4", QUARTER),
     Variant("int4, calibrated,\nkeeps 1/2", CALIBRATED, {"kv_cache_dtype": "int4"}),
 )
 
@@ -186,17 +189,8 @@ def describe(variant: Variant) -> str:
     dtype = f"; KV pairs in {variant.engine['kv_cache_dtype']}" if "kv_cache_dtype" in variant.engine else ""
     if compression is None:
         return f"{name}: no compression{dtype}"
-    kept = (
-        f"{compression.retain_blocks} kept"
-        if compression.retain_tokens is None
-        else f"{compression.retain_tokens} tokens kept"
-    )
-    return (
-        f"{name}: {compression.method}, {compression.policy}, period {compression.period}; windows of "
-        f"{compression.window_blocks} blocks, {kept}; buffer {compression.buffer}, chunk budget "
-        f"{compression.chunk_budget}; prompts {'compressed too' if compression.compress_prompt else 'kept whole'}"
-        f"{dtype}"
-    )
+    settings = (f"{option} {value}" for option, value in compression.flat().items() if option != "method")
+    return f"{name}: {compression.method}; {', '.join(settings)}{dtype}"
 
 
 def show(runs: Runs) -> str:

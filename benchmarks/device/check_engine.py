@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from msgspec import structs
 
 from benchmarks.device.check_kernels import poisoned
 from benchmarks.device.log import Figures, LeftOut, Log, within
 from benchmarks.device.target import Target
-from kvllm import LLM, CompressionConfig, SamplingParams
+from kvllm import LLM, CompressionConfig, SamplingParams, Threshold
 from kvllm.attention.registry import BACKENDS
+from kvllm.compression.specs import SPECS
 from kvllm.errors import ConfigError
 from tests.helpers.checkpoints import make_checkpoint
 
@@ -61,10 +61,13 @@ PERIODIC: dict[str, Any] = {
 COMPRESSIONS: dict[str, CompressionConfig] = {
     "kara, periodic": CompressionConfig(**PERIODIC),
     "kara, exact count": CompressionConfig(**PERIODIC, retain_tokens=17),
-    "kara, pressure": structs.replace(CompressionConfig(**PERIODIC), policy="pressure"),
+    "kara, pressure": CompressionConfig(**PERIODIC | {"policy": "pressure"}),
     **{
         f"{method}, threshold": CompressionConfig(
-            method=method, policy="threshold", threshold_tokens=96, budget_tokens=48, query_window=8, buffer=8
+            method=method,
+            method_options=SPECS[method].own(query_window=8),
+            policy=Threshold(threshold_tokens=96, budget_tokens=48),
+            buffer=8,
         )
         for method in ("snapkv", "adakv", "h2o")
     },

@@ -30,7 +30,8 @@ from benchmarks.common.measurement import Measurement
 from benchmarks.common.variants import Variant
 from benchmarks.common.workloads import Request
 from kvllm.config import CompressionConfig, EngineConfig, require
-from kvllm.core.compression_policy import make_policy, peak_blocks
+from kvllm.core.capacity import peak_blocks
+from kvllm.core.policies import make_policy
 
 FULL = "full cache"
 PRESETS: dict[str, runs.Preset] = {
