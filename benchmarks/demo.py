@@ -148,13 +148,16 @@ Runs = Mapping[str, Sequence[Run]]
 """The runs of each variant."""
 
 SHARP = msgspec.structs.replace(KARA, method="kara_sharp")
-CALIBRATED = msgspec.structs.replace(KARA, method="expected_attention_calibrated", layer_groups="auto")
+CALIBRATED = CompressionConfig(
+    method="expected_attention_calibrated", policy=KARA.policy, buffer=KARA.buffer, layer_groups="auto"
+)
+QUARTER = msgspec.structs.replace(CALIBRATED, policy=msgspec.structs.replace(KARA.policy, retain_blocks=4))
 VARIANTS = (
     Variant("full cache"),
     Variant("Kara, keeps\n1/2", KARA),
     Variant("kara_sharp,\nkeeps 1/2", SHARP),
     Variant("calibrated,\nkeeps 1/2", CALIBRATED),
-    Variant("calibrated,\nkeeps 1/4", msgspec.structs.replace(CALIBRATED, retain_blocks=4)),
+    Variant("calibrated,\nkeeps 1/4", QUARTER),
     Variant("int4, calibrated,\nkeeps 1/2", CALIBRATED, {"kv_cache_dtype": "int4"}),
 )
 
@@ -180,9 +183,8 @@ def describe(variant: Variant) -> str:
     """The settings of a variant in one line."""
     compression, parts = variant.compression, [f"{key}={value}" for key, value in variant.engine.items()]
     if compression is not None:
-        defaults = msgspec.to_builtins(CompressionConfig(method=compression.method))
-        given = msgspec.to_builtins(compression).items()
-        parts = [compression.method, *(f"{key}={value}" for key, value in given if defaults[key] != value), *parts]
+        given = compression.flat().items()
+        parts = [compression.method, *(f"{key}={value}" for key, value in given if key != "method"), *parts]
     return f"{_one_line(variant.name)}: {', '.join(parts) or 'no compression'}"
 
 

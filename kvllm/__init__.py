@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvllm import log
-from kvllm.config import CompressionConfig, TenantConfig
+from kvllm.config import CompressionConfig, TenantConfig, register_policy
+from kvllm.core.policies import Periodic, Pressure, Standalone, Threshold
 from kvllm.errors import CheckpointError, ConfigError, EngineDeadError, KvLLMError, RequestError
 from kvllm.outputs import CompletionOutput, RequestOutput
 from kvllm.prompts import TextPrompt, TokensPrompt
@@ -30,14 +31,19 @@ __all__ = [
     "EngineArgs",
     "EngineDeadError",
     "KvLLMError",
+    "Periodic",
+    "Pressure",
     "RequestError",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "Standalone",
     "StructuredOutputsParams",
     "TenantConfig",
     "TextPrompt",
+    "Threshold",
     "TokensPrompt",
+    "register_policy",
 ]
 
 

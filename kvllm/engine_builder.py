@@ -12,7 +12,7 @@ from msgspec import structs
 
 from kvllm.compression.specs import AUTO, FROM_ALL
 from kvllm.config import EngineConfig, host_room, require
-from kvllm.core.compression_policy import check_pool, longest_blocks
+from kvllm.core.capacity import check_pool, longest_blocks
 from kvllm.core.engine import LLMEngine
 from kvllm.engine_args import EngineArgs
 from kvllm.errors import ConfigError
@@ -322,5 +322,5 @@ def _compression(args: EngineArgs, settings: RunnerSettings) -> str:
         return "no compression"
     chosen = f" (method=auto{AUTO_COSTS.get(compression.method, '')})" if args.compression.method == AUTO else ""
     kept = {group.retain_blocks for group in compression.named_groups}
-    shares = f", layers keep {min(kept)} to {max(kept)} of {compression.window_blocks} blocks" if kept else ""
-    return f"compression by {compression.method}{chosen}, {compression.policy}{shares}"
+    shares = f", layers keep {min(kept)} to {max(kept)} of {compression.policy.window_blocks} blocks" if kept else ""
+    return f"compression by {compression.method}{chosen}, {compression.policy.name}{shares}"

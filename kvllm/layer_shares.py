@@ -16,6 +16,7 @@ from msgspec import Struct, structs
 
 from kvllm.compression.layer_budgets import layer_budgets
 from kvllm.config import CompressionConfig, LayerGroup
+from kvllm.core.policies import WindowOptions
 from kvllm.errors import CheckpointError
 
 LAYER_LOSSES_FILE = "kv_layer_losses.json"
@@ -101,7 +102,8 @@ def resolve(
 
 def propose(losses: LayerLosses, layers: Sequence[int], compression: CompressionConfig, block_size: int) -> list[int]:
     """Blocks of a window that each of some layers keeps, `retain_blocks` in the mean. Together they lose least."""
-    most, buffer = compression.window_blocks, compression.buffer
+    windows: WindowOptions = compression.policy
+    most, buffer = windows.window_blocks, compression.buffer
     least = _least_blocks(compression, block_size)
     scored = most * block_size - buffer
 
@@ -113,7 +115,7 @@ def propose(losses: LayerLosses, layers: Sequence[int], compression: Compression
         return loss(layer, blocks) - loss(layer, blocks + 1) if blocks < most else -1.0
 
     kept = [least] * len(layers)
-    for _ in range((compression.retain_blocks - least) * len(layers)):
+    for _ in range((windows.retain_blocks - least) * len(layers)):
         kept[max(range(len(layers)), key=gain)] += (
             1  # losses fall ever more slowly, so the next block goes where most is
         )
@@ -141,8 +143,9 @@ def convex(shares: Sequence[float], losses: Sequence[float]) -> list[float]:
 
 def falling_line(num_layers: int, compression: CompressionConfig, block_size: int) -> list[int]:
     """Blocks of a window that each of some layers keeps, `retain_blocks` in the mean: budgets of PyramidKV."""
-    least = min(_least_blocks(compression, block_size), compression.retain_blocks)
-    budgets = layer_budgets(num_layers, compression.window_blocks, compression.retain_blocks, least)
+    windows: WindowOptions = compression.policy
+    least = min(_least_blocks(compression, block_size), windows.retain_blocks)
+    budgets = layer_budgets(num_layers, windows.window_blocks, windows.retain_blocks, least)
     return [least + budget for budget in budgets]
 
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from kvllm.config import EngineConfig, require
-from kvllm.core.compression_policy import peak_blocks, tail_start
-from kvllm.core.regions import Regions, make_group_regions
+from kvllm.core.capacity import peak_blocks, tail_start
+from kvllm.core.policies import group_regions
+from kvllm.core.regions import Regions
 from kvllm.kvcache.groups import UNIFORM, KVGroup, block_layers, full_groups, sliding_blocks
 from kvllm.models import model_family
 from kvllm.models.config import ModelConfig
@@ -154,7 +155,7 @@ class MemoryPlan:
     def _regions(self) -> list[Regions] | None:
         """The lengths under compression in each KV group that attends all tokens."""
         active, groups = self.config.active_compression, full_groups(self.config.kv_groups)
-        return active and make_group_regions(active, self.config.block_size, groups)
+        return active and group_regions(active, self.config.block_size, groups)
 
 
 def plan_memory(model: ModelConfig, config: EngineConfig, dtype: str, num_ranks: int = 1) -> MemoryPlan:

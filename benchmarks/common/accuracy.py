@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.reasoner.tasks import DEFAULT_TASK, TASKS
-from kvllm import CompressionConfig
+from kvllm import CompressionConfig, Standalone
+from kvllm.compression.specs import SPECS
 from kvllm.config import require
 from kvllm.engine_args import DEFAULT_MODEL
 
@@ -38,10 +39,10 @@ def kara(
     retention: the share kept of `window - buffer` KV pairs. The buffer is kept whole.
     """
     retained = buffer + ceil(Fraction(retention) * (window - buffer))
-    settings: dict[str, Any] = {"chunk_budget": 8, "max_chunk": 8} | options
-    return CompressionConfig(
-        method=method, policy="standalone", window_blocks=window, retain_tokens=retained, buffer=buffer, **settings
-    )
+    own = SPECS[method].own(**{"chunk_budget": 8, "max_chunk": 8} | options)
+    others = {name: value for name, value in options.items() if name not in own}
+    policy = Standalone(window_blocks=window, retain_tokens=retained)
+    return CompressionConfig(method=method, method_options=own, policy=policy, buffer=buffer, **others)
 
 
 def check_retention(option: str, text: str) -> None:

@@ -17,7 +17,8 @@ from benchmarks.common.shapes import SHAPES
 from benchmarks.common.variants import Variant
 from benchmarks.common.workloads import Request
 from kvllm.config import require
-from kvllm.core.compression_policy import blocks_alone, make_policy
+from kvllm.core.capacity import blocks_alone
+from kvllm.core.policies import make_policy
 from kvllm.engine_args import EngineArgs
 from kvllm.engine_builder import cache_shape
 from kvllm.errors import ConfigError

@@ -10,6 +10,7 @@ from msgspec import Struct
 from kvllm import CompressionConfig
 from kvllm.attention.registry import BACKENDS
 from kvllm.compression.specs import AUTO, SPECS
+from kvllm.config.compression import DEFAULT_POLICY, option_types
 from kvllm.errors import ConfigError
 from kvllm.kvcache.formats import KV_CACHE_DTYPES
 from kvllm.worker.build import DTYPES
@@ -45,11 +46,13 @@ def parse_variant(text: str) -> Variant:
     if method not in (VANILLA, AUTO, *SPECS):
         allowed = ", ".join((VANILLA, AUTO, *SPECS))
         raise ConfigError(f"variant {text!r}: {method!r} is no variant: choose one of {allowed}")
-    fields = {} if method == VANILLA else {f.name: f.type for f in msgspec.structs.fields(CompressionConfig)}
+    given = [setting for setting in settings.split(",") if setting]
+    policy = next((each.removeprefix("policy=") for each in given if each.startswith("policy=")), DEFAULT_POLICY)
+    fields = {} if method == VANILLA else option_types(policy, method)
     fields.pop("method", None)
     compression: dict[str, Any] = {}
     engine: dict[str, Any] = {}
-    for setting in filter(None, settings.split(",")):
+    for setting in given:
         name, equals, value = setting.partition("=")
         if not equals or name not in (*fields, *ENGINE_OPTIONS):
             allowed = ", ".join((*fields, *ENGINE_OPTIONS))

@@ -30,17 +30,19 @@ from benchmarks.common import command_line, engines, kara_paper, report, runs
 from benchmarks.common.internals import executor_of, replace_executor
 from benchmarks.common.jobs import Job, make_engine, serve
 from benchmarks.common.variants import Variant
-from kvllm.compression.specs import SPECS
+from kvllm.compression.specs import SPECS, Compresses
 from kvllm.config import CompressionConfig, require
 from kvllm.core.executor import BlockingExecutor
+from kvllm.core.policies import Periodic, Threshold
 from kvllm.core.protocol import CompressionJob, StepPlan, StepResult
 from kvllm.worker.inline import InlineExecutor
 
 HOLE = -1
 """Stands for a position where a head keeps fewer KV pairs than it has slots."""
 OWN, PERIODIC, THRESHOLD = "own", "periodic", "threshold"
+KINDS: dict[str, Compresses] = {PERIODIC: "windows", THRESHOLD: "cache"}
 METHODS = tuple(SPECS)
-BY_WINDOWS = tuple(name for name, spec in SPECS.items() if name.startswith("kara") or spec.refusal("threshold"))
+BY_WINDOWS = tuple(name for name, spec in SPECS.items() if name.startswith("kara") or spec.refusal("cache"))
 PRESETS: dict[str, runs.Preset] = {
     "paper": {"model": "8b", "num_prompts": 4, "input_len": 128, "output_len": 8192, "block_size": 256},
     "cpu": {"model": runs.REASONER, "num_prompts": 2, "input_len": 64, "output_len": 512, "block_size": 32},
@@ -127,16 +129,17 @@ def survivors_of_regions(positions: Tensor, length: int, regions: int) -> tuple[
 def compression(args: argparse.Namespace, method: str) -> CompressionConfig:
     policy = (PERIODIC if method in BY_WINDOWS else THRESHOLD) if args.policy == OWN else args.policy
     eighth = args.block_size // 8
-    shared: dict[str, Any] = {"method": method, "buffer": eighth, "chunk_budget": eighth, "query_window": eighth}
-    if policy == PERIODIC:
-        return CompressionConfig(policy=policy, window_blocks=3, period=args.block_size // 2, **shared)
-    sizes = {"threshold_tokens": args.threshold, "budget_tokens": args.budget}
-    return CompressionConfig(policy=policy, protect_prompt=SPECS[method].reselects, **sizes, **shared)
+    options: Any = Periodic(window_blocks=3, period=args.block_size // 2)
+    if policy == THRESHOLD:
+        protects = SPECS[method].reselects
+        options = Threshold(threshold_tokens=args.threshold, budget_tokens=args.budget, protect_prompt=protects)
+    own = SPECS[method].own(chunk_budget=eighth, query_window=eighth)
+    return CompressionConfig(method=method, method_options=own, policy=options, buffer=eighth)
 
 
 def make_jobs(args: argparse.Namespace, path: Path, model: Any, requests: list[Any]) -> dict[str, Job]:
     if args.methods is None:
-        allowed = [name for name, spec in SPECS.items() if args.policy == OWN or not spec.refusal(args.policy)]
+        allowed = [name for name, spec in SPECS.items() if args.policy == OWN or not spec.refusal(KINDS[args.policy])]
         methods = [name for name in allowed if not SPECS[name].reads_file]  # these need a file beside the model
     else:
         methods = args.methods

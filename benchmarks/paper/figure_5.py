@@ -40,7 +40,7 @@ from scipy.stats import binomtest
 from benchmarks.common import accuracy, command_line, machine, report
 from benchmarks.common.child import run_child
 from benchmarks.common.questions import Questions, QuestionSource
-from kvllm import LLM, CompressionConfig, RequestOutput, SamplingParams
+from kvllm import LLM, CompressionConfig, RequestOutput, SamplingParams, Standalone, Threshold
 from kvllm.compression.specs import SPECS
 from kvllm.config import require
 from kvllm.config.compression import RECALL_DTYPES
@@ -128,7 +128,7 @@ def recall_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def by_windows(method: str) -> bool:
-    return method.startswith("kara") or SPECS[method].refusal("threshold") is not None
+    return method.startswith("kara") or SPECS[method].refusal("cache") is not None
 
 
 class Entry(NamedTuple):
@@ -171,7 +171,7 @@ class Trial(Struct, frozen=True, kw_only=True):
 
     @property
     def block_size(self) -> int:
-        return 1 if self.compression and self.compression.policy == "standalone" else BLOCK_SIZE
+        return 1 if self.compression and isinstance(self.compression.policy, Standalone) else BLOCK_SIZE
 
 
 class Job(Struct, kw_only=True):
@@ -359,10 +359,9 @@ def threshold(method: str, *, recent: int = RECENT, gap: int = GAP, **options: A
 
     The budget of each question replaces the one here.
     """
-    sizes: dict[str, Any] = {"threshold_tokens": 1024 + gap, "budget_tokens": 1024, "buffer": recent}
-    return CompressionConfig(
-        method=method, policy="threshold", protect_prompt=True, query_window=recent, **sizes, **options
-    )
+    policy = Threshold(threshold_tokens=1024 + gap, budget_tokens=1024, protect_prompt=True)
+    own = SPECS[method].own(query_window=recent)
+    return CompressionConfig(method=method, method_options=own, policy=policy, buffer=recent, **options)
 
 
 def recent_of(method: str, recent: int, budgets: Iterable[int], prompts: Iterable[int]) -> int:

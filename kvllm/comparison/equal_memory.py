@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from kvllm.compression.specs import CHUNK_BUDGET, SPECS
+from kvllm.compression.specs import SPECS
 from kvllm.config import CompressionConfig
+from kvllm.core.policies import Standalone, Threshold
 from kvllm.core.regions import Regions, WholeCache, Windows
 from kvllm.errors import ConfigError
 
@@ -40,16 +41,21 @@ class Fit(NamedTuple):
 
     @property
     def block_size(self) -> int:
-        return 1 if self.compression.policy == "standalone" else BLOCK_SIZE
+        return 1 if isinstance(self.compression.policy, Standalone) else BLOCK_SIZE
+
+    @property
+    def protects_prompt(self) -> bool:
+        policy = self.compression.policy
+        return isinstance(policy, Threshold) and policy.protect_prompt
 
     @property
     def compresses_prompt(self) -> bool:
-        return self.compression.compress_prompt or (self.gap > 0 and not self.compression.protect_prompt)
+        return self.compression.compress_prompt or (self.gap > 0 and not self.protects_prompt)
 
     def budget(self, length: Length) -> int | None:
         """The `budget_tokens` of a text."""
         prompt, stored = length
-        start = -(-prompt // BLOCK_SIZE) * BLOCK_SIZE if self.compression.protect_prompt else 0
+        start = -(-prompt // BLOCK_SIZE) * BLOCK_SIZE if self.protects_prompt else 0
         least = start + self.compression.buffer + 1
         wanted = _budget(self.compression.method, target(self.share, stored), self.gap)
         return max(least, wanted) if self.gap else None
@@ -74,7 +80,7 @@ def fit(method: str, share: float, lengths: Iterable[Length], *, compress_prompt
             f"texts too short: {share:.1%} of the KV pairs of most of them leave {max(0, room)} beside the prompt, and "
             f"{2 * BLOCK_SIZE} are needed"
         )
-    if SPECS[method].refusal("threshold"):
+    if SPECS[method].refusal("cache"):
         return _by_windows(method, share, counts, room, compress_prompt)
     return _by_threshold(method, share, counts, room, compress_prompt)
 
@@ -94,12 +100,13 @@ def _by_threshold(method: str, share: float, counts: Counter[Length], room: int,
     budget = _budget(method, target(share, max(stored for _, stored in counts)), gap)
     compression = CompressionConfig(
         method=method,
-        policy="threshold",
-        budget_tokens=budget,
-        threshold_tokens=budget + (2 * gap if ragged else gap),
-        protect_prompt=not compress_prompt,
+        method_options=SPECS[method].own(query_window=min(recent, gap)),
+        policy=Threshold(
+            budget_tokens=budget,
+            threshold_tokens=budget + (2 * gap if ragged else gap),
+            protect_prompt=not compress_prompt,
+        ),
         buffer=min(recent, gap, room - 2 * gap) if ragged else min(recent, room - gap // 2 - 1),
-        query_window=min(recent, gap),
     )
     return Fit(compression, share, gap)
 
@@ -138,16 +145,11 @@ def _by_windows(method: str, share: float, counts: Counter[Length], room: int, c
     found = min(tried, default=None)
     if found is None or found.off >= BLOCK_SIZE:
         raise ConfigError(f"texts too short: no windows of at most {most} KV pairs leave {share:.1%} of all")
-    options: dict[str, Any] = {"chunk_budget": CHUNKS} if CHUNK_BUDGET in SPECS[method].options else {}
     compression = CompressionConfig(
         method=method,
-        policy="standalone",
-        window_blocks=found.size,
-        retain_tokens=found.retained,
+        method_options=SPECS[method].own(chunk_budget=CHUNKS, query_window=max(1, found.buffer)),
+        policy=Standalone(window_blocks=found.size, retain_tokens=found.retained, compress_prompt=compress_prompt),
         buffer=found.buffer,
-        query_window=max(1, found.buffer),
-        compress_prompt=compress_prompt,
-        **options,
     )
     return Fit(compression, share)
 

@@ -7,14 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from kvllm.comparison.equal_memory import Fit
 from kvllm.comparison.figures import CONFIDENCE, Choice, Figures, choose
 from kvllm.comparison.measurement import Result
 from kvllm.comparison.table import table
 from kvllm.comparison.variants import engine_options, in_few_words
-from kvllm.config import CompressionConfig
 
 STYLES = ("-", "--", ":", "-.")
 HEADER = (
@@ -98,20 +95,14 @@ def _options(result: Result) -> tuple[dict[str, Any], dict[str, Any]]:
     compression = result.compression
     options = engine_options(result.kv_cache_dtype, compression and Fit(compression, result.share))
     options.pop("compression", None)
-    if compression is None:
-        return options, {}
-    fields = msgspec.structs.fields(CompressionConfig)
-    given = {field.name: getattr(compression, field.name) for field in fields}
-    return options, {field.name: given[field.name] for field in fields if given[field.name] != field.default}
+    return options, compression.flat() if compression else {}
 
 
 def in_python(result: Result, model: str) -> str:
     options, compression = _options(result)
     parts = [repr(model), *(f"{name}={value!r}" for name, value in options.items() if value != "auto")]
     if compression:
-        parts.append(
-            f"compression=CompressionConfig({', '.join(f'{k}={v!r}' for k, v in compression.items() if v != {})})"
-        )
+        parts.append(f"compression=CompressionConfig({', '.join(f'{k}={v!r}' for k, v in compression.items())})")
     return f"LLM({', '.join(parts)})"
 
 
@@ -119,7 +110,7 @@ def on_a_command_line(result: Result, model: str) -> str:
     options, compression = _options(result)
     flags = [f"--{name.replace('_', '-')} {value}" for name, value in options.items() if value != "auto"]
     if compression:
-        settings = (f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in compression.items() if v != {})
+        settings = (f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in compression.items())
         flags.append(f"--compression {','.join(settings)}")
     return " ".join(["kvllm serve", model, *flags])
 

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib.metadata import entry_points
 from typing import Any, Generic, Literal, TypeVar
 
+from kvllm.entry_points import load_entry_points
 from kvllm.errors import ConfigError
 
 Function = Callable[..., Any] | str
 """A function, or where it is, as `module:name` in `kvllm.compression.methods`: a spec imports no torch."""
 Queries = Literal["window", "buffer", "recent", "none"]
 Observable = Literal["probabilities", "squares"]
+Compresses = Literal["windows", "overlapping windows", "cache"]
+"""What a policy lets a method choose from: windows one after the other, windows that share their buffers, or all that a
+sequence holds, also what it was compressed to before."""
 Number = TypeVar("Number", int, float)
 LARGEST = (1 << 31) - 1
 """Of whole numbers: operators count KV pairs in 32 bits."""
@@ -28,7 +30,6 @@ LARGEST = (1 << 31) - 1
 class Option(Generic[Number]):
     """A number that a user sets for a method, and the method's function gets as a keyword argument.
 
-    The options of Token2Chunk are fields of CompressionConfig. All others are keys of its `method_options`.
     least, most: bounds; both are allowed values.
     """
 
@@ -113,27 +114,36 @@ class MethodSpec:
         """Whether it needs a file beside the checkpoint."""
         return self.calibrated or self.gated
 
-    def refusal(self, policy: str) -> str | None:
-        """Why a policy of that name cannot use the method; None if it can."""
-        if policy == "threshold" and self.queries == "window":
+    @property
+    def settings(self) -> tuple[Option[Any], ...]:
+        """What a user may set: the options, and how many queries score where these are the recent ones."""
+        return (*self.options, QUERY_WINDOW) if self.queries == "recent" else self.options
+
+    def own(self, **options: float) -> dict[str, float]:
+        """Those of some options that the method has."""
+        return {option.name: options[option.name] for option in self.settings if option.name in options}
+
+    def refusal(self, compresses: Compresses) -> str | None:
+        """Why policies that compress this cannot use the method; None if they can."""
+        if compresses == "cache" and self.queries == "window":
             return (
                 "it scores with the query of every KV pair, and those that were compressed before have none: use "
                 'policy="pressure" or "periodic", or method="kara_no_bi"'
             )
-        if policy == "threshold" and self.unrotates:
+        if compresses == "cache" and self.unrotates:
             return (
                 "it needs the position of every KV pair, and those that were compressed before differ from head to "
                 'head: use policy="pressure" or "periodic"'
             )
-        if policy == "standalone" and self.reselects:
+        if compresses == "overlapping windows" and self.reselects:
             return (
                 "its scores are added up while sequences decode, and a window is chosen from together with what is "
                 'left of those before: use policy="pressure", "periodic" or "threshold"'
             )
-        if policy != "threshold" and self.ragged:
+        if compresses != "cache" and self.ragged:
             return (
-                f'it keeps more in some layers or heads than in others: use policy="threshold", not {policy!r}, or '
-                "another method with layer_groups, by which layers keep different shares of a window"
+                'it keeps more in some layers or heads than in others: use policy="threshold", or another method with '
+                "layer_groups, by which layers keep different shares of a window"
             )
         return None
 
@@ -146,6 +156,7 @@ STATISTICS_FILE = "kv_statistics.safetensors"
 CHUNK_BUDGET = Option("chunk_budget", default=32, least=0)
 MAX_CHUNK = Option("max_chunk", default=8, least=3)
 TOKEN2CHUNK = (CHUNK_BUDGET, MAX_CHUNK)
+QUERY_WINDOW = Option("query_window", default=32, least=1)
 FUTURE = Option("future", default=512, least=1, most=1 << 16)
 RECENT = Option("recent", default=64, least=0)
 SINKS = Option("sinks", default=4, least=0)
@@ -177,17 +188,8 @@ def known_methods(wanted: str) -> tuple[str, ...]:
         ConfigError: if a package with methods cannot be imported.
     """
     if wanted not in SPECS:
-        _load_entry_points()
+        load_entry_points(ENTRY_POINTS)
     return tuple(SPECS)
-
-
-@cache
-def _load_entry_points() -> None:
-    for entry in entry_points(group=ENTRY_POINTS):
-        try:
-            entry.load()
-        except Exception as error:
-            raise ConfigError(f"the methods of {entry.value!r} cannot be loaded: {error!r}") from error
 
 
 _OWN = (

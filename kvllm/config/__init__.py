@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from kvllm.config.checks import Options, Refused, check_types, converted, require, without_refused
-from kvllm.config.compression import POLICIES, CompressionConfig, LayerGroup, bounding, make_kv_groups
+from kvllm.config.compression import CompressionConfig, LayerGroup, bounding, make_kv_groups
 from kvllm.config.engine import EngineConfig
 from kvllm.config.host_room import check_host_size, host_room
+from kvllm.config.policies import PolicyOptions, register_policy
 from kvllm.config.tenant import TenantConfig
 
 __all__ = [
-    "POLICIES",
     "CompressionConfig",
     "EngineConfig",
     "LayerGroup",
     "Options",
+    "PolicyOptions",
     "Refused",
     "TenantConfig",
     "bounding",
@@ -22,6 +23,7 @@ __all__ = [
     "converted",
     "host_room",
     "make_kv_groups",
+    "register_policy",
     "require",
     "without_refused",
 ]

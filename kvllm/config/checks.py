@@ -25,9 +25,9 @@ class OptionsMeta(StructMeta):
 
         def __call__(cls, *args: Any, **options: Any) -> Any:
             known = cls.__struct_fields__
-            if not options.keys() <= set(known):
-                options = without_refused(cls.__name__, options, known, cls.REFUSED)
             try:
+                if not options.keys() <= set(known):
+                    options = cls.sorted_out(options)
                 return super().__call__(*args, **options)
             except TypeError as error:
                 raise ConfigError(f"{cls.__name__}: {error}: it has {', '.join(known)}") from None
@@ -37,6 +37,11 @@ class Options(Struct, metaclass=OptionsMeta, frozen=True):
     """A frozen struct with options. REFUSED: those of vLLM that it has not."""
 
     REFUSED: ClassVar[Refused] = {}
+
+    @classmethod
+    def sorted_out(cls, options: dict[str, Any]) -> dict[str, Any]:
+        """The fields of options of which some are no fields. Raises ConfigError."""
+        return without_refused(cls.__name__, options, cls.__struct_fields__, cls.REFUSED)
 
 
 def without_refused(owner: str, options: dict[str, Any], known: Iterable[str], refused: Refused) -> dict[str, Any]:

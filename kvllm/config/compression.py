@@ -2,41 +2,35 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Sequence
-from typing import Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import force_setattr
 
 from kvllm.compression.specs import (
     AUTO,
     BY_WINDOW,
-    CHUNK_BUDGET,
     FROM_ALL,
-    LARGEST,
-    MAX_CHUNK,
+    QUERY_WINDOW,
     SPECS,
-    TOKEN2CHUNK,
     MethodSpec,
+    Option,
     known_methods,
 )
 from kvllm.config.checks import Options, check_types, require
+from kvllm.config.policies import POLICIES, PolicyOptions, check_largest, policy_options, policy_type
 from kvllm.errors import ConfigError
 from kvllm.kvcache.formats import KV_FORMATS
 from kvllm.kvcache.groups import KVGroup, make_groups
+from kvllm.spelling import did_you_mean
 
-WINDOW_OPTIONS = ("window_blocks", "retain_blocks", "retain_tokens", "compress_prompt")
-POLICY_OPTIONS = {
-    "periodic": ("period", *WINDOW_OPTIONS),
-    "pressure": ("period", *WINDOW_OPTIONS),
-    "standalone": WINDOW_OPTIONS,
-    "threshold": ("threshold_tokens", "budget_tokens", "protect_prompt"),
-}
-"""The options that not all policies read."""
-POLICIES = tuple(POLICY_OPTIONS)
+if TYPE_CHECKING:
+    from kvllm.core.regions import Regions
+
+DEFAULT_POLICY = "pressure"
 SCORE_SOURCES = ("observed", "recomputed")
-PAPER_SEQUENCES = 30
 RECALL_DTYPES = ("auto", *KV_FORMATS)
 
 
@@ -47,36 +41,24 @@ class LayerGroup(Struct, frozen=True):
     retain_blocks: int
 
 
-class CompressionConfig(Options, frozen=True, kw_only=True):
+class CompressionConfig(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the KV cache is compressed while decoding.
+
+    Options of the policy and of the method may stand beside these: `CompressionConfig(policy="pressure",
+    window_blocks=3, method="kara", chunk_budget=16)` is `CompressionConfig(policy=Pressure(window_blocks=3),
+    method="kara", method_options={"chunk_budget": 16})`. Other names are refused.
 
     Attributes:
         method: which KV pairs survive (`kvllm.compression.specs.SPECS`). "auto", for windows, is "mean_attention", or
             "kara_sharp" beside options that do not go with that: `compress_prompt`, recall and recomputed scores.
-        policy: which sequences compress and when: "periodic" (every `period` decode steps of the engine, at most
-            `max_sequences` sequences), "pressure" (only while blocks are short, and only what is needed to make them
-            last `period` steps more), "standalone" (each sequence whenever its tail fills a window; block_size 1) or
-            "threshold" (a sequence's whole cache, once it has `threshold_tokens` KV pairs, to `budget_tokens`).
-        max_sequences: most sequences that an event compresses, together as far as the tokens of a step allow. None: 30,
-            as in the paper, where queries are recomputed, and without that all; spread over as many steps as it takes,
-            so that none of them is half as long again as a step without an event, or compresses more than one window.
-        window_blocks: blocks of one window, the trailing full blocks that were never compressed.
-        retain_blocks: whole blocks kept of a window. A whole number of blocks leaves the partial last block in place.
-        retain_tokens: KV pairs kept of a window, buffer included; overrides `retain_blocks` (the paper: 257 of 768).
-        buffer: the last KV pairs of a window, always kept.
-        chunk_budget: of the KV pairs kept, how many go to completing chunks (alpha of Token2Chunk).
-        max_chunk: longest chunk, both ends counted (gamma of Token2Chunk).
-        compress_prompt: compress the prompt too, right after it is computed. By default windows leave it whole; a
-            threshold means the whole cache, unless `protect_prompt` is set.
-        query_window: the most recent queries that score, for methods which do not use all (SnapKV and its kin).
+        method_options: options of the method, by name, as its spec lists them, where they are not the default.
+        policy: which sequences compress and when, one of the classes of `kvllm.core.policies`, or its name: `Pressure`
+            (only while blocks are short), `Periodic` (every `period` decode steps), `Standalone` (each sequence
+            whenever its tail fills a window) or `Threshold` (a sequence's whole cache, once it is too long).
+        buffer: the last KV pairs of a window or of a cache, always kept.
         score_source: "observed" adds scores up while sequences decode, so that an event needs no pass of the model;
             "recomputed" computes the window's queries again. None: observed, where the method only looks back
             (`MethodSpec.observable`) and prompts stay whole.
-        threshold_tokens: KV pairs at which "threshold" cuts a cache (the paper: 1280, at blocks of 256).
-        budget_tokens: KV pairs to which "threshold" cuts a cache (the paper: 1025). A request's
-            `SamplingParams.budget_tokens` comes first, and moves both by the same number of KV pairs.
-        protect_prompt: "threshold" leaves the blocks of the prompt whole, too; they count among `budget_tokens`.
-        method_options: further options of the method, by name, as its spec lists them: `{"sinks": 8}` for "streaming".
         layer_groups: what groups of layers keep of each window, where it shall differ, instead of `retain_blocks`:
             `[{"layers": [0, 1, 2], "retain_blocks": 1}, {"layers": [3], "retain_blocks": 2}]`. Each layer that attends
             all tokens is in one of them. A layer that keeps less gives its blocks back to the pool. "auto" shares out
@@ -95,53 +77,58 @@ class CompressionConfig(Options, frozen=True, kw_only=True):
     """
 
     method: str = AUTO
-    policy: str = "pressure"
-    period: int = 128
-    max_sequences: int | None = None
-    window_blocks: int = 4
-    retain_blocks: int = 1
-    retain_tokens: int | None = None
-    buffer: int = 8
-    chunk_budget: int = CHUNK_BUDGET.default
-    max_chunk: int = MAX_CHUNK.default
-    compress_prompt: bool = False
-    query_window: int = 32
-    score_source: str | None = None
-    threshold_tokens: int | None = None
-    budget_tokens: int | None = None
-    protect_prompt: bool = False
     method_options: dict[str, int | float] = msgspec.field(default_factory=dict)
+    policy: Any = DEFAULT_POLICY
+    buffer: int = 8
+    score_source: str | None = None
     layer_groups: tuple[LayerGroup, ...] | Literal["auto", "pyramid"] = ()
     recall_period: int | None = None
     recall_bound: float | None = None
     recall_chunks: int = 4
     recall_dtype: str = "auto"
 
+    if TYPE_CHECKING:  # it takes the options of policy and method, too
+
+        def __init__(self, **options: Any) -> None: ...
+
+    @classmethod
+    def sorted_out(cls, options: dict[str, Any]) -> dict[str, Any]:
+        """What is no field is an option of the policy, where this is named, or of the method."""
+        found = {name: value for name, value in options.items() if name in cls.__struct_fields__}
+        more = {name: value for name, value in options.items() if name not in found}
+        policy = found.get("policy", DEFAULT_POLICY)
+        if isinstance(policy, str):
+            own = policy_type(policy)
+            found["policy"] = own(**{name: more.pop(name) for name in own.__struct_fields__ if name in more})
+        elif isinstance(policy, PolicyOptions):
+            for name in more.keys() & set(policy.__struct_fields__):
+                require(False, name, more[name], f"write it into policy={type(policy).__name__}({name}=...)")
+        return found | ({"method_options": {**found.get("method_options", {}), **more}} if more else {})
+
+    def flat(self) -> dict[str, Any]:
+        """The options that are not the default, those of policy and method among the others."""
+        fields = {field.name: field for field in msgspec.structs.fields(self)}
+        kept = fields.keys() - {"policy", "method_options"}
+        found = {name: getattr(self, name) for name in fields if name in kept}
+        found = {name: value for name, value in found.items() if value != fields[name].default}
+        own = {field.name: field.default for field in msgspec.structs.fields(self.policy)}
+        settings = {name: getattr(self.policy, name) for name in own if getattr(self.policy, name) != own[name]}
+        policy = {} if self.policy.name == DEFAULT_POLICY else {"policy": self.policy.name}
+        return found | policy | settings | self.method_options
+
     def __post_init__(self) -> None:
+        force_setattr(self, "policy", policy_options(self.policy))
         check_types(self)
         known = (AUTO, *known_methods(self.method))
         require(self.method in known, "method", self.method, f"choose one of {', '.join(known)}")
-        require(self.policy in POLICIES, "policy", self.policy, f"choose one of {', '.join(POLICIES)}")
-        for field in self.__struct_fields__:
-            value = getattr(self, field)
-            require(not isinstance(value, int) or value <= LARGEST, field, value, f"at most {LARGEST}")
-        for field in ("period", "window_blocks", "retain_blocks", "query_window"):
-            require(getattr(self, field) >= 1, field, getattr(self, field), "at least 1")
-        most = self.max_sequences
-        require(most is None or most >= 1, "max_sequences", most, "at least 1, or None")
+        check_largest(self)
         require(self.buffer >= 0, "buffer", self.buffer, "at least 0")
-        self._check_options()
-        require(
-            self.retain_blocks <= self.window_blocks,
-            "retain_blocks",
-            self.retain_blocks,
-            f"at most window_blocks={self.window_blocks} (retention 100%)",
-        )
-        if self.method == AUTO and self.policy == "threshold":
-            allowed = 'only with windows: policy="threshold" needs the name of a method, such as "keydiff"'
+        if self.method == AUTO and self.policy.compresses == "cache":
+            allowed = f'only with windows: policy="{self.policy.name}" needs the name of a method, such as "keydiff"'
             require(False, "method", self.method, allowed)
-        refusal = self.spec.refusal(self.policy)
+        refusal = self.spec.refusal(self.policy.compresses)
         require(refusal is None, "method", self.method, refusal or "")
+        self._check_method_options()
         if self.spec.queries == "buffer":
             needed = f"at least 1: method={self.method!r} scores with its queries"
             require(self.buffer >= 1, "buffer", self.buffer, needed)
@@ -149,33 +136,30 @@ class CompressionConfig(Options, frozen=True, kw_only=True):
         if self.layer_groups:
             self._check_layer_groups()
         self._check_recall()
-        self._check_unused()
-        if self.policy == "threshold":
-            self._check_threshold()
+        self.policy.check(self)
 
-    def _check_unused(self) -> None:
-        """Refuse options that say nothing under the policy, or without recall."""
-        options = [name for policy, names in POLICY_OPTIONS.items() if policy != self.policy for name in names]
-        own = POLICY_OPTIONS[self.policy]
-        allowed = f"policy={self.policy!r} has {', '.join(own)} of the options that not all policies have"
-        self._refuse_set((name for name in options if name not in own), allowed)
-        if not self.recalls:
-            self._refuse_set(("recall_chunks", "recall_dtype"), "only with recall_period or recall_bound")
-
-    def _refuse_set(self, names: Iterable[str], allowed: str) -> None:
-        defaults = {field.name: field.default for field in msgspec.structs.fields(self)}
-        for name in names:
-            require(getattr(self, name) == defaults[name], name, getattr(self, name), allowed)
-
-    def _check_options(self) -> None:
-        for option in TOKEN2CHUNK:
-            value = getattr(self, option.name)
-            require(option.accepts(value), option.name, value, option.allowed)
-        own = {option.name: option for option in self.spec.options if option not in TOKEN2CHUNK}
+    def _check_method_options(self) -> None:
+        """Hold them against the method's spec, and leave out those that are the default."""
+        own = {option.name: option for option in self.spec.settings}
         for name, value in self.method_options.items():
-            known = f"method={self.method!r} has {', '.join(own) if own else 'no such options'}"
-            require(name in own, "method_options", self.method_options, known)
-            require(own[name].accepts(value), f"method_options: {name}", value, own[name].allowed)
+            if name not in own:
+                raise ConfigError(self._unknown(name, value, own))
+            require(own[name].accepts(value), name, value, own[name].allowed)
+        given = {name: value for name, value in self.method_options.items() if value != own[name].default}
+        force_setattr(self, "method_options", given)
+
+    def _unknown(self, name: str, value: Any, own: dict[str, Option[Any]]) -> str:
+        """What is wrong with an option that neither the policy nor the method has."""
+        names = {
+            f"policy={self.policy.name!r}": self.policy.__struct_fields__,
+            f"method={self.spec.name!r}": tuple(own) or ("no option",),
+            "every compression": self.__struct_fields__,
+        }
+        near = did_you_mean(name, [each for group in names.values() for each in group])
+        if near and not is_option(name):
+            return f"CompressionConfig has no option {name!r}{near}"
+        lists = "; ".join(f"{owner} has {', '.join(group)}" for owner, group in names.items())
+        return f"{name}={value!r} is not allowed: {lists}"
 
     def _check_score_source(self) -> None:
         source = self.score_source
@@ -191,28 +175,17 @@ class CompressionConfig(Options, frozen=True, kw_only=True):
             require(not self.compress_prompt, "score_source", source, allowed)
 
     def _check_layer_groups(self) -> None:
-        """Lengths of all groups differ by whole blocks, so that they come to windows and to new blocks together."""
         seen = set[int]()
         for group in self.named_groups:
-            blocks = group.retain_blocks
-            most = f"between 1 and window_blocks={self.window_blocks}"
-            require(1 <= blocks <= self.window_blocks, "layer_groups: retain_blocks", blocks, most)
             require(bool(group.layers), "layer_groups: layers", [], "at least one layer")
             for layer in group.layers:
                 require(layer >= 0, "layer_groups: layers", layer, "indices of layers, from 0")
                 require(layer not in seen, "layer_groups: layers", layer, "each layer once, and this one stands twice")
                 seen.add(layer)
-        for field, reason in self._not_beside_layer_groups().items():
-            require(False, field, getattr(self, field), f"not beside layer_groups, {reason}")
-
-    def _not_beside_layer_groups(self) -> dict[str, str]:
-        """Options that are set and do not go with shares by layer, and why."""
-        options = {
-            "policy": (self.policy == "threshold", "which are for windows: a threshold cuts a cache to budget_tokens"),
-            "retain_tokens": (self.retain_tokens is not None, "where retain_blocks of each group says what it keeps"),
-            "method": (self.spec.observes, "because it needs KV pairs to be in the same place in all layers"),
-        }
-        return {field: reason for field, (is_refused, reason) in options.items() if is_refused}
+        windows = "not beside layer_groups, which are for windows: a threshold cuts a cache to budget_tokens"
+        require(self.policy.compresses != "cache", "policy", self.policy.name, windows)
+        places = "not beside layer_groups, because it needs KV pairs to be in the same place in all layers"
+        require(not self.spec.observes, "method", self.method, places)
 
     @property
     def named_groups(self) -> tuple[LayerGroup, ...]:
@@ -250,29 +223,14 @@ class CompressionConfig(Options, frozen=True, kw_only=True):
         dtypes = f"choose one of {', '.join(RECALL_DTYPES)}"
         require(self.recall_dtype in RECALL_DTYPES, "recall_dtype", self.recall_dtype, dtypes)
         spec = self.spec
+        for name, default in () if self.recalls else (("recall_chunks", 4), ("recall_dtype", "auto")):
+            value = getattr(self, name)
+            require(value == default, name, value, "only with recall_period or recall_bound")
         if self.recalls:
             moves = spec.ragged or spec.observes or spec.keeps_end or spec.reselects
             allowed = "with recall_period or recall_bound, a method that keeps equally many KV pairs in all heads, and "
             allowed += "no numbers beside them between compressions"
             require(not moves, "method", self.method, allowed)
-
-    def _check_threshold(self) -> None:
-        threshold, budget = self.threshold_tokens, self.budget_tokens
-        if threshold is None or budget is None:
-            missing = "threshold_tokens" if threshold is None else "budget_tokens"
-            raise ConfigError(f'policy="threshold" needs {missing}: the KV pairs at which, or to which, it compresses')
-        require(threshold >= 1, "threshold_tokens", threshold, "at least 1")
-        require(1 <= budget <= threshold, "budget_tokens", budget, f"between 1 and threshold_tokens={threshold}")
-        require(self.buffer <= budget, "buffer", self.buffer, f"at most budget_tokens={budget}, which it is part of")
-        behind = f"True with method={self.method!r}, whose scores begin after the prompt"
-        require(self.protect_prompt or not self.spec.reselects, "protect_prompt", self.protect_prompt, behind)
-        gap = threshold - self.held_tokens
-        if self.spec.queries == "recent" and gap:
-            known = gap if self.spec.ragged else max(gap, self.buffer)
-            recent = f"the last {known} KV pairs are those whose tokens are known at a compression"
-            require(self.query_window <= known, "query_window", self.query_window, f"at most {known}: {recent}")
-            if self.spec.ragged:
-                require(self.buffer <= known, "buffer", self.buffer, f"at most {known}: {recent}")
 
     @property
     def spec(self) -> MethodSpec:
@@ -284,7 +242,7 @@ class CompressionConfig(Options, frozen=True, kw_only=True):
         """The method, also where "auto" is given."""
         if self.method != AUTO:
             return self.method
-        again = self.policy in ("periodic", "pressure") and not (self.compress_prompt or self.recalls)
+        again = self.policy.compresses == "windows" and not (self.compress_prompt or self.recalls)
         return FROM_ALL if again and self.score_source != "recomputed" else BY_WINDOW
 
     def with_method(self) -> CompressionConfig:
@@ -310,68 +268,55 @@ class CompressionConfig(Options, frozen=True, kw_only=True):
         return (logical_length + num_tokens) // period > logical_length // period
 
     @property
-    def event_sequences(self) -> int:
-        """Most sequences that an event compresses."""
-        if self.max_sequences is not None:
-            return self.max_sequences
-        needs_queries = self.spec.queries != "none" and not (self.observes_scores or self.spec.learns)
-        return PAPER_SEQUENCES if needs_queries or self.spec.repeats else sys.maxsize
+    def compress_prompt(self) -> bool:
+        """Whether the policy compresses windows of prompts, too."""
+        return getattr(self.policy, "compress_prompt", False)
+
+    @property
+    def query_window(self) -> int:
+        """The most recent queries that score, for methods which do not use all (SnapKV and its kin)."""
+        return int(self.method_options.get(QUERY_WINDOW.name, QUERY_WINDOW.default))
 
     @property
     def options(self) -> dict[str, int | float]:
         """The options of the method's function, by name."""
-        fields = {option.name: getattr(self, option.name) for option in TOKEN2CHUNK}
-        given = fields | self.method_options
-        return {option.name: given.get(option.name, option.default) for option in self.spec.options}
+        given, options = self.method_options, self.spec.options
+        return {option.name: given.get(option.name, option.default) for option in options}
 
-    @property
-    def held_tokens(self) -> int:
-        """KV pairs for which a sequence holds memory after a compression by threshold.
+    def regions(self, block_size: int, retain: int | None = None) -> Regions:
+        """What of a sequence can be compressed, for sequences without a budget of their own.
 
-        Methods that keep more in some layers or heads than in others get room for half of what is between budget and
-        threshold: it must not depend on data. What they keep on average is `budget_tokens`.
-        """
-        assert self.threshold_tokens is not None and self.budget_tokens is not None
-        if self.spec.ragged:
-            return (self.budget_tokens + self.threshold_tokens) // 2
-        return self.budget_tokens
-
-    def keeps_all(self, block_size: int) -> bool:
-        """Whether nothing would ever be dropped (retention 100%)."""
-        if self.threshold_tokens is not None:
-            return self.held_tokens >= self.threshold_tokens
-        return self.retained(block_size) == self.window_blocks * block_size
-
-    def retained(self, block_size: int) -> int:
-        """KV pairs kept of a window, buffer included; of the whole cache with policy="threshold". With `layer_groups`,
-        those of the layers that keep least.
+        retain: KV pairs kept of a window, where a request or a group of layers says so.
 
         Raises:
             ConfigError: the window, what is kept of it and the buffer do not fit into each other at this block size.
         """
-        if self.policy == "threshold":
-            return self.held_tokens
-        window = self.window_blocks * block_size
-        size = f"a window of {self.window_blocks} blocks of {block_size} has {window} KV pairs"
-        if self.named_groups:
-            least = min(group.retain_blocks for group in self.named_groups)
-            retained, field, value = least * block_size, "layer_groups: retain_blocks", least
-        elif self.retain_tokens is None:
-            retained, field, value = self.retain_blocks * block_size, "retain_blocks", self.retain_blocks
-        else:
-            retained, field, value = self.retain_tokens, "retain_tokens", self.retain_tokens
-        require(1 <= retained <= window, field, value, f"between 1 and {window}: {size}")
-        require(self.buffer < window, "buffer", self.buffer, f"less than the window: {size}")
-        require(
-            self.buffer <= retained,
-            "buffer",
-            self.buffer,
-            f"at most what a window keeps, {retained} KV pairs ({field}={value}, block_size={block_size}): "
-            f"lower buffer, or raise {field}, window_blocks or block_size",
-        )
-        if self.policy == "standalone":
-            require(block_size == 1, "block_size", block_size, 'policy="standalone" moves by single KV pairs: use 1')
-        return retained
+        return self.policy.regions(self, block_size, retain)
+
+    def keeps_all(self, block_size: int) -> bool:
+        """Whether nothing would ever be dropped (retention 100%)."""
+        return self.regions(block_size).keeps_all
+
+    def retained(self, block_size: int) -> int:
+        """KV pairs kept of a window, buffer included; of the whole cache by threshold. With `layer_groups`, those of
+        the layers that keep least. Raises ConfigError as `regions`."""
+        return self.regions(block_size).retain
+
+
+def option_types(policy: Any = DEFAULT_POLICY, method: Any = AUTO) -> dict[str, Any]:
+    """The type of each option of the flat form, by name. Raises ConfigError for the name of no policy."""
+    kinds = (CompressionConfig, policy_type(policy)) if isinstance(policy, str) else (CompressionConfig,)
+    types = {field.name: field.type for kind in kinds for field in msgspec.structs.fields(kind)}
+    known_methods(method)
+    specs = (SPECS[name] for name in ((FROM_ALL, BY_WINDOW) if method == AUTO else (method,)) if name in SPECS)
+    return types | {option.name: type(option.default) for spec in specs for option in spec.settings}
+
+
+def is_option(name: str) -> bool:
+    """Whether a policy or a method has an option of that name."""
+    of_policies = (policy.options_type.__struct_fields__ for policy in POLICIES.values())
+    of_methods = ([option.name for option in spec.settings] for spec in SPECS.values())
+    return any(name in names for names in (*of_policies, *of_methods))
 
 
 def bounding(windows: Sequence[int | None], max_model_len: int) -> list[int | None]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Sequences
 from dataclasses import replace
+from typing import Any
 
 from kvllm.compression.queries import window_tokens
 from kvllm.config import EngineConfig
 from kvllm.core.block_manager import BlockManager
-from kvllm.core.compression_policy import CompressionPolicy, EngineLoad, peak_blocks
+from kvllm.core.capacity import peak_blocks
 from kvllm.core.group_table import GroupTable
 from kvllm.core.learning_turns import LearningTurns
+from kvllm.core.policies import CompressionPolicy, EngineLoad
 from kvllm.core.protocol import CompressionJob, PartCompaction, ScoringStart, StepPlan
 from kvllm.core.regions import Region
 from kvllm.core.sequence import Sequence
@@ -24,7 +26,7 @@ class CompressionPlanner:
     blocked: whether one of these waits for blocks: others share its region, and the pool has no room for its survivors.
     """
 
-    def __init__(self, policy: CompressionPolicy, config: EngineConfig, blocks: BlockManager) -> None:
+    def __init__(self, policy: CompressionPolicy[Any], config: EngineConfig, blocks: BlockManager) -> None:
         self.policy = policy
         self.config = config
         self.blocks = blocks

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from kvllm.config import EngineConfig, require
+from kvllm.core.policies import Threshold, WindowOptions
 from kvllm.core.request import Request
 from kvllm.core.sequence import ANONYMOUS, Origin
 from kvllm.errors import RequestError
@@ -212,12 +213,13 @@ class InputProcessor:
             raise RequestError(f"n={sampling.n} completions of a prompt run together: raise max_num_seqs={most}")
         sampling.check_vocabulary(self.vocab_size, max_logprobs)
         compression = self.config.compression
-        if sampling.budget_tokens is not None and (compression is None or compression.policy != "threshold"):
+        policy = compression and compression.policy
+        if sampling.budget_tokens is not None and not isinstance(policy, Threshold):
             raise RequestError(
                 f"budget_tokens={sampling.budget_tokens} needs an engine with "
                 'compression=CompressionConfig(policy="threshold", ...): only a threshold has a budget'
             )
-        if sampling.retain_blocks is not None and (compression is None or compression.policy == "threshold"):
+        if sampling.retain_blocks is not None and not isinstance(policy, WindowOptions):
             raise RequestError(
                 f"retain_blocks={sampling.retain_blocks} needs an engine with compression of windows, such as "
                 'compression=CompressionConfig(policy="pressure"): '

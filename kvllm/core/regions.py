@@ -7,13 +7,8 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-
-from msgspec import structs
-
-from kvllm.config import CompressionConfig
-from kvllm.kvcache.groups import KVGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +42,11 @@ class Regions(ABC):
     """Which part of a sequence's cache may be compressed, given its KV pairs `cached` and how many of them `tail`, at
     their end, no compression has covered yet.
 
-    retain: KV pairs kept of each window.
+    retain: KV pairs kept of each window. keeps_all: whether nothing would ever be dropped (retention 100%).
     """
 
     retain: int
+    keeps_all: bool
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -108,6 +104,7 @@ class Windows(Regions):
         self.retain = retain
         self.overlap = overlap
         self.stride = self.size - overlap
+        self.keeps_all = retain == self.size
 
     def trailing(self, cached: int, tail: int) -> Region | None:
         """Strict: the last full blocks, if no KV pair among them was compressed before or is protected (paper, C.4)."""
@@ -142,6 +139,8 @@ class Windows(Regions):
 class NothingDropped(Regions):
     """A sequence that keeps all its KV pairs."""
 
+    keeps_all = True
+
     def complete(self, cached: int, tail: int) -> Region | None:
         return None
 
@@ -166,6 +165,7 @@ class WholeCache(Regions):
         self.threshold = threshold
         self.start = -(-protected // block_size) * block_size
         self.retain = retain - self.start
+        self.keeps_all = retain >= threshold
 
     def trailing(self, cached: int, tail: int) -> Region | None:
         if cached < self.threshold:
@@ -181,25 +181,3 @@ class WholeCache(Regions):
 
     def tail_after(self, cached: int, region: Region) -> int:
         return 0
-
-
-def make_regions(config: CompressionConfig, block_size: int) -> Regions:
-    """The arithmetic of an engine, for sequences without a budget of their own.
-
-    In the stand-alone schedule the buffer of a window is the beginning of the next one (paper, section 4.1).
-    """
-    if config.threshold_tokens is not None:
-        return WholeCache(block_size, config.threshold_tokens, config.held_tokens)
-    overlap = config.buffer if config.policy == "standalone" else 0
-    return Windows(block_size, config.window_blocks, config.retained(block_size), overlap)
-
-
-def make_group_regions(config: CompressionConfig, block_size: int, groups: Sequence[KVGroup]) -> list[Regions]:
-    """The same for each of some KV groups that attend all tokens. They differ in what they keep of a window alone."""
-    found = []
-    for group in groups:
-        own = config
-        if group.retain_blocks is not None:
-            own = structs.replace(config, retain_tokens=group.retain_blocks * block_size, layer_groups=())
-        found.append(make_regions(own, block_size))
-    return found or [make_regions(config, block_size)]

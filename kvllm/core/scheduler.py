@@ -8,9 +8,10 @@ from kvllm.config import EngineConfig
 from kvllm.core.admission import Admission
 from kvllm.core.batch import Batch
 from kvllm.core.block_manager import BlockManager, PrefixHit
+from kvllm.core.capacity import longest_alone
 from kvllm.core.compression_planner import CompressionPlanner
-from kvllm.core.compression_policy import longest_alone, make_policy
 from kvllm.core.disk_prefixes import DiskPrefixes
+from kvllm.core.policies import make_policy
 from kvllm.core.protocol import MissingMass, PromptLogprobs, SampledToken, StepPlan, StepResult
 from kvllm.core.queue import LOOKAHEAD, FairQueue, Tenant
 from kvllm.core.sequence import PENDING, Sequence

@@ -11,8 +11,9 @@ from typing import Any, get_args, get_type_hints
 
 import msgspec
 
+from kvllm.compression.specs import AUTO
 from kvllm.config import CompressionConfig, LayerGroup
-from kvllm.config.compression import POLICIES
+from kvllm.config.compression import DEFAULT_POLICY, is_option, option_types
 from kvllm.config.engine import SWAP_MODES
 from kvllm.engine_args import (
     DEVICES,
@@ -93,21 +94,24 @@ def engine_args_from(args: argparse.Namespace, **own: Any) -> EngineArgs:
 
 
 def parse_compression(text: str) -> CompressionConfig | None:
-    """Read `key=value,...` or a JSON object with fields of CompressionConfig, or `none`.
+    """Read `key=value,...` or a JSON object with options of CompressionConfig, or `none`.
 
     In the list, the name of a policy alone is its setting, and `layer_groups` is written 0-2:1/3:4. Raises ConfigError
-    for unknown fields and for values that CompressionConfig refuses.
+    for unknown options and for values that CompressionConfig refuses.
     """
     if text == NONE:
         return None
-    types = {field.name: field.type for field in msgspec.structs.fields(CompressionConfig)}
-    options = parse_settings("--compression", text, types, dict.fromkeys(POLICIES, "policy"))
+    options = parse_settings("--compression", text, None, bare="policy")
+    policy = options.get("policy", DEFAULT_POLICY)
+    if isinstance(policy, str) and is_option(policy):
+        raise ConfigError(f"--compression: {policy!r} has no value: write name=value, here {policy}=...")
+    types = option_types(policy, options.get("method", AUTO))
     for name, value in options.items():
         if name == "layer_groups" and isinstance(value, str) and value not in ("auto", "pyramid"):
             options[name] = _layer_groups(value)
             continue
         try:
-            options[name] = msgspec.convert(value, types[name], strict=False)
+            options[name] = msgspec.convert(value, types.get(name, Any), strict=False)
         except msgspec.ValidationError as error:
             raise ConfigError(f"--compression: '{name}={value}': {error}") from None
     return CompressionConfig(**options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 import msgspec
@@ -26,15 +26,12 @@ def reader(parse: Callable[[str, str], T], option: str) -> Callable[[str], T]:
     return read
 
 
-def parse_settings(
-    option: str, text: str, names: Collection[str], words: Mapping[str, str] | None = None
-) -> dict[str, Any]:
+def parse_settings(option: str, text: str, names: Collection[str] | None, bare: str = "") -> dict[str, Any]:
     """Read settings. Values of `key=value,...` are JSON where they can be, else text.
 
-    names: those that are known. words: values that may stand without the name of their setting, and this name.
-    Raises ConfigError for other names and words.
+    names: those that are known; None if whoever asks checks them. bare: the setting whose value may stand alone.
+    Raises ConfigError for other names, and for those without a value.
     """
-    words = words or {}
     if text.lstrip().startswith("{"):
         settings = parse_json_object(option, text)
         for name, value in settings.items():
@@ -43,9 +40,8 @@ def parse_settings(
     settings = {}
     for setting in filter(None, text.split(",")):
         name, equals, value = setting.partition("=")
-        if not equals:
-            _check_name(option, setting, setting, words, names)
-            settings[words[setting]] = setting
+        if not equals and bare:
+            settings[bare] = setting
             continue
         _check_name(option, name, setting, names)
         try:
@@ -78,11 +74,8 @@ def parse_json_list(option: str, text: str) -> tuple[str, ...]:
         raise ConfigError(f'{option} {text!r} is no JSON list like ["*"]: {error}') from None
 
 
-def _check_name(option: str, name: str, setting: str, names: Collection[str], others: Collection[str] = ()) -> None:
-    """others: names that would need a value."""
-    if name not in names:
-        if name in others:
-            raise ConfigError(f"{option}: {setting!r} has no value: write name=value, here {name}=...")
-        near = did_you_mean(name, [*names, *(f"{each}=..." for each in others)])
-        written = f": write name=value,name=value or JSON, with {', '.join(others or names)}"
+def _check_name(option: str, name: str, setting: str, names: Collection[str] | None) -> None:
+    if names is not None and name not in names:
+        near = did_you_mean(name, names)
+        written = f": write name=value,name=value or JSON, with {', '.join(names)}"
         raise ConfigError(f"{option}: {setting!r} is no setting{near or written}")

@@ -15,6 +15,7 @@ import numpy as np
 from msgspec import Struct
 
 from kvllm.config import CompressionConfig
+from kvllm.core.policies import Threshold, WindowOptions
 from kvllm.core.snapshot import EngineSnapshot, SequenceRow
 from kvllm.errors import EngineDeadError
 from kvllm.serving.errors import unavailable
@@ -256,21 +257,25 @@ def make_info(state: ServerState, key: str) -> Info:
 def _kept_option(compression: CompressionConfig | None) -> tuple[str, int]:
     if compression is None:
         return "", 0
-    if compression.budget_tokens is not None:
-        return "budget_tokens", compression.budget_tokens
-    return "retain_blocks", compression.retain_blocks
+    policy = compression.policy
+    if isinstance(policy, Threshold):
+        return "budget_tokens", policy.budget_tokens
+    return ("retain_blocks", policy.retain_blocks) if isinstance(policy, WindowOptions) else ("", 0)
 
 
 def _describe(compression: CompressionConfig | None) -> str:
     """The settings of a compression in one line."""
     if compression is None:
         return ""
-    name = f"{compression.method}, {compression.policy}"
-    if compression.policy == "threshold":
-        return f"{name}: at {compression.threshold_tokens} KV pairs {compression.budget_tokens} are kept"
-    tokens = compression.retain_tokens
-    kept = f"{compression.retain_blocks} blocks" if tokens is None else f"{tokens} KV pairs"
+    policy = compression.policy
+    name = f"{compression.method}, {policy.name}"
+    if isinstance(policy, Threshold):
+        return f"{name}: at {policy.threshold_tokens} KV pairs {policy.budget_tokens} are kept"
+    if not isinstance(policy, WindowOptions):
+        return name
+    tokens = policy.retain_tokens
+    kept = f"{policy.retain_blocks} blocks" if tokens is None else f"{tokens} KV pairs"
     if compression.named_groups:
         by_group = sorted({group.retain_blocks for group in compression.named_groups})
         kept = f"{' or '.join(map(str, by_group))} blocks, by layer,"
-    return f"{name}: of a window of {compression.window_blocks} blocks, {kept} are kept"
+    return f"{name}: of a window of {policy.window_blocks} blocks, {kept} are kept"

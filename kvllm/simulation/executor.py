@@ -196,8 +196,8 @@ class SimulatedExecutor(BlockingExecutor):
         decode_seconds, prefill_seconds = self.cost.forward(decode, prefill, samples, planned_ahead=ahead)
         self.seconds.decode += decode_seconds
         if scored and self.compression:
-            half_of_window = self.compression.window_blocks * self.config.block_size // 2  # scored in the mean
-            self.seconds.decode += self.cost.observe(scored * half_of_window, sum(self.parts))
+            complete = self.compression.regions(self.config.block_size).next_end(0, 0)
+            self.seconds.decode += self.cost.observe(scored * (complete // 2), sum(self.parts))  # half in the mean
         self.seconds.prefill += prefill_seconds
         return samples
 

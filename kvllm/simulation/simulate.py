@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from kvllm.config import CompressionConfig, EngineConfig
-from kvllm.core.compression_policy import check_pool
+from kvllm.core.capacity import check_pool
 from kvllm.core.protocol import StepPlan, StepResult
 from kvllm.core.scheduler import Scheduler
 from kvllm.core.sequence import Origin, Sequence

@@ -18,7 +18,7 @@ from kvllm.core.protocol import (
     StepPlan,
     TableChange,
 )
-from kvllm.core.regions import Region, make_regions
+from kvllm.core.regions import Region
 from kvllm.errors import ConfigError
 from kvllm.kvcache.groups import full_groups, has_full
 from kvllm.sampling_params import SamplingParams
@@ -136,7 +136,7 @@ def _events(config: EngineConfig) -> Iterator[StepPlan]:
 
 def _event(config: EngineConfig, compression: CompressionConfig, learns: bool) -> Iterator[StepPlan]:
     """An event in the sequences' caches of zeros. learns: whether it is learned from."""
-    regions = make_regions(compression, config.block_size)
+    regions = compression.regions(config.block_size)
     length = regions.next_end(0, 0)
     region = regions.complete(length, length)
     if region is None or length + 1 > config.max_model_len:

@@ -23,6 +23,7 @@ from kvllm.compression.model_inputs import WithModelInputs
 from kvllm.compression.paged_keys import Keys, PagedKeys
 from kvllm.compression.queries import query_tokens, window_tokens
 from kvllm.compression.registry import METHODS
+from kvllm.core.policies import Threshold
 from kvllm.core.protocol import CompressionJob
 from kvllm.worker.features.base import WorkerParts
 from kvllm.worker.read_batch import read_batch
@@ -170,7 +171,7 @@ class Selector:
             parts.append(CachedPart(to_device(table, self.cache.data.device), length, region))
         text = RepeatedText(self.operations, parts, self.part_of, self.softmax)
         # Of a whole cache that was cut before, the text is longer than the cache.
-        begin = window.start if self.config.policy == "threshold" else window.position
+        begin = window.start if self.config.policy.compresses == "cache" else window.position
         repeat(self.model, state, (begin, window.position + window.size), text)
         return text.received
 
@@ -278,10 +279,10 @@ class _Pass:
 
     def _mean_retained(self, retain: int) -> int:
         """KV pairs that heads keep on average, where `retain` is what they have room for."""
-        config = self.selector.config
-        if not config.spec.ragged or config.budget_tokens is None:
+        policy, spec = self.selector.config.policy, self.selector.config.spec
+        if not spec.ragged or not isinstance(policy, Threshold):
             return retain
-        return retain - (config.held_tokens - config.budget_tokens)
+        return retain - (policy.held_tokens(spec) - policy.budget_tokens)
 
     def _inputs(self, number: int, layers: Sequence[int]) -> dict[str, Any]:
         """Keys, and the inputs among `kvllm.compression.registry.INPUTS`. Those that layers do not share have a row for

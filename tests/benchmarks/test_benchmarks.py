@@ -15,7 +15,7 @@ from benchmarks.common.jobs import Job
 from benchmarks.common.variants import parse_variant
 from benchmarks.common.workloads import Request
 from benchmarks.reasoner.tokenizer import encode
-from kvllm import CompressionConfig
+from kvllm import CompressionConfig, Pressure
 from kvllm.engine_args import EngineArgs
 from kvllm.engine_builder import cache_shape
 from kvllm.errors import ConfigError, KvLLMError
@@ -110,8 +110,7 @@ def test_reads_prompts_from_a_field(tmp_path):
 def test_variants_carry_settings_of_compression_and_engine():
     variant = parse_variant("kara:period=32,window_blocks=6,retain_blocks=2,compress_prompt=true,block_size=16")
     assert variant.compression is not None
-    assert (variant.compression.period, variant.compression.window_blocks) == (32, 6)
-    assert variant.compression.compress_prompt is True
+    assert variant.compression.policy == Pressure(period=32, window_blocks=6, retain_blocks=2, compress_prompt=True)
     assert variant.engine == {"block_size": 16}
     assert parse_variant("vanilla").compression is None
     recalling = parse_variant("kara_sharp:policy=pressure,recall_bound=0.05,kv_offloading_size=0.5")

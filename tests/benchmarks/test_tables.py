@@ -185,7 +185,8 @@ def test_memory_limit_is_the_time_to_read_weights_and_blocks(tiny):
 # Figure 2
 
 WINDOW = {"policy": "periodic", "period": 4, "buffer": 2, "chunk_budget": 2}
-CUT = {"policy": "threshold", "threshold_tokens": 40, "budget_tokens": 25, "buffer": 2, "query_window": 2}
+CUT = {"policy": "threshold", "threshold_tokens": 40, "budget_tokens": 25, "buffer": 2}
+RECENT = CUT | {"query_window": 2}
 
 
 @pytest.mark.parametrize(
@@ -193,11 +194,11 @@ CUT = {"policy": "threshold", "threshold_tokens": 40, "budget_tokens": 25, "buff
     [
         paper_compression(method="kara", retain_tokens=9, **WINDOW),
         paper_compression(method="kara", **WINDOW),
-        paper_compression(method="snapkv", **CUT),
-        paper_compression(method="adakv", **CUT),
+        paper_compression(method="snapkv", **RECENT),
+        paper_compression(method="adakv", **RECENT),
         paper_compression(method="sliding_window", **CUT | {"budget_tokens": 24}),
     ],
-    ids=lambda config: f"{config.method}-{config.policy}",
+    ids=lambda config: f"{config.method}-{config.policy.name}",
 )
 def test_tracked_positions_are_those_of_the_cached_keys(tiny, config):
     """In the first layer a key is a function of its token and position alone: look it up in an uncompressed cache."""

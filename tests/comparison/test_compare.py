@@ -19,7 +19,6 @@ from kvllm.comparison.needles import hide
 from kvllm.comparison.predictions import sampled_positions
 from kvllm.comparison.texts import Text
 from kvllm.compression.specs import SPECS
-from kvllm.core.regions import make_regions
 from kvllm.entrypoints import cli
 from kvllm.entrypoints.engine_flags import parse_compression
 from tests.helpers.checkpoints import make_checkpoint, make_parrot
@@ -125,8 +124,8 @@ def test_all_methods_end_with_as_many_pairs(method: str, length: int) -> None:
         fitted = fit(method, share, [(64, length - 1)] * 3)
         budget = fitted.budget((64, length - 1))
         compression = fitted.compression
-        assert budget == compression.budget_tokens
-        *_, held = make_regions(compression, fitted.block_size).cached_lengths(64, length - 1, 64)
+        assert budget == getattr(compression.policy, "budget_tokens", None)
+        *_, held = compression.regions(fitted.block_size).cached_lengths(64, length - 1, 64)
         assert abs(held - target(share, length - 1)) < BLOCK_SIZE, (share, held)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from kvllm.compression import MethodSpec, register, specs
 from kvllm.compression.methods import keydiff
 from kvllm.errors import ConfigError
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.packages import run_with_package
 
 METHOD = """
 from kvllm.compression import MethodSpec, Option, register
@@ -34,37 +33,25 @@ import sys
 from kvllm import LLM, CompressionConfig, SamplingParams
 
 compression = CompressionConfig(
-    method="key_peak", policy="periodic", period=1, window_blocks=2, retain_blocks=1, buffer=2,
-    method_options={"power": 2},
+    method="key_peak", policy="periodic", period=1, window_blocks=2, retain_blocks=1, buffer=2, power=2
 )
+assert compression.method_options == {"power": 2}
 llm = LLM(sys.argv[1], load_format="dummy", max_model_len=128, block_size=4, compression=compression)
 llm.generate([[1, 2, 3]], SamplingParams(max_tokens=40, ignore_eos=True), use_tqdm=False)
 print("compressed", llm.stats().windows_compressed > 0)
 """
 
 
-def run_with_package(folder: Path, method: str, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a script beside an installed package that has `method` as its module."""
-    (folder / "key_peak.py").write_text(method)
-    installed = folder / "key_peak-1.0.dist-info"
-    installed.mkdir()
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: key_peak\nVersion: 1.0\n")
-    (installed / "entry_points.txt").write_text("[kvllm.methods]\nkey_peak = key_peak\n")
-    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(folder)!r})\n{script}", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
 def test_a_method_of_an_installed_package(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "model", "llama")
-    (tmp_path / "package").mkdir()
-    found = run_with_package(tmp_path / "package", METHOD, SCRIPT, str(tmp_path / "model"))
+    found = run_with_package(tmp_path / "package", "kvllm.methods", METHOD, SCRIPT, str(tmp_path / "model"))
     assert "compressed True" in found.stdout, found.stderr
 
 
 def test_a_package_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
     script = 'from kvllm import CompressionConfig; CompressionConfig(method="key_peak")'
-    found = run_with_package(tmp_path, "import nothing_like_this", script)
-    assert "ConfigError: the methods of 'key_peak' cannot be loaded" in found.stderr
+    found = run_with_package(tmp_path, "kvllm.methods", "import nothing_like_this", script)
+    assert "ConfigError: the methods of 'added' cannot be loaded" in found.stderr
     assert "nothing_like_this" in found.stderr
 
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
+from kvllm import CompressionConfig
 from kvllm.compression.queries import query_tokens
 from kvllm.compression.specs import SPECS
-from tests.helpers.compressions import paper_compression
+from tests.helpers.compressions import fitting, paper_compression
 
 
 @pytest.mark.parametrize("size", [3, 12, 768])
 def test_every_method_recomputes_the_queries_it_needs(size: int) -> None:
     expected = {"window": size, "buffer": min(5, size), "recent": min(7, size), "none": 0}
-    options = {"buffer": 5, "query_window": 7}
-    threshold = {"policy": "threshold", "threshold_tokens": 64, "budget_tokens": 32}
+    options = {"buffer": 5, "query_window": 7, "threshold_tokens": 64, "budget_tokens": 32}
     for name, spec in SPECS.items():
-        sizes = threshold if spec.refusal("periodic") else {}
+        policy = "threshold" if spec.ragged else "periodic"
         source = "recomputed" if spec.observable and not spec.reselects else None
-        config = paper_compression(method=name, score_source=source, **options, **sizes)
+        config = CompressionConfig(score_source=source, **fitting(name, policy, **options))
         literal = size if spec.repeats else expected[spec.queries]
         assert query_tokens(config, size, learns=spec.learns) == literal, name
         if spec.learns:

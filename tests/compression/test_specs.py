@@ -13,9 +13,9 @@ from kvllm.compression import methods
 from kvllm.compression.registry import METHODS, Method
 from kvllm.compression.specs import SPECS, MethodSpec, Option
 from kvllm.errors import ConfigError
-from tests.helpers.compressions import paper_compression
+from tests.helpers.compressions import paper_compression, refusal
 
-THRESHOLD = {"policy": "threshold", "threshold_tokens": 64, "budget_tokens": 32, "buffer": 8, "query_window": 8}
+THRESHOLD = {"policy": "threshold", "threshold_tokens": 64, "budget_tokens": 32, "buffer": 8}
 
 
 def test_every_method_in_the_folder_is_in_the_list() -> None:
@@ -30,7 +30,7 @@ def test_a_default_of_the_function_is_that_of_the_list(name: str) -> None:
     arguments = inspect.signature(METHODS[name].select).parameters
     for option in SPECS[name].options:
         assert arguments[option.name].default in (inspect.Parameter.empty, option.default)
-        policy = THRESHOLD | {"policy": "threshold"} if SPECS[name].refusal("periodic") else {}
+        policy = THRESHOLD | {"query_window": 8} if SPECS[name].ragged else {}
         assert paper_compression(method=name, **policy).options[option.name] == option.default
 
 
@@ -44,16 +44,17 @@ def test_a_function_that_does_not_fit_its_spec_is_refused() -> None:
 @pytest.mark.parametrize("name", SPECS)
 def test_a_policy_takes_the_methods_that_the_list_allows(name: str) -> None:
     spec = SPECS[name]
-    for policy, options in (("threshold", THRESHOLD), ("periodic", {}), ("pressure", {}), ("standalone", {})):
-        if refusal := spec.refusal(policy):
+    recent = {"query_window": 8} if spec.queries == "recent" else {}
+    for policy, options in (("threshold", THRESHOLD | recent), ("periodic", {}), ("pressure", {}), ("standalone", {})):
+        if reason := refusal(name, policy):
             with pytest.raises(ConfigError, match=f"method='{name}' is not allowed: ") as error:
                 paper_compression(method=name, **(options | {"policy": policy}))
-            assert refusal in str(error.value)
+            assert reason in str(error.value)
         else:
             protected = {"protect_prompt": True} if policy == "threshold" and spec.reselects else {}
             assert paper_compression(method=name, **(options | protected | {"policy": policy})).spec is spec
-    assert (spec.refusal("threshold") is None) == (spec.queries != "window" and not spec.unrotates)
-    assert (spec.refusal("periodic") is None) != spec.ragged
+    assert (refusal(name, "threshold") is None) == (spec.queries != "window" and not spec.unrotates)
+    assert (refusal(name, "periodic") is None) != spec.ragged
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -72,8 +73,13 @@ def test_options_of_a_method() -> None:
 @pytest.mark.parametrize(
     ("method", "options", "message"),
     [
-        ("streaming", {"sink": 4}, "method_options={'sink': 4} is not allowed: method='streaming' has sinks"),
-        ("kara", {"max_chunk": 4}, "is not allowed: method='kara' has no such options"),
+        ("streaming", {"sink": 4}, "CompressionConfig has no option 'sink'; did you mean sinks?"),
+        ("streaming", {"mix": 0.1}, "method='streaming' has sinks; every compression has method"),
+        ("keydiff", {"chunk_budget": 32}, "chunk_budget=32 is not allowed: policy='periodic' has window_blocks, "),
+        ("keydiff", {"max_chunk": 8}, "method='keydiff' has no option; "),
+        ("h2o", {"query_window": 32}, "query_window=32 is not allowed: "),
+        ("snapkv", {"chunk_budget": 4}, "method='snapkv' has query_window; "),
+        ("kara", {"max_chunk": 2}, "max_chunk=2 is not allowed: at least 3"),
         ("streaming", {"sinks": -1}, "sinks=-1 is not allowed: at least 0, a whole number"),
         ("streaming", {"sinks": 2.5}, "sinks=2.5 is not allowed: at least 0, a whole number"),
         ("streaming", {"sinks": True}, "Expected `int | float`, got `bool`"),
@@ -86,3 +92,6 @@ def test_options_that_a_method_does_not_have_are_refused(method: str, options: d
     with pytest.raises(ConfigError) as error:
         paper_compression(method=method, method_options=options)
     assert message in str(error.value)
+    with pytest.raises(ConfigError) as beside:
+        paper_compression(method=method, **options)
+    assert str(beside.value).replace("method_options=", "") == str(error.value).replace("method_options=", "")

@@ -27,7 +27,7 @@ COMPRESSIONS = {
     "periodic": paper_compression(method="kara", period=4, max_sequences=2, window_blocks=2, buffer=1),
     "observed": CompressionConfig(method="kara_sharp", policy="pressure", period=4, window_blocks=2, buffer=1),
     "threshold": CompressionConfig(
-        method="keydiff", policy="threshold", threshold_tokens=30, budget_tokens=17, buffer=2, query_window=1
+        method="keydiff", policy="threshold", threshold_tokens=30, budget_tokens=17, buffer=2
     ),
     "recall": paper_compression(method="keydiff", period=4, window_blocks=2, buffer=1, recall_period=1),
 }

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvllm.compression.queries import window_tokens
-from kvllm.config import POLICIES, CompressionConfig, EngineConfig, LayerGroup, TenantConfig
-from kvllm.core import compression_policy
+from kvllm.config import CompressionConfig, EngineConfig, LayerGroup, TenantConfig
+from kvllm.core.policies import Threshold, WindowOptions
 from kvllm.core.scheduler import Scheduler
 from kvllm.core.sequence import Origin, Sequence
 from kvllm.errors import RequestError
@@ -162,7 +162,6 @@ def configs(draw) -> EngineConfig:
             threshold_tokens=threshold,
             budget_tokens=budget,
             buffer=draw(st.integers(0, budget)),
-            query_window=1,
         )
     elif kind == "windows":
         policy = draw(st.sampled_from(["periodic", "pressure"] + ["standalone"] * (block_size == 1)))
@@ -183,11 +182,11 @@ def configs(draw) -> EngineConfig:
         if policy != "standalone" and not compress_prompt:
             methods.append("mean_attention")
         method = draw(st.sampled_from(methods))
+        clock = {"period": draw(st.integers(1, 6)), "max_sequences": draw(st.integers(1, 3))}
         compression = CompressionConfig(
             method=method,
             policy=policy,
-            **({} if policy == "standalone" else {"period": draw(st.integers(1, 6))}),
-            max_sequences=draw(st.integers(1, 3)),
+            **({} if policy == "standalone" else clock),
             window_blocks=window_blocks,
             buffer=buffer,
             compress_prompt=compress_prompt,
@@ -229,9 +228,9 @@ def tenants() -> st.SearchStrategy[dict[str, TenantConfig]]:
 def own_compression(config: EngineConfig) -> st.SearchStrategy[SamplingParams]:
     """Most requests have the engine's compression, some none, some keep other shares of their windows."""
     choices = [{}, {}, {"compress": False}]
-    if config.compression and config.compression.policy != "threshold":
+    if config.compression and isinstance(config.compression.policy, WindowOptions):
         least = max(1, -(-config.compression.buffer // config.block_size))
-        choices += [{"retain_blocks": count} for count in range(least, config.compression.window_blocks + 1)]
+        choices += [{"retain_blocks": count} for count in range(least, config.compression.policy.window_blocks + 1)]
     return st.sampled_from(choices).map(lambda options: SamplingParams(temperature=0, **options))
 
 
@@ -257,7 +256,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         try:
             self.harness.add(prompt, max_tokens, n, sampling, tenant=tenant, priority=priority)
         except RequestError:
-            if (compression := self.harness.config.compression) and compression.protect_prompt:
+            compression = self.harness.config.compression
+            if compression and isinstance(compression.policy, Threshold) and compression.policy.protect_prompt:
                 return
             config, length = self.harness.config, len(prompt) + max_tokens - 1
             most = [
@@ -309,10 +309,6 @@ SchedulerMachine.TestCase.settings = settings(
     max_examples=examples(2000), stateful_step_count=20, suppress_health_check=list(HealthCheck)
 )
 TestSchedulerMachine = SchedulerMachine.TestCase
-
-
-def test_config_names_what_exists() -> None:
-    assert set(POLICIES) == set(compression_policy.POLICIES)
 
 
 def test_a_lone_sequence_longer_than_the_pool_finishes_by_compression() -> None:
@@ -445,9 +441,7 @@ def test_a_sequence_that_comes_back_may_be_compressed_at_once() -> None:
 
 
 def test_a_compression_right_behind_a_fork_leaves_shared_windows_to_be_copied() -> None:
-    compression = CompressionConfig(
-        method="keydiff", policy="threshold", threshold_tokens=5, budget_tokens=3, buffer=0, query_window=1
-    )
+    compression = CompressionConfig(method="keydiff", policy="threshold", threshold_tokens=5, budget_tokens=3, buffer=0)
     groups = (KVGroup(None, ((0,),)), KVGroup(4, ((1,),)))
     harness = Harness(engine_config(20, block_size=8, compression=compression, kv_groups=groups))
     harness.add([1, 0, 0, 0, 1], 14, n=2)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 
 import pytest
-from msgspec import structs
 
 from kvllm import SamplingParams
 from kvllm.core.engine import LLMEngine
 from kvllm.core.snapshot import MOST_ROWS, EngineSnapshot
 from kvllm.engine_args import EngineArgs
 from kvllm.engine_builder import build_engine
-from tests.helpers.compressions import paper_compression
+from tests.helpers.compressions import other, paper_compression
 
 KARA = paper_compression(method="kara", period=4, window_blocks=4, retain_blocks=1, buffer=4, chunk_budget=4)
 LONG = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True)
@@ -36,7 +35,7 @@ def snapshot(engine: LLMEngine) -> EngineSnapshot:
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("compress_prompt", [False, True])
 def test_blocks_of_all_kinds_add_up_at_every_step(n: int, compress_prompt: bool) -> None:
-    engine = make_engine(compression=structs.replace(KARA, compress_prompt=compress_prompt))
+    engine = make_engine(compression=other(KARA, compress_prompt=compress_prompt))
     for number in range(3):
         engine.add_request(str(number), [5 + number] * 40, SamplingParams(max_tokens=100, seed=1, n=n, ignore_eos=True))
     saved = []

@@ -40,7 +40,7 @@ from kvllm.distributed.transfers import TransfersOfRanks
 from kvllm.errors import WorkerError
 from kvllm.parallel import Shard, SingleRank
 from tests.helpers.checkpoints import add_method_files, make_checkpoint
-from tests.helpers.compressions import paper_compression
+from tests.helpers.compressions import fitting, paper_compression
 from tests.helpers.engines import greedy, make_llm, random_prompts, tokens
 from tests.helpers.thread_executor import ThreadExecutor, on_threads, shared_memory_shards
 from tests.helpers.waiting import wait_until
@@ -191,10 +191,9 @@ def test_a_collective_does_not_wait_for_ever(shards) -> None:
 
 
 def compression_of(method: str) -> CompressionConfig:
-    options: dict[str, Any] = {"method": method, "buffer": 4, "chunk_budget": 4, "query_window": 6}
-    if METHODS[method].spec.refusal("periodic"):
-        return CompressionConfig(policy="threshold", threshold_tokens=44, budget_tokens=25, **options)
-    return paper_compression(period=8, window_blocks=3, retain_blocks=1, **options)
+    options: dict[str, Any] = {"buffer": 4, "chunk_budget": 4, "query_window": 6, "period": 8, "window_blocks": 3}
+    policy = "threshold" if METHODS[method].spec.ragged else "periodic"
+    return CompressionConfig(**fitting(method, policy, threshold_tokens=44, budget_tokens=25, **options))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

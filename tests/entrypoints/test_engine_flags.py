@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvllm import CompressionConfig, ConfigError
+from kvllm import CompressionConfig, ConfigError, Pressure
 from kvllm.config import LayerGroup
 from kvllm.engine_args import REFUSED, EngineArgs
 from kvllm.entrypoints import cli
@@ -137,7 +137,7 @@ def test_switches_of_vllms_server_that_change_nothing(switch):
 
 
 BY_LAYER = CompressionConfig(layer_groups=(LayerGroup((0, 1), 1), LayerGroup((2,), 2)))
-LIKE_PRESSURE = CompressionConfig(policy="pressure", window_blocks=24)
+LIKE_PRESSURE = CompressionConfig(policy=Pressure(window_blocks=24))
 
 
 @pytest.mark.parametrize(
@@ -153,6 +153,8 @@ LIKE_PRESSURE = CompressionConfig(policy="pressure", window_blocks=24)
         ),
         ('{"layer_groups": [{"layers": [0, 1], "retain_blocks": 1}, {"layers": [2], "retain_blocks": 2}]}', BY_LAYER),
         ("layer_groups=0-1:1/2:2", BY_LAYER),
+        ('{"policy": {"name": "pressure", "window_blocks": 24}}', LIKE_PRESSURE),
+        ("method=streaming,sinks=8", CompressionConfig(method="streaming", method_options={"sinks": 8})),
         ("layer_groups=auto", CompressionConfig(layer_groups="auto")),
         ("none", None),
         ("", CompressionConfig()),
@@ -163,11 +165,13 @@ def test_compression(text, expected):
 
 
 WRONG_SETTINGS = [
-    ("perod=4", "'perod=4' is no setting; did you mean period[?]"),
-    ('{"perod": 4}', "'perod=4' is no setting; did you mean period[?]"),
-    ("presure", "'presure' is no setting; did you mean pressure[?]"),
+    ("perod=4", "no option 'perod'; did you mean period[?]"),
+    ('{"perod": 4}', "no option 'perod'; did you mean period[?]"),
+    ("presure", "policy='presure' is not allowed: choose one of periodic, pressure"),
     ("period", "'period' has no value: write name=value, here period=[.]"),
-    ("window_block", "'window_block' is no setting; did you mean window_blocks=[.]"),
+    ("standalone,period=4", "period=4 is not allowed: policy='standalone' has window_blocks, "),
+    ("method=keydiff,chunk_budget=4", "chunk_budget=4 is not allowed: .*method='keydiff' has no option"),
+    ("window_block", "policy='window_block' is not allowed"),
     ('{"period": "often"}', "'period=often': Expected `int`"),
     ('{"period": 4', "is no JSON object"),
     ("pressure,period=0", "period=0 is not allowed"),
@@ -188,7 +192,8 @@ def test_every_command_refuses_wrong_settings(command, text, tmp_path, capsys):
     more = {"simulate": ["--hardware", "cpu", "--workload", str(workload)]}
     with pytest.raises(SystemExit) as ended:
         cli.main([command, str(EngineArgs().path), *more.get(command, []), "--compression", text])
-    assert ended.value.code == 2 and "is no setting; did you mean p" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert ended.value.code == 2 and ("no option 'perod'; did you mean period?" in err or "policy='presure'" in err)
 
 
 def test_the_settings_of_a_request():

@@ -58,7 +58,7 @@ def llm(tmp_path_factory) -> LLM:
     path = tmp_path_factory.mktemp("llama")
     make_checkpoint(path, "llama", vocab_size=VOCAB, num_hidden_layers=1)
     compression = CompressionConfig(
-        method="keydiff", policy="threshold", threshold_tokens=20, budget_tokens=10, buffer=2, query_window=2
+        method="keydiff", policy="threshold", threshold_tokens=20, budget_tokens=10, buffer=2
     )
     return LLM(
         path, block_size=4, num_gpu_blocks_override=400, max_model_len=32, max_num_seqs=30, compression=compression

@@ -381,10 +381,11 @@ def test_add_request_refuses_what_are_no_sampling_params(llm: LLM, params: Any) 
 
 
 def test_large_numbers_are_refused_before_anything_runs() -> None:
-    for field in ("chunk_budget", "max_chunk", "period", "window_blocks", "query_window"):
+    for field in ("period", "window_blocks"):
         with pytest.raises(ConfigError, match=f"{field}={10**30} is not allowed: at most"):
             CompressionConfig(**{field: 10**30})
-    for method, option in (("expected_attention", "future"), ("chunkkv", "chunk"), ("streaming", "sinks")):
+    methods = {"expected_attention": "future", "chunkkv": "chunk", "streaming": "sinks", "snapkv": "query_window"}
+    for method, option in (*methods.items(), ("kara_no_bi", "chunk_budget"), ("kara_no_bi", "max_chunk")):
         policy = {"policy": "threshold", "threshold_tokens": 64, "budget_tokens": 48}
         with pytest.raises(ConfigError, match=f"{option}.* is not allowed"):
             CompressionConfig(method=method, method_options={option: 10**30}, **policy)

@@ -18,11 +18,12 @@ from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.compression.registry import METHODS
 from kvllm.compression.statistics import QueryStatistics
 from kvllm.core.executor import BlockingExecutor
+from kvllm.core.policies import Standalone, Threshold
 from kvllm.core.protocol import BlockCopy, CompressionJob, SequenceStart, StepPlan, StepResult
 from kvllm.worker.features.attention_mass import AttentionMass
 from kvllm.worker.features.observed_scores import PRIOR
 from kvllm.worker.repetition import pieces
-from tests.helpers.compressions import paper_compression
+from tests.helpers.compressions import fitting
 from tests.helpers.dense_decoder import DenseDecoder, attention_probabilities
 from tests.helpers.features import feature_of
 from tests.helpers.plans import Scheduled, scheduled_in
@@ -42,7 +43,7 @@ def compression_config(method: str, policy: str, **options: Any) -> CompressionC
         "standalone": {"window_blocks": 18, "retain_tokens": 9},
     }[policy]
     common: dict[str, Any] = {"buffer": 4, "chunk_budget": 3, "max_chunk": 5, "query_window": 6}
-    return paper_compression(method=method, policy=policy, **(common | sizes | options))
+    return CompressionConfig(**fitting(method, policy, **(common | sizes)) | options)
 
 
 @dataclass
@@ -250,7 +251,7 @@ class Recorder(BlockingExecutor):
         """Note the events of a job -> bool `[layers, kv_heads, entries before]`, which survive it."""
         text, compression = self.alive[job.seq_id], self.config.compression
         survives = text.layout >= 0
-        stride = job.size - compression.buffer if compression.policy == "standalone" else job.size
+        stride = job.size - compression.buffer if isinstance(compression.policy, Standalone) else job.size
         assert job.stride == stride
         held = iter(self._held.pop(job.seq_id, [])[: job.chosen])
         for i in range(job.num_windows):
@@ -341,7 +342,7 @@ def positions_of(layout: Tensor, size: int) -> Tensor:
 
 
 def make_llm(path: Path, compression: CompressionConfig, **options: Any) -> tuple[LLM, Recorder]:
-    by_policy = {"block_size": 1, "num_gpu_blocks_override": 1000} if compression.policy == "standalone" else {}
+    by_policy = {"block_size": 1, "num_gpu_blocks_override": 1000} if isinstance(compression.policy, Standalone) else {}
     defaults = {"block_size": BLOCK_SIZE, "num_gpu_blocks_override": 120, "max_num_seqs": 8}
     settings = defaults | {"max_num_batched_tokens": 32} | by_policy | options
     llm = LLM(path, max_model_len=MAX_MODEL_LEN, compression=compression, **settings)
@@ -446,7 +447,7 @@ class Expected:
         repeated behind what is cached. The softmax is that of the region and the repetition."""
         assert isinstance(self.decoder, DenseDecoder)
         end = int(event.region[..., -1].max()) + 1
-        begin = event.start if self.config.policy == "threshold" else int(event.region[0, 0, 0])
+        begin = event.start if isinstance(self.config.policy, Threshold) else int(event.region[0, 0, 0])
         cached = positions_of(event.layout, self.text.visible.shape[-1])[..., : self.length]
         found = [torch.zeros(region.shape, dtype=torch.float64) for region in event.region]
         for first, last in pieces(begin, end, MAX_MODEL_LEN - event.length):
@@ -532,7 +533,8 @@ def without_padding(kept: Tensor) -> list:
 
 def mean_retained(event: Event, config: CompressionConfig) -> int:
     """KV pairs that heads or layers keep of a region, in the mean: less than there is room for where they differ."""
-    return event.retain - (config.held_tokens - config.budget_tokens if METHODS[config.method].spec.ragged else 0)
+    more = config.policy.held_tokens(config.spec) - config.policy.budget_tokens if config.spec.ragged else 0
+    return event.retain - more
 
 
 def assert_counts(event: Event, config: CompressionConfig) -> None:

@@ -13,6 +13,7 @@ from itertools import pairwise
 
 from kvllm.config import EngineConfig
 from kvllm.core.executor import BlockingExecutor
+from kvllm.core.policies import Standalone, Threshold
 from kvllm.core.protocol import (
     NOWHERE,
     BlockCopy,
@@ -258,11 +259,11 @@ class LiteralWorker(BlockingExecutor):
     def _compress(self, seq: LiteralSequence, job) -> None:
         seq.choice = None
         config = self.compression
-        overlap = config.buffer if config.policy == "standalone" else 0
+        overlap = config.buffer if isinstance(config.policy, Standalone) else 0
         assert job.stride == job.size - overlap
         assert seq.sampling.compress, "this request keeps all"
         own = seq.sampling.retain_blocks
-        if own is not None or (config.policy != "threshold" and not config.named_groups):
+        if own is not None or (not isinstance(config.policy, Threshold) and not config.named_groups):
             retained = config.retained(self.config.block_size) if own is None else own * self.config.block_size
             assert self._keeps(job, retained) and job.retain < job.size
         full = [part for part, window in enumerate(self.windows) if window is None]
@@ -274,17 +275,18 @@ class LiteralWorker(BlockingExecutor):
         """Whether a window keeps `retained` entries; of what is chosen from again, each new window drops as many."""
         if not self.compression.spec.reselects:
             return job.retain == retained
-        return (job.size - job.retain) % (self.compression.window_blocks * self.config.block_size - retained) == 0
+        window = self.compression.policy.window_blocks * self.config.block_size
+        return (job.size - job.retain) % (window - retained) == 0
 
     def _compact(self, seq: LiteralSequence, job, part: int) -> int | None:
         """Execute a job in one part. Returns the position of an entry of its region, the same in all parts, if it does
         anything."""
         config, size = self.compression, self.config.block_size
-        overlap = config.buffer if config.policy == "standalone" else 0
+        overlap = config.buffer if isinstance(config.policy, Standalone) else 0
         blocks, cached = self.full_tables(seq)[part]
         if seq.sampling.retain_blocks is None and self.retained[part] is not None:
             kept = self.retained[part]
-            assert self._keeps(job, kept * size) if job else kept == config.window_blocks
+            assert self._keeps(job, kept * size) if job else kept == config.policy.window_blocks
         if job is None:
             return None
         start = job.first_block * size
@@ -301,7 +303,7 @@ class LiteralWorker(BlockingExecutor):
         before = seq.logical - cached
         kept = [self.entries(blocks, index, index + 1)[0] for index in survivors]
         region = [position for *_, position, _ in self.entries(blocks, start, region_end)]
-        if config.policy != "threshold":
+        if not isinstance(config.policy, Threshold):
             if config.spec.reselects:
                 assert start == seq.first_scored, "it leaves out what could be chosen from again"
             else:
@@ -338,9 +340,9 @@ class LiteralWorker(BlockingExecutor):
             seq = self.sequences[item.seq_id]
             seq.tokens += item.new_tokens
             seq.table += item.new_blocks
-            threshold = self.compression.threshold_tokens if self.compression and seq.sampling.compress else None
-            if threshold is not None and seq.logical >= seq.prompt_length:
-                assert seq.cached < threshold, "it runs on without the compression that is due"
+            policy = self.compression.policy if self.compression and seq.sampling.compress else None
+            if isinstance(policy, Threshold) and seq.logical >= seq.prompt_length:
+                assert seq.cached < policy.threshold_tokens, "it runs on without the compression that is due"
             for _ in range(item.num_tokens):
                 if self.windows[0] is None:
                     self.cache[self.slot(seq, seq.cached)] = seq.entry(seq.logical)
@@ -379,7 +381,7 @@ class LiteralWorker(BlockingExecutor):
         assert entries == [(*mine, *seq.entry(position)) for position in positions], "an entry belongs to another text"
         if self.compression is None or not seq.sampling.compress:
             assert positions == list(range(seq.logical))
-        elif not self.compression.compress_prompt and self.compression.policy != "threshold":
+        elif not self.compression.compress_prompt and not isinstance(self.compression.policy, Threshold):
             assert positions[: seq.prompt_length] == list(range(min(seq.prompt_length, seq.logical)))
 
     def _check_windows(self, seq: LiteralSequence, num_tokens: int) -> None:

@@ -20,7 +20,7 @@ COMPRESSIONS: dict[str, CompressionConfig | None] = {
         method="kara", policy="pressure", period=5, max_sequences=3, window_blocks=2, buffer=1
     ),
     "threshold": CompressionConfig(
-        method="keydiff", policy="threshold", threshold_tokens=30, budget_tokens=17, buffer=2, query_window=1
+        method="keydiff", policy="threshold", threshold_tokens=30, budget_tokens=17, buffer=2
     ),
 }
 

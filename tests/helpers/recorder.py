@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvllm.config import EngineConfig
 from kvllm.core.executor import BlockingExecutor
+from kvllm.core.policies import Standalone
 from kvllm.core.protocol import CompressionJob, SequenceStart, StepPlan, StepResult, TableChange
 from kvllm.core.scheduler import Scheduler
 from kvllm.kvcache.cache import PagedKVCache
@@ -207,8 +208,8 @@ class Recorder(BlockingExecutor):
         """Strike the evicted entries of a part from the account -> bool `[layers, kv_heads, entries before]`, what
         survives."""
         text, compression = self.alive[job.seq_id], self.config.compression
-        size = job.size if compression.spec.reselects else compression.window_blocks * self.config.block_size
-        stride = size - compression.buffer if compression.policy == "standalone" else size
+        size = job.size if compression.spec.reselects else compression.policy.window_blocks * self.config.block_size
+        stride = size - compression.buffer if isinstance(compression.policy, Standalone) else size
         rows = [self.layers.index(layer) for layer in self.parts[number].layers]
         cached = text.cached[rows]
         survives = torch.ones(*cached.shape[:2], int(cached[0, 0].sum()), dtype=torch.bool)

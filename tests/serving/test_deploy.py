@@ -39,7 +39,7 @@ def test_the_flags_of_the_container_are_those_of_the_command() -> None:
     (container,) = pod()["containers"]
     entry = json.loads(re.search(r"^ENTRYPOINT (.*)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)[1])
     args = parse(entry[2:] + container["args"])
-    assert args.host == "0.0.0.0" and args.compression.policy == "pressure"
+    assert args.host == "0.0.0.0" and args.compression.policy.name == "pressure"
     mounts = [Path(mount["mountPath"]) for mount in container["volumeMounts"]]
     assert {Path(args.model).parent, args.api_key_file.parent} <= set(mounts)
     assert pod()["terminationGracePeriodSeconds"] > args.shutdown_timeout

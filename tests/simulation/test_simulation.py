@@ -28,7 +28,7 @@ from kvllm.simulation.hardware import Hardware, load_hardware, shipped_names
 from kvllm.simulation.simulate import Distribution, Outcome, simulate
 from kvllm.simulation.workload import arrival_times, load_workload, read_timed_trace
 from tests.helpers.checkpoints import make_checkpoint
-from tests.helpers.compressions import paper_compression
+from tests.helpers.compressions import other, paper_compression
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -252,14 +252,14 @@ def some_lengths(count: int, seed: int = 0) -> list[tuple[int, int]]:
     [
         None,
         KARA,
-        msgspec.structs.replace(KARA, retain_blocks=1, retain_tokens=5),
-        msgspec.structs.replace(KARA, compress_prompt=True),
+        other(KARA, retain_blocks=1, retain_tokens=5),
+        other(KARA, compress_prompt=True),
         CompressionConfig(
             method="kara", policy="pressure", period=8, window_blocks=3, retain_blocks=1, buffer=4, chunk_budget=2
         ),
-        msgspec.structs.replace(KARA, method="kara_sharp"),
-        msgspec.structs.replace(KARA, method="kara_sharp", policy="pressure"),
-        msgspec.structs.replace(KARA, method="mean_attention", policy="pressure"),
+        other(KARA, method="kara_sharp"),
+        other(KARA, method="kara_sharp", policy="pressure"),
+        paper_compression(method="mean_attention", policy="pressure", period=8, buffer=4),
         CompressionConfig(method="snapkv", policy="threshold", threshold_tokens=48, budget_tokens=33, query_window=4),
         paper_compression(method="keydiff", period=8, window_blocks=3, retain_blocks=1, buffer=4),
         CompressionConfig(method="sliding_window", policy="threshold", threshold_tokens=48, budget_tokens=32),

@@ -25,7 +25,7 @@ from kvllm.worker.features.offloading import Offloader, host_block_bytes
 from kvllm.worker.features.recall import Recall, host_chunk_bytes
 from kvllm.worker.model_runner import ModelRunner
 from tests.helpers.checkpoints import make_checkpoint
-from tests.helpers.compressions import paper_compression
+from tests.helpers.compressions import other, paper_compression
 
 FAST = Hardware(
     name="fast link",
@@ -182,7 +182,7 @@ def test_a_link_makes_one_transfer_after_the_other() -> None:
     [
         None,
         KARA,
-        msgspec.structs.replace(KARA, method="kara_sharp", policy="pressure"),
+        other(KARA, method="kara_sharp", policy="pressure"),
         CompressionConfig(method="snapkv", policy="threshold", threshold_tokens=48, budget_tokens=33, query_window=4),
     ],
 )

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvllm import CompressionConfig
 from kvllm.compression.specs import SPECS
 from kvllm.worker import selector as selector_module
 from tests.helpers.checkpoints import make_checkpoint
-from tests.helpers.compressions import paper_compression
+from tests.helpers.compressions import fitting
 from tests.helpers.engines import greedy, make_llm, random_prompts, tokens
 
 LAYERS = 4
@@ -53,8 +54,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(checkpoint: Path, method: str) -> tuple[list[list[int]], Operations, int]:
-    compression = paper_compression(
-        method=method,
+    options = fitting(
+        method,
         period=8,
         max_sequences=2,
         window_blocks=3,
@@ -63,7 +64,7 @@ def run(checkpoint: Path, method: str) -> tuple[list[list[int]], Operations, int
         query_window=8,
         score_source="recomputed",
     )
-    llm = make_llm(checkpoint, compression=compression)
+    llm = make_llm(checkpoint, compression=CompressionConfig(**options))
     operations = Operations(llm.llm_engine.executor.runner.compressor)
     found = tokens(llm, random_prompts(256, (21, 40)), greedy(90))
     return found, operations, llm.stats().compression_events

@@ -416,9 +416,7 @@ def dense_kara(decoder: DenseDecoder, dense: DensePass, event: Event, config: Co
     for queries, keys in zip(recomputed.queries, recomputed.keys, strict=True):
         window = keys[:, event.position : event.position + size]
         for scores in dense_scores(queries[None], window[None], config.buffer)[0]:
-            chosen = literal_token2chunk(
-                scores.numpy(), config.retained(16) - config.buffer, config.chunk_budget, config.max_chunk
-            )
+            chosen = literal_token2chunk(scores.numpy(), config.retained(16) - config.buffer, **config.options)
             kept.append([*chosen, *range(scored, size)])
     return torch.tensor(kept).view_as(event.kept)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvllm import LLM, CompressionConfig, ConfigError
+from kvllm import LLM, CompressionConfig, ConfigError, Threshold
 from kvllm.compression.queries import window_tokens
 from kvllm.compression.specs import SPECS
 from kvllm.config import EngineConfig
@@ -20,7 +20,7 @@ from kvllm.worker.memory import run_heaviest_steps
 from kvllm.worker.model_runner import ModelRunner
 from kvllm.worker.transfer import to_device
 from tests.helpers.checkpoints import add_method_files, make_checkpoint
-from tests.helpers.compressions import paper_compression
+from tests.helpers.compressions import fitting, paper_compression, refusal
 from tests.helpers.engines import greedy, random_prompts, tokens
 
 with_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -119,11 +119,10 @@ def compressions() -> dict[str, CompressionConfig]:
     common: dict[str, Any] = {"buffer": 8, "chunk_budget": 4, "query_window": 8}
     found = {}
     for method, spec in SPECS.items():
-        if not spec.refusal("periodic"):
-            found[method] = paper_compression(method=method, **common)
-        if not spec.refusal("threshold"):
-            sizes = {"threshold_tokens": 100, "budget_tokens": 50, "protect_prompt": spec.reselects}
-            found[f"{method}, threshold"] = CompressionConfig(method=method, policy="threshold", **sizes, **common)
+        sizes = {"threshold_tokens": 100, "budget_tokens": 50, "protect_prompt": spec.reselects}
+        for policy, name in (("periodic", method), ("threshold", f"{method}, threshold")):
+            if not refusal(method, policy):
+                found[name] = CompressionConfig(**fitting(method, policy, window_blocks=3, **sizes, **common))
     return found
 
 
@@ -148,7 +147,7 @@ def test_the_heaviest_steps_are_as_heavy_as_any(checkpoint: Path, name: str) -> 
     assert max(rows) == 200 - 200 % 6 and max(sampled) == 6
     assert (max(rows), 6, 256 // 16) in widths  # all in one step
     size = windows[0].shape[2]
-    assert size == (100 if compression.policy == "threshold" else 48)
+    assert size == (100 if isinstance(compression.policy, Threshold) else 48)
     kinds = {compression.spec.learns, False}  # of events: those that are learned from, and others
     fitting = [min(6, 200 // window_tokens(compression, size, learns=learns)) for learns in kinds]
     assert sum(len(keys) for keys in windows) / 3 == sum(fitting)

@@ -28,7 +28,7 @@ from kvllm.worker.state import Lengths, PartTables, SequenceState
 from kvllm.worker.step_inputs import StepInputs
 from tests.helpers import layout_recorder
 from tests.helpers.checkpoints import make_checkpoint
-from tests.helpers.compressions import paper_compression
+from tests.helpers.compressions import fitting, paper_compression, refusal
 from tests.helpers.dense_decoder import DenseDecoder
 from tests.helpers.devices import DEVICES
 from tests.helpers.engines import greedy, random_prompts, random_token_ids
@@ -132,15 +132,17 @@ def test_forks_and_preemption(checkpoint: Path, device: str) -> None:
 def compressions() -> dict[str, CompressionConfig]:
     common: dict[str, Any] = {"buffer": 4, "chunk_budget": 3, "query_window": 6}
     clock = {"period": 4, "window_blocks": 2, "retain_tokens": 9}
-    kara: dict[str, Any] = {"method": "kara", **clock, **common}
-    found = {f"{name}-kara": paper_compression(policy=name, **kara) for name in ("periodic", "pressure")}
-    found["periodic-kara-prompt"] = paper_compression(compress_prompt=True, **kara)
-    found["periodic-kara_sharp"] = paper_compression(method="kara_sharp", period=4, window_blocks=2, **common)
-    found["pressure-mean_attention"] = paper_compression(method="mean_attention", policy="pressure", **clock, **common)
-    threshold = {"policy": "threshold", "threshold_tokens": 44, "budget_tokens": 25}
+
+    def make(method: str, policy: str, **options: Any) -> CompressionConfig:
+        return CompressionConfig(**fitting(method, policy, **common, **options))
+
+    found = {f"{name}-kara": make("kara", name, **clock) for name in ("periodic", "pressure")}
+    found["periodic-kara-prompt"] = make("kara", "periodic", compress_prompt=True, **clock)
+    found["periodic-kara_sharp"] = make("kara_sharp", "periodic", period=4, window_blocks=2)
+    found["pressure-mean_attention"] = make("mean_attention", "pressure", **clock)
     for method, spec in SPECS.items():
-        if not spec.refusal("threshold") and not spec.reads_file and not spec.reselects:
-            found[f"threshold-{method}"] = paper_compression(method=method, **threshold, **common)
+        if not refusal(method, "threshold") and not spec.reads_file and not spec.reselects:
+            found[f"threshold-{method}"] = make(method, "threshold", threshold_tokens=44, budget_tokens=25)
     return found
 
 

@@ -18,9 +18,11 @@ from msgspec import structs
 from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.compression.registry import METHODS
 from kvllm.compression.specs import SPECS
+from kvllm.core.policies import EventOptions
 from kvllm.errors import ConfigError
 from kvllm.worker.features.attention_mass import AttentionMass
 from tests.helpers.checkpoints import add_method_files, make_checkpoint
+from tests.helpers.compressions import refusal
 from tests.helpers.dense_decoder import DenseDecoder
 from tests.helpers.engines import random_token_ids
 from tests.helpers.examples import examples
@@ -42,7 +44,7 @@ from tests.helpers.layout_recorder import (
 )
 from tests.helpers.recorder import assert_dense
 
-THRESHOLD_METHODS = [name for name, spec in SPECS.items() if not spec.refusal("threshold")]
+THRESHOLD_METHODS = [name for name, spec in SPECS.items() if not refusal(name, "threshold")]
 POLICIES = ("threshold", "periodic", "pressure", "standalone")
 UNDER_EVERY_POLICY = ("kara", "h2o", "expected_attention_calibrated", "mean_attention")
 
@@ -53,7 +55,7 @@ def cases(*policies: str, compress_prompt: bool = False) -> pytest.MarkDecorator
     found = []
     for name, spec in SPECS.items():
         of_output = {"threshold"} if spec.reselects else set()  # prompts here are as long as the budgets
-        allowed = [policy for policy in policies if not spec.refusal(policy) and policy not in of_output]
+        allowed = [policy for policy in policies if not refusal(name, policy) and policy not in of_output]
         allowed *= not (compress_prompt and spec.reselects)
         for policy in allowed:
             usual = policy == allowed[0] or name in UNDER_EVERY_POLICY
@@ -130,7 +132,8 @@ def test_requests_with_compression_settings_of_their_own(
     prompts, settings = random_token_ids(9, 20, 3), [{"compress": False}, own, {}]
     run(llm, prompts, [structs.replace(greedy(90, i), **each) for i, each in enumerate(settings)])
     assert_as_expected(decoder, llm)
-    usual, size = config.retained(block_size), config.window_blocks * block_size
+    usual = config.retained(block_size)
+    size = 0 if policy == "threshold" else config.policy.window_blocks * block_size
     expected = [own["retain_blocks"] * block_size if own else usual, usual]
     for prompt, retained in zip(prompts, [None, *expected], strict=True):
         events = [event for event in recorder.events if event.text.tokens[: len(prompt)] == prompt]
@@ -289,7 +292,7 @@ def test_survivors_depend_on_their_sequence_alone(checkpoint: Path, method: str,
 
 REQUESTS = [(75, 10, 0), (46, 6, 0), (12, 20, 2)]
 """Tokens of a prompt and of its output, and the step at which the request arrives."""
-WINDOWS = [name for name, spec in SPECS.items() if not spec.refusal("standalone") and not spec.learns]
+WINDOWS = [name for name, spec in SPECS.items() if not refusal(name, "standalone") and not spec.learns]
 READS_MORE_THAN_KEYS = [n for n in WINDOWS if not SPECS[n].reads_cache_alone or "values" in METHODS[n].arguments]
 
 
@@ -304,7 +307,7 @@ def assert_each_as_alone(
     for number, prompt in enumerate(prompts):
         prompt[0] = number  # so that they are told apart
     # With a clock, and where blocks decide, windows of the output are compressed when others need it.
-    has_clock = config.policy in ("periodic", "pressure")
+    has_clock = isinstance(config.policy, EventOptions)
 
     def complete(numbers: list[int], budget: int) -> dict[int, tuple[list, list[int]]]:
         options = {"num_gpu_blocks_override": 200} if has_clock else {}
@@ -342,7 +345,7 @@ def test_survivors_depend_on_no_other_request(checkpoint: Path, method: str, com
 def test_survivors_of_random_requests_depend_on_no_other(checkpoint: Path, data: st.DataObject) -> None:
     method = data.draw(st.sampled_from([name for name, spec in SPECS.items() if not spec.learns]))
     policies = POLICIES[SPECS[method].reselects :]  # not by threshold, where prompts are longer than budgets
-    policy = data.draw(st.sampled_from([policy for policy in policies if not SPECS[method].refusal(policy)]))
+    policy = data.draw(st.sampled_from([policy for policy in policies if not refusal(method, policy)]))
     prompts = {} if policy == "threshold" else {"compress_prompt": data.draw(st.booleans())}
     config = compression_config(method, policy, **prompts)
     lengths = st.tuples(st.integers(3, 90), st.integers(1, 40), st.integers(0, 20))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvllm import LLM, SamplingParams
+from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.core.engine import LLMEngine
 from kvllm.errors import ConfigError
 from kvllm.kvcache.cache import PagedKVCache
@@ -18,7 +18,7 @@ from kvllm.kvcache.quantize import CODECS
 from kvllm.worker.inline import InlineExecutor
 from kvllm.worker.model_runner import ModelRunner
 from tests.helpers.checkpoints import make_checkpoint
-from tests.helpers.compressions import paper_compression
+from tests.helpers.compressions import fitting, paper_compression
 from tests.helpers.engines import greedy, make_llm, random_prompts, tokens
 
 FORMATS = pytest.mark.parametrize("name", list(KV_FORMATS))
@@ -98,7 +98,7 @@ def test_completions_of_one_prompt_copy_their_block(checkpoint: Path, name: str)
 )
 def test_methods_see_what_attention_sees(checkpoint: Path, name: str, method: str, policy: dict[str, Any]) -> None:
     """An engine with rounded pairs in float32 samples the same tokens, and drops as many pairs."""
-    compression = paper_compression(method=method, buffer=4, query_window=6, **policy)
+    compression = CompressionConfig(**fitting(method, buffer=4, query_window=6, **policy))
     options = {"compression": compression, "block_size": 8, "attention_backend": "reference"}
     quantized = make_llm(checkpoint, kv_cache_dtype=name, **options)
     rounded = make_llm(checkpoint, **options)

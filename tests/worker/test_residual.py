@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvllm import LLM, SamplingParams
+from kvllm import LLM, CompressionConfig, SamplingParams
 from kvllm.core.engine import LLMEngine
 from kvllm.core.prefix_cache import root_hash
 from kvllm.errors import ConfigError
@@ -18,7 +18,7 @@ from kvllm.worker.inline import InlineExecutor
 from kvllm.worker.model_runner import ModelRunner
 from kvllm.worker.state import SequenceState
 from tests.helpers.checkpoints import make_checkpoint
-from tests.helpers.compressions import paper_compression
+from tests.helpers.compressions import fitting, paper_compression
 from tests.helpers.engines import greedy, make_llm, random_prompts, tokens
 from tests.helpers.families import FAMILIES
 from tests.helpers.features import feature_of
@@ -107,7 +107,7 @@ def test_completions_of_one_prompt_begin_with_the_same_pairs(checkpoint: Path) -
 def test_the_operator_of_all_layers_computes_the_tokens_of_the_loop(
     checkpoint: Path, method: str, policy: dict[str, Any]
 ) -> None:
-    compression = paper_compression(method=method, buffer=6, query_window=6, **policy)
+    compression = CompressionConfig(**fitting(method, buffer=6, query_window=6, **policy))
     found = []
     for compiled in (True, False):
         llm = make(checkpoint, compression=compression, block_size=8)

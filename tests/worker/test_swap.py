@@ -12,6 +12,7 @@ from kvllm.compression.specs import SPECS
 from kvllm.config import LayerGroup
 from kvllm.worker.features.offloading import Offloader
 from tests.helpers.checkpoints import add_method_files, make_checkpoint
+from tests.helpers.compressions import refusal
 from tests.helpers.dense_decoder import DenseDecoder
 from tests.helpers.engines import greedy, make_llm, random_prompts, random_token_ids, tokens
 from tests.helpers.features import feature_of
@@ -89,7 +90,7 @@ def methods() -> list[Any]:
     cases = []
     for name, spec in SPECS.items():
         policies = ("threshold", "periodic", "standalone")[spec.reselects :]  # prompts here are longer than budgets
-        allowed = [policy for policy in policies if not spec.refusal(policy)]
+        allowed = [policy for policy in policies if not refusal(name, policy)]
         usual = name in ("h2o", "adakv", "kara_sharp", "mean_attention", "snapkv", "keydiff")
         cases += [
             pytest.param(name, policy, marks=() if usual and policy in allowed[:2] else pytest.mark.long)

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from msgspec import structs
 
 from kvllm.config import EngineConfig
-from kvllm.core.compression_policy import longest_alone, make_policy
+from kvllm.core.capacity import longest_alone
+from kvllm.core.policies import make_policy
 from kvllm.core.protocol import PromptLogprobs, SampledToken, SequenceStart
 from kvllm.core.queue import LOOKAHEAD, FairQueue, Tenant
 from kvllm.core.sequence import Sequence, fork_seed

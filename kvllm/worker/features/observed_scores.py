@@ -17,7 +17,7 @@ from kvllm.attention.base import AttentionBackend, AttentionBatch, ScoredChunk, 
 from kvllm.compression.mass import Softmax, batched_attention_mass
 from kvllm.config import CompressionConfig
 from kvllm.core.protocol import CompressionJob, SequenceStart, StepPlan
-from kvllm.core.regions import Windows, make_regions
+from kvllm.core.regions import Windows
 from kvllm.kvcache.ops.base import KVOperations
 from kvllm.worker.features.base import Attend, PassAttention, StepFeature, WorkerParts
 from kvllm.worker.group_tables import num_full_parts
@@ -39,7 +39,7 @@ def score_windows(config: CompressionConfig, block_size: int, max_model_len: int
     squared = config.spec.observable == "squares"
     if config.spec.reselects:
         return ScoreWindows(max_model_len, max_model_len, max_model_len, squared)
-    regions = make_regions(config, block_size)
+    regions = config.regions(block_size)
     assert isinstance(regions, Windows)
     return ScoreWindows(regions.size, regions.stride, regions.size - config.buffer, squared)
 
