@@ -36,7 +36,7 @@ class SentencePieceModel:
     pieces: list[str]
     types: list[int]
     scores: list[float]
-    special_tokens: dict[str, str]
+    special_tokens: dict[str, Any]
     unigram: bool = False
     unknown: int = 0
     byte_fallback: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,7 +22,8 @@ class CheckpointTensor(Protocol):
     dtype: of what is read, as safetensors calls it, such as "BF16".
     """
 
-    file: Path
+    @property
+    def file(self) -> Path: ...
 
     @property
     def dtype(self) -> str: ...
@@ -55,7 +57,7 @@ class Checkpoint(Protocol):
         """The keys of `generation_config.json`, none if there is none."""
         ...
 
-    def open_tensors(self) -> AbstractContextManager[dict[str, CheckpointTensor]]:
+    def open_tensors(self) -> AbstractContextManager[Mapping[str, CheckpointTensor]]:
         """All tensors, by the names that they have in the file of a model, with or without its head."""
         ...
 

@@ -7,7 +7,7 @@ own part of each tensor, some rows at a time, and packs them at once, so that no
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -28,7 +28,7 @@ from kvllm.parallel import Shard
 READABLE_DTYPES = ("BF16", "F16", "F32", "F64")
 EMBEDDING, HEAD, BASE = "model.embed_tokens.weight", "lm_head.weight", "model."
 
-Tensors = dict[str, CheckpointTensor]
+Tensors = Mapping[str, CheckpointTensor]
 """Every tensor of a checkpoint by name."""
 
 

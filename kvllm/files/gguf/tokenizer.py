@@ -108,7 +108,7 @@ def _byte_level(metadata: dict[str, Any], tokens: list[str], types: list[int]) -
             f"unsupported way to split texts {name!r:.80} (tokenizer.ggml.pre): kvllm knows {', '.join(SPLITS)}. Give "
             "the directory of another tokenizer with tokenizer=, or prompts as token ids"
         )
-    merges = [tuple(merge.split(" ", 1)) for merge in _strings(metadata, "merges")]
+    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in _strings(metadata, "merges"))]
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=name in WHOLE_WORDS))
     if name == "qwen2":
