@@ -542,9 +542,9 @@ Tensor run_decoder(const Tensor& tensor, const Tensor& residual, const Tensor& p
     STD_TORCH_CHECK(residual_slots && residual_first, "kv_residual needs residual_slots and residual_first");
     STD_TORCH_CHECK(kv_residual->dim() == 6, "kv_residual has ", kv_residual->dim(), " dimensions, not 6");
     check_size(*kv_residual, "kv_residual", 0, static_cast<int64_t>(decoder.layers.size()));
-    const Residual of_all = residual_tables(*kv_residual, positions, *residual_slots, *residual_first, rows,
-                                            parts[0].batch.num_sequences, decoder.kv_heads, decoder.head_dim,
-                                            decoder.dtype);
+    const Residual of_all =
+        residual_tables(*kv_residual, positions, *residual_slots, *residual_first, rows, parts[0].batch.num_sequences,
+                        decoder.kv_heads, decoder.head_dim, decoder.dtype);
     for (Part& part : parts) part.batch.residual = of_all;
     cached.residual = KVResidual(kv_residual);
   }

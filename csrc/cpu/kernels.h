@@ -103,9 +103,9 @@ struct PairRange {
 // A window that is longer than any sequence.
 constexpr int kNoWindow = 1 << 30;
 
-// Queries of that sequence and head. Query i attends the KV pairs first[i] .. last[i], which do not decrease; first[i] may
-// be below 0. Scores are bounded by `soft_cap`, unless it is 0. Query i has a learned score sinks[i % group] in
-// its softmax, unless `sinks` is null. Their scores of the pairs from `kept_begin` on are kept in rows of `kept_stride`
+// Queries of that sequence and head. Query i attends the KV pairs first[i] .. last[i], which do not decrease; first[i]
+// may be below 0. Scores are bounded by `soft_cap`, unless it is 0. Query i has a learned score sinks[i % group] in its
+// softmax, unless `sinks` is null. Their scores of the pairs from `kept_begin` on are kept in rows of `kept_stride`
 // floats, unless `kept_scores` is null.
 struct QueryTile {
   int count;

@@ -280,8 +280,8 @@ class CompressionConfig(Options, frozen=True, kw_only=True, forbid_unknown_field
     @property
     def options(self) -> dict[str, int | float]:
         """The options of the method's function, by name."""
-        given, options = self.method_options, self.spec.options
-        return {option.name: given.get(option.name, option.default) for option in options}
+        defaults: dict[str, int | float] = {option.name: option.default for option in self.spec.options}
+        return {name: self.method_options.get(name, default) for name, default in defaults.items()}
 
     def regions(self, block_size: int, retain: int | None = None) -> Regions:
         """What of a sequence can be compressed, for sequences without a budget of their own.
