@@ -47,7 +47,8 @@ def test_figure_5_takes_parts_of_kara_away_and_goes_on_with_what_it_has(tmp_path
         "kara", "kara_no_bi", "kara_no_token2chunk", "keydiff",
     }  # fmt: skip
     for trial in again.values():
-        assert (trial["compression"]["window_blocks"], trial["compression"]["retain_tokens"]) == (64, 16 + 10)
+        policy = trial["compression"]["policy"]
+        assert (policy["window_blocks"], policy["retain_tokens"]) == (64, 16 + 10)
         assert trial["windows"] > 0 and trial["kept"] < full["kept"] == 1
 
 

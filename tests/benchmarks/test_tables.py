@@ -155,7 +155,7 @@ def test_tables_2_3_report_what_the_engine_counts(tiny, tmp_path, capsys):
     requests = requests_of(content, tiny, **LENGTHS)
     assert len({request.output_length for request in requests}) > 1
     vanilla, periodic = (content["tables"]["4"][name] for name in ("vanilla", "periodic"))
-    assert periodic["compression"]["retain_tokens"] == 9 and periodic["engine"]["max_num_seqs"] == 4
+    assert periodic["compression"]["policy"]["retain_tokens"] == 9 and periodic["engine"]["max_num_seqs"] == 4
     for name, entry in (("vanilla", vanilla), ("periodic", periodic)):
         assert entry["engine"]["num_gpu_blocks_override"] == vanilla["engine"]["num_gpu_blocks_override"]
         own = run(job_of(entry, requests))
@@ -256,7 +256,7 @@ def test_figure_2_shows_what_each_method_forgets(tiny, tmp_path, capsys):
     assert sliding["survivors"][:2] == [0, 0] and sliding["lost"][:2] == [1, 1] and sliding["survivors"][3] == 1
     assert streaming["survivors"][0] == pytest.approx(4 / 29) and streaming["lost"] == [0, 1, 0, 0]
     assert 33 / 119 <= sliding["kept_of_all"] == streaming["kept_of_all"] <= 39 / 119
-    assert pyramid["compression"]["budget_tokens"] == 33 and pyramid["events_per_sequence"] > 0
+    assert pyramid["compression"]["policy"]["budget_tokens"] == 33 and pyramid["events_per_sequence"] > 0
 
 
 def test_figure_2_takes_all_methods_that_a_policy_allows(tmp_path):

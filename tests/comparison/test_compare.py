@@ -79,7 +79,7 @@ def test_nothing_is_lost_where_all_is_kept(checkpoint: Path, texts: list[str], t
 def test_divergence_is_that_of_dense_attention(checkpoint: Path, texts: list[str], tmp_path: Path) -> None:
     found = compare(checkpoint, tmp_path, "--text", *texts, "--pieces", "2", "--memory", "0.5", "--methods", "random")
     result, decoder = found["variants"]["streaming 50%"], DenseDecoder(checkpoint)
-    options = result["compression"]
+    options = result["compression"]["policy"]
     budget, gap = options["budget_tokens"], options["threshold_tokens"] - options["budget_tokens"]
     for text, piece in zip(found["texts"], result["pieces"], strict=True):
         visible = streaming_cache(PROMPT, LENGTH - PROMPT, budget, gap, protected=2 * BLOCK_SIZE)

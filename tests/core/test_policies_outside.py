@@ -50,7 +50,7 @@ except Exception as error:
 SIMULATION = """
 from kvllm.entrypoints import cli
 command = ["simulate", sys.argv[1], "--hardware", "cpu", "--workload", sys.argv[2], "--block-size", "4"]
-command += ["--num-blocks", "40", "--compression", "method=keydiff,policy=long,window_blocks=2,buffer=2,least="]
+command += ["--num-blocks", "200", "--compression", "method=keydiff,policy=long,window_blocks=2,buffer=2,least="]
 for least in ("60", "109"):
     cli.main([*command[:-1], command[-1] + least])
 """

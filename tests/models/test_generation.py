@@ -34,7 +34,7 @@ CASES = (
     "gemma3",
     "gpt-oss",
 )
-COMPRESSION: dict[str, Any] = {"period": 8, "window_blocks": 3, "retain_blocks": 1, "buffer": 4, "chunk_budget": 4}
+COMPRESSION: dict[str, Any] = {"period": 8, "window_blocks": 3, "retain_blocks": 1, "buffer": 4}
 
 
 def crowded(checkpoint: Path, new_tokens: int, block_size: int = 16) -> dict[str, Any]:
@@ -95,7 +95,8 @@ def test_compression(checkpoint: Path) -> None:
         pytest.skip("layers with a window are not compressed")
     method = "kara" if set(windows) == {None} else "keydiff"  # which needs no queries again
     options = crowded(checkpoint, 40, block_size=8)
-    options["compression"] = paper_compression(method=method, **COMPRESSION)
+    chunks = {"chunk_budget": 4} if method == "kara" else {}
+    options["compression"] = paper_compression(method=method, **COMPRESSION, **chunks)
     llm = make_llm(checkpoint, **options)
     recorder = llm.llm_engine.executor = Recorder(llm.llm_engine.executor.runner, llm.config)
     found = compressed_tokens(llm)

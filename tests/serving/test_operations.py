@@ -308,7 +308,7 @@ def examples() -> list[list[str]]:
     pages = [Path(serve.__file__), *(Path(__file__).parents[2] / page for page in ("README.md", "docs/serving.md"))]
     text = "\n".join(page.read_text() for page in pages).replace("\\\n", " ")
     lines = re.findall(r"^ *(?:\w+=\w+ )*kvllm serve(?= |$)(.*)$", text, re.MULTILINE)
-    return [shlex.split(re.sub(r"path/to/\S+", str(DEFAULT_MODEL), line), comments=True) for line in lines]
+    return [shlex.split(re.sub(r"(path/to|Qwen)/\S+", str(DEFAULT_MODEL), line), comments=True) for line in lines]
 
 
 @pytest.mark.parametrize("arguments", examples())
