@@ -561,7 +561,7 @@ def test_command_without_compression(tmp_path, model_file, capsys):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--compression", "perod=4"], "error: --compression: 'perod=4' is no setting.*period"),
+        (["--compression", "perod=4"], "error: CompressionConfig has no option 'perod'.*period"),
         (["--compression", "period=often"], "'period=often': Expected `int`"),
         (["--compression", "period=0"], "period=0 is not allowed"),
         (["--hardware", "h1000"], "'h1000' cannot be read"),
