@@ -377,7 +377,6 @@ def test_the_benchmark_of_faults_compares_the_tokens(ray_cluster, checkpoints, t
     for fault in content["faults"]:
         assert 0 < fault["noticed_seconds"] < fault["restarted_seconds"] < fault["resumed_seconds"] < 60
     assert "3 of 4 requests have the tokens" in capsys.readouterr().out
-    assert (tmp_path / "worker_faults.png").stat().st_size > 1000
 
 
 def test_a_heartbeat_alone_is_no_progress() -> None:

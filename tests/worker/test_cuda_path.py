@@ -50,7 +50,8 @@ def params(**options: Any) -> SamplingParams:
 
 def cases() -> dict[str, tuple[dict[str, Any], list[SamplingParams]]]:
     """Options of an engine, and what its requests ask for."""
-    window = {"period": 4, "window_blocks": 2, "buffer": 4, "chunk_budget": 3, "compress_prompt": True}
+    window = {"period": 4, "window_blocks": 2, "buffer": 4, "compress_prompt": True}
+    chunks = {**window, "chunk_budget": 3}
     cache = {"policy": "threshold", "threshold_tokens": 32, "budget_tokens": 16, "buffer": 4, "query_window": 4}
     sampled = [
         params(n=2, temperature=0.8, top_p=0.9, seed=3),
@@ -63,7 +64,7 @@ def cases() -> dict[str, tuple[dict[str, Any], list[SamplingParams]]]:
             {
                 "num_gpu_blocks_override": None,
                 "gpu_memory_utilization": 0.02,
-                "compression": paper_compression(method="kara", retain_tokens=9, **window),
+                "compression": paper_compression(method="kara", retain_tokens=9, **chunks),
             },
             [params()] * 2,
         ),
@@ -75,7 +76,7 @@ def cases() -> dict[str, tuple[dict[str, Any], list[SamplingParams]]]:
         "int4, kara_sharp": (
             {
                 "kv_cache_dtype": "int4",
-                "compression": paper_compression(method="kara_sharp", retain_tokens=9, **window),
+                "compression": paper_compression(method="kara_sharp", retain_tokens=9, **chunks),
             },
             [params()] * 2,
         ),

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from msgspec import structs
 
 from kvllm import LLM, CompressionConfig
 from kvllm.attention.registry import BACKENDS
 from kvllm.errors import ConfigError
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.compressions import fitting, other
 from tests.helpers.devices import poisoned
 from tests.helpers.engines import greedy, random_prompts, tokens
 
@@ -55,11 +55,11 @@ PERIODIC: dict[str, Any] = {"method": "kara", "policy": "periodic", "window_bloc
 KARA = CompressionConfig(**PERIODIC, chunk_budget=4)
 COMPRESSIONS = {
     "periodic": KARA,
-    "exact": structs.replace(KARA, retain_tokens=17),
-    "pressure": structs.replace(KARA, policy="pressure"),
+    "exact": other(KARA, retain_tokens=17),
+    "pressure": other(KARA, policy="pressure"),
     **{
         method: CompressionConfig(
-            method=method, policy="threshold", threshold_tokens=96, budget_tokens=48, query_window=8, buffer=8
+            **fitting(method, "threshold", threshold_tokens=96, budget_tokens=48, query_window=8, buffer=8)
         )
         for method in ("snapkv", "adakv", "h2o")
     },

@@ -346,7 +346,8 @@ def test_survivors_of_random_requests_depend_on_no_other(checkpoint: Path, data:
     method = data.draw(st.sampled_from([name for name, spec in SPECS.items() if not spec.learns]))
     policies = POLICIES[SPECS[method].reselects :]  # not by threshold, where prompts are longer than budgets
     policy = data.draw(st.sampled_from([policy for policy in policies if not refusal(method, policy)]))
-    prompts = {} if policy == "threshold" else {"compress_prompt": data.draw(st.booleans())}
+    whole = policy == "threshold" or SPECS[method].reselects  # which leave prompts to no choice
+    prompts = {} if whole else {"compress_prompt": data.draw(st.booleans())}
     config = compression_config(method, policy, **prompts)
     lengths = st.tuples(st.integers(3, 90), st.integers(1, 40), st.integers(0, 20))
     requests = data.draw(st.lists(lengths, min_size=2, max_size=4))
