@@ -295,6 +295,8 @@ def _log(args: EngineArgs, settings: RunnerSettings, engine: Engine, device: str
         " for each rank" if num_ranks > 1 else "",
         _compression(args, settings),
     )
+    if loaded.weights:
+        logger.info("%s: %s", args.name, loaded.weights)
     if engine.outputs.tokenizer is None:
         logger.warning(
             "%s has no tokenizer: prompts must be token ids and outputs have no text, so that chats, stop strings and "

@@ -7,6 +7,7 @@
 #include "elementwise_kernel.h"
 #include "exchange_kernel.h"
 #include "float_product.h"
+#include "grouped_product.h"
 #include "hadamard_kernel.h"
 #include "integer_product.h"
 #include "key_differences_kernel.h"
@@ -30,6 +31,12 @@ constexpr decltype(&widen<T>) widen_to<T, T> = nullptr;
 template <class T, class KV>
 constexpr KVKernels kv_kernels() {
   return {attend<T, KV>, finish<T, KV>, reorder_from<T, KV>()};
+}
+
+// What a sum of products with kForm begins with is the negative sum of channels times kOffset.
+template <class T, GroupedForm kForm, int kOffset>
+constexpr ProductKernels grouped_kernels() {
+  return {quantize_groups<T, kOffset>, grouped_part_rows, grouped_product<T, kForm>};
 }
 
 // Kernels for T, with the way in which scores and products with weights of T are multiplied.
@@ -65,6 +72,11 @@ constexpr Kernels make_kernels() {
       .product = {widen_to<T, typename P::Operand>, part_rows, product<T, P>},
       .product_int8 = {quantize<T, 8>, part_rows, product<T, IntegerProduct<8>>},
       .product_int4 = {quantize<T, 4>, part_rows, product<T, IntegerProduct<4>>},
+      .product_grouped = {{grouped_kernels<T, GroupedForm::kNibbles, 8>(),
+                           grouped_kernels<T, GroupedForm::kNibbles, 0>()},
+                          {grouped_kernels<T, GroupedForm::kBytes, 32>(), grouped_kernels<T, GroupedForm::kBytes, 0>()},
+                          {grouped_kernels<T, GroupedForm::kWide, kWideOffset>(),
+                           grouped_kernels<T, GroupedForm::kWide, kWideOffset>()}},
   };
 }
 

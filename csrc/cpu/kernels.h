@@ -156,12 +156,26 @@ constexpr int64_t integer_blocks(int64_t depth, int64_t group) {
   return depth / group * ((group + kBlockChannels - 1) / kBlockChannels);
 }
 
+// How weights with a scale of half precision for each group are held: integers of 4 bits, integers below 64 in a byte
+// each, or with a sign in all 8 bits. Those of the first two mean 8 or 32 less, unless groups have minimums.
+enum class GroupedForm { kNibbles, kBytes, kWide };
+constexpr int kGroupedForms = 3;
+
+// Operands of a product with such weights: a row has `depth` of 8 bits, then this for each group.
+struct OperandGroup {
+  float scale;
+  int32_t initial;     // what the sum of products begins with: it takes away what weights have too much
+  float negative_sum;  // of the channels that the operands mean
+};
+
 // out [rows, columns] <- x [rows, depth] times a packed weight, plus a bias [columns], or none.
 struct Product {
-  const void* x;        // operands, as `prepare` makes them
-  int64_t x_stride;     // of their numbers from a row to the next
-  const void* weight;   // [tiles, depth / c, kTileColumns, c], c channels in 32 bits
-  const float* scales;  // [tiles, depth / group, kTileColumns]; null unless the weight is of integers
+  const void* x;                 // operands, as `prepare` makes them
+  int64_t x_stride;              // of their numbers from a row to the next
+  const void* weight;            // [tiles, depth / c, kTileColumns, c], c channels in 32 bits
+  const float* scales;           // [tiles, depth / group, kTileColumns]; null unless the weight is of integers
+  const uint16_t* group_scales;  // [tiles, depth / group, 1 or 2, kTileColumns]; null unless it has a GroupedForm
+  bool minimums;                 // the second of these, which are taken away from weights
   int64_t group;
   int64_t depth;
   const void* bias;
@@ -288,6 +302,8 @@ struct Kernels {
   ProductKernels product;
   ProductKernels product_int8;
   ProductKernels product_int4;
+  // With a GroupedForm: the second ones where groups have minimums.
+  ProductKernels product_grouped[kGroupedForms][2];
 };
 
 struct KernelSet {

@@ -16,6 +16,9 @@ int64_t part_bytes(const PackedMatrix& weight) { return kPartTiles * weight.word
 int64_t tile_parts(const PackedMatrix& weight) { return (weight.tiles + kPartTiles - 1) / kPartTiles; }
 
 const ProductKernels& product_kernels(const Kernels& kernels, const PackedMatrix& weight) {
+  if (weight.group_scales != nullptr) {
+    return kernels.product_grouped[static_cast<int>(weight.form)][weight.minimums ? 1 : 0];
+  }
   return weight.bits == 8 ? kernels.product_int8 : weight.bits == 4 ? kernels.product_int4 : kernels.product;
 }
 
@@ -25,6 +28,10 @@ struct OperandRow {
 
   explicit OperandRow(const PackedMatrix& weight)
       : stride(weight.depth), bytes(weight.depth * static_cast<int64_t>(sizeof(float))) {
+    if (weight.group_scales != nullptr) {
+      stride = bytes = weight.depth + weight.depth / weight.group * static_cast<int64_t>(sizeof(OperandGroup));
+      return;
+    }
     if (weight.scales == nullptr) return;
     stride = weight.depth + 2 * integer_blocks(weight.depth, weight.group);
     bytes = stride * static_cast<int64_t>(sizeof(int16_t));
@@ -34,8 +41,12 @@ struct OperandRow {
 }  // namespace
 
 PackedMatrix::PackedMatrix(const Tensor& tensor, const std::optional<Tensor>& scale_tensor, int64_t columns)
-    : columns(columns), scales(nullptr), group(0) {
-  const bool nibbles = tensor.scalar_type() == ScalarType::Int, bytes = tensor.scalar_type() == ScalarType::Char;
+    : columns(columns), scales(nullptr), group_scales(nullptr), form(), minimums(false), group(0) {
+  const bool halves = scale_tensor && scale_tensor->scalar_type() == ScalarType::Half;
+  const bool unsigned_bytes = tensor.scalar_type() == ScalarType::Byte && halves;
+  const bool nibbles = tensor.scalar_type() == ScalarType::Int;
+  const bool bytes = tensor.scalar_type() == ScalarType::Char || unsigned_bytes;
+  form = nibbles ? GroupedForm::kNibbles : unsigned_bytes ? GroupedForm::kBytes : GroupedForm::kWide;
   if (!nibbles && !bytes) kernels_for(tensor, "packed");
   bits = nibbles ? 4 : 8 * static_cast<int>(tensor.element_size());
   check_contiguous(tensor, "packed", nibbles ? 3 : 4);
@@ -48,15 +59,27 @@ PackedMatrix::PackedMatrix(const Tensor& tensor, const std::optional<Tensor>& sc
   STD_TORCH_CHECK(columns > (tiles - 1) * kTileColumns && columns <= tiles * kTileColumns, columns,
                   " columns do not fill the ", tiles, " tiles of packed");
   STD_TORCH_CHECK(scale_tensor.has_value() == (nibbles || bytes), "scales and weights of integers go together");
-  if (!scale_tensor) return;
-  check_contiguous(*scale_tensor, "scales", 3);
-  check_dtype(*scale_tensor, "scales", ScalarType::Float);
-  check_size(*scale_tensor, "scales", 0, tiles);
-  check_size(*scale_tensor, "scales", 2, kTileColumns);
-  const int64_t groups = scale_tensor->size(1);
+  if (scale_tensor) set_scales(*scale_tensor);
+}
+
+void PackedMatrix::set_scales(const Tensor& tensor) {
+  const bool halves = tensor.scalar_type() == ScalarType::Half;
+  check_contiguous(tensor, "scales", halves ? 4 : 3);
+  if (!halves) check_dtype(tensor, "scales", ScalarType::Float);
+  check_size(tensor, "scales", 0, tiles);
+  check_size(tensor, "scales", halves ? 3 : 2, kTileColumns);
+  const int64_t groups = tensor.size(1);
   STD_TORCH_CHECK(groups > 0 && words % groups == 0, groups, " groups do not divide ", words, " words of packed");
-  scales = scale_tensor->const_data_ptr<float>();
   group = depth / groups;
+  if (!halves) {
+    scales = tensor.const_data_ptr<float>();
+    return;
+  }
+  STD_TORCH_CHECK(group == 16 || group == 32, "scales of half precision are for groups of 16 or 32, not of ", group);
+  STD_TORCH_CHECK(tensor.size(2) == 1 || tensor.size(2) == 2, "scales has ", tensor.size(2),
+                  " numbers for a group: it must have a scale, and maybe a minimum");
+  group_scales = static_cast<const uint16_t*>(tensor.data_ptr());
+  minimums = tensor.size(2) == 2;
 }
 
 PackedMatrix PackedMatrix::first_columns(int64_t count) const {
@@ -82,6 +105,8 @@ void multiply(const Kernels& kernels, const void* x, int64_t rows, const PackedM
       .x_stride = weight.depth,
       .weight = weight.data,
       .scales = weight.scales,
+      .group_scales = weight.group_scales,
+      .minimums = weight.minimums,
       .group = weight.group,
       .depth = weight.depth,
       .bias = bias,

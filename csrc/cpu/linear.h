@@ -6,16 +6,24 @@
 namespace kvllm {
 
 // A packed weight: `[tiles, words, kTileColumns, channels of a word]`, of float32, bfloat16 or int8; or of int32
-// without the last dimension, where a word is eight integers of 4 bits, the lowest bits first.
+// without the last dimension, where a word is eight integers of 4 bits, the lowest bits first. With scales of half
+// precision it has a GroupedForm: int32 kNibbles, in whose words channel i + 4 shares a byte with channel i, uint8
+// kBytes, int8 kWide.
 struct PackedMatrix {
   int bits;
   int64_t tiles, words, depth, columns;
   char* data;
   const float* scales;  // [tiles, depth / group, kTileColumns] for integers
+  const uint16_t* group_scales;
+  GroupedForm form;
+  bool minimums;
   int64_t group;
 
   // Raises an error if the tensors are none, or do not have `columns` columns, at least all but a tile's.
   PackedMatrix(const Tensor& tensor, const std::optional<Tensor>& scales, int64_t columns);
+
+  // Reads the scales, whose groups divide the words.
+  void set_scales(const Tensor& tensor);
 
   // The weight of the first columns alone.
   PackedMatrix first_columns(int64_t count) const;

@@ -152,6 +152,37 @@ inline void store_sums_of_four(const Words* x, int32_t* out) {
 inline Words load_bytes(const uint8_t* p) {
   return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
+// Words of four integers of 8 bits: of four bits of each byte of x.
+inline Words low_nibbles(Words x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
+inline Words high_nibbles(Words x) { return low_nibbles(_mm512_srli_epi16(x, 4)); }
+inline Words add_words(Words a, Words b) { return _mm512_add_epi32(a, b); }
+// sum += weights * x, four products to a word. Weights have no sign and are below 64, x are above -128. Where sums are
+// narrow, widen_sums makes words of them, before any passes 16 bits. Wide weights have all 8 bits and a sign.
+#if defined(KVLLM_AVX512_VNNI)
+constexpr bool kNarrowSums = false;
+constexpr int kWideOffset = 128;  // what wide operands have above the weights
+inline void add_byte_products(Words& sum, Words weights, Words x) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(x));
+}
+inline Words widen_sums(Words x) { return x; }
+inline Words wide_operands(Words weights) { return _mm512_xor_si512(weights, _mm512_set1_epi8(-128)); }
+inline void add_wide_products(Words& sum, Words operands, Words x) { add_byte_products(sum, operands, x); }
+#else
+constexpr bool kNarrowSums = true;
+constexpr int kWideOffset = 0;
+inline void add_byte_products(Words& sum, Words weights, Words x) {
+  sum = _mm512_add_epi16(sum, _mm512_maddubs_epi16(weights, x));
+}
+inline Words widen_sums(Words x) { return _mm512_madd_epi16(x, _mm512_set1_epi16(1)); }
+inline Words wide_operands(Words weights) { return weights; }
+inline void add_wide_products(Words& sum, Words weights, Words x) {
+  const Words signed_x = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(weights), _mm512_setzero_si512(), x);
+  sum = _mm512_add_epi32(sum, widen_sums(_mm512_maddubs_epi16(_mm512_abs_epi8(weights), signed_x)));
+}
+#endif
+inline Vec load_halves(const uint16_t* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
 // The halves of words below 256, of four bits each.
 inline Words low_halves(Words x) { return _mm512_and_si512(x, _mm512_set1_epi32(15)); }
 inline Words high_halves(Words x) { return _mm512_srli_epi32(x, 4); }
@@ -312,6 +343,26 @@ inline void store_sums_of_four(const Words* x, int32_t* out) {
 }
 inline Words load_bytes(const uint8_t* p) {
   return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+}
+// Words of four integers of 8 bits: of four bits of each byte of x.
+inline Words low_nibbles(Words x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
+inline Words high_nibbles(Words x) { return low_nibbles(_mm256_srli_epi16(x, 4)); }
+inline Words add_words(Words a, Words b) { return _mm256_add_epi32(a, b); }
+// sum += weights * x, four products to a word. Weights have no sign and are below 64, x are above -128. Where sums are
+// narrow, widen_sums makes words of them, before any passes 16 bits. Wide weights have all 8 bits and a sign.
+constexpr bool kNarrowSums = true;
+constexpr int kWideOffset = 0;  // what wide operands have above the weights
+inline void add_byte_products(Words& sum, Words weights, Words x) {
+  sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(weights, x));
+}
+inline Words widen_sums(Words x) { return _mm256_madd_epi16(x, _mm256_set1_epi16(1)); }
+inline Words wide_operands(Words weights) { return weights; }
+inline void add_wide_products(Words& sum, Words weights, Words x) {
+  const Words products = _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(x, weights));
+  sum = _mm256_add_epi32(sum, widen_sums(products));
+}
+inline Vec load_halves(const uint16_t* p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
 // The halves of words below 256, of four bits each.
 inline Words low_halves(Words x) { return _mm256_and_si256(x, _mm256_set1_epi32(15)); }
@@ -478,6 +529,30 @@ inline Vec to_float(Words x) { return __builtin_convertvector(x, Vec); }
 // kLanes integers of 8 bits as words: with a sign, and without.
 inline Words load_bytes(const uint8_t* p) { return Words{p[0], p[1], p[2], p[3]}; }
 inline Words load_signed_bytes(const uint8_t* p) { return load_bytes(p) << 24 >> 24; }
+// Words of four integers of 8 bits: of four bits of each byte of x.
+inline Words low_nibbles(Words x) { return x & 0x0f0f0f0f; }
+inline Words high_nibbles(Words x) { return low_nibbles(x >> 4); }
+inline Words add_words(Words a, Words b) { return a + b; }
+// sum += weights * x, four products to a word. Weights have no sign and are below 64, x are above -128. Where sums are
+// narrow, widen_sums makes words of them, before any passes 16 bits. Wide weights have all 8 bits and a sign.
+constexpr bool kNarrowSums = false;
+constexpr int kWideOffset = 0;  // what wide operands have above the weights
+inline void add_wide_products(Words& sum, Words weights, Words x) {
+  add_pair_products(sum, pairs_of_words<8, 0>(weights), pairs_of_words<8, 0>(x));
+  add_pair_products(sum, pairs_of_words<8, 8>(weights), pairs_of_words<8, 8>(x));
+}
+inline void add_byte_products(Words& sum, Words weights, Words x) { add_wide_products(sum, weights, x); }
+inline Words widen_sums(Words x) { return x; }
+inline Words wide_operands(Words weights) { return weights; }
+// Numbers of half precision: their bits, moved to the places of a float's, are 2^-112 times these.
+inline Vec load_halves(const uint16_t* p) {
+  Vec x;
+  for (int i = 0; i < kLanes; ++i) {
+    const uint32_t bits = (p[i] & 0x7fffu) << 13 | (p[i] & 0x8000u) << 16;
+    __builtin_memcpy(reinterpret_cast<char*>(&x) + i * sizeof(bits), &bits, sizeof(bits));
+  }
+  return x * broadcast(0x1p112f);
+}
 // 2 * kLanes of them as pairs of 16 bits.
 inline Words load_signed_pairs(const uint8_t* p) {
   Halves x;

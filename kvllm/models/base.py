@@ -39,8 +39,10 @@ Visitor = Callable[[int, torch.Tensor], None]
 class Decoder:
     """One rank's shard of a model. A loader calls `allocate`, fills what `weights` names, then calls `compile`.
 
-    num_query_heads, num_kv_heads: of this rank.
+    num_query_heads, num_kv_heads: of this rank. weights_note: what the loader says of the weights, for the log.
     """
+
+    weights_note: str | None = None
 
     def __init__(
         self,
@@ -73,7 +75,7 @@ class Decoder:
     def allocate(self, packing: Packing) -> None:
         """Make room for all matrices, in the form that is multiplied fastest. Called once, before any is written."""
         if not self.lm_head.tied:
-            self.embedding.allocate()
+            self.embedding.allocate(packing)
         for layer in self.layers:
             layer.allocate(packing)
         self.lm_head.allocate(packing)

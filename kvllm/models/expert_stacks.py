@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvllm.files.groups import Groups
 from kvllm.models.experts import GroupedLinear
 from kvllm.models.layers import Weight
 from kvllm.models.weight_format import WeightFormat
@@ -37,6 +38,15 @@ class ExpertMatrices(Weight):
         """Experts from `first` on: `[n, in_features, out_features]`."""
         for expert, matrix in enumerate(values, first):
             self.write_expert(expert, matrix.T)
+
+    @property
+    def first_column(self) -> int:
+        return self.inputs.start or 0
+
+    def write_groups(self, first: int, values: Groups) -> None:
+        """One expert's matrix `[out_features, in_features]`."""
+        part = values.rows(self.outputs).columns(self.first_column, self.linear.weight.in_features)
+        self.linear.weight.write_groups(first * self.linear.stride, part)
 
     def write_expert(self, expert: int, matrix: torch.Tensor) -> None:
         """One expert's matrix `[out_features, in_features]`."""

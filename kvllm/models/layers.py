@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvllm.files.groups import GroupForm, Groups
 from kvllm.models.config import ModelConfig
 from kvllm.models.quantized_tensors import Integers
 from kvllm.models.rotary import channel_order
@@ -46,6 +47,16 @@ class Weight:
         """Whether a checkpoint of a form has other tensors in the place of this one."""
         return self.quantized and form is not None and form.method != "mxfp4"
 
+    @property
+    def form(self) -> GroupForm | None:
+        """That of the matrix, where it holds a file's integers."""
+        return self.target.matrix.form if isinstance(self.target, MatrixRows) else None
+
+    @property
+    def first_column(self) -> int:
+        """The column of the tensor that is the target's first one."""
+        return self.start if self.dim else 0
+
     def strips(self) -> Iterator[tuple[int, int]]:
         """Bounds of the parts of the target that are read and written one after the other."""
         return strips(self.target.shape[0], math.prod(self.shape[1:]))
@@ -62,6 +73,13 @@ class Weight:
         if self.dim:
             values = values.narrow(1, self.start, self.target.shape[1])
         self.write_part(first, values)
+
+    def write_groups(self, first: int, values: Groups) -> None:
+        """The same of the integers that a file has, to a matrix that holds them."""
+        assert isinstance(self.target, MatrixRows)
+        if self.dim:
+            values = values.columns(self.start, self.target.shape[1])
+        self.target.matrix.write_groups(self.target.first + first, values)
 
     def write_part(self, first: int, values: torch.Tensor | Integers) -> None:
         """This rank's part of these rows; of a quantized checkpoint, the integers."""
@@ -269,9 +287,9 @@ class VocabEmbedding:
     def weights(self, prefix: str) -> dict[str, Weight]:
         return {f"{prefix}.weight": vocab_part(self.vocab_size, self.weight, self.shard)}
 
-    def allocate(self) -> None:
-        """Not packed, because its rows are only looked up."""
-        self.weight.allocate(None)
+    def allocate(self, packing: Packing) -> None:
+        """Packed only to hold a file's integers, because its rows are only looked up."""
+        self.weight.allocate(packing if self.weight.form else None)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 `[T]` -> `[T, hidden_size]`, a fresh tensor."""

@@ -15,6 +15,7 @@ import torch
 from kvllm.errors import CheckpointError, ConfigError
 from kvllm.files.checkpoint import CheckpointTensor, open_checkpoint
 from kvllm.files.directory import some
+from kvllm.files.groups import GroupedTensor, GroupForm
 from kvllm.models import model_family
 from kvllm.models.base import Decoder
 from kvllm.models.config import ModelConfig
@@ -22,7 +23,7 @@ from kvllm.models.expert_stacks import ExpertMatrices
 from kvllm.models.layers import Weight
 from kvllm.models.quantized_tensors import Stored, read_float8, read_integers, read_mxfp4, stored_tensors
 from kvllm.models.weight_format import WeightFormat
-from kvllm.models.weights import Packing, strips
+from kvllm.models.weights import PACKABLE_DTYPES, LinearWeight, MatrixRows, Packing, strips
 from kvllm.parallel import Shard
 
 READABLE_DTYPES = ("BF16", "F16", "F32", "F64")
@@ -40,8 +41,11 @@ def load_model(
     device: torch.device,
     max_model_len: int,
     bits: int | None = None,
+    expand: bool = False,
 ) -> Decoder:
     """The model of the checkpoint `path`, converted to `dtype`, or with weights of 8 or 4 `bits`.
+
+    On a CPU, without `bits`, matrices that a file has as integers in groups stay so, unless `expand` is true.
 
     Raises CheckpointError if there are no files of weights, one lies outside of `path` or cannot be read, or they hold
     other tensors than `config` implies; ConfigError if the ranks cannot share the model out equally.
@@ -56,8 +60,15 @@ def load_model(
         if config.tie_word_embeddings and HEAD in found:
             _check_tied_head(without_memory.weights()[EMBEDDING], found, dtype)
         model = _empty_model(config, shard, dtype, device, max_model_len)
+        if device.type == "cpu" and dtype in PACKABLE_DTYPES and not (bits or expand):
+            _hold_as_in_file(model.weights(), found)
+        model.weights_note = _weights_note(model.weights(), found, f"int{bits}" if bits else str(dtype)[6:])
         model.allocate(Packing(bits, config.weight_format))
         for name, weight in model.weights().items():
+            source = found.get(name)
+            if weight.form is not None and isinstance(source, GroupedTensor):
+                _read_groups(weight, source)
+                continue
             if config.weight_format and weight.is_quantized(config.weight_format):
                 _read_quantized(name, weight, config.weight_format, found)
                 continue
@@ -216,6 +227,45 @@ def _read_quantized(name: str, weight: Weight, form: WeightFormat, found: Tensor
                 weight.write_part(first, read_integers(form, tensors, module, rows, columns))
     for each in tensors:
         found[each].forget()
+
+
+def _hold_as_in_file(weights: dict[str, Weight], found: Tensors) -> None:
+    """Give each matrix the form that holds the integers of all tensors that are parts of it, if there is one."""
+    forms: dict[LinearWeight, GroupForm | None] = {}
+    for name, weight in weights.items():
+        if isinstance(weight.target, MatrixRows):
+            matrix, form = weight.target.matrix, _form(found.get(name), weight)
+            joined = forms.get(matrix, form)
+            forms[matrix] = joined.joined(form) if joined and form else None
+    for matrix, form in forms.items():
+        matrix.form = form
+
+
+def _form(source: CheckpointTensor | None, weight: Weight) -> GroupForm | None:
+    """That of a tensor whose columns this rank holds in whole groups."""
+    form = source.form if isinstance(source, GroupedTensor) else None
+    if form is None or weight.first_column % form.group or weight.target.shape[1] % form.group:
+        return None
+    return form
+
+
+def _weights_note(weights: dict[str, Weight], found: Tensors, other: str) -> str | None:
+    """What becomes of the types in which a file has its matrices, for the log: they stay, or are made others."""
+    kinds: dict[bool, list[str]] = {True: [], False: []}
+    for name, weight in weights.items():
+        source = found.get(name)
+        if isinstance(source, GroupedTensor) and source.form is not None:
+            kinds[weight.form is not None].append(source.kind.lower())
+    held, changed = ("/".join(dict.fromkeys(kinds[each])) for each in (True, False))
+    notes = [f"weights in {held} as in the file"] if held else []
+    return "; ".join([*notes, f"weights in {changed} become {other}"] if changed else notes) or None
+
+
+def _read_groups(weight: Weight, source: GroupedTensor) -> None:
+    """Write this rank's part of a matrix in the file's integers, some rows at a time."""
+    for first, last in weight.strips():
+        weight.write_groups(first, source.read_groups(weight.rows(first, last)))
+        source.forget()
 
 
 def _strips(source: CheckpointTensor, weight: Weight) -> Iterator[tuple[int, torch.Tensor]]:

@@ -14,7 +14,9 @@ import torch.nn.functional as F
 
 from kvllm._extension import operator
 from kvllm.errors import CheckpointError, ConfigError
+from kvllm.files.groups import GroupForm, Groups
 from kvllm.memory_pages import use_huge_pages
+from kvllm.models import grouped_weights
 from kvllm.models.quantize import TILE, WORD, dequantize_rows, group_size, pack_integers, packed_form, quantize
 from kvllm.models.quantized_tensors import Integers
 from kvllm.models.weight_format import WeightFormat
@@ -69,6 +71,7 @@ class LinearWeight:
         integer like the weights, and multiplies the negative sum of as many channels of the group. So the same kernels
         compute it, and round the sums as they round channels.
     order: int64 `[in_features]`: the channel of x that each column multiplies, if not its own.
+    form: how the file's integers are held, set before `allocate`; None for all other weights.
     """
 
     def __init__(self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -78,6 +81,7 @@ class LinearWeight:
         self.scales: torch.Tensor | None = None
         self.sums = 0
         self.order: torch.Tensor | None = None
+        self.form: GroupForm | None = None
 
     @classmethod
     def pack(cls, matrix: torch.Tensor, packing: Packing) -> LinearWeight:
@@ -93,7 +97,11 @@ class LinearWeight:
         CPU, and where its rows do not fill words of 32 bits."""
         dtype, columns = self.tensor.dtype, self.in_features
         tiles = -(-self.out_features // TILE)
-        if packing and packing.form and packing.form.integers:
+        if packing and self.form:
+            shape = grouped_weights.packed_shape(tiles, columns, self.form)
+            self.packed = packing.zeros(shape, grouped_weights.DTYPES[self.form.bits])
+            self.scales = packing.zeros(grouped_weights.scales_shape(tiles, columns, self.form), torch.float16)
+        elif packing and packing.form and packing.form.integers:
             self._allocate_integers(packing, packing.form, tiles)
         elif packing is None or not self.tensor.is_cpu or dtype not in PACKABLE_DTYPES:
             self.tensor = self.tensor.new_zeros(self.out_features, columns)
@@ -158,6 +166,14 @@ class LinearWeight:
         _copy_rows(integers, self.packed, first, last)
         _copy_rows(packed_scales, self.scales, first, last)
 
+    def write_groups(self, first: int, rows: Groups) -> None:
+        """Fill the rows from `first` on with those of a file, in the form of the matrix."""
+        assert self.packed is not None and self.scales is not None and self.form is not None
+        last = first + len(rows.values)
+        integers, scales = grouped_weights.pack_groups(rows.after(first % TILE), self.form)
+        _copy_rows(integers, self.packed, first, last)
+        _copy_rows(scales.flatten(1, 2), self.scales.flatten(1, 2), first, last)
+
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`[T, in_features]` times the transpose, plus `bias` `[out_features]` -> `[T, out_features]`."""
         if self.packed is None:
@@ -175,6 +191,8 @@ class LinearWeight:
         """int64 `[T]` -> these rows of the matrix `[T, in_features]`, a fresh tensor."""
         if self.packed is None:
             return F.embedding(indices, self.tensor)
+        if self.scales is not None and self.form is not None:
+            return grouped_weights.dequantize_rows(self.packed, self.scales, self.form, indices).to(self.tensor.dtype)
         if self.scales is not None:
             return dequantize_rows(self.packed, self.scales, indices).to(self.tensor.dtype)
         return operator("unpack_rows")(self.packed, indices)

@@ -63,19 +63,21 @@ class Loaded(Struct, frozen=True):
     """What loading a model has found out.
 
     num_blocks: in the KV pool. attention_backend: its name, and why it was chosen. warnings: for the log of the process
-    that asked for it, since nobody sees those of ranks.
+    that asked for it, since nobody sees those of ranks. weights: what became of those of a file, for the same log.
     """
 
     num_blocks: int
     attention_backend: str
     warnings: list[str] = []
+    weights: str | None = None
 
     @staticmethod
     def of(settings: RunnerSettings, runner: ModelRunner) -> Loaded:
         backend, demands = runner.backend, _demands(settings.engine)
         case = Case(backend.cache, backend.num_query_heads, settings.model.layers, **demands)
         chosen = explain(settings.attention_backend, case)
-        return Loaded(runner.cache.num_blocks, chosen, [*_warnings(settings, runner, chosen)])
+        warnings = [*_warnings(settings, runner, chosen)]
+        return Loaded(runner.cache.num_blocks, chosen, warnings, runner.model.weights_note)
 
 
 def _warnings(settings: RunnerSettings, runner: ModelRunner, chosen: str) -> Iterator[str]:

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Type
 
+from tests.helpers.gguf_quantizers import fitting, quantize
+
 NAMES = {
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
@@ -122,9 +124,9 @@ def _tensors(model: torch.nn.Module, type: Type) -> Iterator[tuple[str, np.ndarr
     for name, parameter in model.named_parameters():
         transposed = config.model_type == "gpt_oss" and parameter.dim() == 3
         rows = parameter.detach().transpose(1, 2) if transposed else parameter.detach()
-        fits = parameter.dim() > 1 and "bias" not in name and "router" not in name and rows.shape[-1] % 32 == 0
-        kind = type if fits else Type.F32
-        raw = gguf.quantize(rows.contiguous().numpy(), kind)
+        quantized = parameter.dim() > 1 and "bias" not in name and "router" not in name
+        kind = fitting(type, rows.shape[-1]) if quantized else Type.F32
+        raw = quantize(rows.contiguous().numpy(), kind)
         values = torch.from_numpy(gguf.dequantize(raw, kind)).view_as(rows)
         with torch.no_grad():
             parameter.copy_(values.transpose(1, 2) if transposed else values)

@@ -17,7 +17,7 @@ from kvllm.kvcache.hadamard import hadamard, torch_hadamard
 from kvllm.kvcache.ops.cpu import CpuOperations
 from kvllm.kvcache.ops.plain import TorchOperations
 from kvllm.models import elementwise
-from tests.helpers import product_checks
+from tests.helpers import group_checks, product_checks
 from tests.helpers.attention_cases import (
     MIXED,
     assert_bits_of_a_row_do_not_depend_on_the_batch,
@@ -122,6 +122,8 @@ def check_products() -> None:
         for dtype in (torch.float32, torch.bfloat16):
             for bits in (8, 4):
                 check(dtype, bits)
+    for dtype in (torch.float32, torch.bfloat16):
+        group_checks.assert_all(dtype)
 
 
 def check_exchanges() -> None:

@@ -12,6 +12,8 @@ from gguf import GGMLQuantizationType, dequantize
 
 from kvllm.errors import CheckpointError
 from kvllm.files.gguf.header import TensorInfo
+from kvllm.files.gguf.integers import FORMS, decode
+from kvllm.files.groups import GroupForm, Groups, alternating
 from kvllm.memory_pages import forget_pages
 
 TYPES = (
@@ -23,7 +25,7 @@ TYPES = (
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """As `CheckpointTensor`, and its blocks. What is read is float32.
+    """As `GroupedTensor`, and its blocks. What `read` reads is float32.
 
     blocks: uint8 `[*shape[:-1], bytes of a row]`, a view of the file.
     order: int64 `[shape[0]]`, the row of the file that each row is, if not its own.
@@ -46,6 +48,24 @@ class GGUFTensor:
         """The tensor in the bytes of its whole file."""
         blocks = data[info.start : info.start + info.num_bytes].view(*info.shape[:-1], -1)
         return cls(info.file, info.type, info.shape, blocks, order, offset)
+
+    @property
+    def kind(self) -> str:
+        return self.type.name
+
+    @property
+    def form(self) -> GroupForm | None:
+        return FORMS.get(self.type.name) if len(self.shape) == 2 and not self.offset else None
+
+    def read_groups(self, rows: slice | torch.Tensor) -> Groups:
+        rows = rows if self.order is None else self.order[rows]
+        with np.errstate(all="ignore"):  # as in `_numbers`
+            values, scales, minimums = decode(self.blocks[rows].contiguous().numpy(), self.type)
+        return Groups(
+            torch.from_numpy(values),
+            torch.from_numpy(scales),
+            None if minimums is None else torch.from_numpy(minimums),
+        )
 
     def read(self, rows: slice | torch.Tensor | None = None) -> torch.Tensor:
         rows = slice(None) if rows is None else rows
@@ -72,7 +92,7 @@ class GGUFTensor:
 
 @dataclass(frozen=True)
 class ExpertStack:
-    """As `CheckpointTensor`: projections of all experts as gpt-oss has them, `[experts, in_features, out_features]`, or
+    """As `GroupedTensor`: projections of all experts as gpt-oss has them, `[experts, in_features, out_features]`, or
     their biases `[experts, out_features]`. Where there are several, their outputs alternate."""
 
     parts: tuple[GGUFTensor, ...]
@@ -87,6 +107,20 @@ class ExpertStack:
     def shape(self) -> tuple[int, ...]:
         experts, out_features, *in_features = self.parts[0].shape
         return (experts, *in_features, out_features * len(self.parts))
+
+    @property
+    def kind(self) -> str:
+        return self.parts[0].kind
+
+    @property
+    def form(self) -> GroupForm | None:
+        matrices, kinds = [part.expert(0) for part in self.parts], {part.kind for part in self.parts}
+        return matrices[0].form if len(kinds) == 1 else None
+
+    def read_groups(self, rows: slice | torch.Tensor) -> Groups:
+        """The matrix `[out_features, in_features]` of one expert."""
+        assert isinstance(rows, slice) and rows.stop - rows.start == 1
+        return alternating([part.expert(rows.start).read_groups(slice(None)) for part in self.parts])
 
     def read(self, rows: slice | torch.Tensor | None = None) -> torch.Tensor:
         found = torch.stack([part.read(rows) for part in self.parts], 2).flatten(1, 2)

@@ -1,0 +1,229 @@
+// Products with weights in groups of 16 or 32, each with a scale of half precision and maybe a minimum, in integers:
+// those of GGUF files.
+//
+// A row's channels are rounded to 8 bits, with a scale for each group of the weight. The products of a group are summed
+// exactly, and groups in ascending order, whatever the number of rows.
+#pragma once
+
+#include "integer_product.h"
+
+namespace kvllm {
+namespace {
+
+// Tiles and rows that are multiplied at once: their sums must fit the registers.
+constexpr int kGroupedTiles = kLanes == 16 ? 2 : 1;
+constexpr int kGroupedRows = kLanes == 16 ? 8 : kLanes == 8 || kRegisters == 32 ? 4 : 2;
+
+// Channels that all rows pass before the next ones: their weights stay in the first cache.
+constexpr int64_t kGroupedChannels = 512;
+
+// Bytes of eight channels of a tile.
+template <GroupedForm kForm>
+constexpr int64_t kEightBytes = (kForm == GroupedForm::kNibbles ? 4 : 8) * kTileColumns;
+
+// Rows, and the groups of tiles that multiply them.
+struct GroupedBlock {
+  const int8_t* x;
+  const OperandGroup* x_groups;
+  int64_t x_stride;  // in bytes, of both
+  const char* weight;
+  int64_t tile_bytes;
+  const uint16_t* scales;
+  int64_t tile_scales;  // from a tile's to the next one's
+  int64_t groups;
+  int64_t group;
+  bool minimums;
+};
+
+// The operands of eight channels of a vector of columns, four in each word.
+template <GroupedForm kForm>
+inline __attribute__((always_inline)) void load_eight(const char* from, Words& first, Words& second) {
+  if constexpr (kForm == GroupedForm::kNibbles) {
+    const Words both = load_words(from);
+    first = low_nibbles(both);
+    second = high_nibbles(both);
+  } else {
+    first = load_words(from);
+    second = load_words(from + kEightBytes<kForm> / 2);
+    if constexpr (kForm == GroupedForm::kWide) {
+      first = wide_operands(first);
+      second = wide_operands(second);
+    }
+  }
+}
+
+// Adds the products of eight channels to sums. Those of kNibbles may be narrow: a group of 32 does not pass 16 bits.
+template <GroupedForm kForm, int kRows, int kVectors>
+inline __attribute__((always_inline)) void multiply_eight(const Rows<int8_t, kRows>& x, const char* weight,
+                                                          int64_t tile_bytes, Words (&sums)[kRows][kVectors]) {
+  Words first[kVectors], second[kVectors];
+#pragma GCC unroll 16
+  for (int v = 0; v < kVectors; ++v) {
+    const char* tile = weight + v / kTileVectors * tile_bytes;
+    if (v % kTileVectors == 0) {
+      for (int64_t byte = 0; byte < kEightBytes<kForm>; byte += kCacheLine) {
+        __builtin_prefetch(tile + kPrefetchDistance + byte, 0, 2);
+      }
+    }
+    load_eight<kForm>(tile + v % kTileVectors * kLanes * 4, first[v], second[v]);
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+    const Words x_first = broadcast_pair(reinterpret_cast<const int16_t*>(x[r]));
+    const Words x_second = broadcast_pair(reinterpret_cast<const int16_t*>(x[r] + 4));
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) {
+      if constexpr (kForm == GroupedForm::kWide) {
+        add_wide_products(sums[r][v], first[v], x_first);
+        add_wide_products(sums[r][v], second[v], x_second);
+      } else if constexpr (kForm == GroupedForm::kBytes && kNarrowSums) {
+        Words narrow{};
+        add_byte_products(narrow, first[v], x_first);
+        add_byte_products(narrow, second[v], x_second);
+        sums[r][v] = add_words(sums[r][v], widen_sums(narrow));
+      } else {
+        add_byte_products(sums[r][v], first[v], x_first);
+        add_byte_products(sums[r][v], second[v], x_second);
+      }
+    }
+  }
+}
+
+// totals += or = the sums of a group, times their scales, less the minimum of each weight.
+template <int kRows, int kVectors>
+inline __attribute__((always_inline)) void add_group(const Words (&sums)[kRows][kVectors], const GroupedBlock& block,
+                                                     bool first, float* totals) {
+#pragma GCC unroll 16
+  for (int v = 0; v < kVectors; ++v) {
+    const uint16_t* scales = block.scales + v / kTileVectors * block.tile_scales + v % kTileVectors * kLanes;
+    const Vec scale = load_halves(scales);
+    const Vec minimum = block.minimums ? load_halves(scales + kTileColumns) : Vec{};
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      const auto* group =
+          reinterpret_cast<const OperandGroup*>(reinterpret_cast<const char*>(block.x_groups) + r * block.x_stride);
+      float* total = totals + (r * kVectors + v) * kLanes;
+      const Vec scaled = mul(to_float(sums[r][v]), broadcast(group->scale));
+      Vec sum = fma(scaled, scale, first ? Vec{} : load(total));
+      if (block.minimums) sum = fma(broadcast(group->negative_sum), minimum, sum);
+      store(total, sum);
+    }
+  }
+}
+
+// Adds the products of a block to totals [kRows, kTiles * kTileColumns], or sets them if these are the first.
+template <GroupedForm kForm, int kRows, int kTiles>
+void multiply_groups(GroupedBlock block, bool first, float* totals) {
+  constexpr int kVectors = kTiles * kTileVectors;
+  constexpr bool kNarrow = kForm == GroupedForm::kNibbles && kNarrowSums;
+  Rows<int8_t, kRows> x(block.x, block.x_stride);
+  for (int64_t i = 0; i < block.groups; ++i) {
+    Words initial[kRows], sums[kRows][kVectors];
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      const auto* group =
+          reinterpret_cast<const OperandGroup*>(reinterpret_cast<const char*>(block.x_groups) + r * block.x_stride);
+      initial[r] = broadcast_pair(reinterpret_cast<const int16_t*>(&group->initial));
+#pragma GCC unroll 16
+      for (int v = 0; v < kVectors; ++v) sums[r][v] = kNarrow ? Words{} : initial[r];
+    }
+    for (int64_t channel = 0; channel < block.group; channel += 8, block.weight += kEightBytes<kForm>) {
+      multiply_eight<kForm>(x, block.weight, block.tile_bytes, sums);
+      x.advance(8);
+    }
+    if constexpr (kNarrow) {
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 16
+        for (int v = 0; v < kVectors; ++v) sums[r][v] = add_words(initial[r], widen_sums(sums[r][v]));
+      }
+    }
+    add_group(sums, block, first && i == 0, totals);
+    ++block.x_groups;
+    block.scales += (block.minimums ? 2 : 1) * kTileColumns;
+  }
+}
+
+using GroupsProduct = void (*)(GroupedBlock block, bool first, float* totals);
+
+template <GroupedForm kForm, int kTiles, int kRows = kGroupedRows>
+GroupsProduct groups_product(int64_t rows) {
+  if constexpr (kRows > 1) {
+    if (rows < kRows) return groups_product<kForm, kTiles, kRows - 1>(rows);
+  }
+  return multiply_groups<kForm, kRows, kTiles>;
+}
+
+// totals [rows, kTiles * kTileColumns] of the rows of a part with kTiles tiles, from `tile` on.
+template <GroupedForm kForm, int kTiles>
+void multiply_tiles(const Product& a, const ProductPart& part, int64_t tile, float* totals) {
+  const int64_t rows = part.end_row - part.begin_row, passes = (rows + kGroupedRows - 1) / kGroupedRows;
+  const int64_t groups = a.depth / a.group, group_scales = (a.minimums ? 2 : 1) * kTileColumns;
+  const int64_t tile_bytes = a.depth / 8 * kEightBytes<kForm>;
+  for (int64_t begin = 0; begin < a.depth; begin += kGroupedChannels) {
+    const int64_t depth = a.depth - begin < kGroupedChannels ? a.depth - begin : kGroupedChannels;
+    const int64_t group = begin / a.group;
+    for (int64_t i = 0; i < passes; ++i) {
+      const int64_t first = rows * i / passes, last = rows * (i + 1) / passes;
+      const auto* x = static_cast<const int8_t*>(a.x) + (part.begin_row + first) * a.x_stride;
+      const GroupedBlock block{
+          .x = x + begin,
+          .x_groups = reinterpret_cast<const OperandGroup*>(x + a.depth) + group,
+          .x_stride = a.x_stride,
+          .weight = static_cast<const char*>(a.weight) + tile * tile_bytes + begin / 8 * kEightBytes<kForm>,
+          .tile_bytes = tile_bytes,
+          .scales = a.group_scales + (tile * groups + group) * group_scales,
+          .tile_scales = groups * group_scales,
+          .groups = depth / a.group,
+          .group = a.group,
+          .minimums = a.minimums,
+      };
+      groups_product<kForm, kTiles>(last - first)(block, begin == 0, totals + first * kTiles * kTileColumns);
+    }
+  }
+}
+
+template <class T, GroupedForm kForm>
+void grouped_product(const Product& a, const ProductPart& part, float* workspace) {
+  for (int64_t tile = part.begin_tile, tiles; tile < part.end_tile; tile += tiles) {
+    tiles = part.end_tile - tile < kGroupedTiles ? 1 : kGroupedTiles;
+    tiles == 1 ? multiply_tiles<kForm, 1>(a, part, tile, workspace)
+               : multiply_tiles<kForm, kGroupedTiles>(a, part, tile, workspace);
+    const int64_t column = tile * kTileColumns, width = tiles * kTileColumns;
+    const int valid = static_cast<int>(a.columns - column < width ? a.columns - column : width);
+    const T* bias = a.bias == nullptr ? nullptr : static_cast<const T*>(a.bias) + column;
+    for (int64_t row = part.begin_row; row < part.end_row; ++row) {
+      write_sums(workspace + (row - part.begin_row) * width, valid, bias,
+                 static_cast<T*>(a.out) + row * a.out_stride + column);
+    }
+  }
+}
+
+// As part_rows, of operands that are a quarter as large.
+inline int64_t grouped_part_rows(int64_t rows, int64_t depth) { return part_rows(rows, (depth + 3) / 4); }
+
+// A row of x as operands. Where a group is not finite, its scale is NaN, and so are the sums.
+template <class T, int kOffset>
+void quantize_groups(const void* row, int64_t depth, int64_t group, void* operands) {
+  constexpr float kLargest = 127, kTiny = 1e-30f;  // kTiny keeps the factor finite
+  const T* x = static_cast<const T*>(row);
+  auto* bytes = static_cast<int8_t*>(operands);
+  auto* group_of = reinterpret_cast<OperandGroup*>(bytes + depth);
+  for (int64_t begin = 0; begin < depth; begin += group, ++group_of) {
+    const float magnitude = largest_magnitude(x + begin, static_cast<int>(group));
+    const float largest = magnitude < kTiny ? kTiny : magnitude;
+    const Vec factor = broadcast(kLargest / largest);
+    int16_t integers[32];
+    for (int64_t i = 0; i < group; i += kLanes) store_rounded(integers + i, mul(load(x + begin + i), factor));
+    int32_t sum = 0;
+    for (int64_t i = 0; i < group; ++i) {
+      bytes[begin + i] = static_cast<int8_t>(integers[i]);
+      sum += integers[i];
+    }
+    const float scale = largest / kLargest;
+    *group_of = {scale, -kOffset * sum, -scale * static_cast<float>(sum)};
+  }
+}
+
+}  // namespace
+}  // namespace kvllm
