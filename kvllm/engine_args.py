@@ -177,7 +177,8 @@ class EngineArgs:
             "auto" for the fastest of those that can do what is asked.
         load_format: "auto" reads the checkpoint's weights, "dummy" makes random ones from its config.json alone.
         async_scheduling: plan a step while the one before it is executed, which changes no token; default on a GPU.
-        quantization: "int8" or "int4": weights of so many bits, made when the model is loaded, on a CPU.
+        quantization: "int8" or "int4": weights of so many bits, made when the model is loaded, on a CPU. "dtype": the
+            integers of a GGUF file, which a CPU computes with, are expanded to `dtype`.
 
     None stands for the default of each. Options of vLLM that are not among them may be given as long as they ask for
     nothing (`REFUSED`).

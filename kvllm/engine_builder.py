@@ -17,7 +17,7 @@ from kvllm.core.engine import LLMEngine
 from kvllm.engine_args import EngineArgs
 from kvllm.errors import ConfigError
 from kvllm.kvcache.cache import CacheShape
-from kvllm.models.config import ModelConfig
+from kvllm.models.config import EXPANDED, ModelConfig
 from kvllm.parallel import SingleRank
 from kvllm.structured.checker import GrammarChecker
 from kvllm.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
@@ -67,7 +67,7 @@ def build_engine(args: EngineArgs) -> Engine:
         if workers:
             started.callback(workers.close)
         device = workers.device if workers else local_device(args)
-        if device == "cuda" and args.quantization:
+        if device == "cuda" and args.quantization not in (None, EXPANDED):
             raise ConfigError(f"quantization={args.quantization!r} is computed on a CPU only: leave it out on a GPU")
         form = args.model_config.weight_format
         if device == "cuda" and form and form.integers:

@@ -22,8 +22,9 @@ from kvllm.models.weight_format import METHODS, WeightFormat, read_weight_format
 DTYPES = ("bfloat16", "float16", "float32")
 DTYPE_NAMES = {"half": "float16", "float": "float32"}
 """Other names of dtypes, as in vLLM."""
-QUANTIZATIONS = {"int8": 8, "int4": 4}
-"""Bits of the weights that are made when a model is loaded."""
+EXPANDED = "dtype"
+QUANTIZATIONS = {"int8": 8, "int4": 4, EXPANDED: None}
+"""Bits of the weights that are made when a model is loaded; None for those of `dtype`, whatever a GGUF file has."""
 LARGEST = {
     "vocab_size": 1 << 22,
     "hidden_size": 1 << 18,

@@ -24,7 +24,7 @@ from kvllm.kvcache.groups import layer_parts
 from kvllm.kvcache.tiers.disk import DiskStore
 from kvllm.kvcache.tiers.host import HostStore
 from kvllm.models.base import Decoder
-from kvllm.models.config import QUANTIZATIONS, ModelConfig
+from kvllm.models.config import EXPANDED, QUANTIZATIONS, ModelConfig
 from kvllm.models.loader import load_model, random_model
 from kvllm.models.rotary import rotary_frequencies
 from kvllm.parallel import Shard, kv_heads
@@ -259,7 +259,7 @@ def _load(settings: RunnerSettings, shard: Shard, device: torch.device) -> Decod
     bits = QUANTIZATIONS[settings.quantization] if settings.quantization else None
     if settings.load_format == "dummy":
         return random_model(*arguments, seed=settings.engine.seed, bits=bits)
-    return load_model(Path(settings.path), *arguments, bits=bits)
+    return load_model(Path(settings.path), *arguments, bits=bits, expand=settings.quantization == EXPANDED)
 
 
 def _least(number: int, shard: Shard, device: torch.device) -> int:

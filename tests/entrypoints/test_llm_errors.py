@@ -55,7 +55,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 is not allowed: at least 1"),
         ({"attention_backend": "flash"}, "unknown attention backend 'flash': use 'auto' or one of cpu, flash_attn"),
         ({"load_format": "pt"}, "load_format='pt' is not allowed: choose one of auto, dummy"),
-        ({"quantization": "int3"}, "quantization='int3' is not allowed: choose one of int8, int4, None"),
+        ({"quantization": "int3"}, "quantization='int3' is not allowed: choose one of int8, int4, dtype, None"),
         (
             {"compression": paper_compression(method="kara", buffer=32)},
             "buffer=32 is not allowed: at most what a window keeps, 16 KV pairs",

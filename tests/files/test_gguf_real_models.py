@@ -50,8 +50,8 @@ def test_greedy_tokens(pair: tuple[Path, Path]) -> None:
     encode = load_tokenizer(pair[0]).encode
     prompts = [encode(text) for text in ("1, 2, 3, 4, 5, 6,", "def fibonacci(n):\n", TEXTS[0])]
     found = []
-    for path in pair:
-        llm = LLM(path, dtype="bfloat16", block_size=16, num_gpu_blocks_override=300)
+    for path, quantization in zip(pair, (None, "dtype"), strict=True):
+        llm = LLM(path, dtype="bfloat16", block_size=16, num_gpu_blocks_override=300, quantization=quantization)
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], greedy(24), use_tqdm=False)
         found.append([list(output.outputs[0].token_ids) for output in outputs])
     assert found[0] == found[1] and [len(token_ids) for token_ids in found[0]] == [24] * 3

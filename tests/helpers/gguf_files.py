@@ -31,13 +31,14 @@ NAMES = {
 def write_gguf(
     path: Path,
     model: torch.nn.Module,
-    type: Type = Type.F32,
+    type: Type | Callable[[str], Type] = Type.F32,
     *,
     change: Callable[[gguf.GGUFWriter], None] | None = None,
     **writer_options: Any,
 ) -> None:
     """Write the model, its matrices in a type, and give it the weights that they mean then.
 
+    type: of all, or by a tensor's name in transformers. What has no whole blocks gets the type that llama.cpp gives it.
     change: adds to the metadata. writer_options: of GGUFWriter, such as `split_max_tensors`.
     """
     config: Any = model.config
@@ -116,7 +117,7 @@ def _rope_factors(config: Any) -> Iterator[tuple[str, Any]]:
         yield "rope_freqs.weight", factors
 
 
-def _tensors(model: torch.nn.Module, type: Type) -> Iterator[tuple[str, np.ndarray, Type]]:
+def _tensors(model: torch.nn.Module, type: Type | Callable[[str], Type]) -> Iterator[tuple[str, np.ndarray, Type]]:
     """Names, blocks and types of all tensors."""
     config: Any = model.config
     architecture = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[NAMES[config.model_type]]
@@ -124,8 +125,10 @@ def _tensors(model: torch.nn.Module, type: Type) -> Iterator[tuple[str, np.ndarr
     for name, parameter in model.named_parameters():
         transposed = config.model_type == "gpt_oss" and parameter.dim() == 3
         rows = parameter.detach().transpose(1, 2) if transposed else parameter.detach()
-        quantized = parameter.dim() > 1 and "bias" not in name and "router" not in name
-        kind = fitting(type, rows.shape[-1]) if quantized else Type.F32
+        router = name.endswith((".router.weight", "mlp.gate.weight", "block_sparse_moe.gate.weight"))
+        quantized = parameter.dim() > 1 and "bias" not in name and not router
+        asked = type if isinstance(type, Type) else type(name)
+        kind = fitting(asked, rows.shape[-1]) if quantized else Type.F32
         raw = quantize(rows.contiguous().numpy(), kind)
         values = torch.from_numpy(gguf.dequantize(raw, kind)).view_as(rows)
         with torch.no_grad():

@@ -65,9 +65,11 @@ class PagedModel:
         return self.model.logits(self.forward(chunks))
 
 
-def load(path: Path, dtype: torch.dtype = torch.float32, shard: Shard | None = None) -> tuple[Decoder, ModelConfig]:
-    config = load_model_config(path)
-    return load_model(path, config, shard or SingleRank(), dtype, CPU, config.max_position_embeddings), config
+def load(
+    path: Path, dtype: torch.dtype = torch.float32, shard: Shard | None = None, *, expand: bool = False
+) -> tuple[Decoder, ModelConfig]:
+    config, shard = load_model_config(path), shard or SingleRank()
+    return load_model(path, config, shard, dtype, CPU, config.max_position_embeddings, expand=expand), config
 
 
 def tokens(length: int, seed: int = 1, vocab_size: int = 256) -> list[int]:
