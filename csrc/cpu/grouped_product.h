@@ -17,6 +17,9 @@ constexpr int kGroupedRows = kLanes == 16 ? 8 : kLanes == 8 || kRegisters == 32 
 // Channels that all rows pass before the next ones: their weights stay in the first cache.
 constexpr int64_t kGroupedChannels = 512;
 
+// Four bytes, in every word.
+inline Words broadcast_word(const void* p) { return broadcast_pair(static_cast<const int16_t*>(p)); }
+
 // Bytes of eight channels of a tile.
 template <GroupedForm kForm>
 constexpr int64_t kEightBytes = (kForm == GroupedForm::kNibbles ? 4 : 8) * kTileColumns;
@@ -33,6 +36,10 @@ struct GroupedBlock {
   int64_t groups;
   int64_t group;
   bool minimums;
+
+  const OperandGroup* x_group(int row) const {
+    return reinterpret_cast<const OperandGroup*>(reinterpret_cast<const char*>(x_groups) + row * x_stride);
+  }
 };
 
 // The operands of eight channels of a vector of columns, four in each word.
@@ -69,18 +76,14 @@ inline __attribute__((always_inline)) void multiply_eight(const Rows<int8_t, kRo
   }
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
-    const Words x_first = broadcast_pair(reinterpret_cast<const int16_t*>(x[r]));
-    const Words x_second = broadcast_pair(reinterpret_cast<const int16_t*>(x[r] + 4));
+    const Words x_first = broadcast_word(x[r]), x_second = broadcast_word(x[r] + 4);
 #pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v) {
       if constexpr (kForm == GroupedForm::kWide) {
         add_wide_products(sums[r][v], first[v], x_first);
         add_wide_products(sums[r][v], second[v], x_second);
-      } else if constexpr (kForm == GroupedForm::kBytes && kNarrowSums) {
-        Words narrow{};
-        add_byte_products(narrow, first[v], x_first);
-        add_byte_products(narrow, second[v], x_second);
-        sums[r][v] = add_words(sums[r][v], widen_sums(narrow));
+      } else if constexpr (kForm == GroupedForm::kBytes) {
+        add_eight_products(sums[r][v], first[v], x_first, second[v], x_second);
       } else {
         add_byte_products(sums[r][v], first[v], x_first);
         add_byte_products(sums[r][v], second[v], x_second);
@@ -89,10 +92,10 @@ inline __attribute__((always_inline)) void multiply_eight(const Rows<int8_t, kRo
   }
 }
 
-// totals += or = the sums of a group, times their scales, less the minimum of each weight.
+// totals += the sums of a group, times their scales, less the minimum of each weight.
 template <int kRows, int kVectors>
 inline __attribute__((always_inline)) void add_group(const Words (&sums)[kRows][kVectors], const GroupedBlock& block,
-                                                     bool first, float* totals) {
+                                                     float* totals) {
 #pragma GCC unroll 16
   for (int v = 0; v < kVectors; ++v) {
     const uint16_t* scales = block.scales + v / kTileVectors * block.tile_scales + v % kTileVectors * kLanes;
@@ -100,32 +103,28 @@ inline __attribute__((always_inline)) void add_group(const Words (&sums)[kRows][
     const Vec minimum = block.minimums ? load_halves(scales + kTileColumns) : Vec{};
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-      const auto* group =
-          reinterpret_cast<const OperandGroup*>(reinterpret_cast<const char*>(block.x_groups) + r * block.x_stride);
+      const OperandGroup* group = block.x_group(r);
       float* total = totals + (r * kVectors + v) * kLanes;
-      const Vec scaled = mul(to_float(sums[r][v]), broadcast(group->scale));
-      Vec sum = fma(scaled, scale, first ? Vec{} : load(total));
+      Vec sum = fma(mul(to_float(sums[r][v]), broadcast(group->scale)), scale, load(total));
       if (block.minimums) sum = fma(broadcast(group->negative_sum), minimum, sum);
       store(total, sum);
     }
   }
 }
 
-// Adds the products of a block to totals [kRows, kTiles * kTileColumns], or sets them if these are the first.
+// Adds the products of a block to totals [kRows, kTiles * kTileColumns].
 template <GroupedForm kForm, int kRows, int kTiles>
-void multiply_groups(GroupedBlock block, bool first, float* totals) {
+void multiply_groups(GroupedBlock block, float* totals) {
   constexpr int kVectors = kTiles * kTileVectors;
   constexpr bool kNarrow = kForm == GroupedForm::kNibbles && kNarrowSums;
   Rows<int8_t, kRows> x(block.x, block.x_stride);
   for (int64_t i = 0; i < block.groups; ++i) {
-    Words initial[kRows], sums[kRows][kVectors];
+    Words sums[kRows][kVectors];
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-      const auto* group =
-          reinterpret_cast<const OperandGroup*>(reinterpret_cast<const char*>(block.x_groups) + r * block.x_stride);
-      initial[r] = broadcast_pair(reinterpret_cast<const int16_t*>(&group->initial));
+      const Words initial = kNarrow ? Words{} : broadcast_word(&block.x_group(r)->initial);
 #pragma GCC unroll 16
-      for (int v = 0; v < kVectors; ++v) sums[r][v] = kNarrow ? Words{} : initial[r];
+      for (int v = 0; v < kVectors; ++v) sums[r][v] = initial;
     }
     for (int64_t channel = 0; channel < block.group; channel += 8, block.weight += kEightBytes<kForm>) {
       multiply_eight<kForm>(x, block.weight, block.tile_bytes, sums);
@@ -134,17 +133,18 @@ void multiply_groups(GroupedBlock block, bool first, float* totals) {
     if constexpr (kNarrow) {
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
+        const Words initial = broadcast_word(&block.x_group(r)->initial);
 #pragma GCC unroll 16
-        for (int v = 0; v < kVectors; ++v) sums[r][v] = add_words(initial[r], widen_sums(sums[r][v]));
+        for (int v = 0; v < kVectors; ++v) sums[r][v] = add_words(initial, widen_sums(sums[r][v]));
       }
     }
-    add_group(sums, block, first && i == 0, totals);
+    add_group(sums, block, totals);
     ++block.x_groups;
     block.scales += (block.minimums ? 2 : 1) * kTileColumns;
   }
 }
 
-using GroupsProduct = void (*)(GroupedBlock block, bool first, float* totals);
+using GroupsProduct = void (*)(GroupedBlock block, float* totals);
 
 template <GroupedForm kForm, int kTiles, int kRows = kGroupedRows>
 GroupsProduct groups_product(int64_t rows) {
@@ -160,6 +160,7 @@ void multiply_tiles(const Product& a, const ProductPart& part, int64_t tile, flo
   const int64_t rows = part.end_row - part.begin_row, passes = (rows + kGroupedRows - 1) / kGroupedRows;
   const int64_t groups = a.depth / a.group, group_scales = (a.minimums ? 2 : 1) * kTileColumns;
   const int64_t tile_bytes = a.depth / 8 * kEightBytes<kForm>;
+  __builtin_memset(totals, 0, rows * kTiles * kTileColumns * sizeof(float));
   for (int64_t begin = 0; begin < a.depth; begin += kGroupedChannels) {
     const int64_t depth = a.depth - begin < kGroupedChannels ? a.depth - begin : kGroupedChannels;
     const int64_t group = begin / a.group;
@@ -178,7 +179,7 @@ void multiply_tiles(const Product& a, const ProductPart& part, int64_t tile, flo
           .group = a.group,
           .minimums = a.minimums,
       };
-      groups_product<kForm, kTiles>(last - first)(block, begin == 0, totals + first * kTiles * kTileColumns);
+      groups_product<kForm, kTiles>(last - first)(block, totals + first * kTiles * kTileColumns);
     }
   }
 }

