@@ -274,6 +274,11 @@ class EngineArgs:
         """The model's, for people."""
         return Path(self.model).name
 
+    @property
+    def served_name(self) -> str:
+        """The model's, for clients of a server: as it was given."""
+        return self.name if Path(self.model) == DEFAULT_MODEL else str(self.model)
+
     def fetch_weights(self) -> None:
         """Download the weights that are to be read, if they are on a hub. Raises CheckpointError."""
         if self.snapshot is not None and self.load_format != "dummy":
