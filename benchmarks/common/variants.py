@@ -20,6 +20,7 @@ ENGINE_OPTIONS = {
     "block_size": int,
     "dtype": Literal["auto", *DTYPES],
     "kv_cache_dtype": Literal[KV_CACHE_DTYPES],
+    "kv_residual_tokens": int,
     "attention_backend": Literal["auto", *BACKENDS],
     "enable_prefix_caching": bool,
     "kv_offloading_size": float,
