@@ -74,10 +74,7 @@ def turns(tokenizer: Tokenizer, length: int, rng: random.Random) -> str:
 
     def facts() -> Iterable[str]:
         for i in count():
-            subject, place = (
-                f"{rng.choice(SUBJECTS)} number {i + 1}",
-                f"{rng.choice(NAMES)} street {rng.randrange(10, 99)}",
-            )
+            subject, place = f"{rng.choice(SUBJECTS)} number {i + 1}", f"{rng.choice(NAMES)} street {rng.randrange(10, 99)}"
             told.append((subject, place))
             answer = rng.choice(ANSWERS).format(place)
             yield f"User: My {subject} is at {place}.\nAssistant: {answer}\n"

@@ -33,7 +33,8 @@ def exact(groups: Groups) -> torch.Tensor:
 
 
 def packed(groups: Groups, form: GroupForm, dtype: torch.dtype) -> LinearWeight:
-    weight = LinearWeight(*groups.values.shape, dtype, torch.device("cpu"))
+    rows, columns = groups.values.shape
+    weight = LinearWeight(rows, columns, dtype, torch.device("cpu"))
     weight.form = form
     weight.allocate(Packing())
     weight.write_groups(0, groups)
