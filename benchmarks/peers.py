@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from benchmarks.common import command_line, engines, limits, machine, report, shapes, workloads
+from benchmarks.common import command_line, limits, machine, report, shapes, workloads
 from benchmarks.common.summary import Spread, show_spread, spread_of
 from benchmarks.common.workloads import Request
 from benchmarks.peers_engines.environments import PeerFiles
@@ -68,9 +68,8 @@ Runs = dict[str, list[Run]]
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_line.make_parser("benchmarks.peers", __doc__)
-    names = ", ".join(shapes.SHAPES)
     add = parser.add_argument
-    add("--model", default="50m", help=f"directory of a checkpoint, or a shape with random weights: {names}")
+    add("--model", default="50m", help=shapes.MODEL_HELP)
     named = "A: 16 short requests; B: one; C: 8 long ones; C512: half as long (default A B C, or C512 if not 50m)"
     add("--workloads", nargs="+", choices=tuple(workloads.WORKLOADS), help=named)
     add("--engines", nargs="+", choices=tuple(ENGINES), metavar="NAME", help=", ".join(ENGINES))
@@ -84,7 +83,6 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     folder = "folder of the environments and of converted checkpoints, kept for later runs (default .venv-peers)"
     add("--environments", type=Path, default=Path(".venv-peers"), metavar="DIR", help=folder)
     command_line.add_output_argument(parser)
-    parser.set_defaults(max_model_len=None)  # the longest request
     args = parser.parse_args(arguments)
     command_line.require_positive(args, "rounds")
     require(args.busy_processes >= 0, "--busy-processes", args.busy_processes, "at least 0")
@@ -108,12 +106,11 @@ def default_engines(pool_fraction: float) -> list[str]:
 
 
 def make_requests(args: argparse.Namespace, model: ModelConfig) -> dict[str, list[Request]]:
-    """The requests of each workload. Raises ConfigError if the model does not allow their lengths."""
+    """The requests of each workload."""
     requests = {}
     for name in args.workloads:
         rng = random.Random(args.seed)
         requests[name] = workloads.random_requests(rng, workloads.WORKLOADS[name](rng), model.vocab_size)
-        engines.check_lengths(args, model, requests[name])
     return requests
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from kvllm import LLM
 from kvllm.core.engine import LLMEngine
-from kvllm.core.executor import Executor
 from kvllm.worker.inline import InlineExecutor
-from kvllm.worker.model_runner import ModelRunner
 
 
 def engine_of(llm: LLM) -> LLMEngine:
@@ -21,16 +19,3 @@ def executor_of(llm: LLM) -> InlineExecutor:
     if not isinstance(executor, InlineExecutor):
         raise TypeError(f"an executor in this process is needed, not {type(executor).__name__}")
     return executor
-
-
-def runner_of(llm: LLM) -> ModelRunner:
-    """The runner of an executor in this process, or of one that wraps it and has its `runner`."""
-    runner = getattr(engine_of(llm).executor, "runner", None)
-    if not isinstance(runner, ModelRunner):
-        raise TypeError(f"an executor in this process is needed, not {type(engine_of(llm).executor).__name__}")
-    return runner
-
-
-def replace_executor(llm: LLM, executor: Executor) -> None:
-    """Let the engine send its plans to another executor, which may pass them on."""
-    engine_of(llm).executor = executor

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from msgspec import Struct
 
 from benchmarks.common import machine
-from benchmarks.common.measurement import Measurement
 from kvllm.models.config import ModelConfig
 
 
@@ -42,17 +41,6 @@ def physical_limit(model: ModelConfig, dtype: str, device: str) -> PhysicalLimit
     return PhysicalLimit(size, bandwidth, None if _in_cache(size, device) else bandwidth / size)
 
 
-def memory_limit(limit: PhysicalLimit, run: Measurement) -> float | None:
-    """Output tokens/s of a run whose steps did nothing but read the weights and the blocks in use once from memory.
-
-    None if all of these bytes fit into the CPU's last-level cache.
-    """
-    step = limit.weight_bytes + run.mean_blocks * run.block_bytes
-    if _in_cache(step, run.device):
-        return None
-    return run.output_tokens * limit.read_bytes_per_s / (run.steps * step)
-
-
 def _in_cache(num_bytes: float, device: str) -> bool:
     return device == "cpu" and num_bytes <= (machine.last_level_cache() or 0)
 
@@ -67,11 +55,3 @@ def show_weights_limit(limit: PhysicalLimit, tokens_per_s: Mapping[str, float], 
     text += f"So one sequence alone decodes at most {rate:.0f} tokens/s"
     reached = ", ".join(f"{name} {each / rate:.0%}" for name, each in tokens_per_s.items())
     return f"{text}; reached, prompt included: {reached}." if alone else f"{text}."
-
-
-def show_memory_limit(limit: PhysicalLimit) -> str:
-    return (
-        f"Weights read in a step: {limit.weight_bytes / 1e6:,.0f} MB; memory is read at "
-        f"{limit.read_bytes_per_s / 1e9:,.1f} GB/s. The column 'memory allows'\nholds the rate of a run whose steps "
-        "did nothing but read the weights and the KV blocks in use once."
-    )

@@ -6,8 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvllm.comparison.table import table
@@ -54,15 +55,17 @@ def plot_timelines(
     used.set(ylabel="KV pool in use (%)", xlabel="step (dotted: the last request has ended)", ylim=(0, 104))
     for axes in (running, used):
         axes.set_xlim(left=0)
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
+        _clean(axes)
     figure.legend(loc="outside lower center", ncols=min(3, len(timelines)), frameon=False)
     save(path, figure)
 
 
-Line = tuple[Sequence[float], Sequence[float]]
-"""The x and the y of its points."""
+class Line(NamedTuple):
+    """The points of a line, and how far the interval of each reaches below and above it, if it has one."""
+
+    x: Sequence[float]
+    y: Sequence[float]
+    errors: tuple[Sequence[float], Sequence[float]] | None = None
 
 
 def plot_lines(path: Path, title: str, xlabel: str, panels: Mapping[str, Mapping[str, Line]]) -> None:
@@ -71,20 +74,25 @@ def plot_lines(path: Path, title: str, xlabel: str, panels: Mapping[str, Mapping
     panels: by the label of the y axis, the lines by their labels. Lines of the same label look alike in all panels.
     """
     labels = list(dict.fromkeys(label for lines in panels.values() for label in lines))
-    figure = Figure(figsize=(9, 2.5 * len(panels) + 1), layout="constrained")
+    figure = Figure(figsize=(9, 2.5 * len(panels) + 2), layout="constrained")
     all_axes = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
     handles = {}
     for axes, (ylabel, lines) in zip(all_axes, panels.items(), strict=True):
-        for label, (x, y) in lines.items():
+        for label, line in lines.items():
             index = labels.index(label)
             style = {"color": COLOURS[index % len(COLOURS)], "linestyle": STYLES[index // len(COLOURS) % len(STYLES)]}
-            (handles[label],) = axes.plot(x, y, **style, linewidth=1.2, marker="o", markersize=3)
+            style |= {"linewidth": 1.2, "marker": "o", "markersize": 3, "capsize": 2}
+            handles[label] = axes.errorbar(line.x, line.y, line.errors, **style)
         axes.set_ylabel(ylabel)
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
+        _clean(axes)
     all_axes[-1].set_xlabel(xlabel)
     figure.suptitle(title)
     names = [label.replace("\n", " ") for label in handles]
-    figure.legend(handles.values(), names, loc="outside lower center", ncols=min(3, len(names)), frameon=False)
+    figure.legend(handles.values(), names, loc="outside lower center", ncols=min(4, len(names)), frameon=False)
     save(path, figure)
+
+
+def _clean(axes: Axes) -> None:
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from statistics import median
+from typing import Any
+
+import msgspec
 
 from benchmarks.common import report
+from benchmarks.common.jobs import Job
 from benchmarks.common.measurement import Measurement
 
 SHOWN = {
@@ -50,6 +54,16 @@ def spread_of(values: Sequence[float]) -> Spread:
 def summarize(runs: Sequence[Measurement]) -> dict[str, Spread]:
     """Each figure over the repeats."""
     return {name: spread_of([getattr(run, name) for run in runs]) for name in SHOWN}
+
+
+def entry(job: Job, model: str, measured: Sequence[Measurement]) -> dict[str, Any]:
+    """The entry of a report about a variant."""
+    return {
+        "engine": job.engine | {"model": model},
+        "compression": msgspec.to_builtins(job.compression),
+        "summary": summarize(measured),
+        "runs": msgspec.to_builtins(measured),
+    }
 
 
 def ratios(runs: dict[str, list[Measurement]], figure: str = "output_tokens_per_s") -> dict[str, Spread]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.common import command_line
 from benchmarks.reasoner.problems import Problem
-from benchmarks.reasoner.tasks import OF_PACKAGE, TASKS, make_problem
+from benchmarks.reasoner.tasks import TASKS, make_problem
 from benchmarks.reasoner.tokenizer import encode
 from kvllm.calibration.files import calibrate
 from kvllm.calibration.layer_losses import Windows
@@ -28,8 +28,8 @@ SMALLEST = 1 / 3
 
 
 def draw_problem(task: str | None, seed: int, index: int) -> Problem:
-    """task: None stands for all that the package's model has learned, in turn."""
-    name = task or OF_PACKAGE[index % len(OF_PACKAGE)]
+    """task: None stands for all, in turn."""
+    name = task or [*TASKS][index % len(TASKS)]
     rng, largest = random.Random(f"calibration/{seed}/{index}"), TASKS[name].largest
     smallest = max(TASKS[name].smallest, round(SMALLEST * largest))
     return make_problem(rng, rng.randint(smallest, largest), name)
@@ -39,7 +39,7 @@ def run_calibration(arguments: Sequence[str]) -> None:
     parser = command_line.make_parser("benchmarks.reasoner.calibrate", __doc__)
     add = parser.add_argument
     add("--model", type=Path, default=DEFAULT_MODEL, metavar="DIR", help="default: the model of the package")
-    add("--task", choices=TASKS, help="problems of one task (default: of all that the package's model knows, in turn)")
+    add("--task", choices=TASKS, help="problems of one task (default: of all, in turn)")
     add("--seed", type=int, default=SEED, help=f"seed of problems (default {SEED})")
     add("--length", type=int, default=2048, metavar="N", help="most tokens of a text (default 2048)")
     add("--pieces", type=int, default=64, metavar="N", help="problems (default 64)")

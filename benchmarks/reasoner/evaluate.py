@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from benchmarks.common import report
 from benchmarks.reasoner.problems import Problem, grade
-from benchmarks.reasoner.tasks import OF_PACKAGE, TASKS, make_problem
+from benchmarks.reasoner.tasks import TASKS, make_problem
 from benchmarks.reasoner.tokenizer import EOS, TOKEN_IDS, encode
 from kvllm import LLM, SamplingParams
 from kvllm.engine_args import DEFAULT_MODEL
@@ -87,7 +87,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, nargs="?", default=DEFAULT_MODEL, help="default: the package's")
     parser.add_argument("--problems", type=int, default=50, help="problems of each task and size (default 50)")
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=OF_PACKAGE, help="default: all but retold")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="default: all")
     args = parser.parse_args()
     reference = Transformers(args.checkpoint)
     rows = []

@@ -29,10 +29,7 @@ TASKS = {
     "multiplication": Task(columns.make_multiplication, "places", NUM_ASKED, 48),
     "recall": Task(recall.make_recall, "pairs", NUM_ASKED, len(NAMES)),
     "needle": Task(recall.make_needle, "sentences", 4, 280),
-    "retold": Task(programs.make_retold, "lines", 2, programs.MAX_LINES),
 }
-OF_PACKAGE = tuple(name for name in TASKS if name != "retold")
-"""Those that the package's model was trained on."""
 DEFAULT_TASK, DEFAULT_SIZE = "program", 32
 
 

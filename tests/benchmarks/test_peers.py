@@ -15,7 +15,7 @@ import pytest
 from benchmarks import peers
 from benchmarks.common import limits, workloads
 from benchmarks.common.workloads import Request
-from benchmarks.peers_engines.environments import PeerFiles
+from benchmarks.peers_engines.environments import PeerFiles, write_gguf_file
 from benchmarks.peers_engines.protocol import ChildFailed, call
 from benchmarks.peers_engines.registry import ENGINES, ENVIRONMENTS, Environment
 from kvllm import LLM, SamplingParams
@@ -103,7 +103,7 @@ def test_a_child_runs_kvllm_and_measures_it(tiny, tmp_path):
 def test_a_child_drops_kv_pairs_in_a_small_pool(tiny, tmp_path):
     model = load_model_config(tiny)
     requests = workloads.random_requests(random.Random(0), [(24, 200)] * 3, model.vocab_size)
-    job = peers.make_job("kvllm-kara", tiny, tiny, model, requests, pool_fraction=0.5)
+    job = peers.make_job("kvllm-kara_sharp", tiny, tiny, model, requests, pool_fraction=0.5)
     run = msgspec.convert(call(sys.executable, ENGINES["kvllm"].module, job, tmp_path / "log", {}, 120), peers.Run)
     assert run.output_tokens_per_s == pytest.approx(600 / run.seconds)
     assert "KV pool of 10 blocks of 32 tokens" in (tmp_path / "log").read_text()  # half of 3 * 7
@@ -134,6 +134,17 @@ def test_an_environment_that_cannot_be_made_gives_its_reason(tmp_path, monkeypat
     assert failures["vllm"].startswith("not installed: ERROR: ") and "no-such-package" in failures["vllm"]
 
 
+def test_llama_cpp_gets_the_weights_of_the_checkpoint(tiny, tmp_path):
+    """Read by KvLLM, which gives the greedy tokens of both."""
+    write_gguf_file(tiny, tmp_path / "bf16.gguf")
+    tokens = []
+    for path in (tiny, tmp_path / "bf16.gguf"):
+        llm = LLM(str(path), dtype="bfloat16", max_model_len=64)
+        params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, detokenize=False)
+        tokens.append(llm.generate([{"prompt_token_ids": [5, 6, 7]}], params, use_tqdm=False)[0].outputs[0].token_ids)
+    assert tokens[0] == tokens[1]
+
+
 # Figures
 
 
@@ -146,18 +157,18 @@ def test_ratios_are_taken_within_a_round_and_between_weights_of_one_format():
 
 
 def test_kvllm_that_drops_pairs_is_compared_with_all_peers_and_with_itself():
-    runs = recorded() | {"kvllm-kara": [make_run(150)] * 3, "openvino-evicts": [make_run(125)] * 3}
+    runs = recorded() | {"kvllm-kara_sharp": [make_run(150)] * 3, "openvino-evicts": [make_run(125)] * 3}
     assert peers.ratios(runs)["openvino-evicts"]["median"] == pytest.approx(1.2)
-    assert peers.eviction_ratios(runs) == {"kvllm-kara": pytest.approx({"median": 1.25, "min": 150 / 130, "max": 2.5})}
+    assert peers.eviction_ratios(runs) == {"kvllm-kara_sharp": pytest.approx({"median": 1.25, "min": 150 / 130, "max": 2.5})}
 
 
 def test_the_table_shows_medians_and_why_an_engine_did_not_run():
-    text = peers.show(recorded(), {"transformers": "not installed: no space"})
+    text = peers.show(recorded(), {"llama.cpp": "not installed: no space"})
     lines = {line.split()[0]: line for line in text.splitlines()}
     cells = ["openvino", "bf16", "bf16", "100.0 (50.0-100.0)", "1.20 (1.20-1.30)", "0.1", "2.5", "100", "2 of 2"]
     assert re.split(r"  +", lines["openvino"]) == cells
     assert lines["llama.cpp-q8_0"].endswith("1 of 2")
-    assert "transformers did not run: not installed: no space" in text
+    assert "llama.cpp did not run: not installed: no space" in text
 
 
 def test_the_limit_is_that_of_one_sequence():
@@ -172,14 +183,14 @@ def test_rounds_alternate_and_a_failure_does_not_stop_the_others(tmp_path):
     files, order = PeerFiles(tmp_path), tmp_path / "order"
     result = msgspec.json.encode(make_run(100)).decode()
     breaks = f"[ $(grep -c vllm {order}) = 2 ] && echo 'RuntimeError: no such instruction' >&2 && exit 1"
-    for name in ("openvino", "vllm", "transformers"):
+    for name in ("openvino", "vllm", "llama_cpp"):
         make_environment(
             files, name, f"echo {name} >> {order}; {breaks if name == 'vllm' else 'true'}; echo '{result}'"
         )
-    runs, failures = peers.run_rounds(files, {"transformers": {}, "vllm": {}, "openvino": {}}, 3, 60)
-    forward, back = ["transformers", "vllm", "openvino"], ["openvino", "vllm", "transformers"]
-    assert order.read_text().split() == [*forward, *back, "transformers", "openvino"]
-    assert runs == {"transformers": [make_run(100)] * 3, "openvino": [make_run(100)] * 3}
+    runs, failures = peers.run_rounds(files, {"llama.cpp": {}, "vllm": {}, "openvino": {}}, 3, 60)
+    forward, back = ["llama_cpp", "vllm", "openvino"], ["openvino", "vllm", "llama_cpp"]
+    assert order.read_text().split() == [*forward, *back, "llama_cpp", "openvino"]
+    assert runs == {"llama.cpp": [make_run(100)] * 3, "openvino": [make_run(100)] * 3}
     assert failures == {"vllm": "RuntimeError: no such instruction"}
 
 
@@ -241,10 +252,10 @@ def test_large_models_have_a_shorter_workload_of_long_requests():
 
 
 def test_a_small_pool_is_for_engines_that_have_one():
-    assert not {"kvllm-kara", "openvino-evicts"} & set(peers.parse_arguments([]).engines)
+    assert not {"kvllm-kara_sharp", "openvino-evicts"} & set(peers.parse_arguments([]).engines)
     small = peers.parse_arguments(["--pool-fraction", "0.5"]).engines
-    assert {"kvllm", "kvllm-kara", "openvino", "openvino-evicts"} <= set(small)
-    assert not {"llama.cpp", "transformers"} & set(small)
+    assert {"kvllm", "kvllm-kara_sharp", "openvino", "openvino-evicts"} <= set(small)
+    assert "llama.cpp" not in small
 
 
 def test_every_environment_is_pinned_and_used():
