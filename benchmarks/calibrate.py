@@ -29,9 +29,8 @@ from kvllm.config import EngineConfig
 from kvllm.models.config import ModelConfig, load_model_config
 from kvllm.simulation.cost import CostModel
 from kvllm.simulation.hardware import Hardware
-from kvllm.simulation.simulate import Outcome, simulate
+from kvllm.simulation.simulate import simulate
 from kvllm.simulation.workload import Lengths
-from kvllm.stats import EngineStats
 
 DTYPE = "bfloat16"
 SHAPE = "50m"
@@ -52,7 +51,6 @@ CHUNK = 2048
 CHUNKS = 4
 WINDOW = 768
 SMALL_WINDOW = 36
-COUNTS = ("steps", "preemptions", "windows_compressed")
 
 
 def best_seconds(call: Callable[[], Any], repeats: int = 7) -> float:
@@ -172,8 +170,8 @@ def calibrate(directory: Path) -> Hardware:
         """Seconds of a step beside its arithmetic."""
         return step + num_seqs * sequence + layers * layer
 
-    # The bandwidth: decoding a small batch reads the weights. With more sequences, reading overlaps less with arithmetic
-    # than in a roofline; with one sequence it is faster. A small batch lies between the two.
+    # The bandwidth: decoding a small batch reads the weights. With more sequences, reading overlaps less with
+    # arithmetic than in a roofline; with one sequence it is faster. A small batch lies between the two.
     read_rate = cost.itemsize * (layers * weights + cost.head_weights) / (decode_seconds(llm, BATCH) - overhead(BATCH))
     # Products: all chunks of a long prompt have the same ones, and later chunks attend more.
     first, *_, last = prefill_seconds(llm)
@@ -187,25 +185,14 @@ def calibrate(directory: Path) -> Hardware:
         "matmul_efficiency": 2 * CHUNK * layers * weights / products / peak,
         "score_efficiency": score_rate / peaks["float32"],
     }
-    return rounded(msgspec.structs.replace(hardware, **{name: min(1.0, share) for name, share in shares.items()}))
-
-
-def rounded(hardware: Hardware) -> Hardware:
-    """Three digits, since the measurement is not more exact."""
-
-    def three(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: three(each) for key, each in value.items()}
-        return float(f"{value:.3g}") if isinstance(value, float) else value
-
-    return msgspec.convert(three(msgspec.to_builtins(hardware)), Hardware)
+    return msgspec.structs.replace(hardware, **{name: min(1.0, share) for name, share in shares.items()})
 
 
 # Prediction and reality
 
 
 def compare(hardware: Hardware, directory: Path) -> str:
-    """Runs of the real engine beside predictions. The counts must be equal, the times as near as a roofline can be."""
+    """Runs of the real engine beside predictions."""
     kara_config = CompressionConfig(
         method="kara", policy="periodic", period=32, window_blocks=6, retain_blocks=2, buffer=8
     )
@@ -217,12 +204,9 @@ def compare(hardware: Hardware, directory: Path) -> str:
     ]
     rows = []
     for name, lengths, compression, fraction in cases:
-        seconds, real, predicted = both(hardware, directory / SHAPE, lengths, compression, fraction)
-        error = f"{predicted.seconds / seconds - 1:+.0%}"
-        counts = [f"{real[each]} / {getattr(predicted, each)}" for each in COUNTS]
-        rows.append([name, f"{seconds:.2f}", f"{predicted.seconds:.2f}", error, *counts])
-    counts = [name.replace("_", "\n") for name in COUNTS]
-    return report.table(["measured /\npredicted", "time, s", "predicted", "error", *counts], rows)
+        seconds, predicted = both(hardware, directory / SHAPE, lengths, compression, fraction)
+        rows.append([name, f"{seconds:.2f}", f"{predicted:.2f}", f"{predicted / seconds - 1:+.0%}"])
+    return report.table(["", "measured, s", "predicted, s", "error"], rows)
 
 
 def both(
@@ -231,11 +215,10 @@ def both(
     lengths: Sequence[Lengths],
     compression: CompressionConfig | None,
     fraction: float,
-) -> tuple[float, EngineStats, Outcome]:
-    """Run and simulate the same requests with the same options and pool.
+) -> tuple[float, float]:
+    """Seconds of the same requests with the same options and pool, run and simulated.
 
     fraction: the pool, as a share of the blocks that all requests fill together at their ends.
-    Returns: the seconds of the run, its counters, and the prediction.
     """
     model = load_model_config(path)
     requests = workloads.random_requests(random.Random(0), lengths, model.vocab_size)
@@ -252,7 +235,7 @@ def both(
     llm = LLM(path, num_gpu_blocks_override=num_blocks, dtype=DTYPE, load_format="dummy", **options)
     begin = time.perf_counter()
     llm.generate(*workloads.prompts_of(requests), use_tqdm=False)
-    return time.perf_counter() - begin, llm.stats(), predicted
+    return time.perf_counter() - begin, predicted.seconds
 
 
 def run_calibration(arguments: Sequence[str]) -> None:

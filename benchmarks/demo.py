@@ -51,14 +51,6 @@ class Run(Struct):
     texts: list[str]
     grades: list[tuple[bool, bool]]
 
-    @property
-    def right(self) -> int:
-        return sum(right for right, _ in self.grades)
-
-    @property
-    def exact(self) -> int:
-        return sum(exact for _, exact in self.grades)
-
 
 class ProblemSet:
     """The problems, and the engines that solve them, whose pools have the same bytes."""
@@ -91,13 +83,10 @@ class ProblemSet:
         return Run(measurement, texts, grades)
 
     def describe(self) -> str:
-        at_once = self.engine["max_num_seqs"]
         return (
-            f"{len(self.problems)} programs of {LINES[0]} to {LINES[1]} lines, on average "
-            f"{mean(self.prompt_tokens):.0f} tokens of prompt and {mean(self.working_tokens):.0f} of working; "
-            f"up to {at_once} run at once.\n"
-            f"{at_once} sequences end with {self.wanted} KV blocks of {BLOCK_SIZE} tokens. The pool has {self.pool}, "
-            f"{POOL_FRACTION:.0%} of that."
+            f"{len(self.problems)} programs, on average {mean(self.prompt_tokens):.0f} tokens of prompt and "
+            f"{mean(self.working_tokens):.0f} of working. {self.engine['max_num_seqs']} sequences end with "
+            f"{self.wanted} KV blocks of {BLOCK_SIZE} tokens; the pool has {self.pool}, {POOL_FRACTION:.0%} of that."
         )
 
 
@@ -111,8 +100,6 @@ The same model behind an OpenAI API, at http://127.0.0.1:8000 (docs/serving.md):
 SHORT_PROBLEMS, SHORT_MAX_NUM_SEQS = 16, 16
 SAMPLES = 3
 VERDICTS = {(True, True): "right, every line exact", (True, False): "right", (False, False): "wrong"}
-QUIET = 0.1
-"""Cores that other processes may use in a run whose times can be compared."""
 
 Runs = Mapping[str, Sequence[Run]]
 """The runs of each variant."""
@@ -124,76 +111,39 @@ CALIBRATED = CompressionConfig(
 QUARTER = msgspec.structs.replace(CALIBRATED, policy=msgspec.structs.replace(KARA.policy, retain_blocks=4))
 VARIANTS = (
     Variant("full cache"),
-    Variant("Kara, keeps\n1/2", KARA),
-    Variant("kara_sharp,\nkeeps 1/2", SHARP),
-    Variant("calibrated,\nkeeps 1/2", CALIBRATED),
-    Variant("calibrated,\nkeeps 1/4", QUARTER),
-    Variant("int4, calibrated,\nkeeps 1/2", CALIBRATED, {"kv_cache_dtype": "int4"}),
+    Variant("Kara, keeps 1/2", KARA),
+    Variant("kara_sharp, keeps 1/2", SHARP),
+    Variant("calibrated, keeps 1/2", CALIBRATED),
+    Variant("calibrated, keeps 1/4", QUARTER),
+    Variant("int4, calibrated, keeps 1/2", CALIBRATED, {"kv_cache_dtype": "int4"}),
 )
 
-
-COUNTS = ("steps", "preemptions", "compression_events", "blocks_released")
-TIMES = {"output_tokens_per_s": "{:,.0f}", "seconds": "{:.1f}", "other_load": "{:.1f}"}
+FIGURES = ("output_tokens_per_s", "seconds", "other_load", "mean_concurrency", "steps", "preemptions")
+FIGURES += ("compression_events", "blocks_released")
 
 
 def show(runs: Runs) -> str:
-    """A table with a column for each variant. Answers and counts are of its first run, times of all of them."""
-    firsts = [first for first, *_ in runs.values()]
-    measured = [run.measurement for run in firsts]
-    summaries = [summary.summarize([run.measurement for run in of_variant]) for of_variant in runs.values()]
-    rows = [
-        ["exact workings", *(_share(run.exact, run) for run in firsts)],
-        ["right answers", *(_share(run.right, run) for run in firsts)],
-        ["mean concurrency", *(f"{m.mean_concurrency:.1f}" for m in measured)],
-    ]
-    for name, shape in TIMES.items():
-        rows.append([summary.SHOWN[name][0], *(summary.show_spread(each[name], shape) for each in summaries)])
-    rows += [[name.replace("_", " "), *(f"{getattr(m, name):,}" for m in measured)] for name in COUNTS]
-    rows.append(["KV in use, mean", *(report.mib(m.mean_blocks * m.block_bytes) for m in measured)])
-    return report.table(["", *runs], rows)
-
-
-def _share(number: int, run: Run) -> str:
-    total = len(run.grades)
-    return f"{number} of {total} ({number / total:.1%})"
-
-
-def compare(runs: Runs) -> str:
-    """The ratios of each variant to the first one, in a line of each."""
-    speed = summary.ratios({name: [run.measurement for run in of_variant] for name, of_variant in runs.items()})
-    base, *_ = next(iter(runs.values()))
-    return "\n".join(
-        f"{_one_line(name)}: {summary.show_spread(ratio, '{:.2f}')}x the full cache's tokens/s, "
-        f"{runs[name][0].right - base.right:+d} right answers"
-        for name, ratio in speed.items()
-    )
-
-
-def remark(runs: Runs) -> str:
-    """A remark on which figures repeat, and whether the times can be compared."""
-    text = "Answers, steps and counts repeat exactly on this machine; times vary."
-    if max(run.measurement.other_load for of_variant in runs.values() for run in of_variant) > QUIET:
-        text += " Other processes were busy during these runs: do NOT compare their times."
-    return text
+    """A table with a column for each variant. Answers are of its first run, the other figures of all of them."""
+    rows = []
+    for index, title in enumerate(("right answers", "exact workings")):
+        grades = [first.grades for first, *_ in runs.values()]
+        shares = [(sum(grade[index] for grade in each), len(each)) for each in grades]
+        rows.append([title, *(f"{number} of {total}" for number, total in shares)])
+    return summary.show({name: [run.measurement for run in each] for name, each in runs.items()}, FIGURES, rows)
 
 
 def samples(problems: list[Problem], runs: Runs) -> str:
     """The ends of the workings of a few problems: the first problem, then those on which the variants differ."""
     firsts = {name: first for name, (first, *_) in runs.items()}
     differing = [i for i in range(1, len(problems)) if len({run.grades[i] for run in firsts.values()}) > 1]
-    lines = []
+    lines, width = [], max(map(len, firsts))
     for i in [0, *differing][:SAMPLES]:
         question = problems[i].prompt.splitlines()[-1]
         lines.append(f"Problem {i + 1} asks {question}, the answer is {problems[i].answer}")
-        width = max(len(_one_line(name)) for name in firsts)
         for name, run in firsts.items():
             ending = "".join(run.texts[i].splitlines()[-1:])
-            lines.append(f"  {_one_line(name):{width}}  ...  {ending}  -> {VERDICTS[run.grades[i]]}")
+            lines.append(f"  {name:{width}}  ...  {ending}  -> {VERDICTS[run.grades[i]]}")
     return "\n".join(lines)
-
-
-def _one_line(name: str) -> str:
-    return name.replace("\n", " ")
 
 
 # The script
@@ -226,15 +176,14 @@ def run_demo(arguments: Sequence[str]) -> None:
     runs: dict[str, list[Run]] = {variant.name: [] for variant in VARIANTS}
     for repeat in range(1, args.repeats + 1):
         for variant in VARIANTS:
-            print(f"Running: {_one_line(variant.name)} ({repeat} of {args.repeats}) ...", flush=True)
+            print(f"Running: {variant.name} ({repeat} of {args.repeats}) ...", flush=True)
             runs[variant.name].append(problem_set.run(variant))
-    print(f"\n{show(runs)}\n\n{compare(runs)}\n\n{samples(problem_set.problems, runs)}\n\n{remark(runs)}")
+    print(f"\n{show(runs)}\n\n{samples(problem_set.problems, runs)}")
     of_variants = {
-        _one_line(variant.name): {
+        variant.name: {
             "engine": problem_set.engine | variant.engine,
             "compression": msgspec.to_builtins(variant.compression),
-            "exact_workings": runs[variant.name][0].exact,
-            "right_answers": runs[variant.name][0].right,
+            "grades": runs[variant.name][0].grades,
             "measurements": [msgspec.to_builtins(run.measurement) for run in runs[variant.name]],
         }
         for variant in VARIANTS

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import tempfile
 import time
 from collections.abc import Sequence
@@ -22,9 +21,9 @@ from statistics import median, quantiles
 from msgspec import Struct, to_builtins
 
 from benchmarks.common import command_line, machine, report
-from benchmarks.common.internals import engine_of
+from benchmarks.common.internals import add_sequences
 from benchmarks.common.shapes import SHAPES
-from kvllm import LLM, SamplingParams
+from kvllm import LLM
 from kvllm.comparison.kv_caches import check_kv_cache, kv_cache_options
 from kvllm.config import require
 
@@ -36,8 +35,8 @@ DTYPES = ("auto", "int8", "int6_int4_hadamard", "int4_hadamard")
 
 
 class Steps(Struct):
-    """The steps of one dtype with one context: milliseconds of each turn's mean step, and how much faster than the first
-    dtype's in the same turn."""
+    """Of one dtype with one context: milliseconds of each turn's mean step, and how much faster than the first dtype's
+    in the same turn."""
 
     kv_cache_dtype: str
     context: int
@@ -79,13 +78,7 @@ def make_engine(args: argparse.Namespace, path: Path, kv_cache_dtype: str, conte
         enable_prefix_caching=False,
         max_model_len=tokens,
     )
-    rng = random.Random(0)
-    params = SamplingParams(temperature=0, max_tokens=tokens - context, ignore_eos=True)
-    for number in range(args.sequences):
-        prompt = [rng.randrange(VOCABULARY) for _ in range(context)]
-        engine_of(llm).add_request(str(number), {"prompt_token_ids": prompt}, params)
-    while llm.stats().output_tokens < args.sequences:
-        engine_of(llm).step()
+    add_sequences(llm, args.sequences, context, tokens - context)
     return llm
 
 
@@ -94,9 +87,11 @@ def measure(args: argparse.Namespace, path: Path, context: int) -> list[Steps]:
     times: dict[str, list[float]] = {dtype: [] for dtype in engines}
     for turn in range(1 + args.turns):
         for dtype, llm in engines.items():
-            milliseconds = time_steps(llm)
+            begin = time.perf_counter()
+            for _ in range(STEPS):
+                llm.llm_engine.step()
             if turn:  # the first one warms up
-                times[dtype].append(milliseconds)
+                times[dtype].append((time.perf_counter() - begin) / STEPS * 1000)
     for llm in engines.values():
         llm.llm_engine.close()
     first = times[args.kv_cache_dtypes[0]]
@@ -104,14 +99,6 @@ def measure(args: argparse.Namespace, path: Path, context: int) -> list[Steps]:
         Steps(dtype, context, own, [base / mine for base, mine in zip(first, own, strict=True)])
         for dtype, own in times.items()
     ]
-
-
-def time_steps(llm: LLM) -> float:
-    """Milliseconds of a step, the mean of a few."""
-    begin = time.perf_counter()
-    for _ in range(STEPS):
-        llm.llm_engine.step()
-    return (time.perf_counter() - begin) / STEPS * 1000
 
 
 def show(found: list[Steps]) -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import random
 import tempfile
-import time
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -47,7 +46,7 @@ class Conversations(Struct):
 
 
 class Turns(Struct):
-    """By turn, over all conversations: prompt tokens, those that were computed, seconds to the first token.
+    """By turn, over all conversations: prompt tokens, those that were computed, seconds to the first token of each.
 
     answers: by conversation and turn.
     """
@@ -55,7 +54,6 @@ class Turns(Struct):
     prompt_tokens: list[int]
     computed_tokens: list[int]
     first_token_seconds: list[list[float]]
-    seconds: list[float]
     answers: list[list[list[int]]]
 
 
@@ -64,9 +62,9 @@ def converse(job: Conversations) -> Turns:
     llm = LLM(job.model, **job.engine)
     llm.generate([[1] * 64], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)  # warms up
     params = SamplingParams(temperature=0, max_tokens=job.output_len, ignore_eos=True)
-    found, stats = Turns([], [], [], [], [answers[:] for answers in job.answers]), llm.stats()
+    found, stats = Turns([], [], [], [answers[:] for answers in job.answers]), llm.stats()
     for _ in range(len(job.answers[0]), len(job.texts[0])):
-        prompt_tokens, hits, begin = stats.prompt_tokens, stats.prefix_cache_hits, time.perf_counter()
+        prompt_tokens, hits = stats.prompt_tokens, stats.prefix_cache_hits
         first_tokens = []
         for first in range(0, len(job.texts), job.at_once):
             group = range(first, min(first + job.at_once, len(job.texts)))
@@ -77,7 +75,6 @@ def converse(job: Conversations) -> Turns:
                 found.answers[i].append(list(output.outputs[0].token_ids))
                 assert output.metrics.first_token_time is not None  # it has tokens
                 first_tokens.append(output.metrics.first_token_time - output.metrics.arrival_time)
-        found.seconds.append(time.perf_counter() - begin)
         found.prompt_tokens.append(stats.prompt_tokens - prompt_tokens)
         found.computed_tokens.append(found.prompt_tokens[-1] - stats.prefix_cache_hits + hits)
         found.first_token_seconds.append(first_tokens)
@@ -147,15 +144,13 @@ def measure(args: argparse.Namespace, path: Path, disk: Path) -> dict[str, Turns
 
 
 def show(found: dict[str, Turns]) -> str:
-    header = ["", "prompt\ntokens", "computed", "computed,\nlast turn", "TTFT,\nmedian, ms", "last turn", "p99"]
+    header = ["", "prompt\ntokens", "computed", "computed,\nlast turn", "TTFT,\nmedian, ms", "last turn"]
     rows = []
     for name, turns in found.items():
-        last = turns.first_token_seconds[-1]
         counts = (sum(turns.prompt_tokens), sum(turns.computed_tokens), turns.computed_tokens[-1])
-        times = (median(chain(*turns.first_token_seconds)), median(last), sorted(last)[int(0.99 * (len(last) - 1))])
-        cells = [*map(str, counts), *(f"{1000 * seconds:.0f}" for seconds in times), f"{turns.seconds[-1]:.1f}"]
-        rows.append([name, *cells])
-    return report.table([*header, "last turn, s"], rows)
+        times = (median(chain(*turns.first_token_seconds)), median(turns.first_token_seconds[-1]))
+        rows.append([name, *map(str, counts), *(f"{1000 * seconds:.0f}" for seconds in times)])
+    return report.table(header, rows)
 
 
 def benchmark(arguments: Sequence[str]) -> None:

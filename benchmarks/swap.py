@@ -3,8 +3,8 @@
     python -m benchmarks.swap
 
 First the same requests, all at once in a small KV pool, with `swap` "never", "always" and "auto": each run is a process
-of its own, and the modes take turns. Then one sequence of each length that is preempted both ways: the time until its
-next token, and the speed of a link at which both would take equally long. The figures go to swap.json.
+of its own, and the modes take turns. Then one sequence of each length that is preempted both ways, and the time until
+its next token. The figures go to swap.json.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def time_to_return(llm: LLM, length: int, seed: int) -> float:
 
 
 def sweep(args: argparse.Namespace, path: Path) -> list[dict[str, float]]:
-    """For each length the medians both ways, in milliseconds, and the link of break-even in bytes per second."""
+    """For each length the bytes of both ways together, and the medians in milliseconds."""
     options = engine_options(args, max(args.lengths) + 16, 1, max(args.lengths) // BLOCK_SIZE + 2)
     engines = {mode: LLM(path, swap=mode, **options) for mode in MODES[:2]}
     found = []
@@ -109,20 +109,17 @@ def sweep(args: argparse.Namespace, path: Path) -> list[dict[str, float]]:
                 times[mode].append(time_to_return(llm, length, repeat))
         again, swapped = (1000 * median(each[1:]) for each in times.values())  # the first warms up
         moved = 2 * -(-length // BLOCK_SIZE) * engines["always"].cache_shape.bytes_per_block
-        row = {"tokens": length, "bytes": moved, "again_ms": again, "swapped_ms": swapped}
-        found.append(row | {"break_even_bytes_per_s": moved / again * 1000})
+        found.append({"tokens": length, "bytes": moved, "again_ms": again, "swapped_ms": swapped})
     return found
 
 
 def show_sweep(rows: list[dict[str, float]]) -> str:
-    header = ["tokens", "moved, MiB", "computed\nagain, ms", "swapped,\nms", "ratio", "link of break-\neven, MB/s"]
-    cells = []
-    for row in rows:
-        again, swapped = row["again_ms"], row["swapped_ms"]
-        times = (f"{again:.1f}", f"{swapped:.1f}", f"{again / swapped:.1f}")
-        link = f"{row['break_even_bytes_per_s'] / 1e6:.0f}"
-        cells.append([str(row["tokens"]), f"{row['bytes'] / report.MIB:.1f}", *times, link])
-    return report.table(header, cells)
+    header = ["tokens", "moved, MiB", "computed\nagain, ms", "swapped,\nms"]
+    shapes = ("{}", "{:.1f}", "{:.1f}", "{:.1f}")
+    scaled = [row | {"bytes": row["bytes"] / report.MIB} for row in rows]
+    return report.table(
+        header, [[s.format(value) for s, value in zip(shapes, r.values(), strict=True)] for r in scaled]
+    )
 
 
 def benchmark(arguments: Sequence[str]) -> None:

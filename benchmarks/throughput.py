@@ -45,10 +45,9 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     command_line.add_output_argument(parser)
     args = parser.parse_args(arguments)
     command_line.require_positive(args, "num_prompts", "input_len", "output_len", "repeats")
-    command_line.require_unique("--variants", args.variants)
     require(0 <= args.random_range_ratio < 1, "--random-range-ratio", args.random_range_ratio, "0 to below 1")
     given = [value is not None for value in (args.input_len, args.output_len)]
-    if any(given) and not all(given) or any(given) and args.workload:
+    if any(given) and (not all(given) or args.workload):
         raise ConfigError("give --workload, or both --input-len and --output-len")
     return args
 
@@ -76,7 +75,8 @@ def benchmark(arguments: Sequence[str]) -> None:
         of_workload = workloads.totals(name, requests)
         print("Workload: {name}: {requests} requests, {prompt_tokens} + {output_tokens} tokens.".format(**of_workload))
         measured = jobs.run_all(of_variants, args.repeats)
-    limit = limits.physical_limit(model, args.dtype, "cuda" if torch.cuda.is_available() else "cpu")
+    bandwidth = machine.read_bandwidth("cuda" if torch.cuda.is_available() else "cpu")
+    limit = limits.PhysicalLimit(limits.weight_bytes(model, args.dtype), bandwidth)
     print(f"\nMedians of {args.repeats} runs (least-most); the ratio is of runs that follow each other.\n")
     rates = {name: median(run.output_tokens_per_s for run in each) for name, each in measured.items()}
     print(f"{summary.show(measured)}\n\n{limits.show_weights_limit(limit, rates, alone=len(requests) == 1)}")

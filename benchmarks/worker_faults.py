@@ -32,6 +32,7 @@ from kvllm.distributed.executor import RayExecutor
 from kvllm.errors import KvLLMError
 from kvllm.outputs import RequestOutput
 
+INPUT_LEN = 32
 LAST_FAULT = 0.9
 """Share of the tokens before the last fault, which must have something left to disturb."""
 TIMES = {"noticed_seconds": "noticed", "restarted_seconds": "workers restarted", "resumed_seconds": "next token"}
@@ -55,12 +56,10 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--faults", type=int, default=10, help="number of faults (default 10)")
     add("--stop", action="store_true", help="let ranks hang instead of ending them")
     add("--requests", type=int, default=32)
-    add("--input-len", type=int, default=32)
     add("--output-len", type=int, default=128)
-    add("--seed", type=int, default=0, help="seed of the requests, the ranks and the moments")
     command_line.add_output_argument(parser)
     args = parser.parse_args(arguments)
-    command_line.require_positive(args, "faults", "requests", "input_len", "output_len")
+    command_line.require_positive(args, "faults", "requests", "output_len")
     return args
 
 
@@ -71,7 +70,7 @@ def start(args: argparse.Namespace, path: Path) -> LLM:
         dtype="float32",
         load_format="dummy" if args.model in shapes.SHAPES else "auto",
         block_size=16,
-        num_gpu_blocks_override=args.requests * -(-(args.input_len + args.output_len) // 16),
+        num_gpu_blocks_override=args.requests * -(-(INPUT_LEN + args.output_len) // 16),
         tensor_parallel_size=args.tensor_parallel_size,
         distributed_executor_backend="ray",
         max_worker_restarts=args.faults,
@@ -143,11 +142,11 @@ def run_faults(arguments: Sequence[str]) -> None:
     """Raises KvLLMError if a request has other tokens than undisturbed."""
     args = parse_arguments(arguments)
     provenance = machine.announce("benchmarks.worker_faults", arguments)
-    rng = random.Random(args.seed)
+    rng = random.Random(0)
     with tempfile.TemporaryDirectory() as scratch:
         llm = start(args, shapes.find_model(args.model, Path(scratch)))
         try:
-            lengths = [(args.input_len, args.output_len)] * args.requests
+            lengths = [(INPUT_LEN, args.output_len)] * args.requests
             requests = workloads.random_requests(rng, lengths, llm.model_config.vocab_size)
             moments = sorted(rng.uniform(0, LAST_FAULT) for _ in range(args.faults))
             tokens = args.requests * args.output_len

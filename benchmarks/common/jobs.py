@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,10 @@ from benchmarks.common.child import run_child
 from benchmarks.common.measurement import Measurement, measure
 from benchmarks.common.variants import Variant
 from benchmarks.common.workloads import Request
-from kvllm import LLM, CompressionConfig, RequestOutput, SamplingParams
+from kvllm import LLM, CompressionConfig, RequestOutput
 from kvllm.config import require
 from kvllm.engine_args import EngineArgs
 from kvllm.engine_builder import cache_shape
-from kvllm.kvcache.cache import CacheShape
 
 WARM_UP_TOKENS = 8
 
@@ -55,7 +53,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 def make_job(
     args: argparse.Namespace, variant: Variant, path: Path, requests: list[Request], max_num_seqs: int, at_once: int
 ) -> Job:
-    """The job of a variant.
+    """The job of a variant, in as many bytes as the pool of one that keeps all KV pairs as they are, unless the variant
+    or the command line names its blocks.
 
     at_once: the running sequences of which a pool holds its fraction.
     Raises ConfigError if the engine would refuse the options.
@@ -68,48 +67,29 @@ def make_job(
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": args.max_num_batched_tokens,
         "max_model_len": max(request.kv_pairs + 1 for request in requests),
-        **variant.engine,
     }
-    engine.setdefault("num_gpu_blocks_override", args.num_gpu_blocks_override)
-    of_engine = EngineArgs(path, compression=variant.compression, **engine)
-    _ = of_engine.engine_config  # which checks the options
-    if engine["num_gpu_blocks_override"] is None:
-        blocks = pool_blocks(args, of_engine, requests, at_once)
-        engine["num_gpu_blocks_override"] = in_the_same_bytes(blocks, of_engine)
+    if args.num_gpu_blocks_override is not None:
+        pool = {"num_gpu_blocks_override": args.num_gpu_blocks_override}
+    elif args.kv_cache_memory_bytes is not None:
+        pool = {"kv_cache_memory_bytes": args.kv_cache_memory_bytes}
+    else:
+        fraction = 1.0 if args.pool_fraction is None else args.pool_fraction
+        require(0 < fraction <= 1, "--pool-fraction", fraction, "above 0, at most 1")
+        kv_pairs = [request.kv_pairs for request in requests]
+        demand = workloads.demand(kv_pairs, args.block_size, min(len(requests), at_once))
+        block_bytes = cache_shape(EngineArgs(path, **engine)).bytes_per_block
+        pool = {"kv_cache_memory_bytes": max(1, int(fraction * demand)) * block_bytes}
+    engine |= variant.engine if "num_gpu_blocks_override" in variant.engine else pool | variant.engine
+    _ = EngineArgs(path, compression=variant.compression, **engine).engine_config  # which checks the options
     return Job(name=variant.name, model=str(path), engine=engine, compression=variant.compression, requests=requests)
-
-
-def pool_blocks(args: argparse.Namespace, of_engine: EngineArgs, requests: Sequence[Request], at_once: int) -> int:
-    """Blocks in the pool of an engine that keeps all KV pairs as they are."""
-    if args.kv_cache_memory_bytes is not None:
-        return args.kv_cache_memory_bytes // plain_shape(of_engine).bytes_per_block
-    fraction = 1.0 if args.pool_fraction is None else args.pool_fraction
-    require(0 < fraction <= 1, "--pool-fraction", fraction, "above 0, at most 1")
-    kv_pairs = [request.kv_pairs for request in requests]
-    return max(1, int(fraction * workloads.demand(kv_pairs, of_engine.block_size, min(len(requests), at_once))))
-
-
-def in_the_same_bytes(blocks: int, args: EngineArgs) -> int:
-    """Blocks of an engine for those of one without compression and with KV pairs as they are. What `layer_groups` lets
-    blocks hold is counted by the engine."""
-    own = replace(cache_shape(args), places=())
-    return max(1, blocks * plain_shape(args).bytes_per_block // own.bytes_per_block)
-
-
-def plain_shape(args: EngineArgs) -> CacheShape:
-    return replace(cache_shape(args), places=(), scored=False, kv_format=None)
 
 
 # Runs
 
 
-def make_engine(job: Job) -> LLM:
-    return LLM(job.model, compression=job.compression, **job.engine)
-
-
 def run(job: Job) -> Measurement:
     """Load the model, warm up on prompts of the same lengths with other tokens, and measure."""
-    llm = make_engine(job)
+    llm = LLM(job.model, compression=job.compression, **job.engine)
     _warm_up(llm, job.requests[: llm.config.max_num_seqs])
     return serve(llm, job.requests)[1]
 

@@ -52,20 +52,16 @@ class Measurement(Counts, kw_only=True):
     output_tokens: int
     output_tokens_per_s: float
     step_tokens_per_s: float
-    requests_per_s: float
     mean_latency: float
     p99_latency: float
     other_load: float
     steps: int
     mean_concurrency: float
     peak_concurrency: int
-    median_stall_seconds: float
     p99_stall_seconds: float
     longest_stall_seconds: float
     num_blocks: int
     block_bytes: int
-    method_state_bytes: int
-    peak_event_bytes: int
     mean_blocks: float
     peak_blocks: int
     peak_kv_bytes: int
@@ -94,14 +90,14 @@ def measure(
             raise output.error
     timeline = stats.timeline_since(steps_before)
     output_tokens = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
-    latencies = sorted(_latency(output) for output in outputs)
+    times = [output.metrics for output in outputs]
+    latencies = sorted((each.finished_time or 0.0) - each.arrival_time for each in times)  # all have ended
     peak_blocks = max(blocks for _, blocks in timeline)
     return outputs, Measurement(
         seconds=seconds,
         output_tokens=output_tokens,
         output_tokens_per_s=output_tokens / seconds,
         step_tokens_per_s=mean(rates),
-        requests_per_s=len(outputs) / seconds,
         mean_latency=mean(latencies),
         p99_latency=latencies[ceil(0.99 * len(latencies)) - 1],
         other_load=max(0.0, others / seconds),
@@ -109,24 +105,16 @@ def measure(
         mean_concurrency=sum(running for running, _ in timeline) / len(timeline),
         peak_concurrency=max(running for running, _ in timeline),
         **{name: stats[name] - before[name] for name in Counts.__struct_fields__},
-        median_stall_seconds=stats.stalls.p50,
         p99_stall_seconds=stats.stalls.p99,
         longest_stall_seconds=stats.longest_stall_seconds,
         num_blocks=stats.num_blocks,
         block_bytes=llm.cache_shape.bytes_per_block,
-        method_state_bytes=stats.method_state_bytes,
-        peak_event_bytes=stats.peak_event_bytes,
         mean_blocks=sum(blocks for _, blocks in timeline) / len(timeline),
         peak_blocks=peak_blocks,
         peak_kv_bytes=peak_blocks * llm.cache_shape.bytes_per_block,
         peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         timeline=timeline,
     )
-
-
-def _latency(output: RequestOutput) -> float:
-    assert output.metrics.finished_time is not None
-    return output.metrics.finished_time - output.metrics.arrival_time
 
 
 @contextmanager

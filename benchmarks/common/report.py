@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvllm.comparison.table import table
@@ -32,34 +30,6 @@ def save(path: Path, figure: Figure) -> None:
     figure.savefig(path, dpi=150)
 
 
-def mib(num_bytes: float) -> str:
-    return f"{num_bytes / MIB:.1f} MiB"
-
-
-def plot_timelines(
-    path: Path, title: str, timelines: Mapping[str, Sequence[Sequence[int]]], pools: Sequence[int]
-) -> None:
-    """Draw the running sequences, and the blocks of the KV pool in use, over the steps of several runs.
-
-    timelines: by run, (running sequences, blocks in use) of each step. pools: blocks in the pool of each run.
-    """
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    running, used = figure.subplots(2, sharex=True)
-    for (name, timeline), pool, colour in zip(timelines.items(), pools, cycle(COLOURS), strict=False):
-        label = name.replace("\n", " ")
-        running.plot([step[0] for step in timeline], color=colour, linewidth=1.2, label=label)
-        used.plot([100 * step[1] / pool for step in timeline], color=colour, linewidth=1.2)
-        for axes in (running, used):
-            axes.axvline(len(timeline), color=colour, linewidth=0.8, linestyle=":")
-    running.set(ylabel="running sequences", title=title)
-    used.set(ylabel="KV pool in use (%)", xlabel="step (dotted: the last request has ended)", ylim=(0, 104))
-    for axes in (running, used):
-        axes.set_xlim(left=0)
-        _clean(axes)
-    figure.legend(loc="outside lower center", ncols=min(3, len(timelines)), frameon=False)
-    save(path, figure)
-
-
 class Line(NamedTuple):
     """The points of a line, and how far the interval of each reaches below and above it, if it has one."""
 
@@ -81,18 +51,28 @@ def plot_lines(path: Path, title: str, xlabel: str, panels: Mapping[str, Mapping
         for label, line in lines.items():
             index = labels.index(label)
             style = {"color": COLOURS[index % len(COLOURS)], "linestyle": STYLES[index // len(COLOURS) % len(STYLES)]}
-            style |= {"linewidth": 1.2, "marker": "o", "markersize": 3, "capsize": 2}
+            style |= {"linewidth": 1.2, "marker": "o" if len(line.x) < 50 else None, "markersize": 3, "capsize": 2}
             handles[label] = axes.errorbar(line.x, line.y, line.errors, **style)
         axes.set_ylabel(ylabel)
-        _clean(axes)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
     all_axes[-1].set_xlabel(xlabel)
     figure.suptitle(title)
-    names = [label.replace("\n", " ") for label in handles]
-    figure.legend(handles.values(), names, loc="outside lower center", ncols=min(4, len(names)), frameon=False)
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=min(4, len(handles)), frameon=False)
     save(path, figure)
 
 
-def _clean(axes: Axes) -> None:
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
+def plot_timelines(
+    path: Path, title: str, timelines: Mapping[str, Sequence[Sequence[int]]], pools: Sequence[int]
+) -> None:
+    """Draw the running sequences, and the blocks of the KV pool in use, over the steps of several runs.
+
+    timelines: by run, (running sequences, blocks in use) of each step. pools: blocks in the pool of each run.
+    """
+    running, used = {}, {}
+    for (name, timeline), pool in zip(timelines.items(), pools, strict=True):
+        steps = range(len(timeline))
+        running[name] = Line(steps, [step[0] for step in timeline])
+        used[name] = Line(steps, [100 * step[1] / pool for step in timeline])
+    plot_lines(path, title, "step", {"running sequences": running, "KV pool in use (%)": used})

@@ -61,11 +61,13 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 REASONER = "reasoner"
-MODEL_HELP = f"directory of a checkpoint, {REASONER} (the package's), or a shape with random weights: {', '.join(SHAPES)}"
+MODEL_HELP = (
+    f"directory of a checkpoint, {REASONER} (the package's), or a shape with random weights: {', '.join(SHAPES)}"
+)
 
 
 def find_model(name: str, directory: Path) -> Path:
-    """The directory of a checkpoint, of the package's model, or of a shape, whose config.json is written to `directory`."""
+    """The directory of a checkpoint, the package's model, or a shape, whose config.json is written to `directory`."""
     if name == REASONER:
         return DEFAULT_MODEL
     if name not in SHAPES:

@@ -5,8 +5,7 @@
 
 Every method generates the same number of tokens for the same prompts, one run after the other. Meanwhile the script
 follows the position in the text of every KV pair in the cache, for each layer and KV head. At the end it cuts the text,
-prompt included, into equal regions, and gives two shares of each: the KV pairs that survive, and the layers and heads
-that hold none of the region any more.
+prompt included, into equal regions, and gives the share of the KV pairs of each that survive.
 
 Kara and its ablations compress windows (1 block of 3, the prompt whole, "periodic"). All other methods compress the
 whole cache at a threshold, from 5 blocks to 4 and one KV pair. Prompts are random ids, or the reasoner's problems. The
@@ -34,6 +33,7 @@ from benchmarks.common.variants import Variant
 from benchmarks.common.workloads import Request
 from benchmarks.paper import settings
 from benchmarks.reasoner.tokenizer import encode
+from kvllm import LLM
 from kvllm.compression.specs import SPECS
 from kvllm.config import CompressionConfig, require
 from kvllm.core.executor import BlockingExecutor
@@ -159,46 +159,31 @@ def make_jobs(args: argparse.Namespace, path: Path) -> dict[str, Job]:
 
 def follow(job: Job, regions: int) -> dict[str, Any]:
     """Run a job and report the survivors, on average over its sequences."""
-    llm = jobs.make_engine(job)
+    llm = LLM(job.model, compression=job.compression, **job.engine)
     tracker = PositionTracker(executor_of(llm))
     engine_of(llm).executor = tracker
-    _, measurement = jobs.serve(llm, job.requests)
+    jobs.serve(llm, job.requests)
     counts, sizes = zip(
         *(survivors_of_regions(p, tracker.length(seq_id), regions) for seq_id, p in tracker.positions.items()),
         strict=True,
     )
     share = [(count / size).mean(dim=(0, 1)) for count, size in zip(counts, sizes, strict=True)]
-    lost = [(count == 0).double().mean(dim=(0, 1)) for count in counts]
+    every = sum(int(size.sum()) * count[..., 0].numel() for count, size in zip(counts, sizes, strict=True))
     return {
         "survivors": torch.stack(share).mean(0).tolist(),
-        "lost": torch.stack(lost).mean(0).tolist(),
-        "lost_of_all": torch.stack(lost).mean().item(),
-        "kept_of_all": sum(int(count.sum()) for count in counts)
-        / sum(int(size.sum()) * count[..., 0].numel() for count, size in zip(counts, sizes, strict=True)),
+        "kept_of_all": sum(int(count.sum()) for count in counts) / every,
         "events_per_sequence": mean(tracker.events.values()),
-        "mean_kv_bytes": measurement.mean_blocks * measurement.block_bytes,
         "compression": msgspec.to_builtins(job.compression),
     }
 
 
-def table(results: dict[str, dict[str, Any]], figure: str, total: str, title: str) -> str:
-    regions = len(next(iter(results.values()))[figure])
-    header = [title, *(f"{100 * i // regions}-\n{100 * (i + 1) // regions}%" for i in range(regions)), "all", "events"]
+def show(results: dict[str, dict[str, Any]], regions: int) -> str:
+    parts = [f"{100 * i // regions}-\n{100 * (i + 1) // regions}%" for i in range(regions)]
     rows = []
     for name, result in results.items():
-        shares = [f"{value:.0%}" for value in result[figure]]
-        rows.append([name, *shares, f"{result[total]:.1%}", f"{result['events_per_sequence']:.1f}"])
-    return report.table(header, rows)
-
-
-def plot(path: Path, title: str, results: dict[str, dict[str, Any]], regions: int) -> None:
-    middles = [100 * (i + 0.5) / regions for i in range(regions)]
-
-    def lines(figure: str) -> dict[str, report.Line]:
-        return {name: report.Line(middles, [100 * share for share in r[figure]]) for name, r in results.items()}
-
-    panels = {"KV pairs that survive (%)": lines("survivors"), "layers and heads without any (%)": lines("lost")}
-    report.plot_lines(path, title, "region of the text (%)", panels)
+        shares = [f"{value:.0%}" for value in result["survivors"]]
+        rows.append([name, *shares, f"{result['kept_of_all']:.1%}", f"{result['events_per_sequence']:.1f}"])
+    return report.table(["KV pairs that survive", *parts, "all", "events"], rows)
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -216,7 +201,6 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.set_defaults(**PRESETS[parser.parse_known_args(arguments)[0].preset])
     args = parser.parse_args(arguments)
     command_line.require_positive(args, "num_prompts", "input_len", "regions")
-    command_line.require_unique("--methods", args.methods)
     require(args.output_len >= args.regions, "--output-len", args.output_len, f"at least --regions={args.regions}")
     require(args.block_size >= 8, "--block-size", args.block_size, "at least 8: buffers are an eighth of it")
     return args
@@ -231,15 +215,14 @@ def draw_figure(arguments: Sequence[str]) -> None:
         for name, job in of_methods.items():
             results[name] = follow(job, args.regions)
             print(f"{name}: {results[name]['events_per_sequence']:.1f} compressions of a sequence", flush=True)
-    print(f"\n{table(results, 'survivors', 'kept_of_all', 'KV pairs that survive')}\n")
-    print(table(results, "lost", "lost_of_all", "layers and heads without any"))
+    print(f"\n{show(results, args.regions)}")
     print(f"\nPublished ({settings.PAPER}): a figure, whose numbers are not known.")
-    print(
-        "The limit: the settings fix the share that is kept of all regions, so a method keeps more of one region only "
-        "where\nit keeps less of another. Methods whose 'all' differ are not comparable."
-    )
+    print("The settings fix the share that is kept of all regions. Methods whose 'all' differ are not comparable.")
     report.write_json(args.output / "figure_2.json", {**provenance, "model": args.model, "methods": results})
-    plot(args.output / "figure_2.png", f"{args.model}: survivors of a text", results, args.regions)
+    middles = [100 * (i + 0.5) / args.regions for i in range(args.regions)]
+    lines = {name: report.Line(middles, [100 * share for share in r["survivors"]]) for name, r in results.items()}
+    panels = {"KV pairs that survive (%)": lines}
+    report.plot_lines(args.output / "figure_2.png", f"{args.model}: a text", "region of the text (%)", panels)
     print(f"Written: {args.output / 'figure_2.json'}, {args.output / 'figure_2.png'}")
 
 

@@ -2,7 +2,6 @@
 
     python -m benchmarks.paper.figure_5
     python -m benchmarks.paper.figure_5 --methods kara kara_no_bi kara_no_token2chunk --retentions 0.4
-    python -m benchmarks.paper.figure_5 --model DIR --dataset math500/test.jsonl
 
 Kara runs first, at each retention, as in the paper's accuracy runs: it keeps that share of every window, and the prompt
 whole. The KV pairs that it holds at the end of a question become that question's budget for each baseline. A baseline
@@ -17,7 +16,6 @@ trials end, a plot to figure_5.png.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import threading
 import time
@@ -44,8 +42,6 @@ from kvllm import LLM, CompressionConfig, SamplingParams, Standalone, Threshold
 from kvllm.compression.specs import SPECS
 from kvllm.config import require
 from kvllm.config.compression import RECALL_DTYPES
-from kvllm.engine_args import DEFAULT_MODEL
-from kvllm.errors import ConfigError
 
 FULL = "full cache"
 SIZES = (44, 48)
@@ -75,9 +71,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     low, high = SIZES
     sizes = f"sizes of its problems (default {low} to {high})"
     add("--sizes", type=int, nargs=2, metavar=("MIN", "MAX"), default=SIZES, help=sizes)
-    add("--dataset", metavar="FILE", help="JSONL with 'problem' and 'answer', instead of the reasoner's problems")
-    add("--max-tokens", type=int, default=8192, help="most tokens of an answer to --dataset (default 8192)")
-    add("--problems", type=int, default=300, help="number of questions (default 300)")
+    add("--problems", type=int, default=300, help="their number (default 300)")
     add("--methods", nargs="+", choices=METHODS, default=DEFAULT, metavar="M", help=f"default: {' '.join(DEFAULT)}")
     add("--retentions", nargs="+", default=RETENTIONS, metavar="R", help=f"default: {' '.join(RETENTIONS)}")
     window, buffer = settings.WINDOW, settings.BUFFER
@@ -89,14 +83,10 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--recall-dtype", choices=RECALL_DTYPES, default="auto", metavar="D", help=dtype)
     command_line.add_output_argument(parser)
     args = parser.parse_args(arguments)
-    command_line.require_positive(args, "problems", "max_tokens")
-    command_line.require_unique("--methods", args.methods)
-    command_line.require_unique("--retentions", args.retentions)
+    command_line.require_positive(args, "problems")
     without_budget = all(by_windows(method) for method in args.methods)
     allowed = "kara first: it sets the budgets of those that have one"
     require(without_budget or args.methods[0] == "kara", "--methods", " ".join(args.methods), allowed)
-    alone = "with --model alone: the reasoner reads its own problems only"
-    require(not args.dataset or args.model != DEFAULT_MODEL, "--dataset", args.dataset, alone)
     args.recall = {}
     if args.recall_bound is not None:
         args.recall = {"recall_bound": args.recall_bound, "recall_dtype": args.recall_dtype}
@@ -138,65 +128,26 @@ def recent_of(method: str, budgets: Iterable[int], prompts: Iterable[int]) -> in
     return max(RECENT, min(n - prompt for n, prompt in zip(budgets, blocks, strict=True)) // 2)
 
 
-# Questions
-
-
-def make_problems(args: argparse.Namespace) -> list[Problem]:
-    """Those of the reasoner, or of a dataset, without workings."""
-    if args.dataset is None:
-        return settings.make_problems(args.problems, tuple(args.sizes), args.seed, args.task)
-    ask = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
-    records = read_records(Path(args.dataset))[: args.problems]
-    return [Problem(ask.format(question), "", answer) for question, answer in records]
-
-
-def read_records(path: Path) -> list[tuple[str, str]]:
-    """Question and answer of every line. Raises ConfigError for a file that is missing or has other lines."""
-    require(path.is_file(), "--dataset", str(path), "a JSONL file with 'problem' and 'answer' in each line")
-    records = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        try:
-            record = json.loads(line)
-            records.append((str(record["problem"]), str(record["answer"])))
-        except (json.JSONDecodeError, KeyError, TypeError):
-            wrong = f"--dataset {path}: line {number} is no JSON object with 'problem' and 'answer'"
-            raise ConfigError(wrong) from None
-    return records
-
-
-def same_answer(answer: str, text: str) -> bool:
-    """Whether the end of `text`, boxed or not, equals `answer`. Only the main thread may ask: math-verify ends endless
-    simplifications with a signal."""
-    from math_verify import parse, verify
-
-    return verify(parse(f"${answer}$"), parse(text))
-
-
 # One trial, in a process of its own
 
 
 class Trial(Struct, kw_only=True):
-    """One way to compress. max_tokens: of an answer to a dataset's question; None for the reasoner's problems. budgets:
-    KV pairs to which policy="threshold" cuts the cache of each question."""
+    """One way to compress. budgets: KV pairs to which policy="threshold" cuts the cache of each problem."""
 
     name: str
     model: str
     dtype: str
-    threads: int
     problems: list[Problem]
-    max_tokens: int | None
     compression: CompressionConfig | None = None
     budgets: list[int] | None = None
 
 
 class Outcome(Struct, kw_only=True):
-    """The result of a trial, question by question.
+    """The result of a trial, problem by problem.
 
     cached_lengths: KV pairs in the cache when the last token was sampled. logical_lengths: KV pairs that were computed
-    until then. prompts: tokens of each. seconds: of the whole trial. Trials run side by side, so this is no measure of
-    speed. cpu_seconds: of the processor, for the whole trial. event_seconds: of the compressions; scores that are
-    observed while decoding are not part of it. recalled_bytes: that KV pairs took which changed places with dropped
-    ones, both ways.
+    until then. prompts: tokens of each. cpu_seconds: of the processor, for the whole trial; trials run side by side.
+    recalled_bytes: that KV pairs took which changed places with dropped ones, both ways.
     """
 
     right: list[bool]
@@ -205,9 +156,7 @@ class Outcome(Struct, kw_only=True):
     logical_lengths: list[int]
     prompts: list[int]
     windows: int
-    seconds: float
     cpu_seconds: float
-    event_seconds: float
     recalled_bytes: int
 
     @property
@@ -217,25 +166,18 @@ class Outcome(Struct, kw_only=True):
 
 
 def run(trial: Trial) -> Outcome:
-    """Answer all questions greedily in one engine, as many at once as it allows.
-
-    Raises the error of the first question that could not be answered.
-    """
-    torch.set_num_threads(trial.threads)
-    problems, compression, is_dataset = trial.problems, trial.compression, trial.max_tokens is not None
-    limits = [trial.max_tokens or len(encode(problem.working)) + 16 for problem in problems]
+    """Solve all problems greedily in one engine. Raises the error of the first one that could not be answered."""
+    problems, compression = trial.problems, trial.compression
+    limits = [len(encode(problem.working)) + 16 for problem in problems]
     block_size = 1 if compression and isinstance(compression.policy, Standalone) else BLOCK_SIZE
+    longest = max(len(encode(problem.prompt)) + n for problem, n in zip(problems, limits, strict=True))
     at_once = min(MAX_NUM_SEQS, len(problems))
-    blocks = None  # a dataset, or a GPU, sizes the pool by the memory
-    if not is_dataset and not torch.cuda.is_available():
-        longest = max(len(encode(problem.prompt)) + n for problem, n in zip(problems, limits, strict=True))
-        blocks = at_once * (-(-longest // block_size) + 1)
     llm = LLM(
         trial.model,
         dtype=trial.dtype,
         block_size=block_size,
         max_num_seqs=at_once,
-        num_gpu_blocks_override=blocks,
+        num_gpu_blocks_override=at_once * (-(-longest // block_size) + 1),
         compression=compression,
         kv_offloading_size=HOST_GIB if compression and compression.recalls else None,
     )
@@ -244,21 +186,13 @@ def run(trial: Trial) -> Outcome:
         SamplingParams(temperature=0, max_tokens=limit, budget_tokens=budget)
         for limit, budget in zip(limits, budgets, strict=True)
     ]
-    begin, cpu_begin = time.perf_counter(), time.process_time()
-    if is_dataset:
-        chats = [[{"role": "user", "content": problem.prompt}] for problem in problems]
-        outputs = llm.chat(chats, params, use_tqdm=False)
-    else:
-        outputs = llm.generate([problem.prompt for problem in problems], params, use_tqdm=False)
-    seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu_begin
+    begin = time.process_time()
+    outputs = llm.generate([problem.prompt for problem in problems], params, use_tqdm=False)
+    cpu_seconds = time.process_time() - begin
     for output in outputs:
         if output.error is not None:
             raise output.error
-    texts = [output.outputs[0].text for output in outputs]
-    if is_dataset:
-        grades = [(same_answer(each.answer, text),) * 2 for each, text in zip(problems, texts, strict=True)]
-    else:
-        grades = [grade(each, text) for each, text in zip(problems, texts, strict=True)]
+    grades = [grade(problem, output.outputs[0].text) for problem, output in zip(problems, outputs, strict=True)]
     # The token sampled last is never stored.
     lengths = [len(output.prompt_token_ids) + len(output.outputs[0].token_ids) - 1 for output in outputs]
     stats = llm.stats()
@@ -269,9 +203,7 @@ def run(trial: Trial) -> Outcome:
         logical_lengths=lengths,
         prompts=[len(output.prompt_token_ids) for output in outputs],
         windows=stats.windows_compressed,
-        seconds=seconds,
         cpu_seconds=cpu_seconds,
-        event_seconds=stats.recompute_seconds + stats.score_seconds + stats.compact_seconds,
         recalled_bytes=stats.recalled_bytes,
     )
 
@@ -279,59 +211,40 @@ def run(trial: Trial) -> Outcome:
 # All trials
 
 
-class Trials:
-    """Runs trials side by side, and writes all results so far, because a long run may be cut short."""
+def run_trials(args: argparse.Namespace, provenance: dict[str, Any]) -> dict[str, Outcome]:
+    """Run all trials side by side, each in a process of its own: the full cache and those by windows, then the others.
+    A problem's budget is the number of KV pairs that Kara held at its end. Results so far are always in the file, for a
+    long run may be cut short. Raises KvLLMError of the first trial that failed."""
+    problems = settings.make_problems(args.problems, tuple(args.sizes), args.seed, args.task)
+    shared = {"model": str(args.model), "dtype": args.dtype, "problems": problems}
+    pairs = [(f"{method} {retention}", method, retention) for method in args.methods for retention in args.retentions]
+    content, outcomes, lock = {**provenance, "trials": {}}, dict[str, Outcome](), threading.Lock()
 
-    def __init__(self, args: argparse.Namespace, provenance: dict[str, Any]) -> None:
-        cores = len(os.sched_getaffinity(0))
-        self.processes = 1 if torch.cuda.is_available() else cores
-        self.shared = {
-            "model": str(args.model),
-            "dtype": settings.dtype_of(args),
-            "threads": max(1, cores // self.processes),
-            "problems": make_problems(args),
-            "max_tokens": args.max_tokens if args.dataset else None,
-        }
-        self.path, self.lock = args.output / "figure_5.json", threading.Lock()
-        self.content: dict[str, Any] = {**provenance, "trials": {}}
-        self.outcomes: dict[str, Outcome] = {}
+    def run_one(trial: Trial) -> None:
+        outcome = run_child(run, trial, trial.name, {"OMP_NUM_THREADS": "1"})
+        with lock:
+            print(f"  {trial.name}: {percent(outcome.right)} % right", flush=True)
+            outcomes[trial.name] = outcome
+            found = {"kept": outcome.kept, **msgspec.to_builtins(outcome)}
+            content["trials"][trial.name] = {"compression": msgspec.to_builtins(trial.compression), **found}
+            report.write_json(args.output / "figure_5.json", content)
 
-    def run_all(self, trials: Mapping[str, dict[str, Any]]) -> None:
-        """trials: by name, the parts of a Trial that differ. Raises KvLLMError of the first trial that failed."""
-        with ThreadPoolExecutor(self.processes) as executor:
-            list(executor.map(self._run, trials, trials.values()))
-
-    def _run(self, name: str, parts: dict[str, Any]) -> None:
-        trial = Trial(name=name, **self.shared, **parts)
-        outcome = run_child(run, trial, name, {"OMP_NUM_THREADS": str(trial.threads)})
-        with self.lock:
-            print(f"  {name}: {percent(outcome.right)} % right, {outcome.seconds:.0f} s", flush=True)
-            self.outcomes[name] = outcome
-            self.content["trials"][name] = {
-                "compression": msgspec.to_builtins(trial.compression),
-                "interval": interval(sum(outcome.right), len(outcome.right)),
-                "kept": outcome.kept,
-                **msgspec.to_builtins(outcome),
-            }
-            report.write_json(self.path, self.content)
-
-
-def run_trials(args: argparse.Namespace, trials: Trials) -> None:
-    """Kara and all others by windows first. A question's budget is the number of KV pairs that Kara held at its end."""
-    first: dict[str, dict[str, Any]] = {FULL: {}}
-    pairs = [(method, retention) for method in args.methods for retention in args.retentions]
-    for method, retention in pairs:
-        if by_windows(method):
-            first[f"{method} {retention}"] = {"compression": windows(args, method, retention)}
-    trials.run_all(first)
-    second = {}
-    for method, retention in pairs:
-        if not by_windows(method):
-            budgets = trials.outcomes[f"kara {retention}"].cached_lengths
-            recent = recent_of(method, budgets, trials.outcomes[FULL].prompts)
-            parts = {"compression": threshold(args, method, recent), "budgets": budgets}
-            second[f"{method} {retention}"] = parts
-    trials.run_all(second)
+    processes = 1 if torch.cuda.is_available() else len(os.sched_getaffinity(0))
+    with ThreadPoolExecutor(processes) as executor:
+        first = [Trial(name=FULL, **shared)]
+        for name, method, retention in pairs:
+            if by_windows(method):
+                first.append(Trial(name=name, **shared, compression=windows(args, method, retention)))
+        list(executor.map(run_one, first))
+        others = []
+        for name, method, retention in pairs:
+            if not by_windows(method):
+                budgets = outcomes[f"kara {retention}"].cached_lengths
+                recent = recent_of(method, budgets, outcomes[FULL].prompts)
+                own = threshold(args, method, recent)
+                others.append(Trial(name=name, **shared, compression=own, budgets=budgets))
+        list(executor.map(run_one, others))
+    return outcomes
 
 
 # Confidence intervals
@@ -367,7 +280,7 @@ def paired_difference(first: Sequence[bool], second: Sequence[bool]) -> tuple[fl
 
 
 def show(args: argparse.Namespace, outcomes: Mapping[str, Outcome]) -> str:
-    """Right answers, paired differences to the full cache and to the first method, memory, and cost."""
+    """Right answers, paired differences to the first method, memory, and cost."""
     full, first = outcomes[FULL], args.methods[0]
 
     def table(title: str, cell: Callable[[Outcome, str], str]) -> str:
@@ -379,13 +292,11 @@ def show(args: argparse.Namespace, outcomes: Mapping[str, Outcome]) -> str:
         return f"{100 * average:+.1f} ± {100 * half_width:.1f} (p {p_value:.1g})"
 
     answers = f"Right answers in % with {CONFIDENCE:.0%} intervals, {len(full.right)} questions; full cache "
-    cost = f"Seconds of compression events / seconds of the processor in all; full cache {full.cpu_seconds:.0f}"
     parts = [
         table(answers + percent(full.right), lambda own, _: percent(own.right)),
-        table("Minus the full cache, same questions, in points (p: McNemar's exact test)", lambda o, _: minus(o, full)),
-        table(f"Minus {first}, same questions, in points", lambda own, r: minus(own, outcomes[f"{first} {r}"])),
+        table(f"Minus {first}, in points (p: McNemar's)", lambda own, r: minus(own, outcomes[f"{first} {r}"])),
         table("KV pairs kept at the end, %", lambda own, _: f"{100 * own.kept:.1f}"),
-        table(cost, lambda own, _: f"{own.event_seconds:.1f} / {own.cpu_seconds:.0f}"),
+        table("Processor time over the full cache's", lambda own, _: f"{own.cpu_seconds / full.cpu_seconds:.1f}"),
     ]
     return "\n\n".join(parts)
 
@@ -407,10 +318,9 @@ def plot(path: Path, args: argparse.Namespace, outcomes: Mapping[str, Outcome]) 
 
 def run_figure(arguments: Sequence[str]) -> None:
     args = parse_arguments(arguments)
-    trials = Trials(args, machine.announce("benchmarks.paper.figure_5", arguments))
-    run_trials(args, trials)
-    print(f"\n{show(args, trials.outcomes)}")
-    plot(args.output / "figure_5.png", args, trials.outcomes)
+    outcomes = run_trials(args, machine.announce("benchmarks.paper.figure_5", arguments))
+    print(f"\n{show(args, outcomes)}")
+    plot(args.output / "figure_5.png", args, outcomes)
     print(f"Written: {args.output / 'figure_5.json'}, {args.output / 'figure_5.png'}")
 
 

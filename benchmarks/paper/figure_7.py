@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import msgspec
@@ -60,11 +58,6 @@ class Window:
         """The share of layers and heads that keep a token, for each token before the buffer."""
         pairs = zip(self.scores, self.kept[name], strict=True)
         return torch.cat([torch.zeros_like(scores).scatter(-1, kept, 1.0) for scores, kept in pairs]).mean(0).tolist()
-
-    def mean_scores(self) -> list[float]:
-        """The mean score of each token over layers and heads. If all tokens were attended alike, each would have 1."""
-        relative = torch.cat([scores / scores.mean(-1, keepdim=True) for scores in self.scores])
-        return relative.mean(0).tolist()
 
 
 class Observer(BlockingExecutor):
@@ -113,7 +106,7 @@ class Observer(BlockingExecutor):
 def observe(args: argparse.Namespace, compression: CompressionConfig) -> tuple[list[str], list[Window]]:
     """Solve the problem. Returns the tokens of the prompt and the answer, and the windows that were compressed."""
     (problem,) = settings.make_problems(1, (args.size, args.size), args.seed)
-    llm = LLM(args.model, dtype=settings.dtype_of(args), block_size=1, max_num_seqs=1, compression=compression)
+    llm = LLM(args.model, dtype=args.dtype, block_size=1, max_num_seqs=1, compression=compression)
     observer = Observer(executor_of(llm))
     engine_of(llm).executor = observer
     params = SamplingParams(temperature=0, max_tokens=len(encode(problem.working)) + 16)
@@ -126,37 +119,20 @@ def observe(args: argparse.Namespace, compression: CompressionConfig) -> tuple[l
 # Figures
 
 
-def runs_of(kept: Sequence[int]) -> int:
-    """The number of stretches of neighbouring positions."""
-    return 1 + sum(after - before > 1 for before, after in pairwise(kept)) if kept else 0
-
-
-def show(window: Window) -> str:
-    """A table of the sets, on average over layers and heads."""
-    rows = []
-    for name, by_layer in window.kept.items():
-        heads = [head for kept in by_layer for head in kept.tolist()]
-        scores = [row for scores in window.scores for row in scores.tolist()]
-        mass = mean(sum(row[i] for i in head) / sum(row) for head, row in zip(heads, scores, strict=True))
-        pairs, runs = len(heads[0]), mean(map(runs_of, heads))
-        rows.append([name, str(pairs), f"{100 * mass:.1f}", f"{runs:.1f}", f"{pairs / runs:.2f}" if pairs else ""])
-    return report.table(["", "KV pairs\nkept", "share of the\nscores, %", "stretches", "their\nlength"], rows)
-
-
 def visible(token: str) -> str:
     """The text of a token without characters that would break a line."""
     return "".join(c if c.isprintable() else {"\n": "¶", "\t": "→"}.get(c, "�") for c in token) or "∅"
 
 
-def draw(axes: Axes, title: str, tokens: Sequence[str], values: Sequence[float], highest: float) -> Any:
+def draw(axes: Axes, title: str, tokens: Sequence[str], values: Sequence[float]) -> Any:
     """A field for each token. `values` colour the first tokens; the buffer, which has none, is grey."""
     rows = -(-len(tokens) // COLUMNS)
     padded = [*values, *[float("nan")] * (rows * COLUMNS - len(values))]
     grid = torch.tensor(padded).view(rows, COLUMNS).numpy()
     axes.set_facecolor("lightgrey")
-    image = axes.imshow(grid, vmin=0, vmax=highest, cmap="YlOrRd", aspect="auto")
+    image = axes.imshow(grid, vmin=0, vmax=1, cmap="YlOrRd", aspect="auto")
     for i, (token, value) in enumerate(zip(tokens, padded, strict=False)):
-        colour = "white" if value > 0.7 * highest else "black"
+        colour = "white" if value > 0.7 else "black"
         text = visible(token).strip() or "␣"
         axes.text(i % COLUMNS, i // COLUMNS, text, ha="center", va="center", fontsize=6, color=colour)
     axes.set_title(title, fontsize=9)
@@ -166,16 +142,11 @@ def draw(axes: Axes, title: str, tokens: Sequence[str], values: Sequence[float],
 
 
 def plot(path: Path, title: str, tokens: Sequence[str], window: Window) -> None:
-    """Draw the scores, and for each set the share of layers and heads that keep a token."""
+    """Draw for each set the share of layers and heads that keep a token."""
     rows = -(-len(tokens) // COLUMNS)
-    panels = 1 + len(window.kept)
-    figure = Figure(figsize=(11, panels * (0.28 * rows + 0.5) + 0.6), layout="constrained")
-    scores, *sets = figure.subplots(panels)
-    relative = window.mean_scores()
-    image = draw(scores, "score (1: as if all were attended alike)", tokens, relative, max(relative))
-    figure.colorbar(image, ax=scores)
-    for axes, name in zip(sets, window.kept, strict=True):
-        image = draw(axes, f"{name} ({window.kept[name][0].shape[-1]} KV pairs)", tokens, window.shares(name), 1)
+    figure = Figure(figsize=(11, len(window.kept) * (0.28 * rows + 0.5) + 0.6), layout="constrained")
+    for axes, name in zip(figure.subplots(len(window.kept)), window.kept, strict=True):
+        image = draw(axes, f"{name} ({window.kept[name][0].shape[-1]} KV pairs)", tokens, window.shares(name))
         figure.colorbar(image, ax=axes, label="layers and heads")
     figure.suptitle(title, fontsize=10)
     report.save(path, figure)
@@ -206,7 +177,7 @@ def run_figure(arguments: Sequence[str]) -> None:
     window = windows[args.event - 1]
     tokens = tokens[window.position : window.position + args.window]
     title = f"Window {args.event} of {len(windows)}, from position {window.position}"
-    print(f"{title}\n\n{show(window)}")
+    print(title)
     content = {
         **provenance,
         "compression": msgspec.to_builtins(compression),

@@ -18,7 +18,7 @@ from kvllm.engine_args import DEFAULT_MODEL
 
 PAPER = "Kara: Efficient Reasoning LLM Serving via Sliding-Window KV Cache Compression, arXiv 2607.01237"
 GAIN = "+12.75%"
-"""Of output throughput over the full cache, with 257 of 768 KV pairs kept. The tables' other figures are not at hand."""
+"""Of output throughput over the full cache, with 257 of 768 KV pairs kept. The other figures are not at hand."""
 WINDOWS: dict[str, Any] = {"policy": "periodic", "window_blocks": 3, "buffer": 32}
 """Of the paper's serving runs (appendix B.1), beside the defaults; at blocks of 256 tokens."""
 WINDOW, BUFFER = 384, 128
@@ -58,12 +58,8 @@ def add_problem_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     model = "a checkpoint (default: the model of the package)"
     add("--model", type=Path, default=DEFAULT_MODEL, metavar="DIR", help=model)
-    add("--dtype", help="default: float32 for the package's model, else the checkpoint's")
+    add("--dtype", default="auto", help="default: the checkpoint's, float32 for the package's model")
     add("--seed", type=int, default=1, help="seed of the reasoner's problems (default 1)")
-
-
-def dtype_of(args: argparse.Namespace) -> str:
-    return args.dtype or ("float32" if args.model == DEFAULT_MODEL else "auto")
 
 
 def make_problems(count: int, sizes: tuple[int, int], seed: int, task: str = DEFAULT_TASK) -> list[Problem]:

@@ -92,11 +92,7 @@ COLUMNS: dict[str, Callable[[Outcome], str]] = {
     "mean con-\ncurrency": lambda run: f"{run.mean_concurrency:.0f}",
     "preemp-\ntions": lambda run: f"{run.preemptions:,}",
     "tokens com-\nputed again": lambda run: f"{run.tokens_recomputed:,}",
-    "windows": lambda run: f"{run.windows_compressed:,}",
     "latency,\nmean, s": lambda run: f"{run.mean_latency:,.1f}",
-    "decode, s": lambda run: f"{run.phases.decode:,.1f}",
-    "recom-\npute, s": lambda run: f"{run.phases.recompute:,.1f}",
-    "recall, s": lambda run: f"{run.phases.recall:,.1f}",
     "swapped\nout": lambda run: f"{run.swapped_out:,}",
     "host, peak,\nGiB": lambda run: f"{run.host_bytes / report.GIB:,.1f}",
 }
@@ -125,7 +121,7 @@ def tables(arguments: Sequence[str]) -> None:
         runs = {name: run(args, cost, num_seqs, variant) for name, variant in variants.items()}
         print(show(num_seqs, runs), flush=True)
         content[str(num_seqs)] = msgspec.to_builtins(runs)
-    provenance = machine.provenance("benchmarks.paper.simulated_tables", arguments)
+    provenance = machine.announce("benchmarks.paper.simulated_tables", arguments)
     content = {**provenance, "hardware": msgspec.to_builtins(hardware), "runs": content}
     report.write_json(args.output / "simulated_tables.json", content)
 

@@ -8,8 +8,7 @@ The full cache, SnapKV by threshold, and KvLLM in its modes serve the same reque
 arrive at the beginning. Every run is a process of its own, and the variants take turns. The default preset has the
 paper's settings (appendix B.1) on the shape of its model, with random weights and prompts of random ids. The paper does
 not tell the lengths of answers, which are lognormal here, nor the size of the pool. The figures go to tables_2_3.json,
-a plot to tables_2_3.png, the steps of the first runs with the most sequences to figures_1_9.png. Counts repeat exactly;
-times do not.
+the steps of the first runs with the most sequences to figures_1_9.png. Counts repeat exactly; times do not.
 
 Throughput has two definitions here, because the paper's figures mix them: output tokens over the time of the run, and
 the mean over its steps of tokens / the step's time. The second weighs a long run's last, nearly empty steps as much as
@@ -34,32 +33,21 @@ from kvllm import CompressionConfig
 from kvllm.config import require
 from kvllm.models.config import load_model_config
 
-PRESETS: dict[str, dict[str, Any]] = {
-    "paper": {
-        "model": "8b",
-        "num_prompts": 500,
-        "input_len": 128,
-        "output_median": 2048,
-        "output_sigma": 0.8,
-        "max_output_len": 8192,
-        "block_size": 256,
-        "max_num_seqs": [16, 32, 64, 128, 256],
-        "pool_fraction": 0.5,
-        "repeats": 3,
-    },
-    "cpu": {
-        "model": "50m",
-        "num_prompts": 24,
-        "input_len": 64,
-        "output_median": 256,
-        "output_sigma": 0.6,
-        "max_output_len": 768,
-        "block_size": 64,
-        "max_num_seqs": [8, 16],
-        "pool_fraction": 0.5,
-        "repeats": 1,
-    },
+PAPER: dict[str, Any] = {
+    "model": "8b",
+    "num_prompts": 500,
+    "input_len": 128,
+    "output_median": 2048,
+    "output_sigma": 0.8,
+    "max_output_len": 8192,
+    "block_size": 256,
+    "max_num_seqs": [16, 32, 64, 128, 256],
+    "pool_fraction": 0.5,
+    "repeats": 3,
 }
+CPU = {"model": "50m", "num_prompts": 24, "input_len": 64, "block_size": 64, "max_num_seqs": [8, 16], "repeats": 1}
+CPU |= {"output_median": 256, "output_sigma": 0.6, "max_output_len": 768}
+PRESETS = {"paper": PAPER, "cpu": PAPER | CPU}
 THROUGHPUT = ("output_tokens_per_s", "step_tokens_per_s")
 COUNTS = ("mean_concurrency", "preemptions", "tokens_recomputed", "compression_events", "windows_compressed")
 SECONDS = ("mean_latency", "p99_latency", "decode_seconds", "prefill_seconds", "recompute_seconds", "score_seconds")
@@ -85,8 +73,6 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.set_defaults(**PRESETS[parser.parse_known_args(arguments)[0].preset])
     args = parser.parse_args(arguments)
     command_line.require_positive(args, "num_prompts", "input_len", "output_median", "max_output_len", "repeats")
-    command_line.require_unique("--variants", args.variants)
-    require(min(args.max_num_seqs) >= 1, "--max-num-seqs", args.max_num_seqs, "at least 1")
     require(args.block_size >= 8, "--block-size", args.block_size, "at least 8: the paper's numbers are scaled by it")
     return args
 
@@ -130,39 +116,18 @@ def show(runs: Runs, published: dict[str, str]) -> str:
     def medians(name: str, figures: Sequence[str], shape: str) -> list[str]:
         return [shape.format(summaries[name][figure]["median"]) for figure in figures]
 
-    throughput, latency, pool = [], [], []
-    for name, measured in runs.items():
+    throughput, latency = [], []
+    for name in runs:
         row = [name]
         for figure in THROUGHPUT:
             gain = gains[figure].get(name)
             row += [*medians(name, [figure], "{:,.0f}"), f"{gain['median'] - 1:+.1%}" if gain else ""]
         throughput.append([*row, published.get(name, ""), *medians(name, COUNTS, "{:,.0f}")])
         latency.append([name, *medians(name, SECONDS, "{:,.2f}")])
-        first = measured[0]
-        used = [f"{blocks / first.num_blocks:.0%}" for blocks in (first.mean_blocks, first.peak_blocks)]
-        pool.append([name, f"{first.peak_concurrency}", *used, f"{first.steps:,}", f"{first.blocks_released:,}"])
     header = ["throughput", "output\ntokens/s", "gain", "mean over\nsteps", "gain", "paper", "mean con-\ncurrency"]
     header += ["preemp-\ntions", "tokens re-\ncomputed", "events", "windows"]
     phases = ["mean", "99th per-\ncentile", "decode", "prefill", "recompute", "score", "compact", "other load,\ncores"]
-    of_pool = ["peak con-\ncurrency", "pool in\nuse, mean", "peak", "steps", "blocks\nreleased"]
-    tables = [(header, throughput), (["latency and phases, s", *phases], latency), (["first run", *of_pool], pool)]
-    return "\n\n".join(report.table(*each) for each in tables)
-
-
-def plot(path: Path, model: str, tables: dict[int, Runs]) -> None:
-    shown = {
-        "output tokens/s": "output_tokens_per_s",
-        "tokens/s, mean over steps": "step_tokens_per_s",
-        "mean latency (s)": "mean_latency",
-        "99th percentile (s)": "p99_latency",
-    }
-    panels: dict[str, dict[str, report.Line]] = {}
-    for title, figure in shown.items():
-        panels[title] = {
-            name: report.Line([*tables], [summary.summarize(runs[name])[figure]["median"] for runs in tables.values()])
-            for name in next(iter(tables.values()))
-        }
-    report.plot_lines(path, f"{model}: throughput and latency", "most running sequences", panels)
+    return f"{report.table(header, throughput)}\n\n{report.table(['latency and phases, s', *phases], latency)}"
 
 
 def measure_tables(arguments: Sequence[str]) -> None:
@@ -179,9 +144,7 @@ def measure_tables(arguments: Sequence[str]) -> None:
             for number in args.max_num_seqs
         }
         provenance = machine.announce("benchmarks.paper.tables_2_3", arguments)
-        pool = of_number[most][chosen[0].name].engine["num_gpu_blocks_override"]
-        total = sum(output for _, output in lengths)
-        print(f"{len(lengths)} requests, {total:,} output tokens; pool of {pool} blocks of {args.block_size} tokens.")
+        print(f"{len(lengths)} requests, {sum(output for _, output in lengths):,} output tokens")
         tables: dict[int, Runs] = {}
         for number, of_variants in of_number.items():
             print(f"\nAt most {number} sequences at once", flush=True)
@@ -199,15 +162,14 @@ def measure_tables(arguments: Sequence[str]) -> None:
         },
     }
     report.write_json(args.output / "tables_2_3.json", content)
-    plot(args.output / "tables_2_3.png", args.model, tables)
     firsts = {name: measured[0] for name, measured in tables[most].items()}
     report.plot_timelines(
         args.output / "figures_1_9.png",
-        f"{args.model}: at most {most} sequences, {pool} blocks of {args.block_size}",
+        f"{args.model}: at most {most} sequences",
         {name: run.timeline for name, run in firsts.items()},
         [run.num_blocks for run in firsts.values()],
     )
-    print(f"Written: {args.output / 'tables_2_3.json'}, {args.output / 'tables_2_3.png'}, figures_1_9.png")
+    print(f"Written: {args.output / 'tables_2_3.json'}, {args.output / 'figures_1_9.png'}")
 
 
 if __name__ == "__main__":

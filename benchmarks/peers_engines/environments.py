@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.common.shapes import SHAPES, find_model
-from benchmarks.peers_engines.protocol import ChildFailed, call
+from benchmarks.peers_engines.protocol import ChildFailed, call, reason
 from benchmarks.peers_engines.registry import ENGINES, ENVIRONMENTS, Environment
 from tests.helpers.gguf_files import write_gguf
 
@@ -61,22 +61,19 @@ class PeerFiles:
         with log.open("wb") as file:
             for command in commands:
                 variables = os.environ | environment.variables
-                if subprocess.run(command, stdout=file, stderr=file, env=variables).returncode != 0:
-                    raise ChildFailed(f"not installed: {_last_error(log)}")
-
-    def config(self, model: str) -> Path:
-        """The directory of the model's config.json."""
-        return find_model(model, self.folder / "configs")
+                code = subprocess.run(command, stdout=file, stderr=file, env=variables).returncode
+                if code != 0:
+                    raise ChildFailed(f"not installed: {reason(code, log)}")
 
     def checkpoint(self, model: str) -> Path:
         """The directory of a checkpoint. That of a shape gets random weights (standard deviation 0.02, seed 0)."""
         if model not in SHAPES:
-            return self.config(model)
+            return find_model(model, self.folder)
         directory = self.folder / "checkpoints" / model
         if not directory.is_dir():
             print(f"Writing random weights of {model}", flush=True)
             torch.manual_seed(0)
-            config = AutoConfig.from_pretrained(self.config(model))
+            config = AutoConfig.from_pretrained(find_model(model, self.folder / "configs"))
             made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
             with _whole(directory) as part:
                 made.save_pretrained(part)
@@ -126,9 +123,3 @@ def _whole(directory: Path) -> Iterator[Path]:
     part.mkdir(parents=True)
     yield part
     part.rename(directory)
-
-
-def _last_error(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("ERROR")]
-    return (errors or lines or ["no message"])[-1][:200]

@@ -1,5 +1,5 @@
-"""vLLM's build for CPUs, the engine in the process of its caller, on all cores. As installed, it would have a process of
-its own and leave a core to the scheduler."""
+"""vLLM's build for CPUs, the engine in the process of its caller, on all cores. As installed, it would have a process
+of its own and leave a core to the scheduler."""
 
 from __future__ import annotations
 

@@ -5,9 +5,9 @@ of order, so a run of the program follows the labels. Each name is written exact
 the last RECENT names, and half are among the names that stay in use, every third one. So most look-ups of a long
 program reach far back into the text, and most values are needed for a while and then never again.
 
-A program can be worked out in three ways: dense (only names, signs and values), in words, and at length (in words, with
-a check of each line). In words a tenth of the text is facts and the rest connects them, as in the text of large reasoning
-models.
+A program can be worked out in three ways: dense (only names, signs and values), in words, and at length (in words,
+with a check of each line). In words a tenth of the text is facts and the rest connects them, as in the text of large
+reasoning models.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def draw_lines(rng: random.Random, count: int) -> tuple[dict[str, int], list[Lin
 
 def make_program(rng: random.Random, count: int, style: str, write: Writer) -> Problem:
     """A program of `count` lines, out of order in the prompt. Its first word names the style, in which `write` works
-    out a line.
+    out a line: with about 11 tokens (`dense`), 37 (`worded`) or 74 (`at_length`).
 
     Raises ValueError unless 1 <= count <= MAX_LINES.
     """
@@ -111,18 +111,3 @@ def make_program(rng: random.Random, count: int, style: str, write: Writer) -> P
     prompt = "\n".join([f"{style}: {inputs}", *program, f"{label}>?{','.join(asked)}"]) + "\n"
     end = f"{label}>?{answer}" if write is dense else f"at {label} all is done, so the answer is ?{answer}"
     return Problem(prompt, "".join(map(write, lines)) + end, answer)
-
-
-def make_dense(rng: random.Random, lines: int) -> Problem:
-    """A working with about 11 tokens a line, nearly every one a look-up."""
-    return make_program(rng, lines, "short", dense)
-
-
-def make_worded(rng: random.Random, lines: int) -> Problem:
-    """A working with about 37 tokens a line."""
-    return make_program(rng, lines, "words", worded)
-
-
-def make_long(rng: random.Random, lines: int) -> Problem:
-    """A working with about 74 tokens a line."""
-    return make_program(rng, lines, "long", at_length)

@@ -77,7 +77,7 @@ def sweep(arguments: Sequence[str]) -> None:
         f"{args.model_config.stem} on {cost.hardware.name}: {args.requests} requests of {args.input_len} + "
         f"{args.output_len} tokens, {args.num_blocks:,} blocks of {BLOCK_SIZE}\n\n{show(rows)}"
     )
-    provenance = machine.provenance("benchmarks.serving.admission", arguments)
+    provenance = machine.announce("benchmarks.serving.admission", arguments)
     report.write_json(args.output / "admission.json", {**provenance, "rows": rows})
 
 

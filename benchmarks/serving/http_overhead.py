@@ -2,9 +2,9 @@
 
     python -m benchmarks.serving.http_overhead
 
-Two processes have the same model with the same options: a server, and one that calls `LLM.generate`. Each round runs the
-batch once in each, and the order changes from round to round. The client is on the same processors, and does little more
-than to keep what it receives. The tokens of both must be the same. The figures go to http_overhead.json.
+Two processes have the same model with the same options: a server, and one that calls `LLM.generate`. Each round runs
+the batch once in each, and the order changes from round to round. The client is on the same processors, and does little
+more than to keep what it receives. The tokens of both must be the same. The figures go to http_overhead.json.
 """
 
 from __future__ import annotations
@@ -66,10 +66,6 @@ class Round(Struct):
 
     seconds: float
     token_ids: list[list[int]]
-
-    @property
-    def tokens_per_s(self) -> float:
-        return sum(map(len, self.token_ids)) / self.seconds
 
 
 # LLM.generate, in a process of its own
@@ -146,7 +142,6 @@ def stream(url: str, batch: Batch) -> Round:
 class Pair(Struct):
     """Output tokens per second of a round."""
 
-    model: str
     generate: float
     serve: float
 
@@ -169,7 +164,8 @@ def measure(name: str, batch: Batch, rounds: int) -> list[Pair]:
                 served, alone = stream(server.url, batch), run_child(generate, batch, name, threads)
             if alone.token_ids != served.token_ids:
                 raise KvLLMError("the streams have other tokens than LLM.generate")
-            pairs.append(Pair(name, alone.tokens_per_s, served.tokens_per_s))
+            tokens = len(batch.prompts) * batch.output_tokens
+            pairs.append(Pair(tokens / alone.seconds, tokens / served.seconds))
             print(f"{name}, round {number + 1}: {pairs[-1].ratio:.3f}", flush=True)
     finally:
         server.stop()

@@ -74,12 +74,11 @@ def test_variants_carry_settings_of_compression_and_engine():
     ("text", "message"),
     [
         ("karo", "'karo' is no variant: choose one of vanilla, auto, kara"),
-        ("kara:perod=3", "'perod=3' is no setting.*period"),
+        ("kara:perod=3", "perod.*period"),
         ("vanilla:period=3", "'period=3' is no setting.*block_size"),
-        ("kara:period", "write name=value"),
+        ("kara:period", "period"),
         ("kara:period=many", "Expected `int"),
         ("kara:period=0", "period=0 is not allowed: at least 1"),
-        ("vanilla:dtype=int3", "choose one of auto, bfloat16"),
     ],
 )
 def test_refuses_unknown_variants_and_settings(text, message):
@@ -118,11 +117,14 @@ def test_built_in_shapes_have_the_size_they_are_named_for(tmp_path, name, parame
 
 def test_variants_have_pools_of_the_same_bytes(tmp_path):
     make_checkpoint(tmp_path, "qwen3", head_dim=32)
-    blocks, plain = 1000, cache_shape(EngineArgs(tmp_path)).bytes_per_block
-    for options in ({}, {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "int4"}, {"compression": CompressionConfig()}):
-        args = EngineArgs(tmp_path, **options)
-        own = cache_shape(args).bytes_per_block
-        assert 0 <= blocks * plain - jobs.in_the_same_bytes(blocks, args) * own < own, options
+    args = throughput.parse_arguments(["--model", str(tmp_path), "--block-size", "16", "--pool-fraction", "0.5"])
+    requests = [Request([1] * 30, 19)] * 10  # 48 KV pairs each
+    plain = cache_shape(EngineArgs(tmp_path, block_size=16)).bytes_per_block
+    for text in ("vanilla", "vanilla:kv_cache_dtype=int8", "auto"):
+        job = jobs.make_job(args, parse_variant(text), tmp_path, requests, 8, 4)
+        assert job.engine["kv_cache_memory_bytes"] == 6 * plain, text
+    job = jobs.make_job(args, parse_variant("vanilla:num_gpu_blocks_override=9"), tmp_path, requests, 8, 4)
+    assert job.engine["num_gpu_blocks_override"] == 9 and "kv_cache_memory_bytes" not in job.engine
 
 
 def test_throughput_runs_variants_side_by_side(tiny, tmp_path, capfd):
@@ -174,7 +176,6 @@ def test_a_failed_run_is_reported_with_its_reason(tmp_path):
         (["--input-len", "50000", "--output-len", "4"], "max_position_embeddings=40960"),
         (["--block-size", "0"], "block_size=0"),
         (["--repeats", "0"], "--repeats=0"),
-        (["--variants", "vanilla", "vanilla"], "each may be given once"),
         (["--block-size", "16", "--variants", "vanilla", "kara:buffer=32"], "buffer=32.*lower buffer"),
     ],
 )
@@ -201,7 +202,7 @@ def test_demo_solves_problems_in_a_small_pool(tmp_path, capsys, monkeypatch):
         method="kara", policy=Pressure(period=8, window_blocks=4, retain_blocks=3), buffer=8, chunk_budget=0
     )
     few_bits = Variant("int4", None, {"kv_cache_dtype": "int4"})
-    monkeypatch.setattr(demo, "VARIANTS", (Variant("full"), Variant("kara,\n3/4", compression), few_bits))
+    monkeypatch.setattr(demo, "VARIANTS", (Variant("full"), Variant("kara, keeps 3/4", compression), few_bits))
     demo.run_demo(["--short", "--problems", "6", "--repeats", "2", "--output", str(tmp_path)])
 
     printed = capsys.readouterr().out
@@ -210,8 +211,7 @@ def test_demo_solves_problems_in_a_small_pool(tmp_path, capsys, monkeypatch):
     problem_set = demo.ProblemSet(6, 16, seed=1)
     assert problem_set.problems[0].working.splitlines()[-1] in printed
     full, compressed, quantized = content["runs"].values()
-    assert full["exact_workings"] == full["right_answers"] == 6
-    assert compressed["exact_workings"] <= compressed["right_answers"]
+    assert full["grades"] == [[True, True]] * 6
     for run in full, compressed:
         assert len(run["measurements"]) == 2
     for of_full, of_compressed in zip(full["measurements"], compressed["measurements"], strict=True):
