@@ -233,7 +233,7 @@ def benchmark(arguments: Sequence[str]) -> None:
     rate = copy_rate()
     print(f"A copy reads and writes {rate / 1e9:,.0f} GB/s.", flush=True)
     with tempfile.TemporaryDirectory() as directory:
-        path = shapes.named_shape(args.model, Path(directory))
+        path = shapes.find_model(args.model, Path(directory))
         model = load_model_config(path)
         for part in args.parts:
             if part == "attention":

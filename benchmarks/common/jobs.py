@@ -75,9 +75,9 @@ def make_job(
     else:
         fraction = 1.0 if args.pool_fraction is None else args.pool_fraction
         require(0 < fraction <= 1, "--pool-fraction", fraction, "above 0, at most 1")
+        block_bytes = cache_shape(EngineArgs(path, **engine)).bytes_per_block
         kv_pairs = [request.kv_pairs for request in requests]
         demand = workloads.demand(kv_pairs, args.block_size, min(len(requests), at_once))
-        block_bytes = cache_shape(EngineArgs(path, **engine)).bytes_per_block
         pool = {"kv_cache_memory_bytes": max(1, int(fraction * demand)) * block_bytes}
     engine |= variant.engine if "num_gpu_blocks_override" in variant.engine else pool | variant.engine
     _ = EngineArgs(path, compression=variant.compression, **engine).engine_config  # which checks the options

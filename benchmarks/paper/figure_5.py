@@ -9,8 +9,8 @@ cuts its cache to the budget whenever the cache has a few KV pairs more; its pro
 method ends every question with the same memory. All methods answer the same questions, greedily. The full cache is the
 line to reach. Kara's ablations, and methods that take no budget, compress windows as it does.
 
-`--recall-bound` lets dropped KV pairs come back to all methods (docs/tiers.md). The figures go to figure_5.json as
-trials end, a plot to figure_5.png.
+`--recall-bound` and `--recall-period` let dropped KV pairs come back to all methods (docs/tiers.md). The figures go to
+figure_5.json as trials end, a plot to figure_5.png.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--buffer", type=int, default=buffer, metavar="N", help=f"KV pairs of its buffer (default {buffer})")
     bound = "let dropped KV pairs come back where more than this share of a query's attention may lie in them"
     add("--recall-bound", type=float, metavar="SHARE", help=bound)
+    add("--recall-period", type=int, metavar="N", help="let dropped KV pairs come back at every N-th token")
     dtype = "of dropped KV pairs (default: as the pool has them)"
     add("--recall-dtype", choices=RECALL_DTYPES, default="auto", metavar="D", help=dtype)
     command_line.add_output_argument(parser)
@@ -88,8 +89,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     allowed = "kara first: it sets the budgets of those that have one"
     require(without_budget or args.methods[0] == "kara", "--methods", " ".join(args.methods), allowed)
     args.recall = {}
-    if args.recall_bound is not None:
-        args.recall = {"recall_bound": args.recall_bound, "recall_dtype": args.recall_dtype}
+    if args.recall_bound is not None or args.recall_period is not None:
+        args.recall = {name: getattr(args, name) for name in ("recall_bound", "recall_period", "recall_dtype")}
     for method in args.methods:  # which refuses what does not fit
         for retention in args.retentions:
             windows(args, method, retention) if by_windows(method) else threshold(args, method, RECENT)

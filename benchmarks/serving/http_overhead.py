@@ -152,7 +152,8 @@ class Pair(Struct):
 
 def measure(name: str, batch: Batch, rounds: int) -> list[Pair]:
     """Raises KvLLMError if the tokens of both sides differ."""
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "KVLLM_NUM_THREADS"), str(len(os.sched_getaffinity(0))))
+    cores = str(len(os.sched_getaffinity(0)))
+    threads = {"OMP_NUM_THREADS": cores, "KVLLM_NUM_THREADS": cores}
     flags = [word for key, value in batch.options.items() for word in (f"--{key.replace('_', '-')}", str(value))]
     server, pairs = ServerProcess(batch.model, *flags, environment=threads), []
     try:
