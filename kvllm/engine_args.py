@@ -61,7 +61,7 @@ REFUSED: Refused = {
     "trust_remote_code": ((False,), CODE),
     "code_revision": ((), CODE),
     "tokenizer_mode": (("auto", "hf"), "a tokenizer is read as its files say"),
-    "tokenizer_revision": ((), "tokenizers are local directories"),
+    "tokenizer_revision": ((), "a tokenizer from a hub is that of its main branch"),
     "skip_tokenizer_init": (
         (False,),
         "prompts may be token ids in any case, and SamplingParams(detokenize=False) makes no text",
@@ -124,7 +124,7 @@ class EngineArgs:
         model: directory of a Hugging Face checkpoint (config.json, safetensors, tokenizer), or the id of a model on a
             hub, ORG/NAME, with ORG/NAME:Q4_K_M for one of its GGUF files, which is downloaded. Default: the small
             reasoning model that comes with the package.
-        tokenizer: directory of the tokenizer, if it is not the checkpoint's.
+        tokenizer: directory of the tokenizer, or the id of a model with it, if it is not the checkpoint's.
         revision: branch, tag or commit of a model on a hub. A directory has none, so this changes nothing there.
         hf_overrides: keys of config.json with other values than there.
         generation_config: where defaults of sampling come from: "auto" for the checkpoint's generation_config.json,
@@ -256,13 +256,28 @@ class EngineArgs:
 
     @property
     def path(self) -> Path:
-        """The checkpoint's directory, or its file. That of a hub's model may lack the weights until `fetch_weights`."""
-        return Path(self.model) if self.snapshot is None else self.snapshot.path
+        """The checkpoint's directory, which for a hub's model may lack the weights until `fetch_weights`; or its file,
+        which is downloaded. Raises CheckpointError."""
+        snapshot = self.snapshot
+        if snapshot is not None and snapshot.gguf is not None and not snapshot.is_whole:
+            load_model_config(self.described_path)  # which refuses a model before gigabytes of it come
+            snapshot.fetch_weights()
+        return Path(self.model) if snapshot is None else snapshot.path
+
+    @property
+    def described_path(self) -> Path:
+        """As `path`, but nothing is downloaded of a GGUF file except its header. Raises CheckpointError."""
+        return Path(self.model) if self.snapshot is None else self.snapshot.fetch_headers()
 
     @property
     def name(self) -> str:
         """The model's, for people."""
         return Path(self.model).name
+
+    @property
+    def served_name(self) -> str:
+        """The model's, for clients of a server: as it was given."""
+        return self.name if Path(self.model) == DEFAULT_MODEL else str(self.model)
 
     def fetch_weights(self) -> None:
         """Download the weights that are to be read, if they are on a hub. Raises CheckpointError."""
@@ -274,9 +289,13 @@ class EngineArgs:
         """`revision`, as the commit that a hub's model has there: with it, the hub is not asked again."""
         return self.revision if self.snapshot is None else self.snapshot.commit
 
-    @property
+    @cached_property
     def tokenizer_path(self) -> Path:
-        return self.path if self.tokenizer is None else Path(self.tokenizer)
+        """Of the tokenizer's files, which come from a hub for an id. Raises CheckpointError."""
+        if self.tokenizer is None:
+            return self.path
+        asked = hub_id(self.tokenizer)
+        return Path(self.tokenizer) if asked is None else open_snapshot(asked, None, self._memory).path
 
     @property
     def host_size(self) -> float | None:

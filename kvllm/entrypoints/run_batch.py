@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvllm.config import require
-from kvllm.engine_args import DEFAULT_MODEL, EngineArgs
+from kvllm.engine_args import EngineArgs
 from kvllm.entrypoints.engine_flags import add_engine_flags, engine_args_from
 from kvllm.entrypoints.serve import add_chat_flags, chat_options
 from kvllm.errors import ConfigError
@@ -71,8 +71,7 @@ async def _answer_all(
     from kvllm.serving.parser_choice import with_parsers
     from kvllm.serving.state import ServerOptions, ServerState
 
-    name = "reasoner" if engine_args.path == DEFAULT_MODEL else str(engine_args.model)
-    names = (args.served_model_name or name,)
+    names = (args.served_model_name or engine_args.served_name,)
     options = with_parsers(ServerOptions(names, **chat_options(args)), engine_args)
     llm = AsyncLLM.from_engine_args(engine_args)
     try:

@@ -19,7 +19,7 @@ import ssl
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvllm.engine_args import DEFAULT_MODEL, EngineArgs
+from kvllm.engine_args import EngineArgs
 from kvllm.entrypoints.engine_flags import add_engine_flags, engine_args_from
 from kvllm.entrypoints.settings import parse_json_list, parse_json_object, reader
 from kvllm.errors import ConfigError
@@ -70,9 +70,8 @@ def read_options(args: argparse.Namespace) -> tuple[EngineArgs, ServerOptions]:
     chat = chat_options(args)
     keys = load_keys(args.api_key_file, args.api_key or ())
     engine_args = engine_args_from(args, tenants=keys.tenants)
-    name = "reasoner" if engine_args.path == DEFAULT_MODEL else str(engine_args.model)
     return engine_args, ServerOptions(
-        served_model_names=tuple(args.served_model_name or [name]),
+        served_model_names=tuple(args.served_model_name or [engine_args.served_name]),
         keys=keys,
         max_num_queued_reqs=args.max_num_queued_reqs,
         max_num_queued_tokens=args.max_num_queued_tokens,

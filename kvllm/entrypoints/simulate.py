@@ -83,12 +83,15 @@ def add_checkpoint_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def given_checkpoint(args: argparse.Namespace) -> Path:
-    """Its path. Raises ConfigError where there is none, and CheckpointError for a hub's that cannot be had."""
+    """Its path, where weights may be missing.
+
+    Raises ConfigError where there is none, and CheckpointError for a hub's that cannot be had.
+    """
     if args.model is None:
         raise ConfigError(f"kvllm {args.command} needs a model: give a checkpoint's directory, or its config.json")
-    model = EngineArgs(args.model, revision=args.revision)
-    args.revision = model.commit  # so that a hub is asked once
-    return model.path
+    model = getattr(args, "described", None) or EngineArgs(args.model, revision=args.revision)
+    args.described = model  # with which the headers go that were downloaded
+    return model.described_path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,9 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvllm.errors import CheckpointError
@@ -28,6 +30,7 @@ from kvllm.files.hub_files import (
     safetensors,
     some,
 )
+from kvllm.files.hub_headers import fetch_header
 
 if TYPE_CHECKING:  # takes a third of a second, which a directory needs not
     from huggingface_hub import RepoFile, ResolvedRevision
@@ -77,9 +80,36 @@ class Snapshot:
         """The directory of the checkpoint, or the first GGUF file."""
         return self.folder / self.gguf.files[0] if self.gguf else self.folder
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the weights are here."""
+        return all((self.folder / name).is_file() for name in self._weights())
+
     def fetch_weights(self) -> None:
         """Download the weights that are not here. Raises CheckpointError."""
-        self.fetch(self.gguf.files if self.gguf else safetensors(self.files, self.folder))
+        self.fetch(self._weights())
+
+    def _weights(self) -> Iterable[str]:
+        return self.gguf.files if self.gguf else safetensors(self.files, self.folder)
+
+    @cached_property
+    def _headers(self) -> TemporaryDirectory[str]:
+        return TemporaryDirectory(prefix="kvllm-headers-")
+
+    def fetch_headers(self) -> Path:
+        """As `path`, for GGUF files that may not be here: then of others that have their headers alone, and go with
+        this object. Raises CheckpointError."""
+        if self.gguf is None or self.is_whole:
+            return self.path
+        from huggingface_hub import constants
+
+        if constants.is_offline_mode():
+            raise not_cached(self.repo, self.revision.initial)
+        folder = Path(self._headers.name)
+        with explained(self.repo, self.revision.initial):
+            for name in self.gguf.files:
+                fetch_header(self.repo, self.commit, self.files[name], folder / Path(name).name)
+        return folder / Path(self.gguf.files[0]).name
 
     def fetch(self, names: Iterable[str]) -> None:
         """Download those files that are not here. Raises CheckpointError, before anything is downloaded if it can."""
@@ -110,7 +140,7 @@ class Snapshot:
 
 
 def open_snapshot(asked: HubId, revision: str | None, memory: Callable[[], int]) -> Snapshot:
-    """Find a model, in the hub or else in the cache, and download what describes it, or its GGUF files.
+    """Find a model, in the hub or else in the cache, and download what describes it, which GGUF files do themselves.
 
     revision: a branch, a tag or a commit; None for the main branch. memory: tells the bytes of the device, by which a
         quantization is chosen if none was asked for.
@@ -136,8 +166,6 @@ def open_snapshot(asked: HubId, revision: str | None, memory: Callable[[], int])
                 f"{repo} has no config.json, but {some(sorted(files))}: give a repository in Hugging Face format"
             )
         snapshot.fetch(description(files))
-    else:
-        snapshot.fetch_weights()
     return snapshot
 
 

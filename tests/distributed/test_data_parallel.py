@@ -95,6 +95,7 @@ def test_an_engine_goes_on_from_known_output(path: Path) -> None:
     assert [ended.seq_id for step in steps for ended in step.ended] == [40] and report.stats.preemptions == 0
 
 
+@pytest.mark.long
 def test_two_engines_of_two_ranks(ray_cluster: None, path: Path, one: LLM) -> None:
     """A rank is replaced within its engine. An engine is replaced, but not more often than allowed. Nothing stays.
 

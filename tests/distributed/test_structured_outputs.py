@@ -39,7 +39,11 @@ def ready_for_rules(llm: LLM) -> list[bool]:
 
 
 @pytest.mark.parametrize(
-    ("processes", "ready"), [("tensor_parallel_size", [True, False]), ("data_parallel_size", [True, True])]
+    ("processes", "ready"),
+    [
+        ("tensor_parallel_size", [True, False]),
+        pytest.param("data_parallel_size", [True, True], marks=pytest.mark.long),
+    ],
 )
 @pytest.mark.usefixtures("ray_cluster")
 def test_other_processes_sample_what_this_one_does(processes: str, ready: list[bool]) -> None:

@@ -59,7 +59,7 @@ def test_rm_of_a_revision(hub, checkpoint, capsys):
 def test_rm_of_a_quantization(hub, capsys):
     hub.add(GGUF, {"Tiny-Q4_0.gguf": b"small", "Tiny-Q8_0.gguf": b"large"})
     for tag in ("Q4_0", "Q8_0"):
-        open_snapshot(HubId(GGUF, tag), None, lambda: 0)
+        open_snapshot(HubId(GGUF, tag), None, lambda: 0).fetch_weights()
     assert run(capsys, "list").splitlines()[1].split()[0] == f"{GGUF}:Q4_0,Q8_0"
     assert f"{GGUF} has no Q5_0 in the cache" in refusal(capsys, "rm", f"{GGUF}:Q5_0")[1]
     run(capsys, "rm", f"{GGUF}:Q8_0")

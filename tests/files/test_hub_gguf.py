@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from kvllm import CheckpointError
-from kvllm.engine_args import EngineArgs
+from kvllm.engine_args import DEFAULT_MODEL, EngineArgs
+from kvllm.entrypoints import cli
 from kvllm.files.hub import HubId, Snapshot, open_snapshot
 from kvllm.files.hub_files import quantizations
+from kvllm.tokenizer import has_tokenizer
+from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.gguf_files import write_gguf
 
 REPO = "org/Tiny-GGUF"
 SIZES = {"Q2_K": 200, "Q4_K_M": 400, "Q8_0": 800, "BF16": 1600, "F32": 3200}
@@ -19,7 +26,9 @@ OTHERS = {"README.md": b"text", "config.json": b"{}", "mmproj-F16.gguf": b"x" * 
 
 
 def opened(tag: str | None = None, memory: int = 1 << 40, repo: str = REPO) -> Snapshot:
-    return open_snapshot(HubId(repo, tag), None, lambda: memory)
+    snapshot = open_snapshot(HubId(repo, tag), None, lambda: memory)
+    snapshot.fetch_weights()
+    return snapshot
 
 
 @pytest.mark.parametrize(
@@ -61,7 +70,8 @@ def test_an_engine_tells_the_memory_of_its_machine(hub):
     hub.add(REPO, FILES)
     large = "Tiny-1B-BF16.gguf"
     hub.repos[REPO][large] = replace(hub.repos[REPO][large], size=1 << 60)
-    assert EngineArgs(REPO).path.name == "Tiny-1B-Q8_0.gguf"
+    snapshot = EngineArgs(REPO).snapshot
+    assert snapshot is not None and snapshot.path.name == "Tiny-1B-Q8_0.gguf"
 
 
 def test_none_fits(hub):
@@ -106,3 +116,45 @@ def test_what_tags_cannot_be(hub):
     hub.add("org/plain", {"config.json": b"{}", "model.safetensors": b""})
     with pytest.raises(CheckpointError, match=r"org/plain:Q8_0 names a quantization, .* leave :Q8_0 out"):
         opened("Q8_0", repo="org/plain")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Callable[..., bytes]:
+    """A file of a tiny Llama with the given architecture."""
+
+    def written(architecture: str = "llama") -> bytes:
+        path = tmp_path / f"{architecture}.gguf"
+        write_gguf(path, make_checkpoint(tmp_path / "transformers", "llama"))
+        data = path.read_bytes()
+        return data.replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0" + architecture.encode())
+
+    return written
+
+
+@pytest.mark.parametrize("first", [64, 1 << 20])
+def test_plan_downloads_headers_alone(first, hub, model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("kvllm.files.hub_headers.FIRST_BYTES", first)
+    data = model()
+    hub.add(REPO, {"Tiny-Q8_0.gguf": data, "Tiny-F32.gguf": data})
+    cli.main(["plan", f"{REPO}:Q8_0", "--json"])
+    planned = capsys.readouterr().out
+    cli.main(["plan", str(tmp_path / "llama.gguf"), "--json"])
+    assert planned == capsys.readouterr().out
+    asked = [wanted for method, path, wanted in hub.requests if method == "GET" and path.endswith(".gguf")]
+    assert asked and asked[0] == f"bytes=0-{min(first, len(data)) - 1}"
+    assert not list(Path(constants.HF_HUB_CACHE).rglob("*.gguf"))
+
+
+def test_a_model_that_is_not_known_is_refused_before_its_weights(hub, model, monkeypatch):
+    monkeypatch.setattr("kvllm.files.hub_headers.FIRST_BYTES", 1 << 20)
+    hub.add(REPO, {"Tiny-Q8_0.gguf": model("mamba")})
+    with pytest.raises(CheckpointError, match="mamba"):
+        _ = EngineArgs(REPO).path
+    assert not list(Path(constants.HF_HUB_CACHE).rglob("*.gguf"))
+
+
+def test_a_tokenizer_by_its_id(hub, model):
+    hub.add(REPO, {"Tiny-Q8_0.gguf": model()})
+    hub.add_folder("org/base", Path(DEFAULT_MODEL))
+    path = EngineArgs(REPO, tokenizer="org/base").tokenizer_path
+    assert has_tokenizer(path) and not (path / "model.safetensors").exists()

@@ -140,12 +140,14 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             headers["ETag"] = f'"{file.git_hash}"'
         first, size = 0, len(file.content)
+        last = size - 1
         if wanted := self.headers.get("Range"):
-            first = int(wanted.removeprefix("bytes=").partition("-")[0])
-            headers["Content-Range"] = f"bytes {first}-{size - 1}/{size}"
+            begin, _, end = wanted.removeprefix("bytes=").partition("-")
+            first, last = int(begin), min(int(end or last), last)
+            headers["Content-Range"] = f"bytes {first}-{last}/{size}"
         cut = self.command == "GET" and path in self.hub.cut
         self.hub.cut -= {path} if cut else set()
-        self._send(206 if wanted else 200, file.content[first:], headers, cut)
+        self._send(206 if wanted else 200, file.content[first : last + 1], headers, cut)
 
     def _send(self, status: int, body: bytes, headers: dict[str, str], cut: bool = False) -> None:
         self.send_response(status)

@@ -74,14 +74,19 @@ class _BrokenError(Exception):
     """What is wrong with a header."""
 
 
-def read_header(file: Path) -> Header:
-    """Raises CheckpointError for what is no GGUF file, damaged, or of a version or type that is not known."""
+def read_header(file: Path, size: int | None = None) -> Header:
+    """Read the header of a GGUF file.
+
+    size: bytes of the whole file where only its beginning is here.
+
+    Raises CheckpointError for what is no GGUF file, damaged, or of a version or type that is not known.
+    """
     try:
         with file.open("rb") as opened:
             if opened.seek(0, 2) < 24:
                 raise _BrokenError("it has fewer bytes than a header")
             with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _Reader(file, data).header()
+                return _Reader(file, data, size or len(data)).header()
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from None
     except (_BrokenError, struct.error, UnicodeDecodeError) as error:
@@ -91,8 +96,8 @@ def read_header(file: Path) -> Header:
 class _Reader:
     """Goes through the header of a file."""
 
-    def __init__(self, file: Path, data: mmap.mmap) -> None:
-        self.file, self.data = file, data
+    def __init__(self, file: Path, data: mmap.mmap, size: int) -> None:
+        self.file, self.data, self.size = file, data, size
         self.at = 0
 
     def header(self) -> Header:
@@ -190,10 +195,10 @@ class _Reader:
         data_start = -(-self.at // alignment) * alignment
         for name, info in found.items():
             end = data_start + info.start + info.num_bytes
-            if info.start % alignment or end > len(self.data):
+            if info.start % alignment or end > self.size:
                 raise _BrokenError(
                     f"{name[:80]!r} lies at {info.start:,} and has {info.num_bytes:,} bytes, but there are "
-                    f"{max(0, len(self.data) - data_start):,} bytes of data, in units of {alignment}"
+                    f"{max(0, self.size - data_start):,} bytes of data, in units of {alignment}"
                 )
         return {name: info._replace(start=data_start + info.start) for name, info in found.items()}
 
