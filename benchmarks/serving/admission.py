@@ -20,7 +20,7 @@ from kvllm.entrypoints.simulate import read_model_config
 from kvllm.simulation.cost import CostModel
 from kvllm.simulation.hardware import load_hardware
 from kvllm.simulation.simulate import simulate
-from kvllm.simulation.workload import SyntheticWorkload, arrival_times, draw
+from kvllm.simulation.workload import SyntheticWorkload, draw
 
 VARIANTS: dict[str, CompressionConfig | None] = {
     "full cache": None,
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace, cost: CostModel, variant: str, low: float, hig
         high_watermark=high,
         compression=VARIANTS[variant],
     )
-    outcome = simulate(config, cost, lengths, arrival_times(len(lengths), args.rate))
+    outcome = simulate(config, cost, lengths, [0.0] * len(lengths))
     computed = outcome.prompt_tokens + outcome.output_tokens + outcome.tokens_recomputed
     return {
         "variant": variant,
@@ -77,7 +77,7 @@ def sweep(arguments: Sequence[str]) -> None:
         f"{args.model_config.stem} on {cost.hardware.name}: {args.requests} requests of {args.input_len} + "
         f"{args.output_len} tokens, {args.num_blocks:,} blocks of {BLOCK_SIZE}\n\n{show(rows)}"
     )
-    provenance = machine.provenance("benchmarks.serving.admission", arguments)
+    provenance = machine.announce("benchmarks.serving.admission", arguments)
     report.write_json(args.output / "admission.json", {**provenance, "rows": rows})
 
 
@@ -87,7 +87,6 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--model-config", type=Path, required=True, metavar="FILE", help="config.json of a checkpoint")
     add("--hardware", default="h100", metavar="FILE_OR_NAME")
     add("--requests", type=int, default=300)
-    add("--rate", type=float, metavar="R", help="requests/s (default: all at once)")
     add("--input-len", type=int, default=200)
     add("--output-len", type=int, default=1000)
     add("--num-blocks", type=int, default=2000)

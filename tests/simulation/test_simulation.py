@@ -399,6 +399,9 @@ def test_reads_workloads_of_each_kind(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
+        ("a.csv", "TIMESTAMP,ContextTokens\n1,2\n", "no column GeneratedTokens.*TIMESTAMP"),
+        ("a.csv", "ContextTokens,GeneratedTokens\n5,1\nfive,1\n", "line 3: .*must be numbers"),
+        ("a.csv", "ContextTokens,GeneratedTokens\n500,1\n5,0\n", "no request of at most 100 tokens"),
         ("m.jsonl", '{"input_length": 3}\n', "line 1 must be a JSON object.*output_length"),
         ("s.json", '{"num_requests": 5, "input_len": 1, "output_length": 1}', "unknown field `output_length`; fields"),
         ("s.json", '{"num_requests": 0, "input_len": 1, "output_len": 1}', "num_requests=0 is not allowed"),
