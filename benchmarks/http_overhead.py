@@ -1,6 +1,6 @@
 """The price of HTTP: streams of `kvllm serve` beside `LLM.generate` on the same batch, in turns.
 
-    python -m benchmarks.serving.http_overhead
+    python -m benchmarks.http_overhead
 
 Two processes have the same model with the same options: a server, and one that calls `LLM.generate`. Each round runs
 the batch once in each, and the order changes from round to round. The client is on the same processors, and does little
@@ -40,7 +40,7 @@ BLOCK_SIZE, PROMPT_TOKENS, WARM_UP_TOKENS = 16, 32, 8
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = command_line.make_parser("benchmarks.serving.http_overhead", __doc__)
+    parser = command_line.make_parser("benchmarks.http_overhead", __doc__)
     add = parser.add_argument
     add("--models", nargs="+", default=[shapes.REASONER, "50m"], choices=(shapes.REASONER, *shapes.SHAPES))
     add("--batch", type=int, default=64, help="streams at once (default 64)")
@@ -205,7 +205,7 @@ def write_tokenizer(directory: Path, vocab_size: int) -> None:
 
 def run(arguments: Sequence[str]) -> None:
     args = parse_arguments(arguments)
-    provenance = machine.announce("benchmarks.serving.http_overhead", arguments)
+    provenance = machine.announce("benchmarks.http_overhead", arguments)
     rows, content = [], {}
     with tempfile.TemporaryDirectory() as folder:
         for name in args.models:
