@@ -83,15 +83,15 @@ class PositionTracker(BlockingExecutor):
     def execute(self, plan: StepPlan) -> StepResult:
         result = self.inner.execute(plan)
         for start in plan.new_seqs:
-            self._logical[start.seq_id] = start.cached_length
-            self.positions[start.seq_id] = self._text(0, start.cached_length)
+            self._logical[start.seq_id] = start.logical_length
+            self.positions[start.seq_id] = self._text(0, start.logical_length)
             self.events[start.seq_id] = 0
-        moving = [job for job in plan.compressions if job.destinations]
+        moving = [job for job in plan.compressions if job.moves]
         for i, job in enumerate(moving):
             assert self._moved is not None
             self._compress(job, self._moved[:, i])
         for job in plan.compressions:
-            if not job.destinations:  # whole blocks at the beginning are released
+            if not job.moves:  # whole blocks at the beginning are released
                 self._compress(job, self._text(0, 0))
         for seq_id, num_tokens in plan.query_tokens():
             begin = self._logical[seq_id]
@@ -105,10 +105,10 @@ class PositionTracker(BlockingExecutor):
 
     def _compress(self, job: CompressionJob, kept: Tensor) -> None:
         """kept: `[layers, kv_heads, kv_pairs]`, offsets in the region, padded with -1."""
-        positions = self.positions[job.seq_id]
-        begin = job.first_block * self.runner.block_size
-        end = min(positions.shape[-1], begin + job.region_blocks * self.runner.block_size)
-        kept = kept[:, :, : end - begin - job.dropped]
+        positions, (own,) = self.positions[job.seq_id], job.parts
+        begin = own.first_block * self.runner.block_size
+        end = min(positions.shape[-1], begin + own.region_blocks * self.runner.block_size)
+        kept = kept[:, :, : end - begin - own.dropped]
         survivors = positions[:, :, begin:end].gather(-1, kept.clamp(min=0)).masked_fill(kept < 0, HOLE)
         self.positions[job.seq_id] = torch.cat((positions[:, :, :begin], survivors, positions[:, :, end:]), dim=-1)
         self.events[job.seq_id] += 1

@@ -79,8 +79,9 @@ class Observer(BlockingExecutor):
     def execute(self, plan: StepPlan) -> StepResult:
         for job in plan.compressions:
             # The standalone policy compresses a window as soon as there is one: all drops so far were before it.
-            self.windows.append(Window(job.first_block * self._block_size + self._dropped))
-            self._dropped += job.dropped
+            (own,) = job.parts
+            self.windows.append(Window(own.first_block * self._block_size + self._dropped))
+            self._dropped += own.dropped
         return self.inner.execute(plan)
 
     def _observe(self, queries: Tensor, keys: Tensor, *, buffer: int, chunk_budget: int, **options: Any) -> Tensor:

@@ -182,7 +182,7 @@ def keys_of(llm, seq_id, layer):
     """Keys of a sequence that ended last, `[kv_heads, entries, head_dim]`: the worker is told with the next plan."""
     runner = llm.llm_engine.executor.runner
     state = runner.states[seq_id]
-    (tables,), slot = runner.tables, state.table_slot
+    (tables,), slot = runner.tables.parts, state.table_slot
     table = torch.from_numpy(tables.table[[slot], : tables.num_blocks[slot]])
     return runner.operations.gather_keys([layer], table, state.cached_length)[0]
 

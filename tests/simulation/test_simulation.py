@@ -15,7 +15,7 @@ import torch
 
 from kvllm import LLM, CompressionConfig, ConfigError, RequestError, SamplingParams
 from kvllm.config import EngineConfig
-from kvllm.core.protocol import CompressionJob, PrefillChunk, SequenceStart, StepPlan
+from kvllm.core.protocol import CompressionJob, PartJob, PrefillChunk, SequenceStart, StepPlan
 from kvllm.entrypoints import cli
 from kvllm.entrypoints.engine_flags import parse_compression
 from kvllm.entrypoints.simulate import read_model_config
@@ -174,7 +174,10 @@ def compression_plan() -> StepPlan:
     sampling = SamplingParams(temperature=0)
     return StepPlan(
         new_seqs=[SequenceStart(i, [0] * 41, 1, 40, sampling, 0) for i in range(2)],
-        compressions=[CompressionJob(0, 1, 2, 12, 4, 12, 6, [0, 1]), CompressionJob(1, 4, 1, 12, 4, 12, 3, [2])],
+        compressions=[
+            CompressionJob(0, [PartJob(1, 2, 12, 4, 12, 6, [0, 1])]),
+            CompressionJob(1, [PartJob(4, 1, 12, 4, 12, 3, [2])]),
+        ],
         chunks=[PrefillChunk(i, 1, [], True) for i in range(2)],
     )
 
